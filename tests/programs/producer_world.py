@@ -113,6 +113,7 @@ class Settings:
     max_buffered: int | None = None
     ranker: LengthRanker | None = None
     evaluation_function: int = 1
+    num_held_out: int = 0
 
 
 async def run_in_world(
@@ -166,7 +167,7 @@ def make_world(file: Path, codec: TextCodec, pool: RewardPool, settings: Setting
     held = HeldOut(
         "heldout",
         EvaluationSet(path=str(file)),
-        first_prompts(prompts, 0)[0],
+        first_prompts(prompts, settings.num_held_out)[0],
         settings.evaluation_function,
         TrajectoryWriter(room, replace(sampling, temperature=0.0)),
     )

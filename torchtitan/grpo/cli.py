@@ -22,9 +22,10 @@ usage: torchtitan-grpo COMMAND ...
       inference.launch is set. train --help lists every setting.
   sft X.toml [--gpus N] [--max-restarts N] [--table.key value ...]
       Train on given completions ([sft]), without servers and rewards.
-  check-config X.toml [--gpus N] [--table.key value ...]
-      Print a configuration with all defaults, and open what its run would open:
-      model, prompts, rewards. No server and no training rank is started.
+  check-config X.toml [--gpus N] [--settings] [--table.key value ...]
+      Open what a run would open (model, prompts, rewards), and print what was
+      found; --settings adds the value of every setting. No server and no
+      training rank is started.
   schedule X.toml [--times F I W] [--picture FILE.png] [--table.key value ...]
       Show what the pipeline's ranks do over time, and compare all schedules.
   evaluate X.toml [--model DIR | --checkpoint STEP] [--output F.json] [--table.key value ...]
@@ -71,20 +72,20 @@ def sft(arguments: list[str]) -> int:
 
 
 def check_config(arguments: list[str]) -> int:
-    """Checks a configuration, and prints it with all defaults and the planned layout.
+    """Checks a configuration, and prints what its run would read and the planned layout.
 
     The number of ranks is the one that ``train`` would start, unless ``WORLD_SIZE`` names it. The
     exit status is 2 if the run would be refused.
     """
     with without_torch():
-        from torchtitan.grpo.start.train import parse, plan
-    parsed = parse(arguments)
+        from torchtitan.grpo.start.train import SETTINGS_FLAG, parse, plan
+    parsed = parse([word for word in arguments if word != SETTINGS_FLAG])
     _, num_ranks, _ = plan(parsed)
     with _environment("WORLD_SIZE", str(num_ranks)):
-        return _check_config(parsed.rest)
+        return _check_config(parsed.rest, shows_settings=SETTINGS_FLAG in arguments)
 
 
-def _check_config(arguments: list[str]) -> int:
+def _check_config(arguments: list[str], *, shows_settings: bool) -> int:
     from torchtitan.grpo.config_checks import check_model
     from torchtitan.grpo.config_manager import load_config
     from torchtitan.grpo.entry import print_dry_run
@@ -109,7 +110,7 @@ def _check_config(arguments: list[str]) -> int:
     except CheckpointError as error:  # the configuration is right, but not for this folder
         start, refused = [f"would be refused: {error}"], True
     print("\n".join(notes), end="\n" if notes else "", flush=True)
-    status = print_dry_run(config, model, start, date)
+    status = print_dry_run(config, model, start, date, shows_settings=shows_settings)
     return 2 if refused else status
 
 

@@ -11,7 +11,9 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,7 +22,7 @@ import torch
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config_checks import ConfigError, unused_server_settings
-from torchtitan.grpo.config_checks.description import describe
+from torchtitan.grpo.config_checks.description import describe_plan, describe_settings
 from torchtitan.grpo.controller import process_config
 from torchtitan.grpo.data.planner import StepPlanner
 from torchtitan.grpo.data.record import RecordReader
@@ -28,11 +30,11 @@ from torchtitan.grpo.data.supervised import open_examples
 from torchtitan.grpo.inference.server_log import log_tail
 from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.models.hf_config import HFModel, ModelError
 from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.models.lora import add_adapters
 from torchtitan.grpo.rollout.child_process import end_process, start_process
-from torchtitan.grpo.rollout.input_check import REPORT_FILE, InputReport
+from torchtitan.grpo.rollout.input_check import PROGRESS_FILE, REPORT_FILE, InputReport
 from torchtitan.grpo.rollout.link_messages import CONFIG_FILE
 from torchtitan.grpo.training.weights_check import build_without_memory, check_weights
 from torchtitan.grpo.types import PromptProgress
@@ -40,34 +42,41 @@ from torchtitan.grpo.weight_sync.memory_plan import describe_placement, predict_
 from torchtitan.grpo.weight_wire.model_folder import WeightsAbsent
 
 _OUTPUT_FILE = "output.log"
+_PROGRESS_SECONDS = 1.0
 _SHOWN_OUTPUT_LINES = 20
 
 
 def dry_run(
-    config: JobConfig, model: HFModel, start: Sequence[str], date: str = ""
+    config: JobConfig,
+    model: HFModel,
+    start: Sequence[str],
+    date: str = "",
+    *,
+    shows_settings: bool = False,
 ) -> Iterator[str]:
-    """Yields the resolved configuration, then what the run would read, as it is found.
+    """Yields what the run would read and warn of, as it is found, and then how it would be laid out.
 
     Args:
         config: Checked configuration of the run.
         model: The model that would be trained. Its arguments may be changed.
         start: Where the run would begin, in lines.
         date: What chat templates would take for now; empty is this moment.
+        shows_settings: Whether every setting follows with its value.
 
     Raises:
         ConfigError: If a prompt set, a column, a reward function or an environment is unusable.
         DataError: If ``grpo.ptx_path``, ``rollout.replay`` or ``[sft]`` is unusable.
         ModelError: If the weights do not belong to the model.
     """
-    device = "CUDA" if torch.cuda.is_available() else "CPU"
-    yield describe(config)
-    yield f"  model: {model.architecture} at {model.path}, on {device}"
     yield "Start"
     yield from (f"  {line}" for line in start)
     yield "Inputs"
+    device = "CUDA" if torch.cuda.is_available() else "CPU"
+    yield f"  model: {model.architecture} at {model.path}, on {device}"
+    warnings: list[str] = []
     StepPlanner(config, model)  # opens grpo.ptx_path
     if config.sft.path is not None:
-        yield from (f"  {line}" for line in _examples(config, model, date))
+        yield from (f"  {line}" for line in _examples(config, model, date, warnings))
     elif config.rollout.replay is not None:
         path, temperature = config.rollout.replay, config.rollout.temperature
         reader = RecordReader(path, model.vocab_size, temperature, "rollout.replay")
@@ -79,23 +88,38 @@ def dry_run(
         )
         yield from (f"  {line}" for line in report.lines)
         warnings = [*unused_server_settings(config), *report.warnings]
-        yield from (f"warning: {warning}" for warning in warnings)
         if report.error is not None:
+            yield from (f"warning: {warning}" for warning in warnings)
             raise ConfigError(report.error)
+    try:
+        yield f"  weights: {_weights(config, model, warnings)}"
+    except ModelError:
+        yield from (f"warning: {warning}" for warning in warnings)
+        raise
+    yield from (f"warning: {warning}" for warning in warnings)
+    yield describe_plan(config)
+    if config.has_servers:
         yield from _push_memory(config, model)
+    if shows_settings:
+        yield f"Settings\n{describe_settings(config)}"
+    else:
+        yield "Settings: --settings prints the value of each."
+
+
+def _weights(config: JobConfig, model: HFModel, warnings: list[str]) -> str:
+    """Compares the weights with the model, says how many there are, and adds what the run would warn of."""
     try:
         num_tensors, notes = check_weights(config, model)
     except WeightsAbsent:
         if "snapshots" not in model.path.parts:
             raise
-        yield "  weights: not downloaded yet; the run will compare them with config.json"
-        return
-    yield from (f"warning: {note}" for note in notes)
-    yield f"  weights: {num_tensors} tensors in {model.path} with the names and shapes of the model"
+        return "not downloaded yet; the run will compare them with config.json"
+    warnings += notes
+    return f"{num_tensors} tensors in {model.path} with the names and shapes of the model"
 
 
-def _examples(config: JobConfig, model: HFModel, date: str) -> Iterator[str]:
-    """Yields what the files of supervised examples hold."""
+def _examples(config: JobConfig, model: HFModel, date: str, warnings: list[str]) -> Iterator[str]:
+    """Yields what the files of supervised examples hold, and adds what the run would warn of."""
     for key, path in (("path", config.sft.path), ("held_out_path", config.sft.held_out_path)):
         if path is None:
             continue
@@ -105,7 +129,8 @@ def _examples(config: JobConfig, model: HFModel, date: str) -> Iterator[str]:
             f"sft.{key}: {path}, {len(stream)} examples; one of them has {len(first.prompt_ids)} "
             f"tokens of a prompt and {len(first.completion_ids)} of a completion"
         )
-        yield from (f"warning: {note}" for note in stream.notes())
+        yield f"  {stream.checked.describe()}"
+        warnings += filter(None, [stream.checked.warning(f"sft.{key}", path), *stream.notes()])
         stream.close()
 
 
@@ -146,13 +171,25 @@ def check_inputs(config: RolloutProcessConfig, timeout_seconds: float) -> InputR
             "torchtitan.grpo.rollout.input_check", folder, config, folder / _OUTPUT_FILE
         )
         try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(timeout_seconds)
+            _wait(child, folder / PROGRESS_FILE, timeout_seconds)
         finally:
             end_process(child, mark)
         return _read_report(folder, timeout_seconds)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait(child: subprocess.Popen, progress: Path, timeout_seconds: float) -> None:
+    """Waits for the end of the check, and shows how far it has come."""
+    deadline, told = time.monotonic() + timeout_seconds, ""
+    while time.monotonic() < deadline:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(min(_PROGRESS_SECONDS, max(deadline - time.monotonic(), 0.0)))
+            return
+        text = progress.read_text() if progress.is_file() else ""
+        if text and text != told:
+            told = text
+            print(text, file=sys.stderr, flush=True)
 
 
 def _read_report(folder: Path, timeout_seconds: float) -> InputReport:

@@ -50,6 +50,7 @@ from torchtitan.grpo.resume.resumption import (
 from torchtitan.grpo.rollout.link import RolloutFailed
 from torchtitan.grpo.run_folder.contents import remove_run
 from torchtitan.grpo.run_folder.launch import is_restart
+from torchtitan.grpo.start.train import SETTINGS_FLAG
 from torchtitan.grpo.system.child import die_with_parent
 from torchtitan.grpo.system.device import choose_interfaces
 from torchtitan.grpo.system.exit_status import LAST_SAVE_FAILED, STOPPED_BY_GUARD
@@ -112,6 +113,9 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
         return 0
     try:
         is_dry = is_dry_run(args)
+        shows_settings = is_dry and SETTINGS_FLAG in args
+        if shows_settings:
+            args.remove(SETTINGS_FLAG)
         config = load_config(args)
         if is_restart(config.job.dump_folder):
             config.job.overwrite = False  # it counted when torchrun started the ranks first
@@ -129,7 +133,10 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
         print("\n".join(notes), end="\n" if notes else "", flush=True)
     if is_dry:
         lines = describe_start(config, start)
-        return print_dry_run(config, hf_model, [*lines], start.record.date) if is_rank_zero else 0
+        if not is_rank_zero:
+            return 0
+        date = start.record.date
+        return print_dry_run(config, hf_model, list(lines), date, shows_settings=shows_settings)
     if is_finished(config, start):
         if is_rank_zero:
             print(describe_finished(config, start))
@@ -158,7 +165,14 @@ def _not_removed(config: JobConfig, error: OSError) -> str:
     )
 
 
-def print_dry_run(config: JobConfig, model: HFModel, start: Sequence[str], date: str = "") -> int:
+def print_dry_run(
+    config: JobConfig,
+    model: HFModel,
+    start: Sequence[str],
+    date: str = "",
+    *,
+    shows_settings: bool = False,
+) -> int:
     """Opens what the run would open and prints what was found; returns the exit status.
 
     Args:
@@ -166,10 +180,11 @@ def print_dry_run(config: JobConfig, model: HFModel, start: Sequence[str], date:
         model: The model that would be trained.
         start: Where the run would begin, in lines.
         date: What chat templates would take for now; empty is this moment.
+        shows_settings: Whether the value of every setting is printed at the end.
     """
     init_console("error", is_rank_zero=True)
     try:
-        for line in dry_run(config, model, start, date):
+        for line in dry_run(config, model, start, date, shows_settings=shows_settings):
             print(line, flush=True)
     except (ConfigError, DataError, ModelError) as error:
         return _report(True, error, 2)

@@ -296,6 +296,8 @@ class RolloutGroup:
         server_url: Server that wrote the completions.
         columns: Columns of the prompt's row, long values cut, for logs.
         is_chat: Whether the prompt is a list of chat messages.
+        file: Short name of the file that the prompt is from, among ``prompts.paths``; empty if there
+            is one file, or if it is not known.
     """
 
     group_id: int
@@ -304,3 +306,4 @@ class RolloutGroup:
     server_url: str
     columns: dict[str, Any] = field(default_factory=dict)
     is_chat: bool = False
+    file: str = ""

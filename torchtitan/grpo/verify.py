@@ -14,6 +14,7 @@ only if every check succeeds.
 
 import argparse
 import asyncio
+import io
 import json
 import sys
 from dataclasses import dataclass
@@ -87,7 +88,9 @@ def read_prompts(file: Path, number: int) -> list[str]:
     Raises:
         ValueError: If a line has no text in the column ``prompt``.
     """
-    with open_regular(file) as lines:
+    with io.TextIOWrapper(
+        open_regular(file), "utf-8-sig"
+    ) as lines:  # a byte-order mark is passed over
         rows = [json.loads(line) for line, _ in zip(lines, range(number), strict=False)]
     for line, row in enumerate(rows, 1):
         if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):

@@ -17,11 +17,31 @@ MAX_START_SECONDS = 1.0
 def test_check_config_prints_the_resolved_configuration(repository, monkeypatch, capsys):
     monkeypatch.chdir(repository)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    status = cli.run(["check-config", "train_configs/quickstart.toml", "--grpo.group_size", "4"])
+    command = ["check-config", "train_configs/quickstart.toml", "--grpo.group_size", "4"]
+    assert cli.run([*command, "--settings"]) == 0
     out = capsys.readouterr().out
-    assert status == 0
-    assert "group_size = 4" in out
-    assert "Qwen3ForCausalLM" in out
+    assert out.index("Qwen3ForCausalLM") < out.index("Layout") < out.index("group_size = 4")
+
+
+def test_check_config_begins_with_what_matters_and_shows_settings_on_request(
+    repository, monkeypatch, capsys
+):
+    monkeypatch.chdir(repository)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    # Most prompts are longer than what 24 tokens leave beside a completion of 18.
+    short = ["--training.seq_len", "24", "--rollout.max_new_tokens", "18"]
+    assert cli.run(["check-config", "train_configs/quickstart.toml", *short]) == 0
+    out = capsys.readouterr().out
+    assert "group_size = " not in out
+    assert len(out.splitlines()) < 50
+    titles = ["Start", "  model:", "  prompts.path:", "  weights:", "warning:", "Layout"]
+    places = [f"\n{out}".index(f"\n{title}") for title in titles]
+    assert places == sorted(places)
+    (fits,) = [line for line in out.splitlines() if "rows checked" in line]
+    (warning,) = [line for line in out.splitlines() if line.startswith("warning: prompts.path")]
+    fitting = fits.split("; ")[1].split(" of ")[0]
+    assert fits == f"    all 4,096 rows checked; {fitting} of 4,096 prompts fit"
+    assert f"only {fitting} of 4,096 prompts" in warning and "at most 6 tokens" in warning
 
 
 def test_check_config_counts_the_ranks_that_train_would_start(repository, monkeypatch, capsys):

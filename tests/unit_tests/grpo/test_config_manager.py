@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchtitan.grpo.config_checks import ConfigError, check_model
-from torchtitan.grpo.config_checks.description import describe
+from torchtitan.grpo.config_checks.description import describe_plan, describe_settings
 from torchtitan.grpo.config_manager import is_dry_run, load_config
 
 BASE = """
@@ -269,14 +269,14 @@ def test_a_registry_is_a_folder_or_an_address_with_a_key(load, monkeypatch):
     variable = "TORCHTITAN_GRPO_ADMIN_KEY"
     monkeypatch.delenv(variable, raising=False)
     folder = ["--inference.no-launch", "--inference.registry=/shared/registry"]
-    assert "that register themselves in /shared/registry" in describe(load(BASE, *folder))
+    assert "that register themselves in /shared/registry" in describe_plan(load(BASE, *folder))
     with pytest.raises(ConfigError, match=r"got inference\.urls and inference\.registry"):
         load(BASE, *folder, "--inference.urls=http://a:1")
     address = ["--inference.no-launch", "--inference.registry_address=10.0.0.1:29500"]
     with pytest.raises(ConfigError, match=rf"registry_address needs a key.*set {variable}"):
         load(BASE, *address)
     monkeypatch.setenv(variable, "a-key")
-    assert "/registry" in describe(load(BASE, *address))
+    assert "/registry" in describe_plan(load(BASE, *address))
     for wrong in ("0.0.0.0:29500", "10.0.0.1", ":29500"):
         with pytest.raises(ConfigError, match=r"registry_address must be host:port"):
             load(BASE, "--inference.no-launch", f"--inference.registry_address={wrong}")
@@ -297,7 +297,7 @@ def test_servers_are_named_in_one_place_alone(load, tmp_path):
     file = tmp_path / "servers.txt"
     file.write_text("# two\nhttp://a:1\nhttp://b:2/\n")
     from_file = ["--inference.no-launch", f"--inference.urls_file={file}"]
-    assert "embedded at http://a:1, http://b:2 (" in describe(load(BASE, *from_file))
+    assert "embedded at http://a:1, http://b:2 (" in describe_plan(load(BASE, *from_file))
     with pytest.raises(ConfigError, match=r"got inference\.urls and inference\.urls_file"):
         load(BASE, *from_file, "--inference.urls=http://a:1")
     with pytest.raises(ConfigError, match=r"got inference\.launch = true and inference\.urls_file"):
@@ -455,8 +455,8 @@ def test_keys_on_the_command_line_are_refused(load, argument):
 def test_keys_are_not_shown(load):
     config = load(BASE.replace("[inference]", KEYS))
     assert config.inference.api_key == "secret-a"
-    assert "secret" not in describe(config)
-    assert "admin_key = '***'" in describe(config)
+    assert "secret" not in describe_settings(config)
+    assert "admin_key = '***'" in describe_settings(config)
 
 
 def test_a_missing_file_is_named():
@@ -468,9 +468,9 @@ def test_dry_run_describes_the_resolved_configuration_and_the_layout(load):
     arguments = ["--dry-run", "--x"]
     assert is_dry_run(arguments)
     assert arguments == ["--x"]
-    text = describe(load(BASE, "--grpo.prompts_per_step=3"))
-    assert "prompts_per_step = 3" in text
-    assert "3 prompts x 8 rollouts = 24" in text
+    config = load(BASE, "--grpo.prompts_per_step=3")
+    assert "prompts_per_step = 3" in describe_settings(config)
+    assert "3 prompts x 8 rollouts = 24" in describe_plan(config)
 
 
 def test_every_shipped_configuration_loads_and_says_what_it_is_for(

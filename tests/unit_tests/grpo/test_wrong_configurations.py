@@ -204,6 +204,19 @@ def test_rows_that_do_not_fit_the_reward_or_the_model_are_one_message(start, tmp
     )
 
 
+@pytest.mark.parametrize(
+    ("last", "message"), [({"prompt": None}, "got None"), ({"prompt": ""}, "has no text")]
+)
+def test_the_last_row_is_checked_as_the_first_is(last, message, start, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    fine = [{"prompt": "12->", "answer": "21"}] * 8
+    rows.write_text("".join(json.dumps(row) + "\n" for row in [*fine, last]))
+    parts = ["prompts.path: 1 of the 9 rows", f"{rows}:9: ", message]
+    _expect(start, {"prompts": f'path = "{rows}"'}, parts)
+    held_out = {"evaluation": f'path = "{rows}"\nfunction = "exact_match"'}
+    _expect(start, held_out, ["evaluation.path: 1 of the 9 rows", f"{rows}:9: ", message])
+
+
 def _expect(start: Callable[..., tuple], tables: dict[str, str], parts: list[str]) -> None:
     began = _processor_seconds()
     status, _, errors = start(**tables)
@@ -242,7 +255,6 @@ def test_a_right_configuration_is_listed_with_all_that_was_opened(start, tmp_pat
         "tensors in assets/reverse_digits/model with the names and shapes of the model",
     ):
         assert part in inputs, inputs
-    assert "weight_decay = 0.0  # the default here; torchtitan's is 0.1" in out
 
 
 def test_what_the_run_would_warn_of_is_shown(start, repository, tmp_path):

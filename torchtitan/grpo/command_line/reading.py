@@ -19,6 +19,7 @@ from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.command_line.keys import check_keys
 from torchtitan.grpo.command_line.other_names import answer_to_value
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.system.file_formats import UTF8_MARK, other_format
 from torchtitan.grpo.system.regular_files import open_regular
 
 _KEY_VARIABLES = {
@@ -76,7 +77,8 @@ def _read_toml(path: str | None) -> dict[str, Any]:
         return {}
     try:
         with open_regular(path) as file:
-            return tomllib.load(file)
+            content = file.read()
+        return tomllib.loads(content.removeprefix(UTF8_MARK).decode())
     except FileNotFoundError as error:
         raise ConfigError(
             f"--job.config_file must name a file that exists, got {path} (looked for from {Path.cwd()})."
@@ -84,6 +86,8 @@ def _read_toml(path: str | None) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"--job.config_file must be a readable file: {error}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        if found := other_format(content, path):
+            raise ConfigError(f"--job.config_file {path} is not TOML: {found}") from error
         raise ConfigError(f"--job.config_file is not valid TOML: {error} ({path}).") from error
 
 

@@ -21,7 +21,8 @@ class Prompts:
     """Several prompt sets instead of ``path``, mixed by ``weights``. All other settings of this
     table apply to each of them. Each prompt gets a column ``prompt_set``, unless it already has
     one. Its value is the file name without its extension, or the last part of the data set's name;
-    if two sets would get the same value, it is the whole path."""
+    if two sets would get the same value, it is the whole path. Reward, length and share of each are
+    metrics (``reward/file/...``, ``rollout/file/...``)."""
 
     weights: list[float] = field(default_factory=list)
     """Relative frequency with which each of ``paths`` is drawn from: one positive number for each.

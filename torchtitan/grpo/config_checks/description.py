@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The resolved configuration as text, for ``--dry-run`` and ``check-config``."""
+"""The resolved configuration and its plan as text, for ``--dry-run`` and ``check-config``."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
 
 
-def describe(config: JobConfig) -> str:
-    """Returns the resolved configuration in lines like TOML, and the planned layout.
+def describe_settings(config: JobConfig) -> str:
+    """Returns the resolved configuration in lines like TOML.
 
     A default that this project has changed names torchtitan's behind it.
     """
@@ -28,7 +28,12 @@ def describe(config: JobConfig) -> str:
             note = f"  # the default here; torchtitan's is {upstream!r}" if is_default else ""
             lines.append(f"{key} = {value!r}{note}")
         lines.append("")
-    lines += [
+    return "\n".join(lines)
+
+
+def describe_plan(config: JobConfig) -> str:
+    """Returns the planned layout, the batch and the servers, in lines."""
+    lines = [
         "Layout",
         f"  ranks: {describe_layout(config)}",
         f"  global batch: {_describe_batch(config)}, packed into rows of "

@@ -14,19 +14,21 @@ Example: a conversation of chat messages, ``sft.column = "messages"``::
     completion  5 <end>                              (loss)
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.config import SFT, Prompts
 from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.data.rows import Sample
 from torchtitan.grpo.rollout.model_match import prompt_notes
 from torchtitan.grpo.rollout.prompts.prompt_set import PromptLimits, PromptSet
-from torchtitan.grpo.rollout.prompts.prompt_stream import PromptStream
-from torchtitan.grpo.rollout.tables import Table, open_table
+from torchtitan.grpo.rollout.prompts.prompt_stream import PromptStream, Skipped
+from torchtitan.grpo.rollout.prompts.row_check import check_rows
+from torchtitan.grpo.rollout.tables import RowError, Table, open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Prompt
 
@@ -44,7 +46,7 @@ class ExampleTable(Table):
     """
 
     def __init__(self, table: Table, settings: SFT) -> None:
-        self.path = table.path
+        self.path, self.num_bytes = table.path, table.num_bytes
         self._table, self._settings = table, settings
 
     def __len__(self) -> int:
@@ -54,20 +56,29 @@ class ExampleTable(Table):
         """Returns row ``i`` with a prompt and, as a string, its completion.
 
         Raises:
-            ValueError: If the row cannot be read, or has no completion.
+            RowError: If the row cannot be used, or has no completion.
         """
-        row = dict(self._table.row(i))
+        return self._example(dict(self._table.row(i)), i)
+
+    def rows(self, first: int, end: int) -> Iterator[dict[str, Any] | RowError]:
+        for i, row in enumerate(self._table.rows(first, end), start=first):
+            try:
+                yield row if isinstance(row, RowError) else self._example(dict(row), i)
+            except RowError as error:
+                yield error
+
+    def _example(self, row: dict[str, Any], i: int) -> dict[str, Any]:
         column, completion_column = self._settings.column, self._settings.completion_column
         messages = row[column]
         if _ends_with_assistant(messages):
             row[column], row[completion_column] = messages[:-1], messages[-1:]
             if not row[column]:
-                raise ValueError(
+                raise RowError(
                     f"{self.where(i)}: a conversation must have a message before the assistant's "
                     f"last one, got {messages!r:.200}."
                 )
         if completion_column not in row:
-            raise ValueError(
+            raise RowError(
                 f"{self.where(i)}: there is no column {completion_column!r} "
                 f"(sft.completion_column), and {column!r} (sft.column) does not end with a message "
                 f"of the assistant. Existing columns: {sorted(row)}."
@@ -78,16 +89,13 @@ class ExampleTable(Table):
     def where(self, i: int) -> str:
         return self._table.where(i)
 
-    def check(self) -> None:
-        self._table.check()
-
     def close(self) -> None:
         self._table.close()
 
     def _text(self, completion: Any, i: int) -> str:
         if _ends_with_assistant(completion) and len(completion) == 1:
             if lost := [key for key in _OTHER_PARTS if completion[0].get(key)]:
-                raise ValueError(
+                raise RowError(
                     f"{self.where(i)}: a completion is the content of the assistant's message alone, but "
                     f"this one has {', '.join(lost)} besides, which would not be learned. Write all of "
                     "it into content, as the model is to write it."
@@ -95,7 +103,7 @@ class ExampleTable(Table):
             completion = completion[0]["content"]
         if isinstance(completion, str) and completion:
             return completion
-        raise ValueError(
+        raise RowError(
             f"{self.where(i)}: a completion must be a string that is not empty, or a list with one "
             f"message of the assistant, got {completion!r:.200}."
         )
@@ -122,10 +130,13 @@ class ExampleStream:
         position: Number of rows that were read before, of all epochs.
 
     Attributes:
-        num_too_long: Number of examples that were left out so far.
+        checked: What the check of the rows has found.
+        num_too_long: Number of examples that were left out so far because they are too long.
+        num_unusable: Number of rows that were left out so far because they are no examples, which
+            the check has not found.
 
     Raises:
-        DataError: If the file cannot be used.
+        DataError: If the file, or a row that was checked, cannot be used.
     """
 
     def __init__(
@@ -146,7 +157,7 @@ class ExampleStream:
         self._path, self._key = path, key
         self._vocab_size, self._max_tokens = vocab_size, max_tokens
         self._end_of_turn: int | None = None
-        self._num_longer = 0
+        self.num_too_long = self.num_unusable = 0
         # An example has a completion of at least one token.
         limits = PromptLimits(
             max(1, max_tokens - 1),
@@ -163,8 +174,11 @@ class ExampleStream:
                 limits,
                 key,
             )
+            self.checked = check_rows(self._set, fits=self._fits)
         except ValueError as error:
             raise DataError(str(error)) from error
+        if self.checked.num_fitting == 0:
+            raise self._none_fits()
         self._stream = PromptStream(
             self._set, seed=seed, shuffle=prompts.shuffle, position=position
         )
@@ -190,15 +204,11 @@ class ExampleStream:
         """Number of rows that were read, of all epochs."""
         return self._stream.position
 
-    @property
-    def num_too_long(self) -> int:
-        return self._stream.num_too_long + self._num_longer
-
     def next(self) -> Sample:
-        """Returns the next example that is short enough.
+        """Returns the next example that can be used.
 
         Raises:
-            DataError: If a row is invalid, or all examples are too long.
+            DataError: If none can be used, or the file cannot be read any more.
         """
         begin = self.position
         while self.position < begin + len(self):
@@ -206,20 +216,19 @@ class ExampleStream:
                 prompt = self._stream.next()
             except ValueError as error:
                 raise DataError(str(error)) from error
+            for skipped in self._stream.take_skipped():
+                self._count(skipped)
             sample = self._sample(prompt)
             if sample.num_tokens <= self._max_tokens:
                 return sample
-            self._num_longer += 1
-        raise DataError(
-            f"{self._key}: none of the {len(self)} examples in {self._path} is at most "
-            f"{self._max_tokens} tokens long. {_REMEDY}"
-        )
+            self.num_too_long += 1
+        raise self._none_fits()
 
     def all(self) -> list[Sample]:
-        """Returns the examples of one epoch that are short enough.
+        """Returns the examples of one epoch that can be used.
 
         Raises:
-            DataError: If a row is invalid, or all examples are too long.
+            DataError: If none can be used, or the file cannot be read any more.
         """
         samples = [self.next()]
         while self.position < len(self):
@@ -232,6 +241,25 @@ class ExampleStream:
     def close(self) -> None:
         """Closes the file."""
         self._stream.close()
+
+    def _none_fits(self) -> DataError:
+        return DataError(
+            f"{self._key}: none of the {len(self)} examples in {self._path} is at most "
+            f"{self._max_tokens} tokens long. {_REMEDY}"
+        )
+
+    def _count(self, skipped: Skipped) -> None:
+        if skipped.reason == "too long":
+            self.num_too_long += 1
+            return
+        self.num_unusable += 1
+        if self.num_unusable == 1:
+            logger.warning(
+                f"{self._key}: first of the examples that cannot be used: {skipped.detail}"
+            )
+
+    def _fits(self, prompt: Prompt) -> bool:
+        return self._sample(prompt).num_tokens <= self._max_tokens
 
     def _sample(self, prompt: Prompt) -> Sample:
         text = prompt.columns[self._settings.completion_column]

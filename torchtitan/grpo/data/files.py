@@ -7,6 +7,8 @@ from typing import TypeVar
 
 import msgspec
 
+from torchtitan.grpo.system.file_formats import UTF8_MARK, not_json_lines
+
 _Value = TypeVar("_Value")
 
 
@@ -20,12 +22,14 @@ def decode_line(line: bytes, kind: type[_Value], where: str) -> _Value:
     Args:
         line: The line, in JSON.
         kind: A type that msgspec supports.
-        where: TOML key, file and line number, for error messages.
+        where: TOML key, file and line number, for error messages, as ``key: file:number``.
 
     Raises:
         DataError: If the line is not JSON, or not a value of this type.
     """
     try:
-        return msgspec.json.decode(line, type=kind)
+        return msgspec.json.decode(line.removeprefix(UTF8_MARK), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{where}: {error}.") from error
+        path, _, number = where.rpartition(" ")[2].rpartition(":")
+        found = not_json_lines(line, path, is_first=number == "1")
+        raise DataError(f"{where}: {found or f'{error}.'}") from error

@@ -105,6 +105,7 @@ class GroupRecord(msgspec.Struct):
     server_url: str = ""
     columns: dict[str, Any] = msgspec.field(default_factory=dict)
     is_chat: bool = False
+    file: str = ""
 
 
 class BatchRecord(msgspec.Struct):
@@ -331,6 +332,7 @@ def _group_record(group: RolloutGroup) -> GroupRecord:
         server_url=group.server_url,
         columns=group.columns,
         is_chat=group.is_chat,
+        file=group.file,
     )
 
 
@@ -360,7 +362,7 @@ def _group(record: GroupRecord) -> RolloutGroup:
     )
     return RolloutGroup(
         record.group_id, record.prompt_text, rollouts, record.server_url,
-        columns=record.columns, is_chat=record.is_chat,
+        columns=record.columns, is_chat=record.is_chat, file=record.file,
     )  # fmt: skip
 
 

@@ -69,8 +69,10 @@ class SupervisedSource(OfflineSource):
 
     def start(self) -> None:
         """Says how many examples there are; each is read when its step comes."""
-        logger.info(f"sft.path: {len(self._examples)} examples in {self.config.sft.path}")
-        for note in self._examples.notes():
+        path, checked = self.config.sft.path, self._examples.checked
+        logger.info(f"sft.path: {path}, {checked.describe()}")
+        notes = [checked.warning("sft.path", str(path)), *self._examples.notes()]
+        for note in filter(None, notes):
             logger.warning(note)
         if evaluation_sets(self.config.evaluation):
             logger.info(
@@ -92,6 +94,7 @@ class SupervisedSource(OfflineSource):
             "sft/epoch": self._examples.position / len(self._examples),
             "sft/example_tokens_mean": sum(e.num_tokens for e in examples) / len(examples),
             "sft/too_long_examples": float(self._examples.num_too_long),
+            "sft/unusable_examples": float(self._examples.num_unusable),
         }
 
     def close(self) -> None:

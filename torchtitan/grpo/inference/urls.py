@@ -123,7 +123,7 @@ def read_urls(path: Path) -> list[str]:
     """
     source = f"inference.urls_file ({path})"
     try:
-        text = read_regular(path).decode("utf-8")
+        text = read_regular(path).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{source} must be a readable text file: {error}.") from error
     return parse_urls(text, source)

@@ -105,7 +105,8 @@ def gold_judge(functions: Sequence[str]) -> Callable[[Mapping[str, Any]], str | 
     first: list[Mapping[str, Any]] = []
 
     def judge(columns: Mapping[str, Any]) -> str | None:
-        first.append(columns) if not first else None
+        if not first:
+            first.append(columns)
         found = unsendable_column(columns)
         if found is not None:
             return f"{found}. {PLAIN_DATA}"

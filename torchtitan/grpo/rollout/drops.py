@@ -66,6 +66,7 @@ KINDS: dict[str, DropKind] = {
         "held-out unscored", "completions of held-out prompts without a score"
     ),
     "too long": _kind("prompts too long", "prompts that are too long", elsewhere=True),
+    "unusable": _kind("prompts unusable", "prompts that cannot be used", elsewhere=True),
     "failed": _kind(
         "groups failed", "groups without enough completions", "failed_groups", elsewhere=True
     ),

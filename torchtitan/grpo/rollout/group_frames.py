@@ -58,6 +58,7 @@ class GroupHeader(msgspec.Struct):
     columns: dict[str, Any] = {}
     is_chat: bool = False
     sample: SampleIds | None = None
+    file: str = ""
 
 
 def pack_groups(groups: Sequence[RolloutGroup]) -> tuple[list[GroupHeader], list[bytes]]:
@@ -132,6 +133,7 @@ def unpack_groups(
             server_url=header.server_url,
             columns=header.columns,
             is_chat=header.is_chat,
+            file=header.file,
         )
         for header in headers
     ]
@@ -211,6 +213,7 @@ def _group_header(group: RolloutGroup) -> GroupHeader:
         server_url=group.server_url,
         columns=group.columns,
         is_chat=group.is_chat,
+        file=group.file,
         rollouts=[
             RolloutHeader(
                 num_tokens=len(rollout.completion_ids),

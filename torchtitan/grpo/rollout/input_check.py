@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,6 +26,8 @@ from torchtitan.grpo.system.descendants import adopt_orphans, end_descendants
 from torchtitan.grpo.workers.worker_owner import OUTPUT_HINT
 
 REPORT_FILE = "report.json"
+PROGRESS_FILE = "progress.txt"
+"""How far a check has come that takes long, as a sentence."""
 
 
 class InputReport(msgspec.Struct):
@@ -41,10 +44,15 @@ class InputReport(msgspec.Struct):
     error: str | None = None
 
 
-async def check(config: RolloutProcessConfig) -> InputReport:
-    """Opens and closes the inputs of a run."""
+async def check(config: RolloutProcessConfig, say: Callable[[str], object]) -> InputReport:
+    """Opens and closes the inputs of a run.
+
+    Args:
+        config: Settings of the rollout process.
+        say: Told how far a check has come that takes long.
+    """
     announced: list[str] = []
-    session = RolloutSession(config, announced.append)
+    session = RolloutSession(config, announced.append, say)
     try:
         inputs = await session.open_inputs()
         lines = describe_inputs(config, inputs, session.stop_strings)
@@ -62,7 +70,7 @@ def main() -> NoReturn:
     folder = Path(sys.argv[1])
     config = msgspec.json.decode((folder / CONFIG_FILE).read_bytes(), type=RolloutProcessConfig)
     adopt_orphans()
-    report = asyncio.run(check(config))
+    report = asyncio.run(check(config, (folder / PROGRESS_FILE).write_text))
     end_descendants()
     # Written under another name first: a report that is there is whole.
     partial = folder / f"{REPORT_FILE}.partial"

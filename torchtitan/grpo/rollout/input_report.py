@@ -60,6 +60,8 @@ def _prompt_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[str]
             f"{prompts.max_tokens} tokens"
         )
         yield f"  columns: {_columns(prompts, first, config.prompts.column)}"
+        if prompts.checked is not None:
+            yield f"  {prompts.checked.describe()}"
         yield from _first_prompt(first.where, first.prompt, inputs)
 
 
@@ -70,9 +72,11 @@ def _columns(prompts: PromptSet, first: Example, column: str) -> str:
 
 def _first_prompt(where: str, prompt: Prompt, inputs: Inputs) -> Iterator[str]:
     text = inputs.codec.decode_exactly(prompt.token_ids.tolist())
-    shown = text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
+    shown, half = repr(text), _SHOWN_CHARS // 2
+    if len(text) > _SHOWN_CHARS:
+        shown = f"{text[:half]!r} ... and ends with {text[-half:]!r}"
     kind = "chat messages" if _is_chat(prompt) else "string"
-    yield f"  first prompt ({where}): {kind}, {len(prompt.token_ids)} tokens: {shown!r}"
+    yield f"  first prompt ({where}): {kind}, {len(prompt.token_ids)} tokens: {shown}"
 
 
 def _reward_lines(

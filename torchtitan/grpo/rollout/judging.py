@@ -6,6 +6,17 @@
 from collections.abc import Sequence
 
 from torchtitan.grpo.rewards.scoring_pool import ScoringFailed
+from torchtitan.grpo.rollout.kept_groups import (
+    EQUAL,
+    FAILED,
+    NOT_ACCEPTED,
+    SCORING_FAILED,
+    SHORT,
+    TRUNCATED,
+    UNRATED,
+    UNSCORED,
+    Cause,
+)
 from torchtitan.grpo.rollout.ledger import CloseReason
 from torchtitan.grpo.rollout.rollout_filters import CompletionFilter, WasteBudget, is_informative
 from torchtitan.grpo.rollout.scoring import Scorer
@@ -16,12 +27,13 @@ from torchtitan.grpo.types import Generation, Prompt, Rollout
 class Unusable(Exception):
     """Raised for a group that is not trained on. The ledger records ``reason``.
 
-    The message says more about the reason.
+    The message says more about the reason, and ``cause`` what to change if it happens to many groups.
     """
 
-    def __init__(self, reason: CloseReason, detail: str) -> None:
+    def __init__(self, reason: CloseReason, detail: str, cause: Cause) -> None:
         super().__init__(detail)
         self.reason: CloseReason = reason
+        self.cause = cause
 
 
 class GroupJudge:
@@ -68,11 +80,12 @@ class GroupJudge:
             detail = self._too_few(
                 len(generations), "came back whole from servers and environments"
             )
-            raise Unusable("failed", detail)
+            raise Unusable("failed", detail, FAILED)
         kept = self._filter.keep(generations)
         if len(kept) < self._fewest:
             filters = "passed rollout.min_completion_tokens and rollout.drop_truncated"
-            raise Unusable("filtered", self._too_few(len(kept), filters))
+            cause = TRUNCATED if self._filter.num_truncated(generations) else SHORT
+            raise Unusable("filtered", self._too_few(len(kept), filters), cause)
         try:
             rollouts = await self._scorer.score(prompt, kept)
             scored = [rollout for rollout in rollouts if rollout.reward is not None]
@@ -82,23 +95,23 @@ class GroupJudge:
                     " A function, or an environment, that gives none (None) leaves a completion out; "
                     "to say that it failed, give 0."
                 )
-                raise Unusable("unscored", detail)
+                raise Unusable("unscored", detail, UNSCORED)
             accepted = await self._scorer.accepted(prompt, scored)
         except ScoringFailed as error:  # logged and counted by the pool
-            raise Unusable("unscored", str(error)) from error
+            raise Unusable("unscored", str(error), SCORING_FAILED) from error
         if len(accepted) < self._fewest:
             detail = self._too_few(len(accepted), "passed rollout.should_accept")
-            raise Unusable("filtered", detail)
+            raise Unusable("filtered", detail, NOT_ACCEPTED)
         if self._waste is not None and not is_informative(accepted) and self._waste.spend():
             raise Unusable(
-                "filtered", "All its rewards are equal (rollout.dynamic_sampling is on)."
+                "filtered", "All its rewards are equal (rollout.dynamic_sampling is on).", EQUAL
             )
         if self._rater is None:
             return accepted
         try:
             return await self._rater.rate(accepted)
         except Unrated as error:
-            raise Unusable("unrated", str(error)) from error
+            raise Unusable("unrated", str(error), UNRATED) from error
 
     def describe(self) -> str:
         """Describes what waits for a rating; empty if nothing does."""

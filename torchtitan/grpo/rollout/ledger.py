@@ -14,15 +14,19 @@ first by the run that resumes it. The ledger's state is sent to rank 0 with ever
 saved in every checkpoint, so a checkpoint always describes exactly the batches trained on.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Literal
 
 from torchtitan.grpo.types import PromptProgress
 
-CloseReason = Literal["too long", "failed", "unscored", "unrated", "expired", "overdue", "filtered"]
+CloseReason = Literal[
+    "too long", "unusable", "failed", "unscored", "unrated", "expired", "overdue", "filtered"
+]
 """Why a group is not trained on:
 
 - ``too long``: the prompt exceeds ``prompts.max_prompt_tokens``.
+- ``unusable``: the row is no prompt, which the check before training has not found.
 - ``failed``: the servers returned fewer than two usable completions.
 - ``unscored``: fewer than two completions have a reward.
 - ``unrated``: no teacher rated all of its rollouts (``[teacher]``).
@@ -55,18 +59,21 @@ class Ledger:
         """How far the run has come, for the checkpoint."""
         return PromptProgress(self._position, tuple(sorted(self._open)))
 
-    def issue(self, index: int) -> None:
+    def issue(self, index: int, skipped: Mapping[int, CloseReason] = MappingProxyType({})) -> None:
         """Records that a prompt was drawn.
 
-        New prompts are issued in ascending order. An index that is skipped belongs to a prompt that
-        is too long, and is closed with that reason.
+        New prompts are issued in ascending order. An index that is passed over is closed.
+
+        Args:
+            index: Index of the prompt.
+            skipped: Why indices were passed over; by default because the prompt is too long.
         """
         if index in self._to_reissue:
             self._to_reissue.discard(index)
             return
         assert index >= self._position, f"prompt {index} must be issued only once"
-        for skipped in range(self._position, index):
-            self._closed[skipped] = "too long"
+        for passed in range(self._position, index):
+            self._closed[passed] = skipped.get(passed, "too long")
         self._open.add(index)
         self._position = index + 1
 

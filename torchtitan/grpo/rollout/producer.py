@@ -20,6 +20,7 @@ from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.idle_shares import IdleShares
 from torchtitan.grpo.rollout.joining import as_context
 from torchtitan.grpo.rollout.judging import GroupJudge, Unusable
+from torchtitan.grpo.rollout.kept_groups import EXPIRED, OVERDUE, Cause, KeptGroups
 from torchtitan.grpo.rollout.ledger import CloseReason, Ledger
 from torchtitan.grpo.rollout.longest_first import LongestFirst
 from torchtitan.grpo.rollout.prompts import PromptStream
@@ -101,9 +102,11 @@ class Producer:
         ] = []  # cancelled, to be restarted
         self._context: dict[int, tuple[Generation, ...]] = {}  # of those being restarted
         self._running: dict[int, RunningGroup] = {}
+        self._skipped: dict[int, CloseReason] = {}  # since a prompt was issued last
         self._counts = RolloutCounts()
-        self._metrics = RolloutMetrics()
+        self._metrics = RolloutMetrics(prompts.file_names)
         self._shares = IdleShares()
+        self._kept_groups = KeptGroups(admission.groups_per_batch)
         self._is_asked = False  # the trainer waits for a batch
         self._room = asyncio.Event()
         self._group_done = asyncio.Event()
@@ -158,10 +161,11 @@ class Producer:
         """Starts groups forever.
 
         Raises:
-            ValueError: If a prompt is invalid.
+            ValueError: If the prompts cannot be read any more.
             ServersFailing: If too many requests failed in a row.
             RewardError: If the reward functions cannot be used any more.
             TeachersFailing: If too many groups in a row got no rating.
+            NothingKept: If too many groups in a row could not be trained on.
         """
         async with asyncio.TaskGroup() as groups:
             await self._continue_unfinished(groups)
@@ -267,8 +271,7 @@ class Producer:
         text = f"{self._admission.describe()}; {ready} of {len(servers)} servers ready"
         if self._dispatcher.last_error:
             text += f"; last server error: {self._dispatcher.last_error}"
-        rating = self._judge.describe()
-        return f"{text}; {rating}" if rating else text
+        return "; ".join(filter(None, [text, self._judge.describe(), self._kept_groups.describe()]))
 
     async def _next_prompt(self) -> Prompt:
         if self._resumed:
@@ -277,7 +280,9 @@ class Producer:
         while (prompt := self._order.pop()) is None:
             # In a thread, because tokenizing and skipping long prompts must not block the loop.
             drawn = await asyncio.to_thread(self._prompts.next)
-            self._ledger.issue(drawn.index)
+            self.count_prompts()
+            self._ledger.issue(drawn.index, self._skipped)
+            self._skipped.clear()
             self._order.push(drawn)
         return prompt
 
@@ -325,6 +330,7 @@ class Producer:
             )
             for i in range(self._group_size - len(kept))
         ]
+        self._kept_groups.start(prompt.index)
         running = self._running[prompt.index] = RunningGroup(prompt, trajectories, kept)
         running.task = groups.create_task(self._follow_group(running, server))
 
@@ -342,24 +348,30 @@ class Producer:
         except Unusable as verdict:
             # The servers did not fail if the group was cut before it had two completions.
             is_early = is_cut and verdict.reason == "failed"
-            self._close(prompt.index, "overdue" if is_early else verdict.reason, str(verdict))
+            reason, cause = ("overdue", OVERDUE) if is_early else (verdict.reason, verdict.cause)
+            self._close(prompt.index, reason, str(verdict), cause)
         else:
             self._finish(
                 RolloutGroup(
                     prompt.index, prompt_text(prompt), tuple(rollouts), server.url,
                     columns=brief_columns(prompt.columns),
                     is_chat=not isinstance(prompt.text, str),
+                    file=self._prompts.file_of(prompt.index),
                 )
             )  # fmt: skip
         del self._running[prompt.index]
         self._group_done.set()
         self._room.set()
 
-    def _close(self, group_id: int, reason: CloseReason, detail: str) -> None:
+    def _close(self, group_id: int, reason: CloseReason, detail: str, cause: Cause) -> None:
         self._admission.close(group_id)
+        self._note_closed(group_id, reason, detail, cause)
+
+    def _note_closed(self, group_id: int, reason: CloseReason, detail: str, cause: Cause) -> None:
         self._ledger.close(group_id, reason)
         self._counts.closed[reason] += 1
         self._drops.record_closed(group_id, reason, detail)
+        self._kept_groups.drop(group_id, cause)
 
     def _relieve_overdue(self) -> bool:
         """Applies ``rollout.overdue`` to the groups that hold up the next batch.
@@ -383,7 +395,10 @@ class Producer:
             made_room = True
             if self._overdue == "drop":
                 self._close(
-                    group_id, "overdue", 'Its batch did not wait (rollout.overdue = "drop").'
+                    group_id,
+                    "overdue",
+                    'Its batch did not wait (rollout.overdue = "drop").',
+                    OVERDUE,
                 )
             else:
                 # The prompt stays open in the ledger. Its new deadline counts from its restart.
@@ -396,22 +411,22 @@ class Producer:
         oldest = min(rollout.oldest_version for rollout in group.rollouts)
         if self._admission.finish(group.group_id, oldest):
             self._finished[group.group_id] = group
+            self._kept_groups.keep(group.group_id)
             return
-        self._ledger.close(group.group_id, "expired")
-        self._counts.closed["expired"] += 1
-        self._drops.record_closed(
+        self._note_closed(
             group.group_id,
             "expired",
             f"It contains tokens of version {oldest}, which is older than the version that "
             f"{group.server_url} was attested to serve when the group started.",
+            EXPIRED,
         )
 
     def count_prompts(self) -> None:
         """Counts prompts that were left out, which may happen in a long row."""
-        number = self._prompts.num_too_long - self._counts.closed["too long"]
-        if number:
-            self._counts.closed["too long"] += number
-            self._drops.record("too long", self._prompts.first_too_long, number=number)
+        for skipped in self._prompts.take_skipped():
+            self._skipped[skipped.index] = skipped.reason
+            self._counts.closed[skipped.reason] += 1
+            self._drops.record(skipped.reason, skipped.detail, source=skipped.path)
 
     def _batch_metrics(self, groups: list[RolloutGroup]) -> dict[str, float]:
         self._counts.failed_requests = self._dispatcher.num_failed_requests

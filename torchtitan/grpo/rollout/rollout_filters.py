@@ -33,9 +33,15 @@ class CompletionFilter:
         return [
             generation
             for generation in generations
-            if generation.num_written >= self.min_tokens
-            and not (self.drop_truncated and generation.finish_reason == "length")
+            if generation.num_written >= self.min_tokens and not self._drops_truncated(generation)
         ]
+
+    def num_truncated(self, generations: Sequence[Generation]) -> int:
+        """Returns how many completions do not pass because they were truncated."""
+        return sum(map(self._drops_truncated, generations))
+
+    def _drops_truncated(self, generation: Generation) -> bool:
+        return self.drop_truncated and generation.finish_reason == "length"
 
 
 def is_informative(rollouts: Sequence[Rollout]) -> bool:

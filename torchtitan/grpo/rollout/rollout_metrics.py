@@ -15,6 +15,7 @@ from torchtitan.grpo.types import Rollout, RolloutGroup
 
 _NAMES_OF_CLOSED: dict[CloseReason, str] = {
     "too long": "rollout/prompts_too_long",
+    "unusable": "rollout/prompts_unusable",
     "failed": "rollout/failed_groups",
     "unscored": "rollout/unscored_groups",
     "unrated": "rollout/unrated_groups",
@@ -48,9 +49,14 @@ class RolloutCounts:
 
 
 class RolloutMetrics:
-    """Computes metrics from a batch and from the counts since the last batch."""
+    """Computes metrics from a batch and from the counts since the last batch.
 
-    def __init__(self) -> None:
+    Args:
+        file_names: Short names of the files that prompts are from; none if there is one file.
+    """
+
+    def __init__(self, file_names: Sequence[str] = ()) -> None:
+        self._no_groups = {f"rollout/file/{name}/fraction": 0.0 for name in file_names}
         self._last = RolloutCounts()
         self._last_time = time.monotonic()
 
@@ -79,7 +85,8 @@ class RolloutMetrics:
             for reason, name in _NAMES_OF_CLOSED.items()
         }
         return (
-            group_metrics(groups)
+            self._no_groups
+            | group_metrics(groups)
             | closed
             | {
                 "rollout/tokens_per_second": (counts.tokens - last.tokens) / elapsed,
@@ -94,13 +101,14 @@ class RolloutMetrics:
 
 
 def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Returns the metrics of the rollouts themselves: rewards, lengths and the teacher's rating."""
+    """Returns the metrics of the rollouts themselves: rewards, lengths, the teacher's rating, and files."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [rollout.num_written for rollout in rollouts]
     is_full = [rollout.finish_reason == "length" for rollout in rollouts]
     return (
         _reward_metrics(rollouts)
         | _teacher_metrics(rollouts)
+        | _file_metrics(groups)
         | {
             "rollout/completion_tokens_mean": float(np.mean(lengths)),
             "rollout/completion_tokens_min": float(min(lengths)),
@@ -108,6 +116,25 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
             "rollout/length_fraction": float(np.mean(is_full)),
         }
     )
+
+
+def _file_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Returns the metrics of the groups of each file, where the files are known."""
+    by_file: dict[str, list[RolloutGroup]] = defaultdict(list)
+    for group in groups:
+        if group.file:
+            by_file[group.file].append(group)
+    metrics = {}
+    for name, of_file in by_file.items():
+        rollouts = [rollout for group in of_file for rollout in group.rollouts]
+        rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+        lengths = [rollout.num_written for rollout in rollouts]
+        metrics |= {
+            f"reward/file/{name}": float(np.mean(rewards)),
+            f"rollout/file/{name}/completion_tokens_mean": float(np.mean(lengths)),
+            f"rollout/file/{name}/fraction": len(of_file) / len(groups),
+        }
+    return metrics
 
 
 def _teacher_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -54,6 +54,7 @@ class RolloutSession:
     Args:
         config: Settings of the rollout process.
         announce: Called with sentences that the user should read now. By default they are logged.
+        say: Told how far a check of the prompts has come that takes long. By default ``announce``.
 
     Attributes:
         drops: What was dropped so far.
@@ -68,7 +69,10 @@ class RolloutSession:
     evaluator: Evaluator | None = None
 
     def __init__(
-        self, config: RolloutProcessConfig, announce: Callable[[str], None] | None = None
+        self,
+        config: RolloutProcessConfig,
+        announce: Callable[[str], None] | None = None,
+        say: Callable[[str], object] | None = None,
     ) -> None:
         self.drops = DropLog(announce)
         self._announce = announce
@@ -77,6 +81,7 @@ class RolloutSession:
             # This progress is newer than the checkpoint's: it also covers work done since then.
             config = replace(config, progress=self._saved.progress)
         self._config = config
+        self._say = say or announce or logger.info
         self._fleet = ServerFleet(config, announce)
         self._teachers: TeacherPool | None = None
         self._pool: RewardPool | None = None
@@ -208,8 +213,11 @@ class RolloutSession:
         codec = await asyncio.to_thread(make_codec, config)
         saved = self._saved.group_ids if self._saved is not None else set()
         pending = [index for index in config.progress.open if index not in saved]
-        stream, examples = await asyncio.to_thread(open_prompts, config, codec, pending)
+        stream, examples = await asyncio.to_thread(open_prompts, config, codec, pending, self._say)
         self._stream = stream
+        for prompts in stream.sets:
+            if prompts.checked is not None:
+                self._warn(filter(None, [prompts.checked.warning(prompts.key, prompts.path)]))
         is_chat = any(not isinstance(of_set[0].prompt.text, str) for of_set in examples)
         self._warn(model_warnings(codec, config, is_chat=is_chat))
         held_out = await asyncio.to_thread(open_held_out, config, codec, self.drops)

@@ -16,7 +16,7 @@ from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.http import HttpConnection
 from torchtitan.grpo.inference.kinds import IDLE_SECONDS, kind_row
 from torchtitan.grpo.inference.urls import checked_urls
-from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, Example
+from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, Example, gold_judge
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rollout.admission import Admission
 from torchtitan.grpo.rollout.drops import DropLog
@@ -26,6 +26,7 @@ from torchtitan.grpo.rollout.judging import GroupJudge
 from torchtitan.grpo.rollout.prompts import (
     PromptSet,
     PromptStream,
+    check_rows,
     first_prompts,
     open_mixture,
 )
@@ -73,9 +74,18 @@ def make_codec(config: RolloutProcessConfig) -> TextCodec:
 
 
 def open_prompts(
-    config: RolloutProcessConfig, codec: TextCodec, pending: Sequence[int]
+    config: RolloutProcessConfig,
+    codec: TextCodec,
+    pending: Sequence[int],
+    say: Callable[[str], object] = logger.info,
 ) -> tuple[PromptStream, list[list[Example]]]:
-    """Opens the prompt stream.
+    """Opens the prompt stream, and checks the rows of each set.
+
+    Args:
+        config: Settings of the rollout process.
+        codec: The model's tokenizer.
+        pending: Prompts that the stream returns first.
+        say: Told how far a check has come that takes long.
 
     Returns:
         The stream, and the first prompts of each set, at least one. The sets may have different
@@ -83,6 +93,10 @@ def open_prompts(
     """
     with ExitStack() as stack:
         mixture = stack.enter_context(closing(open_mixture(config, codec)))
+        for prompts in mixture.sets:
+            checked = check_rows(prompts, gold_judge(config.reward.functions), say=say)
+            if checked.num_fitting == 0:
+                raise prompts.none_usable_error()
         examples = [_examples(prompts) for prompts in mixture.sets]
         stream = PromptStream(
             mixture,
@@ -118,10 +132,15 @@ def open_held_out(
         with closing(
             PromptSet.open(settings.path, settings.split, config, codec, key, settings.name)
         ) as prompts:
-            found[name], num_too_long = first_prompts(prompts, settings.num_prompts)
+            judge = gold_judge([settings.function])
+            found[name], num_too_long = first_prompts(prompts, settings.num_prompts, judge)
         if num_too_long:
-            number = num_too_long * settings.num_samples
-            drops.record("held-out prompt", prompts.too_long_reason, number=number)
+            drops.record(
+                "held-out prompt",
+                f"{num_too_long} of {num_too_long + len(found[name])} prompts of {prompts.path} are left "
+                f"out. {prompts.too_long_reason}",
+                number=num_too_long * settings.num_samples,
+            )
     return found
 
 

@@ -13,6 +13,8 @@ from torchtitan.grpo.start.num_ranks import choose_num_ranks, gpus_of_servers
 
 _COUNTS = ("--gpus", "--nproc", "--nproc_per_node", "--nproc-per-node")
 _RESTARTS = ("--max-restarts", "--max_restarts")
+SETTINGS_FLAG = "--settings"
+"""Makes a dry run print the value of every setting."""
 
 
 @dataclass
@@ -68,7 +70,9 @@ def read_settings(parsed: TrainArguments) -> JobConfig:
     Raises:
         ConfigError: If a key or a value is none of the settings.
     """
-    return read_config([word for word in parsed.rest if word != "--dry-run"])
+    is_dry = "--dry-run" in parsed.rest
+    flags = ("--dry-run", SETTINGS_FLAG) if is_dry else ()
+    return read_config([word for word in parsed.rest if word not in flags])
 
 
 def plan(parsed: TrainArguments) -> tuple[JobConfig, int, int]:

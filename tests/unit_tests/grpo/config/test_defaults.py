@@ -7,7 +7,7 @@ import tomllib
 
 import pytest
 
-from torchtitan.grpo.config_checks.description import changed_defaults, describe
+from torchtitan.grpo.config_checks.description import changed_defaults, describe_settings
 from torchtitan.grpo.config_manager import ConfigError, load_config
 
 SMALLEST = """
@@ -41,7 +41,9 @@ def test_a_run_that_sets_nothing_is_trained_as_post_training_is(smallest):
 
 
 def test_the_description_names_torchtitans_default_beside_ours(smallest):
-    lines = describe(load_config([*smallest, "--optimizer.weight_decay=0.01"])).splitlines()
+    lines = describe_settings(
+        load_config([*smallest, "--optimizer.weight_decay=0.01"])
+    ).splitlines()
     assert "lr = 1e-06  # the default here; torchtitan's is 0.0008" in lines
     assert "decay_ratio = 0.0  # the default here; torchtitan's is None" in lines
     assert "weight_decay = 0.01" in lines  # it is set, and so no default

@@ -3,7 +3,7 @@
 import pytest
 
 from torchtitan.grpo.config_checks import ConfigError
-from torchtitan.grpo.config_checks.description import describe
+from torchtitan.grpo.config_checks.description import describe_plan
 from torchtitan.grpo.config_manager import load_config
 
 LIVE = [
@@ -24,7 +24,7 @@ def rollouts(tmp_path):
 def test_a_replay_needs_no_prompts_rewards_or_servers(rollouts):
     config = load_config(["--model.hf_assets_path=model", f"--rollout.replay={rollouts}"])
     assert config.prompts.path == ""
-    assert f"servers: none, rollouts are replayed from {rollouts}" in describe(config)
+    assert f"servers: none, rollouts are replayed from {rollouts}" in describe_plan(config)
     # What is set for live rollouts may stay.
     load_config([*LIVE, "--evaluation.path=heldout.jsonl", f"--rollout.replay={rollouts}"])
 

@@ -7,7 +7,7 @@ import pytest
 
 from torchtitan.grpo import cli
 from torchtitan.grpo.config_checks import ConfigError
-from torchtitan.grpo.config_checks.description import describe
+from torchtitan.grpo.config_checks.description import describe_plan
 from torchtitan.grpo.config_manager import load_config
 
 
@@ -19,7 +19,7 @@ def arguments(tmp_path):
 
 
 def test_supervised_training_needs_no_prompts_rewards_or_servers(arguments):
-    text = describe(load_config(arguments))
+    text = describe_plan(load_config(arguments))
     assert "servers: none, the run is trained on the examples of" in text
     assert "global batch: 32 examples" in text
     # What is set for a run on rollouts may stay.

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from torchtitan.grpo.config import SFT, Prompts
 from torchtitan.grpo.data.examples import ExampleStream
 from torchtitan.grpo.data.files import DataError
+from torchtitan.grpo.rollout.prompts import row_check
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 
 VOCABULARY = {c: i for i, c in enumerate("?$UAESabcdefghijklmnopqrstuvwxyz ")}
@@ -107,9 +108,8 @@ def test_what_is_too_long_is_left_out_and_counted(open_stream):
     assert stream.num_too_long >= 3
     with pytest.raises(DataError, match=r"sft\.path: none of the 5 examples .*at most 2 tokens"):
         open_stream(rows, max_tokens=2).next()
-    long_prompts = open_stream([{"prompt": "a" * 40, "completion": "b"}], max_tokens=10)
     with pytest.raises(DataError, match=r"Raise sft\.max_example_tokens") as refused:
-        long_prompts.next()
+        open_stream([{"prompt": "a" * 40, "completion": "b"}], max_tokens=10)
     assert "rollout." not in str(refused.value)
 
 
@@ -143,3 +143,38 @@ def test_a_stream_continues_another_one_at_its_position(open_stream):
 def test_a_bad_row_is_refused_with_its_line(open_stream, row, message):
     with pytest.raises(DataError, match=message):
         open_stream([row], vocab_size=20).next()
+
+
+BAD_EXAMPLES = {
+    "null_prompt": ({"prompt": None, "completion": "b"}, "must be a string, or a list"),
+    "empty_prompt": ({"prompt": "", "completion": "b"}, "the prompt has no text"),
+    "null_completion": ({"prompt": "a", "completion": None}, "must be a string that is not empty"),
+    "empty_completion": ({"prompt": "a", "completion": ""}, "must be a string that is not empty"),
+    "no_completion": ({"prompt": "a"}, "there is no column 'completion'"),
+    "number": ({"prompt": "a", "completion": 5}, "must be a string that is not empty"),
+    "answer_alone": ({"prompt": [assistant("b")]}, "must have a message before"),
+    "null_content": ({"prompt": [user(None), assistant("b")]}, "the content of message 1"),
+    "no_object": ([1], "must be a JSON object"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_EXAMPLES)
+def test_a_bad_example_is_found_when_the_file_is_opened(name, open_stream):
+    row, message = BAD_EXAMPLES[name]
+    fine = {"prompt": "a", "completion": "b"}
+    with pytest.raises(DataError, match=rf"sft\.path: 1 of .*examples\.jsonl:9: .*{message}"):
+        open_stream([fine] * 8 + [row, fine])
+
+
+@pytest.mark.parametrize("name", BAD_EXAMPLES)
+def test_a_bad_example_that_was_not_checked_is_left_out_and_counted(
+    name, open_stream, monkeypatch, caplog
+):
+    monkeypatch.setattr(row_check, "FULL_CHECK_ROWS", 1)
+    monkeypatch.setattr(row_check, "sample_rows", lambda num_rows: [0])
+    fine = {"prompt": "a", "completion": "b"}
+    stream = open_stream([fine] * 3 + [BAD_EXAMPLES[name][0], fine])
+    assert [text(stream.next()) for _ in range(8)] == ["a|b$"] * 8
+    assert (stream.num_unusable, stream.num_too_long, stream.position) == (2, 0, 10)
+    assert caplog.text.count("first of the examples that cannot be used") == 1
+    assert "examples.jsonl:4: " in caplog.text

@@ -12,6 +12,7 @@ from torchtitan.grpo.data.record import BatchRecord, GroupRecord, RolloutRecord,
 from torchtitan.grpo.data.replay import ReplaySource, check_batch
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
+from torchtitan.grpo.observe.metric_docs import undescribed
 from torchtitan.grpo.types import BatchPart, PromptProgress, Rollout, RolloutGroup, VersionSegment
 
 SEQ_LEN = 16
@@ -40,12 +41,14 @@ def rollout(reward, first, version):
 def record(tmp_path, model):
     """A file with this many batches; batch k is recorded at version k times ``versions_apart``."""
 
-    def make(num_batches: int, versions_apart: int = 1) -> Path:
+    def make(num_batches: int, versions_apart: int = 1, files: tuple[str, str] = ("", "")) -> Path:
         path = tmp_path / "rollouts.jsonl.gz"
         recorder = RolloutRecorder(str(path), model.vocab_size, 1.0, 0)
         for version in range(num_batches):
             pair = (rollout(1.0, version, version), rollout(0.0, version, max(version - 1, 0)))
-            groups = [RolloutGroup(2 * version + g, "ask", pair, "") for g in range(2)]
+            groups = [
+                RolloutGroup(2 * version + g, "ask", pair, "", file=files[g]) for g in range(2)
+            ]
             progress = PromptProgress(2 * (version + 1), (1,))
             recorder.write(versions_apart * version, progress, groups)
         recorder.close()
@@ -104,6 +107,32 @@ def test_steps_come_in_the_file_s_order_and_end_with_it(record, replay):
     assert not source.is_exhausted
     assert source.next_step(2, num_ranks=1) is None
     assert source.is_exhausted
+    source.close()
+
+
+@pytest.mark.parametrize(
+    ("files", "shares"),
+    [
+        (("a", "b"), {"a": 0.5, "b": 0.5}),
+        (("a", "a"), {"a": 1.0}),
+        (("d-x", ""), {"d-x": 0.5}),
+        (("v1.5", "a b"), {"v1.5": 0.5, "a b": 0.5}),
+        (("", ""), {}),
+    ],
+)
+def test_metrics_of_each_file_come_again_where_the_file_is_known(record, replay, files, shares):
+    source = replay(record(1, files=files))
+    step = source.next_step(0, num_ranks=1)
+    assert step is not None
+    expected = {}
+    for name, share in shares.items():
+        expected |= {
+            f"reward/file/{name}": 0.5,
+            f"rollout/file/{name}/completion_tokens_mean": 3.0,
+            f"rollout/file/{name}/fraction": share,
+        }
+    assert {key: v for key, v in step.metrics.items() if "/file/" in key} == expected
+    assert undescribed(expected) == []
     source.close()
 
 

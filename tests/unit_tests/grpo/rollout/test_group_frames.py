@@ -31,7 +31,7 @@ def rollout(length: int, rating: list[float] | None, num_top: int = 0) -> Rollou
 
 
 GROUPS = [
-    RolloutGroup(0, "a", (rollout(2, [-0.5, -1.5]), rollout(3, None)), ""),
+    RolloutGroup(0, "a", (rollout(2, [-0.5, -1.5]), rollout(3, None)), "", file="easy"),
     RolloutGroup(1, "b", (rollout(1, [-2.5]),), ""),
 ]
 

@@ -21,6 +21,12 @@ def test_prompts_that_were_passed_over_are_closed_as_too_long():
     assert ledger.take_closed() == {}
 
 
+def test_prompts_that_were_passed_over_may_have_other_reasons():
+    ledger = Ledger(PromptProgress())
+    ledger.issue(4, {1: "unusable", 3: "too long"})
+    assert ledger.take_closed() == {0: "too long", 1: "unusable", 2: "too long", 3: "too long"}
+
+
 def test_what_was_open_is_issued_again_and_counts_once():
     ledger = Ledger(PromptProgress(5, (1, 4)), {2: "failed"})
     ledger.issue(1)

@@ -29,6 +29,13 @@ REWARDS = Section(
             "If one rises while another falls, they conflict: change `reward.weights`.",
         ),
         Metric(
+            "reward/file/{file}", "reward",
+            "Mean reward of the prompts of one of `prompts.paths`, if the batch has any. `{file}` is the name of the file "
+            "without its extension, and with the folders that tell it apart from files of the same name.",
+            "each rises",
+            "If one stays at its least value, its prompts teach nothing: lower its entry of `prompts.weights`.",
+        ),
+        Metric(
             "reward/equal_groups", "groups",
             "Number of groups of the batch in which all rewards are equal. The rewards are compared as they are used for "
             "training (after `grpo.overlong_penalty` and scaling). With groups of one sample, the whole batch is compared.",
@@ -73,6 +80,17 @@ LENGTHS = Section(
             "Raise `rollout.max_new_tokens` (and `training.seq_len`), or check why the model does not stop: look at the chat "
             "template and the end-of-sequence token.",
         ),
+        Metric(
+            "rollout/file/{file}/completion_tokens_mean", "tokens",
+            "Mean length of the completions of one of `prompts.paths`, if the batch has any.",
+            "well below `rollout.max_new_tokens`",
+        ),
+        Metric(
+            "rollout/file/{file}/fraction", "fraction",
+            "Fraction of the batch's groups that are from one of `prompts.paths`.",
+            "near the share of its entry of `prompts.weights`",
+            "If it is lower, its groups are dropped more often than others; see the metrics of dropped prompts.",
+        ),
     ),
 )  # fmt: skip
 
@@ -84,6 +102,11 @@ COUNTS = Section(
         Metric(
             "rollout/prompts_too_long", "prompts", "Prompts that are longer than `prompts.max_prompt_tokens`.", "0",
             "Raise `prompts.max_prompt_tokens` and `training.seq_len`.",
+        ),
+        Metric(
+            "rollout/prompts_unusable", "prompts",
+            "Rows that are no prompt, in a data set that is too large to be checked in full before training.", "0",
+            "The console names the first such row of each file. Mend it.",
         ),
         Metric(
             "rollout/rewards_raised", "groups", "Groups whose reward function raised an exception.", "0",

@@ -61,6 +61,12 @@ SUPERVISED = Section(
             "few", "Raise `sft.max_example_tokens` or `training.seq_len`.",
         ),
         Metric(
+            "sft/unusable_examples", "examples",
+            "Number of rows that have been left out so far because they are no examples, in a data set that is too large "
+            "to be checked in full before training.",
+            "0", "The console names the first of them. Mend it.",
+        ),
+        Metric(
             "evaluation/loss", "nats/token",
             "Mean negative log-likelihood of the held-out examples (`sft.held_out_path`). It is written to "
             "`evaluations.jsonl`.",

@@ -35,6 +35,13 @@ class PromptMixture:
     def __len__(self) -> int:
         return sum(len(prompts) for prompts in self.sets)
 
+    @property
+    def file_names(self) -> list[str]:
+        """A short name of each set, for metrics; empty if there is one set."""
+        if len(self.sets) == 1:
+            return []
+        return short_names([prompts.path.partition(" (split ")[0] for prompts in self.sets])
+
     def close(self) -> None:
         """Closes all tables."""
         with ExitStack() as stack:
@@ -76,6 +83,29 @@ def _named(paths: list[str]) -> list[tuple[str, str]]:
     stems = [_stem(path) for path in paths]
     are_unique = len(set(stems)) == len(paths)
     return list(zip(paths, stems if are_unique else paths, strict=True))
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Returns a unique name without slashes for each of different paths.
+
+    It is the stem, with as many of the folders before it as tell it apart from the others.
+
+    Example: ``a/train.jsonl``, ``b/train.jsonl`` and ``c/more.jsonl`` give ``a-train``, ``b-train`` and
+    ``more``.
+    """
+    parts = [(*Path(path).parts[:-1], _stem(path)) for path in paths]
+    names: list[str] = []
+    for own in parts:
+        length = 1
+        while sum(other[-length:] == own[-length:] for other in parts) > 1 and length < len(own):
+            length += 1
+        base = name = "-".join(part.strip("/") for part in own[-length:]).strip("-")
+        number = 1
+        while name in names:
+            number += 1
+            name = f"{base}-{number}"
+        names.append(name)
+    return names
 
 
 def _stem(path: str) -> str:

@@ -3,19 +3,24 @@
 
 """The rows of a table as prompts. Each prompt is tokenized when it is first used."""
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from torchtitan.grpo.config import Prompts, RolloutProcessConfig
-from torchtitan.grpo.rollout.tables import Table, open_table
+from torchtitan.grpo.rollout.prompts.checked_rows import CheckedRows
+from torchtitan.grpo.rollout.tables import RowError, Table, open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Prompt
 
 SET_COLUMN = "prompt_set"
 _MAX_CACHED_PROMPTS = 100_000
 _SYSTEM_ROLES = ("system", "developer")
+
+PromptText = str | list[dict[str, str]]
+"""A prompt as its author wrote it: text, or chat messages."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class PromptSet:
             such a column. ``None`` adds no column.
 
     Attributes:
+        checked: What the check of the rows has found; ``None`` before it.
         too_long_reason: Which prompt is too long, as a sentence. Empty if none was so far.
     """
 
@@ -76,6 +82,8 @@ class PromptSet:
         self._set_name = set_name
         self._token_ids: dict[int, np.ndarray] = {}
         self._too_long: set[int] = set()
+        self._unusable: dict[int, str] = {}
+        self.checked: CheckedRows | None = None
         self.too_long_reason = ""
 
     @classmethod
@@ -107,7 +115,18 @@ class PromptSet:
         return self._table.path
 
     @property
-    def _most_characters(self) -> int:
+    def num_bytes(self) -> int:
+        """Size of the table as far as it is known."""
+        return self._table.num_bytes
+
+    @property
+    def limits(self) -> PromptLimits:
+        """The limits that prompts must satisfy."""
+        return self._limits
+
+    @property
+    def most_characters(self) -> int:
+        """Prompts of more characters are certainly too long, and are not tokenized."""
         return self._limits.max_tokens * self._codec.longest_token
 
     @property
@@ -119,12 +138,18 @@ class PromptSet:
         """Returns row ``row`` as prompt ``index`` of the stream, or ``None`` if it is too long.
 
         Raises:
-            ValueError: If the row is not a valid prompt, if a token ID is not in the model's
-                vocabulary, or if the background check has found an invalid row.
+            RowError: If the row is not a valid prompt, or a token ID is not in the model's vocabulary.
+            ValueError: If the table cannot be read any more, or no prompt can be rendered.
         """
-        self._table.check()
         if row in self._too_long:
             return None
+        try:
+            return self._prompt(row, index)
+        except RowError as error:
+            self._unusable.setdefault(row, "" if self._unusable else str(error))
+            raise
+
+    def _prompt(self, row: int, index: int) -> Prompt | None:
         columns = dict(self._table.row(row))
         if self._set_name is not None:
             columns.setdefault(SET_COLUMN, self._set_name)
@@ -132,11 +157,11 @@ class PromptSet:
         token_ids = self._token_ids.get(row)
         if token_ids is None:
             # First of all, because a tokenizer takes hundreds of bytes for each character.
-            num_characters, most = _num_characters(text), self._most_characters
-            if num_characters > most:
+            number, most = num_characters(text), self.most_characters
+            if number > most:
                 self._too_long.add(row)
                 self.too_long_reason = self.too_long_reason or (
-                    f"{self._table.where(row)}: the prompt has {num_characters} characters. It is not "
+                    f"{self._table.where(row)}: the prompt has {number} characters. It is not "
                     f"tokenized, because {self.max_tokens} tokens ({self._limits.source}) of the "
                     f"model's longest token hold at most {most}."
                 )
@@ -157,17 +182,34 @@ class PromptSet:
             f"{self.max_tokens} are taken ({self._limits.source})."
         )
 
+    def texts(self, first: int, end: int) -> Iterator[tuple[dict[str, Any], PromptText] | RowError]:
+        """Yields columns and text of the rows ``first`` to ``end - 1``, or why a row is no prompt.
+
+        Chat messages are not rendered, and nothing is tokenized.
+        """
+        for row, columns in enumerate(self._table.rows(first, end), start=first):
+            if isinstance(columns, RowError):
+                yield columns
+                continue
+            try:
+                yield columns, self._text(columns, row)
+            except RowError as error:
+                yield error
+
     def sample(self) -> Prompt:
-        """Returns the first prompt that is short enough, for checks of reward functions.
+        """Returns the first prompt that can be used, for checks of reward functions.
 
         Raises:
-            ValueError: If a row is invalid, or if all prompts are too long.
+            ValueError: If there is none.
         """
         for row in range(len(self)):
-            prompt = self.prompt(row, row)
+            try:
+                prompt = self.prompt(row, row)
+            except RowError:
+                continue
             if prompt is not None:
                 return prompt
-        raise self.none_fits_error()
+        raise self.none_usable_error()
 
     def columns(self, row: int) -> dict[str, Any]:
         """A row's columns without its prompt, which is neither read nor tokenized.
@@ -184,42 +226,50 @@ class PromptSet:
         return self._table.where(row)
 
     @property
-    def none_fits(self) -> bool:
-        """Whether all rows were read and all are too long."""
-        return len(self._too_long) == len(self)
+    def none_usable(self) -> bool:
+        """Whether all rows were read, and none is a prompt that is short enough."""
+        return len(self._too_long) + len(self._unusable) == len(self)
 
-    def none_fits_error(self) -> ValueError:
-        """Returns the error for a set in which all prompts are too long."""
+    def none_usable_error(self) -> ValueError:
+        """Returns the error for a set in which no prompt can be used."""
+        unusable = len(self._unusable)
+        reason = next(iter(self._unusable.values()), "")
+        if unusable == len(self):
+            return ValueError(
+                f"{self.key}: none of the {unusable} rows of {self.path} can be used. The first that was "
+                f"read: {reason}"
+            )
+        others = f", and {unusable} rows cannot be used (such as {reason})" if unusable else ""
         return ValueError(
             f"{self.key}: none of the {len(self)} prompts in {self.path} is at most "
-            f"{self.max_tokens} tokens long. {self._limits.remedy}"
+            f"{self.max_tokens} tokens long{others}. {self._limits.remedy}"
         )
 
     def close(self) -> None:
         """Closes the table."""
         self._table.close()
 
-    def _text(self, columns: dict[str, Any], row: int) -> str | list[dict[str, str]]:
+    def _text(self, columns: dict[str, Any], row: int) -> PromptText:
         value = columns[self._settings.column]
         where = self._table.where(row)
         if isinstance(value, str):
             self._refuse_chat_settings(where)
             return self._apply_template(value, columns, where)
-        if not _is_conversation(value):
-            raise ValueError(
+        if fault := _fault_of_messages(value):
+            raise RowError(
                 f"{where}: column {self._settings.column!r} (prompts.column) must be a string, or "
-                f"a list of messages with role and content, got {value!r:.200}."
+                f"a list of messages with role and content, {fault}."
             )
         if self._settings.template is not None:
-            raise ValueError(
+            raise RowError(
                 f"{where}: prompts.template applies to string prompts only, but this prompt is a "
                 "list of chat messages. Remove prompts.template."
             )
         value = [message for message in value if not _is_empty_system(message)]
         if not value:
-            raise ValueError(f"{where}: a prompt must say something, but its messages are empty.")
+            raise RowError(f"{where}: a prompt must say something, but its messages are empty.")
         if value[-1]["role"] == "assistant":
-            raise ValueError(
+            raise RowError(
                 f"{where}: a prompt must end before the turn that the model is to write, but this one "
                 "ends with a message of the assistant. Remove that message from column "
                 f"{self._settings.column!r}, and keep its text in a column of its own if the reward "
@@ -234,7 +284,7 @@ class PromptSet:
         if text is None:
             return messages
         if messages[0]["role"] in _SYSTEM_ROLES:
-            raise ValueError(
+            raise RowError(
                 f"{where}: prompts.system_prompt is set, but this prompt begins with a system message "
                 f"of its own, {messages[0]['content']!r:.80}. Remove prompts.system_prompt, or the "
                 "message."
@@ -244,7 +294,7 @@ class PromptSet:
     def _refuse_chat_settings(self, where: str) -> None:
         for key, setting in self._settings.chat_settings().items():
             if setting:
-                raise ValueError(
+                raise RowError(
                     f"{where}: prompts.{key} needs prompts that are lists of chat messages, but this "
                     "prompt is a string, to which no chat template is applied. Write the prompt as "
                     '[{"role": "user", "content": ...}], or use prompts.template and remove '
@@ -252,27 +302,36 @@ class PromptSet:
                 )
 
     def _apply_template(self, value: str, columns: dict[str, Any], where: str) -> str:
-        if self._settings.template is None:
+        template = self._settings.template
+        if not value.strip() and (template is None or "{prompt" in template):
+            raise RowError(
+                f"{where}: column {self._settings.column!r} (prompts.column) must hold text, got "
+                f"{value!r:.200}: the prompt has no text. Remove the row."
+            )
+        if template is None:
             return value
         try:
-            return self._settings.template.format(**{**columns, "prompt": value})
+            return template.format(**{**columns, "prompt": value})
         except (KeyError, IndexError, ValueError, AttributeError) as error:
-            raise ValueError(
-                f"{where}: prompts.template {self._settings.template!r} cannot be filled in: "
+            raise RowError(
+                f"{where}: prompts.template {template!r} cannot be filled in: "
                 f"{error!r}. It may contain {{prompt}} and the columns {sorted(columns)}. Write "
                 "{{ and }} for literal braces."
             ) from error
 
-    def _tokenize(self, text: str | list[dict[str, str]], row: int) -> np.ndarray:
+    def _tokenize(self, text: PromptText, row: int) -> np.ndarray:
         if isinstance(text, str):
             token_ids = np.asarray(self._codec.encode(text), dtype=np.int32)
         else:
-            token_ids = np.asarray(self._codec.encode_chat(text), dtype=np.int32)
+            try:
+                token_ids = np.asarray(self._codec.encode_chat(text), dtype=np.int32)
+            except ValueError as error:
+                raise RowError(f"{self._table.where(row)}: {error}") from error
         if len(token_ids) == 0:
-            raise ValueError(f"{self._table.where(row)}: the prompt has no tokens. Remove the row.")
+            raise RowError(f"{self._table.where(row)}: the prompt has no tokens. Remove the row.")
         largest = int(token_ids.max())
         if largest >= self._limits.vocab_size:
-            raise ValueError(
+            raise RowError(
                 f"{self._table.where(row)}: the tokenizer produced token id {largest}, but the "
                 f"model's vocabulary has only {self._limits.vocab_size} entries. Check that the "
                 "tokenizer and config.json in model.hf_assets_path belong to the same model."
@@ -280,18 +339,40 @@ class PromptSet:
         return token_ids
 
 
-def first_prompts(prompts: PromptSet, num_prompts: int) -> tuple[list[Prompt], int]:
+Judge = Callable[[Mapping[str, Any]], str | None]
+"""Says why a row's columns cannot be used; ``None`` if they can."""
+
+
+def first_prompts(
+    prompts: PromptSet, num_prompts: int, judge: Judge = lambda columns: None
+) -> tuple[list[Prompt], int]:
     """Returns the first ``num_prompts`` prompts in file order (0 means all).
+
+    Args:
+        prompts: The set.
+        num_prompts: Number of rows to read.
+        judge: Judges the columns of each row.
 
     Returns:
         The prompts, and the number of prompts that were left out because they are too long.
 
     Raises:
-        ValueError: If a row is invalid, or if all prompts are too long.
+        ValueError: If a row cannot be used, or if all prompts are too long.
     """
     num_rows = min(num_prompts or len(prompts), len(prompts))
-    found = [prompts.prompt(row, row) for row in range(num_rows)]
-    usable = [prompt for prompt in found if prompt is not None]
+    usable, bad = [], []
+    for row in range(num_rows):
+        try:
+            prompt = prompts.prompt(row, row)
+        except RowError as error:
+            refuse_bad_rows(prompts, [*bad, str(error)], row + 1)
+            raise
+        problem = None if prompt is None else judge(prompt.columns)
+        if problem is not None:
+            bad.append(f"{prompts.where(row)}: {problem}")
+        elif prompt is not None:
+            usable.append(prompt)
+    refuse_bad_rows(prompts, bad, num_rows)
     if not usable:
         raise ValueError(
             f"{prompts.key}: none of the first {num_rows} prompts in {prompts.path} is at most "
@@ -301,7 +382,25 @@ def first_prompts(prompts: PromptSet, num_prompts: int) -> tuple[list[Prompt], i
     return usable, num_rows - len(usable)
 
 
-def _num_characters(text: str | list[dict[str, str]]) -> int:
+def refuse_bad_rows(prompts: PromptSet, bad: Sequence[str], num_checked: int) -> None:
+    """Refuses a set with rows that cannot be used.
+
+    Args:
+        prompts: The set.
+        bad: Why each of these rows cannot be used, in the order of the file.
+        num_checked: Number of rows that were looked at.
+
+    Raises:
+        ValueError: If there is such a row. The message names the first.
+    """
+    if bad:
+        raise ValueError(
+            f"{prompts.key}: {len(bad)} of the {num_checked} rows of {prompts.path} that were checked "
+            f"cannot be used. The first: {bad[0]}"
+        )
+
+
+def num_characters(text: PromptText) -> int:
     """Returns the length of a prompt, which its chat template can only add to."""
     if isinstance(text, str):
         return len(text)
@@ -319,9 +418,24 @@ def _is_empty_system(message: dict[str, Any]) -> bool:
     return is_empty and message["role"] in _SYSTEM_ROLES
 
 
-def _is_conversation(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) > 0
-        and all(isinstance(m, dict) and "role" in m and "content" in m for m in value)
+def _fault_of_messages(value: Any) -> str | None:
+    """Says what a list of chat messages lacks; ``None`` if it is one."""
+    if not isinstance(value, list) or not value:
+        return f"got {value!r:.200}"
+    for number, message in enumerate(value, start=1):
+        if not (isinstance(message, dict) and "role" in message and "content" in message):
+            return f"got {value!r:.200}"
+        role, content = message["role"], message["content"]
+        if not isinstance(role, str) or not role:
+            return f"but message {number} has the role {role!r:.80}"
+        has_more = any(value for key, value in message.items() if key not in ("role", "content"))
+        is_call = role == "assistant" and content is None and has_more
+        if not (isinstance(content, str | list) or is_call):
+            return f"but the content of message {number} ({role}) is {content!r:.80}"
+    last = value[-1]
+    is_blank = not (
+        last["content"].strip() if isinstance(last["content"], str) else last["content"]
     )
+    if is_blank and last["role"] not in ("tool", "assistant"):
+        return f"but the last message ({last['role']}) has no text"
+    return None

@@ -8,18 +8,36 @@ Invariants:
 - The index of a prompt determines its set, epoch and row. It depends only on the settings, the
   sizes of the sets and the seed, not on earlier draws.
 - A stream returns ``pending`` in ascending order, then all indices from ``position`` on except
-  those of prompts that are too long. A stream therefore continues another one exactly if it
+  those of prompts that are too long and of rows that are no prompts. A stream therefore continues another one exactly if it
   receives the other's position and the prompts that were returned but not used up.
 """
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
 
 from torchtitan.grpo.rollout.prompts.epoch_order import EpochOrder
 from torchtitan.grpo.rollout.prompts.mixture import PromptMixture
 from torchtitan.grpo.rollout.prompts.prompt_set import PromptSet
+from torchtitan.grpo.rollout.tables import RowError
 from torchtitan.grpo.types import Prompt
+
+
+class Skipped(NamedTuple):
+    """A prompt that the stream has left out.
+
+    Attributes:
+        index: Its index in the stream.
+        reason: Why, as the ledger has it.
+        path: Where its set is.
+        detail: Which row it is and why, as a sentence.
+    """
+
+    index: int
+    reason: Literal["too long", "unusable"]
+    path: str
+    detail: str
 
 
 class PromptStream:
@@ -31,14 +49,10 @@ class PromptStream:
         prompts: One set or several.
         seed: ``debug.seed``.
         shuffle: ``prompts.shuffle``.
-        position: Index of the first new prompt. Indices count all rows, including prompts that
-            are too long.
+        position: Index of the first new prompt. Indices count all rows, including those that are
+            left out.
         pending: Indices below ``position`` that were returned earlier and not used up. They are
             returned first.
-
-    Attributes:
-        num_too_long: Number of prompts that were too long so far.
-        first_too_long: Which prompt was the first of them, as a sentence.
 
     Raises:
         ValueError: If ``pending`` are not distinct indices below ``position``.
@@ -62,8 +76,8 @@ class PromptStream:
         self._position = position
         self._pending = deque(sorted(pending))
         self._lock = threading.Lock()
-        self.num_too_long = 0
-        self.first_too_long = ""
+        self._skipped: deque[Skipped] = deque()
+        self._file_names = self._mixture.file_names
 
     @property
     def position(self) -> int:
@@ -75,12 +89,22 @@ class PromptStream:
         """The sets that prompts are drawn from."""
         return self._mixture.sets
 
+    @property
+    def file_names(self) -> Sequence[str]:
+        """Short names of the sets; none if there is one set."""
+        return self._file_names
+
+    def file_of(self, index: int) -> str:
+        """Returns the short name of the set that a prompt is from; empty if there is one set."""
+        number = self._mixture.interleaving.at(index).set
+        return self._file_names[number] if self._file_names else ""
+
     def next(self) -> Prompt:
-        """Returns the next prompt that is short enough.
+        """Returns the next prompt that can be used; see :meth:`take_skipped` for the others.
 
         Raises:
-            ValueError: If a row is invalid, if all prompts of a set are too long, or if a pending
-                prompt is too long.
+            ValueError: If no prompt of a set can be used, if a pending prompt cannot be used any more,
+                or if a table cannot be read any more.
         """
         with self._lock:
             if self._pending:
@@ -90,11 +114,21 @@ class PromptStream:
             while True:
                 index = self._position
                 self._position += 1
-                prompt = self._prompt(index)
+                prompts = self._set_of(index)
+                try:
+                    prompt = self._prompt(index)
+                except RowError as error:
+                    self._skipped.append(Skipped(index, "unusable", prompts.path, str(error)))
+                    continue
                 if prompt is not None:
                     return prompt
-                self.first_too_long = self.first_too_long or self._set_of(index).too_long_reason
-                self.num_too_long += 1  # last, because another thread may read both
+                reason = prompts.too_long_reason
+                self._skipped.append(Skipped(index, "too long", prompts.path, reason))
+
+    def take_skipped(self) -> Iterator[Skipped]:
+        """Yields what was left out since the last call, also while another thread waits for a prompt."""
+        while self._skipped:
+            yield self._skipped.popleft()
 
     def prompt_at(self, index: int) -> Prompt:
         """Returns a prompt that was returned earlier and is not in ``pending``.
@@ -128,9 +162,14 @@ class PromptStream:
     def _prompt(self, index: int) -> Prompt | None:
         number, draw = self._mixture.interleaving.at(index)
         prompts = self._mixture.sets[number]
-        prompt = prompts.prompt(self._orders[number].row(draw), index)
-        if prompt is None and prompts.none_fits:
-            raise prompts.none_fits_error()
+        try:
+            prompt = prompts.prompt(self._orders[number].row(draw), index)
+        except RowError:
+            if prompts.none_usable:
+                raise prompts.none_usable_error() from None
+            raise
+        if prompt is None and prompts.none_usable:
+            raise prompts.none_usable_error()
         return prompt
 
 

@@ -4,11 +4,10 @@
 """Tables of prompts, read row by row: JSONL, parquet and Hugging Face data sets.
 
 A *row* is here a row of such a table, and its rows are not held in memory. In reading order:
-`table` (the interface), `opening`, `jsonl` with `line_index` and `row_check`, `parquet`,
-`hf_dataset`.
+`table` (the interface), `opening`, `jsonl` with `line_index`, `parquet`, `hf_dataset`.
 """
 
 from torchtitan.grpo.rollout.tables.opening import open_table
-from torchtitan.grpo.rollout.tables.table import Table
+from torchtitan.grpo.rollout.tables.table import RowError, Table
 
-__all__ = ["Table", "open_table"]
+__all__ = ["RowError", "Table", "open_table"]

@@ -3,11 +3,13 @@
 
 """A Hugging Face data set as a table."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan.grpo.rollout.tables.table import Table, check_column, renamed
+from torchtitan.grpo.rollout.tables.table import RowError, Table, check_column, renamed
+
+_SLICE_ROWS = 256
 
 
 class HfDatasetTable(Table):
@@ -33,6 +35,14 @@ class HfDatasetTable(Table):
 
     def row(self, i: int) -> dict[str, Any]:
         return renamed(self._dataset[i], self._rename, self.where(i))
+
+    def rows(self, first: int, end: int) -> Iterator[dict[str, Any] | RowError]:
+        for begin in range(first, end, _SLICE_ROWS):
+            # A slice is a dictionary of columns, and is decoded much faster than single rows.
+            columns = self._dataset[begin : min(begin + _SLICE_ROWS, end)]
+            for values in zip(*columns.values(), strict=True):
+                row = dict(zip(columns, values, strict=True))
+                yield renamed(row, self._rename, self.path)
 
     def where(self, i: int) -> str:
         return f"{self.path}, row {i}"

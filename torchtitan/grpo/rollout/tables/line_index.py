@@ -13,6 +13,8 @@ from bisect import bisect_right
 
 import numpy as np
 
+from torchtitan.grpo.system.file_formats import UTF8_MARK
+
 _BLOCK_BYTES = 1 << 20
 _NEWLINE = 10
 # The characters that bytes.strip() removes.
@@ -63,11 +65,17 @@ class LineIndex:
 def index_lines(file: io.FileIO, block_bytes: int = _BLOCK_BYTES) -> LineIndex:
     """Reads an open file once to its end, ``block_bytes`` at a time.
 
+    A byte-order mark at its beginning belongs to no line.
+
     Raises:
         OSError: If the file cannot be read.
     """
     starts, suspects, num_bytes = _scan(file, block_bytes)
     ends = np.append(starts[1:], num_bytes)
+    file.seek(0)
+    if file.read(len(UTF8_MARK)) == UTF8_MARK:
+        starts[0] = len(UTF8_MARK)
+        suspects = np.insert(suspects, 0, 0)
     is_blank = np.zeros(len(starts), dtype=bool)
     for line in suspects:
         is_blank[line] = _is_blank(file, int(starts[line]), int(ends[line]))

@@ -5,16 +5,19 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from torchtitan.grpo.rollout.tables.table import Table, check_column, renamed
+from torchtitan.grpo.rollout.tables.table import RowError, Table, check_column, renamed
+from torchtitan.grpo.system.file_formats import UTF8_MARK, not_json_lines
 
 logger = logging.getLogger(__name__)
 
 _LARGE_GROUP_BYTES = 8 * 1024 * 1024
+_HEAD_BYTES = 4096
+_SLICE_ROWS = 256
 CACHE_BYTES = 256 * 1024 * 1024
 
 
@@ -55,9 +58,14 @@ class ParquetTable(Table):
         try:
             self._file = pyarrow.parquet.ParquetFile(path)
         except self._errors as error:
-            raise ValueError(f"{key}: {path} cannot be read as parquet: {error}") from error
+            raise ValueError(
+                f"{key}: {path} cannot be read as parquet: {_found_instead(path) or error}"
+            ) from error
         metadata = self._file.metadata
         sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        self.num_bytes = sum(
+            metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)
+        )
         self._starts = np.cumsum([0, *sizes])
         try:
             names = dict.fromkeys(self._file.schema_arrow.names)
@@ -76,6 +84,20 @@ class ParquetTable(Table):
         table = self._row_group(group, i)
         (row,) = table.slice(i - int(self._starts[group]), 1).to_pylist()
         return renamed(row, self._rename, self.where(i))
+
+    def rows(self, first: int, end: int) -> Iterator[dict[str, Any] | RowError]:
+        while first < end:
+            group = int(np.searchsorted(self._starts, first, side="right")) - 1
+            begin, stop = int(self._starts[group]), min(end, int(self._starts[group + 1]))
+            size = min(_SLICE_ROWS, stop - first)
+            try:
+                found = self._row_group(group, first).slice(first - begin, size).to_pylist()
+            except RowError as error:
+                yield from (error for _ in range(first, stop))
+                first = stop
+                continue
+            yield from (renamed(row, self._rename, self.path) for row in found)
+            first += size
 
     def where(self, i: int) -> str:
         return f"{self.path}, row {i}"
@@ -106,7 +128,7 @@ class ParquetTable(Table):
             # In one thread, because the servers and the trainer need the other cores.
             table = self._file.read_row_group(group, use_threads=False)
         except self._errors as error:
-            raise ValueError(
+            raise RowError(
                 f"{self.where(i)}: row group {group} cannot be decoded: {error}"
             ) from error
         self._cached[group] = table
@@ -116,3 +138,16 @@ class ParquetTable(Table):
 
     def _num_cached_bytes(self) -> int:
         return sum(table.nbytes for table in self._cached.values())
+
+
+def _found_instead(path: str) -> str | None:
+    """Says what a file is that is not in parquet; ``None`` if that is not known."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(_HEAD_BYTES).lstrip()
+    except OSError:
+        return None
+    if head.removeprefix(UTF8_MARK).startswith(b"{"):
+        return "it is JSON. Rename it so that its name ends in .jsonl."
+    is_parquet = head.startswith(b"PAR1")
+    return None if is_parquet else not_json_lines(head.split(b"\n")[0], path, is_first=True)

@@ -4,14 +4,24 @@
 """The interface of all tables of prompts: rows by number, with renamed columns."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
+class RowError(ValueError):
+    """One row cannot be used; the others can. The message begins with the row's location."""
+
+
 class Table(ABC):
-    """Random access to the rows of a table. Only one thread at a time may use it."""
+    """Random access to the rows of a table. Only one thread at a time may use it.
+
+    Attributes:
+        path: Location of the table, for messages.
+        num_bytes: Size of the table as far as it is known, in bytes.
+    """
 
     path: str
+    num_bytes: int = 0
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -21,22 +31,28 @@ class Table(ABC):
         """Returns row ``i`` with its columns renamed.
 
         Raises:
-            ValueError: If the row cannot be read.
+            RowError: If the row cannot be used.
+            ValueError: If the table cannot be read any more.
         """
+
+    def rows(self, first: int, end: int) -> Iterator[dict[str, Any] | RowError]:
+        """Yields the rows ``first`` to ``end - 1``, or why a row cannot be used.
+
+        Raises:
+            ValueError: If the table cannot be read any more.
+        """
+        for i in range(first, end):
+            try:
+                yield self.row(i)
+            except RowError as error:
+                yield error
 
     @abstractmethod
     def where(self, i: int) -> str:
         """Returns the location of row ``i`` for messages."""
 
-    def check(self) -> None:  # noqa: B027 - most tables have no background check
-        """Reports what a background check has found so far.
-
-        Raises:
-            ValueError: If a row is invalid.
-        """
-
     def close(self) -> None:  # noqa: B027
-        """Closes files and ends threads. No row can be read afterwards."""
+        """Closes files. No row can be read afterwards."""
 
 
 def renamed(row: Mapping[str, Any], rename: Mapping[str, str], where: str) -> dict[str, Any]:
@@ -46,12 +62,12 @@ def renamed(row: Mapping[str, Any], rename: Mapping[str, str], where: str) -> di
     the column a name of its own, and the column stays.
 
     Raises:
-        ValueError: If a column does not exist, or if a new name is already taken.
+        RowError: If a column does not exist, or if a new name is already taken.
     """
     result = {rename.get(name, name): value for name, value in row.items()}
     for old, new in rename.items():
         if new in row and new not in rename and new != old.partition(".")[0]:
-            raise ValueError(
+            raise RowError(
                 f"{where}: prompts.rename would overwrite the column {new!r} with {old!r}. "
                 "Rename that column as well."
             )
@@ -71,13 +87,13 @@ def _within(row: Mapping[str, Any], path: str, where: str) -> Any:
         elif isinstance(value, list) and name.isdigit() and int(name) < len(value):
             value = value[int(name)]
         elif depth == 0:
-            raise ValueError(
+            raise RowError(
                 f"{where}: prompts.rename names the column {path!r}, which does not exist. "
                 f"Existing columns: {sorted(row)}."
             )
         else:
             found = f"keys {sorted(value)}" if isinstance(value, Mapping) else f"{value!r:.80}"
-            raise ValueError(
+            raise RowError(
                 f"{where}: prompts.rename names {path!r}, but {'.'.join(names[:depth])} has no "
                 f"{name!r}, got {found}. Correct the path."
             )
@@ -88,15 +104,15 @@ def check_column(row: Mapping[str, Any], column: str, where: str) -> None:
     """Checks that a row has the prompt column.
 
     Raises:
-        ValueError: If the column does not exist.
+        RowError: If the column does not exist.
     """
     if column not in row:
         raise no_such_column(row, column, where)
 
 
-def no_such_column(row: Mapping[str, Any], column: str, where: str) -> ValueError:
+def no_such_column(row: Mapping[str, Any], column: str, where: str) -> RowError:
     """Returns the error for a row without the prompt column."""
-    return ValueError(
+    return RowError(
         f"{where}: there is no column {column!r}. Existing columns: {sorted(row)}. Set "
         "prompts.column, or rename a column to it with prompts.rename."
     )

@@ -94,3 +94,33 @@ def test_a_function_of_the_users_decides_what_is_kept(run_world, tmp_path: Path)
         reward=f"{tmp_path / 'mine.py'}:rewards",
         acceptor=f"{tmp_path / 'mine.py'}:keep",
     )
+
+
+def test_rows_that_are_no_prompts_are_closed_as_such_and_told_once(run_world, caplog):
+    bad = [None, "", 5, True, [], [{}], {"a": 1}]
+    long = "1" * 21
+
+    async def body(world: World) -> None:
+        trained: list[int] = []
+        closed: dict[int, str] = {}
+        counts = [0.0, 0.0]
+        for version in range(5):
+            world.push(world.servers[0], version)
+            batch = await asyncio.wait_for(world.producer.batch(version), 60)
+            trained += [group.group_id for group in batch.groups]
+            closed |= batch.closed
+            counts[0] += batch.metrics["rollout/prompts_unusable"]
+            counts[1] += batch.metrics["rollout/prompts_too_long"]
+        still_open = list(batch.progress.open)
+        assert sorted([*trained, *closed, *still_open]) == list(range(batch.progress.position))
+        for index, reason in closed.items():
+            assert reason == ("too long" if index % 10 == 9 else "unusable")
+        assert [i for i in trained if i % 10 not in (0, 1)] == []
+        reasons = list(closed.values())
+        # Those that were drawn after the last batch was delivered are counted with the next one.
+        assert counts[0] <= reasons.count("unusable") + len(bad) and counts[0] >= 4 * len(bad)
+        assert counts[1] >= 4
+
+    run_world(body, prompts=["1", "2", *bad, long], max_staleness=0, num_held_out=2)
+    assert caplog.text.count("First of the prompts that cannot be used: ") == 1
+    assert "prompts.jsonl:3: column 'prompt' (prompts.column) must be a string" in caplog.text

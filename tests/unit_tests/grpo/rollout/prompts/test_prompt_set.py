@@ -10,7 +10,13 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from torchtitan.grpo.config import Prompts
-from torchtitan.grpo.rollout.prompts import PromptLimits, PromptSet, PromptStream, first_prompts
+from torchtitan.grpo.rollout.prompts import (
+    PromptLimits,
+    PromptSet,
+    PromptStream,
+    check_rows,
+    first_prompts,
+)
 from torchtitan.grpo.rollout.tables import open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 
@@ -97,7 +103,7 @@ def test_long_prompts_are_left_out_and_counted(codec: TextCodec, write):
     prompts = prompt_set(write([{"prompt": "a"}, {"prompt": "a" * 9}]), codec, max_tokens=8)
     source = stream(prompts, shuffle=False)
     assert [source.next().index for _ in range(3)] == [0, 2, 4]
-    assert source.num_too_long == 2
+    assert [skipped.index for skipped in source.take_skipped()] == [1, 3]
     assert first_prompts(prompts, 0)[1] == 1
 
 
@@ -121,7 +127,7 @@ def test_set_without_a_short_prompt_is_refused(codec: TextCodec, write):
 )
 def test_bad_file_is_refused_with_its_line(codec: TextCodec, write, text: str, message: str):
     with pytest.raises(ValueError, match=message):
-        prompt_set(write(text), codec)
+        check_rows(prompt_set(write(text), codec))
 
 
 def test_rename_of_a_missing_column_is_refused(codec: TextCodec, write):
@@ -138,7 +144,7 @@ def test_rename_over_another_column_is_refused(codec: TextCodec, write):
     ("row", "settings", "message"),
     [
         ({"prompt": 3}, {}, "must be a string, or a list of messages"),
-        ({"prompt": ""}, {}, "the prompt has no token"),
+        ({"prompt": ""}, {}, "the prompt has no text"),
         ({"prompt": "a"}, {"template": "{question}"}, "prompts.template .* cannot be filled in"),
         (
             {"prompt": [{"role": "user", "content": "a"}]},

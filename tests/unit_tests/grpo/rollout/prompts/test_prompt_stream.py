@@ -16,10 +16,8 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from torchtitan.grpo.config import Prompts
 from torchtitan.grpo.rollout.prompts import PromptLimits, PromptMixture, PromptSet, PromptStream
-from torchtitan.grpo.rollout.prompts.mixture import _named
+from torchtitan.grpo.rollout.prompts.mixture import _named, short_names
 from torchtitan.grpo.rollout.tables import Table, open_table
-from torchtitan.grpo.rollout.tables.jsonl import JsonlTable
-from torchtitan.grpo.rollout.tables.row_check import sample_rows
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 
 MAX_TOKENS = 8
@@ -187,15 +185,58 @@ def test_sets_are_named_by_what_tells_them_apart():
     assert [name for _, name in _named(["a/x.jsonl", "b/x.jsonl"])] == ["a/x.jsonl", "b/x.jsonl"]
 
 
-def test_bad_line_that_is_found_later_ends_the_stream(codec: TextCodec, tmp_path: Path):
-    lines = [json.dumps({"prompt": "a"})] * 9000
-    bad = min(set(range(9000)) - set(sample_rows(9000)))
-    lines[bad] = "{}"
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["d/train.jsonl", "owner/set-v1.5", "more.parquet"], ["train", "set-v1.5", "more"]),
+        (["a/x.jsonl", "b/x.jsonl", "c/y.jsonl"], ["a-x", "b-x", "y"]),
+        (["/a/k/x.jsonl", "/b/k/x.jsonl"], ["a-k-x", "b-k-x"]),
+        (["x.jsonl", "b/x.jsonl"], ["x", "b-x"]),
+        (["x.jsonl", "x.parquet", "x.json"], ["x", "x-2", "x-3"]),
+        (["/x.jsonl", "/d/x.jsonl"], ["x", "d-x"]),
+    ],
+)
+def test_files_have_short_names_without_slashes(paths, names):
+    found = short_names(paths)
+    assert found == names
+    assert len(set(found)) == len(paths) and not any("/" in name for name in found)
+
+
+def test_the_file_of_a_prompt_is_known_by_its_index(codec: TextCodec):
+    stream = PromptStream(mixture(codec, [["a"] * 4, ["b"] * 2]), seed=0, shuffle=True)
+    assert list(stream.file_names) == ["set0", "set1"]
+    for prompt in [stream.next() for _ in range(18)]:
+        assert stream.file_of(prompt.index) == ("set0" if prompt.text == "a" else "set1")
+    alone = PromptStream(mixture(codec, [["a"] * 4]), seed=0, shuffle=True)
+    assert (list(alone.file_names), alone.file_of(3)) == ([], "")
+
+
+def test_a_bad_row_that_is_drawn_is_left_out_and_told(codec: TextCodec, tmp_path: Path):
     path = tmp_path / "p.jsonl"
+    bad = ['{"prompt": null}', "{}", "[1]", '{"prompt": ', '{"prompt": ""}', '{"prompt": [{}]}']
+    lines = [json.dumps({"prompt": "a"}), *bad, json.dumps({"prompt": "b"})]
     path.write_text("\n".join(lines))
-    rows = JsonlTable(str(path), {}, "prompt", "prompts.path", full_check_bytes=0)
+    rows = open_table(str(path), "train", {}, "prompt", "prompts.path")
     stream = PromptStream(set_of(rows, codec), seed=0, shuffle=False)
-    rows.wait_until_checked(120)
-    with pytest.raises(ValueError, match=rf"p.jsonl:{bad + 1}: there is no column 'prompt'"):
-        stream.next()
+    for epoch in range(2):
+        assert [(p.index, p.text) for p in (stream.next(), stream.next())] == [
+            (8 * epoch, "a"),
+            (8 * epoch + 7, "b"),
+        ]
+        skipped = list(stream.take_skipped())
+        assert [(s.index, s.reason, s.path) for s in skipped] == [
+            (8 * epoch + i, "unusable", str(path)) for i in range(1, 7)
+        ]
+        for line, one in enumerate(skipped, start=2):
+            assert one.detail.startswith(f"{path}:{line}: ")
+    assert list(stream.take_skipped()) == []
     stream.close()
+
+
+def test_a_set_without_a_row_that_can_be_used_ends_the_stream(codec: TextCodec, tmp_path: Path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": 1}\n' * 3 + json.dumps({"prompt": LONG}))
+    rows = open_table(str(path), "train", {}, "prompt", "prompts.path")
+    stream = PromptStream(set_of(rows, codec), seed=0, shuffle=True)
+    with pytest.raises(ValueError, match=r"none of the 4 prompts .*and 3 rows cannot be used"):
+        stream.next()

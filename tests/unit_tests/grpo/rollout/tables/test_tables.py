@@ -4,9 +4,6 @@
 """Tables of prompts are read from large JSONL files and from parquet files."""
 
 import io
-import json
-import threading
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.grpo.rollout.tables import open_table
+from torchtitan.grpo.rollout.tables import RowError, open_table
 from torchtitan.grpo.rollout.tables.jsonl import JsonlTable
 from torchtitan.grpo.rollout.tables.line_index import index_lines
 from torchtitan.grpo.rollout.tables.parquet import ParquetTable
-from torchtitan.grpo.rollout.tables.row_check import sample_rows
-
-NUM_ROWS = 9000
-UNSAMPLED = sorted(set(range(NUM_ROWS)) - set(sample_rows(NUM_ROWS)))
 
 
 def write_lines(path: Path, lines: list[str]) -> str:
     path.write_text("".join(line + "\n" for line in lines))
     return str(path)
-
-
-def many_lines() -> list[str]:
-    return [json.dumps({"prompt": f"{i}"}) for i in range(NUM_ROWS)]
 
 
 def jsonl(path: str, **settings: Any) -> JsonlTable:
@@ -67,58 +56,6 @@ def test_index_finds_the_lines_that_python_finds(tmp_path_factory, lines, is_end
     assert index.num_bytes == len(content)
 
 
-def test_sample_has_the_first_rows_the_last_and_some_of_each_part():
-    sample = sample_rows(10_000_000)
-    assert sample[:1024] == list(range(1024))
-    assert sample[-1] == 9_999_999
-    assert len(sample) <= 1024 + 4096
-    assert max(b - a for a, b in pairwise(sample)) < 2600
-    assert sample_rows(3) == [0, 1, 2]
-    assert sample_rows(0) == []
-
-
-def test_large_file_with_a_bad_line_in_the_sample_is_refused(tmp_path: Path):
-    lines = many_lines()
-    lines[-1] = '{"prompt": '
-    path = write_lines(tmp_path / "p.jsonl", lines)
-    with pytest.raises(ValueError, match=rf"p.jsonl:{NUM_ROWS}: every line of prompts.path .* not"):
-        jsonl(path, full_check_bytes=0)
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"), [("[1]", "got a list"), ('{"q": "a"}', "there is no column 'prompt'")]
-)
-def test_bad_line_outside_of_the_sample_is_found_while_the_run_goes_on(tmp_path, bad, message):
-    lines = many_lines()
-    line = UNSAMPLED[len(UNSAMPLED) // 2]
-    lines[line] = bad
-    path = write_lines(tmp_path / "p.jsonl", lines)
-    rows = jsonl(path, full_check_bytes=0)
-    rows.wait_until_checked(120)
-    with pytest.raises(ValueError, match=rf"p.jsonl:{line + 1}: .*{message}"):
-        rows.check()
-    rows.close()
-    with pytest.raises(ValueError, match=rf"p.jsonl:{line + 1}: .*{message}"):
-        jsonl(path)
-
-
-def test_large_file_without_a_bad_line_is_checked_to_its_end(tmp_path: Path, caplog):
-    rows = jsonl(write_lines(tmp_path / "p.jsonl", many_lines()), full_check_bytes=0)
-    with caplog.at_level("INFO"):
-        rows.wait_until_checked(120)
-    rows.check()
-    assert f"All {NUM_ROWS} rows of " in caplog.text
-    assert [rows.row(i)["prompt"] for i in (0, 4500, NUM_ROWS - 1)] == ["0", "4500", "8999"]
-    rows.close()
-
-
-def test_closing_ends_the_check(tmp_path: Path):
-    rows = jsonl(write_lines(tmp_path / "p.jsonl", many_lines() * 20), full_check_bytes=0)
-    assert "prompt-check" in {thread.name for thread in threading.enumerate()}
-    rows.close()
-    assert "prompt-check" not in {thread.name for thread in threading.enumerate()}
-
-
 def test_file_that_shrinks_is_refused(tmp_path: Path):
     path = tmp_path / "p.jsonl"
     rows = jsonl(write_lines(path, ['{"prompt": "a"}', '{"prompt": "b"}']))
@@ -136,6 +73,15 @@ def test_line_that_is_nested_too_deep_is_refused(tmp_path: Path):
         jsonl(path)
 
 
+def test_rows_come_in_a_row_with_those_that_cannot_be_used(tmp_path: Path):
+    lines = ['{"prompt": "a"}', "[1]", '{"prompt": "b"}', "{}"]
+    rows = jsonl(write_lines(tmp_path / "p.jsonl", lines))
+    found = list(rows.rows(0, 4))
+    assert found[::2] == [{"prompt": "a"}, {"prompt": "b"}]
+    assert [type(row) for row in found[1::2]] == [RowError, RowError]
+    assert list(rows.rows(2, 3)) == [{"prompt": "b"}]
+
+
 ROWS = [{"prompt": f"p{i}", "answer": i} for i in range(23)]
 
 
@@ -145,6 +91,7 @@ def test_parquet_rows_come_in_any_order_whatever_is_kept(tmp_path: Path, cache_b
     assert len(rows) == 23
     for i in (22, 0, 4, 5, 21, 9, 10, 0, 14, 15, 19, 20):
         assert rows.row(i) == ROWS[i]
+    assert list(rows.rows(3, 18)) == ROWS[3:18]
     assert rows.where(7).endswith("p.parquet, row 7")
     rows.close()
 
@@ -208,6 +155,9 @@ def test_row_group_that_cannot_be_decoded_is_named(tmp_path: Path):
     assert table.row(3) == rows[3]
     with pytest.raises(ValueError, match=r"p.parquet, row 250: row group 1 cannot be decoded"):
         table.row(250)
+    found = list(table.rows(150, 400))
+    assert found[:50] == rows[150:200]
+    assert all(isinstance(row, RowError) for row in found[50:])
 
 
 def test_directory_of_parquet_shards_is_a_data_set(tmp_path: Path):
@@ -216,3 +166,4 @@ def test_directory_of_parquet_shards_is_a_data_set(tmp_path: Path):
         pq.write_table(part, tmp_path / f"train-0000{shard}-of-00002.parquet")
     rows = open_table(str(tmp_path), "train", {}, "prompt", "prompts.path")
     assert [rows.row(i) for i in range(len(rows))] == ROWS[:20]
+    assert list(rows.rows(7, 20)) == ROWS[7:20]

@@ -1,0 +1,191 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Rows that are no prompts are found before training, wherever in the file they are."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+from torchtitan.grpo.config import Prompts
+from torchtitan.grpo.rewards.gold_answers import gold_judge
+from torchtitan.grpo.rollout.prompts import (
+    PromptLimits,
+    PromptSet,
+    check_rows,
+    first_prompts,
+    row_check,
+)
+from torchtitan.grpo.rollout.tables import open_table
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ('user', 'assistant', 'tool') %}"
+    "{{ raise_exception('no role ' + m.role) }}{% endif %}{{ m.content }}{% endfor %}"
+)
+USER = {"role": "user", "content": "a"}
+FINE = {"prompt": "a", "answer": "1"}
+FINE_CHAT = {"prompt": [USER], "answer": "1"}
+
+
+@pytest.fixture
+def codec(tmp_path: Path) -> TextCodec:
+    vocabulary = {c: i for i, c in enumerate("?abcdefghij 0123456789:")}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    model = tmp_path / "model"
+    model.mkdir()
+    tokenizer.save(str(model / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    return TextCodec(str(model), [1])
+
+
+def open_set(path: Path, codec: TextCodec, max_tokens: int = 8, **settings: Any) -> PromptSet:
+    table = Prompts(path=str(path), **settings)
+    rows = open_table(str(path), "train", table.rename, table.column, "prompts.path")
+    return PromptSet(rows, table, codec, PromptLimits(max_tokens, 100), "prompts.path")
+
+
+def lines(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
+    return path
+
+
+BAD_ROWS: dict[str, tuple[Any, str]] = {
+    "null": ({"prompt": None, "answer": "1"}, "must be a string, or a list of messages .*got None"),
+    "empty": ({"prompt": "", "answer": "1"}, "the prompt has no text"),
+    "blank": ({"prompt": " \n\t", "answer": "1"}, "the prompt has no text"),
+    "number": ({"prompt": 12, "answer": "1"}, "must be a string, .*got 12"),
+    "boolean": ({"prompt": True, "answer": "1"}, "must be a string, .*got True"),
+    "dictionary": ({"prompt": {"text": "a"}, "answer": "1"}, "must be a string, .*got {'text'"),
+    "list_of_text": ({"prompt": ["a"], "answer": "1"}, r"must be a string, .*got \['a'\]"),
+    "no_column": ({"question": "a", "answer": "1"}, "there is no column 'prompt'"),
+    "no_object": ("[1, 2]", "must be a JSON object, got a list"),
+    "no_json": ('{"prompt": "a"', "is not JSON"),
+    "text": ('"a"', "must be a JSON object, got a str"),
+    "no_messages": ({"prompt": [], "answer": "1"}, r"must be a string, .*got \[\]"),
+    "empty_message": ({"prompt": [{}], "answer": "1"}, r"got \[\{\}\]"),
+    "no_content": ({"prompt": [{"role": "user"}], "answer": "1"}, "role and content, got"),
+    "null_content": ({"prompt": [{"role": "user", "content": None}]}, "message 1 .user. is None"),
+    "number_as_content": ({"prompt": [{"role": "user", "content": 3}]}, "message 1 .user. is 3"),
+    "blank_content": ({"prompt": [{"role": "user", "content": " "}]}, "last message .* no text"),
+    "null_role": ({"prompt": [{"role": None, "content": "a"}]}, "message 1 has the role None"),
+    "role_of_template": (
+        {"prompt": [{"role": "usr", "content": "a"}], "answer": "1"},
+        "no role usr",
+    ),
+    "answered": ({"prompt": [USER, {"role": "assistant", "content": "b"}]}, "ends with a message"),
+    "null_answer": ({"prompt": "a", "answer": None}, "the column 'answer' is null"),
+    "no_answer": ({"prompt": "a"}, "the column 'answer' is missing"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+@pytest.mark.parametrize("checked", ["in_full", "evaluated", "tokenized_in_part"])
+def test_one_bad_row_at_the_end_is_found(name, checked, codec, tmp_path: Path, monkeypatch):
+    row, message = BAD_ROWS[name]
+    if checked == "tokenized_in_part":
+        monkeypatch.setattr(row_check, "TOKENIZED_ROWS", 2)
+    path = lines(tmp_path / "p.jsonl", [FINE, FINE_CHAT] * 4 + [row] + [FINE] * 3)
+    prompts, judge = open_set(path, codec), gold_judge(["exact_match"])
+    with pytest.raises(
+        ValueError, match=rf"prompts.path: 1 of .* The first: .*p.jsonl:9: .*{message}"
+    ):
+        first_prompts(prompts, 0, judge) if checked == "evaluated" else check_rows(prompts, judge)
+
+
+@pytest.mark.parametrize("form", ["parquet", "data_set"])
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("prompt", None, "got None"),
+        ("prompt", "", "no text"),
+        ("answer", None, "'answer' is null"),
+        ("answer", float("nan"), "'answer' is NaN"),
+        ("prompt", "   ", "no text"),
+    ],
+)
+def test_a_bad_row_of_a_table_with_types_is_found(form, column, value, message, codec, tmp_path):
+    import datasets
+
+    gold = 1.0 if isinstance(value, float) else "1"
+    rows = [{"prompt": "a", "answer": gold} for _ in range(700)]
+    rows[699] = rows[699] | {column: value}
+    path = tmp_path / ("p.parquet" if form == "parquet" else "saved")
+    if form == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=300)
+    else:
+        datasets.Dataset.from_list(rows).save_to_disk(str(path))
+    with pytest.raises(ValueError, match=f"1 of the 700 rows .* row 699: .*{message}"):
+        check_rows(open_set(path, codec), gold_judge(["boxed_math"]))
+
+
+FINE_ROWS = {
+    "call_of_a_tool": [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [{"a": 1}]},
+        USER,
+    ],
+    "silent_tool": [USER, {"role": "assistant", "content": "b"}, {"role": "tool", "content": ""}],
+    "parts": [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+    "later_turn": [USER, {"role": "assistant", "content": "b"}, USER],
+    "text": "a b",
+    "marked": "\ufeffa",
+}
+
+
+@pytest.mark.parametrize("name", FINE_ROWS)
+def test_rows_that_are_unusual_and_right_pass(name, codec, tmp_path: Path):
+    path = lines(tmp_path / "p.jsonl", [FINE, {"prompt": FINE_ROWS[name], "answer": "1"}])
+    checked = check_rows(open_set(path, codec, max_tokens=200), gold_judge(["exact_match"]))
+    assert (checked.num_rows, checked.num_checked, checked.num_fitting) == (2, 2, 2)
+
+
+@pytest.mark.parametrize("functions", [["my.py:f"], [], ["think_answer_tags"]])
+def test_answers_that_no_built_in_reward_compares_with_may_be_null(functions, codec, tmp_path):
+    path = lines(tmp_path / "p.jsonl", [FINE, {"prompt": "a", "answer": None}])
+    assert check_rows(open_set(path, codec), gold_judge(functions)).num_fitting == 2
+
+
+def test_a_larger_set_is_sampled_and_says_so(codec, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(row_check, "FULL_CHECK_ROWS", 8999)
+    rows: list[Any] = [FINE] * 9000
+    sampled = row_check.sample_rows(9000)
+    assert sampled[:1024] == list(range(1024)) and sampled[-1] == 8999
+    bad = min(set(range(9000)) - set(sampled))
+    rows[bad] = "{}"
+    prompts = open_set(lines(tmp_path / "p.jsonl", rows), codec)
+    checked = check_rows(prompts)
+    assert checked.describe().startswith(f"{len(sampled):,} of 9,000 rows checked, and a bad one")
+    rows[8999] = "{}"
+    with pytest.raises(ValueError, match=r"p.jsonl:9000: there is no column"):
+        check_rows(open_set(lines(tmp_path / "p.jsonl", rows), codec))
+
+
+@pytest.mark.parametrize(("long", "warns"), [(0, False), (4, False), (6, True), (9, True)])
+def test_prompts_that_do_not_fit_are_counted_and_most_of_them_are_a_warning(
+    long, warns, codec, tmp_path: Path
+):
+    rows = [FINE] * (10 - long) + [{"prompt": "a" * 9, "answer": "1"}] * long
+    checked = check_rows(open_set(lines(tmp_path / "p.jsonl", rows), codec))
+    assert checked.describe() == f"all 10 rows checked; {10 - long} of 10 prompts fit"
+    warning = checked.warning("prompts.path", "p.jsonl")
+    assert (warning is not None) == warns
+    if warning is not None:
+        assert f"only {10 - long} of 10 prompts of p.jsonl fit: at most 8 tokens" in warning
+        assert "Raise prompts.max_prompt_tokens" in warning
+
+
+def test_a_check_that_takes_long_says_how_far_it_has_come(codec, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(row_check, "_PROGRESS_SECONDS", 0.0)
+    said: list[str] = []
+    path = lines(tmp_path / "p.jsonl", [FINE] * 3)
+    check_rows(open_set(path, codec), say=said.append)
+    assert said[0] == f"prompts.path: 3 of 3 rows of {path} are read."
+    assert said[-1] == f"prompts.path: 3 of 3 rows of {path} are tokenized."

@@ -1,0 +1,147 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Notices that no group can be trained on, and says what became of the groups.
+
+A run ends if none of many consecutive groups is kept. How many is :meth:`KeptGroups.bound`, which
+follows from these rules:
+
+- Enough groups for several batches, and at least :data:`FEWEST_GROUPS`.
+- A run in which few groups are kept may go on: the bound is at least :data:`USUAL_GAPS` times the number
+  of groups that it took so far for one that is kept.
+- Groups count in the order in which they were started, and only once all groups that were started
+  before them have ended. Otherwise short completions that are dropped would be counted while long ones
+  that will be kept are being generated.
+- Groups that dynamic sampling leaves out do not count: it takes every group once
+  ``rollout.dynamic_sampling_limit`` is reached.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+FEWEST_GROUPS = 256
+BATCHES = 8
+USUAL_GAPS = 20
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why groups are not trained on, and what to change.
+
+    Attributes:
+        words: What became of a group, to follow a number.
+        remedy: What to do, as a sentence.
+    """
+
+    words: str
+    remedy: str
+
+
+FAILED = Cause(
+    "got too few completions from servers and environments",
+    "Read rollout_process.log, which names the failures.",
+)
+TRUNCATED = Cause(
+    "had too few completions that were not truncated at rollout.max_new_tokens (rollout.drop_truncated)",
+    "Raise rollout.max_new_tokens, or set rollout.drop_truncated = false.",
+)
+SHORT = Cause(
+    "had too few completions of rollout.min_completion_tokens",
+    "Lower rollout.min_completion_tokens.",
+)
+UNSCORED = Cause(
+    "got too few rewards, because reward.functions gave none (None)",
+    "Let the functions give 0 to a completion that failed.",
+)
+SCORING_FAILED = Cause(
+    "could not be scored, because a reward function raised, took too long or gave no number",
+    "Correct reward.functions; rollout_process.log has the traceback.",
+)
+NOT_ACCEPTED = Cause(
+    "had too few completions that rollout.should_accept accepts", "Loosen rollout.should_accept."
+)
+EQUAL = Cause(
+    "had rewards that are all equal (rollout.dynamic_sampling)",
+    "Choose prompts of medium difficulty, or lower rollout.dynamic_sampling_limit.",
+)
+UNRATED = Cause("got no rating from a teacher", "Check the servers of teacher.urls.")
+EXPIRED = Cause(
+    "had tokens of weights older than those that their server was attested to serve",
+    "Check whether a server is restarted again and again.",
+)
+OVERDUE = Cause(
+    "were overdue (rollout.overdue)",
+    "Raise rollout.max_head_offpolicyness, or change rollout.overdue.",
+)
+
+
+class NothingKept(RuntimeError):
+    """So many consecutive groups could not be trained on that the run must stop."""
+
+
+class KeptGroups:
+    """Follows the groups of a run. It does bookkeeping only.
+
+    Args:
+        groups_per_batch: ``grpo.prompts_per_step``.
+    """
+
+    def __init__(self, groups_per_batch: int) -> None:
+        self._least = max(FEWEST_GROUPS, BATCHES * groups_per_batch)
+        self._num_started = self._num_ended = self._num_kept = 0
+        self._usual_gap = 0
+        self._running: dict[int, int] = {}  # numbers of groups in the order of their start
+        self._counting: list[int] = []  # numbers of dropped groups that may count
+        self._fates: Counter[Cause] = Counter()  # since a group was kept last
+
+    def start(self, group_id: int) -> None:
+        """Says that a group has been started, perhaps again."""
+        self._running.pop(group_id, None)
+        self._running[group_id] = self._num_started
+        self._num_started += 1
+
+    def keep(self, group_id: int) -> None:
+        """Says that a group is kept."""
+        self._running.pop(group_id, None)
+        self._num_ended += 1
+        self._num_kept += 1
+        self._usual_gap = self._num_ended // self._num_kept
+        self._counting.clear()
+        self._fates.clear()
+
+    def drop(self, group_id: int, cause: Cause) -> None:
+        """Says that a group is not trained on.
+
+        Raises:
+            NothingKept: If too many groups in a row were dropped.
+        """
+        number = self._running.pop(group_id, self._num_started)
+        self._num_ended += 1
+        self._fates[cause] += 1
+        if cause is not EQUAL:
+            self._counting.append(number)
+        bound = self.bound()
+        if len(self._counting) >= bound:
+            oldest = next(iter(self._running.values()), self._num_started)
+            if sum(counting < oldest for counting in self._counting) >= bound:
+                raise NothingKept(self._message(bound))
+
+    def bound(self) -> int:
+        """Returns the number of consecutive dropped groups at which the run ends."""
+        return max(self._least, USUAL_GAPS * self._usual_gap)
+
+    def describe(self) -> str:
+        """Says what became of the groups since one was kept last; empty if all are kept."""
+        if not self._fates:
+            return ""
+        return f"since a group was kept last, {self._list()}"
+
+    def _list(self) -> str:
+        return ", ".join(f"{number} {cause.words}" for cause, number in self._fates.most_common())
+
+    def _message(self, bound: int) -> str:
+        remedies = " ".join(cause.remedy for cause, _ in self._fates.most_common())
+        return (
+            f"At least one of {bound} consecutive groups must be kept for training, but of the groups since "
+            f"one was kept last {self._list()}. {remedies}"
+        )

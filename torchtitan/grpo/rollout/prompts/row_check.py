@@ -1,0 +1,158 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Checks the rows of a prompt set before training, as far as that takes seconds.
+
+Invariants:
+
+- Of a set of at most :data:`FULL_CHECK_ROWS` rows and :data:`FULL_CHECK_BYTES`, every row is read and
+  its prompt and columns are judged. Of a larger one these are the first rows, the last row, and rows
+  spread evenly between them.
+- Prompts are tokenized, and chat messages rendered, up to :data:`TOKENIZED_ROWS` rows and
+  :data:`TOKENIZED_CHARACTERS`, spread evenly, and besides one conversation of each sequence of roles,
+  which is what chat templates refuse.
+- A row that is found bad refuses the set. One that is found later, when it is drawn, is left out and
+  counted, so nothing that a run has learned depends on what was not checked.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from torchtitan.grpo.rollout.prompts.checked_rows import CheckedRows
+from torchtitan.grpo.rollout.prompts.prompt_set import (
+    Judge,
+    PromptSet,
+    PromptText,
+    num_characters,
+    refuse_bad_rows,
+)
+from torchtitan.grpo.rollout.tables import RowError
+from torchtitan.grpo.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+FULL_CHECK_ROWS = 1_000_000
+FULL_CHECK_BYTES = 2 << 30
+TOKENIZED_ROWS = 20_000
+TOKENIZED_CHARACTERS = 16 << 20
+
+_FIRST_ROWS = 1024
+_SPREAD_ROWS = 4096
+_BLOCK_ROWS = 4096
+_MOST_SHAPES = 1000
+_PROGRESS_SECONDS = 5.0
+
+
+def sample_rows(num_rows: int) -> list[int]:
+    """Returns the rows of a large set that are checked, in order."""
+    spread = np.linspace(0, num_rows - 1, min(num_rows, _SPREAD_ROWS)).astype(np.int64)
+    return np.union1d(np.arange(min(num_rows, _FIRST_ROWS)), spread).tolist()
+
+
+def check_rows(
+    prompts: PromptSet,
+    judge: Judge = lambda columns: None,
+    *,
+    fits: Callable[[Prompt], bool] = lambda prompt: True,
+    say: Callable[[str], object] = logger.info,
+) -> CheckedRows:
+    """Checks the rows of a set.
+
+    Args:
+        prompts: The set.
+        judge: Judges the columns of each row.
+        fits: Whether a prompt of allowed length fits with what belongs to it.
+        say: Told how far the check has come, every few seconds.
+
+    Raises:
+        ValueError: If a row cannot be used.
+    """
+    progress = _Progress(prompts, say)
+    bad: dict[int, str] = {}
+    sizes: dict[int, int] = {}
+    shapes: dict[tuple[str, ...], int] = {}
+    num_checked = 0
+    for first, end in _ranges(prompts):
+        for row, found in enumerate(prompts.texts(first, end), start=first):
+            if isinstance(found, RowError):
+                bad[row] = str(found)
+            elif problem := judge(found[0]):
+                bad[row] = f"{prompts.where(row)}: {problem}"
+            else:
+                sizes[row] = min(num_characters(found[1]), prompts.most_characters)
+                if len(shapes) < _MOST_SHAPES:
+                    shapes.setdefault(_shape(found[1]), row)
+        num_checked += end - first
+        progress.note(num_checked, "read")
+    num_tokenized = num_fitting = 0
+    for row in _rows_to_tokenize(sizes, set(shapes.values())):
+        num_tokenized += 1
+        try:
+            prompt = prompts.prompt(row, row)
+        except RowError as error:
+            bad[row] = str(error)
+            break  # a template that renders nothing would fail for each of them, and slowly
+        num_fitting += prompt is not None and fits(prompt)
+        progress.note(num_tokenized, "tokenized")
+    refuse_bad_rows(prompts, [bad[row] for row in sorted(bad)], num_checked)
+    limits = prompts.limits
+    prompts.checked = CheckedRows(
+        len(prompts), num_checked, num_tokenized, num_fitting,
+        f"{limits.max_tokens} tokens ({limits.source})", limits.remedy,
+    )  # fmt: skip
+    return prompts.checked
+
+
+def _ranges(prompts: PromptSet) -> Iterator[tuple[int, int]]:
+    """Yields the first row and the end of each range of rows that is checked."""
+    num_rows = len(prompts)
+    if num_rows <= FULL_CHECK_ROWS and prompts.num_bytes <= FULL_CHECK_BYTES:
+        for first in range(0, num_rows, _BLOCK_ROWS):
+            yield first, min(first + _BLOCK_ROWS, num_rows)
+        return
+    for row in sample_rows(num_rows):
+        yield row, row + 1
+
+
+def _rows_to_tokenize(sizes: dict[int, int], always: set[int]) -> list[int]:
+    """Returns rows that have no more than the allowed number of characters together.
+
+    Args:
+        sizes: Characters of each row that could be read, in the order of the file.
+        always: Rows that are taken in any case.
+    """
+    rows, total = list(sizes), sum(sizes.values())
+    share = min(1.0, TOKENIZED_CHARACTERS / max(total, 1))
+    number = max(1, min(TOKENIZED_ROWS, int(share * len(rows))))
+    if number >= len(rows):
+        return rows
+    spread = np.linspace(0, len(rows) - 1, number).astype(np.int64).tolist()
+    return sorted({rows[i] for i in spread} | always)
+
+
+def _shape(text: PromptText) -> tuple[str, ...]:
+    """Returns what distinguishes conversations that a template treats in different ways."""
+    if isinstance(text, str):
+        return ()
+    return tuple(
+        f"{message['role']} {type(message['content']).__name__} {len(message)}" for message in text
+    )
+
+
+class _Progress:
+    """Tells how far the check of a set has come, if it takes long."""
+
+    def __init__(self, prompts: PromptSet, say: Callable[[str], object]) -> None:
+        self._prompts, self._say = prompts, say
+        self._told = time.monotonic()
+
+    def note(self, number: int, done: str) -> None:
+        if time.monotonic() - self._told >= _PROGRESS_SECONDS:
+            self._told = time.monotonic()
+            prompts = self._prompts
+            self._say(
+                f"{prompts.key}: {number:,} of {len(prompts):,} rows of {prompts.path} are {done}."
+            )
