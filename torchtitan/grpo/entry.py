@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.tools.logging import logger
 
+from torchtitan.grpo.checkpoint import RunFinished
 from torchtitan.grpo.checkpoint_manager import SaveFailed
 from torchtitan.grpo.command_line.help_page import help_words, page
 from torchtitan.grpo.config_checks import ConfigError, check_model
@@ -47,11 +48,16 @@ from torchtitan.grpo.resume.resumption import (
     plan_start,
 )
 from torchtitan.grpo.rollout.link import RolloutFailed
-from torchtitan.grpo.run_folder.contents import remove_run
-from torchtitan.grpo.run_folder.launch import is_restart
+from torchtitan.grpo.run_folder.folder import (
+    FolderError,
+    RunFolder,
+    check_folder,
+    describe_folder,
+)
 from torchtitan.grpo.system.child import die_with_parent
 from torchtitan.grpo.system.device import choose_interfaces
 from torchtitan.grpo.system.exit_status import STOPPED_BY_GUARD
+from torchtitan.grpo.system.folder_lock import FolderInUse
 from torchtitan.grpo.system.rank_watch import RankLost, RankWatch
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.system.store_rounds import separate_rounds
@@ -110,40 +116,61 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
     try:
         is_dry = is_dry_run(args)
         config = load_config(args)
-        if is_restart(config.job.dump_folder):
-            config.job.overwrite = False  # it counted when torchrun started the ranks first
         notes = locate_models(config, weights=not is_dry)
         hf_model = read_hf_model(config.model.hf_assets_path)
         check_model(config, hf_model)
         if config.grpo.kl_coef > 0:
             check_reference(config)
-        start = plan_start(config, hf_model)
-    except (CheckpointError, ConfigError, ModelError, TimeoutError) as error:
+        lines = planned(config, hf_model) if is_dry else []
+    except (CheckpointError, ConfigError, FolderError, ModelError, TimeoutError) as error:
         return _report(is_rank_zero, error, 2)
     if is_rank_zero:
         print("\n".join(notes), end="\n" if notes else "", flush=True)
     if is_dry:
-        lines = describe_start(config, start)
-        return print_dry_run(config, hf_model, list(lines)) if is_rank_zero else 0
-    if is_finished(config, start):
-        if is_rank_zero:
-            print(describe_finished(config, start))
-        return 0
-    if is_rank_zero and is_restart(config.job.dump_folder):
-        print("The ranks were started again.", *describe_start(config, start), flush=True)
-    if config.job.overwrite and is_rank_zero:
-        try:
-            remove_run(config)
-        except OSError as error:
-            return _report(is_rank_zero, CheckpointError(_not_removed(config, error)), 1)
-    return _train(make_trainer, config, hf_model, is_rank_zero)
+        return print_dry_run(config, hf_model, lines) if is_rank_zero else 0
+    if is_rank_zero:
+        return _train_in_folder(make_trainer, config, hf_model)
+    # Rank 0 decides how the run starts, and the others meet it in `find_start`.
+    return _train(make_trainer, config, hf_model, is_rank_zero=False)
 
 
-def _not_removed(config: JobConfig, error: OSError) -> str:
-    return (
-        f"The earlier run in job.dump_folder = {config.job.dump_folder} must be removed "
-        f"(job.overwrite), but that failed: {error}. Remove the folder, or choose another one."
-    )
+def planned(config: JobConfig, hf_model: HFModel) -> list[str]:
+    """Returns where the run would begin, in lines.
+
+    Raises:
+        CheckpointError: If it would be refused.
+        FolderError: If its folder cannot be made.
+    """
+    check_folder(config)
+    start = plan_start(config, hf_model)
+    return [*describe_start(config, start), *describe_folder(config)]
+
+
+def _train_in_folder(make_trainer: TrainerFactory, config: JobConfig, hf_model: HFModel) -> int:
+    """Makes the run's folder this run's, on rank 0, before any rank writes; then trains."""
+    status = 1
+    try:
+        folder = RunFolder(config)
+    except FolderError as error:
+        return _report(True, error, 2)
+    except FolderInUse as error:
+        return _report(True, error, 1)  # later it may be free
+    try:
+        start = plan_start(config, hf_model, goes_on=folder.is_restart)
+        if folder.is_restart:
+            print("The ranks were started again.", *describe_start(config, start), flush=True)
+        if is_finished(config, start):
+            print(describe_finished(config, start), flush=True)
+        else:
+            folder.begin()
+        status = _train(make_trainer, config, hf_model, is_rank_zero=True)
+    except (CheckpointError, FolderError) as error:
+        status = _report(True, error, 2)
+    except FolderInUse as error:
+        status = _report(True, error, 1)
+    finally:
+        folder.close(failed=status != 0)
+    return status
 
 
 def print_dry_run(config: JobConfig, model: HFModel, start: Sequence[str]) -> int:
@@ -179,6 +206,8 @@ def _train(
         trainer = make_trainer(config, hf_model, stop, watch)
         trainer.train()
         has_failed = False
+    except RunFinished:
+        has_failed = False  # rank 0 has said so
     except RankLost:
         return 1
     except RankZeroFailed:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan.grpo.system.whole_file import write_whole
+
 
 @dataclass(frozen=True)
 class RunOutcome:
@@ -93,5 +95,5 @@ def mean_over(history: list[dict[str, Any]], key: str) -> float | None:
 def write_summary(folder: Path, summary: dict[str, Any]) -> Path:
     """Writes ``summary.json`` and returns its path."""
     file = folder / "summary.json"
-    file.write_text(json.dumps(summary, indent=2) + "\n")
+    write_whole(file, (json.dumps(summary, indent=2) + "\n").encode())
     return file
