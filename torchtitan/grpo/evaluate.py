@@ -36,8 +36,8 @@ from torchtitan.grpo.resume.exporting import export_checkpoint, find_checkpoint
 from torchtitan.grpo.rollout.evaluation_session import EvaluationSession
 from torchtitan.grpo.rollout.process import first_cause
 from torchtitan.grpo.rollout.results import EvaluationResult
-from torchtitan.grpo.run_folder.folder import hold, not_usable
-from torchtitan.grpo.system.folder_lock import LOCK_FILE, FolderInUse, HeldFolders
+from torchtitan.grpo.run_folder.folder import FolderError, hold
+from torchtitan.grpo.system.folder_lock import FolderInUse, HeldFolders
 from torchtitan.grpo.types import PromptProgress
 
 FOLDER = "evaluate"
@@ -88,14 +88,10 @@ def evaluate(given: argparse.Namespace, arguments: Sequence[str]) -> int:
         _check(config, given)
         model, name = _named(config, given)
         folder = Path(config.job.dump_folder) / FOLDER / name
-        held = hold(config, {folder / LOCK_FILE: f"The evaluation's folder {folder}"})
+        held = hold(config, folder)
         return _evaluate(config, given, _subject(config, given, model, folder), folder)
-    except (FolderInUse, ModelError) as error:
+    except (FolderError, FolderInUse, ModelError) as error:
         raise ConfigError(str(error)) from error
-    except (OSError, ValueError) as error:
-        if held is not None or isinstance(error, ConfigError):
-            raise
-        raise ConfigError(not_usable(config.job.dump_folder, error)) from error
     finally:
         if held is not None:
             held.close()

@@ -51,12 +51,7 @@ class RunFolder:
 
     def __init__(self, config: JobConfig) -> None:
         self._config = config
-        try:
-            Path(config.job.dump_folder).mkdir(parents=True, exist_ok=True)
-            self._held = hold(config, _written_folders(config))
-        except (OSError, ValueError) as error:
-            raise FolderError(not_usable(config.job.dump_folder, error)) from error
-        self.is_restart = is_restart(config.job.dump_folder)
+        self._held = hold(config)
         try:
             restored = restore_interrupted(config.job.dump_folder)
         except OSError as error:
@@ -65,6 +60,7 @@ class RunFolder:
                 f"A start was ended while it moved the run in {config.job.dump_folder} aside, and the "
                 f"run must be moved back first, but: {error}. Correct that, and start again."
             ) from error
+        self.is_restart = is_restart(config.job.dump_folder)
         for path in restored:
             _tell(f"A start was ended while it moved a run to {path}. The run is back in place.")
         for line in describe_earlier(config):
@@ -107,27 +103,32 @@ class RunFolder:
         self._held.close()
 
 
-def hold(config: JobConfig, folders: dict[Path, str]) -> HeldFolders:
-    """Takes the locks of folders, which are made, for the life of this process.
+def hold(config: JobConfig, folder: Path | None = None) -> HeldFolders:
+    """Takes the lock of a folder in the dump folder, which is made, for the life of this process.
 
     Args:
         config: Configuration of the run.
-        folders: Lock files, with how the user names what they lock.
+        folder: The folder; None is all that a run writes.
 
     Raises:
-        FolderInUse: If another process holds one of them.
-        OSError: If a folder cannot be made or written.
+        FolderInUse: If another process holds it.
+        FolderError: If it cannot be made or written.
     """
-    for file in folders:
-        file.parent.mkdir(parents=True, exist_ok=True)
     launch = launch_id()
-    locks = [FolderLock(file, setting, launch) for file, setting in folders.items()]
     # A run that was asked to stop ends within its bound. Other ranks wait meanwhile.
     patience = min(config.grpo.stop_timeout_seconds + 2, config.comm.init_timeout_seconds / 2)
-    return HeldFolders(locks, patience, _tell, _leave)
+    try:
+        (folder or Path(config.job.dump_folder)).mkdir(parents=True, exist_ok=True)
+        named = _locks(config) if folder is None else {folder / LOCK_FILE: f"The folder {folder}"}
+        for file in named:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        locks = [FolderLock(file, setting, launch) for file, setting in named.items()]
+        return HeldFolders(locks, patience, _tell, _leave)
+    except (OSError, ValueError) as error:
+        raise FolderError(_not_usable(config.job.dump_folder, error)) from error
 
 
-def _written_folders(config: JobConfig) -> dict[Path, str]:
+def _locks(config: JobConfig) -> dict[Path, str]:
     """Returns the lock files of all that a run writes, with the settings that name it."""
     folder = Path(config.job.dump_folder)
     found = {folder / LOCK_FILE: f"job.dump_folder = {folder}"}
@@ -165,12 +166,12 @@ def describe_earlier(config: JobConfig) -> Iterator[str]:
 def describe_folder(config: JobConfig) -> Iterator[str]:
     """Yields what a start would meet in the folder of a run; takes no lock and writes nothing there."""
     yield from describe_earlier(config)
-    for file, setting in _written_folders(config).items():
+    for file, setting in _locks(config).items():
         if (holder := living_holder(file)) is not None:
             yield f"warning: {setting} is in use by {holder}. A start would wait for its end."
     error = _problem(Path(config.job.dump_folder))
     if isinstance(error, OSError) and error.errno in _NOT_PERMITTED:
-        yield f"warning: {not_usable(config.job.dump_folder, error)}"
+        yield f"warning: {_not_usable(config.job.dump_folder, error)}"
 
 
 def check_folder(config: JobConfig) -> None:
@@ -182,7 +183,7 @@ def check_folder(config: JobConfig) -> None:
     error = _problem(Path(config.job.dump_folder))
     is_forbidden = isinstance(error, OSError) and error.errno in _NOT_PERMITTED
     if error is not None and not is_forbidden:  # another user, or another host, may be permitted
-        raise FolderError(not_usable(config.job.dump_folder, error))
+        raise FolderError(_not_usable(config.job.dump_folder, error))
 
 
 def _problem(folder: Path) -> Exception | None:
@@ -213,7 +214,7 @@ def _nearest(folder: Path) -> Path:
             folder = folder.parent
 
 
-def not_usable(dump_folder: str, error: Exception) -> str:
+def _not_usable(dump_folder: str, error: Exception) -> str:
     """Returns the message about a folder that cannot be made or written."""
     reason = getattr(error, "strerror", None) or str(error)
     name = getattr(error, "filename", None)
