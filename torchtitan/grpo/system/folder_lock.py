@@ -103,10 +103,9 @@ class Holder(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class _Found:
-    """Another's lock: its holder, the time of its last sign of life, and whether it surely lives."""
+    """Another's lock: its holder, and whether it surely lives."""
 
-    holder: Holder | None
-    beat_ns: int
+    holder: Holder
     is_sure: bool
 
 
@@ -136,6 +135,8 @@ class FolderLock:
             token=secrets.token_hex(8),
         )
         self._descriptor = -1
+        self._last_sign: tuple[Holder | None, int, int] | None = None
+        self._last_heard, self._is_heard = 0.0, False
 
     def acquire(self, patience_seconds: float, tell: Callable[[str], None]) -> None:
         """Takes the lock, and waits for a holder that may be about to end.
@@ -149,21 +150,17 @@ class FolderLock:
             FolderInUse: If another process holds it.
             OSError: If the file cannot be made, read or written.
         """
-        begin = last_change = time.monotonic()
-        seen: _Found | None = None
-        is_heard = False
-        while (found := self._attempt(time.monotonic() - last_change)) is not None:
-            now = time.monotonic()
-            if seen is None and found.holder is not None:
+        begin, is_told = time.monotonic(), False
+        while (found := self._attempt()) is not None:
+            if not is_told:
                 tell(f"{self._setting} is in use by {found.holder}. Waiting for its end.")
-            if seen is None or (found.holder, found.beat_ns) != (seen.holder, seen.beat_ns):
-                is_heard, last_change = seen is not None, now
-            seen = found
-            if now - begin > patience_seconds and (found.is_sure or is_heard):
-                raise FolderInUse(self._describe(found, now - last_change))
+            is_told = True
+            is_alive = found.is_sure or self._is_heard
+            if is_alive and time.monotonic() - begin > patience_seconds:
+                raise FolderInUse(self._describe(found))
             time.sleep(_POLL_SECONDS)
 
-    def _attempt(self, silent_seconds: float) -> _Found | None:
+    def _attempt(self) -> _Found | None:
         """Takes the lock and returns None, or returns whose it is."""
         descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
         try:
@@ -171,27 +168,22 @@ class FolderLock:
             if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "is no regular file", str(self.file))
             locked = _try_flock(descriptor)
+            if not self._names(descriptor):  # given back, or taken over, at this moment
+                return self._attempt()
             holder = read_holder(descriptor)
-            is_silent = (
-                silent_seconds >= SILENCE_SECONDS or time.time() - status.st_mtime > _OLD_SECONDS
-            )
-            is_named = self._names(descriptor)
-            if not is_named or not self._is_over(holder, locked, is_silent):
-                is_own_launch = holder is not None and self._is_again(holder)
-                is_sure = (locked is False and not is_own_launch) or (
-                    holder is not None and holder.is_running is True
-                )
-                return _Found(holder, status.st_mtime_ns, is_named and is_sure)
+            if not self._is_over(holder, locked, self._is_silent(holder, status)):
+                is_sure = locked is False and not self._is_again(holder)
+                is_running = holder is not None and holder.is_running is True
+                return _Found(holder or Holder(), is_sure or is_running)
             if locked is False:
                 # Its host cannot be reached, and the kernel's lock stays with the old file.
                 self.file.unlink(missing_ok=True)
-                return _Found(None, 0, False)
+                return self._attempt()
             self._write(descriptor)
             if locked is None:  # another process may have decided the same at the same time
                 time.sleep(_SETTLE_SECONDS)
-                winner = read_holder(descriptor)
-                if winner != self._own:
-                    return _Found(winner, status.st_mtime_ns, False)
+                if (winner := read_holder(descriptor)) != self._own:
+                    return _Found(winner or Holder(), False)
             _descriptors.add(descriptor)
             self._descriptor, descriptor = descriptor, -1
             return None
@@ -199,20 +191,30 @@ class FolderLock:
             if descriptor >= 0:
                 os.close(descriptor)
 
+    def _is_silent(self, holder: Holder | None, status: os.stat_result) -> bool:
+        """Whether the holder has given no sign of life for long, by this process's own clock."""
+        now, sign = time.monotonic(), (holder, status.st_ino, status.st_mtime_ns)
+        if sign != self._last_sign:
+            self._is_heard = self._last_sign is not None
+            self._last_sign, self._last_heard = sign, now
+        is_old = time.time() - status.st_mtime > _OLD_SECONDS
+        return is_old or now - self._last_heard >= SILENCE_SECONDS
+
     def _is_over(self, holder: Holder | None, locked: bool | None, is_silent: bool) -> bool:
         """Whether the lock may be taken."""
         if locked is False:
-            return holder is not None and self._is_again(holder) and is_silent
+            return self._is_again(holder) and is_silent
         if holder is None:
             return True
         if (is_running := holder.is_running) is not None:
             return not is_running
         return (bool(locked) and holder.is_of_this_kernel) or is_silent
 
-    def _is_again(self, holder: Holder) -> bool:
+    def _is_again(self, holder: Holder | None) -> bool:
         """Whether the same launch started the holder, on another machine, before this process."""
-        is_same = holder.launch is not None and holder.launch == self._own.launch
-        return is_same and not holder.is_of_this_kernel
+        if holder is None or holder.launch is None or holder.is_of_this_kernel:
+            return False
+        return holder.launch == self._own.launch
 
     def _names(self, descriptor: int) -> bool:
         """Whether the lock's file is still the one that was opened."""
@@ -226,8 +228,8 @@ class FolderLock:
         os.pwrite(descriptor, msgspec.json.encode(self._own) + b"\n", 0)
         os.fsync(descriptor)
 
-    def _describe(self, found: _Found, silent_seconds: float) -> str:
-        holder = found.holder or Holder()
+    def _describe(self, found: _Found) -> str:
+        holder, silent_seconds = found.holder, time.monotonic() - self._last_heard
         life = "" if found.is_sure else (
             f"Its last sign of life came {silent_seconds:.0f} s ago, and without one for "
             f"{SILENCE_SECONDS:.0f} s it counts as ended. "
