@@ -20,7 +20,7 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.observe.run_log import RunLog
 from torchtitan.grpo.resume.resumption import check_new_run
 from torchtitan.grpo.run_folder import start_record
-from torchtitan.grpo.run_folder.contents import describe_run, steps_in
+from torchtitan.grpo.run_folder.contents import steps_in
 from torchtitan.grpo.run_folder.folder import FolderError, RunFolder
 from torchtitan.grpo.run_folder.replacing import Removal, earlier_runs
 from torchtitan.grpo.system.folder_lock import FolderInUse, FolderLock
@@ -196,7 +196,9 @@ def test_a_kill_at_any_operation_loses_neither_run(
         config = make_config(folder, overwrite=overwrite)
         begins_again = RunFolder(config)
         assert begun or old_place(folder), f"operation {number} lost the old run"
-        assert not begins_again.is_restart or old_place(folder) != folder, "it would go on with that"
+        assert not begins_again.is_restart or old_place(folder) != folder, (
+            "it would go on with that"
+        )
         if begun and launch == "first":
             assert begins_again.is_restart, f"operation {number}: a restart that takes steps away"
         begins_again.begin()
