@@ -46,6 +46,9 @@ KEYS = ("TORCHTITAN_GRPO_API_KEY", "TORCHTITAN_GRPO_ADMIN_KEY")
 ATTEMPT = "GRPO_RAY_PROCESS"
 """Variable that names the actor that started a process. A later actor of this name ends it."""
 
+LAUNCH_ID = "TORCHTITAN_GRPO_LAUNCH_ID"
+"""Variable that tells trainers that are started again, for which job.overwrite counts no more."""
+
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.2
 _NO_PLACE_SECONDS = 60.0
@@ -222,6 +225,7 @@ class Launch:
         servers: The actors of the servers that may still be placed.
         stop_signal: The signal that asked this script to end, or ``None``.
         statuses: Exit statuses of training nodes that have ended.
+        name: Name of the run, by which trainers that are placed again know that it is theirs.
     """
 
     options: argparse.Namespace
@@ -230,6 +234,7 @@ class Launch:
     servers: list[Placed] = field(default_factory=list)
     stop_signal: int | None = None
     statuses: dict[str, int] = field(default_factory=dict)
+    name: str = field(default_factory=lambda: f"ray-{secrets.token_hex(8)}")
 
     def run(self) -> int:
         """Places everything and watches it; returns the exit status of the run."""
@@ -290,6 +295,7 @@ class Launch:
             "RDZV_ENDPOINT": "{}:{}".format(*places[0]),
             "RDZV_ID": f"ray-{self.trainers[0].num_starts}",
             "MAX_RESTARTS": str(given.max_restarts),
+            LAUNCH_ID: self.name,
         }
         words = list(self.rest)
         if self.servers:

@@ -45,6 +45,7 @@ from torchtitan.grpo.observe.clock import StepClock
 from torchtitan.grpo.observe.metrics_processor import GRPOMetricsProcessor
 from torchtitan.grpo.observe.profiling import profilers
 from torchtitan.grpo.observe.report import RunOutcome
+from torchtitan.grpo.run_folder.replacing import Removal
 from torchtitan.grpo.run_folder.start_record import record_start
 from torchtitan.grpo.system.rank_watch import RankWatch
 from torchtitan.grpo.system.stop import StopRequest
@@ -99,6 +100,7 @@ class GRPOTrainer(Trainer):
         self.role = rank_role(self.parallel_dims, has_output=self.runner.has_output)
         self.source: StepSource | None = None  # on rank 0, once started
         self.evaluations: Evaluations | None = None  # the same
+        self.removal: Removal | None = None  # of the run that this one replaces, on rank 0
         self.feed = Feed(
             self.role.batch_rank,
             job_config.training.seq_len,
@@ -251,6 +253,7 @@ class GRPOTrainer(Trainer):
         """Saves a checkpoint, exports and begins an evaluation, when due."""
         if self.step == self.first_step + 1:
             lower_timeouts(self.parallel_dims, self.config.comm.train_timeout_seconds)
+            self.removal = Removal(self.config) if self.is_rank_zero else None
         is_last = self.step == self.config.training.steps
         self._save(is_last)
         if self._is_due(self.config.grpo.hf_export_interval) and not is_last:
@@ -438,6 +441,8 @@ class GRPOTrainer(Trainer):
             self.feed.close()
         if self.source is not None:
             self.source.close()
+        if self.removal is not None:
+            self.removal.close()
         super().close()
 
 

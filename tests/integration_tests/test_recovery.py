@@ -120,6 +120,50 @@ def test_a_run_that_is_killed_and_resumed_has_the_weights_of_one_that_was_not(tr
     assert traces and pickle.loads(traces[0].read_bytes())["entries"]
 
 
+KILLED_IN_A_START = """
+import os, signal, sys
+
+def hook(event, arguments):
+    if event == "open" and str(arguments[0]).endswith("starts/2/environment.json"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if os.environ.get("RANK") == "0":
+    sys.addaudithook(hook)
+"""
+
+
+def test_a_rank_that_dies_while_a_restart_is_recorded_costs_no_step(
+    train, make_run, repository, tmp_path, monkeypatch
+):
+    """The command says job.overwrite, which has counted; and one folder is of one run."""
+    rows = (repository / "assets/reverse_digits/train.jsonl").read_text().splitlines()[:64]
+    examples = tmp_path / "examples.jsonl"
+    examples.write_text("\n".join(row.replace('"answer"', '"completion"') for row in rows) + "\n")
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook/sitecustomize.py").write_text(KILLED_IN_A_START)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hook"))
+    run = train(
+        f"--sft.path={examples}", "--training.steps=2000", "--job.overwrite", "--max-restarts=2",
+        "--checkpoint.keep_latest_k=2", "--inference.no-launch",
+    )  # fmt: skip
+    run.wait_for_step(4)
+    second = make_run(
+        f"--sft.path={examples}", "--training.steps=2", *CHECKPOINT,
+        f"--job.dump_folder={run.folder}", "--grpo.stop_timeout_seconds=0.1", name="second",
+    )  # fmt: skip
+    assert (
+        f"job.dump_folder = {run.folder} can be written by one process at a time" in second.fail()
+    )
+    before = run.metrics[:4]
+    rank_of(run, 0).kill()
+    run.wait_for(lambda: run.console.count("The ranks were started again") == 2)
+    assert run.console.count("Resumes after step") >= 2, run.console[-6000:]
+    assert run.metrics[:4] == before
+    run.process.terminate()
+    assert run.finish() == 128 + 15
+    assert [r["step"] for r in run.metrics] == list(range(1, len(run.metrics) + 1))
+
+
 def test_the_last_rank_that_dies_is_reported_by_the_agent(train):
     run = train("--training.steps=1000", ranks=1)
     run.wait_for_step(1)

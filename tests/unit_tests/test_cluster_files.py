@@ -106,7 +106,9 @@ def run_container(stage: Stage) -> Callable[..., tuple[list[str], dict[str, str]
         for variable in container["env"]:
             name = variable["name"]
             source = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
-            environment[name] = stage.here(fields[source] if source else variable["value"])
+            environment[name] = stage.here(
+                fields.get(source, source) if source else variable["value"]
+            )
         words = [*container["command"], *container["args"]]
         words = [re.sub(r"\$\((\w+)\)", lambda m: environment[m[1]], stage.here(w)) for w in words]
         (started,) = stage.run(words, environment)

@@ -28,7 +28,7 @@ from torchtitan.grpo.models.hf_weights import load_hf_weights
 from torchtitan.grpo.models.lora import begin_adapters
 from torchtitan.grpo.resume.checkpoint_files import remove_incomplete
 from torchtitan.grpo.resume.kept_record import STATE_KEY, CheckpointDamaged, RecordState
-from torchtitan.grpo.resume.resumption import Start, describe_start, plan_start
+from torchtitan.grpo.resume.resumption import Start, describe_start, is_finished, plan_start
 from torchtitan.grpo.resume.stopped import describe_stop
 from torchtitan.grpo.rollout.link import RolloutFailed
 from torchtitan.grpo.system.file_sums import damaged_files
@@ -40,18 +40,23 @@ from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 _ROLLOUTS_SECONDS = 3.0
 
 
+class RunFinished(Exception):
+    """The run in the folder has nothing left to do."""
+
+
 def find_start(config: JobConfig, model: HFModel) -> Start:
     """Decides how the run starts, from checkpoints whose contents have been checked.
 
-    Each rank reads a share of the files. What an interrupted save has left is removed. Collective
-    over all ranks.
+    Rank 0 has made the folder this run's before. Each rank reads a share of the files. What an
+    interrupted save has left is removed. Collective over all ranks.
 
     Raises:
         CheckpointError: See :func:`plan_start`.
+        RunFinished: On all ranks, if rank 0 finds that the run is finished.
     """
     damaged: dict[int, str] = {}
     while True:
-        start = plan_start(config, model, damaged)
+        start = plan_start(config, model, damaged, goes_on=True)
         folder = start.folder
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         own = [] if folder is None else list(damaged_files(folder, rank, num_ranks))
@@ -64,6 +69,10 @@ def find_start(config: JobConfig, model: HFModel) -> Start:
         if config.checkpoint.load_step != -1 or start.step in damaged:
             raise CheckpointDamaged(folder, problem)
         damaged[start.step] = problem
+    finished = [is_finished(config, start)]
+    dist.broadcast_object_list(finished, src=0)
+    if finished[0]:
+        raise RunFinished
     if rank == 0 and config.checkpoint.enable and not config.checkpoint.load_only:
         remove_incomplete(Path(config.job.dump_folder) / config.checkpoint.folder)
     # The clocks of hosts differ. The folder must also be settled before any rank looks for

@@ -88,11 +88,12 @@ def check_config(arguments: list[str]) -> int:
 def _check_config(arguments: list[str], *, shows_settings: bool) -> int:
     from torchtitan.grpo.config_checks import check_model
     from torchtitan.grpo.config_manager import load_config
-    from torchtitan.grpo.entry import print_dry_run
+    from torchtitan.grpo.entry import planned, print_dry_run
     from torchtitan.grpo.models.hf_config import ModelError, read_hf_model
     from torchtitan.grpo.models.hub import locate_models
     from torchtitan.grpo.models.same_model import check_reference
-    from torchtitan.grpo.resume.resumption import CheckpointError, describe_start, plan_start
+    from torchtitan.grpo.resume.resumption import CheckpointError
+    from torchtitan.grpo.run_folder.folder import FolderError
 
     try:
         config = load_config(arguments)
@@ -105,9 +106,8 @@ def _check_config(arguments: list[str], *, shows_settings: bool) -> int:
         raise ConfigError(str(error)) from error
     refused, date = False, ""
     try:
-        begins = plan_start(config, model)
-        start, date = list(describe_start(config, begins)), begins.record.date
-    except CheckpointError as error:  # the configuration is right, but not for this folder
+        start, date = planned(config, model)
+    except (CheckpointError, FolderError) as error:  # the settings are right, but not the folder
         start, refused = [f"would be refused: {error}"], True
     print("\n".join(notes), end="\n" if notes else "", flush=True)
     status = print_dry_run(config, model, start, date, shows_settings=shows_settings)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.tools.logging import logger
 
+from torchtitan.grpo.checkpoint import RunFinished
 from torchtitan.grpo.checkpoint_manager import LastSaveFailed, SaveFailed
 from torchtitan.grpo.command_line.help_page import help_words, page
 from torchtitan.grpo.config_checks import ConfigError, check_model
@@ -48,12 +49,17 @@ from torchtitan.grpo.resume.resumption import (
     plan_start,
 )
 from torchtitan.grpo.rollout.link import RolloutFailed
-from torchtitan.grpo.run_folder.contents import remove_run
-from torchtitan.grpo.run_folder.launch import is_restart
+from torchtitan.grpo.run_folder.folder import (
+    FolderError,
+    RunFolder,
+    check_folder,
+    describe_folder,
+)
 from torchtitan.grpo.start.train import SETTINGS_FLAG
 from torchtitan.grpo.system.child import die_with_parent
 from torchtitan.grpo.system.device import choose_interfaces
 from torchtitan.grpo.system.exit_status import LAST_SAVE_FAILED, STOPPED_BY_GUARD
+from torchtitan.grpo.system.folder_lock import FolderInUse
 from torchtitan.grpo.system.rank_watch import RankLost, RankWatch
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.system.store_rounds import separate_rounds
@@ -117,52 +123,71 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
         if shows_settings:
             args.remove(SETTINGS_FLAG)
         config = load_config(args)
-        if is_restart(config.job.dump_folder):
-            config.job.overwrite = False  # it counted when torchrun started the ranks first
         notes = locate_models(config, weights=not is_dry)
         hf_model = read_hf_model(config.model.hf_assets_path)
         check_model(config, hf_model)
         if config.grpo.kl_coef > 0:
             check_reference(config)
-        start = plan_start(config, hf_model)
-        if not (is_dry or is_finished(config, start)):
-            notes += _about_weights(config, hf_model, start)
-    except (CheckpointError, ConfigError, ModelError, TimeoutError) as error:
+        lines, date = planned(config, hf_model) if is_dry else ([], "")
+    except (CheckpointError, ConfigError, FolderError, ModelError, TimeoutError) as error:
         return _report(is_rank_zero, error, 2)
     if is_rank_zero:
         print("\n".join(notes), end="\n" if notes else "", flush=True)
     if is_dry:
-        lines = describe_start(config, start)
         if not is_rank_zero:
             return 0
-        date = start.record.date
-        return print_dry_run(config, hf_model, list(lines), date, shows_settings=shows_settings)
-    if is_finished(config, start):
-        if is_rank_zero:
-            print(describe_finished(config, start))
-        return 0
-    if is_rank_zero and is_restart(config.job.dump_folder):
-        print("The ranks were started again.", *describe_start(config, start), flush=True)
-    if config.job.overwrite and is_rank_zero:
-        try:
-            remove_run(config)
-        except OSError as error:
-            return _report(is_rank_zero, CheckpointError(_not_removed(config, error)), 1)
-    return _train(make_trainer, config, hf_model, is_rank_zero)
+        return print_dry_run(config, hf_model, lines, date, shows_settings=shows_settings)
+    if is_rank_zero:
+        return _train_in_folder(make_trainer, config, hf_model)
+    # Rank 0 decides how the run starts, and the others meet it in `find_start`.
+    return _train(make_trainer, config, hf_model, is_rank_zero=False)
 
 
-def _about_weights(config: JobConfig, model: HFModel, start: Start) -> list[str]:
-    """Refuses weights that cannot be trained, before anything of an earlier run is removed."""
-    if start.folder is not None and not config.lora.rank:
-        return []  # a checkpoint brings them
-    return [f"warning: {note}" for note in check_weights(config, model)[1]]
+def planned(config: JobConfig, hf_model: HFModel) -> tuple[list[str], str]:
+    """Returns where the run would begin, in lines, and what chat templates would take for now.
+
+    Raises:
+        CheckpointError: If it would be refused.
+        FolderError: If its folder cannot be made.
+    """
+    check_folder(config)
+    start = plan_start(config, hf_model)
+    return [*describe_start(config, start), *describe_folder(config)], start.record.date
 
 
-def _not_removed(config: JobConfig, error: OSError) -> str:
-    return (
-        f"The earlier run in job.dump_folder = {config.job.dump_folder} must be removed "
-        f"(job.overwrite), but that failed: {error}. Remove the folder, or choose another one."
-    )
+def _train_in_folder(make_trainer: TrainerFactory, config: JobConfig, hf_model: HFModel) -> int:
+    """Makes the run's folder this run's, on rank 0, before any rank writes; then trains."""
+    status = 1
+    try:
+        folder = RunFolder(config)
+    except FolderError as error:
+        return _report(True, error, 2)
+    except FolderInUse as error:
+        return _report(True, error, 1)  # later it may be free
+    try:
+        start = plan_start(config, hf_model, goes_on=folder.is_restart)
+        if folder.is_restart:
+            print("The ranks were started again.", *describe_start(config, start), flush=True)
+        if is_finished(config, start):
+            print(describe_finished(config, start), flush=True)
+        else:
+            _check_weights(config, hf_model, start)
+            folder.begin()
+        status = _train(make_trainer, config, hf_model, is_rank_zero=True)
+    except (CheckpointError, FolderError, ModelError) as error:
+        status = _report(True, error, 2)
+    except FolderInUse as error:
+        status = _report(True, error, 1)
+    finally:
+        folder.close(failed=status != 0)
+    return status
+
+
+def _check_weights(config: JobConfig, model: HFModel, start: Start) -> None:
+    """Refuses weights that cannot be trained, before anything of an earlier run is moved."""
+    if start.folder is None or config.lora.rank:  # else a checkpoint brings them
+        for note in check_weights(config, model)[1]:
+            print(f"warning: {note}", flush=True)
 
 
 def print_dry_run(
@@ -207,6 +232,8 @@ def _train(
         trainer = make_trainer(config, hf_model, stop, watch)
         trainer.train()
         has_failed = False
+    except RunFinished:
+        has_failed = False  # rank 0 has said so
     except RankLost:
         return 1
     except RankZeroFailed:

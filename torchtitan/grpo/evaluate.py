@@ -38,8 +38,10 @@ from torchtitan.grpo.resume.exporting import export_checkpoint, find_checkpoint
 from torchtitan.grpo.rollout.evaluation_session import EvaluationSession
 from torchtitan.grpo.rollout.process import first_cause
 from torchtitan.grpo.rollout.results import EvaluationResult
+from torchtitan.grpo.run_folder.folder import FolderError, hold
 from torchtitan.grpo.system.descendants import end_marked
 from torchtitan.grpo.system.environment import RUN_VARIABLE
+from torchtitan.grpo.system.folder_lock import FolderInUse, HeldFolders
 from torchtitan.grpo.training.weights_check import check_weights
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.weight_wire.model_folder import require_undamaged
@@ -58,12 +60,10 @@ class Subject:
 
     Attributes:
         model: Hugging Face directory of the weights, or of their tokenizer if servers have them.
-        name: Name of the folder in which everything is written.
         described: What it is, for the console and the result.
     """
 
     model: HFModel
-    name: str
     described: str
 
 
@@ -89,14 +89,22 @@ def evaluate(given: argparse.Namespace, arguments: Sequence[str]) -> int:
         ConfigError: If the configuration, the model or the checkpoint cannot be used.
     """
     config = load_config(list(arguments))
+    held: HeldFolders | None = None
     try:
         _check(config, given)
-        subject = _subject(config, given)
-        check_model(config, subject.model)
-    except ModelError as error:
+        model, name = _named(config, given)
+        folder = Path(config.job.dump_folder) / FOLDER / name
+        held = hold(config, folder)
+        return _evaluate(config, given, _subject(config, given, model, folder), folder)
+    except (FolderError, FolderInUse, ModelError) as error:
         raise ConfigError(str(error)) from error
-    folder = Path(config.job.dump_folder) / FOLDER / subject.name
-    folder.mkdir(parents=True, exist_ok=True)
+    finally:
+        if held is not None:
+            held.close()
+
+
+def _evaluate(config: JobConfig, given: argparse.Namespace, subject: Subject, folder: Path) -> int:
+    check_model(config, subject.model)
     print(f"Evaluating {subject.described}.", file=sys.stderr, flush=True)
     set_random_keys(config.inference, os.environ)
     try:
@@ -187,8 +195,8 @@ def _check(config: JobConfig, given: argparse.Namespace) -> None:
         )
 
 
-def _subject(config: JobConfig, given: argparse.Namespace) -> Subject:
-    """Finds the weights, and writes those of a checkpoint as a Hugging Face directory."""
+def _named(config: JobConfig, given: argparse.Namespace) -> tuple[HFModel, str]:
+    """Returns the model that the weights are of, and the name of the folder of their evaluation."""
     if given.model:
         config.model.hf_assets_path = given.model
     for note in locate_models(config):
@@ -202,17 +210,23 @@ def _subject(config: JobConfig, given: argparse.Namespace) -> Subject:
         for note in check_weights(config, model)[1]:
             print(f"warning: {note}", file=sys.stderr)
     if given.checkpoint:
-        folder = find_checkpoint(config, given.checkpoint)
-        target = Path(config.job.dump_folder) / FOLDER / folder.name / "model"
-        export_checkpoint(config, model, folder, target)
-        return Subject(read_hf_model(str(target)), folder.name, f"the checkpoint {folder}")
+        return model, find_checkpoint(config, given.checkpoint).name
+    return model, f"model-{model.path.name}" if config.inference.launch else "servers"
+
+
+def _subject(config: JobConfig, given: argparse.Namespace, model: HFModel, folder: Path) -> Subject:
+    """Returns what is evaluated; writes the weights of a checkpoint as a Hugging Face directory."""
+    if given.checkpoint:
+        checkpoint, target = find_checkpoint(config, given.checkpoint), folder / "model"
+        export_checkpoint(config, model, checkpoint, target)
+        return Subject(read_hf_model(str(target)), f"the checkpoint {checkpoint}")
     if not config.inference.launch:
         urls = ", ".join(named_urls(config.inference)) or "that register themselves"
-        return Subject(model, "servers", f"what the servers {urls} serve")
+        return Subject(model, f"what the servers {urls} serve")
     require_undamaged(
         model.path, "--model" if given.model else "model.hf_assets_path", weights=True
     )
-    return Subject(model, f"model-{model.path.name}", f"the model in {model.path}")
+    return Subject(model, f"the model in {model.path}")
 
 
 def _session_config(config: JobConfig, model: HFModel, folder: Path) -> RolloutProcessConfig:

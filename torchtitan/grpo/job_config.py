@@ -21,9 +21,10 @@ class Job(job_config.Job):
 
     overwrite: bool = False
     """Start a new run in a ``dump_folder`` that contains an earlier run. Everything that the
-    earlier run wrote, including its checkpoints and exports, is removed first; other files are
-    kept. Without this setting, such a run is refused unless it resumes from a checkpoint in the
-    folder."""
+    earlier run wrote, including its checkpoints and exports, is moved to ``replaced-TIME`` in that
+    folder, and is removed once the new run has completed a step; other files are kept. It counts
+    once: ranks and jobs that are started again go on with the run. Without this setting, such a run
+    is refused unless it resumes from a checkpoint in the folder."""
 
 
 @dataclass

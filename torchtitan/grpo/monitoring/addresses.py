@@ -10,9 +10,10 @@ They have the form that Prometheus reads (``file_sd_configs``), one file for eac
 
 import ipaddress
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
+
+from torchtitan.grpo.system.whole_file import write_whole
 
 ADDRESSES_FOLDER = "monitoring"
 
@@ -41,13 +42,10 @@ def write_address(
         targets: Host and port of each.
         **labels: Further labels.
     """
-    folder = Path(dump_folder) / ADDRESSES_FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
     named = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in targets]
     labels = {"process": process, "run": Path(dump_folder).resolve().name, **labels}
-    partial = folder / f"{process}.json.partial"
-    partial.write_text(json.dumps([{"targets": named, "labels": labels}], allow_nan=False) + "\n")
-    os.replace(partial, folder / f"{process}.json")
+    content = json.dumps([{"targets": named, "labels": labels}], allow_nan=False) + "\n"
+    write_whole(Path(dump_folder) / ADDRESSES_FOLDER / f"{process}.json", content.encode())
 
 
 def remove_address(dump_folder: str, process: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.grpo import strict_json
+from torchtitan.grpo.system.whole_file import write_whole
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,6 @@ def numbers_of(history: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> Path:
     """Writes ``summary.json`` and returns its path."""
-    file, partial = folder / "summary.json", folder / "summary.json.partial"
-    try:
-        partial.write_text(strict_json.dumps(summary, indent=2) + "\n")
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
+    file = folder / "summary.json"
+    write_whole(file, (strict_json.dumps(summary, indent=2) + "\n").encode())
     return file

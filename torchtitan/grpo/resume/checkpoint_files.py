@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torchtitan.grpo.system.file_sums import Sums, read_sums, write_sums
+from torchtitan.grpo.system.whole_file import sync_folder
 
 METADATA_FILE = ".metadata"
 
@@ -58,7 +59,7 @@ class CheckpointWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        _sync_folder(Path(self.path))
+        sync_folder(Path(self.path))
 
 
 class _SummingFileSystem(FileSystem):
@@ -98,16 +99,6 @@ class _SummingStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes the names of a folder's files durable, where the system can."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def clear_folder(folder: Path) -> None:

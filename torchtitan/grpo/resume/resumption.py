@@ -33,7 +33,6 @@ from torchtitan.grpo.resume.kept_record import (
     states_in,
 )
 from torchtitan.grpo.run_folder.contents import describe_run, next_free_folder, steps_in
-from torchtitan.grpo.run_folder.launch import is_restart
 from torchtitan.grpo.training.lr_schedule import describe_shortened, schedule_of
 
 
@@ -49,6 +48,7 @@ class Start:
         changes: Settings that differ from it.
         newer_steps: Steps of newer checkpoints in the same folder.
         damaged: What is wrong with newer checkpoints that cannot be used, by their steps.
+        goes_on: Whether what the folder holds was written by this run.
     """
 
     record: RunRecord
@@ -58,6 +58,7 @@ class Start:
     changes: list[Change] = field(default_factory=list)
     newer_steps: list[int] = field(default_factory=list)
     damaged: dict[int, str] = field(default_factory=dict)
+    goes_on: bool = False
 
     @property
     def unusable_because(self) -> list[str]:
@@ -66,7 +67,11 @@ class Start:
 
 
 def plan_start(
-    config: JobConfig, model: HFModel, damaged: Mapping[int, str] | None = None
+    config: JobConfig,
+    model: HFModel,
+    damaged: Mapping[int, str] | None = None,
+    *,
+    goes_on: bool = False,
 ) -> Start:
     """Decides from the files how a run starts.
 
@@ -76,6 +81,8 @@ def plan_start(
         config: Configuration of the run.
         model: The model that is trained.
         damaged: Checkpoints that are known to be damaged, with the reasons, by their steps.
+        goes_on: Whether what the folder holds was written by this run, before its launcher started
+            the ranks again. It is then not replaced (``job.overwrite``), and never in the way.
 
     Raises:
         CheckpointError: If the dump folder holds a run that this one would write over, or if the
@@ -83,10 +90,12 @@ def plan_start(
     """
     found = dict(damaged or {})
     while True:
-        folder = None if config.job.overwrite else checkpoint_folder(config, found)
+        replaces = config.job.overwrite and not goes_on
+        folder = checkpoint_folder(config, found, is_new=replaces)
         if folder is None:
-            check_new_run(config)
-            return Start(record_of(config, model, _own_schedule_steps(config)))
+            if not goes_on:
+                check_new_run(config)
+            return Start(record_of(config, model, _own_schedule_steps(config)), goes_on=goes_on)
         try:
             return _start_from(folder, config, model, found)
         except CheckpointDamaged as error:
@@ -142,7 +151,9 @@ def _refuse(
             raise CheckpointError(problem)
 
 
-def checkpoint_folder(config: JobConfig, damaged: Mapping[int, str] | None = None) -> Path | None:
+def checkpoint_folder(
+    config: JobConfig, damaged: Mapping[int, str] | None = None, *, is_new: bool = False
+) -> Path | None:
     """Returns the checkpoint from which a run resumes, or None if it begins anew.
 
     As in torchtitan, that is the one of ``checkpoint.load_step`` or the newest in the folder;
@@ -151,6 +162,7 @@ def checkpoint_folder(config: JobConfig, damaged: Mapping[int, str] | None = Non
     Args:
         config: Configuration of the run.
         damaged: Checkpoints that are not to be taken, with the reasons, by their steps.
+        is_new: Whether the folder's own checkpoints do not count, because they will be replaced.
 
     Raises:
         CheckpointError: If there is no checkpoint of ``checkpoint.load_step``, or if all are damaged.
@@ -159,7 +171,7 @@ def checkpoint_folder(config: JobConfig, damaged: Mapping[int, str] | None = Non
     if not settings.enable:
         return None
     folder = Path(config.job.dump_folder) / settings.folder
-    steps = _complete_steps(folder)
+    steps = [] if is_new else _complete_steps(folder)
     if not steps and settings.load_step == -1:
         path, whole = settings.initial_load_path, not settings.initial_load_model_only
         return Path(path) if path and whole and Path(path).is_dir() else None
@@ -226,8 +238,8 @@ def check_new_run(config: JobConfig) -> None:
         CheckpointError: If the dump folder holds a run and ``job.overwrite`` is not set.
     """
     earlier = None if config.job.overwrite else describe_run(config)
-    if earlier is None or is_restart(config.job.dump_folder):
-        return  # what there is was written by this run, before torchrun started its ranks again
+    if earlier is None:
+        return
     folder = Path(config.job.dump_folder)
     resumes = ""
     if not config.checkpoint.enable and _complete_steps(folder / config.checkpoint.folder):
@@ -259,14 +271,16 @@ def describe_finished(config: JobConfig, start: Start) -> str:
 
 def describe_start(config: JobConfig, start: Start) -> Iterator[str]:
     """Yields lines that say where a run begins, and what differs from the checkpoint's run."""
+    earlier = describe_run(config)
+    is_replaced = earlier is not None and config.job.overwrite and not start.goes_on
+    if start.folder is None and earlier and start.goes_on:
+        yield f"Begins anew in {config.job.dump_folder}, with step 1: there is no checkpoint."
+        yield from _describe_lengths(config, start)
+        return
+    if start.folder is None or is_replaced:
+        removed = f", where {earlier} will be removed (job.overwrite) after the first step"
+        yield f"A new run in {config.job.dump_folder}{removed if is_replaced else ''}."
     if start.folder is None:
-        earlier = describe_run(config)
-        if earlier and not config.job.overwrite:
-            yield f"Begins anew in {config.job.dump_folder}, with step 1: there is no checkpoint."
-            yield from _describe_lengths(config, start)
-            return
-        removed = f", where {earlier} will be removed (job.overwrite)" if earlier else ""
-        yield f"A new run in {config.job.dump_folder}{removed}."
         yield from _describe_lengths(config, start)
         return
     for step, reason in sorted(start.damaged.items()):

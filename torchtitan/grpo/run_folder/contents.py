@@ -4,7 +4,6 @@
 """What runs write into ``job.dump_folder``: found before a new run would write over it."""
 
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,18 +22,23 @@ _WRITTEN = (
     *("evaluation_samples.jsonl", "evaluation_samples.jsonl.partial"),
     *("summary.json*", "reward_curve.png", "rollout_process.log*"),
     *("hf/step-*", "peft/step-*", "rollouts/step-*.msgpack*", f"{STARTS_FOLDER}/[0-9]*"),
+    *(f"{STARTS_FOLDER}/launch.json*", f"{WANDB_ID_FILE}[0-9]*"),
     *("servers/*.log*", "monitoring/*.json*", "evaluate/*"),
 )
 """Patterns of the files and folders that every run may write. Those of optional features, whose
 folders have settings, are added by :func:`_patterns`."""
 
 
-def describe_run(config: JobConfig) -> str | None:
-    """Returns what an earlier run has left in the dump folder, or None if nothing would be lost.
+def describe_run(config: JobConfig, folder: Path | None = None) -> str | None:
+    """Returns what an earlier run has left in a folder, or None if nothing would be lost.
 
     Logs and empty files, which a run leaves that failed before its first step, do not count.
+
+    Args:
+        config: Configuration of the run.
+        folder: The folder; None is the dump folder.
     """
-    folder = Path(config.job.dump_folder)
+    folder = folder or Path(config.job.dump_folder)
     found = []
     if num_steps := _num_lines(folder / "metrics.jsonl"):
         found.append(f"metrics of {num_steps} {'step' if num_steps == 1 else 'steps'}")
@@ -52,23 +56,6 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def remove_run(config: JobConfig) -> None:
-    """Removes what runs have written into the dump folder, and nothing else.
-
-    A folder that is empty afterwards is removed as well, except for the dump folder itself.
-    """
-    folder = Path(config.job.dump_folder)
-    for path in list(_written(config)):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-        for parent in path.parents:
-            if parent == folder or any(parent.iterdir()):
-                break
-            parent.rmdir()
-
-
 def next_free_folder(dump_folder: str) -> Path:
     """Returns the first of ``outputs/run-2``, ``outputs/run-3``, ... that does not exist."""
     folder = Path(dump_folder)
@@ -79,24 +66,26 @@ def next_free_folder(dump_folder: str) -> Path:
     return candidate
 
 
-def _written(config: JobConfig) -> Iterator[Path]:
+def written(config: JobConfig) -> Iterator[Path]:
+    """Yields what runs with these settings have written, and nothing else."""
     folder = Path(config.job.dump_folder)
-    for pattern in _patterns(config):
-        yield from folder.glob(pattern)
+    for base, pattern in _patterns(config):
+        yield from (folder / base).glob(pattern)
     record = Path(config.rollout.record or "")
     if record.is_file() and record.resolve().is_relative_to(folder.resolve()):
         yield record
 
 
-def _patterns(config: JobConfig) -> Iterator[str]:
-    yield from _WRITTEN
-    yield f"{config.checkpoint.folder}/step-*"
-    yield f"{config.metrics.save_tb_folder}/**/events.out.tfevents*"
-    yield f"{WANDB_ID_FILE}[0-9]*"
-    yield f"{config.metrics.save_tb_folder}/[0-9]*/**/wandb"
-    yield f"{config.comm.save_traces_folder}/{config.comm.save_traces_file_prefix}[0-9]*"
-    yield f"{config.profiling.save_traces_folder}/iteration_*"
-    yield f"{config.profiling.save_memory_snapshot_folder}/iteration_*"
+def _patterns(config: JobConfig) -> Iterator[tuple[str, str]]:
+    """Yields folders, from the dump folder or absolute, with patterns of what is written there."""
+    yield from (("", pattern) for pattern in _WRITTEN)
+    comm, profiling = config.comm, config.profiling
+    yield config.checkpoint.folder, "step-*"
+    yield config.metrics.save_tb_folder, "**/events.out.tfevents*"
+    yield config.metrics.save_tb_folder, "[0-9]*/**/wandb"
+    yield comm.save_traces_folder, f"{comm.save_traces_file_prefix}[0-9]*"
+    yield profiling.save_traces_folder, "iteration_*"
+    yield profiling.save_memory_snapshot_folder, "iteration_*"
 
 
 def _num_lines(file: Path) -> int:

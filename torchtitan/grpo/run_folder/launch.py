@@ -1,45 +1,85 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Tells a start by the user from a restart of the ranks by torchrun.
+"""Tells a start by the user from a start by what started the run before.
 
 torchrun starts the ranks again with the same command line if one of them dies (``--max-restarts``)
-or if a node joins. Such a restart must go on with the run: ``job.overwrite`` would remove it. The
-number of restarts does not tell, because an agent that joins later counts its own. All starts by one
-torchrun have the same rendezvous id, however, and each start records it.
+or if a node joins, and schedulers start whole jobs again. Such a restart must go on with the run:
+``job.overwrite`` would remove it. Two things tell, and both come from the launcher.
+
+- Its name. Before a run writes anything else into its folder, it notes there which launch it is of
+  (:func:`note_launch`), in one rename. A start of the same launch is a restart.
+- The number of the attempt. By itself it proves nothing, because an agent that joins later counts its
+  own, and because an earlier attempt may have ended before it wrote anything. But what an attempt
+  after the first finds in the folder may be its own run, so it never removes it.
 """
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
+import msgspec
+
+from torchtitan.grpo.command_line.launched import LAUNCH_ID_VARIABLE
 from torchtitan.grpo.run_folder.contents import STARTS_FOLDER
+from torchtitan.grpo.system.process_identity import boot_id
+from torchtitan.grpo.system.whole_file import write_whole
 
-ENVIRONMENT_FILE = "environment.json"
+_FILE = f"{STARTS_FOLDER}/launch.json"
+
+
+class Launch(msgspec.Struct):
+    """What the folder of a run keeps about the launch that the run is of.
+
+    Attributes:
+        launch: See :func:`launch_id`.
+        slurm_job: The job of Slurm that it is in, which starts it again when it is requeued.
+    """
+
+    launch: str | None = None
+    slurm_job: str | None = None
 
 
 def launch_id() -> str | None:
-    """Returns the rendezvous id of the torchrun that started this rank, or None without one."""
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
-    # "none" is what a static rendezvous has where the user gave no id.
-    return run_id if run_id and run_id != "none" else None
+    """Returns the name of the launch that this rank is of, or None without a launcher.
+
+    All starts by one torchrun have its rendezvous id. A static rendezvous has none where the user
+    gave none; its agents stay the same ones, and each has a folder of its own for its ranks.
+    """
+    environ = os.environ
+    if given := environ.get(LAUNCH_ID_VARIABLE):
+        return given
+    run_id, file = environ.get("TORCHELASTIC_RUN_ID"), environ.get("TORCHELASTIC_ERROR_FILE")
+    if run_id and run_id != "none":
+        return run_id
+    if run_id and file:
+        # The agent's folder holds one for each attempt, and that one for each rank.
+        return f"{boot_id()} {Path(file).parents[2]}"
+    return None
 
 
 def is_restart(dump_folder: str) -> bool:
-    """Whether the newest start that is recorded in a folder was by the same torchrun."""
-    last = _last_start(Path(dump_folder) / STARTS_FOLDER)
-    launch = launch_id()
-    if launch is None:  # the agents of a static rendezvous stay the same ones, and count alike
-        return last is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    return last is not None and last.get("launch") == launch
-
-
-def _last_start(starts: Path) -> dict[str, Any] | None:
-    numbers = [int(path.name) for path in starts.glob("[0-9]*") if path.name.isdecimal()]
-    if not numbers:
-        return None
+    """Whether the run in a folder is of the launch that this rank is of."""
     try:
-        return json.loads((starts / str(max(numbers)) / ENVIRONMENT_FILE).read_text("utf-8"))
-    except (OSError, ValueError):  # its process was killed while it wrote
-        return None
+        noted = msgspec.json.decode(Path(dump_folder, _FILE).read_bytes(), type=Launch)
+    except (OSError, msgspec.DecodeError):
+        return False
+    if noted.launch is not None and noted.launch == launch_id():
+        return True
+    job = os.environ.get("SLURM_JOB_ID")
+    return bool(job) and _count("SLURM_RESTART_COUNT") > 0 and noted.slurm_job == job
+
+
+def is_first_attempt() -> bool:
+    """Whether the launcher has not started this run before, as far as it says."""
+    return not _count("TORCHELASTIC_RESTART_COUNT") and not _count("SLURM_RESTART_COUNT")
+
+
+def note_launch(dump_folder: str) -> None:
+    """Notes that the run in a folder is of this launch from now on. Nothing of it is there yet."""
+    noted = Launch(launch_id(), os.environ.get("SLURM_JOB_ID"))
+    write_whole(Path(dump_folder, _FILE), msgspec.json.encode(noted) + b"\n")
+
+
+def _count(variable: str) -> int:
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdecimal() else 0

@@ -21,7 +21,7 @@ import torchtitan.grpo
 from torchtitan.grpo import strict_json
 from torchtitan.grpo.job_config import SECRETS, JobConfig
 from torchtitan.grpo.run_folder.contents import STARTS_FOLDER
-from torchtitan.grpo.run_folder.launch import ENVIRONMENT_FILE, launch_id
+from torchtitan.grpo.run_folder.launch import launch_id
 from torchtitan.grpo.run_folder.packages import package_versions
 from torchtitan.grpo.run_folder.toml_text import to_toml
 from torchtitan.grpo.types import ServerInfo
@@ -46,7 +46,7 @@ def record_start(
     (folder / "config.toml").write_text(head + to_toml(config.to_dict()), encoding="utf-8")
     content = environment(step, arguments) | {"servers": [asdict(server) for server in servers]}
     text = strict_json.dumps(content, indent=2, default=str) + "\n"
-    (folder / ENVIRONMENT_FILE).write_text(text, encoding="utf-8")
+    (folder / "environment.json").write_text(text, encoding="utf-8")
     return folder
 
 

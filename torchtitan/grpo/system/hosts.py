@@ -3,13 +3,11 @@
 
 """Which ranks are on the same host."""
 
-import contextlib
 import socket
-from pathlib import Path
 
 import torch.distributed as dist
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+from torchtitan.grpo.system.process_identity import boot_id
 
 
 def agree_on_hosts() -> tuple[int, ...]:
@@ -26,7 +24,5 @@ def number_by_name(names: list[str]) -> tuple[int, ...]:
 
 
 def _host_name() -> str:
-    boot = ""  # tells hosts apart that have the same name
-    with contextlib.suppress(OSError):
-        boot = _BOOT_ID.read_text().strip()
-    return f"{socket.gethostname()} {boot}"
+    # The second part tells hosts apart that have the same name.
+    return f"{socket.gethostname()} {boot_id()}"

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torchtitan.grpo.system.process_identity import start_time
+
 _POLL_SECONDS = 0.1
 _STALE_SECONDS = 24 * 3600.0
 
@@ -47,7 +49,7 @@ def once_per_host(name: str, make: Callable[[], dict[str, Any]], timeout_seconds
 def _answer_file(name: str) -> Path:
     parent = os.getppid()
     run = (os.environ.get(f"TORCHELASTIC_{key}", "") for key in ("RUN_ID", "RESTART_COUNT"))
-    identity = "|".join([str(parent), _start_time(parent), *run, name])
+    identity = "|".join([str(parent), start_time(parent), *run, name])
     digest = hashlib.sha256(identity.encode()).hexdigest()[:32]
     return _own_folder() / f"{digest}.json"
 
@@ -67,13 +69,6 @@ def _own_folder() -> Path:
             f"{owner}. Remove it, or set TMPDIR to a folder of your own."
         )
     return folder
-
-
-def _start_time(pid: int) -> str:
-    """Returns when a process started, since its number is used again later; empty if unknown."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return ""
 
 
 def _write(file: Path, answer: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from torchtitan.grpo.system.process_identity import start_time
 from torchtitan.grpo.system.shared_memory import remove_noted
 
 _OURS = re.compile(r"torchtitan-grpo-[a-z]+-(\d+)-(\d+)-\w+")
@@ -35,7 +36,7 @@ def make_private_folder(purpose: str) -> Path:
         purpose: One word of lower-case letters, which the name shows.
     """
     pid = os.getpid()
-    prefix = f"torchtitan-grpo-{purpose}-{pid}-{_start_time(pid)}-"
+    prefix = f"torchtitan-grpo-{purpose}-{pid}-{start_time(pid) or 0}-"
     parent = tempfile.gettempdir()
     if len(parent) + len(prefix) > _LONGEST_FOLDER - 10:
         parent = "/tmp"
@@ -62,7 +63,7 @@ def _remove_left_behind(parent: Path) -> None:
     for folder in parent.glob("torchtitan-grpo-*"):
         match = _OURS.fullmatch(folder.name)
         # Without a start time (on systems without /proc) nothing tells whether the process lives.
-        if match is None or match[2] == "0" or _start_time(int(match[1])) == match[2]:
+        if match is None or match[2] == "0" or start_time(int(match[1])) == match[2]:
             continue
         with contextlib.suppress(OSError):
             is_own = folder.lstat().st_uid == os.getuid() and not folder.is_symlink()
@@ -82,10 +83,3 @@ def _is_locked(folder: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
-
-
-def _start_time(pid: int) -> str:
-    """Returns when a process started, since its number is used again later; 0 if unknown."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return "0"

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.run_folder.contents import describe_run, next_free_folder, remove_run
+from torchtitan.grpo.run_folder.contents import describe_run, next_free_folder
+from torchtitan.grpo.run_folder.replacing import move_aside
 from torchtitan.grpo.run_folder.start_record import git_commit, record_start, without_keys
 from torchtitan.grpo.run_folder.toml_text import to_toml
 from torchtitan.grpo.types import ServerInfo
@@ -30,6 +31,10 @@ def write(config: JobConfig, *names: str) -> None:
         path.write_text('{"step": 1}\n')
 
 
+def files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
 def test_a_folder_holds_a_run_once_something_would_be_lost(config):
     assert describe_run(config) is None
     write(
@@ -44,7 +49,7 @@ def test_a_folder_holds_a_run_once_something_would_be_lost(config):
     assert describe_run(config) == f"metrics of 1 step and {expected}"
 
 
-def test_only_what_runs_have_written_is_removed(config, tmp_path):
+def test_only_what_runs_have_written_is_replaced(config, tmp_path):
     foreign = (
         "notes.txt",
         "hf/mine/config.json",
@@ -60,12 +65,15 @@ def test_only_what_runs_have_written_is_removed(config, tmp_path):
         "starts/1/config.toml", "tb/20260101-0000/events.out.tfevents.1", "rollouts.jsonl",
     )  # fmt: skip
     config.rollout.record = str(tmp_path / "run/rollouts.jsonl")
-    remove_run(config)
     folder = Path(config.job.dump_folder)
-    left = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    before = files_in(folder)
+    aside = move_aside(config, keep=False)
+    assert aside is not None
+    left = {name for name in files_in(folder) if not name.startswith(aside.name)}
     assert left == set(foreign)
+    assert files_in(aside) == before - left, "the earlier run is a run's folder of its own"
     assert not (folder / "rollouts").exists()
-    remove_run(config)
+    assert move_aside(config, keep=False) is None
 
 
 def test_the_next_free_folder_is_numbered(tmp_path):

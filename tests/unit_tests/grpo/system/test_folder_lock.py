@@ -1,0 +1,366 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The lock of a folder: two processes never hold it, and no dead one keeps it."""
+
+import ctypes
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from torchtitan.grpo.system import folder_lock
+from torchtitan.grpo.system.folder_lock import (
+    FolderInUse,
+    FolderLock,
+    HeldFolders,
+    Holder,
+    living_holder,
+    peek,
+)
+from torchtitan.grpo.system.process_identity import boot_id, pid_namespace, start_time
+
+NEW_UTS, NEW_PID = 0x04000000, 0x20000000
+PATIENCE = 60.0
+
+
+class Owner:
+    """A process that holds a lock until it is killed."""
+
+    def __init__(self, file: Path, unshare: int = 0, host: str | None = None, forks: bool = False):
+        read, write = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._hold(file, unshare, host, forks, write)
+        os.close(write)
+        answer = os.read(read, 100)
+        os.close(read)
+        if answer.startswith(b"unshare"):
+            pytest.skip("namespaces may not be made here")
+        assert answer == b"held", answer
+
+    def _hold(self, file: Path, unshare: int, host: str | None, forks: bool, write: int) -> None:
+        try:
+            if unshare and ctypes.CDLL(None).unshare(unshare):
+                os.write(write, b"unshare failed")
+                os._exit(0)
+            if unshare & NEW_PID and (inner := os.fork()):
+                # As a container's runtime: the inner process ends with the outer one.
+                os.waitpid(inner, 0)
+                os._exit(0)
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+            if host is not None:
+                socket.sethostname(host)
+            FolderLock(file, "x", "first launch").acquire(0.0, lambda _: None)
+            if forks and os.fork() == 0:
+                os.close(write)
+                time.sleep(PATIENCE)
+            os.write(write, b"held")
+            time.sleep(PATIENCE)
+        finally:
+            os._exit(1)
+
+    def send(self, signum: int) -> None:
+        os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        """Kills it, and leaves its status for later, as an agent may."""
+        self.send(signal.SIGKILL)
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "run.lock"
+
+
+@pytest.fixture
+def own(file: Path) -> Callable[..., Owner]:
+    owners: list[Owner] = []
+
+    def make(**arguments) -> Owner:
+        owners.append(Owner(file, **arguments))
+        return owners[-1]
+
+    yield make
+    for owner in owners:
+        owner.send(signal.SIGKILL)
+        os.waitpid(owner.pid, 0)
+
+
+@pytest.fixture
+def no_locks(monkeypatch) -> None:
+    """A file system without locks."""
+    monkeypatch.setattr(folder_lock, "_try_flock", lambda *_: None)
+    monkeypatch.setattr(folder_lock, "_SETTLE_SECONDS", 0.01)
+
+
+def take(file: Path, patience: float = 0.2, launch: str = "second launch") -> FolderLock:
+    lock = FolderLock(file, "job.dump_folder = outputs/run", launch)
+    lock.acquire(patience, lambda _: None)
+    assert peek(file) is not None and living_holder(file) is not None
+    return lock
+
+
+def left(file: Path, age: float = 0.0, **changes) -> None:
+    """Leaves the file of a holder that is not there."""
+    holder = Holder(
+        host=socket.gethostname(), pid=os.getpid(), started=start_time(os.getpid()), boot=boot_id(),
+        namespace=pid_namespace(), since="2026-01-01T00:00:00+00:00", launch="first launch", token="x",
+    )  # fmt: skip
+    file.write_bytes(msgspec.json.encode(msgspec.structs.replace(holder, **changes)))
+    os.utime(file, (time.time() - age,) * 2)
+
+
+def stop(owner: Owner, file: Path) -> None:
+    owner.send(signal.SIGSTOP)
+
+
+def damage(owner: Owner, file: Path) -> None:
+    file.write_text("{")
+
+
+def empty(owner: Owner, file: Path) -> None:
+    os.truncate(file, 0)
+
+
+def age(owner: Owner, file: Path) -> None:
+    os.utime(file, (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "change", "told"),
+    [
+        ({}, None, f"on {socket.gethostname()} (since 20"),
+        ({"unshare": NEW_UTS, "host": "node-b"}, None, "on node-b (since 20"),
+        ({"unshare": NEW_PID}, None, "in another container"),
+        ({"unshare": NEW_PID | NEW_UTS, "host": "node-b"}, stop, "on node-b, in another container"),
+        ({}, stop, "kill "),
+        ({}, age, "kill "),
+        ({}, damage, "the file is damaged"),
+        ({}, empty, "wait for its end"),
+        ({"forks": True}, None, "run.lock"),
+    ],
+)
+def test_a_living_holder_keeps_the_lock_and_is_told(file, own, arguments, change, told):
+    owner = own(**arguments)
+    if change is not None:
+        change(owner, file)
+    begin = time.monotonic()
+    with pytest.raises(
+        FolderInUse, match=r"^job\.dump_folder = outputs/run can be written by one"
+    ) as e:
+        take(file)
+    assert told in str(e.value)
+    assert living_holder(file) is not None
+    assert time.monotonic() - begin < PATIENCE / 2
+
+
+def killed(own, file: Path) -> None:
+    own().kill()
+
+
+def killed_and_survived_by_a_child(own, file: Path) -> None:
+    own(forks=True).kill()
+
+
+def killed_when_stopped(own, file: Path) -> None:
+    owner = own()
+    owner.send(signal.SIGSTOP)
+    owner.kill()
+
+
+def of_a_number_used_again(own, file: Path) -> None:
+    left(file, started="1")
+
+
+def of_another_boot(own, file: Path) -> None:
+    left(file, boot="another", age=400)
+
+
+def of_another_host(own, file: Path) -> None:
+    left(file, boot="another", host="node-b", age=400)
+
+
+def of_a_container_that_is_gone(own, file: Path) -> None:
+    left(file, namespace="pid:[1]", pid=1)
+
+
+def damaged_long_ago(own, file: Path) -> None:
+    file.write_bytes(b"\0" * 64)
+    os.utime(file, (0, 0))
+
+
+def of_another_release(own, file: Path) -> None:
+    file.write_text('{"pid": "many"}')
+    os.utime(file, (0, 0))
+
+
+def emptied(own, file: Path) -> None:
+    file.touch()
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        killed, killed_and_survived_by_a_child, killed_when_stopped, of_a_number_used_again,
+        of_another_boot, of_another_host, of_a_container_that_is_gone, damaged_long_ago,
+        of_another_release, emptied, lambda own, file: None,
+    ],
+)  # fmt: skip
+def test_a_dead_holder_does_not(file, own, leave):
+    leave(own, file)
+    lock = take(file, patience=5)
+    assert peek(file).pid == os.getpid()
+    with pytest.raises(FolderInUse):
+        take(file)
+    lock.release()
+    assert not file.exists()
+    lock.release()
+
+
+@pytest.mark.parametrize(
+    "leave", [killed, of_a_number_used_again, of_another_boot, damaged_long_ago, emptied]
+)
+def test_without_locks_of_the_kernel_dead_ones_are_told_by_their_process(
+    file, own, no_locks, leave
+):
+    leave(own, file)
+    take(file).release()
+
+
+def test_without_locks_of_the_kernel_the_living_are_told_by_their_process(file, own, no_locks):
+    own()
+    with pytest.raises(FolderInUse):
+        take(file)
+
+
+@pytest.fixture
+def beating(file: Path) -> Iterator[Callable[[], None]]:
+    """Signs of life from a holder elsewhere."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(0.02):
+            os.utime(file)
+
+    thread = threading.Thread(target=beat, name="beats")
+    yield thread.start
+    ended.set()
+    if thread.ident is not None:
+        thread.join()
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+@pytest.mark.parametrize("beats", [True, False])
+@pytest.mark.parametrize(
+    "changes",
+    [{"boot": "another", "host": "node-b"}, {"boot": "another"}, None],
+    ids=["host", "boot", "damaged"],
+)
+def test_a_holder_that_only_its_signs_of_life_tell_of_is_waited_for(
+    file, request, monkeypatch, beating, beats, has_locks, changes
+):
+    monkeypatch.setattr(folder_lock, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(folder_lock, "_OLD_SECONDS", 60.0)
+    if not has_locks:
+        request.getfixturevalue("no_locks")
+    left(file, **(changes or {}))
+    if changes is None:
+        file.write_text("{")
+    if not beats:  # it is over after the silence
+        begin = time.monotonic()
+        lock = FolderLock(file, "x")
+        lock.acquire(0.0, lambda _: None)
+        assert time.monotonic() - begin >= 0.5
+        lock.release()
+        return
+    beating()
+    with pytest.raises(FolderInUse, match="last sign of life came 0 s ago"):
+        take(file)
+
+
+def test_one_of_several_that_start_at_once_gets_the_lock(file):
+    left(file, started="1")
+    for _ in range(5):
+        begin_read, begin_write = os.pipe()
+        end_read, end_write = os.pipe()
+        children = []
+        for _ in range(3):
+            child = os.fork()
+            if child == 0:
+                status = 1
+                try:
+                    os.close(begin_write)
+                    os.close(end_write)
+                    os.read(begin_read, 1)
+                    FolderLock(file, "x").acquire(0.0, lambda _: None)
+                    status = 0
+                    os.read(end_read, 1)  # until all have tried
+                finally:
+                    os._exit(status)
+            children.append(child)
+        os.close(begin_write)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(-1, 0)[1]) for _ in children[1:]]
+        os.close(end_write)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(-1, 0)[1]))
+        for descriptor in (begin_read, end_read):
+            os.close(descriptor)
+        assert sorted(codes) == [0, 1, 1], codes
+
+
+@pytest.mark.parametrize(
+    ("launch", "boot", "taken"),
+    [
+        ("first launch", "another", True),
+        ("first launch", None, False),  # it lives: its kernel says so
+        ("second launch", "another", False),
+    ],
+)
+def test_a_restart_takes_over_from_a_host_that_cannot_be_reached(
+    file, own, monkeypatch, launch, boot, taken
+):
+    """A file server may keep a lock for a host that is gone."""
+    monkeypatch.setattr(folder_lock, "SILENCE_SECONDS", 0.2)
+    own()
+    held = peek(file)
+    file.write_bytes(msgspec.json.encode(msgspec.structs.replace(held, boot=boot or held.boot)))
+    if taken:
+        take(file, launch=launch).release()
+        return
+    with pytest.raises(FolderInUse):
+        take(file, patience=0.5, launch=launch)
+
+
+def test_a_holder_whose_lock_was_taken_over_hears_of_it(file, monkeypatch):
+    monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 0.02)
+    told: list[str] = []
+    lost = threading.Event()
+    held = HeldFolders(
+        [FolderLock(file, "x")], 0.0, lambda _: None, lambda text: (told.append(text), lost.set())
+    )
+    before = file.stat().st_mtime_ns
+    deadline = time.monotonic() + PATIENCE
+    while file.stat().st_mtime_ns == before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert file.stat().st_mtime_ns > before, "it gives signs of life"
+    file.unlink()
+    left(file, host="node-b", pid=7, token="another")
+    assert lost.wait(PATIENCE)
+    assert "was taken over by process 7 on node-b" in told[0]
+    held.close()
+    held.close()
+    assert peek(file).token == "another", "the other's file stays"
+
+
+@pytest.mark.parametrize("in_the_way", [lambda f: f.mkdir(), os.mkfifo, lambda f: f.symlink_to(f)])
+def test_what_is_no_file_is_refused_at_once(file, in_the_way):
+    in_the_way(file)
+    with pytest.raises(OSError):
+        take(file)

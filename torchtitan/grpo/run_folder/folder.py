@@ -1,0 +1,235 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The folder of a run from its start to its end: held by one run, and changed by it alone."""
+
+import errno
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.run_folder.contents import describe_run
+from torchtitan.grpo.run_folder.launch import (
+    is_first_attempt,
+    is_restart,
+    launch_id,
+    note_launch,
+)
+from torchtitan.grpo.run_folder.replacing import earlier_runs, move_aside, restore_interrupted
+from torchtitan.grpo.system.folder_lock import (
+    LOCK_FILE,
+    FolderLock,
+    HeldFolders,
+    living_holder,
+)
+
+_NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+class FolderError(ValueError):
+    """``job.dump_folder`` cannot be used; the message says why."""
+
+
+class RunFolder:
+    """``job.dump_folder`` and whatever else a run writes, held for this run. For rank 0.
+
+    It must be closed when nothing is written any more.
+
+    Args:
+        config: Configuration of the run.
+
+    Attributes:
+        is_restart: Whether the folder holds this run already, written by ranks before these ones.
+
+    Raises:
+        FolderInUse: If another run holds the folder.
+        FolderError: If the folder cannot be made or written.
+    """
+
+    def __init__(self, config: JobConfig) -> None:
+        self._config = config
+        self._held = hold(config)
+        try:
+            restored = restore_interrupted(config.job.dump_folder)
+        except OSError as error:
+            self._held.close()
+            raise FolderError(
+                f"A start was ended while it moved the run in {config.job.dump_folder} aside, and the "
+                f"run must be moved back first, but: {error}. Correct that, and start again."
+            ) from error
+        self.is_restart = is_restart(config.job.dump_folder)
+        for path in restored:
+            _tell(f"A start was ended while it moved a run to {path}. The run is back in place.")
+        for line in describe_earlier(config):
+            _tell(line)
+
+    def begin(self) -> None:
+        """Makes the folder this run's: moves another run aside, if it is to be replaced.
+
+        Raises:
+            FolderInUse: If that run is being evaluated.
+            FolderError: If it cannot be moved.
+        """
+        config = self._config
+        if self.is_restart:
+            return
+        earlier = describe_run(config)
+        try:
+            if config.job.overwrite:
+                aside = move_aside(config, keep=not is_first_attempt())
+                if aside is not None and earlier:
+                    self._tell_moved(aside, earlier)
+            note_launch(config.job.dump_folder)
+        except OSError as error:
+            raise FolderError(
+                f"The run in job.dump_folder = {config.job.dump_folder} must make room for this one, "
+                f"but: {error}. Correct that, or choose another folder."
+            ) from error
+
+    def _tell_moved(self, aside: Path, earlier: str) -> None:
+        then = "It is removed once this run has completed a step."
+        if not is_first_attempt():
+            then = "It stays there, because this is not the first attempt of its launch."
+        _tell(f"The earlier run, with {earlier}, was moved to {aside} (job.overwrite). {then}")
+
+    def close(self, *, failed: bool) -> None:
+        """Lets other runs use the folder. After a failure it says where an earlier run is."""
+        if failed and not describe_run(self._config):  # this run has not begun
+            for line in describe_earlier(self._config):
+                _tell(line)
+        self._held.close()
+
+
+def hold(config: JobConfig, folder: Path | None = None) -> HeldFolders:
+    """Takes the lock of a folder in the dump folder, which is made, for the life of this process.
+
+    Args:
+        config: Configuration of the run.
+        folder: The folder; None is all that a run writes.
+
+    Raises:
+        FolderInUse: If another process holds it.
+        FolderError: If it cannot be made or written.
+    """
+    launch = launch_id()
+    # A run that was asked to stop ends within its bound. Other ranks wait meanwhile.
+    patience = min(config.grpo.stop_timeout_seconds + 2, config.comm.init_timeout_seconds / 2)
+    try:
+        (folder or Path(config.job.dump_folder)).mkdir(parents=True, exist_ok=True)
+        named = _locks(config) if folder is None else {folder / LOCK_FILE: f"The folder {folder}"}
+        for file in named:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        locks = [FolderLock(file, setting, launch) for file, setting in named.items()]
+        return HeldFolders(locks, patience, _tell, _leave)
+    except (OSError, ValueError) as error:
+        raise FolderError(_not_usable(config.job.dump_folder, error)) from error
+
+
+def _locks(config: JobConfig) -> dict[Path, str]:
+    """Returns the lock files of all that a run writes, with the settings that name it."""
+    folder = Path(config.job.dump_folder)
+    found = {folder / LOCK_FILE: f"job.dump_folder = {folder}"}
+    checkpoints = folder / config.checkpoint.folder
+    if config.checkpoint.enable and not _is_within(checkpoints, folder):
+        found[checkpoints / LOCK_FILE] = f"checkpoint.folder = {config.checkpoint.folder}"
+    if config.rollout.record and not _is_within(record := Path(config.rollout.record), folder):
+        found[record.with_name(f"{record.name}.lock")] = f"rollout.record = {record}"
+    return found
+
+
+def _is_within(path: Path, folder: Path) -> bool:
+    return path.resolve().is_relative_to(folder.resolve())
+
+
+def describe_earlier(config: JobConfig) -> Iterator[str]:
+    """Yields lines about earlier runs that were moved aside in a run's folder."""
+    for path in earlier_runs(config.job.dump_folder, "replacing"):
+        yield (
+            f"A start was ended while it moved a run to {path}. The next start moves that back first."
+        )
+    for path in earlier_runs(config.job.dump_folder):
+        what = describe_run(config, path)
+        if what is None:
+            continue
+        end = "" if path.name.startswith("kept") else (
+            ", or start with --job.overwrite, which removes it once the new run has completed a step"
+        )  # fmt: skip
+        yield (
+            f"An earlier run that was replaced (job.overwrite), with {what}, is whole in {path}. To "
+            f"go on with it, use --job.dump_folder {path}; to be rid of it, remove it{end}."
+        )
+
+
+def describe_folder(config: JobConfig) -> Iterator[str]:
+    """Yields what a start would meet in the folder of a run; takes no lock and writes nothing there."""
+    yield from describe_earlier(config)
+    for file, setting in _locks(config).items():
+        if (holder := living_holder(file)) is not None:
+            yield f"warning: {setting} is in use by {holder}. A start would wait for its end."
+    error = _problem(Path(config.job.dump_folder))
+    if isinstance(error, OSError) and error.errno in _NOT_PERMITTED:
+        yield f"warning: {_not_usable(config.job.dump_folder, error)}"
+
+
+def check_folder(config: JobConfig) -> None:
+    """Refuses a folder that nobody could make; takes no lock and writes nothing there.
+
+    Raises:
+        FolderError: If there can be no folder of that name.
+    """
+    error = _problem(Path(config.job.dump_folder))
+    is_forbidden = isinstance(error, OSError) and error.errno in _NOT_PERMITTED
+    if error is not None and not is_forbidden:  # another user, or another host, may be permitted
+        raise FolderError(_not_usable(config.job.dump_folder, error))
+
+
+def _problem(folder: Path) -> Exception | None:
+    """Returns what stands in the way of a folder that is to be written, or None."""
+    try:
+        if folder.is_dir():
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+            return None
+        parent = _nearest(folder)
+        longest = os.pathconf(parent, "PC_NAME_MAX")
+        if any(len(os.fsencode(part)) > longest for part in folder.parts):
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(folder))
+        # Some folders, such as those of /proc, can be entered and hold no files.
+        os.rmdir(tempfile.mkdtemp(prefix=".torchtitan-grpo-", dir=parent))
+    except (OSError, ValueError) as error:
+        return error
+    return None
+
+
+def _nearest(folder: Path) -> Path:
+    """Returns what exists of a path: the path itself, or the innermost folder around it."""
+    while True:
+        try:
+            os.lstat(folder)
+            return folder
+        except FileNotFoundError:
+            folder = folder.parent
+
+
+def _not_usable(dump_folder: str, error: Exception) -> str:
+    """Returns the message about a folder that cannot be made or written."""
+    reason = getattr(error, "strerror", None) or str(error)
+    name = getattr(error, "filename", None)
+    where = f" ({name})" if name and str(name) != dump_folder else ""
+    return (
+        f"job.dump_folder must be a folder that this user can make and write, got {dump_folder}: "
+        f"{reason}{where}. Choose another folder."
+    )
+
+
+def _tell(text: str) -> None:
+    print(text, flush=True)
+
+
+def _leave(message: str) -> None:
+    """Ends this process at once, since another one writes where it would write."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    os._exit(1)

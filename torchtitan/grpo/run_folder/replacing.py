@@ -1,0 +1,187 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Replaces the run in a folder (``job.overwrite``) so that a kill at any moment loses nothing.
+
+    replacing-TIME   what runs have written is moved into it, item by item; the next start moves it back
+    replaced-TIME    all was moved: an earlier run, whole, until the new run has completed a step
+    kept-TIME        the same, but it stays: it may be the run of an earlier attempt of this launch
+    removing-TIME    is being removed; any later run goes on with that
+
+Each arrow is one rename. The new run writes nothing before the second, and notes its launch after it
+(`launch.py`), so that its restarts never come here. What lies on another file system, such as a folder
+of checkpoints that is a link, is moved to ``replaced-TIME`` beside it, which ``elsewhere.json`` names.
+"""
+
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.run_folder.contents import written
+from torchtitan.grpo.system.folder_lock import LOCK_FILE, FolderInUse, living_holder
+from torchtitan.grpo.system.whole_file import sync_folder, write_whole
+
+_ASIDE = re.compile(r"(replacing|replaced|kept|removing)-\d{8}-\d{6}-\d+")
+_ELSEWHERE = "elsewhere.json"
+_CLOSE_SECONDS = 2.0
+
+
+def earlier_runs(dump_folder: str, *states: str) -> list[Path]:
+    """Returns the folders of earlier runs in a run's folder, by default of those that are whole."""
+    folder = Path(dump_folder)
+    wanted = states or ("replaced", "kept")
+    found = folder.iterdir() if folder.is_dir() else iter(())
+    return sorted(p for p in found if (m := _ASIDE.fullmatch(p.name)) and m[1] in wanted)
+
+
+def move_aside(config: JobConfig, *, keep: bool) -> Path | None:
+    """Moves what runs have written out of the way of a new one.
+
+    Args:
+        config: Configuration of the new run.
+        keep: Whether it is not to be removed later.
+
+    Returns:
+        Where it is, as a run's folder of its own; None if there was nothing.
+
+    Raises:
+        FolderInUse: If something in the folder is still being written.
+        OSError: If an item cannot be moved. All is where it was then.
+    """
+    folder = Path(config.job.dump_folder)
+    items = list(_items(config, folder))
+    if not items:
+        return None
+    _check_not_evaluated(folder)
+    name = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
+    moving = folder / f"replacing-{name}"
+    aside = folder / f"{'kept' if keep else 'replaced'}-{name}"
+    moving.mkdir()
+    try:
+        others = {root: root / f"replaced-{name}" for _, root, _ in items if root is not None}
+        if others:
+            places = {str(root): str(place) for root, place in others.items()}
+            write_whole(moving / _ELSEWHERE, msgspec.json.encode(places))
+        for path, root, relative in items:
+            if os.path.lexists(path):  # not yet moved under another name
+                _move(path, (moving if root is None else others[root]) / relative)
+                _remove_empty(path.parent, folder)
+        moving.rename(aside)
+    except OSError:
+        restore_interrupted(str(folder))
+        raise
+    sync_folder(folder)
+    return aside
+
+
+def _items(config: JobConfig, folder: Path) -> Iterator[tuple[Path, Path | None, Path]]:
+    """Yields what is to be moved, the folder of what cannot be moved into the dump folder, and the
+    path from there or from the dump folder."""
+    whole = folder.resolve()
+    for path in dict.fromkeys(written(config)):
+        parent = path.parent.resolve()
+        if not parent.is_relative_to(whole) or parent.stat().st_dev != whole.stat().st_dev:
+            yield path, parent, Path(path.name)
+            continue
+        relative = parent.relative_to(whole) / path.name
+        if not any(map(_ASIDE.fullmatch, relative.parts)):  # else it is of an earlier run
+            yield path, None, relative
+
+
+def _check_not_evaluated(folder: Path) -> None:
+    for lock in folder.glob(f"evaluate/*/{LOCK_FILE}"):
+        if (holder := living_holder(lock)) is not None:
+            raise FolderInUse(
+                f"The run in job.dump_folder = {folder} must not be in use when it is replaced "
+                f"(job.overwrite), but {holder} evaluates it. Wait until that ends."
+            )
+
+
+def _move(path: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if os.path.lexists(target):
+        raise FileExistsError(f"{path} cannot be moved to {target}, which exists already")
+    path.rename(target)
+
+
+def _remove_empty(folder: Path, root: Path) -> None:
+    """Removes a folder if it is empty, and then those around it below ``root``."""
+    with suppress(OSError):
+        while folder != root and folder.is_relative_to(root):
+            folder.rmdir()
+            folder = folder.parent
+
+
+def restore_interrupted(dump_folder: str) -> list[Path]:
+    """Moves back what a start has left that was killed while it moved a run aside.
+
+    Returns:
+        The folders in which it was.
+
+    Raises:
+        OSError: If an item cannot be moved back.
+    """
+    found = earlier_runs(dump_folder, "replacing")
+    for moving in found:
+        for aside, root in [*_elsewhere(moving), (moving, Path(dump_folder))]:
+            if aside.is_dir():
+                _restore(aside, root)
+    return found
+
+
+def _restore(aside: Path, root: Path) -> None:
+    for path in list(aside.iterdir()):
+        if path.name == _ELSEWHERE or path.name == f"{_ELSEWHERE}.partial":
+            continue
+        target = root / path.name
+        if path.is_dir() and not path.is_symlink() and target.is_dir():
+            _restore(path, target)
+        else:
+            _move(path, target)
+    for name in (f"{_ELSEWHERE}.partial", _ELSEWHERE):
+        (aside / name).unlink(missing_ok=True)
+    aside.rmdir()
+
+
+def _elsewhere(aside: Path) -> Iterator[tuple[Path, Path]]:
+    """Yields where the rest of an earlier run is, on other file systems, and where it was."""
+    with suppress(OSError):
+        places = msgspec.json.decode((aside / _ELSEWHERE).read_bytes(), type=dict[str, str])
+        yield from ((Path(place), Path(root)) for root, place in places.items())
+
+
+class Removal:
+    """Removes replaced runs, on a thread: a large checkpoint takes a disk a while.
+
+    Args:
+        config: Configuration of the run that has begun. With ``job.overwrite`` it removes runs that
+            were replaced; in any case it goes on with removals that were interrupted.
+    """
+
+    def __init__(self, config: JobConfig) -> None:
+        folder = config.job.dump_folder
+        for path in earlier_runs(folder, "replaced") if config.job.overwrite else ():
+            if living_holder(path / LOCK_FILE) is None:  # else a run goes on with it in there
+                with suppress(OSError):
+                    path.rename(path.with_name(path.name.replace("replaced", "removing")))
+        self._paths = earlier_runs(folder, "removing")
+        self._thread = threading.Thread(target=self._run, name="run-removal", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        for path in self._paths:
+            for aside, _ in _elsewhere(path):
+                shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Waits a while for the end. What is left then is removed by the next run in the folder."""
+        self._thread.join(_CLOSE_SECONDS)

@@ -1,0 +1,377 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""A lock on a folder for the life of a process, on local disks and on those that hosts share.
+
+The holder keeps the kernel's lock (``flock``) on a file in the folder, which says who it is, and gives
+a sign of life (the file's time) every few seconds. Who finds the file decides so:
+
+    the kernel's lock is held by another       held, also if its process is stopped
+    free, holder of this boot of this machine  over: the kernel has seen the process end
+    free, holder of another machine or boot    held while signs of life come: not every file system
+                                               locks across hosts; over once they have stopped
+    the file system has no locks               as above, by the number and start of the process
+
+A holder without a sign of life can come back. It then finds that the lock is another's, and must end.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from torchtitan.grpo.system.process_identity import boot_id, pid_namespace, start_time
+
+LOCK_FILE = "run.lock"
+BEAT_SECONDS = 5.0
+SILENCE_SECONDS = 30.0
+"""A holder that only its signs of life can tell of has ended after so long without one."""
+
+# Beyond the difference between the clocks of two hosts.
+_OLD_SECONDS = 10 * SILENCE_SECONDS
+_POLL_SECONDS = 0.1
+_SETTLE_SECONDS = 1.0
+_CLOSE_SECONDS = 10.0
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)
+# A forked child would keep the kernel's lock after the end of its holder.
+_descriptors: set[int] = set()
+
+
+def _close_in_child() -> None:
+    for descriptor in _descriptors:
+        os.close(descriptor)
+    _descriptors.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """What a lock's file says about its holder. All is empty if the file is damaged.
+
+    Attributes:
+        host: Name of its host.
+        pid: Number of its process, in ``namespace``.
+        started: Start of that process.
+        boot: Boot of the machine.
+        namespace: Namespace of process numbers: that of a container, or of the machine.
+        since: When the lock was taken.
+        launch: What started the process, the same when it is started again.
+        token: Random, so that the file tells its holder from all others.
+    """
+
+    host: str = ""
+    pid: int = 0
+    started: str = ""
+    boot: str = ""
+    namespace: str = ""
+    since: str = ""
+    launch: str | None = None
+    token: str = ""
+
+    @property
+    def is_of_this_kernel(self) -> bool:
+        """Whether the process runs, or has run, under the kernel that this one runs under."""
+        own = boot_id()
+        return self.boot == own and (bool(own) or self.host == socket.gethostname())
+
+    @property
+    def is_running(self) -> bool | None:
+        """Whether the process runs; None if its number means nothing here."""
+        if not self.is_of_this_kernel or self.namespace != pid_namespace() or not self.started:
+            return None
+        return start_time(self.pid) == self.started
+
+    def __str__(self) -> str:
+        if not self.pid:
+            return "a process that its file does not tell, because the file is damaged,"
+        elsewhere = self.is_of_this_kernel and self.namespace != pid_namespace()
+        where = f"{self.host}, in another container," if elsewhere else self.host
+        return f"process {self.pid} on {where} (since {self.since})"
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Another's lock: its holder, and whether it surely lives."""
+
+    holder: Holder
+    is_sure: bool
+
+
+class FolderInUse(RuntimeError):
+    """The folder is another process's; the message says whose."""
+
+
+class FolderLock:
+    """The lock of one folder.
+
+    Args:
+        file: The lock's file, which is made in the folder, and removed at the release.
+        setting: How the user names the folder, for messages.
+        launch: What started this process, see :class:`Holder`.
+    """
+
+    def __init__(self, file: Path, setting: str, launch: str | None = None) -> None:
+        self.file, self._setting = file, setting
+        self._own = Holder(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started=start_time(os.getpid()),
+            boot=boot_id(),
+            namespace=pid_namespace(),
+            since=datetime.now(UTC).isoformat(timespec="seconds"),
+            launch=launch,
+            token=secrets.token_hex(8),
+        )
+        self._descriptor = -1
+        self._last_sign: tuple[Holder | None, int, int] | None = None
+        self._last_heard, self._is_heard = 0.0, False
+
+    def acquire(self, patience_seconds: float, tell: Callable[[str], None]) -> None:
+        """Takes the lock, and waits for a holder that may be about to end.
+
+        Args:
+            patience_seconds: Maximum time, if the holder surely lives. Otherwise it is at least
+                ``SILENCE_SECONDS``.
+            tell: Called with a sentence for the user before a wait.
+
+        Raises:
+            FolderInUse: If another process holds it.
+            OSError: If the file cannot be made, read or written.
+        """
+        begin, is_told = time.monotonic(), False
+        while (found := self._attempt()) is not None:
+            if not is_told:
+                tell(f"{self._setting} is in use by {found.holder}. Waiting for its end.")
+            is_told = True
+            is_alive = found.is_sure or self._is_heard
+            if is_alive and time.monotonic() - begin > patience_seconds:
+                raise FolderInUse(self._describe(found))
+            time.sleep(_POLL_SECONDS)
+
+    def _attempt(self) -> _Found | None:
+        """Takes the lock and returns None, or returns whose it is."""
+        descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "is no regular file", str(self.file))
+            locked = _try_flock(descriptor)
+            if not self._names(descriptor):  # given back, or taken over, at this moment
+                return self._attempt()
+            holder = read_holder(descriptor)
+            if not self._is_over(holder, locked, self._is_silent(holder, status)):
+                is_sure = locked is False and not self._is_again(holder)
+                is_running = holder is not None and holder.is_running is True
+                return _Found(holder or Holder(), is_sure or is_running)
+            if locked is False:
+                # Its host cannot be reached, and the kernel's lock stays with the old file.
+                self.file.unlink(missing_ok=True)
+                return self._attempt()
+            self._write(descriptor)
+            if locked is None:  # another process may have decided the same at the same time
+                time.sleep(_SETTLE_SECONDS)
+                if (winner := read_holder(descriptor)) != self._own:
+                    return _Found(winner or Holder(), False)
+            _descriptors.add(descriptor)
+            self._descriptor, descriptor = descriptor, -1
+            return None
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def _is_silent(self, holder: Holder | None, status: os.stat_result) -> bool:
+        """Whether the holder has given no sign of life for long, by this process's own clock."""
+        now, sign = time.monotonic(), (holder, status.st_ino, status.st_mtime_ns)
+        if sign != self._last_sign:
+            self._is_heard = self._last_sign is not None
+            self._last_sign, self._last_heard = sign, now
+        is_old = time.time() - status.st_mtime > _OLD_SECONDS
+        return is_old or now - self._last_heard >= SILENCE_SECONDS
+
+    def _is_over(self, holder: Holder | None, locked: bool | None, is_silent: bool) -> bool:
+        """Whether the lock may be taken."""
+        if locked is False:
+            return self._is_again(holder) and is_silent
+        if holder is None:
+            return True
+        if (is_running := holder.is_running) is not None:
+            return not is_running
+        return (bool(locked) and holder.is_of_this_kernel) or is_silent
+
+    def _is_again(self, holder: Holder | None) -> bool:
+        """Whether the same launch started the holder, on another machine, before this process."""
+        if holder is None or holder.launch is None or holder.is_of_this_kernel:
+            return False
+        return holder.launch == self._own.launch
+
+    def _names(self, descriptor: int) -> bool:
+        """Whether the lock's file is still the one that was opened."""
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(self.file))
+        except FileNotFoundError:
+            return False
+
+    def _write(self, descriptor: int) -> None:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, msgspec.json.encode(self._own) + b"\n", 0)
+        os.fsync(descriptor)
+
+    def _describe(self, found: _Found) -> str:
+        holder, silent_seconds = found.holder, time.monotonic() - self._last_heard
+        life = "" if found.is_sure else (
+            f"Its last sign of life came {silent_seconds:.0f} s ago, and without one for "
+            f"{SILENCE_SECONDS:.0f} s it counts as ended. "
+        )  # fmt: skip
+        end = f"end it (kill {holder.pid} on {holder.host})" if holder.pid else "wait for its end"
+        return (
+            f"{self._setting} can be written by one process at a time, and {holder} holds it, as "
+            f"{self.file} says. {life}Either {end}, or choose another folder."
+        )
+
+    def beat(self) -> Holder | None:
+        """Gives a sign of life; returns another holder if the lock has been taken over."""
+        with contextlib.suppress(OSError):
+            found = peek(self.file)
+            if found is not None and found.token and found != self._own:
+                return found
+            if found != self._own and self._names(self._descriptor):
+                self._write(self._descriptor)  # somebody has spoilt the file
+            os.utime(self._descriptor)
+        return None
+
+    def release(self) -> None:
+        """Gives the lock back, and removes its file. Further calls do nothing."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor < 0:
+            return
+        with contextlib.suppress(OSError):
+            if self._names(descriptor) and read_holder(descriptor) == self._own:
+                self.file.unlink()
+        _descriptors.discard(descriptor)
+        os.close(descriptor)
+
+
+def read_holder(descriptor: int) -> Holder | None:
+    """Returns who an open lock file says holds it; None if it is empty."""
+    content = os.pread(descriptor, 65536, 0)
+    if not content:
+        return None
+    try:
+        return msgspec.json.decode(content, type=Holder)
+    except (msgspec.DecodeError, ValueError):
+        return Holder()
+
+
+def peek(file: Path) -> Holder | None:
+    """Returns who a lock's file says holds it; None without a file, or if it is empty."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    try:
+        return read_holder(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def living_holder(file: Path) -> Holder | None:
+    """Returns who holds a lock, as far as that can be told without taking it, else None.
+
+    A holder that only signs of life could tell of counts, because nothing waits for them here.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        holder, locked = read_holder(descriptor), _try_flock(descriptor, fcntl.LOCK_SH)
+        is_old = time.time() - os.fstat(descriptor).st_mtime > _OLD_SECONDS
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    if locked is False:
+        return holder or Holder()
+    if holder is None or holder.is_running is False:
+        return None
+    is_over = holder.is_running is None and (is_old or (locked and holder.is_of_this_kernel))
+    return None if is_over else holder
+
+
+def _try_flock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool | None:
+    """Returns whether the kernel's lock was free and is now held; None if there are no locks."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return None
+        raise
+    return True
+
+
+class HeldFolders:
+    """Locks that this process holds, and the thread that gives their signs of life.
+
+    Args:
+        locks: Locks to take.
+        patience_seconds: See :meth:`FolderLock.acquire`.
+        tell: The same.
+        on_lost: Called on the thread with a message if another process has taken a lock over.
+
+    Raises:
+        FolderInUse: If another process holds one of them.
+        OSError: If a file cannot be made or written.
+    """
+
+    def __init__(
+        self,
+        locks: Sequence[FolderLock],
+        patience_seconds: float,
+        tell: Callable[[str], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._locks, self._on_lost = locks, on_lost
+        try:
+            for lock in locks:
+                lock.acquire(patience_seconds, tell)
+        except BaseException:
+            self._release()
+            raise
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="folder-lock", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._end.wait(BEAT_SECONDS):
+            for lock in self._locks:
+                if (holder := lock.beat()) is not None:
+                    self._on_lost(
+                        f"{lock.file} was taken over by {holder}, because this process gave no sign "
+                        f"of life for {SILENCE_SECONDS:.0f} s. It ends, since two would spoil the "
+                        "folder."
+                    )
+                    return
+
+    def _release(self) -> None:
+        for lock in self._locks:
+            lock.release()
+
+    def close(self) -> None:
+        """Gives the locks back and ends the thread. Further calls do nothing."""
+        self._end.set()
+        self._thread.join(_CLOSE_SECONDS)
+        self._release()
