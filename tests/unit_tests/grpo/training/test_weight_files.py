@@ -215,6 +215,11 @@ def _dangling(folder: Path, _: Tensors) -> None:
     (folder / WEIGHTS).symlink_to("../../blobs/absent")
 
 
+def _consolidated_alone(folder: Path, tensors: Tensors) -> None:
+    _instead(None)(folder, tensors)
+    save({"layers.0.attention.wq.weight": torch.ones(2)}, folder / "consolidated.safetensors")
+
+
 def _adapters_alone(folder: Path, tensors: Tensors) -> None:
     _instead(None)(folder, tensors)
     save({"base_model.model.x": torch.ones(1)}, folder / "adapter_model.safetensors")
@@ -242,6 +247,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Tensors], None], str]] = {
     "gguf": (_instead("model-q4.gguf", b"GGUF"), "GGUF"),
     "bin": (_instead("pytorch_model.bin"), "save_pretrained"),
     "consolidated": (_instead("consolidated.00.pth"), "release for transformers"),
+    "consolidated file of safetensors": (_consolidated_alone, "release for transformers"),
     "adapters": (_adapters_alone, "adapters alone .* base model lab/base. Merge them"),
 }  # fmt: skip
 
