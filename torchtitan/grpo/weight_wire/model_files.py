@@ -31,6 +31,8 @@ _PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
 # Number of bytes of the embedding that are compared at a time.
 _COMPARED_BYTES = 64 * 1024**2
 _SHOWN = 3
+# Files of adapters, and of weights under the names that their author gave them.
+_OTHER_FORMATS = ("adapter_", "consolidated")
 # Ends of the names of buffers that older versions of transformers wrote.
 _BUFFERS = (".inv_freq", ".position_ids")
 
@@ -68,7 +70,7 @@ class WeightFiles:
         present = [
             file
             for file in sorted(path.glob("*.safetensors"))
-            if file.is_file() and not file.name.startswith("adapter_")
+            if file.is_file() and not file.name.startswith(_OTHER_FORMATS)
         ]
         self._files, self._source = present, ""
         if path / SINGLE_FILE in present:
@@ -93,7 +95,7 @@ class WeightFiles:
                 f"{self.setting}: {file} must have an object weight_map of tensors and their files, got "
                 f"{weight_map!r:.80}. Download the model again."
             )
-        for name in set(map(str, weight_map.values())):
+        for name in sorted(set(map(str, weight_map.values()))):
             where = PurePosixPath(name)
             if where.is_absolute() or ".." in where.parts or where.suffix != ".safetensors":
                 raise ModelError(
@@ -150,10 +152,14 @@ class WeightFiles:
         # Of two files that the index names, every loader takes the later one.
         if len(found) > 1 and self._indexed.get(name) != stored.file:
             files = " and ".join(each.file.name for each in found)
+            why = f"no {INDEX_FILE} decides between them"
+            if name in self._indexed:
+                why = (
+                    f"loaders take another one than {INDEX_FILE} names, {self._indexed[name].name}"
+                )
             raise ModelError(
                 f"{self.setting} ({self.path}) must hold each tensor once, but {name} is in {files}, and "
-                f"{self._source or f'no {INDEX_FILE}'} decides between them. Remove the file that does "
-                "not belong to the model."
+                f"{why}. Remove the file that does not belong to the model, or download it again."
             )
         if stored.dtype not in _PLAIN:
             self._refuse_parts([f"{name} is {stored.dtype}"])

@@ -22,6 +22,7 @@ from torchtitan.grpo.inference.embedded.model import load_model
 from torchtitan.grpo.models.hf_config import ModelError, read_hf_model
 from torchtitan.grpo.models.same_model import check_reference
 
+ASSETS = Path(__file__).resolve().parents[4] / "assets/reverse_digits"
 ON = {"use_sliding_window": True, "sliding_window": 32, "layer_types": None}
 MIXED = ["sliding_attention", "full_attention", "full_attention", "full_attention"]
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "layer_types": None}
@@ -62,7 +63,7 @@ def folder(tmp_path: Path, repository: Path) -> Callable[..., Path]:
 
 def check(path: Path, seq_len: int, *more: str) -> None:
     given = [
-        *(f"--model.hf_assets_path={path}", "--prompts.path=assets/reverse_digits/train.jsonl"),
+        *(f"--model.hf_assets_path={path}", f"--prompts.path={ASSETS}/train.jsonl"),
         *("--reward.functions=exact_match", f"--training.seq_len={seq_len}", "--inference.launch"),
         *("--rollout.max_new_tokens=8", "--inference.kind=embedded", *more),
     ]
