@@ -71,13 +71,14 @@ def ids_in(file: Path) -> tuple[int, ...]:
     if all(token is None for token in found):
         return ()
     bound = _num_ids(file.parent)
-    if not all(type(token) is int and 0 <= token < bound for token in found):
+    ids = [token for token in found if type(token) is int and 0 <= token < bound]
+    if len(ids) < len(found):
         raise NoEosTokenError(
             f"eos_token_id in {file} must be a token id of the model, from 0 to {bound - 1}, or a list "
             f"of them, got {json.dumps(value):.200}. Correct it, or remove it so that the next file "
             "decides: generation_config.json, then config.json, then the tokenizer's eos_token."
         )
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(ids))
 
 
 def _num_ids(directory: Path) -> int:

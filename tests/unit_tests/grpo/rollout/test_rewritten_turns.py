@@ -14,6 +14,7 @@ import pytest
 
 from torchtitan.grpo.data.rollout_rows import sequences_of
 from torchtitan.grpo.inference.client import InferenceClient
+from torchtitan.grpo.rollout.chat_template import LeftOut
 from torchtitan.grpo.rollout.environments import EnvironmentPool, Episodes
 from torchtitan.grpo.rollout.scoring import read_ids
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
@@ -227,3 +228,14 @@ def test_an_episode_that_goes_on_after_a_resume_has_the_same_rows(codec, tmp_pat
     assert server.contexts[0] == "u:7;a:3<eos>u:[1];a:"
     assert again.token_ids.tolist() == whole.token_ids.tolist()
     assert again.new_rows == whole.new_rows
+
+
+@pytest.mark.parametrize("templated", [True, False])
+def test_a_reply_that_the_template_leaves_out_ends_the_run(codec, tmp_path, templated):
+    """No rollout must be trained on in which the model has not seen what it was told."""
+    file = tmp_path / "model/tokenizer_config.json"
+    spoken = TEMPLATE.replace("in messages", "in messages[:2]")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": spoken}))
+    codec = TextCodec(str(tmp_path / "model"), [EOS])
+    with pytest.raises(LeftOut, match="is said by the role 'user' in message 3 of 3"):
+        play(codec, tmp_path, TURNS, templated=templated)
