@@ -74,10 +74,19 @@ def test_a_value_within_the_column_answer_can_take_its_name(tmp_path: Path):
 @pytest.mark.parametrize(
     ("rename", "message"),
     [
-        ({"reward_model.truth": "gold"}, r"reward_model has no 'truth', got keys \['ground_truth', 'style'\]"),
-        ({"reward_model.style.name.x": "gold"}, r"reward_model\.style\.name has no 'x', got 'rule'"),
+        (
+            {"reward_model.truth": "gold"},
+            r"reward_model has no 'truth', got keys \['ground_truth', 'style'\]",
+        ),
+        (
+            {"reward_model.style.name.x": "gold"},
+            r"reward_model\.style\.name has no 'x', got 'rule'",
+        ),
         ({"choices.2": "gold"}, r"choices has no '2', got \['a', 'b'\]"),
-        ({"model.ground_truth": "gold"}, r"names the column 'model\.ground_truth', which does not exist"),
+        (
+            {"model.ground_truth": "gold"},
+            r"names the column 'model\.ground_truth', which does not exist",
+        ),
         ({"prompt.text": "gold"}, r"prompt has no 'text', got 'q'"),
         ({"reward_model.ground_truth": "choices"}, r"would overwrite the column 'choices'"),
     ],
