@@ -42,7 +42,8 @@ class Prompts:
     the chat template of the tokenizer."""
 
     rename: dict[str, str] = field(default_factory=dict)
-    """Columns to rename before use, as ``{old = "new"}``."""
+    """Columns to rename before use, as ``{old = "new"}``. A path such as
+    ``{"reward_model.ground_truth" = "answer"}`` names a value within a column."""
 
     template: str | None = None
     """Python format string into which a string prompt is inserted, such as

@@ -34,6 +34,10 @@ MINE = '''
 import asyncio, os, time
 from torchtitan.grpo.rollout.environments import Environment, Observation
 
+class Silent(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
 class Echo(Environment):
     """Answers each turn with how many it has read; done at the third. The prompt says more."""
     stop_strings = ("=",)
@@ -53,6 +57,15 @@ class Echo(Environment):
         if len(self.texts) == 2:
             if what == "raise":
                 raise KeyError("no such thing")
+            if what == "surrogate":
+                print("\\ud83d")
+                raise ValueError("\\ud83d")
+            if what == "silent":
+                raise Silent
+            if what == "long":
+                raise ValueError("a" * 10_000_000)
+            if what == "half a text":
+                return Observation(text="\\ud83d")
             if what == "block":
                 time.sleep(1000)
             if what == "hang":
@@ -280,6 +293,11 @@ def test_an_environment_may_say_nothing_and_the_model_goes_on(run_world):
     ("what", "kind"),
     [
         ("raise", "raised KeyError"),
+        ("surrogate", "raised ValueError"),
+        ("silent", "raised Silent"),
+        ("long", "raised ValueError"),
+        ("half a text", "bad observation"),
+        (2**70, "column"),
         ("block", "timeout"),
         ("hang", "timeout"),
         ("crash", "crash"),
