@@ -4,6 +4,7 @@
 """A supervised run teaches a form, and GRPO begins with what it exports."""
 
 import json
+import re
 from pathlib import Path
 
 REWARD = """
@@ -36,6 +37,9 @@ def test_grpo_begins_with_the_form_that_a_supervised_run_has_taught(make_run, re
     summary = supervised.summary
     assert summary["heldout_loss_after"] < 0.5 * summary["heldout_loss_before"]
     assert not list(supervised.folder.glob("rollout*")), "a supervised run has no rollout process"
+    for step in (1, 30):
+        assert re.search(rf"step +{step}/30  loss .* epoch .* trained .* tok/s", supervised.console)
+    assert f"Everything is in {supervised.folder}: metrics.jsonl.\n" in supervised.console
     scored = (*GRPO, f"--reward.functions={reward}:is_marked")
     after = make_run(
         *scored, f"--model.hf_assets_path={summary['hf_checkpoint']}", name="after"

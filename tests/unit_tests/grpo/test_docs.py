@@ -66,3 +66,12 @@ def test_files_that_pages_name_exist(repository):
             if not any(file.endswith("/" + name) for file in files):
                 unknown.append(f"{page.relative_to(repository)}: {name}")
     assert not unknown, unknown
+
+
+def test_the_first_commands_of_the_readme_can_be_pasted(repository):
+    quickstart = (repository / "README.md").read_text().partition("## Quickstart")[2]
+    block = re.search(r"(?:^    .+\n)+", quickstart, re.MULTILINE)
+    assert block is not None
+    commands = [line.strip() for line in block[0].splitlines()]
+    assert commands == ["bash scripts/quickstart.sh"]
+    assert (repository / "scripts/quickstart.sh").is_file()

@@ -165,7 +165,7 @@ class GRPOMetricsProcessor(MetricsProcessor):
         self.close()
         names = ["metrics.jsonl", "samples.jsonl", "reward_curve.png"]
         names.append(self._config.profiling.save_traces_folder)
-        files = [name for name in names if (self._folder / name).exists()]
+        files = [name for name in names if _has_content(self._folder / name)]
         print(f"Everything is in {self._folder}: {', '.join(files)}.", flush=True)
         if place:
             print(place, flush=True)
@@ -177,6 +177,11 @@ class GRPOMetricsProcessor(MetricsProcessor):
             if part is not None:
                 part.close()
         self._progress = self.steps = self.evaluations = self.evaluated = None
+
+
+def _has_content(path: Path) -> bool:
+    """Whether something was written: runs without rollouts leave their samples empty."""
+    return path.exists() and path.stat().st_size > 0
 
 
 def _warn(notice: str | None) -> None:

@@ -83,7 +83,7 @@ class Progress:
 class _Bar(RichProgress):
     """A bar with lines above it, each cut off at the terminal's width."""
 
-    lines: Iterable[str] = ("waiting for the first rollouts",)
+    lines: Iterable[str] = ("waiting for the first step",)
 
     def get_renderables(self) -> Iterable[RenderableType]:
         for line in self.lines:
