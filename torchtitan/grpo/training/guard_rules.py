@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from torchtitan.grpo.job_config import JobConfig
 
 _TERMS = ("loss/policy", "loss/ptx")
-_MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -114,14 +113,18 @@ class GuardRules:
 
 
 def _not_finite(reading: Reading) -> str | None:
-    numbers = {
-        "loss/total": reading.loss,
-        "grad_norm": reading.grad_norm,
-        "mismatch/kl": reading.mismatch_kl,
-        "loss/reference_kl": reading.reference_kl,
-        "policy/entropy": 0.0 if reading.entropy is None else reading.entropy,
-    } | dict(reading.others)
-    broken = [f"{name} is {v}" for name, v in numbers.items() if not math.isfinite(v)]
-    if (num_more := len(broken) - _MAX_NAMED) > 0:
-        broken[_MAX_NAMED:] = [f"{num_more} more metrics of the loss are not finite"]
+    # What a broken loss does to other metrics says nothing more.
+    return _named({"loss/total": reading.loss, "grad_norm": reading.grad_norm}) or _named(
+        {
+            "mismatch/kl": reading.mismatch_kl,
+            "loss/reference_kl": reading.reference_kl,
+            "policy/entropy": 0.0 if reading.entropy is None else reading.entropy,
+            **reading.others,
+        }
+    )
+
+
+def _named(numbers: Mapping[str, float]) -> str | None:
+    """Returns which of the numbers are not finite."""
+    broken = [f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value)]
     return " and ".join(broken) or None
