@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan.grpo import config as tables
-from torchtitan.grpo.rollout import child_process
-from torchtitan.grpo.rollout import link_messages
+from torchtitan.grpo.rollout import child_process, link_messages
 from torchtitan.grpo.rollout.link import RolloutLink
 from torchtitan.grpo.system.child import start_child
 from torchtitan.grpo.types import BatchPart, PromptProgress
