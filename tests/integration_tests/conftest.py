@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from bare_trainer import RunningServer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MARK = "TORCHTITAN_GRPO_TEST_MARK"
+# A name that the rollout process and the servers inherit (system/environment.py).
+MARK = "TORCH_GRPO_TEST_MARK"
 # Against hanging alone: a busy machine is several times slower.
 PATIENCE_SECONDS = 600.0
 # Arguments of runs that launch no embedded server.

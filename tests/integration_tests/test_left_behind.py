@@ -26,7 +26,7 @@ PROGRAM = "import torchtitan_grpo; torchtitan_grpo.main()"
 SMALL = (
     "--grpo.prompts_per_step=2", "--evaluation.interval=0", "--evaluation.num_prompts=2", "--training.steps=1000",
     "--inference.max_restarts=0", "--rollout.max_process_restarts=0", "--inference.startup_timeout_seconds=480",
-    "--workers.pass_variables=TORCHTITAN_GRPO_TEST_MARK",
+    "--workers.pass_variables=TORCH_GRPO_TEST_MARK",
 )  # fmt: skip
 # Shared memory of all processes of a run goes to a folder that the test sees, and no other program uses.
 OWN_SHARED_MEMORY = 'mount --bind "$1" /dev/shm && shift && exec "$@"'
@@ -110,7 +110,7 @@ def _start(run, shared: Path, temporary: Path, kind: str, repository: Path) -> N
         assert python.exists(), f"run scripts/install_{kind}.sh first"
         command += [f"--inference.kind={kind}", f"--inference.python={python}"]
     variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    variables |= {"TORCHTITAN_GRPO_TEST_MARK": run.mark, "TMPDIR": str(temporary)}
+    variables |= {"TORCH_GRPO_TEST_MARK": run.mark, "TMPDIR": str(temporary)}
     with (run.folder / "console.log").open("ab") as console:
         run.process = subprocess.Popen(
             [*_apart(shared), *command], cwd=repository, start_new_session=True, env=os.environ | variables,

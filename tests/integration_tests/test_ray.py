@@ -28,7 +28,7 @@ def launch(make_run, repository: Path, tmp_path: Path):
         environment = os.environ | {
             "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
             "RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1",
-            "TORCHTITAN_GRPO_TEST_MARK": run.mark,
+            "TORCH_GRPO_TEST_MARK": run.mark,
         }  # fmt: skip
         command = [
             *(str(python), str(repository / "scripts/launch_ray.py")),

@@ -37,7 +37,7 @@ def train(make_run, repository):
         command = [
             *(sys.executable, "-c", PROGRAM, "train", "train_configs/quickstart.toml"),
             *("--nproc", str(ranks)),
-            "--workers.pass_variables=TORCHTITAN_GRPO_TEST_MARK",
+            "--workers.pass_variables=TORCH_GRPO_TEST_MARK",
             *(*SMALL, *CHECKPOINT, *arguments),
         ]
         if not any(argument.startswith("--job.dump_folder") for argument in arguments):
@@ -45,7 +45,7 @@ def train(make_run, repository):
         if "--inference.no-launch" not in arguments:
             command.append(f"--inference.python={launcher}")
         variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-        variables |= {"TORCHTITAN_GRPO_TEST_MARK": run.mark}
+        variables |= {"TORCH_GRPO_TEST_MARK": run.mark}
         with (run.folder / "console.log").open("ab") as console:
             run.process = subprocess.Popen(
                 command, cwd=repository, start_new_session=True, env=os.environ | variables,

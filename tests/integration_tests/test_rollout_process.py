@@ -404,3 +404,43 @@ def test_killed_parent_leaves_no_process(parent: subprocess.Popen):
     assert len(children) == 4, "rollout process, server, and a worker of rewards and of evaluations"
     os.kill(parent.pid, signal.SIGKILL)
     assert not still_running(children)
+
+
+FOREIGN = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY")
+OWN = {"server": {"TORCHTITAN_GRPO_API_KEY", "TORCHTITAN_GRPO_ADMIN_KEY"}, "worker": set()}
+DAEMON = """
+import subprocess
+subprocess.run("setsid nohup sleep 98765 >/dev/null 2>&1 &", shell=True)
+def score(completions, **kwargs):
+    return [1.0] * len(completions)
+"""
+
+
+def test_children_see_their_own_keys_alone_and_daemons_of_rewards_end(
+    config: RolloutProcessConfig, open_link, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ("TORCHTITAN_GRPO_MONITOR_KEY", "TORCHTITAN_GRPO_TEACHER_KEY", *OWN["server"])
+    for name in (*FOREIGN, *keys):
+        monkeypatch.setenv(name, "secret")
+    (tmp_path / "daemon.py").write_text(DAEMON)
+    config.reward.functions = [f"{tmp_path}/daemon.py:score"]
+    config.inference.python = None  # a process of its own, which /proc shows
+    link = open_link(config)
+    link.wait_ready(READY_SECONDS)
+    found = {"server": 0, "worker": 0, "process": 0, "daemon": 0}
+    for child in psutil.Process().children(recursive=True):
+        words, environ = " ".join(child.cmdline()), child.environ()
+        kinds = {
+            "inference.embedded": "server",
+            "scoring_worker": "worker",
+            "sleep 98765": "daemon",
+        }
+        kinds["rollout.process"] = "process"
+        kind = next((kind for word, kind in kinds.items() if word in words), None)
+        if kind is not None and child.name() != "sh":
+            found[kind] += 1
+            seen = {name for name in (*FOREIGN, *keys) if name in environ}
+            assert seen == OWN["server" if kind in ("server", "process") else "worker"], kind
+    assert min(found.values()) >= 1, found
+    link.close()
+    assert not [p for p in psutil.process_iter(["cmdline"]) if "98765" in (p.info["cmdline"] or [])]

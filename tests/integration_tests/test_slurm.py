@@ -55,7 +55,7 @@ class Job:
             "SLURM_JOB_NODELIST": "127.0.0.1",
             "STANDIN_CALLS": str(self.calls_file),
             "STANDIN_QUEUE": str(self.queue_file),
-            "TORCHTITAN_GRPO_TEST_MARK": run.mark,
+            "TORCH_GRPO_TEST_MARK": run.mark,
         }
         self.environment |= environment
 

@@ -32,11 +32,11 @@ def train(make_run, tmp_path, repository):
         variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-c", PROGRAM, "train"]
         command += [str(repository / "train_configs/quickstart.toml"), f"--job.dump_folder={name}"]
-        command += ["--workers.pass_variables=TORCHTITAN_GRPO_TEST_MARK"]
+        command += ["--workers.pass_variables=TORCH_GRPO_TEST_MARK"]
         with (run.folder / "console.log").open("wb") as console:
             run.process = subprocess.Popen(
                 [*command, *SMALL, *arguments], cwd=folder, start_new_session=True,
-                env=os.environ | variables | {"TORCHTITAN_GRPO_TEST_MARK": run.mark} | environment,
+                env=os.environ | variables | {"TORCH_GRPO_TEST_MARK": run.mark} | environment,
                 stdout=console, stderr=subprocess.STDOUT,
             )  # fmt: skip
         return run

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import psutil
 
 _LOOK_SECONDS = 0.2
-_MARK = "TORCHTITAN_GRPO_TEST_MARK"
+_MARK = "TORCH_GRPO_TEST_MARK"
 
 
 def session_of(leader: int) -> list[psutil.Process]:

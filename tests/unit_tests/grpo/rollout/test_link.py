@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan.grpo import config as tables
-from torchtitan.grpo.rollout import link as link_module
-from torchtitan.grpo.rollout import link_messages
+from torchtitan.grpo.rollout import child_process, link_messages
 from torchtitan.grpo.rollout.link import RolloutLink
 from torchtitan.grpo.system.child import start_child
 from torchtitan.grpo.types import BatchPart, PromptProgress
@@ -64,7 +63,7 @@ def link(tmp_path: Path, monkeypatch) -> Iterator[RolloutLink]:
         *python, _, directory = command
         return start_child([*python, "program", directory], cwd=str(tmp_path), **options)
 
-    monkeypatch.setattr(link_module, "start_child", start_program)
+    monkeypatch.setattr(child_process, "start_child", start_program)
     link = RolloutLink(
         tables.RolloutProcessConfig(
             grpo=tables.GRPO(),
