@@ -35,9 +35,9 @@ from torchtitan.grpo.inference.registry import Registration
 from torchtitan.grpo.inference.server_spec import LOOPBACK, ServerSpec
 from torchtitan.grpo.inference.urls import checked_urls, url_of
 from torchtitan.grpo.system.interfaces import address_of, default_address
+from torchtitan.grpo.system.routes import source_address
 from torchtitan.grpo.types import ServerKind
 from torchtitan.grpo.weight_wire.model_folder import read_json, refuse_quantised
-from torchtitan.grpo.weight_wire.routes import source_address
 
 _PORT = 8000
 _REPOSITORY = Path(__file__).resolve().parents[3]

@@ -24,7 +24,7 @@ from torchtitan.grpo.system.interfaces import address_of, interface_of
 from torchtitan.grpo.system.loopback import is_loopback
 from torchtitan.grpo.system.private_folders import make_private_folder, remove_private_folder
 from torchtitan.grpo.system.reminders import Reminders
-from torchtitan.grpo.weight_wire.routes import source_address
+from torchtitan.grpo.system.routes import source_address
 
 _PORT = 29400  # torchrun's own default
 _JOIN_SECONDS = 900.0

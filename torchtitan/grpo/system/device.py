@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from torchtitan.grpo.system.interfaces import interface_of
 from torchtitan.grpo.system.loopback import loopback_interface
-from torchtitan.grpo.weight_wire.routes import source_address
+from torchtitan.grpo.system.routes import source_address
 
 if TYPE_CHECKING:
     from torchtitan.distributed import ParallelDims

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from torchtitan.grpo.weight_wire.routes import source_address
+from torchtitan.grpo.system.routes import source_address
 
 
 def new_group(

@@ -8,7 +8,7 @@ import socket
 import psutil
 
 from torchtitan.grpo.system.loopback import is_loopback
-from torchtitan.grpo.weight_wire.routes import source_address
+from torchtitan.grpo.system.routes import source_address
 
 # Addresses for documentation (RFC 5737), which no host has: the way to them is the default route.
 _SOMEWHERE = "192.0.2.1"

@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from torchtitan.grpo.weight_wire.routes import source_address
+from torchtitan.grpo.system.routes import source_address
 
 # The settings of torch's NCCL watchdog that keep it from ending the process: it handles no
 # errors, tells no other rank of them, and nobody watches whether it is itself alive. Torch reads
