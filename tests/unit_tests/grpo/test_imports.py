@@ -177,7 +177,7 @@ def test_rooms_of_one_floor_do_not_import_each_other_in_a_circle(graph: Graph) -
     [
         ("functions", {"system"}),
         ("types", set()),
-        ("weight_wire", set()),
+        ("weight_wire", {"system"}),
         ("inference", {"monitoring", "strict_json", "system", "types", "weight_wire"}),
         ("losses", {"config", "functions"}),
     ],
