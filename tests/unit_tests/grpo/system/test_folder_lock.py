@@ -121,7 +121,7 @@ def left(file: Path, age: float = 0.0, **changes) -> None:
         namespace=pid_namespace(), since="2026-01-01T00:00:00+00:00", launch="first launch", token="x",
     )  # fmt: skip
     file.write_bytes(msgspec.json.encode(msgspec.structs.replace(holder, **changes)))
-    os.utime(file, (time.time() - age,) * 2)
+    os.utime(file, (time.time() - age, time.time() - age))
 
 
 def stop(owner: Owner, file: Path) -> None:
