@@ -81,7 +81,7 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def own(file: Path) -> Callable[..., Owner]:
+def own(file: Path) -> Iterator[Callable[..., Owner]]:
     owners: list[Owner] = []
 
     def make(**arguments) -> Owner:
@@ -108,6 +108,12 @@ def take(file: Path, patience: float = 0.2, launch: str = "second launch") -> Fo
     return lock
 
 
+def told_by(file: Path) -> Holder:
+    holder = peek(file)
+    assert holder is not None
+    return holder
+
+
 def left(file: Path, age: float = 0.0, **changes) -> None:
     """Leaves the file of a holder that is not there."""
     holder = Holder(
@@ -115,7 +121,7 @@ def left(file: Path, age: float = 0.0, **changes) -> None:
         namespace=pid_namespace(), since="2026-01-01T00:00:00+00:00", launch="first launch", token="x",
     )  # fmt: skip
     file.write_bytes(msgspec.json.encode(msgspec.structs.replace(holder, **changes)))
-    os.utime(file, (time.time() - age,) * 2)
+    os.utime(file, (time.time() - age, time.time() - age))
 
 
 def stop(owner: Owner, file: Path) -> None:
@@ -217,7 +223,7 @@ def emptied(own, file: Path) -> None:
 def test_a_dead_holder_does_not(file, own, leave):
     leave(own, file)
     lock = take(file, patience=5)
-    assert peek(file).pid == os.getpid()
+    assert told_by(file).pid == os.getpid()
     with pytest.raises(FolderInUse):
         take(file)
     lock.release()
@@ -329,7 +335,7 @@ def test_a_restart_takes_over_from_a_host_that_cannot_be_reached(
     """A file server may keep a lock for a host that is gone."""
     monkeypatch.setattr(folder_lock, "SILENCE_SECONDS", 0.2)
     own()
-    held = peek(file)
+    held = told_by(file)
     file.write_bytes(msgspec.json.encode(msgspec.structs.replace(held, boot=boot or held.boot)))
     if taken:
         take(file, launch=launch).release()
@@ -342,9 +348,12 @@ def test_a_holder_whose_lock_was_taken_over_hears_of_it(file, monkeypatch):
     monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 0.02)
     told: list[str] = []
     lost = threading.Event()
-    held = HeldFolders(
-        [FolderLock(file, "x")], 0.0, lambda _: None, lambda text: (told.append(text), lost.set())
-    )
+
+    def on_lost(text: str) -> None:
+        told.append(text)
+        lost.set()
+
+    held = HeldFolders([FolderLock(file, "x")], 0.0, lambda _: None, on_lost)
     before = file.stat().st_mtime_ns
     deadline = time.monotonic() + PATIENCE
     while file.stat().st_mtime_ns == before and time.monotonic() < deadline:
@@ -356,7 +365,7 @@ def test_a_holder_whose_lock_was_taken_over_hears_of_it(file, monkeypatch):
     assert "was taken over by process 7 on node-b" in told[0]
     held.close()
     held.close()
-    assert peek(file).token == "another", "the other's file stays"
+    assert told_by(file).token == "another", "the other's file stays"
 
 
 @pytest.mark.parametrize("in_the_way", [lambda f: f.mkdir(), os.mkfifo, lambda f: f.symlink_to(f)])
