@@ -161,7 +161,9 @@ def test_a_flipped_bit_changes_nothing_or_is_told_with_the_file(make_run):
     for kind, read in KINDS.items():
         files = files_of(run.folder, kind)
         assert files or read is None, f"the run has left nothing of the kind {kind}"
-        for file in files if read is not None else ():
+        if read is None:
+            continue
+        for file in files:
             content, expected = file.read_bytes(), read(file)
             for other in flipped(content):
                 file.write_bytes(other)

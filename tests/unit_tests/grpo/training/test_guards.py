@@ -120,7 +120,8 @@ def test_each_metric_of_the_loss_must_be_finite(name, value, action):
 
 
 def test_a_step_in_which_all_is_broken_is_one_short_line():
-    metrics = dict.fromkeys((*MORE, "loss/total", "mismatch/kl", "loss/reference_kl"), math.nan)
+    names: list[str] = [*MORE, "loss/total", "mismatch/kl", "loss/reference_kl"]
+    metrics = dict.fromkeys(names, math.nan)
     judge = Judge()
     judge.guards.judge(1, Reading.of(math.nan, metrics))
     assert "Guard at step 1: loss/total is nan and grad_norm is nan. With guards" in judge.lines[0]
