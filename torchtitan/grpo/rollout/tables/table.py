@@ -75,6 +75,16 @@ def renamed(row: Mapping[str, Any], rename: Mapping[str, str], where: str) -> di
     return {rename.get(name, name): value for name, value in row.items()}
 
 
+def renamed_or_error(
+    row: Mapping[str, Any], rename: Mapping[str, str], where: str
+) -> dict[str, Any] | RowError:
+    """Returns the row as :func:`renamed` does, or why it cannot be used."""
+    try:
+        return renamed(row, rename, where)
+    except RowError as error:
+        return error
+
+
 def check_column(row: Mapping[str, Any], column: str, where: str) -> None:
     """Checks that a row has the prompt column.
 
