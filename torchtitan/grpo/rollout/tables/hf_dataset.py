@@ -7,7 +7,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan.grpo.rollout.tables.table import RowError, Table, check_column, renamed
+from torchtitan.grpo.rollout.tables.table import (
+    RowError,
+    Table,
+    check_column,
+    renamed,
+    renamed_or_error,
+)
 
 _SLICE_ROWS = 256
 
@@ -40,9 +46,9 @@ class HfDatasetTable(Table):
         for begin in range(first, end, _SLICE_ROWS):
             # A slice is a dictionary of columns, and is decoded much faster than single rows.
             columns = self._dataset[begin : min(begin + _SLICE_ROWS, end)]
-            for values in zip(*columns.values(), strict=True):
+            for i, values in enumerate(zip(*columns.values(), strict=True), start=begin):
                 row = dict(zip(columns, values, strict=True))
-                yield renamed(row, self._rename, self.path)
+                yield renamed_or_error(row, self._rename, self.where(i))
 
     def where(self, i: int) -> str:
         return f"{self.path}, row {i}"

@@ -10,7 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.grpo.rollout.tables.table import RowError, Table, check_column, renamed
+from torchtitan.grpo.rollout.tables.table import (
+    RowError,
+    Table,
+    check_column,
+    renamed,
+    renamed_or_error,
+)
 from torchtitan.grpo.system.file_formats import UTF8_MARK, not_json_lines
 
 logger = logging.getLogger(__name__)
@@ -96,7 +102,8 @@ class ParquetTable(Table):
                 yield from (error for _ in range(first, stop))
                 first = stop
                 continue
-            yield from (renamed(row, self._rename, self.path) for row in found)
+            for i, row in enumerate(found, start=first):
+                yield renamed_or_error(row, self._rename, self.where(i))
             first += size
 
     def where(self, i: int) -> str:

@@ -100,6 +100,16 @@ def _within(row: Mapping[str, Any], path: str, where: str) -> Any:
     return value
 
 
+def renamed_or_error(
+    row: Mapping[str, Any], rename: Mapping[str, str], where: str
+) -> dict[str, Any] | RowError:
+    """Returns the row as :func:`renamed` does, or why it cannot be used."""
+    try:
+        return renamed(row, rename, where)
+    except RowError as error:
+        return error
+
+
 def check_column(row: Mapping[str, Any], column: str, where: str) -> None:
     """Checks that a row has the prompt column.
 
