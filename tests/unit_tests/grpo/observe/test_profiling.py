@@ -15,7 +15,7 @@ from torchtitan.grpo.config_checks.observe import check_profiling
 from torchtitan.grpo.config_checks.rules import ConfigError
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.observe.profiling import profilers
-from torchtitan.grpo.run_folder.contents import remove_run
+from torchtitan.grpo.run_folder.replacing import move_aside
 
 
 @pytest.fixture
@@ -81,8 +81,8 @@ def test_a_run_without_gpu_is_traced(rank, config, settings, first, steps, stop,
         for step, inside in traced.items()
     }
     if found:
-        remove_run(config)
-        assert list(Path(config.job.dump_folder).iterdir()) == []
+        aside = move_aside(config, keep=True)
+        assert list(Path(config.job.dump_folder).iterdir()) == [aside]
 
 
 def test_a_trace_that_cannot_be_written_ends_no_run(rank, config):

@@ -20,7 +20,7 @@ from torchtitan.grpo.observe.trackers import (
     wandb_run,
     without_pipeline,
 )
-from torchtitan.grpo.run_folder.contents import remove_run
+from torchtitan.grpo.run_folder.replacing import move_aside
 
 SAMPLE = {
     "step": 1, "group_id": 7, "prompt": "12->", "completion": "21", "reward": 0.5,
@@ -93,8 +93,8 @@ def test_a_run_has_one_id_in_wandb_until_it_is_removed(wandb_config: JobConfig):
         k: v for k, v in before.items() if k.startswith("WANDB_RU")
     }
     assert "WANDB_RESUME" not in os.environ
-    remove_run(wandb_config)
-    assert list(folder.iterdir()) == []
+    aside = move_aside(wandb_config, keep=True)
+    assert list(folder.iterdir()) == [aside]
     assert opened(wandb_config, 4)[0] != first
 
 

@@ -64,7 +64,7 @@ COMPARING = [
 ]
 
 
-@pytest.mark.parametrize(("value", "texts"), UNDERSTOOD, ids=repr)
+@pytest.mark.parametrize(("value", "texts"), UNDERSTOOD, ids=str)
 def test_every_form_of_a_right_answer_counts(value, texts):
     assert right_answers(value) == texts
     assert gold_problem("exact_match", {"answer": value}) is None
@@ -76,7 +76,7 @@ def test_every_form_of_a_right_answer_counts(value, texts):
     assert boxed_math(["q"], ["\\boxed{[]}"], answer=[value]) == [0.0]
 
 
-@pytest.mark.parametrize(("value", "message"), REFUSED, ids=repr)
+@pytest.mark.parametrize(("value", "message"), REFUSED, ids=str)
 @pytest.mark.parametrize("function", COMPARING)
 def test_what_is_no_answer_is_refused_by_its_column(value, message, function):
     problem = gold_problem(function, {"answer": value})
@@ -88,7 +88,7 @@ def test_what_is_no_answer_is_refused_by_its_column(value, message, function):
 
 @pytest.mark.parametrize("function", [exact_match, partial_match, boxed_math, hash_answer_exact])
 @pytest.mark.parametrize(
-    "value", [None, math.nan, [], {}, {"a": 1}, [None], pyarrow.scalar(None)], ids=repr
+    "value", [None, math.nan, [], {}, {"a": 1}, [None], pyarrow.scalar(None)], ids=str
 )
 def test_what_is_no_answer_leaves_the_completion_unscored(function, value):
     texts = ["None", "nan", "\\boxed{None}", "\\boxed{nan}", "\\boxed{}", "[]", "#### 0", "{}", ""]
