@@ -103,6 +103,9 @@ class CannedRollouts(StepSource):
     def start(self) -> None:
         """Does nothing: the batch is made by the constructor."""
 
+    def attend(self) -> None:
+        """Does nothing, since there is no rollout process."""
+
     def evaluate(self, version: int) -> None:
         """Returns None: nothing is generated."""
 
