@@ -10,8 +10,9 @@ returns whether they agree, or ``None`` if they are not of its kind.
 
 import re
 from collections.abc import Callable
+from fractions import Fraction
 
-from torchtitan.grpo.rewards.answer_text import TEXT_COMMAND
+from torchtitan.grpo.rewards.answer_text import TEXT, TEXT_COMMAND
 
 _MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
 _MONTH = rf"(?P<month>{'|'.join(_MONTHS)})[a-z]*\.?"
@@ -26,24 +27,23 @@ _BASE = re.compile(
     r"\(?(?P<digits>\d[\dA-Za-z]*|[A-F]{2,})\)?\s*(?:_\s*\{?|\(?(?=base))\s*(?:base\s*)?"
     rf"(?P<base>\d{{1,2}}|{'|'.join(_BASES)})\s*\}}?\)?"
 )
-_CHOICE = re.compile(r"\(?([A-J])[).:]?\s*|\(([A-Ja-j])\)\s*(.+)?", re.DOTALL)
-_TEXT = re.compile(TEXT_COMMAND + r"\s*\{([^{}]*)\}")
+_CHOICE = re.compile(r"\(?([A-J])(?:[).:]?\s*|[).]\s+\S.*)|\(([A-Ja-j])\)\s*(.+)?", re.DOTALL)
 _NOTHING = re.compile(
     r"no (?:real )?solutions?(?: exists?)?|none|(?:the )?empty set|there (?:is|are) no (?:real )?solutions?"
 )
 _EMPTY_SET = re.compile(r"\\(?:emptyset|varnothing)|\\\{\s*\\\}|\{\s*\}")
 _UNDEFINED = re.compile(r"dne|does not exist|undefined|not defined")
 _SHORT_WORDS = re.compile("no|on|up|in|of|is|or|an|at|it|to|go|he|we|so|be|by|if|my|us|am|as")
-# Words that a formula may hold.
-_FORMULA = re.compile(
+FORMULA_WORD = re.compile(
     "pi|inf|infinity|sqrt|frac|log|ln|exp|(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|min|max|gcd|lcm|det|mod|and|or"
 )
+"""A word that a formula may hold."""
 _LETTERS = re.compile(r"[^\W\d_]+(?:[\s'’.,-]+[^\W\d_]+)*[.!]?")
 
 
 def plain_text(answer: str) -> str:
     r"""Returns the answer without ``\text{...}`` around its parts, and with single spaces."""
-    return re.sub(r"\s+", " ", _TEXT.sub(r" \1 ", answer)).strip()
+    return re.sub(r"\s+", " ", TEXT.sub(r" \1 ", answer)).strip()
 
 
 def same_date(a: str, b: str) -> bool | None:
@@ -108,9 +108,17 @@ def _based(answer: str) -> tuple[str, int | None]:
 
 
 def same_ratio(a: str, b: str) -> bool | None:
-    """Refuses ratios of different lengths, which math-verify divides through."""
-    lengths = [len(answer.split(":")) for answer in (a, b)]
-    return False if max(lengths) > 2 and lengths[0] != lengths[1] else None
+    """Compares ratios of three parts or more, which math-verify would divide through."""
+    parts = [answer.split(":") for answer in (a, b)]
+    if max(map(len, parts)) < 3:
+        return None
+    try:
+        one, other = ([Fraction(part.strip()) for part in side] for side in parts)
+    except ValueError:
+        return None if len(parts[0]) == len(parts[1]) else False
+    return len(one) == len(other) and all(
+        p * sum(other) == q * sum(one) for p, q in zip(one, other, strict=True)
+    )
 
 
 def same_choice(a: str, b: str) -> bool | None:
@@ -149,9 +157,9 @@ def _words(answer: str) -> str | None:
     if not _LETTERS.fullmatch(text) or len(text) < 2:
         return None
     parts = re.findall(r"[^\W\d_]+", text.lower())
-    if any(map(_FORMULA.fullmatch, parts)):
+    if any(map(FORMULA_WORD.fullmatch, parts)):
         return None
-    is_set_as_text = _TEXT.fullmatch(answer) is not None
+    is_set_as_text = TEXT.fullmatch(answer) is not None
     if not is_set_as_text and not any(map(_is_word, parts)):
         return None
     text = " ".join(parts)

@@ -15,6 +15,7 @@ from fractions import Fraction
 from torchtitan.grpo.rewards.thousands import without_thousands_separators
 
 TEXT_COMMAND = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox|operatorname)"
+TEXT = re.compile(TEXT_COMMAND + r"\s*\{([^{}]*)\}")
 
 _RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ", "₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₙᵢ"
 _LEVEL = str.maketrans(_RAISED + _LOWERED, "0123456789+-=()ni" * 2)
@@ -40,6 +41,7 @@ _DELIMITERS = re.compile(r"\$\$(.+)\$\$|\$([^$]+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", 
 _WHOLE_TEXT = re.compile(rf"(?:{TEXT_COMMAND}\s*)?\{{([^{{}}]*)\}}")
 _TEXT_WITHOUT_WORDS = re.compile(TEXT_COMMAND + r"\s*\{([^{}A-Za-z]*)\}")
 _LEAD_IN = re.compile(
+    r"(?:\\approx|approximately|about)\s*(?=[-\d\\$.])|"
     r"(?:\\text\s*\{)?\s*(?:(?:so|thus|hence|therefore|then|finally),?\s+)?(?:the|my|our|final)?\s*"
     r"(?:(?:final|correct)\s+)?(?:answer|result|solution|value|it)\b[^{}=:\d\\]{0,40}?"
     r"(?:\bis\b\s*:?|\bequals\b|:|=)\s*(?P<closed>\}?)\s*(?=\S)",

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from torchtitan.grpo.rewards.answer_kinds import KINDS, without_choice
-from torchtitan.grpo.rewards.answer_text import as_latex
+from torchtitan.grpo.rewards.answer_text import TEXT, as_latex
 from torchtitan.grpo.rewards.units import Quantity, read_quantity, scaled
 
 PROCESSOR_SECONDS = 3.0
@@ -29,7 +29,10 @@ PROCESSOR_SECONDS = 3.0
 
 _DECIMAL = re.compile(r"([-+]?)\s*(\d+\.?\d*|\.\d+)")
 _TIMES_POWER = re.compile(r"(.*\d\.?)\s*\\(?:cdot|times)\s*10\s*\^\s*\{?\s*(-?\d{1,6})\s*\}?")
-_ORDERED, _UNORDERED = re.compile(r"\(.*\)", re.DOTALL), re.compile(r"\\\{.*\\\}", re.DOTALL)
+_ORDERED, _UNORDERED = (
+    re.compile(r"\((?:[^()]|\([^()]*\))*\)"),
+    re.compile(r"\\\{.*\\\}", re.DOTALL),
+)
 _EQUATION = re.compile(r"(?<![\\<>!:])=(?!=)")
 _RELATION = re.compile(
     r"[<>≠]|\\(?:le|ge|leq|geq|leqslant|geqslant|ne|neq|lt|gt|approx)(?![A-Za-z])"
@@ -41,7 +44,6 @@ _GREEK = re.compile(
     r"\\(?:alpha|beta|gamma|[dD]elta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|omega|angle)(?![A-Za-z])"
 )
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
-_TEXT_GROUP = re.compile(r"\\(?:text|mathrm|operatorname|mbox|textbf)\s*\{[^{}]*\}")
 _INDEX = re.compile(r"_\s*(?:\{[^{}]*\}|\w)")
 # Powers and factorials of numbers, whose values no computer may hold.
 _TOWER = re.compile(r"\d\}?\s*\^\s*\{?\s*-?\s*(\d+)\s*\^\s*\{?\s*-?(\d+)(\s*\}?\s*\^)?")
@@ -156,14 +158,14 @@ def _equation_says(given: str, wanted: str) -> bool:
 
 
 def _variables(text: str) -> set[str]:
-    text = _INDEX.sub("", _TEXT_GROUP.sub("T", text))
+    text = _INDEX.sub("", TEXT.sub("T", text))
     named = set(_GREEK.findall(text))
     return named | set(re.findall(r"[A-Za-z]", _LATEX_LETTERS.sub(" ", text)))
 
 
 def _is_name(text: str) -> bool:
     """Whether an expression names what it stands for: ``x``, ``S_n``, ``f(2)``, ``|AB|``, ``\\angle A``."""
-    text = _INDEX.sub("", _TEXT_GROUP.sub("T", text))
+    text = _INDEX.sub("", TEXT.sub("T", text))
     return re.fullmatch(r"[|\s]*(?:\\?[A-Za-z]+[\s'|]*)+(?:\([^()]*\))?[\s'|]*", text) is not None
 
 

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 
+from torchtitan.grpo.rewards.answer_kinds import plain_text
 from torchtitan.grpo.rewards.answer_text import TEXT_COMMAND
 
 # For everything that is measured, how many of its first unit each unit is, and the unit's names. Names with a
@@ -191,8 +192,7 @@ def _read_tail(answer: str) -> Quantity | None:
 
 
 def _flat(answer: str) -> str:
-    text = re.sub(rf"{TEXT_COMMAND}\s*\{{([^{{}}]*)\}}", r" \1 ", answer)
-    return re.sub(r"\s+(?=\^)", "", re.sub(r"\s+", " ", text.replace("\\cdot", "*"))).strip()
+    return re.sub(r"\s+(?=\^)", "", plain_text(answer.replace("\\cdot", "*")))
 
 
 def _unit(text: str) -> Unit | None:
