@@ -16,7 +16,7 @@ SAME = {
     "units": [
         (r"5\text{ cm}", "5"), ("5", r"5\text{ cm}"), ("7", r"7~\mathrm{kg}"), ("7", r"7\,\text{m/s}"),
         (r"12\text{ cm}^2", r"12\mathrm{cm}^2"), (r"12\text{ cm}^2", r"12\text{ square centimeters}"),
-        (r"12\text{ m}^3", "12 cubic metres"), ("12", r"12\text{ cm}^{2}"), ("12", "12 cm²"),
+        (r"12\text{ m}^3", "12 cubic metres"), ("12 m^2", "12 squared meters"), ("12", r"12\text{ cm}^{2}"), ("12", "12 cm²"),
         (r"9\text{ kilometers}", r"9\text{ km}"), ("60 mph", "60 miles per hour"), ("3", "3 hours"),
         ("500 cm", "5 m"), (r"2\text{ h}", r"120\text{ min}"), ("1.5 kg", "1500 g"), ("90 min", "1 hour 30 minutes"),
         ("18 km/h", "5 m/s"), (r"9.8\text{ m/s}^2", r"9.8\ \mathrm{m/s^2}"), ("6 N", r"6\text{ newtons}"),
