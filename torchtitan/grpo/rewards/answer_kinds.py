@@ -10,93 +10,82 @@ returns whether they agree, or ``None`` if they are not of its kind.
 
 import re
 from collections.abc import Callable
-from itertools import product
+from fractions import Fraction
 
-from torchtitan.grpo.rewards.answer_text import TEXT_COMMAND
+from torchtitan.grpo.rewards.answer_text import TEXT, TEXT_COMMAND
 
-_MONTHS = "janfebmaraprmayjunjulaugsepoctnovdec"
-_MONTH = r"(jan|feb|mar|apr|may|june?|july?|aug|sept?|oct|nov|dec)[a-z]*\.?"
-_DATES = (
-    (re.compile(r"(\d{4})[-/.](\d{1,2})[-/.](\d{1,2})"), ("ymd",)),
-    (re.compile(r"(\d{1,2})[-/.](\d{1,2})[-/.](\d{4})"), ("mdy", "dmy")),
-    (re.compile(rf"{_MONTH}\s+(\d{{1,2}})(?:st|nd|rd|th)?(?:,?\s+(\d{{4}}))?"), ("mdy",)),
-    (re.compile(rf"(\d{{1,2}})(?:st|nd|rd|th)?\s+(?:of\s+)?{_MONTH}(?:,?\s+(\d{{4}}))?"), ("dmy",)),
+_MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
+_MONTH = rf"(?P<month>{'|'.join(_MONTHS)})[a-z]*\.?"
+_NAMED = re.compile(
+    rf"(?:{_MONTH}\s+)?(?P<day>\d\d?)(?:st|nd|rd|th)?(?(month)|\s+(?:of\s+)?{_MONTH.replace('month', 'named')})"
+    r"(?:,?\s+(?P<year>\d{4}))?"
 )
+_DATE = re.compile(r"(\d{4})[-/.](\d\d?)[-/.](\d\d?)|(\d\d?)[-/.](\d\d?)[-/.](\d{4})")
 _TIME = re.compile(r"(\d{1,2})(?::(\d{2}))?(?::(\d{2}))?\s*([ap]\.?\s?m\.?)?", re.IGNORECASE)
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9}
 _BASE = re.compile(
     r"\(?(?P<digits>\d[\dA-Za-z]*|[A-F]{2,})\)?\s*(?:_\s*\{?|\(?(?=base))\s*(?:base\s*)?"
     rf"(?P<base>\d{{1,2}}|{'|'.join(_BASES)})\s*\}}?\)?"
 )
-_CHOICE = re.compile(r"\(?([A-J])[).:]?\s*|\(([A-Ja-j])\)\s*(.+)?", re.DOTALL)
-_TEXT = re.compile(TEXT_COMMAND + r"\s*\{([^{}]*)\}")
+_CHOICE = re.compile(r"\(?([A-J])(?:[).:]?\s*|[).]\s+\S.*)|\(([A-Ja-j])\)\s*(.+)?", re.DOTALL)
 _NOTHING = re.compile(
     r"no (?:real )?solutions?(?: exists?)?|none|(?:the )?empty set|there (?:is|are) no (?:real )?solutions?"
 )
 _EMPTY_SET = re.compile(r"\\(?:emptyset|varnothing)|\\\{\s*\\\}|\{\s*\}")
 _UNDEFINED = re.compile(r"dne|does not exist|undefined|not defined")
 _SHORT_WORDS = re.compile("no|on|up|in|of|is|or|an|at|it|to|go|he|we|so|be|by|if|my|us|am|as")
-# Words that a formula may hold.
-_FORMULA = re.compile(
+FORMULA_WORD = re.compile(
     "pi|inf|infinity|sqrt|frac|log|ln|exp|(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|min|max|gcd|lcm|det|mod|and|or"
 )
+"""A word that a formula may hold."""
 _LETTERS = re.compile(r"[^\W\d_]+(?:[\s'’.,-]+[^\W\d_]+)*[.!]?")
 
 
 def plain_text(answer: str) -> str:
     r"""Returns the answer without ``\text{...}`` around its parts, and with single spaces."""
-    return re.sub(r"\s+", " ", _TEXT.sub(r" \1 ", answer)).strip()
+    return re.sub(r"\s+", " ", TEXT.sub(r" \1 ", answer)).strip()
 
 
 def same_date(a: str, b: str) -> bool | None:
     """Compares dates; ``1/2/2024`` may begin with the day or the month, but not differ in that."""
-    if a == b:
-        return None
-    readings = [_dates(plain_text(answer)) for answer in (a, b)]
+    readings = [_dates(plain_text(answer).lower()) for answer in (a, b)]
     if not any(readings):
         return None
-    if all(readings) and min(map(len, readings)) > 1:  # the same notation
-        return readings[0][0] == readings[1][0]
-    return any(one == other for one, other in product(*readings))
+    if len(readings[0]) == len(readings[1]) == 2:  # the same notation
+        return readings[0] == readings[1]
+    return not set(readings[0]).isdisjoint(readings[1])
 
 
-def _dates(text: str) -> list[tuple[int, int, int]]:
-    for pattern, orders in _DATES:
-        found = pattern.fullmatch(text.lower())
-        if found is None:
-            continue
-        parts = [_part(part) for part in found.groups()]
-        readings = [dict(zip(order, parts, strict=True)) for order in orders]
-        dates = [(date["y"], date["m"], date["d"]) for date in readings]
-        return [date for date in dates if 1 <= date[1] <= 12 and 1 <= date[2] <= 31]
-    return []
-
-
-def _part(text: str | None) -> int:
-    if text is None:
-        return 0
-    return int(text) if text.isdigit() else _MONTHS.index(text[:3]) // 3 + 1
+def _dates(text: str) -> list[tuple[int, ...]]:
+    """The year, month and day of each reading of a date."""
+    named = _NAMED.fullmatch(text)
+    if named is not None:
+        month = _MONTHS.index(named["month"] or named["named"]) + 1
+        return [(int(named["year"] or 0), month, int(named["day"]))]
+    found = _DATE.fullmatch(text)
+    if found is None:
+        return []
+    first, second, third = (int(part) for part in found.groups() if part)
+    return (
+        [(first, second, third)] if found[1] else [(third, first, second), (third, second, first)]
+    )
 
 
 def same_time(a: str, b: str) -> bool | None:
-    """Compares times of day if one says ``AM`` or ``PM``, or both have seconds."""
+    """Compares times of day if one says ``AM`` or ``PM``."""
     times = [_TIME.fullmatch(plain_text(answer)) for answer in (a, b)]
-    if not any(time is not None and time[4] is not None for time in times):
+    if not any(time is not None and time[4] for time in times):
         return None
-    found = [time for time in times if time is not None]
-    # A time without AM or PM may be of either half of the day.
-    clocks = [
-        {_clock(time, half) for half in ([time[4][0].lower()] if time[4] else ["a", "p", ""])}
-        for time in found
-    ]
-    return len(clocks) == 2 and bool(clocks[0] & clocks[1])
+    clocks = [_clocks(time) if time is not None else set[int]() for time in times]
+    return not clocks[0].isdisjoint(clocks[1])
 
 
-def _clock(time: re.Match[str], half: str) -> tuple[int, int, int]:
-    hour = int(time[1])
-    if half and hour <= 12:
-        hour = hour % 12 + (12 if half == "p" else 0)
-    return hour, int(time[2] or 0), int(time[3] or 0)
+def _clocks(time: re.Match[str]) -> set[int]:
+    """The seconds after midnight; a time without AM or PM may be of either half of the day."""
+    hour, minute, second = (int(part or 0) for part in time.groups()[:3])
+    halves = [time[4][0].lower()] if time[4] else ["a", "p"]
+    hours = {hour % 12 + 12 * (half == "p") for half in halves} if hour <= 12 else {hour}
+    return {3600 * hour + 60 * minute + second for hour in hours}
 
 
 def same_based_number(a: str, b: str) -> bool | None:
@@ -119,9 +108,17 @@ def _based(answer: str) -> tuple[str, int | None]:
 
 
 def same_ratio(a: str, b: str) -> bool | None:
-    """Refuses ratios of different lengths, which math-verify divides through."""
-    lengths = [len(answer.split(":")) for answer in (a, b)]
-    return False if max(lengths) > 2 and lengths[0] != lengths[1] else None
+    """Compares ratios of three parts or more, which math-verify would divide through."""
+    parts = [answer.split(":") for answer in (a, b)]
+    if max(map(len, parts)) < 3:
+        return None
+    try:
+        one, other = ([Fraction(part.strip()) for part in side] for side in parts)
+    except ValueError:
+        return None if len(parts[0]) == len(parts[1]) else False
+    return len(one) == len(other) and all(
+        p * sum(other) == q * sum(one) for p, q in zip(one, other, strict=True)
+    )
 
 
 def same_choice(a: str, b: str) -> bool | None:
@@ -160,9 +157,9 @@ def _words(answer: str) -> str | None:
     if not _LETTERS.fullmatch(text) or len(text) < 2:
         return None
     parts = re.findall(r"[^\W\d_]+", text.lower())
-    if any(map(_FORMULA.fullmatch, parts)):
+    if any(map(FORMULA_WORD.fullmatch, parts)):
         return None
-    is_set_as_text = _TEXT.fullmatch(answer) is not None
+    is_set_as_text = TEXT.fullmatch(answer) is not None
     if not is_set_as_text and not any(map(_is_word, parts)):
         return None
     text = " ".join(parts)

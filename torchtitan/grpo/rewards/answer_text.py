@@ -15,9 +15,10 @@ from fractions import Fraction
 from torchtitan.grpo.rewards.thousands import without_thousands_separators
 
 TEXT_COMMAND = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox|operatorname)"
+TEXT = re.compile(TEXT_COMMAND + r"\s*\{([^{}]*)\}")
 
-_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ", "0123456789+-=()ni")
-_SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₙᵢ", "0123456789+-=()ni")
+_RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ", "₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₙᵢ"
+_LEVEL = str.maketrans(_RAISED + _LOWERED, "0123456789+-=()ni" * 2)
 _CHARACTERS = str.maketrans(
     dict.fromkeys("‐‑‒–—―−﹘﹣－⁃", "-")
     | dict.fromkeys("°º˚∘", "^\\circ ")
@@ -34,11 +35,13 @@ _CHARACTERS = str.maketrans(
 )  # fmt: skip
 _ROOTS = {"√": "", "∛": "[3]", "∜": "[4]"}
 
-_MARKS = re.compile(r"(\*\*\*|\*\*|\*|___|__|`+)(?=\S)(.*\S)\1", re.DOTALL)
+_MARKS = re.compile(r"(\*{1,3}|_{1,3}|`+)(?=\S)(.*\S)\1", re.DOTALL)
+_BOLD = re.compile(r"(?<![\w)}*])(\*\*|__)(?=[^\s*])([^*]*[^\s*])\1(?![\w*])")
 _DELIMITERS = re.compile(r"\$\$(.+)\$\$|\$([^$]+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
 _WHOLE_TEXT = re.compile(rf"(?:{TEXT_COMMAND}\s*)?\{{([^{{}}]*)\}}")
 _TEXT_WITHOUT_WORDS = re.compile(TEXT_COMMAND + r"\s*\{([^{}A-Za-z]*)\}")
 _LEAD_IN = re.compile(
+    r"(?:\\approx|approximately|about)\s*(?=[-\d\\$.])|"
     r"(?:\\text\s*\{)?\s*(?:(?:so|thus|hence|therefore|then|finally),?\s+)?(?:the|my|our|final)?\s*"
     r"(?:(?:final|correct)\s+)?(?:answer|result|solution|value|it)\b[^{}=:\d\\]{0,40}?"
     r"(?:\bis\b\s*:?|\bequals\b|:|=)\s*(?P<closed>\}?)\s*(?=\S)",
@@ -47,22 +50,35 @@ _LEAD_IN = re.compile(
 _SPACES = re.compile(r"(?:\\[,;:! ]|\\q?quad(?![A-Za-z])|~|\s)+")
 _MATRIX = re.compile(r"\\begin|\\\\")
 
-_SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d+)(?![\w.])")
-_TIMES_TEN = re.compile(r"(?<=\d)\s*[x*]\s*(?=10\s*\^)")
-_BARE_EXPONENT = re.compile(r"\^\s*(-?\d{2,}|-\d)(?![\d.])")
-_MIXED = re.compile(r"(?<![\w./^}])(\d+)(?:\s+|\s+and\s+|-and-)(\d+)\s*/\s*(\d+)(?![\d/])")
-_PLAIN_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s*(\d+|[A-Za-z](?![A-Za-z]))")
+# Numbers and names of plain text, and how LaTeX writes them.
+_PLAIN_TEXT = [
+    (re.compile(plain), latex)
+    for plain, latex in (
+        (r"\*\*", "^"),
+        (r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]\+?(-?\d+)(?![\w.])", r"\1\\cdot 10^{\2}"),
+        (r"(?<=\d)\s*[x*]\s*(?=10\s*\^)", r"\\cdot "),
+        (r"\^\s*(-?\d{2,}|-\d)(?![\d.])", r"^{\1}"),
+        (r"(?<![\\A-Za-z])sqrt\s*(\d+|[A-Za-z](?![A-Za-z]))", r"\\sqrt{\1}"),
+        (r"(?<![\\A-Za-z{])(pi|sin|cos|tan|cot|ln|log)(?![A-Za-z])", r"\\\1"),
+        (
+            r"(?<![\w./^}])(\d+)(?:\s+|\s+and\s+|-and-)(\d+)\s*/\s*(\d+)(?![\d/])",
+            r"\1\\frac{\2}{\3}",
+        ),
+    )
+]
 _UNICODE_ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]))")
 _DOTS = r"(?:\\[lc]?dots|\.{3,}|…)"
-_DIGITS = r"(?<![\w.])(?P<whole>\d*)\.(?P<fixed>\d*)"
-_REPEATING = (
-    re.compile(_DIGITS + r"\\(?:overline|bar)\s*\{?(?P<block>\d+)\}?" + rf"{_DOTS}?"),
-    re.compile(_DIGITS + r"\((?P<block>\d+)\)" + rf"{_DOTS}?"),
-    re.compile(_DIGITS + r"\\dot\s*\{?(?P<block>\d)\}?(?!\}?\d*\\dot)"),
-    re.compile(_DIGITS + r"\\dot\s*\{?(?P<block>\d)\}?(?P<inner>\d*)\\dot\s*\{?(?P<last>\d)\}?"),
-    re.compile(_DIGITS + r"(?P<block>(?:\d[\u0304\u0305])+)"),
-    re.compile(r"(?<![\w.])(?P<whole>\d*)\.(?P<fixed>\d*?)(?P<block>\d+?)(?P=block)+" + _DOTS),
-)
+# The forms of the digits that are repeated.
+_REPEATING = [
+    re.compile(rf"(?<![\w.])(?P<whole>\d*)\.(?P<fixed>\d*{lazy}){block}")
+    for lazy, block in (
+        ("", rf"\\(?:overline|bar)\s*\{{?(?P<block>\d+)\}}?{_DOTS}?"),
+        ("", rf"\((?P<block>\d+)\){_DOTS}?"),
+        ("", r"(?P<block>\\dot\s*\{?\d\}?(?:\d*\\dot\s*\{?\d\}?)?)"),
+        ("", r"(?P<block>(?:\d[\u0304\u0305])+)"),
+        ("?", rf"(?P<block>\d+?)(?P=block)+{_DOTS}"),
+    )
+]
 # A longer answer is no number, and looking for repetitions in it would take long.
 _MAX_CHARACTERS = 300
 
@@ -76,9 +92,11 @@ def as_latex(answer: str) -> str:
     text = _without_markup(answer.strip())
     text = without_thousands_separators(text)
     if len(text) <= _MAX_CHARACTERS:
-        text = _repeating_decimals(text)
+        for pattern in _REPEATING:
+            text = pattern.sub(_fraction, text)
     text = _unicode_as_latex(text)
-    text = _numbers_as_latex(text)
+    for pattern, latex in _PLAIN_TEXT:
+        text = pattern.sub(latex, text)
     return text if _MATRIX.search(text) else _SPACES.sub(" ", text).strip()
 
 
@@ -91,7 +109,7 @@ def _without_markup(text: str) -> str:
             whole = pattern.fullmatch(text)
             if whole is not None:
                 text = next(part for part in reversed(whole.groups()) if part is not None).strip()
-        text = re.sub(r"(?<!\.)\.$", "", text).strip()
+        text = _BOLD.sub(r"\2", re.sub(r"(?<!\.)\.$", "", text)).strip()
         lead_in = _LEAD_IN.match(text)
         if lead_in is not None:
             rest = text[lead_in.end() :]
@@ -100,18 +118,11 @@ def _without_markup(text: str) -> str:
     return _TEXT_WITHOUT_WORDS.sub(r"\1", text)
 
 
-def _repeating_decimals(text: str) -> str:
-    for pattern in _REPEATING:
-        text = pattern.sub(_fraction, text)
-    return text
-
-
 def _fraction(number: re.Match[str]) -> str:
-    groups = number.groupdict()
-    block = groups["block"] + groups.get("inner", "") + groups.get("last", "")
-    block = re.sub(r"\D", "", block)
-    whole, fixed = groups["whole"] or "0", groups["fixed"]
-    value = Fraction(int(whole + fixed)) + Fraction(int(block), 10 ** len(block) - 1)
+    whole, fixed, block = (
+        re.sub(r"\D", "", part) for part in number.group("whole", "fixed", "block")
+    )
+    value = Fraction(int(f"0{whole}{fixed}")) + Fraction(int(block), 10 ** len(block) - 1)
     value /= 10 ** len(fixed)
     return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
@@ -119,8 +130,10 @@ def _fraction(number: re.Match[str]) -> str:
 def _unicode_as_latex(text: str) -> str:
     if text.isascii():
         return text
-    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ]+", lambda m: f"^{{{m[0].translate(_SUPERSCRIPTS)}}}", text)
-    text = re.sub("[₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₙᵢ]+", lambda m: f"_{{{m[0].translate(_SUBSCRIPTS)}}}", text)
+    for mark, characters in (("^", _RAISED), ("_", _LOWERED)):
+        text = re.sub(
+            f"[{characters}]+", lambda m, mark=mark: f"{mark}{{{m[0].translate(_LEVEL)}}}", text
+        )
     text = "".join(map(_character_as_latex, text.translate(_CHARACTERS)))
     return _UNICODE_ROOT.sub(
         lambda m: f"\\sqrt{_ROOTS[m[1]]}{{{next(part for part in m.groups()[1:] if part)}}}", text
@@ -140,12 +153,3 @@ def _character_as_latex(character: str) -> str:
         letter = "lambda" if letter == "lamda" else letter
         return f"\\{letter.capitalize() if 'CAPITAL' in name else letter} "
     return plain.translate(_CHARACTERS)
-
-
-def _numbers_as_latex(text: str) -> str:
-    text = text.replace("**", "^")
-    text = _SCIENTIFIC.sub(lambda m: f"{m[1]}\\cdot 10^{{{m[2].lstrip('+')}}}", text)
-    text = _TIMES_TEN.sub(r"\\cdot ", text)
-    text = _BARE_EXPONENT.sub(r"^{\1}", text)
-    text = _PLAIN_ROOT.sub(r"\\sqrt{\1}", text)
-    return _MIXED.sub(r"\1\\frac{\2}{\3}", text)

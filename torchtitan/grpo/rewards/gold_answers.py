@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan.grpo.rewards.answer_kinds import FORMULA_WORD
+from torchtitan.grpo.rewards.answer_text import TEXT
 from torchtitan.grpo.rewards.builtin import read_expected
 from torchtitan.grpo.rewards.gold_values import COLUMN, answer_problem, right_answers
 from torchtitan.grpo.rewards.scoring_pool import RewardPool, ScoringFailed
@@ -33,43 +35,8 @@ _COMPARING = (*_READERS, "partial_match", "torchtitan.grpo.rewards.gsm8k:hash_an
 _MAX_TRIALS = 4
 
 _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
-_LATEX_TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf|operatorname)\s*\{[^{}]*\}")
 _LATEX_COMMAND = re.compile(r"\\[A-Za-z]+")
 _WORD = re.compile(r"[^\W\d_]{2,}")
-# Words that belong to mathematics written without LaTeX.
-_MATHEMATICS = frozenset(
-    [
-        "and",
-        "or",
-        "in",
-        "mod",
-        "pi",
-        "inf",
-        "infinity",
-        "sqrt",
-        "frac",
-        "log",
-        "ln",
-        "exp",
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "arcsin",
-        "arccos",
-        "arctan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "min",
-        "max",
-        "gcd",
-        "lcm",
-        "det",
-    ]
-)
 
 
 @dataclass(frozen=True)
@@ -126,9 +93,11 @@ def number_in_prose(answer: str) -> str | None:
     Example: ``There are 42 apples`` gives ``42``; ``x = 42``, ``5 \text{ cm}``, ``3 or 4`` and
     ``Paris`` give ``None``.
     """
-    text = _LATEX_COMMAND.sub(" ", _LATEX_TEXT.sub(" ", answer))
+    text = _LATEX_COMMAND.sub(" ", TEXT.sub(" ", answer))
     numbers = _NUMBER.findall(text)
-    has_words = any(word.lower() not in _MATHEMATICS for word in _WORD.findall(text))
+    has_words = any(
+        word != "in" and not FORMULA_WORD.fullmatch(word.lower()) for word in _WORD.findall(text)
+    )
     return numbers[-1] if numbers and has_words else None
 
 

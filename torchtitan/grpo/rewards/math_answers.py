@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from torchtitan.grpo.rewards.answer_kinds import KINDS, without_choice
-from torchtitan.grpo.rewards.answer_text import as_latex
+from torchtitan.grpo.rewards.answer_text import TEXT, as_latex
 from torchtitan.grpo.rewards.units import Quantity, read_quantity, scaled
 
 PROCESSOR_SECONDS = 3.0
@@ -29,7 +29,10 @@ PROCESSOR_SECONDS = 3.0
 
 _DECIMAL = re.compile(r"([-+]?)\s*(\d+\.?\d*|\.\d+)")
 _TIMES_POWER = re.compile(r"(.*\d\.?)\s*\\(?:cdot|times)\s*10\s*\^\s*\{?\s*(-?\d{1,6})\s*\}?")
-_ORDERED, _UNORDERED = re.compile(r"\(.*\)", re.DOTALL), re.compile(r"\\\{.*\\\}", re.DOTALL)
+_ORDERED, _UNORDERED = (
+    re.compile(r"\((?:[^()]|\([^()]*\))*\)"),
+    re.compile(r"\\\{.*\\\}", re.DOTALL),
+)
 _EQUATION = re.compile(r"(?<![\\<>!:])=(?!=)")
 _RELATION = re.compile(
     r"[<>≠]|\\(?:le|ge|leq|geq|leqslant|geqslant|ne|neq|lt|gt|approx)(?![A-Za-z])"
@@ -40,7 +43,7 @@ _LATEX_LETTERS = re.compile(r"\\[A-Za-z]+")
 _GREEK = re.compile(
     r"\\(?:alpha|beta|gamma|[dD]elta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|omega|angle)(?![A-Za-z])"
 )
-_TEXT_GROUP = re.compile(r"\\(?:text|mathrm|operatorname|mbox|textbf)\s*\{[^{}]*\}")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _INDEX = re.compile(r"_\s*(?:\{[^{}]*\}|\w)")
 # Powers and factorials of numbers, whose values no computer may hold.
 _TOWER = re.compile(r"\d\}?\s*\^\s*\{?\s*-?\s*(\d+)\s*\^\s*\{?\s*-?(\d+)(\s*\}?\s*\^)?")
@@ -97,16 +100,12 @@ def _same_quantity(given: Quantity, wanted: Quantity) -> bool:
             return not any("+" in q.value for q in (given, wanted) if q.unit is not None)
         # 50% is 50 where percent are asked for, and 0.5 where they are not; 180 degrees are pi.
         pure = {"percent": "\\frac{1}{100}", "angle": "\\frac{\\pi}{180}"}
-        for unit, value, other in (
-            (ours, given.value, wanted.value),
-            (theirs, wanted.value, given.value),
-        ):
-            if unit is not None and unit.only in pure:
-                return _same_value(f"({value})\\cdot {pure[unit.only]}", other)
+        for one, other in ((given, wanted), (wanted, given)):
+            if one.unit is not None and one.unit.only in pure:
+                return _same_value(f"({one.value})\\cdot {pure[one.unit.only]}", other.value)
         return False
-    if ours.dimensions != theirs.dimensions:
-        return False
-    if not (ours.words <= theirs.words or theirs.words <= ours.words):
+    same_words = ours.words <= theirs.words or theirs.words <= ours.words
+    if ours.dimensions != theirs.dimensions or not same_words:
         return False
     return _same_value(scaled(given.value, ours.factor / theirs.factor), wanted.value)
 
@@ -129,21 +128,18 @@ def _plain_number(text: str) -> Decimal | None:
     if len(text) > _MAX_PLAIN:
         return None
     power = _TIMES_POWER.fullmatch(text)
-    found = _DECIMAL.fullmatch(power[1] if power is not None else text)
-    if found is None:
-        return None
-    return Decimal(f"{found[1]}{found[2]}e{power[2] if power is not None else 0}")
+    number, exponent = (power[1], power[2]) if power is not None else (text, "0")
+    found = _DECIMAL.fullmatch(number)
+    return Decimal(f"{found[1]}{found[2]}e{exponent}") if found is not None else None
 
 
 def _same_brackets(given: str, wanted: str) -> bool:
     """A pair in order is no set, whichever order math-verify takes it in."""
     texts = [re.sub(r"\\(?:left|right)\s*", "", text) for text in (given, wanted)]
-    has_elements = all("," in text or ";" in text for text in texts)
-    mixed = any(
-        _ORDERED.fullmatch(one) and _UNORDERED.fullmatch(other)
-        for one, other in (texts, reversed(texts))
-    )
-    return not (mixed and has_elements)
+    kinds = {
+        pattern for text in texts for pattern in (_ORDERED, _UNORDERED) if pattern.fullmatch(text)
+    }
+    return len(kinds) < 2 or not all(re.search("[,;]", text) for text in texts)
 
 
 def _equation_says(given: str, wanted: str) -> bool:
@@ -162,14 +158,14 @@ def _equation_says(given: str, wanted: str) -> bool:
 
 
 def _variables(text: str) -> set[str]:
-    text = _INDEX.sub("", _TEXT_GROUP.sub("T", text))
+    text = _INDEX.sub("", TEXT.sub("T", text))
     named = set(_GREEK.findall(text))
     return named | set(re.findall(r"[A-Za-z]", _LATEX_LETTERS.sub(" ", text)))
 
 
 def _is_name(text: str) -> bool:
     """Whether an expression names what it stands for: ``x``, ``S_n``, ``f(2)``, ``|AB|``, ``\\angle A``."""
-    text = _INDEX.sub("", _TEXT_GROUP.sub("T", text))
+    text = _INDEX.sub("", TEXT.sub("T", text))
     return re.fullmatch(r"[|\s]*(?:\\?[A-Za-z]+[\s'|]*)+(?:\([^()]*\))?[\s'|]*", text) is not None
 
 
@@ -179,24 +175,18 @@ def _elements(text: str) -> list[str]:
     parts = [part for part in parts if part]
     if not 1 < len(parts) <= 8 or re.search(r"[()\[\]]|\\[{}]|\\begin|=", text):
         return []
-    is_plain = all(read_quantity(part).unit is None and not _has_words(part) for part in parts)
-    return [] if is_plain else parts
-
-
-def _has_words(text: str) -> bool:
-    return re.search(r"(?<![\\A-Za-z])[A-Za-z]{3,}", text) is not None
+    is_text = any(_WORD.search(part) or read_quantity(part).unit is not None for part in parts)
+    return parts if is_text else []
 
 
 def _same_elements(given: list[str], wanted: list[str]) -> bool:
-    if len(given) != len(wanted):
-        return False
     left = list(wanted)
     for element in given:
-        match = next((i for i, other in enumerate(left) if _same(element, other)), None)
+        match = next((other for other in left if _same(element, other)), None)
         if match is None:
             return False
-        del left[match]
-    return True
+        left.remove(match)
+    return not left
 
 
 def _math_verify_agrees(given: str, wanted: str) -> bool:
@@ -257,32 +247,17 @@ def _math_verify() -> tuple[Callable[[str], Any], Callable[[Any, Any], bool]]:
     # It warns once that its own limits are off. Those count the time in which a worker does not run.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     # Units are read before, and numbers are not to be picked out of what cannot be read as a whole.
-    normalization = NormalizationConfig(malformed_operators=True, nits=True)
-    extraction = [
-        LatexExtractionConfig(
-            try_extract_without_anchor=False,
-            boxed_match_priority=0,
-            normalization_config=normalization,
-        )
-    ]
+    form = NormalizationConfig(malformed_operators=True, nits=True)
+    extraction = [LatexExtractionConfig(False, boxed_match_priority=0, normalization_config=form)]
 
     def read(answer: str) -> Any:
         parsed = parse(f"\\boxed{{{answer}}}", extraction, parsing_timeout=0)  # no limit
-        joined = _JOINED.findall(answer)
-        if (
-            parsed
-            and joined
-            and len(set(joined)) == 1
-            and _RELATION.search(answer)
-            and "," not in answer
-        ):
-            return [
-                _solutions(parsed[0], Union if joined[0] == "or" else Intersection),
-                *parsed[1:],
-            ]
+        joined = set(_JOINED.findall(answer))
+        if parsed and len(joined) == 1 and _RELATION.search(answer) and "," not in answer:
+            parsed[0] = solutions(parsed[0], Union if joined == {"or"} else Intersection)
         return parsed
 
-    def _solutions(relations: Any, join: Any) -> Any:
+    def solutions(relations: Any, join: Any) -> Any:
         """The set of numbers of ``x < 1 or x > 2``, which math-verify reads as a set of relations."""
         if not isinstance(relations, FiniteSet) or len(relations.free_symbols) != 1:
             return relations

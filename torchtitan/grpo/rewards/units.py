@@ -10,73 +10,51 @@ equal: ``5 m`` is ``500 cm`` and neither ``5 cm`` nor ``5 s``. Words that are no
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
+from torchtitan.grpo.rewards.answer_kinds import plain_text
 from torchtitan.grpo.rewards.answer_text import TEXT_COMMAND
 
-# Each line holds what is measured, how many of its first unit the unit is, and the unit's names.
-# Names before the bar take the prefixes of the metric system, and of those the symbols come first.
+# For everything that is measured, how many of its first unit each unit is, and the unit's names. Names with a
+# star take the prefixes of the metric system.
 _TABLE = """
-length 1 m meter metre |
-length 0.0254 | in inch inches
-length 0.3048 | ft foot feet
-length 0.9144 | yd yard
-length 1609.344 | mi mile
-mass 1 g gram gramme | gm
-mass 1000000 | t tonne
-mass 453.59237 | lb pound
-mass 28.349523125 | oz ounce
-time 1 s sec second |
-time 60 | min minute mins
-time 3600 | h hr hour
-time 86400 | d day
-time 604800 | wk week
-year 1 | yr year
-year 1/12 | mo month
-volume 0.001 l L liter litre |
-volume 0.000001 | cc
-volume 0.003785411784 | gal gallon
-area 10000 | ha hectare
-area 4046.8564224 | acre
-speed 0.44704 | mph
-speed 5/18 | kmh kph kmph
-energy 1 J joule |
-calorie 1 cal calorie |
-power 1 W watt |
-energy 3600 Wh |
-force 1 N newton |
-pressure 1 Pa pascal |
-frequency 1 Hz hertz |
-voltage 1 V volt |
-current 1 A amp ampere |
-resistance 1 Ω ohm |
-charge 1 C coulomb |
-amount 1 mol mole |
-information 1 bit |
-information 8 B byte |
-kelvin 1 K kelvin |
-celsius 1 | °C celsius
-fahrenheit 1 | °F fahrenheit
-angle 1 | ° deg degree
-radian 1 rad radian |
-percent 1 | % percent percentage pct
-dollar 1 | $ dollar USD buck
-dollar 0.01 | ¢ cent
-euro 1 | € euro EUR
-sterling 1 | £ GBP
-yen 1 | ¥ yen JPY
-rupee 1 | ₹ rupee Rs INR
+length: 1 m* meter* metre*; 0.0254 in inch inches; 0.3048 ft foot feet; 0.9144 yd yard; 1609.344 mi mile
+mass: 1 g* gram* gramme* gm; 1000000 t tonne; 453.59237 lb pound; 28.349523125 oz ounce
+time: 1 s* sec* second*; 60 min minute mins; 3600 h hr hour; 86400 d day; 604800 wk week
+year: 1 yr year; 1/12 mo month
+volume: 0.001 l* L* liter* litre*; 0.000001 cc; 0.003785411784 gal gallon
+area: 10000 ha hectare; 4046.8564224 acre
+speed: 0.44704 mph; 5/18 kmh kph kmph
+energy: 1 J* joule*; 3600 Wh*
+calorie: 1 cal* calorie*
+power: 1 W* watt*
+force: 1 N* newton*
+pressure: 1 Pa* pascal*
+frequency: 1 Hz* hertz*
+voltage: 1 V* volt*
+current: 1 A* amp* ampere*
+resistance: 1 Ω* ohm*
+charge: 1 C* coulomb*
+amount: 1 mol* mole*
+information: 1 bit*; 8 B* byte*
+kelvin: 1 K* kelvin*
+celsius: 1 °C celsius
+fahrenheit: 1 °F fahrenheit
+angle: 1 ° deg degree
+radian: 1 rad* radian*
+percent: 1 % percent percentage pct
+dollar: 1 $ dollar USD buck; 0.01 ¢ cent
+euro: 1 € euro EUR
+sterling: 1 £ GBP
+yen: 1 ¥ yen JPY
+rupee: 1 ₹ rupee Rs INR
 """
 _COMPOSED = {"area": ("length", 2), "volume": ("length", 3)}
-_SYMBOL_PREFIXES = {
-    "k": "1e3", "c": "1e-2", "m": "1e-3", "d": "1e-1", "h": "1e2", "M": "1e6", "G": "1e9", "T": "1e12",
-    "u": "1e-6", "µ": "1e-6", "μ": "1e-6", "n": "1e-9",
-}  # fmt: skip
-_NAME_PREFIXES = {
-    "kilo": "1e3", "centi": "1e-2", "milli": "1e-3", "deci": "1e-1", "hecto": "1e2", "mega": "1e6",
-    "giga": "1e9", "tera": "1e12", "micro": "1e-6", "nano": "1e-9",
+# Symbols and, last, the name of each power of ten.
+_PREFIXES = {
+    "k kilo": 3, "c centi": -2, "m milli": -3, "d deci": -1, "h hecto": 2, "M mega": 6, "G giga": 9, "T tera": 12,
+    "u µ μ micro": -6, "n nano": -9,
 }  # fmt: skip
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
 _MULTIPLIERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -100,10 +78,10 @@ _CURRENCY = re.compile(
     r"([-+]?)\s*(?:\\?([$£€¥₹¢])|(USD|EUR|GBP|JPY|Rs\.?)\s)\s*([-+]?)(?=[\d.\\])"
 )
 _CURRENCY_SIGN = re.compile(r"\\?[$£€¥₹¢]")
-_PERCENT = re.compile(r"(.*[^\s\\])\s*\\?%", re.DOTALL)
+_SIGN = re.compile(r"(?<=[^\s\\])\s*\\?([%¢€])$")
 _DEGREES = re.compile(
-    r"(.*?[^\s])\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree)\s*"
-    rf"(?:(?:{TEXT_COMMAND}\s*\{{\s*)?(?P<scale>[CF])(?:elsius|ahrenheit)?\s*\}}?)?",
+    r"^(?!.*\\circ.*\\circ)(.*\S)\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree)\s*"
+    rf"(?:(?:{TEXT_COMMAND}\s*\{{\s*)?([CF])(?:elsius|ahrenheit)?\s*\}}?)?$",
     re.DOTALL,
 )
 _TAIL = re.compile(
@@ -115,6 +93,7 @@ _PLAIN = re.compile(rf"({_NUMBER})(\s*)({_WORD}(?:[\s./*·-]|{_POWER}|{_WORD})*)
 _PARTS = re.compile(rf"({_NUMBER})\s*({_WORD}(?:\s+[A-Za-z]+)*?)(?:\s*,?\s*(?:and\s+)?)(?=\d|$)")
 _TOKEN = re.compile(rf"({_WORD}|[$£€¥₹¢%]){_POWER}?|(/)|([*·])")
 _TEMPERATURE = re.compile(r"\bdeg(?:ree)?s?\.?\s*([CF])(?:elsius|ahrenheit)?\b", re.IGNORECASE)
+_BEHIND = re.compile(r"(\S+)\s+(squared|cubed)", re.IGNORECASE)
 _PHRASES = re.compile(r"\bin\s+(?:total|all)\b", re.IGNORECASE)
 
 
@@ -156,26 +135,14 @@ def read_quantity(answer: str) -> Quantity:
     """
     currency = _CURRENCY.match(answer)
     if currency is not None:
-        sign = currency[1] or currency[4]
-        rest = read_quantity(sign + answer[currency.end() :])
-        return Quantity(rest.value, _known(currency[2] or currency[3].rstrip(".")))
-    for read in (_read_sign, _read_plain, _read_parts, _read_tail):
+        rest = read_quantity((currency[1] or currency[4]) + answer[currency.end() :])
+        return Quantity(rest.value, _unit(currency[2] or currency[3].rstrip(".")))
+    answer = _DEGREES.sub(r"\1\\text{°\2}", _SIGN.sub(r"\\text{\1}", answer))
+    for read in (_read_plain, _read_parts, _read_tail):
         found = read(answer)
         if found is not None:
             return found
     return Quantity(_CURRENCY_SIGN.sub("", answer), None)
-
-
-def _read_sign(answer: str) -> Quantity | None:
-    percent = _PERCENT.fullmatch(answer)
-    if percent is not None:
-        return Quantity(percent[1], _known("%"))
-    degrees = _DEGREES.fullmatch(answer)
-    if degrees is not None and "\\circ" not in degrees[1]:
-        return Quantity(degrees[1], _known("°" + (degrees["scale"] or "")))
-    if answer[-1:] in "¢€" and answer[:-1].strip():
-        return Quantity(answer[:-1].strip(), _known(answer[-1]))
-    return None
 
 
 def _read_plain(answer: str) -> Quantity | None:
@@ -191,17 +158,12 @@ def _read_plain(answer: str) -> Quantity | None:
     if not space and len(words[0]) == 1 and "\\" not in answer:
         return None
     unit = _unit(" ".join(words))
-    if (
-        unit is not None
-        and unit.words
-        and (not space or any(map(_OPERATORS.fullmatch, unit.words)) or _is_symbol(words))
-    ):
-        return None
-    return Quantity(number, unit)
+    is_product = not space or all(len(word) == 1 for word in words) or _has_operator(unit)
+    return None if unit is not None and unit.words and is_product else Quantity(number, unit)
 
 
-def _is_symbol(words: list[str]) -> bool:
-    return all(len(word) == 1 for word in words)
+def _has_operator(unit: Unit | None) -> bool:
+    return unit is not None and any(map(_OPERATORS.fullmatch, unit.words))
 
 
 def _read_parts(answer: str) -> Quantity | None:
@@ -210,16 +172,12 @@ def _read_parts(answer: str) -> Quantity | None:
     parts = list(_PARTS.finditer(flat))
     if len(parts) < 2 or "".join(part[0] for part in parts) != flat:
         return None
-    units = [_unit(part[2]) for part in parts]
-    first = units[0]
-    if first is None or not all(
-        u and u.dimensions and u.dimensions == first.dimensions for u in units
-    ):
+    units = [unit for part in parts if (unit := _unit(part[2])) is not None and unit.dimensions]
+    if len(units) < len(parts) or len({unit.dimensions for unit in units}) > 1:
         return None
+    first = units[0]
     terms = [
-        f"{scaled(part[1], unit.factor / first.factor)}"
-        for part, unit in zip(parts, units, strict=True)
-        if unit is not None
+        scaled(part[1], unit.factor / first.factor) for part, unit in zip(parts, units, strict=True)
     ]
     return Quantity("+".join(terms), first)
 
@@ -230,21 +188,22 @@ def _read_tail(answer: str) -> Quantity | None:
         return None
     flat = re.sub(r"\\frac\s*\{(.*?)\}\s*\{(.*)\}$", r"\1/\2", _flat(found["unit"]))
     unit = _unit(flat)
-    if unit is not None and any(map(_OPERATORS.fullmatch, unit.words)):
-        return None
-    return Quantity(found["value"].strip(), unit)
+    return None if _has_operator(unit) else Quantity(found["value"].strip(), unit)
 
 
 def _flat(answer: str) -> str:
-    text = re.sub(rf"{TEXT_COMMAND}\s*\{{([^{{}}]*)\}}", r" \1 ", answer)
-    return re.sub(r"\s+(?=\^)", "", re.sub(r"\s+", " ", text.replace("\\cdot", "*"))).strip()
+    return re.sub(r"\s+(?=\^)", "", plain_text(answer.replace("\\cdot", "*")))
 
 
 def _unit(text: str) -> Unit | None:
     """Reads the name of a unit; ``None`` if it says nothing, as ``units`` does."""
     text = _PHRASES.sub("", _TEMPERATURE.sub(lambda m: "°" + m[1].upper(), text))
-    tokens = list(_tokens(text))
-    tokens = [(word, power) for word, power in tokens if not _FILLERS.fullmatch(_stem(word))]
+    text = _BEHIND.sub(r"\2 \1", text)
+    tokens = [
+        (found[1] or found[2] or "*", int(re.sub(r"[^-\d]", "", found[0]) or 1))
+        for found in _TOKEN.finditer(text)
+        if not _FILLERS.fullmatch(_stem(found[0]))
+    ]
     if not tokens:
         return None
     factor, dimensions = Fraction(1), Counter[str]()
@@ -254,17 +213,14 @@ def _unit(text: str) -> Unit | None:
             sign = sign if word == "*" else -1
         elif word.lower() in _POWERS:
             pending = _POWERS[word.lower()]
-            if word.lower().endswith("ed"):  # behind the unit
-                return _unit(re.sub(r"(\S+)\s+(squared|cubed)", _prefixed, text))
         else:
             known = _lookup(word)
             if known is None:
                 words = frozenset(_stem(word) for word, _ in tokens if word not in "/*")
                 return Unit(Fraction(1), words=words)
             exponent = sign * power * pending
-            kind, size = known
-            kind, times = _COMPOSED.get(kind, (kind, 1))
-            factor *= size**exponent
+            kind, times = _COMPOSED.get(known[0], (known[0], 1))
+            factor *= known[1] ** exponent
             dimensions[kind] += times * exponent
             pending = 1
     if dimensions.keys() == {"speed"}:
@@ -272,22 +228,6 @@ def _unit(text: str) -> Unit | None:
     if not any(dimensions.values()):
         return None
     return Unit(factor, frozenset((k, n) for k, n in dimensions.items() if n))
-
-
-def _prefixed(found: re.Match[str]) -> str:
-    return f"{'square' if found[2] == 'squared' else 'cubic'} {found[1]}"
-
-
-def _tokens(text: str) -> Iterator[tuple[str, int]]:
-    for found in _TOKEN.finditer(text):
-        digits = re.search(r"-?\d", found[0])
-        yield found[1] or found[2] or "*", int(digits[0]) if digits else 1
-
-
-def _known(name: str) -> Unit:
-    unit = _unit(name)
-    assert unit is not None, f"{name} is in the table"
-    return unit
 
 
 def _stem(word: str) -> str:
@@ -309,15 +249,15 @@ def _read_table() -> dict[str, tuple[str, Fraction]]:
     units: dict[str, tuple[str, Fraction]] = {}
     prefixed: dict[str, tuple[str, Fraction]] = {}
     for line in _TABLE.strip().splitlines():
-        metric, _, others = line.partition("|")
-        kind, size, *names = metric.split()
-        factor = Fraction(size)
-        for name in (*names, *others.split()):
-            units[name] = (kind, factor)
-        for name in names:
-            prefixes = _SYMBOL_PREFIXES if len(name) <= 3 else _NAME_PREFIXES
-            for prefix, times in prefixes.items():
-                prefixed[prefix + name] = (kind, factor * Fraction(times))
+        kind, *entries = re.split(r"[:;] ", line)
+        for size, *names in map(str.split, entries):
+            for name in names:
+                units[name.rstrip("*")] = (kind, Fraction(size))
+            for name in (name[:-1] for name in names if name.endswith("*")):
+                for prefixes, power in _PREFIXES.items():
+                    *symbols, word = prefixes.split()
+                    for prefix in symbols if len(name) <= 3 else [word]:
+                        prefixed[prefix + name] = (kind, Fraction(size) * Fraction(10) ** power)
     return prefixed | units
 
 
