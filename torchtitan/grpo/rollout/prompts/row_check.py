@@ -96,6 +96,8 @@ def check_rows(
             bad[row] = str(error)
             break  # a template that renders nothing would fail for each of them, and slowly
         num_fitting += prompt is not None and fits(prompt)
+        if num_tokenized == 1:  # the process that renders has started
+            progress = _Progress(prompts, say)
         progress.note(num_tokenized, "tokenized")
     refuse_bad_rows(prompts, [bad[row] for row in sorted(bad)], num_checked)
     limits = prompts.limits

@@ -12,10 +12,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.drops import DropLog
-from torchtitan.grpo.rollout.serving.requests import check_generation
+from torchtitan.grpo.rollout.serving.requests import check_generation, unknown_ids_in
 from torchtitan.grpo.rollout.serving.server_state import Job, Server
 from torchtitan.grpo.types import GenerateRequest, Generation
 
@@ -121,7 +122,7 @@ class Attempts:
     async def _request(self, server: Server, request: GenerateRequest) -> Generation:
         try:
             async with asyncio.timeout(self._request_timeout):
-                generation = await server.client.generate(request)
+                generation = await self._generate(server, request)
         except TimeoutError as error:
             raise ServerError(
                 f"{server.url} did not finish a completion of at most {request.max_new_tokens} "
@@ -129,6 +130,22 @@ class Attempts:
             ) from error
         check_generation(generation, request, self._vocab_size, server.url)
         return generation
+
+    async def _generate(self, server: Server, request: GenerateRequest) -> Generation:
+        """Excludes unknown ids only where one was sampled, because it costs the server time and memory.
+
+        With a seed they are always excluded: completions must not depend on what was sampled before.
+        """
+        if not server.samples_unknown_ids and request.seed is None:
+            generation = await server.client.generate(replace(request, unknown_ids=()))
+            if not (unknown := unknown_ids_in(generation, request)).size:
+                return generation
+            server.samples_unknown_ids = True
+            logger.warning(
+                "%s has sampled the id %d, which is not in the tokenizer. Such ids are excluded there "
+                "from now on (docs/servers.md).", server.url, unknown[0],
+            )  # fmt: skip
+        return await server.client.generate(request)
 
     async def _check_versions(
         self, server: Server, generation: Generation, attested: int, left: asyncio.Future[None]

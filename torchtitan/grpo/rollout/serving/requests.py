@@ -67,6 +67,11 @@ class Sampling:
         )
 
 
+def unknown_ids_in(generation: Generation, request: GenerateRequest) -> np.ndarray:
+    """Returns the sampled ids that are no token of the tokenizer."""
+    return generation.token_ids[np.isin(generation.token_ids, request.unknown_ids)]
+
+
 def check_generation(
     generation: Generation, request: GenerateRequest, vocab_size: int, url: str
 ) -> None:
@@ -82,7 +87,7 @@ def check_generation(
         problem = f"it was aborted after {num_tokens} tokens"
     elif not 0 < num_tokens <= request.max_new_tokens:
         problem = f"it has {num_tokens} tokens, expected 1 to {request.max_new_tokens}"
-    elif (unknown := generation.token_ids[np.isin(generation.token_ids, request.unknown_ids)]).size:
+    elif (unknown := unknown_ids_in(generation, request)).size:
         problem = (
             f"{unknown.size} of its {num_tokens} tokens, such as {unknown[0]}, are not in the tokenizer, "
             "so its text would lack them. If it happens often, train a model whose vocab_size fits "

@@ -63,6 +63,7 @@ class Server:
         retry_at: End of the pause after a failure, on the monotonic clock.
         last_failure_at: Time of the last failure, on the monotonic clock.
         failures_in_a_row: Number of failures since the last success.
+        samples_unknown_ids: Whether it has sampled an id that is no token of the tokenizer.
     """
 
     client: InferenceClient
@@ -78,6 +79,7 @@ class Server:
     retry_at: float = 0.0
     last_failure_at: float = 0.0
     failures_in_a_row: int = 0
+    samples_unknown_ids: bool = False
     _left: asyncio.Future[None] | None = None
     _attested: asyncio.Future[None] | None = None
 

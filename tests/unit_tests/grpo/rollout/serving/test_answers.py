@@ -104,6 +104,36 @@ def test_an_answer_with_a_token_that_the_tokenizer_does_not_have_is_refused(ids,
 
 
 @pytest.mark.parametrize(
+    ("seed", "samples_unknown", "sent"),
+    [
+        (None, False, [(), (), ()]),  # a trained model pays nothing
+        (None, True, [(), (99,), (99,), (99,)]),
+        (7, False, [(99,), (99,), (99,)]),
+        (7, True, [(99,), (99,), (99,)]),
+    ],
+)
+def test_ids_that_are_no_token_are_excluded_once_one_was_sampled(seed, samples_unknown, sent):
+    async def run() -> None:
+        async def answer(request: GenerateRequest) -> Generation:
+            found = generation(4)
+            if samples_unknown and not request.unknown_ids:
+                found.token_ids[-1] = 99
+            return found
+
+        server = LocalServer("http://a", answer)
+        dispatcher = make(server)
+        dispatcher.set_version("http://a", 4)
+        sampling = replace(SAMPLING, seed=seed, unknown_ids=(99,))
+        for _ in range(3):
+            found = await dispatcher.submit(PROMPT, dispatcher.servers["http://a"], sampling)
+            assert 99 not in found.token_ids
+        assert [request.unknown_ids for request in server.requests] == sent
+        assert dispatcher.num_failed_requests == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"finish_reason": "abort"}, "it was aborted after 4 tokens"),
