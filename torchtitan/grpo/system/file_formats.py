@@ -96,7 +96,7 @@ def not_json_lines(line: bytes, path: str, *, is_first: bool) -> str | None:
         )
     if text == b"{" or re.search(rb'\}\s*\{\s*"', text):
         return f"each object must be on one line. Write the file so: jq -c . {quoted} > {_NEW}."
-    if is_first and not text.startswith(b"{"):
+    if is_first and text and not text.startswith(b"{"):
         return (
             "it looks like plain text or a table of separated values (CSV or TSV). Convert it, for example "
             "with pandas.read_csv(...).to_json(..., orient='records', lines=True)."

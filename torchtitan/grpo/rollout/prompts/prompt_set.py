@@ -421,8 +421,8 @@ def _fault_of_messages(value: Any) -> str | None:
         if not isinstance(role, str) or not role:
             return f"but message {number} has the role {role!r:.80}"
         has_more = any(value for key, value in message.items() if key not in ("role", "content"))
-        is_call = role == "assistant" and content is None and has_more
-        if not (isinstance(content, str | list) or is_call):
+        may_be_null = role in _SYSTEM_ROLES or (role == "assistant" and has_more)
+        if not (isinstance(content, str | list) or (content is None and may_be_null)):
             return f"but the content of message {number} ({role}) is {content!r:.80}"
     last = value[-1]
     if last["role"] not in ("tool", "assistant") and _is_blank(last["content"]):
