@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtitan.grpo.system.file_formats import other_format
 from torchtitan.grpo.system.regular_files import read_regular
 
 if TYPE_CHECKING:
     from torchtitan.grpo.config import Inference
 
-_NAME = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*\.?")
+_LABEL = "[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
+_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?")
 _LAST_PORT = 2**16 - 1
 _COMMENT = "#"
 
@@ -123,17 +125,19 @@ def read_urls(path: Path) -> list[str]:
     """
     source = f"inference.urls_file ({path})"
     try:
-        text = read_regular(path).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        content = read_regular(path)
+    except OSError as error:
         raise ValueError(f"{source} must be a readable text file: {error}.") from error
-    return parse_urls(text, source)
+    if found := other_format(content, str(path)):
+        raise ValueError(f"{source} must be a readable text file: {found}")
+    return parse_urls(content.decode("utf-8-sig"), source)
 
 
 def named_urls(inference: "Inference") -> list[str]:
     """Returns the URLs that ``[inference]`` names now.
 
-    The list is empty if servers are launched or register themselves, or if ``inference.urls_file`` does not exist on
-    this machine, because rank 0 alone needs the file.
+    The list is empty if servers are launched or register themselves, or if ``inference.urls_file`` does
+    not exist on this machine, because only rank 0 needs the file.
 
     Raises:
         ValueError: If :func:`checked_urls` refuses the URLs, or :func:`read_urls` the file.

@@ -36,6 +36,7 @@ _UNMARKED = (
     (re.compile(rb"[^\0]\0"), "UTF-16LE"),
     (re.compile(rb"\0[^\0]"), "UTF-16BE"),
 )
+_CONTROL = re.compile(rb"[\0-\x08\x0e-\x1f\x7f]")
 _NEW = "NEW_FILE"
 
 
@@ -59,14 +60,16 @@ def other_format(content: bytes, path: str) -> str | None:
             if form.match(content):
                 remedy = f"iconv -f {encoding} -t UTF-8 {names['path']} > {_NEW}"
                 return f"it is text in {encoding}. Convert it: {remedy}."
-        return "it holds NUL bytes, as a damaged file or one that is no text. Write it again."
+    if control := _CONTROL.search(content):
+        byte = control[0][0]
+        return f"it holds control characters (byte 0x{byte:02x}), as a damaged file or one that is no text."
     try:
         codecs.getincrementaldecoder("utf-8")().decode(content)
     except UnicodeDecodeError as error:
         byte = content[error.start]
         return (
-            f"its byte 0x{byte:02x} is not UTF-8. If it is text in Latin-1, convert it: "
-            f"iconv -f ISO-8859-1 -t UTF-8 {names['path']} > {_NEW}."
+            f"its byte 0x{byte:02x} is not UTF-8. Convert it from the encoding that it was written in. If "
+            f"that is Latin-1: iconv -f ISO-8859-1 -t UTF-8 {names['path']} > {_NEW}."
         )
     return None
 
@@ -91,18 +94,18 @@ def not_json_lines(line: bytes, path: str, *, is_first: bool) -> str | None:
             "it holds one JSON array, and not an object on each line. Convert it: "
             f"jq -c '.[]' {quoted} > {_NEW}."
         )
-    if is_first and text == b"{":
+    if text == b"{" or re.search(rb'\}\s*\{\s*"', text):
+        return f"each object must be on one line. Write the file so: jq -c . {quoted} > {_NEW}."
+    if is_first and text and not text.startswith(b"{"):
         return (
-            "it holds an object that goes over several lines. Write each object on one line: "
-            f"jq -c . {quoted} > {_NEW}."
-        )
-    if is_first and not text.startswith(b"{") and re.search(rb"[,;\t]", text):
-        return (
-            "it looks like a table of separated values (CSV or TSV). Convert it, for example with "
-            "pandas.read_csv(...).to_json(..., orient='records', lines=True)."
+            "it looks like plain text or a table of separated values (CSV or TSV). Convert it, for example "
+            "with pandas.read_csv(...).to_json(..., orient='records', lines=True)."
         )
     if text.endswith(b","):
         return "it ends with a comma. Remove the commas between the objects."
-    if re.search(rb"[:\[,]\s*-?(NaN|Infinity)\b", text):
-        return "NaN and Infinity are not JSON. Write null."
+    if re.search(rb"[:\[,]\s*(-?NaN|-?Infinity|None|True|False)\b|\{\s*'", text):
+        return (
+            "NaN, Infinity, None, True, False and single quotes are not JSON. Write null, true, false and "
+            "double quotes, as json.dumps(..., allow_nan=False) does."
+        )
     return None

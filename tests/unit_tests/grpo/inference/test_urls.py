@@ -73,6 +73,7 @@ def test_comments_and_empty_lines_are_passed_over_and_order_is_kept():
         ("http://10.0.0.1:8000,http://10.0.0.2:8000", "a space or a comma"),
         ("http://10.0.0.300:8000", "does not appear to be an IPv4"),
         ("http://-a:8000", "'-a' is no name of a host"),
+        (f"http://{'a' * 64}:8000", "is no name of a host"),
     ],
 )
 def test_a_file_that_names_no_servers_is_refused(text: str, message: str):

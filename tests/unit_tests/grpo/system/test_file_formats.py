@@ -63,7 +63,8 @@ OTHER_FORMATS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         lambda text: text.replace(b"group", b"grou\xe9p").replace("é".encode(), b"\xe9"),
         "iconv -f ISO-8859-1 -t UTF-8",
     ),
-    "nul": (lambda text: text[:20] + bytes(30) + text[20:], "NUL bytes"),
+    "nul": (lambda text: text[:20] + bytes(30) + text[20:], "control characters (byte 0x00)"),
+    "lz4": (lambda text: b"\x04\x22\x4d\x18" + text, "control characters (byte 0x04)"),
     "html": (lambda text: b"<!DOCTYPE html><html>" + text, "a page of HTML"),
     "lfs": (lambda text: b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
 }
@@ -71,6 +72,7 @@ READERS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "prompts": (lambda path: table(path), ValueError, "prompts.path"),
     "evaluation": (lambda path: table(path, "evaluation.path"), ValueError, "evaluation.path"),
     "ptx": (lambda path: list(_examples(str(path))), DataError, "grpo.ptx_path"),
+    "urls": (lambda path: read_urls(path), ValueError, "inference.urls_file"),
     "config": (lambda path: read_config(["--job.config_file", str(path)]), ConfigError, "config"),
 }
 
@@ -100,7 +102,13 @@ NOT_LINES = {
     "array": (json.dumps(ROWS).encode(), "one JSON array"),
     "indented_array": (json.dumps(ROWS, indent=1).encode(), "one JSON array"),
     "marked_array": (MARK + json.dumps(ROWS).encode(), "one JSON array"),
-    "indented": (json.dumps(ROWS[0], indent=1).encode(), "goes over several lines"),
+    "indented": (json.dumps(ROWS[0], indent=1).encode(), "each object must be on one line"),
+    "no_newlines": (TEXT.replace(b"\n", b""), "each object must be on one line"),
+    "returns": (TEXT.replace(b"\n", b"\r"), "each object must be on one line"),
+    "python": (b"{'prompt': 'a'}\n", "double quotes"),
+    "python_values": (b'{"prompt": "a", "answer": None}\n', "Write null, true, false"),
+    "text": (b"12 plus 3\n4 plus 5\n", "plain text or a table"),
+    "one_column": (b"prompt\na\n", "plain text or a table"),
     "csv": (b"prompt,answer\na,1\nb,2\n", "separated values"),
     "tsv": (b"prompt\tanswer\na\t1\n", "separated values"),
     "semicolons": (b"prompt;answer\na;1\n", "separated values"),

@@ -3,6 +3,8 @@
 
 """The rows of a table as prompts. Each prompt is tokenized when it is first used."""
 
+import re
+import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,7 @@ from torchtitan.grpo.types import Prompt
 SET_COLUMN = "prompt_set"
 _MAX_CACHED_PROMPTS = 100_000
 _SYSTEM_ROLES = ("system", "developer")
+_VISIBLE = re.compile(r"[^\s\0\u200b-\u200f\u2060\ufeff]")
 
 PromptText = str | list[dict[str, str]]
 """A prompt as its author wrote it: text, or chat messages."""
@@ -265,9 +268,7 @@ class PromptSet:
                 f"{where}: prompts.template applies to string prompts only, but this prompt is a "
                 "list of chat messages. Remove prompts.template."
             )
-        value = [message for message in value if not _is_empty_system(message)]
-        if not value:
-            raise RowError(f"{where}: a prompt must say something, but its messages are empty.")
+        value = [m for m in value if m["role"] not in _SYSTEM_ROLES or not _is_blank(m["content"])]
         if value[-1]["role"] == "assistant":
             raise RowError(
                 f"{where}: a prompt must end before the turn that the model is to write, but this one "
@@ -302,22 +303,23 @@ class PromptSet:
                 )
 
     def _apply_template(self, value: str, columns: dict[str, Any], where: str) -> str:
-        template = self._settings.template
-        if not value.strip() and (template is None or "{prompt" in template):
-            raise RowError(
-                f"{where}: column {self._settings.column!r} (prompts.column) must hold text, got "
-                f"{value!r:.200}: the prompt has no text. Remove the row."
-            )
-        if template is None:
-            return value
+        template = self._settings.template or ""
         try:
-            return template.format(**{**columns, "prompt": value})
+            text = (
+                _Template().format(template, **columns | {"prompt": value}) if template else value
+            )
         except (KeyError, IndexError, ValueError, AttributeError) as error:
             raise RowError(
                 f"{where}: prompts.template {template!r} cannot be filled in: "
                 f"{error!r}. It may contain {{prompt}} and the columns {sorted(columns)}. Write "
                 "{{ and }} for literal braces."
             ) from error
+        if _is_blank(text) or (_is_blank(value) and "{prompt" in template):
+            raise RowError(
+                f"{where}: column {self._settings.column!r} (prompts.column) must hold text, got "
+                f"{value!r:.200}: the prompt has no text. Remove the row."
+            )
+        return text
 
     def _tokenize(self, text: PromptText, row: int) -> np.ndarray:
         if isinstance(text, str):
@@ -408,16 +410,6 @@ def num_characters(text: PromptText) -> int:
     return sum(len(content) for content in contents if isinstance(content, str))
 
 
-def _is_empty_system(message: dict[str, Any]) -> bool:
-    """Whether the template would render a system turn in which nothing is said."""
-    content = message["content"]
-    if isinstance(content, list):
-        parts = (part.get("text", part) if isinstance(part, dict) else part for part in content)
-        content = "".join(map(str, parts))
-    is_empty = content is None or (isinstance(content, str) and not content.strip())
-    return is_empty and message["role"] in _SYSTEM_ROLES
-
-
 def _fault_of_messages(value: Any) -> str | None:
     """Says what a list of chat messages lacks; ``None`` if it is one."""
     if not isinstance(value, list) or not value:
@@ -429,13 +421,29 @@ def _fault_of_messages(value: Any) -> str | None:
         if not isinstance(role, str) or not role:
             return f"but message {number} has the role {role!r:.80}"
         has_more = any(value for key, value in message.items() if key not in ("role", "content"))
-        is_call = role == "assistant" and content is None and has_more
-        if not (isinstance(content, str | list) or is_call):
+        may_be_null = role in _SYSTEM_ROLES or (role == "assistant" and has_more)
+        if not (isinstance(content, str | list) or (content is None and may_be_null)):
             return f"but the content of message {number} ({role}) is {content!r:.80}"
     last = value[-1]
-    is_blank = not (
-        last["content"].strip() if isinstance(last["content"], str) else last["content"]
-    )
-    if is_blank and last["role"] not in ("tool", "assistant"):
+    if last["role"] not in ("tool", "assistant") and _is_blank(last["content"]):
         return f"but the last message ({last['role']}) has no text"
     return None
+
+
+def _is_blank(content: Any) -> bool:
+    """Whether a prompt, or what a message holds, has no visible text and nothing but text."""
+    if isinstance(content, list):
+        return all(map(_is_blank, content))
+    if isinstance(content, dict):
+        return content.get("type", "text") == "text" and _is_blank(content.get("text"))
+    return content is None or (isinstance(content, str) and _VISIBLE.search(content) is None)
+
+
+class _Template(string.Formatter):
+    """Fills in ``prompts.template``. A value that is missing would be printed as None or nan."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        found = value, _ = super().get_field(field_name, args, kwargs)
+        if value is None or value != value:
+            raise ValueError(f"{field_name} is {'null' if value is None else 'NaN'} in this row")
+        return found

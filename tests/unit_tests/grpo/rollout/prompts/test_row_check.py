@@ -61,6 +61,13 @@ BAD_ROWS: dict[str, tuple[Any, str]] = {
     "null": ({"prompt": None, "answer": "1"}, "must be a string, or a list of messages .*got None"),
     "empty": ({"prompt": "", "answer": "1"}, "the prompt has no text"),
     "blank": ({"prompt": " \n\t", "answer": "1"}, "the prompt has no text"),
+    "unseen": ({"prompt": "\u200b\ufeff", "answer": "1"}, "the prompt has no text"),
+    "empty_part": (
+        {"prompt": [USER | {"content": [{"type": "text", "text": " "}]}]},
+        "has no text",
+    ),
+    "null_part": ({"prompt": [USER | {"content": [{"text": None}]}]}, "last message .* no text"),
+    "blank_part": ({"prompt": [USER | {"content": [""]}]}, "last message .* no text"),
     "number": ({"prompt": 12, "answer": "1"}, "must be a string, .*got 12"),
     "boolean": ({"prompt": True, "answer": "1"}, "must be a string, .*got True"),
     "dictionary": ({"prompt": {"text": "a"}, "answer": "1"}, "must be a string, .*got {'text'"),
@@ -134,6 +141,7 @@ FINE_ROWS = {
     ],
     "silent_tool": [USER, {"role": "assistant", "content": "b"}, {"role": "tool", "content": ""}],
     "parts": [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+    "image": [{"role": "user", "content": [{"type": "image", "text": None}]}],
     "later_turn": [USER, {"role": "assistant", "content": "b"}, USER],
     "text": "a b",
     "marked": "\ufeffa",
@@ -145,6 +153,26 @@ def test_rows_that_are_unusual_and_right_pass(name, codec, tmp_path: Path):
     path = lines(tmp_path / "p.jsonl", [FINE, {"prompt": FINE_ROWS[name], "answer": "1"}])
     checked = check_rows(open_set(path, codec, max_tokens=200), gold_judge(["exact_match"]))
     assert (checked.num_rows, checked.num_checked, checked.num_fitting) == (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{prompt} {x}", "x is null in this row"),
+        ("{x!r}{prompt}", "x is null"),
+        ("{y[0]}{prompt}", r"y\[0\] is null"),
+        ("{z}{prompt}", "z is NaN"),
+        ("{prompt}{none}", "KeyError"),
+        ("{blank}", "the prompt has no text"),
+        (" \n", "the prompt has no text"),
+    ],
+)
+def test_a_template_prints_no_missing_value(template, message, codec, tmp_path: Path):
+    row = FINE | {"x": None, "y": [None], "z": float("nan"), "blank": " "}
+    path = tmp_path / "p.parquet"
+    pq.write_table(pa.Table.from_pylist([row]), path)
+    with pytest.raises(ValueError, match=message):
+        check_rows(open_set(path, codec, template=template))
 
 
 @pytest.mark.parametrize("functions", [["my.py:f"], [], ["think_answer_tags"]])
