@@ -45,6 +45,7 @@ _GREEK = re.compile(
 )
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _INDEX = re.compile(r"_\s*(?:\{[^{}]*\}|\w)")
+_SIDE_BY_SIDE = re.compile(r"\d\s+\d")
 # Powers and factorials of numbers, whose values no computer may hold.
 _TOWER = re.compile(r"\d\}?\s*\^\s*\{?\s*-?\s*(\d+)\s*\^\s*\{?\s*-?(\d+)(\s*\}?\s*\^)?")
 _HUGE = re.compile(r"\^\s*\{?\s*-?\s*\d{6,}|\d{5,}\s*!|(?:!\s*){2}")
@@ -85,6 +86,8 @@ def _same(given: str, wanted: str) -> bool:
         verdict = kind(given, wanted)
         if verdict is not None:
             return verdict
+    if bool(_SIDE_BY_SIDE.search(given)) != bool(_SIDE_BY_SIDE.search(wanted)):
+        return False  # math-verify would join two numbers to one
     given, wanted = without_choice(given), without_choice(wanted)
     elements = _elements(given), _elements(wanted)
     if elements[0] and elements[1]:
@@ -207,7 +210,7 @@ def _is_huge(text: str) -> bool:
 
 
 def _squeezed(text: str) -> str:
-    return re.sub(r"\s+", "", text)
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
 
 
 @contextmanager

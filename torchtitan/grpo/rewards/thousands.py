@@ -13,13 +13,13 @@ the first may go: otherwise ``34`` would equal ``3,4``. A separator is removed w
   by a comma with white space, as in ``(1,234, 5)``, so that the bare comma cannot be one of them.
 
 These also separate thousands in LaTeX and in typeset text, and never separate elements: ``{,}``,
-``,\!``, ``\,``, ``\:``, ``\;``, a backslash with a space, ``~``, and the no-break and thin
-spaces of Unicode.
+``,\!``, ``\,``, ``\:``, ``\;``, a backslash with a space, ``~``, a space, and the no-break and
+thin spaces of Unicode.
 """
 
 import re
 
-_SEPARATOR = r"(?:\{,\}|,\\!|,|\\[,:; ]|~|[\u00a0\u2009\u202f])"
+_SEPARATOR = r"(?:\{,\}|,\\!|,|\\[,:; ]|~|[ \u00a0\u2009\u202f])"
 # As many digits, separators and decimal points as stand together. A letter before them makes
 # them an index or an exponent.
 _RUN = re.compile(rf"(?<![\w.,^])\d++(?:(?:{_SEPARATOR}|\.)\d++)*+(?!,\S)")
