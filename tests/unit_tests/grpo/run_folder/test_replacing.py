@@ -178,16 +178,20 @@ def has_begun(folder: Path) -> bool:
     ).read_text()
 
 
-STARTED_AGAIN = (
-    ("first", 1, True),  # torchrun starts the ranks again
-    ("first", 0, True),  # and below an agent that joined later
-    ("second", 0, True),  # the user starts the same command again
-    ("second", 0, False),  # or goes on
-    ("second", 1, True),  # something that may have started the run before
-)
+STARTED_AGAIN = {
+    "in place": [
+        ("first", 1, True),  # torchrun starts the ranks again
+        ("second", 0, True),  # the user starts the same command again
+        ("second", 0, False),  # or goes on
+    ],
+    "elsewhere": [
+        ("first", 0, True),  # below an agent that joined later
+        ("second", 1, True),  # something that may have started the run before
+    ],
+}
 
 
-@pytest.mark.parametrize("layout", ["in place", "elsewhere"])
+@pytest.mark.parametrize("layout", STARTED_AGAIN)
 def test_a_kill_at_any_operation_loses_neither_run(tmp_path, monkeypatch, layout):
     place = tmp_path / "place"
     place.mkdir()
@@ -195,7 +199,7 @@ def test_a_kill_at_any_operation_loses_neither_run(tmp_path, monkeypatch, layout
     of_launch(monkeypatch, "first")
     states = states_of_a_start(place, tmp_path / "states", make_config(place / "run"))
     assert len(states) > 20
-    for state, again in itertools.product(states, STARTED_AGAIN):
+    for state, again in itertools.product(states, STARTED_AGAIN[layout]):
         check_start_after_kill(monkeypatch, put(state, place), *again)
     folder = put(states[-1], place)
     assert has_begun(folder) and (folder / "checkpoint/step-1/.metadata").read_text() == "new"
@@ -266,18 +270,35 @@ def test_a_replaced_run_is_removed_once_the_next_one_has_begun(tmp_path, monkeyp
     assert has_begun(folder)
 
 
-def test_what_a_later_attempt_replaces_is_kept(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("count", "note"), [(1, '{"launch": "old"}'), (0, "{")])
+def test_what_may_be_of_an_earlier_attempt_is_kept(tmp_path, monkeypatch, capsys, count, note):
     """Its note of the launch may be lost, and the run its own."""
     folder = tmp_path / "run"
     write_old(folder, "in place")
-    of_launch(monkeypatch, "first", count=1)
+    (folder / "starts/launch.json").write_text(note)
+    of_launch(monkeypatch, "first", count)
     start(make_config(folder))
     (kept,) = earlier_runs(str(folder))
-    assert kept.name.startswith("kept-") and old_place(folder) == kept
+    assert kept.name.startswith("kept-") and (kept / "checkpoint/step-4/.metadata").is_file()
     assert "It stays there" in capsys.readouterr().out
 
 
-def test_a_replaced_run_that_another_one_goes_on_with_is_not_removed(tmp_path, monkeypatch):
+def test_a_start_that_cannot_read_which_launch_the_run_is_of_is_refused(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    write_old(folder, "in place")
+    (folder / "starts/launch.json").unlink()
+    (folder / "starts/launch.json").mkdir()  # as good as an error of the disk
+    of_launch(monkeypatch, "first")
+    for _ in range(2):
+        with pytest.raises(FolderError, match=r"must be whole and readable .*launch\.json"):
+            RunFolder(make_config(folder))
+    assert (folder / "checkpoint/step-4/.metadata").is_file()
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_replaced_run_that_another_one_goes_on_with_is_not_removed(
+    tmp_path, monkeypatch, has_ended
+):
     folder = tmp_path / "run"
     write_old(folder, "in place")
     of_launch(monkeypatch, "first")
@@ -285,10 +306,14 @@ def test_a_replaced_run_that_another_one_goes_on_with_is_not_removed(tmp_path, m
     failed.begin()
     failed.close(failed=True)
     (aside,) = earlier_runs(str(folder))
+    of_launch(monkeypatch, "other")
     other = RunFolder(make_config(aside, overwrite=False))
+    if has_ended:
+        other.begin()
+        other.close(failed=False)
     of_launch(monkeypatch, "second")
     start(make_config(folder))
-    assert aside.is_dir() and old_place(folder) == aside
+    assert (aside / "checkpoint/step-4/.metadata").is_file()
     other.close(failed=False)
 
 
@@ -316,6 +341,6 @@ def test_a_run_that_cannot_be_moved_back_is_told_and_stays_where_it_is(tmp_path,
     shutil.copytree(folder / "hf/step-4", moving / "hf/step-4")
     (moving / "metrics.jsonl").write_text("{}")
     of_launch(monkeypatch, "first")
-    with pytest.raises(FolderError, match=r"must be moved back first, but: .* exists already"):
+    with pytest.raises(FolderError, match=r"must be whole and readable .* exists already"):
         RunFolder(make_config(folder))
     assert (moving / "metrics.jsonl").is_file()
