@@ -5,15 +5,18 @@
 
 import errno
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.run_folder.contents import describe_run
 from torchtitan.grpo.run_folder.launch import (
     is_first_attempt,
+    is_gone_on_with,
     is_restart,
     launch_id,
     note_launch,
@@ -54,13 +57,13 @@ class RunFolder:
         self._held = hold(config)
         try:
             restored = restore_interrupted(config.job.dump_folder)
+            self.is_restart = is_restart(config.job.dump_folder)
         except OSError as error:
             self._held.close()
             raise FolderError(
-                f"A start was ended while it moved the run in {config.job.dump_folder} aside, and the "
-                f"run must be moved back first, but: {error}. Correct that, and start again."
+                f"The run in job.dump_folder = {config.job.dump_folder} must be whole and readable "
+                f"before a start, but: {error}. Correct that, and start again."
             ) from error
-        self.is_restart = is_restart(config.job.dump_folder)
         for path in restored:
             _tell(f"A start was ended while it moved a run to {path}. The run is back in place.")
         for line in describe_earlier(config):
@@ -79,21 +82,21 @@ class RunFolder:
         earlier = describe_run(config)
         try:
             if config.job.overwrite:
-                aside = move_aside(config, keep=not is_first_attempt())
+                is_first = is_first_attempt(config.job.dump_folder)
+                aside = move_aside(config, keep=not is_first)
                 if aside is not None and earlier:
-                    self._tell_moved(aside, earlier)
+                    then = "is removed once this run has completed a step" if is_first else (
+                        "stays there, because it may be of an earlier attempt of this launch"
+                    )  # fmt: skip
+                    _tell(
+                        f"The earlier run, with {earlier}, was moved to {aside} (job.overwrite). It {then}."
+                    )
             note_launch(config.job.dump_folder)
         except OSError as error:
             raise FolderError(
                 f"The run in job.dump_folder = {config.job.dump_folder} must make room for this one, "
                 f"but: {error}. Correct that, or choose another folder."
             ) from error
-
-    def _tell_moved(self, aside: Path, earlier: str) -> None:
-        then = "It is removed once this run has completed a step."
-        if not is_first_attempt():
-            then = "It stays there, because this is not the first attempt of its launch."
-        _tell(f"The earlier run, with {earlier}, was moved to {aside} (job.overwrite). {then}")
 
     def close(self, *, failed: bool) -> None:
         """Lets other runs use the folder. After a failure it says where an earlier run is."""
@@ -118,6 +121,7 @@ def hold(config: JobConfig, folder: Path | None = None) -> HeldFolders:
     # A run that was asked to stop ends within its bound. Other ranks wait meanwhile.
     patience = min(config.grpo.stop_timeout_seconds + 2, config.comm.init_timeout_seconds / 2)
     try:
+        _check_name(config.job.dump_folder)
         (folder or Path(config.job.dump_folder)).mkdir(parents=True, exist_ok=True)
         named = _locks(config) if folder is None else {folder / LOCK_FILE: f"The folder {folder}"}
         for file in named:
@@ -154,7 +158,7 @@ def describe_earlier(config: JobConfig) -> Iterator[str]:
         what = describe_run(config, path)
         if what is None:
             continue
-        end = "" if path.name.startswith("kept") else (
+        end = "" if path.name.startswith("kept") or is_gone_on_with(path) else (
             ", or start with --job.overwrite, which removes it once the new run has completed a step"
         )  # fmt: skip
         yield (
@@ -169,8 +173,8 @@ def describe_folder(config: JobConfig) -> Iterator[str]:
     for file, setting in _locks(config).items():
         if (holder := living_holder(file)) is not None:
             yield f"warning: {setting} is in use by {holder}. A start would wait for its end."
-    error = _problem(Path(config.job.dump_folder))
-    if isinstance(error, OSError) and error.errno in _NOT_PERMITTED:
+    error = _problem(config.job.dump_folder)
+    if _is_forbidden(error):
         yield f"warning: {_not_usable(config.job.dump_folder, error)}"
 
 
@@ -180,15 +184,41 @@ def check_folder(config: JobConfig) -> None:
     Raises:
         FolderError: If there can be no folder of that name.
     """
-    error = _problem(Path(config.job.dump_folder))
-    is_forbidden = isinstance(error, OSError) and error.errno in _NOT_PERMITTED
-    if error is not None and not is_forbidden:  # another user, or another host, may be permitted
-        raise FolderError(_not_usable(config.job.dump_folder, error))
+    error = _problem(config.job.dump_folder)
+    if error is None or (_is_forbidden(error) and _is_visible(Path(config.job.dump_folder))):
+        return  # another user, or another host, may be permitted
+    raise FolderError(_not_usable(config.job.dump_folder, error))
 
 
-def _problem(folder: Path) -> Exception | None:
-    """Returns what stands in the way of a folder that is to be written, or None."""
+def _is_forbidden(error: Exception | None) -> TypeGuard[OSError]:
+    return isinstance(error, OSError) and error.errno in _NOT_PERMITTED
+
+
+def _is_visible(folder: Path) -> bool:
+    """Whether this user can see what is in a folder, or that it is not there."""
     try:
+        if folder.is_dir():
+            os.scandir(folder).close()
+    except OSError:
+        return False
+    return True
+
+
+def _check_name(name: str) -> None:
+    """Refuses what names a folder for the system, but not the one that the user means."""
+    if not name.strip():
+        raise ValueError("it is empty")
+    if name.startswith("~"):
+        raise ValueError("only a shell replaces ~ by a home folder")
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", name):
+        raise ValueError("it is a URL")
+
+
+def _problem(name: str) -> Exception | None:
+    """Returns what stands in the way of a folder that is to be written, or None."""
+    folder = Path(name)
+    try:
+        _check_name(name)
         if folder.is_dir():
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
@@ -219,9 +249,10 @@ def _not_usable(dump_folder: str, error: Exception) -> str:
     reason = getattr(error, "strerror", None) or str(error)
     name = getattr(error, "filename", None)
     where = f" ({name})" if name and str(name) != dump_folder else ""
+    given = dump_folder or '""'
     return (
-        f"job.dump_folder must be a folder that this user can make and write, got {dump_folder}: "
-        f"{reason}{where}. Choose another folder."
+        f"job.dump_folder must be a folder that this user can make and write, got "
+        f"{given}: {reason}{where}. Choose another folder."
     )
 
 

@@ -33,10 +33,14 @@ class Launch(msgspec.Struct):
     Attributes:
         launch: See :func:`launch_id`.
         slurm_job: The job of Slurm that it is in, which starts it again when it is requeued.
+        folder: Name of the folder at that time. A run that is moved aside gets another one.
+
+    All is empty if the file is damaged.
     """
 
     launch: str | None = None
     slurm_job: str | None = None
+    folder: str = ""
 
 
 def launch_id() -> str | None:
@@ -57,11 +61,36 @@ def launch_id() -> str | None:
     return None
 
 
-def is_restart(dump_folder: str) -> bool:
-    """Whether the run in a folder is of the launch that this rank is of."""
+def noted_launch(folder: Path) -> Launch | None:
+    """Returns the launch that the run in a folder is of; None without a note.
+
+    Raises:
+        OSError: If the note is there and cannot be read.
+    """
     try:
-        noted = msgspec.json.decode(Path(dump_folder, _FILE).read_bytes(), type=Launch)
-    except (OSError, msgspec.DecodeError):
+        return msgspec.json.decode((folder / _FILE).read_bytes(), type=Launch)
+    except FileNotFoundError:
+        return None
+    except (msgspec.DecodeError, ValueError):
+        return Launch()
+
+
+def is_gone_on_with(folder: Path) -> bool:
+    """Whether a start has named this folder since a run was moved here, or may have."""
+    try:
+        noted = noted_launch(folder)
+    except OSError:
+        return True
+    return noted is not None and noted.folder == folder.name
+
+
+def is_restart(dump_folder: str) -> bool:
+    """Whether the run in a folder is of the launch that this rank is of.
+
+    Raises:
+        OSError: If that cannot be read.
+    """
+    if (noted := noted_launch(Path(dump_folder))) is None:
         return False
     if noted.launch is not None and noted.launch == launch_id():
         return True
@@ -69,14 +98,16 @@ def is_restart(dump_folder: str) -> bool:
     return bool(job) and _count("SLURM_RESTART_COUNT") > 0 and noted.slurm_job == job
 
 
-def is_first_attempt() -> bool:
-    """Whether the launcher has not started this run before, as far as it says."""
-    return not _count("TORCHELASTIC_RESTART_COUNT") and not _count("SLURM_RESTART_COUNT")
+def is_first_attempt(dump_folder: str) -> bool:
+    """Whether the launcher has not started this run before, as far as it and the note say."""
+    counts = _count("TORCHELASTIC_RESTART_COUNT") + _count("SLURM_RESTART_COUNT")
+    return not counts and noted_launch(Path(dump_folder)) != Launch()
 
 
 def note_launch(dump_folder: str) -> None:
     """Notes that the run in a folder is of this launch from now on. Nothing of it is there yet."""
-    noted = Launch(launch_id(), os.environ.get("SLURM_JOB_ID"))
+    folder = Path(dump_folder).resolve().name
+    noted = Launch(launch_id(), os.environ.get("SLURM_JOB_ID"), folder)
     write_whole(Path(dump_folder, _FILE), msgspec.json.encode(noted) + b"\n")
 
 

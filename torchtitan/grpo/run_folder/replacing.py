@@ -26,6 +26,7 @@ import msgspec
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.run_folder.contents import written
+from torchtitan.grpo.run_folder.launch import is_gone_on_with
 from torchtitan.grpo.system.folder_lock import LOCK_FILE, FolderInUse, living_holder
 from torchtitan.grpo.system.whole_file import sync_folder, write_whole
 
@@ -163,13 +164,13 @@ class Removal:
 
     Args:
         config: Configuration of the run that has begun. With ``job.overwrite`` it removes runs that
-            were replaced; in any case it goes on with removals that were interrupted.
+            were replaced and not gone on with; in any case it goes on with interrupted removals.
     """
 
     def __init__(self, config: JobConfig) -> None:
         folder = config.job.dump_folder
         for path in earlier_runs(folder, "replaced") if config.job.overwrite else ():
-            if living_holder(path / LOCK_FILE) is None:  # else a run goes on with it in there
+            if not is_gone_on_with(path) and living_holder(path / LOCK_FILE) is None:
                 with suppress(OSError):
                     path.rename(path.with_name(path.name.replace("replaced", "removing")))
         self._paths = earlier_runs(folder, "removing")

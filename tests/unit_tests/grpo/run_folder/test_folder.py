@@ -31,6 +31,7 @@ def make_config(folder: Path | str) -> JobConfig:
     [
         "/proc/x", "/proc/x/y", "/sys/x", "/dev/null/x", "{tmp}/file", "{tmp}/file/x", "{tmp}/loop/x",
         "{tmp}/dangling", "{tmp}/" + "x" * 300, "{tmp}/new/" + "y" * 256, "{tmp}/nul\0",
+        "", " ", "~/x", "~other/x", "s3://bucket/x", "file:///tmp/x", "hf+x://a",
     ],
 )  # fmt: skip
 def test_a_folder_that_cannot_be_is_refused_by_the_check_and_by_the_start(tmp_path, name):

@@ -85,9 +85,9 @@ def test_a_restart_is_told_by_what_its_launcher_passes(tmp_path, monkeypatch, st
         (slurm("7", 1) | torchrun("a"), False),
     ],
 )
-def test_a_later_attempt_is_told_by_its_number(monkeypatch, variables, expected):
+def test_a_later_attempt_is_told_by_its_number(tmp_path, monkeypatch, variables, expected):
     set_environment(monkeypatch, variables)
-    assert is_first_attempt() is expected
+    assert is_first_attempt(str(tmp_path)) is expected
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,10 @@ def test_a_later_attempt_is_told_by_its_number(monkeypatch, variables, expected)
 def test_a_damaged_note_names_no_launch(tmp_path, monkeypatch, content):
     set_environment(monkeypatch, torchrun("a"))
     note_launch(str(tmp_path))
-    assert is_restart(str(tmp_path))
+    assert is_restart(str(tmp_path)) and is_first_attempt(str(tmp_path))
     (tmp_path / "starts/launch.json").write_text(content)
     assert not is_restart(str(tmp_path))
+    assert not is_first_attempt(str(tmp_path)), "so that the run is kept"
 
 
 def test_without_a_launcher_there_is_no_launch(monkeypatch):

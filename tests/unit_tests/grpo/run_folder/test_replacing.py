@@ -3,15 +3,16 @@
 
 """A start that is killed, at whichever of its operations on files, loses no run.
 
-Each operation of a start that replaces a run is the last one of a process, in turn. What was there
+A start that replaces a run is stopped at each of its operations on files, in turn. What was there
 before must then be whole, and once the new run has taken a step, no start removes that.
 """
 
+import itertools
 import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,7 @@ OLD = (
     "starts/launch.json",
 )  # fmt: skip
 FOREIGN = ("notes.txt", "checkpoint/seed/x")
-KILLED, DONE = 42, 0
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink")
-MOST_OPERATIONS = 500
 
 
 def make_config(folder: Path, *, overwrite: bool = True) -> JobConfig:
@@ -50,7 +49,7 @@ def write_old(folder: Path, layout: str) -> None:
         elsewhere = folder.with_name("elsewhere")
         elsewhere.mkdir(parents=True)
         folder.mkdir()
-        (folder / "checkpoint").symlink_to(elsewhere)
+        (folder / "checkpoint").symlink_to("../elsewhere")
     for name in (*OLD, *FOREIGN):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,11 +89,10 @@ def start(config: JobConfig) -> None:
     log = RunLog(Path(config.job.dump_folder, "metrics.jsonl"), begins)
     start_record.record_start(config, begins, [], [])
     log.add({"step": begins + 1, "is": "new"})
-    removal = Removal(config)
+    Removal(config).close()
     checkpoint = Path(config.job.dump_folder, f"checkpoint/step-{begins + 1}")
     checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / ".metadata").write_text("new")
-    removal.close()
     log.close()
     folder.close(failed=False)
 
@@ -103,39 +101,62 @@ def goes_on(folder: RunFolder, config: JobConfig) -> bool:
     return folder.is_restart or not config.job.overwrite
 
 
-def die_at(number: int, folder: Path) -> None:
-    """Ends this process instead of its operation with this number on files below a folder."""
-    count = 0
+def states_of_a_start(place: Path, states: Path, config: JobConfig) -> list[Path]:
+    """Starts a run in a process of its own; returns what a kill at each operation on files leaves.
 
-    def hook(event: str, arguments: tuple) -> None:
-        nonlocal count
-        is_write = event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_ACCMODE
-        if not (is_write or event in CHANGES) or not isinstance(arguments[0], str | os.PathLike):
-            return
-        if str(folder) in str(Path(arguments[0]).absolute()):
-            count += 1
-            if count >= number:
-                os._exit(KILLED)
-
-    sys.addaudithook(hook)
-
-
-def killed_at(number: int, config: JobConfig, folder: Path) -> bool:
-    """Starts a run in a process that dies at an operation; returns whether it came so far."""
-    child = os.fork()
-    if child == 0:
+    Args:
+        place: Folder around the run.
+        states: New folder for copies of ``place``: one before each operation that changed it.
+        config: Configuration of the run.
+    """
+    states.mkdir()
+    if (child := os.fork()) == 0:
         status = 1
         try:
-            devnull = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(devnull, 1)
-            die_at(number, folder)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            copy = copies_before_changes(place, states)
             start(config)
-            status = DONE
+            copy()
+            status = 0
         finally:
             os._exit(status)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status in (KILLED, DONE)
-    return status == KILLED
+    assert os.waitpid(child, 0)[1] == 0
+    return sorted(states.iterdir(), key=lambda path: int(path.name))
+
+
+def copies_before_changes(place: Path, states: Path) -> Callable[[], None]:
+    """Makes this process copy a folder before it changes files there; returns what copies it."""
+    seen: set[str] = set()
+    is_copying = False
+
+    def copy() -> None:
+        state = states / str(len(seen))
+        shutil.copytree(place, state, symlinks=True, ignore=shutil.ignore_patterns("run.lock"))
+        files = sorted(state.rglob("*"))
+        tree = repr([(str(f.relative_to(state)), f.is_file() and f.read_text()) for f in files])
+        if tree in seen:
+            shutil.rmtree(state)
+        seen.add(tree)
+
+    def hook(event: str, arguments: tuple) -> None:
+        nonlocal is_copying
+        is_write = event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_ACCMODE
+        if is_copying or not (is_write or event in CHANGES):
+            return
+        if str(place) in str(arguments[0]):
+            is_copying = True
+            copy()
+            is_copying = False
+
+    sys.addaudithook(hook)
+    return copy
+
+
+def put(state: Path, place: Path) -> Path:
+    """Makes a folder what it was, and returns that of the run in it."""
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(state, place, symlinks=True)
+    return place / "run"
 
 
 def of_launch(monkeypatch, name: str, count: int = 0) -> None:
@@ -151,92 +172,81 @@ def fast_record(monkeypatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture
-def folders(tmp_path: Path) -> Iterator[Path]:
-    """New folders, each with an empty place for a run."""
-
-    def make() -> Iterator[Path]:
-        for number in range(1, MOST_OPERATIONS):
-            (tmp_path / str(number)).mkdir()
-            yield tmp_path / str(number) / "run"
-        raise AssertionError("the start does not come to its end")
-
-    return make()
-
-
 def has_begun(folder: Path) -> bool:
     return (folder / "metrics.jsonl").is_file() and '"new"' in (
         folder / "metrics.jsonl"
     ).read_text()
 
 
-@pytest.mark.parametrize(
-    ("layout", "launch", "count", "overwrite"),
-    [
-        ("in place", "first", 1, True),  # torchrun starts the ranks again
-        ("elsewhere", "first", 0, True),  # and below an agent that joined later
-        ("in place", "second", 0, True),  # the user starts the same command again
-        ("in place", "second", 0, False),  # or goes on
-        ("elsewhere", "second", 1, True),  # something that may have started the run before
+STARTED_AGAIN = {
+    "in place": [
+        ("first", 1, True),  # torchrun starts the ranks again
+        ("second", 0, True),  # the user starts the same command again
+        ("second", 0, False),  # or goes on
     ],
-)
-def test_a_kill_at_any_operation_loses_neither_run(
-    folders, monkeypatch, layout, launch, count, overwrite
-):
-    for number, folder in enumerate(folders, start=1):
-        write_old(folder, layout)
-        of_launch(monkeypatch, "first")
-        is_killed = killed_at(number, make_config(folder), folder.parent)
-        begun = has_begun(folder)
-        steps = (folder / "metrics.jsonl").read_text() if begun else ""
-        checkpoint = folder / "checkpoint/step-1/.metadata"
-        has_checkpoint = checkpoint.exists() and checkpoint.read_text() == "new"
-
-        of_launch(monkeypatch, launch, count)
-        config = make_config(folder, overwrite=overwrite)
-        begins_again = RunFolder(config)
-        assert begun or old_place(folder), f"operation {number} lost the old run"
-        assert not begins_again.is_restart or old_place(folder) != folder, (
-            "it would go on with that"
-        )
-        if begun and launch == "first":
-            assert begins_again.is_restart, f"operation {number}: a restart that takes steps away"
-        begins_again.begin()
-        if begun and goes_on(begins_again, config):
-            assert (folder / "metrics.jsonl").read_text() == steps
-            assert checkpoint.exists() == has_checkpoint
-        assert begun or old_place(folder), "until the new run has begun"
-        begins_again.close(failed=True)
-        for name in FOREIGN:
-            assert (folder / name).is_file()
-        assert not earlier_runs(str(folder), "replacing")
-        if not is_killed:
-            assert begun and has_checkpoint and number > 20
-            return
+    "elsewhere": [
+        ("first", 0, True),  # below an agent that joined later
+        ("second", 1, True),  # something that may have started the run before
+    ],
+}
 
 
-def test_a_kill_while_an_interrupted_start_is_undone_loses_nothing(folders, monkeypatch, tmp_path):
+@pytest.mark.parametrize("layout", STARTED_AGAIN)
+def test_a_kill_at_any_operation_loses_neither_run(tmp_path, monkeypatch, layout):
+    place = tmp_path / "place"
+    place.mkdir()
+    write_old(place / "run", layout)
     of_launch(monkeypatch, "first")
-    template = tmp_path / "template/run"
-    template.parent.mkdir()
-    write_old(template, "in place")
-    for number in range(1, MOST_OPERATIONS):  # until the old run is half moved
-        if not killed_at(number, make_config(template), template.parent):
+    states = states_of_a_start(place, tmp_path / "states", make_config(place / "run"))
+    assert len(states) > 20
+    for state, again in itertools.product(states, STARTED_AGAIN[layout]):
+        check_start_after_kill(monkeypatch, put(state, place), *again)
+    folder = put(states[-1], place)
+    assert has_begun(folder) and (folder / "checkpoint/step-1/.metadata").read_text() == "new"
+
+
+def check_start_after_kill(monkeypatch, folder: Path, launch: str, count: int, overwrite: bool):
+    begun = has_begun(folder)
+    steps = (folder / "metrics.jsonl").read_text() if begun else ""
+    checkpoint = folder / "checkpoint/step-1/.metadata"
+    has_checkpoint = checkpoint.exists() and checkpoint.read_text() == "new"
+
+    of_launch(monkeypatch, launch, count)
+    config = make_config(folder, overwrite=overwrite)
+    begins_again = RunFolder(config)
+    assert begun or old_place(folder), "the old run is lost"
+    assert not begins_again.is_restart or old_place(folder) != folder, "it would go on with that"
+    if begun and launch == "first":
+        assert begins_again.is_restart, "a restart takes steps away"
+    begins_again.begin()
+    if begun and goes_on(begins_again, config):
+        assert (folder / "metrics.jsonl").read_text() == steps
+        assert checkpoint.exists() == has_checkpoint
+    assert begun or old_place(folder), "until the new run has begun"
+    begins_again.close(failed=True)
+    for name in FOREIGN:
+        assert (folder / name).is_file()
+    assert not earlier_runs(str(folder), "replacing")
+
+
+def test_a_kill_while_an_interrupted_start_is_undone_loses_nothing(tmp_path, monkeypatch):
+    of_launch(monkeypatch, "first")
+    place = tmp_path / "place"
+    place.mkdir()
+    write_old(place / "run", "in place")
+    config = make_config(place / "run")
+    for state in states_of_a_start(place, tmp_path / "states", config):
+        moving = earlier_runs(str(state / "run"), "replacing")
+        if moving and len(list(moving[0].iterdir())) > 3:
             break
-        if (moving := earlier_runs(str(template), "replacing")) and len(
-            list(moving[0].iterdir())
-        ) > 3:
-            break
-    assert moving and not old_place(template)
+    folder = put(state, place)
+    assert moving and not old_place(folder)
     of_launch(monkeypatch, "second")
-    for number, folder in enumerate(folders, start=1):
-        shutil.copytree(template, folder)
-        is_killed = killed_at(number, make_config(folder), folder.parent)
+    for again in states_of_a_start(place, tmp_path / "again", config):
+        put(again, place)
         begun = has_begun(folder)
         RunFolder(make_config(folder, overwrite=False)).close(failed=False)
-        assert begun or old_place(folder), f"operation {number}"
-        if not is_killed:
-            return
+        assert begun or old_place(folder)
 
 
 def test_a_replaced_run_is_removed_once_the_next_one_has_begun(tmp_path, monkeypatch, capsys):
@@ -260,18 +270,35 @@ def test_a_replaced_run_is_removed_once_the_next_one_has_begun(tmp_path, monkeyp
     assert has_begun(folder)
 
 
-def test_what_a_later_attempt_replaces_is_kept(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("count", "note"), [(1, '{"launch": "old"}'), (0, "{")])
+def test_what_may_be_of_an_earlier_attempt_is_kept(tmp_path, monkeypatch, capsys, count, note):
     """Its note of the launch may be lost, and the run its own."""
     folder = tmp_path / "run"
     write_old(folder, "in place")
-    of_launch(monkeypatch, "first", count=1)
+    (folder / "starts/launch.json").write_text(note)
+    of_launch(monkeypatch, "first", count)
     start(make_config(folder))
     (kept,) = earlier_runs(str(folder))
-    assert kept.name.startswith("kept-") and old_place(folder) == kept
+    assert kept.name.startswith("kept-") and (kept / "checkpoint/step-4/.metadata").is_file()
     assert "It stays there" in capsys.readouterr().out
 
 
-def test_a_replaced_run_that_another_one_goes_on_with_is_not_removed(tmp_path, monkeypatch):
+def test_a_start_that_cannot_read_which_launch_the_run_is_of_is_refused(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    write_old(folder, "in place")
+    (folder / "starts/launch.json").unlink()
+    (folder / "starts/launch.json").mkdir()  # as good as an error of the disk
+    of_launch(monkeypatch, "first")
+    for _ in range(2):
+        with pytest.raises(FolderError, match=r"must be whole and readable .*launch\.json"):
+            RunFolder(make_config(folder))
+    assert (folder / "checkpoint/step-4/.metadata").is_file()
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_replaced_run_that_another_one_goes_on_with_is_not_removed(
+    tmp_path, monkeypatch, has_ended
+):
     folder = tmp_path / "run"
     write_old(folder, "in place")
     of_launch(monkeypatch, "first")
@@ -279,10 +306,14 @@ def test_a_replaced_run_that_another_one_goes_on_with_is_not_removed(tmp_path, m
     failed.begin()
     failed.close(failed=True)
     (aside,) = earlier_runs(str(folder))
+    of_launch(monkeypatch, "other")
     other = RunFolder(make_config(aside, overwrite=False))
+    if has_ended:
+        other.begin()
+        other.close(failed=False)
     of_launch(monkeypatch, "second")
     start(make_config(folder))
-    assert aside.is_dir() and old_place(folder) == aside
+    assert (aside / "checkpoint/step-4/.metadata").is_file()
     other.close(failed=False)
 
 
@@ -310,6 +341,6 @@ def test_a_run_that_cannot_be_moved_back_is_told_and_stays_where_it_is(tmp_path,
     shutil.copytree(folder / "hf/step-4", moving / "hf/step-4")
     (moving / "metrics.jsonl").write_text("{}")
     of_launch(monkeypatch, "first")
-    with pytest.raises(FolderError, match=r"must be moved back first, but: .* exists already"):
+    with pytest.raises(FolderError, match=r"must be whole and readable .* exists already"):
         RunFolder(make_config(folder))
     assert (moving / "metrics.jsonl").is_file()
