@@ -22,7 +22,6 @@ from torchtitan.grpo.observe.run_log import RunLog
 from torchtitan.grpo.resume.checkpoint_files import quick_problem
 from torchtitan.grpo.rollout.saved import SavedRolloutsError, read_saved
 from torchtitan.grpo.rollout.saved_checks import check_saved
-from torchtitan.grpo.run_folder.launch import is_restart
 from torchtitan.grpo.system.file_sums import damaged_files
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.verify import check_run
@@ -109,10 +108,6 @@ def read_summary(file: Path) -> None:
         raise Told(f"{file.name}: a check of the verification fails")
 
 
-def read_start(file: Path) -> None:
-    is_restart(str(file.parents[2]))
-
-
 KINDS: dict[str, Callable[[Path], Any] | None] = {
     "checkpoint/step-*/*": read_checkpoint,
     "rollouts/step-*.msgpack": read_rollouts,
@@ -124,8 +119,8 @@ KINDS: dict[str, Callable[[Path], Any] | None] = {
     "ledger.jsonl": read_log,
     "evaluation_samples.jsonl": read_log,
     "summary.json": read_summary,
-    "starts/*/environment.json": read_start,
-    # For people alone: nothing reads them.
+    # For people: nothing reads them.
+    "starts/*/environment.json": None,
     "starts/*/config.toml": None,
     "reward_curve.png": None,
     "*.log": None,

@@ -254,3 +254,6 @@ def test_lines_of_earlier_releases_have_no_checksum(path):
     with open_file(path, "wb") as file:
         file.writelines(b"{" + line.partition(b",")[2] for line in lines)
     assert [batch.groups[0].group_id for batch in read(path)] == [4, 9]
+    with open_file(path, "wb") as file:  # a copy by way of another system
+        file.writelines(line.replace(b"\n", b"\r\n") for line in lines)
+    assert [batch.groups[0].group_id for batch in read(path)] == [4, 9]
