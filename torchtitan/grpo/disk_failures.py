@@ -54,7 +54,7 @@ def room_problem(errors: list[BaseException], path: Path) -> str | None:
     numbers, mib = {_number(error) for error in errors}, free_bytes(path) / 2**20
     disk = _disk_of(path)
     # File systems without a fixed number of inodes state 0 of 0.
-    if errno.ENOSPC in numbers and disk.f_files > 0 == disk.f_favail:
+    if errno.ENOSPC in numbers and disk.f_files and not disk.f_favail:
         return f"the disk of {path} takes no more files: all its inodes are used (df -i)"
     is_short = any(_CUT_SHORT.search(str(error)) for error in errors)
     if errno.EDQUOT in numbers:

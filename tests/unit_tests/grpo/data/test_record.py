@@ -228,8 +228,8 @@ def test_a_flipped_bit_anywhere_changes_nothing_or_is_refused_with_its_file(tmp_
     path = tmp_path / f"rollouts.{suffix}"
     record(path, [[group(4), group(9, reward=None)], [group(11)]]).close()
     content, expected = path.read_bytes(), read(path)
-    num_refused = 0
-    for position in range(len(content)):
+    num_refused, positions = 0, range(0, len(content), 5)
+    for position in positions:
         flipped = bytearray(content)
         flipped[position] ^= 1 << position % 8
         path.write_bytes(flipped)
@@ -242,7 +242,7 @@ def test_a_flipped_bit_anywhere_changes_nothing_or_is_refused_with_its_file(tmp_
         else:  # a line that is cut off is told where it is replayed
             assert found == expected[: len(found)]
             assert reader.was_cut_off or len(found) == len(expected), position
-    assert num_refused > len(content) * 0.9
+    assert num_refused > len(positions) * 0.9
 
 
 def test_lines_of_earlier_releases_have_no_checksum(path):
