@@ -22,6 +22,7 @@ from torchtitan.grpo.observe.run_log import RunLog
 from torchtitan.grpo.resume.checkpoint_files import quick_problem
 from torchtitan.grpo.rollout.saved import SavedRolloutsError, read_saved
 from torchtitan.grpo.rollout.saved_checks import check_saved
+from torchtitan.grpo.run_folder.launch import is_restart
 from torchtitan.grpo.system.file_sums import damaged_files
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.verify import check_run
@@ -119,6 +120,7 @@ KINDS: dict[str, Callable[[Path], Any] | None] = {
     "ledger.jsonl": read_log,
     "evaluation_samples.jsonl": read_log,
     "summary.json": read_summary,
+    "starts/launch.json": lambda file: is_restart(str(file.parents[1])),
     # For people: nothing reads them.
     "starts/*/environment.json": None,
     "starts/*/config.toml": None,
