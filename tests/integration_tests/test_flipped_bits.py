@@ -109,10 +109,6 @@ def read_summary(file: Path) -> None:
         raise Told(f"{file.name}: a check of the verification fails")
 
 
-def read_start(file: Path) -> None:
-    is_restart(str(file.parents[2]))
-
-
 KINDS: dict[str, Callable[[Path], Any] | None] = {
     "checkpoint/step-*/*": read_checkpoint,
     "rollouts/step-*.msgpack": read_rollouts,
@@ -124,8 +120,9 @@ KINDS: dict[str, Callable[[Path], Any] | None] = {
     "ledger.jsonl": read_log,
     "evaluation_samples.jsonl": read_log,
     "summary.json": read_summary,
-    "starts/*/environment.json": read_start,
-    # For people alone: nothing reads them.
+    "starts/launch.json": lambda file: is_restart(str(file.parents[1])),
+    # For people: nothing reads them.
+    "starts/*/environment.json": None,
     "starts/*/config.toml": None,
     "reward_curve.png": None,
     "*.log": None,

@@ -4,9 +4,8 @@
 """Messages for disks that are full and folders that cannot be written."""
 
 import errno
+import os
 import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
@@ -19,7 +18,7 @@ _TEXTS = {
     errno.EROFS: re.compile(r"Read-only file system", re.IGNORECASE),
 }
 _CUT_SHORT = re.compile(r"PytorchStreamWriter failed|unexpected pos \d+ vs \d+")
-_ALMOST_FULL_BYTES = 1 << 20
+_ALMOST_FULL_MIB = 1
 
 
 def disk_failure(error: BaseException, dump_folder: str) -> str | None:
@@ -53,10 +52,14 @@ def room_problem(errors: list[BaseException], path: Path) -> str | None:
         path: What was written, or the folder that it was written into.
     """
     numbers, mib = {_number(error) for error in errors}, free_bytes(path) / 2**20
+    disk = _disk_of(path)
+    # File systems without a fixed number of inodes state 0 of 0.
+    if errno.ENOSPC in numbers and disk.f_files and not disk.f_favail:
+        return f"the disk of {path} takes no more files: all its inodes are used (df -i)"
     is_short = any(_CUT_SHORT.search(str(error)) for error in errors)
     if errno.EDQUOT in numbers:
         return f"the quota on the disk of {path} is used up, though {mib:.0f} MiB of it are free"
-    if errno.ENOSPC in numbers or (is_short and free_bytes(path) < _ALMOST_FULL_BYTES):
+    if errno.ENOSPC in numbers or (is_short and mib < _ALMOST_FULL_MIB):
         return f"the disk of {path} is full: {mib:.0f} MiB are free"
     if errno.EFBIG in numbers:
         return f"a file in {path} would be larger than the system allows (ulimit -f)"
@@ -76,12 +79,14 @@ def _number(error: BaseException) -> int | None:
 
 def free_bytes(path: Path) -> int:
     """Returns the free space of the disk that holds a path, which need not exist yet."""
-    return next(_free_above(path), 0)
+    disk = _disk_of(path)
+    return disk.f_bavail * disk.f_frsize
 
 
-def _free_above(path: Path) -> Iterator[int]:
-    for folder in (path, *path.parents):
-        try:
-            yield shutil.disk_usage(folder).free
-        except OSError:
-            continue
+def _disk_of(path: Path) -> os.statvfs_result:
+    try:
+        return os.statvfs(path)
+    except OSError:
+        if path.parent == path:
+            raise
+        return _disk_of(path.parent)

@@ -118,7 +118,7 @@ def _evaluate(config: JobConfig, given: argparse.Namespace, subject: Subject, fo
             raise
         print(f"error: {cause}", file=sys.stderr)
         return 1
-    print_table(result)  # first: what it cost need not be lost with a disk
+    print_table(result)  # before it is written: the disk may be full
     target = given.output or folder / RESULT_FILE
     record = _record(config, subject, result, servers)
     try:

@@ -50,6 +50,15 @@ def test_a_full_disk_is_named_with_its_file(small_disk: Path):
     assert "job.dump_folder" in found and "\n" not in found
 
 
+def test_a_disk_with_room_but_without_inodes_is_told_apart(small_disk: Path):
+    subprocess.run(["mount", "-o", "remount,nr_inodes=2", str(small_disk)], check=True, timeout=30)
+    (small_disk / "last").touch()
+    with pytest.raises(OSError) as caught:
+        (small_disk / "metrics.jsonl").touch()
+    found = message(caught.value, small_disk)
+    assert found is not None and "takes no more files: all its inodes are used" in found
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpoint_that_does_not_fit_on_the_disk(small_disk: Path):
     state = {"weight": torch.ones(1 << 20)}

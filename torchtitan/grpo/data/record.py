@@ -293,10 +293,11 @@ def _with_sum(line: bytes) -> bytes:
 
 def _check_sum(line: bytes, where: str) -> None:
     found = _SUM.match(line)
-    if found is not None and zlib.crc32(b"{" + line[found.end() : -1]) != int(found[1]):
+    if found and zlib.crc32(b"{" + line[found.end() :].rstrip(b"\r\n")) != int(found[1]):
         raise DataError(
             f"{where}: the line must be what was written, but its checksum differs: the file is "
-            "damaged. Take a copy of it, or remove this line and all behind it."
+            "damaged. Take a copy of it, or remove this line and all behind it. If you have changed "
+            'the line yourself, remove its "crc32".'
         )
 
 

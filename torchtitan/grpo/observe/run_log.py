@@ -87,7 +87,7 @@ def _records(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[s
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line) if line.endswith(b"}\n") else None
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         if isinstance(record, dict) and type(record.get("step")) is int:
             yield line, record

@@ -94,10 +94,11 @@ class RolloutSession:
         """Returns the rollouts kept beside the checkpoint; None without, or if they are damaged."""
         if config.saved_rollouts is None:
             return None
-        sizes = {"vocab_size": config.vocab_size, "row_len": config.seq_len}
         try:
             saved = read_saved(Path(config.saved_rollouts), config.start_version)
-            check_saved(saved, config.progress, **sizes)
+            check_saved(
+                saved, config.progress, vocab_size=config.vocab_size, row_len=config.seq_len
+            )
         except SavedRolloutsError as error:
             (self._announce or logger.warning)(
                 f"The rollouts kept beside the checkpoint of step {config.start_version} "

@@ -54,7 +54,7 @@ def damaged_files(
     share: int = 0,
     num_shares: int = 1,
     *,
-    is_wanted: Callable[[str], bool] = lambda name: True,
+    is_wanted: Callable[[str, int], bool] = lambda name, size: True,
 ) -> Iterator[str]:
     """Yields the files of a folder whose contents are not what was written, by name.
 
@@ -64,14 +64,15 @@ def damaged_files(
         folder: The folder.
         share: Which share of its files is read, so that ranks can divide them.
         num_shares: Number of shares.
-        is_wanted: Whether a file of this name is read.
+        is_wanted: Whether a file of this name, and of this size when it was written, is read.
     """
     try:
         sums = read_sums(folder)
     except ValueError as error:
         yield str(error)
         return
-    for name in sorted(filter(is_wanted, sums))[share::num_shares]:
+    wanted = sorted(name for name, (size, _) in sums.items() if is_wanted(name, size))
+    for name in wanted[share::num_shares]:
         try:
             found = _crc_of(folder / name)
         except OSError as error:

@@ -74,7 +74,8 @@ def require_undamaged(
 ) -> None:
     """Refuses a directory that this project has exported and that has changed since.
 
-    Other directories have no checksums.
+    Other directories have no checksums. Text that has another size, or is gone, was changed by the
+    user, such as a chat template: damage does not change a size, or leaves what is no JSON.
 
     Args:
         path: The directory.
@@ -95,8 +96,11 @@ def require_undamaged(
 
 
 def _damaged(path: Path, share: int, num_shares: int, weights: bool) -> Iterator[str]:
-    def is_wanted(name: str) -> bool:
-        return name.endswith(".safetensors") == weights
+    def is_wanted(name: str, size: int) -> bool:
+        file = path / name
+        if name.endswith(".safetensors"):
+            return weights
+        return not weights and file.is_file() and file.stat().st_size == size
 
     return damaged_files(path, share, num_shares, is_wanted=is_wanted)
 

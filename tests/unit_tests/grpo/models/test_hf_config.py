@@ -198,5 +198,9 @@ def test_an_export_that_has_changed_since_is_refused_with_the_file(
     if not is_weight:
         with pytest.raises(ModelError, match=name):
             read_hf_model(target)
+        # What a user adds is no damage.
+        content[int(len(content) * place)] ^= 1
+        (target / name).write_bytes(b" " + content)
+        read_hf_model(target)
     (target / "sums_export.json").unlink()
     require_undamaged(target, "model.hf_assets_path", weights=is_weight)

@@ -160,6 +160,10 @@ WRONG = {
     "a prompt that is open and closed": replace(some(), progress=PromptProgress(9, (6, 7, 8))),
     "a prompt that is trained already": replace(some(), progress=PromptProgress(9, (5, 6, 8))),
     "a position before the checkpoint": replace(some(), progress=PromptProgress(6, (6, 8))),
+    "a prompt that is open twice": replace(some(), progress=PromptProgress(9, (6, 8, 8))),
+    "a position that no memory can count to": replace(
+        some(), progress=PromptProgress(1 << 60, (6, 8))
+    ),
     "a group of no prompt": replace(some(), unfinished=(UnfinishedGroup(5, 3, ()),)),
     "a group twice": replace(some(), unfinished=(UnfinishedGroup(6, 3, ()),)),
     "a group from the future": replace(some(), unfinished=(UnfinishedGroup(8, 5, ()),)),
