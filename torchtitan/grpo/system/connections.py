@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 HEADER_SECONDS = 10.0
 """Maximum time until the headers of a request are complete, counted from its first byte."""
-MAX_CONNECTIONS = 4096
+MAX_CONNECTIONS = 16_384
 _BODY_SECONDS = 60.0
 _BODY_GRACE_SECONDS = 10.0
 _SLOWEST_BYTES_PER_SECOND = 4096
