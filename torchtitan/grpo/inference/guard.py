@@ -6,7 +6,7 @@
 It also puts the limits of `system/connections.py` before the server's sockets, and reads bodies in time.
 
 Both servers are ASGI applications, and their environments lack the libraries of the trainer. The
-guard is therefore plain ASGI and needs the standard library alone. It reads the keys from the
+guard is therefore plain ASGI and needs only the standard library. It reads the keys from the
 environment of the server.
 """
 
