@@ -71,7 +71,7 @@ def test_the_rollout_process_sees_the_keys_that_it_uses(
     config = RolloutProcessConfig(
         tables.GRPO(), tables.Prompts(path="openai/gsm8k" if setting == "hub" else str(tmp_path)),
         tables.Rollout(), tables.Inference(), tables.Reward(), tables.Evaluation(), "model", 97, [1],
-        64, 0, str(tmp_path), [], 0, PromptProgress([]),
+        64, 0, str(tmp_path), [], 0, PromptProgress(),
         workers=tables.Workers(["OPENAI_*"] if setting == "passed" else []),
         monitor_host="127.0.0.1" if setting == "monitor" else "",
     )  # fmt: skip
