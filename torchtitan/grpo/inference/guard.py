@@ -6,7 +6,7 @@
 It also puts the limits of `system/connections.py` before the server's sockets, and reads bodies in time.
 
 Both servers are ASGI applications, and their environments lack the libraries of the trainer. The
-guard is therefore plain ASGI and needs the standard library alone. It reads the keys from the
+guard is therefore plain ASGI and needs only the standard library. It reads the keys from the
 environment of the server.
 """
 
@@ -82,7 +82,8 @@ class RequestGuard:
         return AuthLevel.CONTROL if self._generation.isdisjoint(above) else AuthLevel.NORMAL
 
     async def _answer(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
-        if scope["type"] == "http":
+        # A body that needs no key is not kept in memory, and no open route waits for one.
+        if scope["type"] == "http" and self._level(scope) is not AuthLevel.OPEN:
             try:
                 receive = _after(await _whole_body(receive), receive)
             except TimeoutError:

@@ -44,6 +44,8 @@ class RouteError(ServerError):
     @property
     def is_refusal(self) -> bool:
         """Whether the server refused the request as such, so that repeating it is of no use."""
+        if self.status in (408, 429):  # it was sent too slowly, or there were too many
+            return False
         return self.status is not None and 300 <= self.status < 500
 
 
@@ -236,7 +238,8 @@ class _SlowAnswer(Exception):
 
 async def _read(response: aiohttp.ClientResponse, max_bytes: int, timeout: float) -> bytes | None:
     """Returns the whole answer, or ``None`` if it is longer than ``max_bytes``."""
-    begun, content = asyncio.get_running_loop().time(), bytearray()
+    # A proxy may send the headers long before the server has generated the answer.
+    content, begun = bytearray(await response.content.readany()), asyncio.get_running_loop().time()
     while len(content) <= max_bytes:
         try:
             async with asyncio.timeout_at(begun + body_seconds(len(content), timeout)) as limit:

@@ -25,7 +25,7 @@ from torchtitan.grpo.inference.server_log import first_causes, last_line, log_ta
 from torchtitan.grpo.inference.server_spec import LOOPBACK, ServerSpec
 from torchtitan.grpo.inference.urls import url_of
 from torchtitan.grpo.system.child import start_child, stop_children
-from torchtitan.grpo.system.environment import server_environment
+from torchtitan.grpo.system.environment import without_keys
 from torchtitan.grpo.system.exit_status import describe_status
 from torchtitan.grpo.system.interfaces import interface_of
 from torchtitan.grpo.system.loopback import is_loopback, loopback_interface
@@ -111,7 +111,7 @@ def server_command(
     command = kind_row(spec.kind).launch_command(spec)
     defaults = dict(command.defaults)
     own_keys = {API_KEY_VARIABLE: spec.api_key, ADMIN_KEY_VARIABLE: spec.admin_key} | command.keys
-    kept = server_environment(environ, tuple(own_keys))
+    kept = without_keys(environ, own_keys)
     # Without bytecode files, each start would spend a minute on compiling the server's sources.
     kept.pop("PYTHONDONTWRITEBYTECODE", None)
     if spec.device == "cpu":

@@ -19,7 +19,7 @@ from torchtitan.grpo.inference.access import (
 from torchtitan.grpo.monitoring.addresses import KEY_VARIABLE
 from torchtitan.grpo.system.child import start_child, stop_children
 from torchtitan.grpo.system.descendants import end_marked
-from torchtitan.grpo.system.environment import RUN_VARIABLE, rollout_environment
+from torchtitan.grpo.system.environment import RUN_VARIABLE, without_keys
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 
 
@@ -44,13 +44,11 @@ def end_process(child: subprocess.Popen, mark: str, grace_seconds: float = 3.0) 
 
 def child_environment(config: RolloutProcessConfig, environ: Mapping[str, str]) -> dict[str, str]:
     """Returns what the process sees of ``environ``, and a new ``RUN_VARIABLE``."""
-    keys = [API_KEY_VARIABLE, ADMIN_KEY_VARIABLE]
-    keys += [TEACHER_KEY_VARIABLE] if config.teacher.urls else []
-    keys += [KEY_VARIABLE] if config.monitor_host else []
+    own = [API_KEY_VARIABLE, ADMIN_KEY_VARIABLE, *config.workers.pass_variables]
+    own += [TEACHER_KEY_VARIABLE] if config.teacher.urls else []
+    own += [KEY_VARIABLE] if config.monitor_host else []
     sources = [config.prompts.path, *config.prompts.paths]
     sources += [one.path for one in evaluation_sets(config.evaluation).values()]
-    return rollout_environment(
-        environ,
-        (*keys, *config.workers.pass_variables),
-        uses_hub=any(source and not Path(source).exists() for source in sources),
-    ) | {RUN_VARIABLE: uuid.uuid4().hex}
+    if any(source and not Path(source).exists() for source in sources):
+        own += ["HF_TOKEN*", "HUGGING_FACE_HUB_TOKEN"]  # a data set of the Hub
+    return without_keys(environ, own) | {RUN_VARIABLE: uuid.uuid4().hex}

@@ -8,7 +8,7 @@ and both accept connections until the process has no file descriptors left. Here
 do not arrive in time is closed. If there are too many connections, one is closed for the sake of the new
 one, so that those which only hold connections shut nobody out (see :meth:`ConnectionLimits.make_room`).
 
-Servers in environments of their own use this module as well, so it needs the standard library alone.
+Servers in environments of their own use this module as well, so it needs only the standard library.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 HEADER_SECONDS = 10.0
 """Maximum time until the headers of a request are complete, counted from its first byte."""
-MAX_CONNECTIONS = 4096
+MAX_CONNECTIONS = 16_384
 _BODY_SECONDS = 60.0
 _BODY_GRACE_SECONDS = 10.0
 _SLOWEST_BYTES_PER_SECOND = 4096
@@ -104,8 +104,8 @@ class ConnectionLimits:
         What is closed is an idle connection, which has sent no request or whose requests are answered: of
         those without a key, else of all, the one that has been idle for longest at the host with the most
         of them. If none is idle, the oldest busy one without a key is closed, provided that its host
-        has more of them than the host of the new one. So a host can shut out itself alone, and
-        without a key nobody can shut out those who have one.
+        has more of them than the host of the new one. So a host can shut out only itself, and
+        nobody without a key can shut out those who have one.
         """
         if self.num_open < self.max_connections:
             return True

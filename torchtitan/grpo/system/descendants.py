@@ -70,16 +70,25 @@ def _reap_orphans() -> None:
     """
     own, seen = os.getpid(), set[int]()
     while True:
-        zombies = {
-            pid
-            for pid, (state, parent, session) in _processes()
-            if parent == own and state == "Z" and session != os.getsid(0)
-        }
+        zombies = set[int]()
+        if _any_has_ended():  # else it is in vain to look at all processes of a large machine
+            zombies = {
+                pid
+                for pid, (state, parent, session) in _processes()
+                if parent == own and state == "Z" and session != os.getsid(0)
+            }
         for pid in zombies & seen - own_children:
             with contextlib.suppress(OSError):
                 os.waitpid(pid, os.WNOHANG)
         seen = zombies
         time.sleep(_REAP_SECONDS)
+
+
+def _any_has_ended() -> bool:
+    """Returns whether a child has ended for whose status nobody has asked yet."""
+    with contextlib.suppress(ChildProcessError):  # there are no children
+        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    return False
 
 
 def _descendants_of(ancestor: int) -> list[int]:

@@ -64,9 +64,7 @@ class LogLimit:
             if size <= MAX_LOG_BYTES:
                 return
             kept = log.with_name(f"{log.name}.1")
-            with contextlib.suppress(
-                OSError
-            ):  # a full disk must not keep the log from being emptied
+            with contextlib.suppress(OSError):  # it is emptied on a full disk as well
                 _copy_end(log, kept, size)
             os.truncate(log, 0)
         except OSError:

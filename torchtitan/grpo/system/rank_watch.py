@@ -62,6 +62,7 @@ class RankWatch:
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._listener: socket.socket | None = None  # on rank 0
         self._secret = ""
+        self._max_strangers = _MAX_STRANGERS
         self._peers: dict[socket.socket, Peer] = {}
         self._thread: threading.Thread | None = None
 
@@ -74,6 +75,7 @@ class RankWatch:
             self._listener = socket.create_server((leader_address(), 0))
             self._selector.register(self._listener, selectors.EVENT_READ)
             self._secret = secrets.token_hex(16)
+            self._max_strangers += dist.get_world_size()  # all ranks may connect at once
             host, port = self._listener.getsockname()[:2]
             where[0] = host, port, self._secret
         dist.broadcast_object_list(where, src=0)
@@ -172,7 +174,7 @@ class RankWatch:
             return
         strangers = [peer for peer in self._peers.values() if peer.status is None]
         for peer in strangers:
-            is_surplus = len(strangers) > _MAX_STRANGERS and peer is strangers[0]
+            is_surplus = len(strangers) > self._max_strangers and peer is strangers[0]
             if is_surplus or peer.silent_seconds > _STRANGER_SECONDS:
                 self._remove(peer)
 

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Opens regular files alone as data, configuration or weights.
+"""Opens only regular files as data, configuration or weights.
 
-Opening a pipe waits for a writer that may never come, a device such as ``/dev/zero`` never ends, and
-some files of the kernel below ``/proc`` and ``/sys`` do either, although they look like regular ones.
+Opening a pipe waits for a writer that may never come, and a device such as ``/dev/zero`` never ends. Some files
+of the kernel below ``/proc`` and ``/sys`` do one or the other, although they look like regular ones.
 """
 
 import errno

@@ -13,7 +13,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchtitan.grpo.system.child import die_with_parent
-from torchtitan.grpo.system.environment import PROGRAM, passed
+from torchtitan.grpo.system.environment import RUN_VARIABLE, is_named
+
+# Everything that a program needs to run and to find files, and nothing that grants access.
+_PASSED = (
+    *(
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "PWD",
+        "TMPDIR",
+        "TZ",
+        "LANG",
+        "LANGUAGE",
+        "LC_*",
+    ),
+    *("PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED"),
+    *("PYTHONWARNINGS", "PYTHONPYCACHEPREFIX", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV"),
+    *("LD_LIBRARY_PATH", "LD_PRELOAD", "DYLD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_HOME"),
+    *("*_NUM_THREADS", "TOKENIZERS_PARALLELISM", "SSL_CERT_FILE", "SSL_CERT_DIR"),
+    *("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE"),
+    *("TRANSFORMERS_OFFLINE", "NLTK_DATA", RUN_VARIABLE),
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +56,8 @@ class Surroundings:
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Returns the variables that a worker sees."""
-        return passed(environ, (*PROGRAM, *self.pass_variables))
+        names = *_PASSED, *self.pass_variables
+        return {name: value for name, value in environ.items() if is_named(name, names)}
 
     def enter(self) -> None:
         """Applies the limits. Called in the child, between fork and exec."""

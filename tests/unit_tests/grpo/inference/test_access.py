@@ -151,6 +151,21 @@ def call(path: str, **scope: Any) -> tuple[list[dict[str, Any]], bool]:
     return sent, path in called
 
 
+def test_a_body_that_needs_no_key_is_not_awaited() -> None:
+    async def app(scope, receive, send) -> None:
+        await send("answered")
+
+    async def endless() -> dict[str, Any]:
+        raise AssertionError("it would be kept in memory")
+
+    async def send(message: Any) -> None:
+        assert message == "answered"
+
+    guard = RequestGuard(app, open_routes=["/health"], generation_routes=[], keys=BOTH)
+    scope = {"type": "http", "method": "GET", "path": "/health", "server": ("127.0.0.1", 8000)}
+    asyncio.run(guard(scope | {"headers": [(b"host", b"127.0.0.1:8000")]}, endless, send))
+
+
 @pytest.mark.parametrize(
     ("path", "level"),
     [

@@ -195,6 +195,23 @@ def test_an_answer_that_is_long_and_fast_enough_arrives(monkeypatch: pytest.Monk
     asyncio.run(main())
 
 
+def test_headers_may_come_long_before_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_BODY_GRACE_SECONDS", SOON / 2)
+
+    async def main() -> None:
+        async with answering([OK + b"Content-Length: 2\r\n\r\n", b"{}"], SOON) as (url, _):
+            await get(url)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("status", "is_refusal"), [(400, True), (404, True), (408, False), (429, False)]
+)
+def test_a_request_that_came_too_slowly_or_too_early_is_no_wrong_one(status, is_refusal) -> None:
+    assert RouteError("", status).is_refusal == is_refusal
+
+
 def test_the_folder_of_a_registry_is_no_url(tmp_path: Path) -> None:
     Registrar(str(tmp_path), ONE, None).beat()
     assert len(list(tmp_path.iterdir())) == 1

@@ -1,73 +1,79 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Which variables the children of a run see, and which they do not."""
+"""Launched servers and the rollout process see everything but the keys of others, and no rank."""
+
+from pathlib import Path
 
 import pytest
 
-from torchtitan.grpo.system.environment import PROGRAM, passed, rollout_environment
-from torchtitan.grpo.system.environment import server_environment as of_server
+from torchtitan.grpo import config as tables
+from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.rollout.child_process import child_environment
+from torchtitan.grpo.system.environment import without_keys
+from torchtitan.grpo.types import PromptProgress
 
-OTHERS_KEYS = (
-    "WANDB_API_KEY",
-    "WANDB_ENTITY",
-    "AWS_ACCESS_KEY_ID",
-    "AWS_SECRET_ACCESS_KEY",
-    "AWS_SESSION_TOKEN",
-    "AZURE_CLIENT_SECRET",
-    "GOOGLE_APPLICATION_CREDENTIALS",
-    "GITHUB_TOKEN",
-    "OPENAI_API_KEY",
-    "ANTHROPIC_API_KEY",
-    "SSH_AUTH_SOCK",
-    "DATABASE_URL",
-    "MY_PASSWORD",
-    "VLLM_API_KEY",
-    "NVIDIA_API_KEY",
-    "RAY_AUTH_TOKEN",
-    "SGLANG_ADMIN_KEY",
-    "TORCHTITAN_GRPO_MONITOR_KEY",
+KEYS = (
+    *("WANDB_API_KEY", "WANDB_ENTITY", "COMET_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN"),
+    *("AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE", "AZURE_CLIENT_ID"),
+    *(
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        "GITHUB_TOKEN",
+        "GH_PAT",
+        "OPENAI_API_KEY",
+        "OPENAI_APIKEY",
+    ),
+    *("SSH_AUTH_SOCK", "SLURM_JWT", "PGPASSWORD", "MYSQL_PWD", "DB_PASS", "REDISCLI_AUTH"),
+    *("VAULT_SECRET_ID", "SENTRY_DSN", "SLACK_WEBHOOK_URL", "my_api_key", "API_KEYS", "KEY_2"),
+    *("VLLM_API_KEY", "NVIDIA_API_KEY", "RAY_AUTH_TOKEN", "SGLANG_S3_ACCESS_KEY_ID"),
+    *("HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN", "TORCHTITAN_GRPO_MONITOR_KEY"),
 )
-HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH")
 OF_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
-NEEDED = (
-    "PATH",
-    "HOME",
-    "LC_ALL",
-    "OMP_NUM_THREADS",
-    "CUDA_VISIBLE_DEVICES",
-    "NCCL_DEBUG",
-    "GLOO_SOCKET_IFNAME",
-    "TORCH_LOGS",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "VLLM_CPU_KVCACHE_SPACE",
-    "VLLM_MAX_TOKENS_PER_EXPERT_FUSED_MOE",
-    "SGLANG_ENABLE_TORCH_INFERENCE_MODE",
-    "LD_LIBRARY_PATH",
-    "HF_HOME",
-    "TRITON_CACHE_DIR",
+VALUES = {
+    "DATABASE_URL": "postgres://me:secret@host/db",
+    "PIP_INDEX_URL": "https://secret@host/simple",
+    "DEPLOY": "-----BEGIN OPENSSH PRIVATE KEY-----",
+}
+NEEDED = dict.fromkeys(
+    (
+        *("PATH", "HOME", "PWD", "OLDPWD", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HOME"),
+        *("CUDA_MPS_PIPE_DIRECTORY", "NCCL_DEBUG", "FI_PROVIDER", "OFI_NCCL_PROTOCOL", "LMOD_CMD"),
+        *("HSA_OVERRIDE_GFX_VERSION", "ROCR_VISIBLE_DEVICES", "NVSHMEM_IB_GID_INDEX", "AITER_JIT_DIR"),
+        *("SLURM_JOB_ID", "SLURM_TMPDIR", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "RAY_ADDRESS", "KRB5CCNAME"),
+        *("SCRATCH", "LMCACHE_CONFIG_FILE", "TRITON_CACHE_DIR", "DG_JIT_CACHE_DIR", "ZE_AFFINITY_MASK"),
+        *("VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD", "VLLM_ENABLE_PREGRAD_PASSES", "VLLM_USE_FASTOKENS"),
+        *("SGLANG_PREFILL_DELAYER_TOKEN_USAGE_LOW_WATERMARK", "SGLANG_ROUTING_KEY_POLICY_DEBUG_LOG"),
+        *("TOKENIZERS_PARALLELISM", "KMP_AFFINITY", "SSL_CERT_FILE", "NO_PROXY"),
+    ),
+    "x",
+) | {"https_proxy": "http://me:secret@proxy:3128", "VLLM_HOST_URL": "tcp://10.0.0.1:5000"}  # fmt: skip
+ALL = dict.fromkeys((*KEYS, *OF_RANK), "x") | VALUES | NEEDED
+
+
+def test_a_child_sees_what_it_needs_and_no_key_but_its_own() -> None:
+    assert without_keys(ALL) == NEEDED
+    assert without_keys(ALL, ["VLLM_API_KEY"]) == NEEDED | {"VLLM_API_KEY": "x"}
+    assert without_keys(ALL, ["HF_TOKEN*"]).keys() - NEEDED.keys() == {"HF_TOKEN", "HF_TOKEN_PATH"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "seen"),
+    [
+        (None, set()),
+        ("hub", {"HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN"}),
+        ("passed", {"OPENAI_API_KEY", "OPENAI_APIKEY"}),
+        ("monitor", {"TORCHTITAN_GRPO_MONITOR_KEY"}),
+    ],
 )
-ALL = dict.fromkeys((*OTHERS_KEYS, *HUB, *OF_RANK, *NEEDED, "https_proxy", "MINE"), "x")
-
-
-@pytest.mark.parametrize("name", (*OTHERS_KEYS, *HUB, *OF_RANK))
-def test_no_child_sees_the_keys_of_others_nor_the_rank(name: str) -> None:
-    children = (
-        of_server(ALL, ["TORCHTITAN_GRPO_API_KEY"]),
-        rollout_environment(ALL, [], uses_hub=False),
-        passed(ALL, PROGRAM),
-    )
-    assert not any(name in child for child in children)
-
-
-@pytest.mark.parametrize("name", NEEDED)
-def test_servers_and_the_rollout_process_see_what_computing_needs(name: str) -> None:
-    assert name in of_server(ALL, []) and name in rollout_environment(ALL, [], uses_hub=False)
-
-
-def test_a_key_is_seen_by_its_owner_alone() -> None:
-    assert "VLLM_API_KEY" in of_server(ALL, ["VLLM_API_KEY"])
-    assert "HF_TOKEN" in rollout_environment(ALL, [], uses_hub=True)
-    assert "MINE" in rollout_environment(ALL, ["MINE"], uses_hub=False)
-    assert "https_proxy" in rollout_environment(ALL, [], uses_hub=False)
-    assert "https_proxy" not in of_server(ALL, [])
+def test_the_rollout_process_sees_the_keys_that_it_uses(
+    setting: str | None, seen: set[str], tmp_path: Path
+) -> None:
+    config = RolloutProcessConfig(
+        tables.GRPO(), tables.Prompts(path="openai/gsm8k" if setting == "hub" else str(tmp_path)),
+        tables.Rollout(), tables.Inference(), tables.Reward(), tables.Evaluation(), "model", 97, [1],
+        64, 0, str(tmp_path), [], 0, PromptProgress(),
+        workers=tables.Workers(["OPENAI_*"] if setting == "passed" else []),
+        monitor_host="127.0.0.1" if setting == "monitor" else "",
+    )  # fmt: skip
+    found = child_environment(config, ALL)
+    assert found.keys() - NEEDED.keys() == seen | {"TORCHTITAN_GRPO_RUN"}
