@@ -16,7 +16,7 @@ from typing import Any
 from torchtitan.grpo.models.config_sizes import wrong_size
 from torchtitan.grpo.models.decoder import DecoderArgs
 from torchtitan.grpo.models.eos_tokens import NoEosTokenError, eos_token_ids
-from torchtitan.grpo.models.families import FAMILIES, Family, decoder_args, refusals
+from torchtitan.grpo.models.families import FAMILIES, decoder_args, refusals
 from torchtitan.grpo.weight_wire.model_folder import (
     ModelError,
     read_json,
@@ -60,8 +60,7 @@ def read_hf_model(
     Args:
         path: The directory.
         setting: TOML key that names the directory, for error messages.
-        may_be_quantised: Whether the weights may be quantised, because servers that can do so are
-            alone in reading them.
+        may_be_quantised: Whether the weights may be quantised, because only servers read them.
 
     Raises:
         ModelError: If ``path`` is not such a directory, was exported and has changed since, its
@@ -84,11 +83,12 @@ def read_hf_model(
             f"{setting} must be a model's directory with a sound config.json, but in "
             f"{path / 'config.json'} {wrong}. Download the model again, or correct the file."
         )
+    model_args, window = _args_and_window(architecture, config, path)
     return HFModel(
         path=path,
         architecture=architecture,
-        model_args=_model_args(FAMILIES[architecture], config, path),
-        window=_window(config, architecture, path),
+        model_args=model_args,
+        window=window,
         vocab_size=config["vocab_size"],
         eos_token_ids=_eos_token_ids(path, setting),
         max_position_embeddings=config.get("max_position_embeddings", 0),
@@ -101,23 +101,19 @@ def _architecture(config: dict[str, Any]) -> str:
     return first if isinstance(first, str) else "<none>"
 
 
-def _model_args(family: Family, config: dict[str, Any], path: Path) -> DecoderArgs:
+def _args_and_window(
+    architecture: str, config: dict[str, Any], path: Path
+) -> tuple[DecoderArgs, int | None]:
     file = path / "config.json"
     if found := refusals(config):
         raise ModelError(f"{file}: {' '.join(found)}")
     try:
-        return decoder_args(family, config)
+        args = decoder_args(FAMILIES[architecture], config)
+        return args, attention_window(config, architecture)
     except KeyError as error:
         raise ModelError(f"{file} must have the key {error}, and lacks it.") from error
     except ValueError as error:
         raise ModelError(f"{file}: {error}") from error
-
-
-def _window(config: dict[str, Any], architecture: str, path: Path) -> int | None:
-    try:
-        return attention_window(config, architecture)
-    except ValueError as error:
-        raise ModelError(f"{path / 'config.json'}: {error}") from error
 
 
 def _eos_token_ids(path: Path, setting: str) -> tuple[int, ...]:

@@ -138,7 +138,7 @@ def _refuse_values(name: str, tensor: torch.Tensor, place: str) -> None:
         wrong = int((~torch.isfinite(tensor)).sum())
         found = f"{wrong} of {tensor.numel()} that are NaN or infinite"
     elif (name.endswith("norm.weight") or name == EMBEDDING) and not tensor.any():
-        found = "zeros alone, as in a file that was not downloaded to its end"
+        found = "only zeros, as in a file that was not downloaded to its end"
     else:
         return
     raise ModelError(

@@ -62,8 +62,8 @@ def _plain(value: Any) -> Any:
 
 
 def _texts(value: Any) -> list[str]:
-    if isinstance(value, str):  # an empty completion would equal a blank one
-        return [value] if value.strip() else []
+    if isinstance(value, str):
+        return [value]
     if isinstance(value, bytes):
         try:
             return [value.decode()]

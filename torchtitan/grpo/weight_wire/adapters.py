@@ -57,7 +57,8 @@ def base_digest(folder: str) -> str:
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(WeightFiles(Path(folder), "base weights").slices().items()):
-        ends = torch.cat([tensor[:1].flatten(), tensor[-1:].flatten()])
+        rows = (tensor[:1], tensor[-1:]) if tensor.get_shape() else (tensor[...],)
+        ends = torch.cat([row.flatten() for row in rows])
         digest.update(f"{name} {tensor.get_dtype()} {tensor.get_shape()} ".encode())
         digest.update(ends.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from torchtitan.grpo.weight_wire.model_folder import (
+    MERGE,
     REMEDY,
     ModelError,
     WeightsAbsent,
@@ -31,8 +32,8 @@ _PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
 # Number of bytes of the embedding that are compared at a time.
 _COMPARED_BYTES = 64 * 1024**2
 _SHOWN = 3
-# Files of adapters, and of weights under the names that their author gave them.
-_OTHER_FORMATS = ("adapter_", "consolidated")
+# Files of adapters, of weights under the names that their author gave them, and of macOS.
+_OTHER_FORMATS = ("adapter_", "consolidated", ".")
 # Ends of the names of buffers that older versions of transformers wrote.
 _BUFFERS = (".inv_freq", ".position_ids")
 
@@ -195,6 +196,10 @@ class WeightFiles:
         if name in self._indexed:
             held_in = self._indexed[name].name
             hint = f"{INDEX_FILE} says that {held_in} holds it. Download the model again."
+        elif other := next(
+            (other for other in self._found if _differ_in_prefix(name, other)), None
+        ):
+            hint = f"They hold {other} instead: save the model with the names of transformers."
         elif name == OUTPUT:
             hint = "If the embedding is the output layer as well, set tie_word_embeddings = true there."
         raise ModelError(
@@ -246,9 +251,11 @@ class WeightFiles:
 
     def _refuse_parts(self, parts: Sequence[str]) -> NoReturn:
         more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
+        has_adapters = ".lora_" in "".join(parts)
         raise ModelError(
-            f"{self.setting} ({self.path}) must hold plain weights (BF16, F16 or F32), but they look "
-            f"quantised: {', '.join(parts[:_SHOWN])}{more}. {REMEDY}"
+            f"{self.setting} ({self.path}) must hold plain weights (BF16, F16 or F32), but they "
+            f"{'have adapters that are not merged' if has_adapters else 'look quantised'}: "
+            f"{', '.join(parts[:_SHOWN])}{more}. {MERGE if has_adapters else REMEDY}"
         )
 
     def _has_equal_ends(self) -> bool:
@@ -292,3 +299,7 @@ def _modules_around(name: str) -> Iterator[str]:
     """Yields the module of a tensor, and those around it, from within."""
     while name := name.rpartition(".")[0]:
         yield name
+
+
+def _differ_in_prefix(name: str, other: str) -> bool:
+    return name.endswith(f".{other}") or other.endswith(f".{name}")

@@ -7,15 +7,24 @@ Trainer and servers share it. It does not import torch.
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torchtitan.grpo.system.file_sums import damaged_files
-from torchtitan.grpo.system.regular_files import check_folder, read_regular
+from torchtitan.grpo.system.regular_files import check_folder, open_regular, read_regular
 
 SUMS_FILE = "sums_export.json"
 """Sizes and checksums of the files of an exported model, beside them."""
+
+REMEDY = (
+    "Name the model's release in bfloat16, usually the one whose name lacks FP8, INT8, AWQ, GPTQ or "
+    "4bit; or a copy that was dequantised, in transformers with dequantize() and save_pretrained."
+)
+"""What to do about quantised weights."""
+MERGE = (
+    "Merge them, in PEFT with merge_and_unload() and save_pretrained, and name the merged folder."
+)
+"""What to do about adapters."""
 
 _LFS_POINTER = b"version https://git-lfs"
 _CONVERT = "Convert the weights to safetensors, or name another directory"
@@ -26,10 +35,10 @@ _SIGNS = (
     ("*.gguf", f"It holds GGUF files, which this project does not read. {_IN_TRANSFORMERS}"),
     ("*.distcp", "It is a checkpoint of torchtitan. Set checkpoint.initial_load_path to it, and name "
      "the Hugging Face directory from which its run began."),
-    ("pytorch_model*.bin", f"It holds PyTorch files (.bin) alone. {_IN_TRANSFORMERS}"),
+    ("pytorch_model*.bin", f"It holds PyTorch files (.bin) and no safetensors. {_IN_TRANSFORMERS}"),
     ("consolidated*", "It holds weights in the format of their author (consolidated). Name the model's "
      "release for transformers."),
-    ("*.pt*", f"It holds PyTorch files alone. {_IN_TRANSFORMERS}"),
+    ("*.pt*", f"It holds PyTorch files and no safetensors. {_IN_TRANSFORMERS}"),
     ("modules.json", "It is a model of sentence-transformers. Name the folder of a language model."),
 )  # fmt: skip
 
@@ -87,22 +96,19 @@ def require_undamaged(
     Raises:
         ModelError: With the names of the files that have changed.
     """
-    if damaged := list(_damaged(path, share, num_shares, weights)):
-        raise ModelError(
-            f"{setting}: the files of {path} must be what was exported, but these have changed since: "
-            f"{', '.join(damaged[:3])}. Export the model again, or remove {path / SUMS_FILE} if you "
-            "have changed them yourself."
-        )
 
-
-def _damaged(path: Path, share: int, num_shares: int, weights: bool) -> Iterator[str]:
     def is_wanted(name: str, size: int) -> bool:
         file = path / name
         if name.endswith(".safetensors"):
             return weights
         return not weights and file.is_file() and file.stat().st_size == size
 
-    return damaged_files(path, share, num_shares, is_wanted=is_wanted)
+    if damaged := list(damaged_files(path, share, num_shares, is_wanted=is_wanted)):
+        raise ModelError(
+            f"{setting}: the files of {path} must be what was exported, but these have changed since: "
+            f"{', '.join(damaged[:3])}. Export the model again, or remove {path / SUMS_FILE} if you "
+            "have changed them yourself."
+        )
 
 
 def refuse_quantised(config: dict[str, Any], file: Path, setting: str) -> None:
@@ -121,17 +127,10 @@ def refuse_quantised(config: dict[str, Any], file: Path, setting: str) -> None:
             )
 
 
-REMEDY = (
-    "Name the model's release in bfloat16, usually the one whose name lacks FP8, INT8, AWQ, GPTQ or "
-    "4bit; or a copy that was dequantised, in transformers with dequantize() and save_pretrained."
-)
-"""What to do about quantised weights."""
-
-
 def about_pointer(file: Path) -> str:
     """Returns a sentence about a file that Git LFS has not fetched; nothing if it is another file."""
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             is_pointer = opened.read(len(_LFS_POINTER)) == _LFS_POINTER
     except OSError:
         return ""
@@ -153,7 +152,7 @@ def about_folder(path: Path) -> str:
     for inner in (*path.glob("*/config.json"), *path.glob("*/*/config.json")):
         return f"There is a config.json in {inner.parent}: name that folder."
     if not any(path.iterdir()):
-        return f"The folder is empty. {_CONVERT.partition(', or ')[2].capitalize()}."
+        return "The folder is empty. Name another directory."
     return f"{_CONVERT}."
 
 
@@ -163,7 +162,6 @@ def _about_adapter(path: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         base = None
     return (
-        "It is a folder of PEFT with adapters alone (adapter_config.json), made for the base model "
-        f"{base or '<not named>'}. Merge them, in PEFT with merge_and_unload() and save_pretrained, and "
-        "name the merged folder; or name the base model."
+        "It is a folder of PEFT with adapters only (adapter_config.json), made for the base model "
+        f"{base or '<not named>'}. {MERGE} Or name the base model."
     )

@@ -26,9 +26,9 @@ def attention_window(config: dict[str, Any], architecture: str) -> int | None:
     Raises:
         ValueError: If the settings contradict each other.
     """
-    kinds = set(config.get("layer_types") or ())
-    if kinds - {_FULL, _SLIDING}:
-        raise ValueError(f"layer_types must be {_FULL!r} or {_SLIDING!r}, got {sorted(kinds)}.")
+    kinds = config.get("layer_types") or []
+    if unknown := [kind for kind in kinds if kind not in (_FULL, _SLIDING)]:
+        raise ValueError(f"layer_types must be {_FULL!r} or {_SLIDING!r}, got {unknown[0]!r:.80}.")
     is_mistral = architecture == "MistralForCausalLM"
     is_switched_on = config.get("use_sliding_window", False)
     window = config.get("sliding_window", _WINDOW) if is_mistral or is_switched_on else None

@@ -1,6 +1,7 @@
 """What a model directory says is read; what upstream does not compute is refused."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -145,9 +146,9 @@ def _files(**contents: str) -> Callable[[Path], None]:
 BASE = '{"base_model_name_or_path": "lab/base"}'
 ODD_FOLDERS = {
     "empty": (_files(), "The folder is empty"),
-    "adapters": (_files(adapter_config_json=BASE), "adapters alone .*base model lab/base. Merge them"),
+    "adapters": (_files(adapter_config_json=BASE), "adapters only .*base model lab/base. Merge them"),
     "adapters without a base": (_files(adapter_config_json="{}"), "base model <not named>"),
-    "damaged adapters": (_files(adapter_config_json="{"), "adapters alone"),
+    "damaged adapters": (_files(adapter_config_json="{"), "adapters only"),
     "diffusers": (_files(model_index_json="{}", unet__config_json="{}"), "pipeline of diffusers"),
     "gguf": (_files(model_gguf="GGUF"), "GGUF files"),
     "sentence-transformers": (_files(modules_json="[]"), "sentence-transformers"),
@@ -155,6 +156,7 @@ ODD_FOLDERS = {
     "cache of the Hub": (_files(snapshots__abc__config_json="{}"), "config.json in .*snapshots/abc"),
     "checkpoint": (_files(**{"0_0.distcp": ""}), "checkpoint.initial_load_path"),
     "author's format": (_files(**{"consolidated.safetensors": ""}), "release for transformers"),
+    "pipe": (lambda folder: os.mkfifo(folder / "config.json"), "it is a pipe"),
     "pointer": (_files(config_json="version https://git-lfs.github.com/spec/v1"), "git lfs pull"),
 }  # fmt: skip
 

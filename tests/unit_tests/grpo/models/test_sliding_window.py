@@ -133,6 +133,11 @@ def test_a_reference_has_the_same_window(folder):
         ({"layer_types": MIXED, "sliding_window": 32}, "needs sliding_window, and use_sliding"),
         (LLAMA | {"layer_types": MIXED}, "needs sliding_window, and use_sliding"),
         ({"layer_types": ["chunked_attention"] * 4}, "layer_types must be 'full_attention' or"),
+        (
+            {"layer_types": [["full_attention"]] * 4},
+            r"layer_types must be .* got \['full_attention'\]",
+        ),
+        ({"layer_types": [None, "full_attention", 3, {}]}, "layer_types must be .* got None"),
         ({"layer_types": "sliding_attention"}, "layer_types must be a list"),
     ],
 )

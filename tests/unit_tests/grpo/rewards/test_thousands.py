@@ -10,6 +10,7 @@ from torchtitan.grpo.rewards.thousands import without_thousands_separators
     ("text", "expected"),
     [
         ("1,234", "1234"),
+        ("1 234", "1234"),
         ("-1,234", "-1234"),
         ("12,345,678.9", "12345678.9"),
         ("100,200,300", "100200300"),
@@ -52,7 +53,7 @@ def test_separators_of_whole_numbers_go(text, expected):
         "x_1,234", "x^2,345", "x1,234",
         "(1,234)", "[1,234]", "(1,234]", "{1,234}", r"\{1,234\}", "(12,345,678)",
         r"\left(1,234\right)", "f(1,234)", "((1,234), 5)", "(1, (2,345))", "(1,234",
-        r"1\,23", r"1{,}23", r"1,234\,567", "1 234", "", "no number",
+        r"1\,23", r"1{,}23", r"1,234\,567", "4 5", "1 23", "12 3456", "", "no number",
     ],
 )  # fmt: skip
 def test_other_commas_stay(text):

@@ -163,6 +163,7 @@ def test_json_files_are_read_in_each_encoding_of_unicode(encoding, folder, tenso
 def test_files_without_an_index_make_up_a_model_together(folder, tensors):
     split(folder, tensors)
     (folder / INDEX).unlink()
+    (folder / f"._{FILES[0]}").write_bytes(b"of macOS")
     assert check(folder) == []
     assert wrong(trained(folder), tensors) == wrong(served(folder), tensors) == []
 
@@ -226,6 +227,10 @@ def _adapters_alone(folder: Path, tensors: Tensors) -> None:
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "lab/base"}')
 
 
+def _names_with_a_prefix(folder: Path, tensors: Tensors) -> None:
+    save({f"module.{name}": tensor for name, tensor in tensors.items()}, folder / WEIGHTS)
+
+
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 REFUSED: dict[str, tuple[Callable[[Path, Tensors], None], str]] = {
     "two files without an index": (_two_files_without_an_index, f"once, but .* is in {FILES[1]} and old"),
@@ -240,6 +245,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Tensors], None], str]] = {
     "empty": (_index_with(lambda _: {}), "object weight_map"),
     "damaged index": (_instead(INDEX, b'{"weight_map": {"a'), "index.json failed"),
     "index that is a pointer": (_instead(INDEX, POINTER), "git lfs pull"),
+    "prefix": (_names_with_a_prefix, "lack the tensor .* They hold module.model.embed_tokens.weight"),
     "truncated": (_truncated, "complete safetensors files"),
     "pointer": (_instead(WEIGHTS, POINTER), "git lfs pull"),
     "nothing": (_instead(None), "found none"),
@@ -248,7 +254,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Tensors], None], str]] = {
     "bin": (_instead("pytorch_model.bin"), "save_pretrained"),
     "consolidated": (_instead("consolidated.00.pth"), "release for transformers"),
     "consolidated file of safetensors": (_consolidated_alone, "release for transformers"),
-    "adapters": (_adapters_alone, "adapters alone .* base model lab/base. Merge them"),
+    "adapters": (_adapters_alone, "adapters only .* base model lab/base. Merge them"),
 }  # fmt: skip
 
 

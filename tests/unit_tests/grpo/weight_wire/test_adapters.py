@@ -66,6 +66,13 @@ def test_adapters_are_added_to_the_weights_of_the_files_that_count(base, tmp_pat
     assert checkpoint_headers(tmp_path)[W] == ("BF16", (6, 4))
 
 
+def test_scalars_may_lie_beside_the_weights(base, tmp_path):
+    digest = base_digest(str(tmp_path))
+    tensors = {W: base._read(W), NORM: torch.ones(4), "k_scale": torch.tensor(1.0)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert base_digest(str(tmp_path)) != digest
+
+
 def test_weights_without_adapters_come_as_they_are(base):
     found = dict(base.all_with(factors(), 1.0))
     assert found.keys() == {W, NORM}
