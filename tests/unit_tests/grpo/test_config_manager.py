@@ -1,6 +1,7 @@
 """Configurations are merged and checked, mistakes are named, and every shipped file loads."""
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -250,7 +251,7 @@ def test_loss_settings_out_of_range_or_without_effect_are_refused(load, argument
             ["--weight_sync.transport=nccl", "--inference.device=cpu"],
             r"transport = 'nccl' needs servers on GPUs, got inference\.device = 'cpu'",
         ),
-        (["--weight_sync.transport=group"], r'got \'group\'. Process groups are "auto"'),
+        (["--weight_sync.transport=group"], r'got \'group\'. Groups are "auto"'),
     ],
 )
 def test_weight_sync_settings_that_cannot_hold_are_refused(load, arguments, message):
@@ -423,7 +424,9 @@ def test_both_spellings_of_an_argument_are_known(load):
 
 def test_sequences_longer_than_the_model_was_made_for_are_refused(load):
     args = SimpleNamespace(n_heads=8, hidden_dim=64)
-    model = SimpleNamespace(max_position_embeddings=1024, path="model", model_args=args)
+    model = SimpleNamespace(
+        max_position_embeddings=1024, path=Path("model"), model_args=args, window=None
+    )
     check_model(load(BASE, "--training.seq_len=1024"), model)
     with pytest.raises(ConfigError, match=r"at most 1024 tokens .*got 2048\. Lower training"):
         check_model(load(BASE), model)

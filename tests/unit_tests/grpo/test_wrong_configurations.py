@@ -103,7 +103,7 @@ MODELS = {
     ),
     "model_whose_end_is_unknown": (
         _model_whose_end_is_unknown,
-        ["vocab_size", "100000", "generation_config.json"],
+        ["a token id of the model", "100000", "generation_config.json"],
     ),
 }
 

@@ -75,7 +75,7 @@ def ids_in(file: Path) -> tuple[int, ...]:
     if len(ids) < len(found):
         raise NoEosTokenError(
             f"eos_token_id in {file} must be a token id of the model, from 0 to {bound - 1}, or a list "
-            f"of them, got {json.dumps(value):.200}. Correct it, or remove it so that the next file "
+            f"of them, got {json.dumps(value, allow_nan=True):.200}. Correct it, or remove it so that the next file "
             "decides: generation_config.json, then config.json, then the tokenizer's eos_token."
         )
     return tuple(dict.fromkeys(ids))
@@ -103,7 +103,7 @@ def _text_of(file: Path) -> str | None:
     text = token.get("content") if isinstance(token, dict) else token
     if text is not None and not isinstance(text, str):
         raise NoEosTokenError(
-            f"eos_token in {file} must be the text of a token, got {json.dumps(token):.200}. Correct it, "
+            f"eos_token in {file} must be the text of a token, got {json.dumps(token, allow_nan=True):.200}. Correct it, "
             "or set eos_token_id in generation_config.json."
         )
     return text

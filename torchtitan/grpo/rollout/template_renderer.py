@@ -90,7 +90,7 @@ def main() -> NoReturn:
             request = connection.recv()
         except EOFError:  # the owner has ended
             sys.exit(0)
-        connection.send_bytes(json.dumps(answer(request)).encode())
+        connection.send_bytes(json.dumps(answer(request), allow_nan=False).encode())
 
 
 if __name__ == "__main__":
