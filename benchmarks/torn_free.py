@@ -150,7 +150,7 @@ class Stress:
         return ServerSpec("embedded", str(folder / "model"), port, "cpu", "float32", 256, 16)
 
     async def run(self) -> Result:
-        """Runs until there were enough publishes, pushes and checks."""
+        """Runs until there were enough publishes, checks and faults."""
         wanted = self.arguments.publishes
         # Until then, a server cannot be distinguished from a restarted one.
         await self._until_loop(lambda: self._all_confirmed(), 400)
@@ -195,12 +195,18 @@ class Stress:
         return len(self.confirmed) == NUM_SERVERS
 
     def _is_enough(self, wanted: int) -> bool:
-        """Returns whether there were enough publishes and pushes.
+        """Returns whether there were enough publishes, pushes and checks, and every kind of fault.
 
-        If servers start slowly, more versions are published than asked for.
+        On a slow machine, more versions are published than asked for.
         """
         self._read_events()
-        return self.result.publishes >= wanted and self.result.pushes >= wanted // PUBLISHES_A_PUSH
+        result = self.result
+        return (
+            result.publishes >= wanted
+            and result.pushes >= wanted // PUBLISHES_A_PUSH
+            and min(result.kills, result.stops, result.losses, result.superseded) > 0
+            and min(result.parameter_checks, result.completions_checked) > 10
+        )
 
     def _read_events(self) -> None:
         events = self.loop.events[self.num_seen :]

@@ -37,8 +37,7 @@ def run(*arguments: str) -> tuple[int, dict[str, Any]]:
 )
 def test_no_mixture_is_served_while_servers_are_killed_and_stopped(publishes: int) -> None:
     status, result = run("--publishes", str(publishes))
-    assert result["found"] == []
-    assert status == 0
+    assert (result["found"], status) == ([], 0), result
     assert result["publishes"] >= publishes
     assert min(result["kills"], result["stops"], result["superseded"], result["losses"]) > 0
     assert min(result["pushes"], result["parameter_checks"], result["completions_checked"]) > 10

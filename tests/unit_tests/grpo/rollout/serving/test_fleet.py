@@ -27,7 +27,11 @@ from torchtitan.grpo.types import PromptProgress
 
 
 def fleet_of(
-    *urls: str, file: Path | None = None, registry: Path | None = None, announce=None
+    *urls: str,
+    file: Path | None = None,
+    registry: Path | None = None,
+    announce=None,
+    startup_timeout_seconds: float = 120.0,
 ) -> ServerFleet:
     """A fleet of servers that the configuration, or a file, names, or that register themselves."""
     return ServerFleet(
@@ -39,7 +43,7 @@ def fleet_of(
                 kind="embedded",
                 launch=False,
                 urls=list(urls),
-                startup_timeout_seconds=1.0,
+                startup_timeout_seconds=startup_timeout_seconds,
                 urls_file=None if file is None else str(file),
                 registry=None if registry is None else str(registry),
             ),
@@ -117,7 +121,9 @@ def test_one_server_that_is_up_is_not_enough_to_start(unused_port: int, down: st
     async def main() -> None:
         runner, port = await healthy_server()
         up, missing = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{unused_port}"
-        both = fleet_of(*([missing, up] if down == "first" else [up, missing]))
+        both = fleet_of(
+            *([missing, up] if down == "first" else [up, missing]), startup_timeout_seconds=3.0
+        )
         alone = fleet_of(up)
         try:
             with pytest.raises(TimeoutError, match=missing):
@@ -195,7 +201,7 @@ def test_servers_that_register_join_and_those_that_leave_are_let_go_but_for_the_
         async def tell(servers) -> None:
             changes.put_nowait([server.url for server in servers])
 
-        fleet = fleet_of(registry=tmp_path / "registry")
+        fleet = fleet_of(registry=tmp_path / "registry", startup_timeout_seconds=1.0)
         try:
             with pytest.raises(TimeoutError, match="must register itself within"):
                 await fleet.start()
