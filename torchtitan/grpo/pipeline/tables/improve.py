@@ -5,13 +5,15 @@
 
 The method is forward-backward improvement from project scheduling
 (https://doi.org/10.1016/0377-2217(92)90046-Y). A table is packed to the left: each rank runs the
-first action that can run. The table is then packed to the right in the same way with time reversed,
-and the two passes are repeated. Packing to the left closes gaps in the warm-up, and packing to the
-right closes gaps in the cool-down. An action may overtake others only if the rank's memory stays
-within the bound meanwhile. A table that was within the bound therefore stays within the bound.
+first action that can run, or waits for it if it can run soon. The table is then packed to the right
+in the same way with time reversed, and the two passes are repeated. Packing to the left closes gaps
+in the warm-up, and packing to the right closes gaps in the cool-down. An action may overtake others
+only if the rank's memory stays within the bound meanwhile. A table that was within the bound
+therefore stays within the bound.
 """
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -78,6 +80,14 @@ The action with the lowest number, which is 0 or more, runs first. Actions with 
 the order in which they are listed.
 """
 
+_PATIENCES = (0.0, 0.5)
+"""How long a rank waits for a better action instead of running another, in average actions.
+
+A rank that does not wait can just miss an action from another rank. It then begins a long one, and
+every rank that waits for the missed action is late. This happens when hops take time and when
+microbatches differ in size.
+"""
+
 
 @dataclass
 class Work:
@@ -137,15 +147,18 @@ class Work:
         reverse = replace(
             self, changes=[-c for c in self.changes], before=self.after, after=self.before
         )
-        for prefer in _PREFERENCES:
-            orders = pack(self, given, max_memory, prefer)
+        mean_time = sum(self.times) / len(self.times)
+        for prefer, patience in itertools.product(_PREFERENCES, _PATIENCES):
+            patience *= mean_time
+            orders = pack(self, given, max_memory, prefer, patience)
             yield orders
             for _ in range(rounds):
                 ends = self.ends(orders)
                 latest_first = [sorted(o, key=lambda i: -ends[i]) for o in orders]
-                from_right = pack(reverse, latest_first, max_memory, _as_listed)
-                to_left = pack(self, [o[::-1] for o in from_right], max_memory, _as_listed)
-                yield [order[::-1] for order in from_right]
+                from_right = pack(reverse, latest_first, max_memory, _as_listed, patience)
+                from_left = [order[::-1] for order in from_right]
+                to_left = pack(self, from_left, max_memory, _as_listed, patience)
+                yield from_left
                 yield to_left
                 if to_left == orders:
                     break  # further rounds would have the same result
@@ -193,8 +206,14 @@ class Work:
         return tuple(tuple(self.actions[number] for number in order) for order in orders)
 
 
-def pack(work: Work, orders: Orders, max_memory: float, prefer: Callable[[Action], int]) -> Orders:
-    """Returns orders in which each rank runs an action that can run whenever it is free.
+def pack(
+    work: Work,
+    orders: Orders,
+    max_memory: float,
+    prefer: Callable[[Action], int],
+    patience: float = 0.0,
+) -> Orders:
+    """Returns orders in which each rank runs an action that can run now or soon whenever it is free.
 
     Args:
         work: The actions.
@@ -202,8 +221,9 @@ def pack(work: Work, orders: Orders, max_memory: float, prefer: Callable[[Action
             wait.
         max_memory: Bound on each rank's memory. The next action in ``orders`` may exceed it.
         prefer: Ranks the actions that can run. The action with the lowest number runs first.
+        patience: How long a rank waits for such an action.
     """
-    packer = _Packer(work, orders, max_memory, prefer)
+    packer = _Packer(work, orders, max_memory, prefer, patience)
     while packer.visits:
         packer.visit(*heapq.heappop(packer.visits))
     return packer.packed
@@ -213,9 +233,15 @@ class _Packer:
     """A simulation in which ranks choose what they run. See :func:`pack`."""
 
     def __init__(
-        self, work: Work, orders: Orders, max_memory: float, prefer: Callable[[Action], int]
+        self,
+        work: Work,
+        orders: Orders,
+        max_memory: float,
+        prefer: Callable[[Action], int],
+        patience: float,
     ) -> None:
         self.work, self.max_memory = work, max_memory + _ROUND
+        self.patience = patience + _ROUND
         self.preferences = [prefer(action) for action in work.actions]
         self.packed: Orders = [[] for _ in orders]
         self.visits = [(0.0, rank) for rank in range(work.num_ranks)]
@@ -237,7 +263,7 @@ class _Packer:
             heapq.heappush(self.visits, (later, rank))
 
     def _choose(self, now: float, rank: int) -> tuple[int | None, float | None]:
-        """Returns the position of the action to run, or the time when the first one will be ready."""
+        """Returns the position of the action to run, or the time at which to choose again."""
         work, held = self.work, self._held[rank]
         chosen: tuple[int, int] | None = None
         later: float | None = None
@@ -248,7 +274,7 @@ class _Packer:
                 seen.add(work.kinds[number])
                 fits = position == 0 or change <= 0 or peak + change <= self.max_memory
                 if fits and not self._waits_for[number]:
-                    if self._ready[number] <= now + _ROUND:
+                    if self._ready[number] <= now + self.patience:
                         choice = self.preferences[number], position
                         chosen = choice if chosen is None else min(chosen, choice)
                         if choice[0] == 0:  # no later action is preferred to this one
@@ -259,7 +285,11 @@ class _Packer:
                     break
             held += change
             peak = max(peak, held)
-        return (None if chosen is None else chosen[1]), later
+        if chosen is None:
+            return None, later
+        position = chosen[1]
+        ready = self._ready[self._left[rank][position]]
+        return (position, None) if ready <= now + _ROUND else (None, ready)
 
     def _run(self, now: float, rank: int, number: int) -> None:
         end = now + self.work.times[number]
