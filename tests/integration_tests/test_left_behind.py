@@ -64,11 +64,14 @@ def _waits_for_a_writer(process: psutil.Process) -> bool:
 
 
 def test_a_rank_that_hangs_in_opening_a_file_ends_with_torchrun(tmp_path: Path):
-    fifo = tmp_path / "config.toml"
+    fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
+    (tmp_path / "hanging.py").write_text(f"open({str(fifo)!r})")
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "torchtitan_grpo"]
-    command += ["--nproc_per_node=1", "-m", "torchtitan.grpo_train", f"--job.config_file={fifo}"]
-    agent = psutil.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
+    command += ["--nproc_per_node=1", "-m", "torchtitan.grpo_train"]
+    command += ["--job.custom_config_module=hanging"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
+    agent = psutil.Popen(command, env=environment, stderr=subprocess.PIPE)
     ranks: list[psutil.Process] = []
     try:
         _wait(lambda: agent.children() or agent.poll() is not None, "torchrun must start its rank")
