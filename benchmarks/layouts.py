@@ -82,7 +82,7 @@ LAYOUTS = [
     Layout("FSDP2 x2 (ZeRO-3)", 2, {"shard": 2, "reshard": "always"}, True),
     Layout("FSDP2 x2 (ZeRO-2)", 2, {"shard": 2, "reshard": "never"}),
     Layout("FSDP2 x2, full AC", 2, {"shard": 2, "ac": "full"}),
-    Layout("replicate x2", 2, {"replicate": 2}, True),
+    Layout("replicate x2", 2, {"replicate": 2}),
     Layout("TP x2", 2, {"tp": 2}, True),
     Layout("TP x2, selective AC", 2, {"tp": 2, "ac": "selective"}),
     Layout("CP x2", 2, {"cp": 2}, True),
@@ -91,7 +91,7 @@ LAYOUTS = [
     Layout("PP x2, ZBVZeroBubble, full AC", 2, {"pp": 2, "schedule": "ZBVZeroBubble", "ac": "full"}),
     Layout("PP x2, 1F1B, selective AC", 2, {"pp": 2, "schedule": "1F1B", "ac": "selective"}),
     Layout("HSDP 2x2", 4, {"replicate": 2, "shard": 2}, True),
-    Layout("FSDP2 x2, TP x2", 4, {"shard": 2, "tp": 2}, True),
+    Layout("FSDP2 x2, TP x2", 4, {"shard": 2, "tp": 2}),
     Layout("FSDP2 x2, CP x2", 4, {"shard": 2, "cp": 2}),
     Layout("TP x2, CP x2", 4, {"tp": 2, "cp": 2}),
     Layout("CP x4", 4, {"cp": 4}),
@@ -178,13 +178,13 @@ MOE_LAYOUTS = [
 ALSO_BY_DEFAULT = {
     "llama3": (
         MIXED, "PP x2, ZBVZeroBubble, bfloat16",
-        "one process, full AC", "TP x2, selective AC", "FSDP2 x2 (ZeRO-2)", "PP x2, GPipe",
+        "replicate x2", "FSDP2 x2, TP x2", "one process, full AC", "TP x2, selective AC", "FSDP2 x2 (ZeRO-2)", "PP x2, GPipe",
         "PP x2, Interleaved1F1B", "PP x4, InterleavedZeroBubble", "replicate x2, TP x2",
         "FSDP2 x2, TP x2, PP x2, 1F1B", "HSDP 2x2, TP x2", ONE, "CP x2, 4 updates a batch", REJECTION,
         "FSDP2 x2, PP x2, ZBVZeroBubble, rejection",
     ),
     "qwen3": (
-        "PP x2, 1F1B", "FSDP2 x2, CP x2, TP x2", "CP x2, PP x2, ZBVZeroBubble", ONE,
+        "replicate x2", "FSDP2 x2, TP x2", "PP x2, 1F1B", "FSDP2 x2, CP x2, TP x2", "CP x2, PP x2, ZBVZeroBubble", ONE,
         "PP x2, ZBVZeroBubble, 4 updates a batch", "one process, compiled", "PP x2, VHalf, full AC, offload",
         "FSDP2 x2, full AC, compiled", "PP x2, ZBVZeroBubble, full AC, compiled",
     ),
@@ -201,7 +201,7 @@ ALSO_BY_DEFAULT = {
 # Layouts with --quick of the models that have parts which llama3 lacks: norms of queries and keys,
 # and embeddings that are tied across two ranks, or across two stages of one rank.
 QUICK = {
-    "qwen3": ("one process", "TP x2", "CP x2", "FSDP2 x2, PP x2, ZBVZeroBubble"),
+    "qwen3": ("one process", "FSDP2 x2, PP x2, ZBVZeroBubble"),
     "qwen2": ("one process", "PP x2, 1F1B", "PP x2, ZBVZeroBubble"),
 }
 

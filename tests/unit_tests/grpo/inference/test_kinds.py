@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from light import LIGHT
 
 from torchtitan.grpo.inference import kinds
 from torchtitan.grpo.inference.client import InferenceClient
@@ -68,8 +69,7 @@ def test_an_unknown_kind_is_refused_with_the_list_of_kinds() -> None:
 def test_the_table_is_read_without_torch_or_an_http_client() -> None:
     # `import torchtitan` would import torch; the launcher puts a bare package in its place.
     code = (
-        f"import runpy, sys; runpy.run_path({LIGHT_PYTHON[1]!r})['install_bare_package']();"
-        "import torchtitan.grpo.inference.kinds;"
+        f"{LIGHT}import sys, torchtitan.grpo.inference.kinds;"
         "print({'torch', 'aiohttp', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run(

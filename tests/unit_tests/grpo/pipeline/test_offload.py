@@ -127,7 +127,9 @@ PLAIN = {"pp": 2, "schedule": "Interleaved1F1B"}
         (2, {}),
         (2, {"schedule": "1F1B"}),
         (2, {"schedule": "ZBVZeroBubble", "ac": "full", "early": -1}),
-        (2, {"ac": "selective op", "schedule": "ZBVZeroBubble"}),
+        pytest.param(
+            2, {"ac": "selective op", "schedule": "ZBVZeroBubble"}, marks=pytest.mark.long
+        ),
         (4, {"dp_shard": 2, "precision": "bfloat16", "schedule": "ZBVZeroBubble"}),
         (4, {"tp": 2}),
     ],

@@ -21,7 +21,7 @@ NUM_LINEARS = 7
         ({"ac": "selective op"}, 2, 3),
         ({"ac": "full", "dp_shard": 2, "precision": "bfloat16"}, 4, NUM_LINEARS - 1),
         pytest.param({"tp": 2}, 4, 0, marks=pytest.mark.long),
-        ({"schedule": "InterleavedZeroBubble"}, 2, 0),
+        pytest.param({"schedule": "InterleavedZeroBubble"}, 2, 0, marks=pytest.mark.long),
         pytest.param({"schedule": "VHalf"}, 2, 0, marks=pytest.mark.long),
     ],
     ids=["full", "op", "FSDP2 full bfloat16", "TP", "interleaved", "V-Half"],

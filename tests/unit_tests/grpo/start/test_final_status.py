@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from light import LIGHT
 
 # The agent runs the module of the training ranks, which stands here for the file that is named.
 STAND_IN = """
@@ -30,7 +31,7 @@ def test_a_guard_or_a_missing_checkpoint_ends_a_run_that_may_be_restarted(
     rank, starts = tmp_path / "rank.py", tmp_path / "starts"
     rank.write_text(RANK)
     done = subprocess.run(
-        [sys.executable, "-c", STAND_IN, str(rank), str(starts), str(status)],
+        [sys.executable, "-c", LIGHT + STAND_IN, str(rank), str(starts), str(status)],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == status, done.stderr[-3000:]

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import psutil
+from light import LIGHT
 
 from torchtitan.grpo.system.child import start_child, stop_children
 
@@ -38,7 +39,7 @@ def test_a_child_that_ignores_the_signal_is_killed_with_its_own_children(tmp_pat
 
 
 def test_a_child_ends_when_its_owner_is_killed():
-    program = textwrap.dedent("""
+    program = LIGHT + textwrap.dedent("""
         import sys
         from torchtitan.grpo.system.child import start_child
         child = start_child([sys.executable, "-c", "import time; time.sleep(300)"])

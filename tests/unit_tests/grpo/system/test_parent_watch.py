@@ -8,6 +8,7 @@ import sys
 
 import psutil
 import pytest
+from light import LIGHT
 
 PARENT = """
 import subprocess, sys
@@ -28,7 +29,7 @@ time.sleep(600)
     ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN); parent_watch._GRACE_SECONDS = 0.2"],
 )
 def test_a_process_ends_with_its_parent(setup: str):
-    command = [sys.executable, "-c", PARENT, CHILD.format(setup=setup)]
+    command = [sys.executable, "-c", PARENT, LIGHT + CHILD.format(setup=setup)]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from light import LIGHT
 
 from torchtitan.grpo.system.private_folders import make_private_folder
 
-MAKE = (
+MAKE = LIGHT + (
     "import sys; from torchtitan.grpo.system.private_folders import make_private_folder as make; "
 )
 OTHER_CONTAINER = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from light import LIGHT
 
 from torchtitan.grpo.system import shared_memory
 from torchtitan.grpo.system.child import start_child, stop_children
@@ -104,7 +105,7 @@ def test_a_semaphore_that_nobody_holds_belongs_to_the_session_in_whose_time_it_w
 
 
 # In another container: starts a session, waits for a word, then cleans up as after that session.
-CLEANER = textwrap.dedent("""
+CLEANER = LIGHT + textwrap.dedent("""
     import subprocess, sys
     from pathlib import Path
     from torchtitan.grpo.system.shared_memory import note_held, remove_noted

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from light import LIGHT
 
 from torchtitan.grpo.system.shared_slots import SharedSlots, attach, own_memory
 
@@ -44,7 +45,7 @@ def test_slots_are_apart_and_the_same_for_all_who_have_them_mapped(shared):
 
 def test_another_process_reads_and_writes_them(shared):
     shared.slots[0].fill_(7)
-    child = [sys.executable, "-c", ATTACHED]
+    child = [sys.executable, "-c", LIGHT + ATTACHED]
     done = subprocess.run(child, input=pickle.dumps(shared.offer), capture_output=True, timeout=120)
     assert done.stdout.decode().strip() == "7", done.stderr.decode()
     assert shared.slots[1].unique().tolist() == [9]

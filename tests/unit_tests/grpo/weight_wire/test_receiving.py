@@ -11,6 +11,7 @@ import sys
 from dataclasses import asdict
 
 import torch
+from light import LIGHT
 
 from torchtitan.grpo.weight_sync.transports.group_end import GroupEnd, GroupSettings
 
@@ -57,7 +58,7 @@ def test_a_group_that_was_left_is_kept_no_longer_than_the_trainer_keeps_its_end(
             GroupSettings("auto", "host", 60.0, torch.device("cpu")),
         )
         process = subprocess.Popen(
-            [sys.executable, "-c", SERVER, json.dumps(asdict(end.info))],
+            [sys.executable, "-c", LIGHT + SERVER, json.dumps(asdict(end.info))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip

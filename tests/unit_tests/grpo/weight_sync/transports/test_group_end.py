@@ -20,6 +20,7 @@ from dataclasses import asdict
 import pytest
 import torch
 import torch.distributed as dist
+from light import LIGHT
 from torch.distributed import distributed_c10d
 
 from torchtitan.grpo.system.groups import route_address
@@ -52,7 +53,7 @@ def settings(timeout_seconds: float) -> GroupSettings:
 @contextlib.contextmanager
 def peer(info: WeightGroupInfo) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", PEER, json.dumps(asdict(info))],
+        [sys.executable, "-c", LIGHT + PEER, json.dumps(asdict(info))],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     try:
