@@ -120,3 +120,13 @@ def test_the_cause_that_the_numbers_support_comes_first(steps, is_chat, first):
     causes = likely_causes(config(), steps, is_chat)
     assert first in causes[0]
     assert any("lists of messages" in cause for cause in causes) == (is_chat is not False)
+
+
+def test_functions_of_our_own_are_not_said_to_misread_messages():
+    own = config()
+    own.reward.functions = ["boxed_math", "exact_match"]
+    causes = likely_causes(own, [step()], True)
+    assert not any("lists of messages" in cause for cause in causes)
+    own.reward.functions.append("rewards.py:short_and_right")
+    causes = likely_causes(own, [step()], True)
+    assert any("lists of messages" in cause for cause in causes)

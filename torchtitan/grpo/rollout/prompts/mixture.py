@@ -111,4 +111,6 @@ def short_names(paths: Sequence[str]) -> list[str]:
 def _stem(path: str) -> str:
     # Names of data sets may contain dots, as in "owner/set-v1.5".
     last = Path(path)
+    if last.name in ("", ".."):  # the working folder or the one above it
+        last = last.resolve()
     return last.stem if last.suffix in (".jsonl", ".json", ".parquet") else last.name

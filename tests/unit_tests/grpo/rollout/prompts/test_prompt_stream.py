@@ -202,6 +202,14 @@ def test_files_have_short_names_without_slashes(paths, names):
     assert len(set(found)) == len(paths) and not any("/" in name for name in found)
 
 
+def test_the_working_folder_and_the_one_above_it_have_names(tmp_path: Path, monkeypatch):
+    folder = tmp_path / "outer/inner"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    assert short_names([".", ".."]) == ["inner", "outer"]
+    assert [name for _, name in _named([".", "x.jsonl"])] == ["inner", "x"]
+
+
 def test_the_file_of_a_prompt_is_known_by_its_index(codec: TextCodec):
     stream = PromptStream(mixture(codec, [["a"] * 4, ["b"] * 2]), seed=0, shuffle=True)
     assert list(stream.file_names) == ["set0", "set1"]
