@@ -49,6 +49,10 @@ os.abort() if sys.argv[2:] else os._exit(0)
 
 
 def running(sleep: str) -> list[psutil.Process]:
+    """Returns the processes whose command line holds these words, which they still have in ``info``.
+
+    They may end at any moment, so that asking them again would fail.
+    """
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         is_zombie = process.info["status"] == psutil.STATUS_ZOMBIE
@@ -82,7 +86,7 @@ def owner(tmp_path: Path):
         started.append((owner, sleep))
         assert owner.stdout is not None
         assert owner.stdout.readline() == "started\n"
-        wait_until(lambda: any(p.cmdline()[:1] == ["sleep"] for p in running(sleep)))
+        wait_until(lambda: any(p.info["cmdline"][0] == "sleep" for p in running(sleep)))
         return owner, sleep
 
     yield start
@@ -114,7 +118,7 @@ def test_a_daemon_whose_owner_was_killed_is_found_by_its_mark(name: str, owner) 
 
 def test_daemons_that_have_ended_do_not_stay_zombies(owner) -> None:
     process, sleep = owner("setsid", {})
-    (daemon,) = [p for p in running(sleep) if p.name() == "sleep"]
+    (daemon,) = [p for p in running(sleep) if p.info["cmdline"][0] == "sleep"]
     assert daemon.ppid() == process.pid, "it was adopted"
     daemon.kill()
     wait_until(lambda: not psutil.pid_exists(daemon.pid))  # not even as a zombie
