@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 from forked import ForkedProcess, ForkServer
+from processes import has_words
 
 from torchtitan.grpo import config as tables
 from torchtitan.grpo.config import RolloutProcessConfig
@@ -219,7 +220,7 @@ class Run:
 
     def processes(self, *words: str) -> list[psutil.Process]:
         """Returns the living processes of this run that have all ``words`` in their command line."""
-        return [p for p in self.left_behind() if _has_words(p, words)]
+        return [p for p in self.left_behind() if has_words(p, words)]
 
     def left_behind(self) -> list[psutil.Process]:
         """Returns the living processes that descend from this run.
@@ -249,12 +250,6 @@ class Run:
         for process in self.left_behind():
             with contextlib.suppress(psutil.Error):
                 process.kill()
-
-
-def _has_words(process: psutil.Process, words: tuple[str, ...]) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return all(word in " ".join(process.cmdline()) for word in words)
-    return False
 
 
 @pytest.fixture(

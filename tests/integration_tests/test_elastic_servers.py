@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import psutil
 import pytest
+from processes import descendants
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
@@ -72,11 +73,7 @@ def answers(url: str) -> bool:
 def process_of(url: str) -> psutil.Process:
     """Returns the process of an embedded server among the descendants of this process."""
     port = url.rsplit(":", 1)[1]
-    (process,) = [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if child.status() != psutil.STATUS_ZOMBIE and port in child.cmdline()
-    ]
+    (process,) = descendants(f" {port}")
     return process
 
 

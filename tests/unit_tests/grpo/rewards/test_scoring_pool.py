@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from processes import descendants
 
 from torchtitan.grpo.rewards.scoring_pool import RewardError, RewardPool, ScoringFailed
 from torchtitan.grpo.types import Prompt
@@ -175,8 +176,7 @@ def test_hanging_function_is_killed_with_its_children_and_the_worker_replaced(fu
 
 def _scoring_workers() -> list[psutil.Process]:
     """The workers of this test; a process of the suite may have other children."""
-    children = psutil.Process().children(recursive=True)
-    return [c for c in children if "torchtitan.grpo.rewards.scoring_worker" in c.cmdline()]
+    return descendants("torchtitan.grpo.rewards.scoring_worker")
 
 
 def _alive(process: psutil.Process) -> bool:

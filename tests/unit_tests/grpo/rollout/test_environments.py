@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from processes import descendants
 
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.rollout.environments import (
@@ -367,9 +368,8 @@ def test_episodes_of_a_killed_process_are_replayed_in_another(run_world):
         while not all(t.so_far is not None and t.so_far.sampled is not None for t in trajectories):
             await asyncio.sleep(0)
         world.server.held = asyncio.Event()
-        for process in psutil.Process().children(recursive=True):
-            if "environments.environment_worker" in " ".join(process.cmdline()):
-                os.kill(process.pid, signal.SIGKILL)
+        for process in descendants("environments.environment_worker"):
+            os.kill(process.pid, signal.SIGKILL)
         world.server.held.set()
         wholes = await asyncio.gather(*(t.task for t in trajectories))
         assert [spell(world, whole) for whole in wholes] == [WHOLE] * 4

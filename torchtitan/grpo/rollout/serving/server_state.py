@@ -12,7 +12,8 @@ from torchtitan.grpo.inference.client import InferenceClient, ServerLoad
 from torchtitan.grpo.rollout.serving.concurrency import ConcurrencyWindow
 from torchtitan.grpo.types import Generation
 
-_FIRST_BACKOFF_SECONDS = 0.1
+# Time enough to notice that the server has ended, before completions are sent to it once more.
+_FIRST_BACKOFF_SECONDS = 0.5
 _LONGEST_BACKOFF_SECONDS = 5.0
 # Weight of a new completion's speed in the running mean.
 _RATE_GAIN = 0.1
