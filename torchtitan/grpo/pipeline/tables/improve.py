@@ -5,7 +5,7 @@
 
 The method is forward-backward improvement from project scheduling
 (https://doi.org/10.1016/0377-2217(92)90046-Y). A table is packed to the left: each rank runs the
-first action that can run, or waits for it if it can run soon. The table is then packed to the right
+first action that can run now or soon, and waits for it meanwhile. The table is then packed to the right
 in the same way with time reversed, and the two passes are repeated. Packing to the left closes gaps
 in the warm-up, and packing to the right closes gaps in the cool-down. An action may overtake others
 only if the rank's memory stays within the bound meanwhile. A table that was within the bound
@@ -155,10 +155,10 @@ class Work:
             for _ in range(rounds):
                 ends = self.ends(orders)
                 latest_first = [sorted(o, key=lambda i: -ends[i]) for o in orders]
-                from_right = pack(reverse, latest_first, max_memory, _as_listed, patience)
-                from_left = [order[::-1] for order in from_right]
-                to_left = pack(self, from_left, max_memory, _as_listed, patience)
-                yield from_left
+                reversed_orders = pack(reverse, latest_first, max_memory, _as_listed, patience)
+                to_right = [order[::-1] for order in reversed_orders]
+                to_left = pack(self, to_right, max_memory, _as_listed, patience)
+                yield to_right
                 yield to_left
                 if to_left == orders:
                     break  # further rounds would have the same result
@@ -211,9 +211,9 @@ def pack(
     orders: Orders,
     max_memory: float,
     prefer: Callable[[Action], int],
-    patience: float = 0.0,
+    patience: float,
 ) -> Orders:
-    """Returns orders in which each rank runs an action that can run now or soon whenever it is free.
+    """Returns orders in which each free rank runs an action that can run, or waits for one briefly.
 
     Args:
         work: The actions.
@@ -221,7 +221,7 @@ def pack(
             wait.
         max_memory: Bound on each rank's memory. The next action in ``orders`` may exceed it.
         prefer: Ranks the actions that can run. The action with the lowest number runs first.
-        patience: How long a rank waits for such an action.
+        patience: How long a rank waits for the best action instead of running another.
     """
     packer = _Packer(work, orders, max_memory, prefer, patience)
     while packer.visits:
