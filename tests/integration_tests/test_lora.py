@@ -82,7 +82,8 @@ def test_a_real_server_serves_the_adapters(
         [
             *("bash", str(repository / "scripts/verify_grpo_cpu.sh")),
             *("--server", server, "--model", str(model), "--optimizer.lr", "1e-2"),
-            *("--lora.rank", "8", "--lora.push", push, "--weight_sync.attest_every", "1"),
+            *("--training.steps", "6", "--lora.rank", "8", "--lora.push", push),
+            *("--weight_sync.attest_every", "1"),
         ],
         capture_output=True,
         text=True,

@@ -75,7 +75,7 @@ def steps_of(run) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "num_kills", [2, pytest.param(10, marks=[pytest.mark.long, pytest.mark.timeout(5400)])]
+    "num_kills", [1, pytest.param(10, marks=[pytest.mark.long, pytest.mark.timeout(5400)])]
 )
 def test_a_run_that_is_killed_and_resumed_has_the_weights_of_one_that_was_not(train, num_kills):
     """Each kill hits a rank at a random moment of a random step; torchrun starts the ranks again."""
@@ -89,7 +89,8 @@ def test_a_run_that_is_killed_and_resumed_has_the_weights_of_one_that_was_not(tr
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    victims = [kill % 2 for kill in range(num_kills)]
+    first = rng.randrange(2)
+    victims = [(first + kill) % 2 for kill in range(num_kills)]
     for number, victim in enumerate(victims):
         # After at least one checkpoint since the last kill, so that each kill costs some steps.
         step = min(2 * (number + 1) + rng.randrange(2), last - 2)

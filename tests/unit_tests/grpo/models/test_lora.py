@@ -28,7 +28,6 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "cp2": {"cp": 2},
         "pp2": {"pp": 2, "schedule": "1F1B"},
         "pp2 in a V": {"pp": 2, "schedule": "ZBVZeroBubble"},
-        "pp2 as measured": {"pp": 2, "schedule": "auto"},
     },
     4: {
         "hsdp2x2": {"dp_replicate": 2, "dp_shard": 2},
@@ -39,6 +38,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 }
 
 
+MEASURED = {"pp2 as measured": {"pp": 2, "schedule": "auto"}}
 COMPILED = {"pp2 in a V": {"pp": 2, "schedule": "ZBVZeroBubble", "compiled": True}}
 
 
@@ -49,9 +49,10 @@ COMPILED = {"pp2 in a V": {"pp": 2, "schedule": "ZBVZeroBubble", "compiled": Tru
         ("qwen3_tied", LAYOUTS[2]),
         pytest.param("qwen3_tied", LAYOUTS[4], marks=pytest.mark.long),
         ("qwen2", LAYOUTS[1]),
+        pytest.param("qwen3_tied", MEASURED, marks=pytest.mark.long),
         pytest.param("qwen3_tied", COMPILED, marks=pytest.mark.long),
     ],
-    ids=["tied-1", "tied-2", "tied-4", "biases-1", "compiled-2"],
+    ids=["tied-1", "tied-2", "tied-4", "biases-1", "measured-2", "compiled-2"],
 )
 def test_logprobs_gradients_and_merged_weights_are_pefts(
     kind: str, layouts: dict[str, dict[str, Any]], make_model, run_ranks, tmp_path

@@ -3,18 +3,27 @@
 
 """The fastest schedule that fits is chosen, and the reason names what was left."""
 
+import functools
+
 import numpy as np
 import pytest
 
 from torchtitan.grpo.cli import run
 from torchtitan.grpo.pipeline.choice import choose, describe, finalists, predict
 from torchtitan.grpo.pipeline.schedules import SCHEDULES, candidates, measured_with
+from torchtitan.grpo.pipeline.simulate import Simulation
+from torchtitan.grpo.pipeline.tables.actions import Table
 from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
 
 
+@functools.cache
+def predicted(times: tuple[float, float, float]) -> dict[str, tuple[Table, Simulation]]:
+    """Returns all schedules of eight ranks and 32 microbatches, which take seconds to make."""
+    return predict(Costs.uniform(8, 2, times), 8, 32, candidates(8))
+
+
 def test_with_memory_the_one_without_idle_time_is_taken():
-    costs = Costs.uniform(8, 2, (1, 1, 1))
-    tried = predict(costs, 8, 32, candidates(8))
+    costs, tried = Costs.uniform(8, 2, (1, 1, 1)), predicted((1, 1, 1))
     assert choose(tried, 1.5, 8) == "InterleavedZeroBubble"  # the first of three equal ones
     without = {name: found for name, found in tried.items() if name != "InterleavedZeroBubble"}
     assert choose(without, 1.5, 8) == "ZBVZeroBubble"
@@ -28,12 +37,11 @@ def test_with_memory_the_one_without_idle_time_is_taken():
 
 @pytest.mark.parametrize(("memory", "chosen"), [(0.65, "VHalf"), (0.5, "VMin"), (0.1, "VMin")])
 def test_with_less_memory_one_that_fits_is_taken(memory, chosen):
-    tried = predict(Costs.uniform(8, 2, (1, 1, 1)), 8, 32, candidates(8))
-    assert choose(tried, memory, 8) == chosen
+    assert choose(predicted((1, 1, 1)), memory, 8) == chosen
 
 
 def test_schedules_that_lose_to_one_forward_one_backward_are_not_taken():
-    tried = predict(Costs.uniform(8, 2, (1, 2, 0.5)), 8, 32, candidates(8))
+    tried = predicted((1, 2, 0.5))
     chosen = choose(tried, 1.0, 8)
     assert chosen not in ("VHalf", "VMin")
     assert tried[chosen][1].makespan < min(
@@ -58,13 +66,12 @@ def test_schedules_that_lose_to_one_forward_one_backward_are_not_taken():
 def test_the_fastest_of_each_placement_and_those_without_split_passes_are_tried(
     times, memory, expected
 ):
-    tried = predict(Costs.uniform(8, 2, times), 8, 32, candidates(8))
-    assert finalists(tried, memory, 8) == expected
+    assert finalists(predicted(times), memory, 8) == expected
 
 
 def test_only_near_schedules_are_tried_and_none_that_loses_to_one_forward_one_backward():
     random = np.random.default_rng(1)
-    for _ in range(12):
+    for _ in range(6):
         times = random.uniform(0.6, 1.4, (8, 3)) * random.uniform(0.5, 2, 3)
         stages = (StageCosts(*map(float, row), activation=0.5, pending=0.5) for row in times)
         tried = predict(Costs(tuple(stages)), 4, 9, candidates(4))
@@ -80,7 +87,7 @@ def test_only_near_schedules_are_tried_and_none_that_loses_to_one_forward_one_ba
 
 def test_with_unequal_stages_it_is_never_slower_than_what_else_fits():
     random = np.random.default_rng(0)
-    for _ in range(12):
+    for _ in range(6):
         times = random.uniform(0.6, 1.4, (8, 3)) * random.uniform(0.5, 2, 3)
         stages = (StageCosts(*map(float, row), activation=0.5, pending=0.5) for row in times)
         costs = Costs(tuple(stages))

@@ -287,7 +287,8 @@ _BROKEN_TABLES: dict[Bug, type[Slots]] = {
 _SYSTEMS = [
     Model(num_slots=2, num_ranks=1, last_version=5),
     Model(num_slots=3, num_ranks=1, last_version=5),
-    Model(num_slots=2, num_ranks=2, last_version=4),
+    Model(num_slots=2, num_ranks=2, last_version=3),
+    pytest.param(Model(num_slots=2, num_ranks=2, last_version=4), marks=pytest.mark.long),
     Model(num_slots=3, num_ranks=2, last_version=3),
     Model(num_slots=2, num_ranks=2, last_version=3, empty_versions=frozenset({0, 2})),
     Model(num_slots=2, num_ranks=2, last_version=4, max_lag=0),
