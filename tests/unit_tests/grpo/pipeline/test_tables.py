@@ -93,7 +93,13 @@ def test_handcrafted_schedules_wait_as_long_as_their_formulas_say(degree, times)
 
 
 @pytest.mark.parametrize(
-    ("degree", "times"), [*itertools.product((2, 3, 4, 5), TIMES), (8, (3, 4, 2))]
+    ("degree", "times"),
+    [
+        *itertools.product((2, 3, 4, 5), TIMES),
+        pytest.param(8, (1, 1, 1), marks=pytest.mark.long),
+        (8, (3, 4, 2)),
+        pytest.param(8, (1, 2, 0.5), marks=pytest.mark.long),
+    ],
 )
 def test_v_schedules_hold_what_their_names_promise(degree, times):
     costs = Costs.uniform(degree, 2, times)
