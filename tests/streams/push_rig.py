@@ -196,6 +196,7 @@ class PushRig:
         self.recorder = recorder
         self.sync = sync or WeightSync(attest_every=0, timeout_seconds=PATIENCE_SECONDS)
         self.channels: dict[str, Channel] = {}
+        self.is_silent = False  # whether servers that join from now on take nothing
         self._patches = ExitStack()
         for module in (group_end, receiving):
             self._patches.enter_context(
@@ -220,8 +221,9 @@ class PushRig:
     def _create_group(
         self, address: str, port: int, rank: int, size: int, name: str, *_: Any, **__: Any
     ):
+        torch.cuda.Stream()  # as the communicator takes one, which synchronous calls do not use
         # Both sides get the channel that the name stands for, whoever comes first.
-        return Group(self.channels.setdefault(name, Channel()), rank)
+        return Group(self.channels.setdefault(name, Channel(self.is_silent)), rank)
 
     def _publisher(self, plan: PushPlan) -> WeightPublisher:
         sync = self.sync

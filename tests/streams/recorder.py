@@ -17,13 +17,15 @@ the order was guaranteed (see `clocks.py`). It reports:
 
 The allocator is modeled as torch's is: a tensor belongs to the pool of the stream that is current
 when it is created, and its memory may be handed out again on that stream as soon as it is freed.
+Streams are modeled as torch's are: ``torch.cuda.Stream()`` hands out 32 streams of a process in turn.
 """
 
 import ctypes
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -37,7 +39,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchtitan.grpo.system import own_streams
+from torchtitan.grpo.weight_wire import device_lanes
+
 _PATIENCE_SECONDS = 10.0
+_POOL_SIZE = 32
 _SYNCHRONIZING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
 _UNINITIALIZED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
@@ -140,8 +146,8 @@ class Channel:
         is_stopped: Whether the server takes nothing, as if it had been stopped.
     """
 
-    def __init__(self) -> None:
-        self.is_stopped = False
+    def __init__(self, is_stopped: bool = False) -> None:
+        self.is_stopped = is_stopped
         # Addresses and sizes: the kernel of a broadcast does not keep its tensor alive.
         self._waiting: dict[int, list[tuple[int, int, Token]]] = {0: [], 1: []}
         self._lock = threading.Lock()
@@ -216,13 +222,15 @@ class Recorder:
         self._pinned: list[Memory] = []
         self._streams: list[Stream] = []
         self._defaults: dict[str, Stream] = {}
+        self._pools: dict[str, deque[Stream]] = {}
 
     @contextmanager
     def recording(self) -> Iterator["Recorder"]:
         """Replaces CUDA for the duration of the block, on all threads that are started in it."""
         cudart = SimpleNamespace(cudaHostRegister=self._pin)
         cuda: dict[str, Any] = {
-            "Stream": lambda device=None, **how: self._new_stream(),
+            "Stream": lambda device=None, **how: self._pool_stream(),
+            "ExternalStream": lambda handle, device=None: self._new_stream("own"),
             "Event": lambda **how: Event(self),
             "current_stream": lambda device=None: self.current_stream(),
             "stream": self._use_stream,
@@ -234,6 +242,8 @@ class Recorder:
             for name, value in cuda.items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, value))
             stack.enter_context(mock.patch.object(dist, "broadcast", self._broadcast))
+            stack.enter_context(mock.patch.object(own_streams, "_create", lambda device: 0))
+            stack.enter_context(mock.patch.object(device_lanes, "_lanes", _OfProcess(self)))
             stack.enter_context(
                 mock.patch.object(torch.accelerator, "synchronize", cuda["synchronize"])
             )
@@ -464,11 +474,21 @@ class Recorder:
                 self._streams.append(self._defaults[process])
             return self._defaults[process]
 
-    def _new_stream(self) -> Stream:
+    def _new_stream(self, kind: str) -> Stream:
         with self._lock:
-            stream = Stream(self, self._process, f"side {len(self._streams)}")
+            stream = Stream(self, self._process, f"{kind} {len(self._streams)}")
             self._streams.append(stream)
             return stream
+
+    def _pool_stream(self) -> Stream:
+        """Returns the next of the process's 32 streams, as torch and its NCCL groups take them."""
+        with self._lock:
+            pool = self._pools.setdefault(self._process, deque())
+            if len(pool) < _POOL_SIZE:
+                pool.append(self._new_stream("pooled"))
+            else:
+                pool.rotate(-1)
+            return pool[-1]
 
     @contextmanager
     def _use_stream(self, stream: Stream) -> Iterator[None]:
@@ -483,6 +503,32 @@ class Recorder:
         self._local.process = process
         with _Devices(self), _Operations(self):
             call()
+
+
+class _OfProcess(MutableMapping[Any, Any]):
+    """A mapping of a module, of which each process has its own."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._of: dict[str, dict[Any, Any]] = {}
+
+    def _own(self) -> dict[Any, Any]:
+        return self._of.setdefault(self._recorder._process, {})
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._own()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._own()[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._own()[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(self._own()))
+
+    def __len__(self) -> int:
+        return len(self._own())
 
 
 class _Operations(TorchDispatchMode):

@@ -4,6 +4,7 @@
 """The push follows the rules of streams in docs/weight_sync.md; what breaks one is reported."""
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,12 +15,13 @@ from push_rig import CUDA, PushRig, single_rank
 from recorder import Channel, Recorder
 
 from torchtitan.grpo.config import WeightSync
-from torchtitan.grpo.weight_sync import slot_memory
+from torchtitan.grpo.weight_sync import slot_memory, snapshot
 from torchtitan.grpo.weight_sync.gather import Gatherer
 from torchtitan.grpo.weight_sync.snapshot import Snapshots, _StreamCopies
 from torchtitan.grpo.weight_sync.transports.group_end import GroupEnd
 from torchtitan.grpo.weight_wire import device_broadcast, receiving, sparse
 from torchtitan.grpo.weight_wire.device_broadcast import DeviceBroadcast
+from torchtitan.grpo.weight_wire.device_lanes import DeviceLane
 from torchtitan.grpo.weight_wire.receiving import WeightGroup
 
 
@@ -176,21 +178,29 @@ def record_elsewhere(copies: Any, event: Any, copy: Callable[[], None]) -> None:
     event.record(torch.cuda.current_stream())
 
 
-def buffer_of_the_default_pool(broadcast: Any, device: Any, largest: int, timeout: float) -> None:
-    broadcast._device, broadcast._timeout_seconds = device, timeout
-    broadcast._stream = torch.cuda.Stream(device)
-    broadcast._buffer = torch.empty(largest, dtype=torch.uint8, device=device)
+def buffer_of_the_default_pool(
+    broadcast: Any, device: Any, url: str, largest: int, timeout: float
+) -> None:
+    buffer = torch.empty(largest, dtype=torch.uint8, device=device)
+    broadcast._lane = DeviceLane(torch.cuda.Stream(device), buffer)
+    broadcast._timeout_seconds = timeout
 
 
 _shared: dict[int, Any] = {}
 
 
-def one_stream_for_all(broadcast: Any, device: Any, largest: int, timeout: float) -> None:
-    broadcast._device, broadcast._timeout_seconds = device, timeout
+def one_stream_for_all(broadcast: Any, device: Any, url: str, largest: int, timeout: float) -> None:
     recorder = id(torch.cuda.Stream)
-    broadcast._stream = _shared.setdefault(recorder, torch.cuda.Stream(device))
-    with torch.cuda.stream(broadcast._stream):
-        broadcast._buffer = torch.empty(largest, dtype=torch.uint8, device=device)
+    stream = _shared.setdefault(recorder, torch.cuda.Stream(device))
+    with torch.cuda.stream(stream):
+        broadcast._lane = DeviceLane(stream, torch.empty(largest, dtype=torch.uint8, device=device))
+    broadcast._timeout_seconds = timeout
+
+
+def lane_of_the_pool(device: torch.device, peer: str, num_bytes: int = 0) -> DeviceLane:
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        return DeviceLane(stream, torch.empty(num_bytes, dtype=torch.uint8, device=device))
 
 
 def copy_before_the_stream(send: Callable[..., None]) -> Callable[..., None]:
@@ -318,6 +328,36 @@ def test_a_planted_bug_is_reported(make_rig, recorder, monkeypatch, bug: str):
     assert is_reported(), recorder.problems
 
 
+@pytest.mark.parametrize("from_pool", [False, True])
+def test_however_often_a_server_joins_its_stream_is_never_that_of_something_else(
+    make_rig, recorder, monkeypatch, from_pool: bool
+):
+    """Torch's pool has 32 streams, of which each join took two."""
+    if from_pool:
+        for module in (device_broadcast, receiving):
+            monkeypatch.setattr(module, "take_lane", lane_of_the_pool)
+        monkeypatch.setattr(snapshot, "new_stream", torch.cuda.Stream)
+    sync = WeightSync(
+        attest_every=0, timeout_seconds=0.1, retry_seconds=0.01, max_retry_seconds=0.01
+    )
+    rig = make_rig(1, sync=sync)
+    push_versions(rig, 1)
+    (server,) = rig.servers.values()
+    rig.is_silent = True
+    server.leave()
+    deadline = time.monotonic() + 60
+    while len(rig.channels) < 20:
+        assert time.monotonic() < deadline, rig.publisher.lanes[0].last_error
+        rig.step()
+        time.sleep(0.005)
+    is_reported = any("the training stream waits for" in p for p in recorder.problems)
+    assert is_reported is from_pool, recorder.problems
+    if not from_pool:
+        own = [s.actor for s in recorder._streams if s.actor.startswith("stream trainer/own")]
+        assert len(own) == 2, "the snapshot's and the server's"
+        assert recorder.problems == []
+
+
 def test_a_delta_over_nccl_is_applied_to_a_base_in_host_memory(make_rig, monkeypatch):
     def apply_as_it_was(target: torch.Tensor, changes: sparse.Changes) -> None:
         bits = target.view(-1).view(torch.int16)
@@ -369,9 +409,7 @@ class _Forgets(list[Any]):
 def test_a_server_that_does_not_receive_is_given_up_at_the_deadline(recorder):
     channel = Channel()
     channel.is_stopped = True
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        broadcast = DeviceBroadcast(CUDA, 8, timeout_seconds=0.05)
+    broadcast = DeviceBroadcast(CUDA, "http://127.0.0.1:9", 8, timeout_seconds=0.05)
     payload = torch.zeros(8, dtype=torch.uint8)
     with pytest.raises(TimeoutError, match=r"8 bytes within weight_sync\.timeout_seconds = 0\.05"):
         broadcast.send(payload, channel.end(0), lambda: False)  # pyright: ignore

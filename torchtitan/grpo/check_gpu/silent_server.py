@@ -53,7 +53,9 @@ def broadcast_to_silent_server(
 
     def send() -> None:
         try:
-            sender = device_broadcast.DeviceBroadcast(device, payload.numel(), 20 * seconds)
+            sender = device_broadcast.DeviceBroadcast(
+                device, "http://silent", payload.numel(), 20 * seconds
+            )
             sender.send(payload, unused_group, lambda: False)
         except Exception as error:
             errors.append(error)

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from torchtitan.grpo.system.own_streams import new_stream
+
 
 class HostCopies:
     """Starts and tracks copies of flat tensors.
@@ -23,7 +25,7 @@ class HostCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = new_stream(device) if device.type == "cuda" else None
         self._leaving: list[tuple[Any, torch.Tensor]] = []
         self._leaving_longer: list[tuple[Any, torch.Tensor]] = []
 

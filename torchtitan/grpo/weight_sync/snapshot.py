@@ -23,6 +23,7 @@ from queue import SimpleQueue
 import torch
 
 from torchtitan.grpo.models.shards import local_tensor
+from torchtitan.grpo.system.own_streams import new_stream
 from torchtitan.grpo.system.priority import yield_to_training
 from torchtitan.grpo.weight_sync.slot_layout import Shards
 
@@ -32,7 +33,7 @@ _WAIT_SECONDS = 120.0
 # them for the interpreter and, on few cores, for a core.
 _HEAD_START_SECONDS = 0.003
 # Interval at which a reader polls a CUDA event, because waiting for an event has no timeout.
-_POLL_SECONDS = 0.0005
+_POLL_SECONDS = 0.002
 
 
 def _no_op() -> None:
@@ -240,7 +241,7 @@ class _StreamCopies:
         self, slots: list[list[torch.Tensor]], sources: list[torch.Tensor], device: torch.device
     ) -> None:
         self._slots, self._sources = slots, sources
-        self._stream = torch.cuda.Stream(device)
+        self._device, self._stream = device, new_stream(device)
         self._copied: list[torch.cuda.Event | None] = [None] * len(slots)
         self._last: torch.cuda.Event | None = None
         self._fences: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -264,6 +265,7 @@ class _StreamCopies:
     def fence(self, timeout_seconds: float) -> None:
         if self._last is None:
             return
+        self._drop_passed()
         stream = torch.cuda.current_stream()
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record(stream)
@@ -274,14 +276,19 @@ class _StreamCopies:
     @property
     def stalled_seconds(self) -> float:
         """How long the training stream waited in the last fence that it has passed."""
+        self._drop_passed()
+        return self._stalled_seconds
+
+    def _drop_passed(self) -> None:
         while self._fences and self._fences[0][1].query():
             before, after = self._fences.popleft()
             self._stalled_seconds = before.elapsed_time(after) / 1e3
-        return self._stalled_seconds
 
     def wait_for(self, slot: int, timeout_seconds: float) -> None:
         copied = self._copied[slot]
         assert copied is not None, f"slot {slot} was never filled"
+        # A thread that has no device yet would make a context on the first GPU.
+        torch.cuda.set_device(self._device)
         deadline = time.monotonic() + timeout_seconds
         while not copied.query():
             if time.monotonic() > deadline:

@@ -7,8 +7,8 @@
                   \\______________ stream of this group ______________/
 
 The kernel of a broadcast runs until the server has received, so whatever waits for its stream
-waits for the server. Therefore each group has a stream and a buffer of its own, and the host
-polls an event, with a deadline, where it could have waited for the stream.
+waits for the server. Therefore each server has a stream and a buffer of its own (`device_lanes.py`),
+and the host polls an event, with a deadline, where it could have waited for the stream.
 """
 
 import time
@@ -17,8 +17,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-# How often the event at the end of a broadcast is polled.
-_POLL_SECONDS = 0.0005
+from torchtitan.grpo.weight_wire.device_lanes import give_back, take_lane
+
+# How often the event at the end of a broadcast is polled. Each look takes the interpreter's lock from
+# the training thread.
+_POLL_SECONDS = 0.002
 
 
 class DeviceBroadcast:
@@ -26,18 +29,23 @@ class DeviceBroadcast:
 
     Args:
         device: The GPU.
-        largest_bucket: Number of bytes of the buffer.
+        server_url: Address of the server, whose lane is used.
+        largest_bucket: Least number of bytes of the lane's buffer.
         timeout_seconds: Maximum duration of one broadcast.
+
+    Raises:
+        RuntimeError: If a kernel of an earlier broadcast to the server has not ended.
     """
 
-    def __init__(self, device: torch.device, largest_bucket: int, timeout_seconds: float) -> None:
-        # Each thread has its own current device.
-        torch.cuda.set_device(device)
-        self._device, self._timeout_seconds = device, timeout_seconds
-        self._stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(self._stream):
-            # Allocated for this stream, so the allocator reuses the memory on no other.
-            self._buffer = torch.empty(largest_bucket, dtype=torch.uint8, device=device)
+    def __init__(
+        self, device: torch.device, server_url: str, largest_bucket: int, timeout_seconds: float
+    ) -> None:
+        self._lane = take_lane(device, server_url, largest_bucket)
+        self._timeout_seconds = timeout_seconds
+
+    def close(self) -> None:
+        """Gives the lane back. No broadcast may follow."""
+        give_back(self._lane)
 
     def send(
         self, payload: torch.Tensor, group: dist.ProcessGroup, is_left: Callable[[], bool]
@@ -53,20 +61,26 @@ class DeviceBroadcast:
             RuntimeError: If the group was left meanwhile.
             TimeoutError: If the server did not receive the payload in time.
         """
-        with torch.cuda.stream(self._stream):
-            buffer = self._buffer[: payload.numel()]
+        stream = self._lane.stream
+        read, sent = torch.cuda.Event(), torch.cuda.Event()
+        with torch.cuda.stream(stream):
+            buffer = self._lane.buffer[: payload.numel()]
             buffer.copy_(payload, non_blocking=True)
+            read.record(stream)
             dist.broadcast(buffer, src=0, group=group)
-            sent = torch.cuda.Event()
-            sent.record(self._stream)
+            sent.record(stream)
         deadline = time.monotonic() + self._timeout_seconds
-        while not sent.query():
-            if is_left():
-                raise RuntimeError("The group was left during a broadcast.")
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"The server must receive {payload.nbytes} bytes within "
-                    f"weight_sync.timeout_seconds = {self._timeout_seconds:g}, but the broadcast "
-                    "has not ended. Check the server's log, or raise the setting."
-                )
-            time.sleep(_POLL_SECONDS)
+        for event in (read, sent):  # the payload may change even if the broadcast is given up
+            while not event.query():
+                self._check(payload.nbytes, deadline, is_left)
+                time.sleep(_POLL_SECONDS)
+
+    def _check(self, num_bytes: int, deadline: float, is_left: Callable[[], bool]) -> None:
+        if is_left():
+            raise RuntimeError("The group was left during a broadcast.")
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"The server must receive {num_bytes} bytes within weight_sync.timeout_seconds = "
+                f"{self._timeout_seconds:g}, but the broadcast has not ended. Check the server's "
+                "log, or raise the setting."
+            )

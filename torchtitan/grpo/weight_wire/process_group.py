@@ -8,15 +8,18 @@ server and vLLM's workers call these functions, so this module needs torch alone
 own implementation; the rendezvous here is compatible with it, so that the trainer treats all kinds
 of servers alike.
 
-Neither side may end because the other one did. Torch's watchdog threads end a process whose NCCL
-operation has failed or timed out, so for these groups they are told not to: whoever uses a group
-polls its operations with deadlines of its own, and aborts the communicator.
+Neither side may end because the other one did. The watchdog thread of an NCCL group ends the process
+when the group's peer is lost: whatever it is told, it sets a flag of the whole process, on which the
+monitor of the *default* group acts. Groups with servers therefore have no watchdog. Whoever uses such a
+group polls its operations with deadlines of its own, and aborts the communicator.
 """
 
 import functools
+import math
 import os
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -25,16 +28,15 @@ from torch.distributed import distributed_c10d as c10d
 
 from torchtitan.grpo.system.routes import source_address
 
-# The settings of torch's NCCL watchdog that keep it from ending the process: it handles no
-# errors, tells no other rank of them, and nobody watches whether it is itself alive. Torch reads
-# them when a process group is made. torchtitan sets the first one to 3, which ends the process.
-PASSIVE_WATCHDOG = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_BLOCKING_WAIT": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_PROPAGATE_ERROR": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-}
+# Torch reads it when a group is made. The name is misleading: it makes the host wait in
+# ``Work.wait()``, which nobody calls for these groups, and it leaves out the group's watchdog and the
+# monitor of that watchdog.
+NO_WATCHDOG = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+# Seconds for which torch waits for a communicator. Torch reads it once, for the first communicator
+# that is made without blocking, so it stays in the environment.
+_COMMUNICATOR_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
+# Held while an NCCL group is made, because all threads have one environment.
+_making = threading.Lock()
 # Longer than any push: the watchdog would report an operation that is older.
 _WATCHDOG_TIMEOUT = timedelta(days=30)
 # A broadcast to a server is not urgent. Each CTA takes a multiprocessor from training.
@@ -82,7 +84,8 @@ def create_weight_group(
         options = {"timeout": _WATCHDOG_TIMEOUT, "backend_options": _nccl_options()}
     if backend == "gloo":
         options["backend_options"] = source_address(master_address, master_port)
-    with _environment(PASSIVE_WATCHDOG if backend == "nccl" else {}):
+    # Only a gloo group waits here for its members. The other kind is made one at a time.
+    with _nccl_environment(timeout_seconds) if backend == "nccl" else nullcontext():
         group, _ = c10d._new_process_group_helper(
             world_size,
             rank,
@@ -120,22 +123,27 @@ def _nccl_options() -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _WATCHDOG_TIMEOUT
     options.config.min_ctas, options.config.max_ctas = 1, _MAX_CTAS
+    # The communicator is made at the first broadcast, and a peer that is gone by then never answers.
+    # Without this, NCCL would wait for the peer forever, and no abort would reach it.
+    options.config.blocking = 0
     return options
 
 
 @contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Sets environment variables for the duration of the block."""
-    former = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in former.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+def _nccl_environment(timeout_seconds: float) -> Iterator[None]:
+    """Holds the environment for one NCCL group that is made, and then restores it."""
+    with _making:
+        os.environ.setdefault(_COMMUNICATOR_TIMEOUT, str(math.ceil(timeout_seconds)))
+        former = {name: os.environ.get(name) for name in NO_WATCHDOG}
+        os.environ.update(NO_WATCHDOG)
+        try:
+            yield
+        finally:
+            for name, value in former.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
 
 def destroy_weight_group(group: dist.ProcessGroup) -> None:

@@ -3,8 +3,8 @@
 
 """A server's end of a weight group, which it can leave even while it waits for a broadcast.
 
-A broadcast over NCCL has a stream of its own. The streams on which the server generates never wait
-for it; the receiving thread polls an event instead, with a deadline.
+A broadcast over NCCL runs on a stream that nothing else uses (`device_lanes.py`). The streams on which
+the server generates never wait for it; the receiving thread polls an event instead, with a deadline.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from torchtitan.grpo.weight_wire.device_lanes import DeviceLane, give_back, take_lane
 from torchtitan.grpo.weight_wire.process_group import create_weight_group, destroy_weight_group
 
 # How often a waiting receive checks whether its group was left.
@@ -28,7 +29,7 @@ _abandoned: list[tuple[dist.ProcessGroup, dist.Work]] = []
 # Its kernel may write into the buffer until then, so nobody else may get that memory.
 _written: list[tuple[torch.Tensor, torch.cuda.Event]] = []
 # How often the end of a broadcast over NCCL is polled.
-_POLL_EVENT_SECONDS = 0.0005
+_POLL_EVENT_SECONDS = 0.002
 
 
 class WeightGroup:
@@ -60,7 +61,7 @@ class WeightGroup:
         self.timeout_seconds = timeout_seconds
         self._left = threading.Event()
         self._outstanding: dist.Work | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._lane: DeviceLane | None = None
         _let_go_of_ended()
         self._group = create_weight_group(
             master_address, master_port, rank, world_size, name, backend, timeout_seconds
@@ -96,15 +97,16 @@ class WeightGroup:
         self._outstanding = None
 
     def _receive_on_stream(self, tensor: torch.Tensor, turn: AbstractContextManager[None]) -> None:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(tensor.device)
+        if self._lane is None:
+            self._lane = take_lane(tensor.device, self.name)
+        stream = self._lane.stream
         # The allocator may have taken the memory from tensors that kernels of this stream, which
         # are queued, still read.
-        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        with turn, torch.cuda.stream(self._stream):
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with turn, torch.cuda.stream(stream):
             dist.broadcast(tensor, src=0, group=self._group)
             received = torch.cuda.Event()
-            received.record(self._stream)
+            received.record(stream)
         deadline = time.monotonic() + self.timeout_seconds
         while not received.query():
             if self._left.is_set() or time.monotonic() > deadline:
@@ -147,6 +149,8 @@ class WeightGroup:
             # Kept before the waiting thread can end and drop its reference.
             _abandoned.append((self._group, outstanding))
         destroy_weight_group(self._group)
+        if self._lane is not None:
+            give_back(self._lane)
 
 
 def _let_go_of_ended() -> None:

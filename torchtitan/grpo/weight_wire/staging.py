@@ -275,6 +275,8 @@ class Staging:
         return ready
 
     def _run(self, thread: _Thread) -> None:
+        if self._place.device.type == "cuda":
+            torch.cuda.set_device(self._place.device)  # each thread has its own current device
         while (item := thread.queue.get()) is not None:
             error = None
             try:

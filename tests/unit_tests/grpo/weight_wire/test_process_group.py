@@ -5,6 +5,8 @@
 
 import os
 import socket
+import threading
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from torchtitan.grpo.weight_wire.process_group import (
-    PASSIVE_WATCHDOG,
     create_weight_group,
     destroy_weight_group,
 )
@@ -42,7 +43,9 @@ def made(monkeypatch) -> dict[str, Any]:
     )
     # As torchtitan sets it, which ends the process at an error.
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-    monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT", raising=False)
+    # Kept in the environment, so that this test's end removes it.
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "")
+    monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT")
     return seen
 
 
@@ -50,15 +53,44 @@ def create(backend: str) -> None:
     create_weight_group("127.0.0.1", 0, 0, 1, "group", backend, 7.0, store=dist.HashStore())
 
 
-def test_over_nccl_the_watchdog_is_passive_and_training_groups_keep_theirs(made):
+def test_over_nccl_there_is_no_watchdog_and_training_groups_keep_theirs(made):
     create("nccl")
-    assert PASSIVE_WATCHDOG.items() <= made["environment"].items()
+    # The setting with which torch starts neither the watchdog nor its monitor.
+    assert made["environment"]["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
-    assert "TORCH_NCCL_DUMP_ON_TIMEOUT" not in os.environ
     options = made["backend_options"]
     # Far beyond any push, whose deadlines end it in an orderly way.
     assert options._timeout == made["timeout"] >= timedelta(days=1)
     assert 1 <= options.config.min_ctas <= options.config.max_ctas <= 8
+    # A peer that never answers is given up when the push's time is over.
+    assert options.config.blocking == 0
+    assert made["environment"]["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "7"
+
+
+@pytest.mark.parametrize("former", [None, "0"])
+def test_groups_that_are_made_at_once_leave_the_environment_as_it_was(made, monkeypatch, former):
+    if former is None:
+        monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    else:
+        monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", former)
+    environments = []
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        environments.append(os.environ["TORCH_NCCL_BLOCKING_WAIT"])
+        time.sleep(0.02)
+        environments.append(os.environ["TORCH_NCCL_BLOCKING_WAIT"])
+        return dist.ProcessGroup(dist.HashStore(), 0, 1), None
+
+    monkeypatch.setattr(c10d, "_new_process_group_helper", make)
+    threads = [threading.Thread(target=create, args=("nccl",)) for _ in range(4)]
+    for i, thread in enumerate(threads):
+        thread.start()
+        time.sleep(0.005 * i)
+    for thread in threads:
+        thread.join()
+    assert environments == ["1"] * 8
+    assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == former
 
 
 def test_over_gloo_the_timeout_is_that_of_the_push(made):

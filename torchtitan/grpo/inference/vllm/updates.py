@@ -35,6 +35,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from torchtitan.grpo.system.own_streams import new_stream
 from torchtitan.grpo.weight_wire.adapters import BaseWeights, is_of_adapters
 from torchtitan.grpo.weight_wire.buckets import (
     WIRE_DTYPES,
@@ -329,7 +330,7 @@ class WorkerUpdates:
             return tensor
         with self._putting:  # one stream for all threads, since they share the bus
             if self._stream is None:
-                self._stream = torch.cuda.Stream(self._device)
+                self._stream = new_stream(self._device)
             with torch.cuda.stream(self._stream):
                 tensor = tensor.to(self._device)
             self._stream.synchronize()  # this thread waits; the one that generates does not

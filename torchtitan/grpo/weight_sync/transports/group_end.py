@@ -4,7 +4,7 @@
 """A source rank's end of the process group with one server.
 
 A broadcast waits for the server. Each group therefore has a thread of its own for its collectives
-and, over NCCL, a stream of its own (see `weight_wire/device_broadcast.py`). Leaving a group may wait
+and, over NCCL, the server's stream (see `weight_wire/device_broadcast.py`). Leaving a group may wait
 for the driver, so a separate thread leaves the group. The event loop, which all servers share, never
 waits.
 """
@@ -17,6 +17,7 @@ import traceback
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -111,11 +112,6 @@ class GroupEnd:
         info, settings, store = self.info, self._settings, self._store
         if store is None:
             raise RuntimeError(f"Group {self.info.group_name} was left before it was joined.")
-        on_device = None
-        if info.backend == "nccl":
-            on_device = DeviceBroadcast(
-                settings.device, settings.largest_bucket, settings.timeout_seconds
-            )
         group = create_weight_group(
             info.master_address,
             info.master_port,
@@ -126,14 +122,20 @@ class GroupEnd:
             info.timeout_seconds,
             store=store,
         )
-        # Kept here and not by join(), which may have been cancelled in the meantime.
-        with self._lock:
-            if not self._is_left:
+        with ExitStack() as undo:
+            undo.callback(destroy_weight_group, group)
+            on_device = None
+            if info.backend == "nccl":
+                on_device = DeviceBroadcast(
+                    settings.device, self._url, settings.largest_bucket, settings.timeout_seconds
+                )
+                undo.callback(on_device.close)
+            # Kept here and not by join(), which may have been cancelled in the meantime.
+            with self._lock:
+                if self._is_left:  # leave() was called while this thread waited for the server
+                    raise RuntimeError(f"Group {info.group_name} was left before it was joined.")
                 self._group, self._on_device = group, on_device
-                return
-        # leave() was called while this thread waited for the server.
-        destroy_weight_group(group)
-        raise RuntimeError(f"Group {info.group_name} was left before it was joined.")
+            undo.pop_all()
 
     async def send(self, read: Callable[[Callable[[torch.Tensor], None]], None]) -> None:
         """Broadcasts one payload to the server's workers.
@@ -176,20 +178,24 @@ class GroupEnd:
             if self._is_left:
                 return
             group, self._group = self._group, None
-            # The store's sockets and its thread must end now, and the buffer on the device must be
-            # freed, even if an error's traceback still refers to this object.
-            self._store = self._on_device = None
+            on_device, self._on_device = self._on_device, None
+            # Its sockets and its thread must end now, even if an error's traceback still refers to
+            # this object.
+            self._store = None
         leaving = ThreadPoolExecutor(1, thread_name_prefix=f"weight-leave-{self._url}")
         # A gloo broadcast cannot be interrupted: it ends when the server's sockets close, or at
         # the group's timeout. This method waits for it, and for NCCL's abort, at most for the
         # grace period.
-        ends = [asyncio.wrap_future(self._thread.submit(lambda: None))]
+        # Broadcasts that are queued fail at once. The lane is given back behind them, by the thread
+        # that has used it.
+        close = on_device.close if on_device is not None else lambda: None
+        ends = [asyncio.wrap_future(self._thread.submit(close))]
         if group is not None:
             ends.append(asyncio.wrap_future(leaving.submit(destroy_weight_group, group)))
         del group
         done, late = await asyncio.wait(ends, timeout=_GRACE_SECONDS)
         for executor in (self._thread, leaving):
-            executor.shutdown(wait=not late, cancel_futures=True)
+            executor.shutdown(wait=not late)
         for end in done:
             if not end.cancelled() and (error := end.exception()) is not None:
                 # The communicator is broken, and no part of it is needed any more.

@@ -1,0 +1,40 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""CUDA streams that are not shared.
+
+``torch.cuda.Stream()`` hands out 32 streams of a device in turn, and torch's NCCL groups take theirs
+from the same 32 (``c10/cuda/CUDAStream.h``). Whoever asks for a stream therefore shares it with whoever
+asked 32 streams earlier, and each waits for what the other has queued. The streams here are made by
+the driver.
+"""
+
+import ctypes
+
+import torch
+
+_NON_BLOCKING = (
+    1  # CU_STREAM_NON_BLOCKING: the stream and the default stream do not wait for each other
+)
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns a stream that nothing else uses, for the life of the process.
+
+    Raises:
+        RuntimeError: If the driver makes no stream.
+    """
+    return torch.cuda.ExternalStream(_create(device), device=device)
+
+
+def _create(device: torch.device) -> int:
+    """Returns the driver's handle of a new stream."""
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().query()  # makes the device's context the current one
+        status = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)
+    if status != 0 or handle.value is None:
+        raise RuntimeError(
+            f"The CUDA driver must make a stream on {device}, but cuStreamCreate returned {status}."
+        )
+    return handle.value

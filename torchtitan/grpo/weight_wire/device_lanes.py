@@ -1,0 +1,87 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Streams and device buffers of transfers, which no other part of the process ever uses.
+
+A transfer waits for another process, and whatever shares its stream would wait as well: FSDP's
+collectives, the copies of a snapshot, or the transfer to another server.
+
+A lane belongs to one peer at a time. It is kept for the life of the process, because its memory can
+be given back only by a call that waits for all kernels of the device.
+"""
+
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from torchtitan.grpo.system.own_streams import new_stream
+
+
+@dataclass
+class DeviceLane:
+    """A stream of transfers with one peer, and a buffer on the device.
+
+    Attributes:
+        stream: The stream.
+        buffer: [num_bytes] uint8 on the device, from the stream's memory pool.
+        is_taken: Whether a peer uses the lane.
+    """
+
+    stream: torch.cuda.Stream
+    buffer: torch.Tensor
+    is_taken: bool = False
+
+    def is_idle(self) -> bool:
+        """Returns whether nobody uses the lane and everything on its stream has ended."""
+        return not self.is_taken and self.stream.query()
+
+
+_lanes: dict[tuple[torch.device, str], DeviceLane] = {}
+_lock = threading.Lock()
+
+
+def take_lane(device: torch.device, peer: str, num_bytes: int = 0) -> DeviceLane:
+    """Returns the peer's lane, which nobody else has until :func:`give_back`.
+
+    A peer without a lane takes over one that is idle, whose peer has left. A lane is made only if
+    there is none.
+
+    Args:
+        device: The GPU.
+        peer: Name of the peer: a server's URL, or a weight group's name.
+        num_bytes: Least size of the buffer.
+
+    Raises:
+        RuntimeError: If the peer's lane is in use, or if a kernel on it has not ended.
+    """
+    torch.cuda.set_device(device)  # each thread has its own current device
+    with _lock:
+        lane = _lanes.get((device, peer))
+        if lane is None:
+            idle = (k for k, lane in _lanes.items() if k[0] == device and lane.is_idle())
+            key = next(idle, None)
+            lane = _new_lane(device) if key is None else _lanes.pop(key)
+            _lanes[device, peer] = lane
+        elif not lane.is_idle():
+            raise RuntimeError(
+                f"The former transfer with {peer} must have ended on the GPU before the next one "
+                "begins, but its kernel still runs. It ends when its communicator is aborted."
+            )
+        if lane.buffer.numel() < num_bytes:
+            with torch.cuda.stream(lane.stream):
+                lane.buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        lane.is_taken = True
+        return lane
+
+
+def give_back(lane: DeviceLane) -> None:
+    """Lets another peer have the lane as soon as everything on its stream has ended."""
+    with _lock:
+        lane.is_taken = False
+
+
+def _new_lane(device: torch.device) -> DeviceLane:
+    stream = new_stream(device)
+    with torch.cuda.stream(stream):
+        return DeviceLane(stream, torch.empty(0, dtype=torch.uint8, device=device))
