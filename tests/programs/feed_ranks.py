@@ -111,5 +111,5 @@ def combined_metrics(feed, rank):
         one, value = torch.tensor(1.0), torch.tensor(-2.0 - rank)
         numbers = dict.fromkeys(reductions, (value,)) | {"mean": (value, one)}
         totals.add([{name: Metric(reductions[name], numbers[name]) for name in reductions}])
-    norm = feed.all_reduce_metrics(totals, 5.0 + rank)
+    norm = feed.all_reduce_metrics(totals, torch.tensor(5.0 + rank))
     return totals.values(num_optimizer_steps=2) | {"norm of rank 0": norm}

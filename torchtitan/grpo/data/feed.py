@@ -208,13 +208,18 @@ class Feed:
         dist.all_reduce(values, group=self.group)
         return values
 
-    def all_reduce_metrics(self, totals: MetricTotals, grad_norm: float = 0.0) -> float:
+    def all_reduce_metrics(
+        self, totals: MetricTotals, grad_norm: torch.Tensor | None = None
+    ) -> float:
         """Combines the metrics of all ranks, in place, and returns rank 0's gradient norm.
+
+        The host waits here for the device, once.
 
         The norm is the same on all ranks but for its last bits, which depend on the layout. With
         one rank's number all ranks decide the same.
         """
-        own = torch.tensor([grad_norm if self.rank == 0 else 0.0], dtype=torch.float64)
+        norm = totals.fetch(grad_norm)
+        own = torch.tensor([norm if self.rank == 0 else 0.0], dtype=torch.float64)
         numbers = torch.cat([totals.added, own])
         dist.all_reduce(numbers, group=self.group)
         totals.added, norm = numbers[:-1], float(numbers[-1])

@@ -114,8 +114,8 @@ class MetricTotals:
         reductions: The reduction of each metric, by name.
 
     Attributes:
-        added: float64 on the CPU, all numbers that are added up over ranks.
-        largest: float64 on the CPU, all numbers of which ranks take the largest: maxima, and
+        added: float64 on the CPU, all numbers that are added up over ranks, as of :meth:`fetch`.
+        largest: float64 on the CPU, as of :meth:`fetch`, all numbers of which ranks take the largest: maxima, and
             minima with the opposite sign. -inf if there is no value yet.
     """
 
@@ -129,9 +129,10 @@ class MetricTotals:
         )
         self.added = torch.zeros(len(owners), dtype=torch.float64)
         self.largest = torch.full((len(self._extremes),), -math.inf, dtype=torch.float64)
+        self._on_device: list[tuple[torch.Tensor, float]] = []  # numbers, and the scale of losses
 
     def add(self, microbatches: Sequence[Mapping[str, Metric]], scale: float = 1.0) -> None:
-        """Adds the metrics of one minibatch; waits for the device once.
+        """Adds the metrics of one minibatch, which stay on their device until :meth:`fetch`.
 
         Args:
             microbatches: The metrics of each microbatch that this rank has seen, by name.
@@ -146,19 +147,40 @@ class MetricTotals:
             self._check(metrics)
         numbers = torch.stack([self._numbers(metrics) for metrics in microbatches])
         added, extremes = numbers.tensor_split([len(self.added)], dim=1)
-        # Scaled on the CPU: indexing with a mask on a device would wait for the device.
-        combined = torch.cat([added.sum(0), extremes.amax(0)]).cpu()
-        self.added += combined[: len(self.added)] * self._factors(scale)
-        self.largest = torch.maximum(self.largest, combined[len(self.added) :])
+        self._on_device.append((torch.cat([added.sum(0), extremes.amax(0)]), scale))
+
+    def fetch(self, beside: torch.Tensor | None = None) -> float:
+        """Moves what was added to the CPU, and waits for the device once.
+
+        Args:
+            beside: A number on the same device, which is moved along and returned.
+        """
+        numbers = [combined for combined, _ in self._on_device]
+        if beside is not None:
+            numbers.append(beside.detach().reshape(1).double())
+        if not numbers:
+            return 0.0
+        moved = torch.cat(numbers).cpu()
+        scales, self._on_device = [scale for _, scale in self._on_device], []
+        size = len(self.added) + len(self.largest)
+        for index, scale in enumerate(scales):
+            # Scaled on the CPU: indexing with a mask on a device would wait for the device.
+            combined = moved[index * size : (index + 1) * size]
+            self.added += combined[: len(self.added)] * self._factors(scale)
+            self.largest = torch.maximum(self.largest, combined[len(self.added) :])
+        return float(moved[-1]) if beside is not None else 0.0
 
     def merge(self, other: "MetricTotals") -> None:
         """Adds what another minibatch has, of the same metrics."""
+        self.fetch()
+        other.fetch()
         self.added += other.added
         self.largest = torch.maximum(self.largest, other.largest)
 
     def scale_losses(self, scale: float) -> None:
         """Multiplies the metrics that are terms of the loss."""
         self.added *= self._factors(scale)
+        self._on_device = [(combined, own * scale) for combined, own in self._on_device]
 
     def values(self, num_optimizer_steps: int) -> dict[str, float]:
         """Returns the value of each metric.
@@ -166,6 +188,7 @@ class MetricTotals:
         Args:
             num_optimizer_steps: Optimizer steps of the batch, at least 1.
         """
+        self.fetch()
         added, largest = iter(self.added.tolist()), iter(self.largest.tolist())
         found = {}
         for name in self._adding:

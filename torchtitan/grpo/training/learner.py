@@ -175,7 +175,7 @@ class Learner:
         grad_norm = self.clipper.clip()
         self.await_readers()
         # The one place of a step at which the host waits for the gradient.
-        norm = self.feed.all_reduce_metrics(totals, float(grad_norm))
+        norm = self.feed.all_reduce_metrics(totals, grad_norm)
         verdict = self.guards.judge(step, Reading.of(norm, totals.values(1)))
         if verdict is Verdict.TAKE:
             self.optimizers.step()
