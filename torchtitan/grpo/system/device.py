@@ -32,6 +32,10 @@ DeviceType = Literal["cpu", "cuda"]
 
 def settle_device() -> DeviceType:
     """Makes all of torchtitan use CUDA if there is a GPU and CPU otherwise; returns the choice."""
+    # CUDA reads it when a process first uses the GPU. Streams that share one of its queues wait for
+    # each other, and a push waits for a server. Training, its collectives, the snapshot and a push to
+    # each server are more than the 8 queues of the default; 32 are the most.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if torch.cuda.is_available():
         return "cuda"
 

@@ -14,7 +14,19 @@ from torchtitan.grpo.system.device import (
     choose_interfaces,
     default_backend,
     gpus_for_servers,
+    settle_device,
 )
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "32"), ("1", "1")])
+def test_streams_get_all_queues_of_a_gpu_unless_the_user_says_otherwise(
+    given, expected, monkeypatch
+):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given or "")
+    if given is None:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    settle_device()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == expected
 
 
 @pytest.mark.parametrize(
