@@ -56,7 +56,10 @@ def broadcast_to_silent_server(
             sender = device_broadcast.DeviceBroadcast(
                 device, "http://silent", payload.numel(), 20 * seconds
             )
-            sender.send(payload, unused_group, lambda: False)
+            try:
+                sender.send(payload, unused_group, lambda: False)
+            finally:
+                sender.close()
         except Exception as error:
             errors.append(error)
 
