@@ -53,6 +53,7 @@ WIRE = torch.bfloat16
 SHAPES = {"norm": (7,), "rows": (6, 5), "turned": (4, 3), "last": (9,)}
 # What both ends are said to be, so that `auto` takes NCCL; they differ in their GPUs.
 FACTS = GroupFacts("cuda", "2.13.0", "2.29.7", "GPU-0", dict.fromkeys(NCCL_SETTINGS, ""))
+PIECE_BYTES = 24  # most buckets have several
 # Longer than anything takes here; the tests that wait for a deadline set their own.
 PATIENCE_SECONDS = 20.0
 
@@ -97,16 +98,19 @@ class ServedModel:
 class Server(InferenceClient):
     """The client of a server in this process."""
 
-    capabilities = Capabilities(stops_for="commit", takes_deltas=True)
-
-    def __init__(self, url: str, recorder: Recorder) -> None:
+    def __init__(self, url: str, recorder: Recorder, in_pieces: bool, on_host: bool) -> None:
         self.url, self._recorder = url, recorder
+        self.capabilities = Capabilities(
+            stops_for="commit", takes_deltas=True, receives_pieces=in_pieces
+        )
         self.served: int | None = None
-        self._executor = ThreadPoolExecutor(1)
+        # vLLM's worker, which has chosen its GPU
+        self._executor = ThreadPoolExecutor(1, initializer=lambda: torch.cuda.set_device(CUDA))
         self._sequence = 0
         with recorder.process(url):
             self.model = ServedModel()
             self.updates = WorkerUpdates(self.model, CUDA)
+            self.updates.stage_on_host(on_host)
 
     async def _call(self, call: Callable[..., Any], *args: Any) -> Any:
         loop = asyncio.get_running_loop()
@@ -183,6 +187,8 @@ class PushRig:
         num_servers: Number of servers.
         contiguous: As the trainer sets it on GPUs.
         sync: The table ``[weight_sync]``.
+        in_pieces: Whether servers receive buckets in pieces.
+        on_host: Whether servers stage in host memory.
     """
 
     def __init__(
@@ -192,6 +198,8 @@ class PushRig:
         *,
         contiguous: bool = True,
         sync: WeightSync | None = None,
+        in_pieces: bool = True,
+        on_host: bool = False,
     ) -> None:
         self.recorder = recorder
         self.sync = sync or WeightSync(attest_every=0, timeout_seconds=PATIENCE_SECONDS)
@@ -212,7 +220,7 @@ class PushRig:
         )
         self.parameters = {n: torch.zeros(s, device=CUDA) for n, s in SHAPES.items()}
         self.servers = {
-            url: Server(url, recorder)
+            url: Server(url, recorder, in_pieces, on_host)
             for url in (f"http://127.0.0.{i + 1}:9" for i in range(num_servers))
         }
         self.publisher = self._publisher(_plan(self.sync, contiguous))
@@ -236,8 +244,9 @@ class PushRig:
         sizes = [bucket.num_bytes for bucket in source.buckets]
         pool = PayloadPool([b.spec for b in source.buckets], sizes, False, memory.buckets)
         settings = GroupSettings(
-            "127.0.0.1", "auto", sync.timeout_seconds, CUDA, max(sizes), deltas=sync.delta
-        )
+            "127.0.0.1", "auto", sync.timeout_seconds, CUDA, max(sizes), piece_bytes=PIECE_BYTES,
+            deltas=sync.delta,
+        )  # fmt: skip
         transport = GroupTransport(plan, settings)
 
         def read(slot: int, version: int) -> Any:

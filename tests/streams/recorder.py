@@ -5,13 +5,15 @@
 
 Within :meth:`Recorder.recording`, ``torch.cuda`` has streams and events, tensors may be created on
 ``cuda`` and ``dist.broadcast`` works on groups made by :class:`Channel`. Everything is executed at
-once, in the order in which it is queued, so results are right. What the recorder checks is whether
+once, in the order in which it is queued, except copies behind a transfer, so results are right. What the recorder checks is whether
 the order was guaranteed (see `clocks.py`). It reports:
 
     race              two accesses to memory, one of them a write, that nothing orders
     freed in use      memory that goes back to a stream's pool while another stream may use it
     training stalls   the training stream, or the training thread, comes to wait for a server, or
                       the training thread for a stream
+    no device         a thread uses streams, events or pinned memory before it has chosen its GPU,
+                      which makes a context on the first one
     wrong stream      a background thread queues work on, or takes memory from, the training stream
     one for another   a transfer to a server is queued behind the transfer to another server
 
@@ -48,11 +50,31 @@ _SYNCHRONIZING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
 _UNINITIALIZED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
+# Held while transfers match and end. No thread learns from another one by it.
+_matching = threading.RLock()
+
+
 class Token:
     """One side's part of a transfer to or from another process."""
 
     def __init__(self, what: str, group: "Channel") -> None:
         self.what, self.group, self.is_done, self.clock = what, group, False, Clock()
+        self._behind: list[Callable[[], object]] = []
+
+    def then(self, call: Callable[[], object]) -> None:
+        """Calls what is queued behind the transfer, now or when it is done."""
+        with _matching:
+            if self.is_done:
+                call()
+            else:
+                self._behind.append(call)
+
+    def finish(self) -> None:
+        with _matching:
+            self.is_done = True
+            behind, self._behind = self._behind, []
+            for call in behind:
+                call()
 
 
 @dataclass
@@ -81,6 +103,14 @@ class Stream:
     def __init__(self, recorder: "Recorder", process: str, name: str) -> None:
         self._recorder, self.process, self.actor = recorder, process, f"stream {process}/{name}"
         self.depends: set[Token] = set()
+        self.last: Token | None = None  # the last transfer that was queued on the stream
+
+    def queue(self, call: Callable[[], object]) -> None:
+        """Calls what moves bytes, behind the transfers that are queued on the stream."""
+        if self.last is None:
+            call()
+        else:
+            self.last.then(call)
 
     def wait_event(self, event: "Event") -> None:
         self._recorder.order(self, event.clock, event.depends)
@@ -128,6 +158,7 @@ class Event:
         (stream or self._recorder.current_stream()).wait_event(self)
 
     def query(self) -> bool:
+        self._recorder.needs_device("an event")
         if not all(token.is_done for token in self.depends):
             return False
         self._recorder.clocks.acquire(self.clock)
@@ -150,7 +181,7 @@ class Channel:
         self.is_stopped = is_stopped
         # Addresses and sizes: the kernel of a broadcast does not keep its tensor alive.
         self._waiting: dict[int, list[tuple[int, int, Token]]] = {0: [], 1: []}
-        self._lock = threading.Lock()
+        self._is_aborted = False
 
     def end(self, rank: int) -> "Group":
         return Group(self, rank)
@@ -159,13 +190,16 @@ class Channel:
         """Whether the server waits for a broadcast."""
         return bool(self._waiting[1])
 
-    def post(self, rank: int, tensor: torch.Tensor, token: Token) -> None:
-        with self._lock:
-            self._waiting[rank].append((tensor.data_ptr(), tensor.nbytes, token))
-        self.match()
+    def post(self, rank: int, address: int, num_bytes: int, token: Token) -> None:
+        with _matching:
+            if self._is_aborted:
+                token.finish()
+                return
+            self._waiting[rank].append((address, num_bytes, token))
+            self.match()
 
     def match(self) -> None:
-        with self._lock:
+        with _matching:
             while self._waiting[0] and self._waiting[1] and not self.is_stopped:
                 source, num_bytes, sent = self._waiting[0].pop(0)
                 target, expected, received = self._waiting[1].pop(0)
@@ -173,15 +207,17 @@ class Channel:
                 ctypes.memmove(target, source, num_bytes)
                 # Nothing is known the other way round: the sender's kernel may end first.
                 merge(received.clock, sent.clock)
-                sent.is_done = received.is_done = True
+                received.finish()
+                sent.finish()
 
     def abort(self) -> None:
         """As NCCL does: the kernels end, without the bytes."""
-        with self._lock:
-            for waiting in self._waiting.values():
-                for _, _, token in waiting:
-                    token.is_done = True
-                waiting.clear()
+        with _matching:
+            self._is_aborted = True
+            ended = [token for waiting in self._waiting.values() for _, _, token in waiting]
+            self._waiting = {0: [], 1: []}
+            for token in ended:
+                token.finish()
 
 
 @dataclass(frozen=True)
@@ -234,7 +270,7 @@ class Recorder:
             "Event": lambda **how: Event(self),
             "current_stream": lambda device=None: self.current_stream(),
             "stream": self._use_stream,
-            "set_device": lambda device: None,
+            "set_device": self._set_device,
             "synchronize": lambda device=None: self._device_synchronizes(),
             "cudart": lambda: cudart,
         }
@@ -284,6 +320,18 @@ class Recorder:
             time.sleep(0.001)
 
     # -- memory ---------------------------------------------------------------------------
+
+    def is_behind(self, target: torch.Tensor, source: torch.Tensor) -> bool:
+        """Queues a copy behind a transfer that is queued on the stream; False if there is none."""
+        stream = self.current_stream()
+        if stream.last is None or stream.last.is_done:
+            return False
+        if not (self.is_on_device(target) or self.is_on_device(source)):
+            return False
+        assert target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype
+        where = target.data_ptr(), source.data_ptr(), target.nbytes
+        stream.queue(lambda: ctypes.memmove(*where))
+        return True
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
         return torch.device("cuda", 0) if self.is_on_device(tensor) else torch.device("cpu")
@@ -335,6 +383,9 @@ class Recorder:
         self._pin(tensor.data_ptr(), tensor.nbytes, 0)
         weakref.finalize(tensor, self._pinned.remove, self._pinned[-1])
         return tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return any(m.begin <= tensor.data_ptr() < m.end for m in self._pinned)
 
     def _pin(self, address: int, num_bytes: int, flags: int) -> int:
         with self._lock:
@@ -435,7 +486,9 @@ class Recorder:
         # NCCL's kernel waits on its own stream, for which the current one waits unless async_op.
         event = Event(self)
         event.clock, event.depends = dict(clock), {token}
-        group.channel.post(group.rank, tensor, token)
+        where = tensor.data_ptr(), tensor.nbytes
+        stream.queue(lambda: group.channel.post(group.rank, *where, token))
+        stream.last = token
         if async_op:
             return Work(event)
         self._add_dependence(stream, {token})
@@ -492,12 +545,20 @@ class Recorder:
 
     @contextmanager
     def _use_stream(self, stream: Stream) -> Iterator[None]:
+        self.needs_device("a stream")
         stack = self._local.__dict__.setdefault("streams", [])
         stack.append(stream)
         try:
             yield
         finally:
             stack.pop()
+
+    def _set_device(self, device: torch.device) -> None:
+        self._local.has_device = True
+
+    def needs_device(self, what: str) -> None:
+        if not (self._is_training_thread() or getattr(self._local, "has_device", False)):
+            self._report(f"no device: {threading.current_thread().name} uses {what}")
 
     def _on_thread(self, process: str, call: Callable[[], None]) -> None:
         self._local.process = process
@@ -538,7 +599,10 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        if func is torch.ops.aten.copy_.default and self._recorder.is_behind(args[0], args[1]):
+            out = args[0]
+        else:
+            out = func(*args, **kwargs)
         self._recorder.ran(func, args, kwargs, out)
         return out
 
@@ -557,6 +621,8 @@ class _Devices(TorchFunctionMode):
             return recorder.device_of(args[0])
         if func == torch.Tensor.is_cuda.__get__:  # pyright: ignore[reportAttributeAccessIssue]
             return recorder.is_on_device(args[0])
+        if func == torch.Tensor.is_pinned:
+            return recorder.is_pinned(args[0])
         if func in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda):
             return self._to(func, args[0], args[1:], kwargs)
         if kwargs.pop("pin_memory", False):

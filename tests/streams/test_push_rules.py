@@ -56,10 +56,14 @@ def push_versions(rig: PushRig, count: int = 4) -> None:
 
 
 @pytest.mark.parametrize("delta", [False, True])
-@pytest.mark.parametrize("num_servers", [1, 2])
-def test_pushes_break_no_rule_and_arrive(make_rig, recorder, num_servers: int, delta: bool):
+@pytest.mark.parametrize(
+    ("num_servers", "pieces"), [(1, {}), (2, {}), (1, {"in_pieces": False}), (1, {"on_host": True})]
+)
+def test_pushes_break_no_rule_and_arrive(
+    make_rig, recorder, num_servers: int, pieces: dict[str, bool], delta: bool
+):
     sync = WeightSync(attest_every=0, timeout_seconds=20.0, delta=delta)
-    rig = make_rig(num_servers, sync=sync)
+    rig = make_rig(num_servers, sync=sync, **pieces)
     push_versions(rig)
     for server in rig.servers.values():
         assert rig.served_values(server) == {float(rig.version + 1)}
@@ -117,7 +121,7 @@ def broadcast_as_it_was(end: Any, payload: torch.Tensor) -> None:
     torch.cuda.current_stream().synchronize()
 
 
-def receive_as_it_was(group: Any, tensor: torch.Tensor, _: Any) -> None:
+def receive_as_it_was(group: Any, tensor: torch.Tensor, *_: Any) -> None:
     work = dist.broadcast(tensor, src=0, group=group._group, async_op=True)
     assert work is not None
     work.wait()
@@ -182,8 +186,8 @@ def buffer_of_the_default_pool(
     broadcast: Any, device: Any, url: str, largest: int, timeout: float
 ) -> None:
     buffer = torch.empty(largest, dtype=torch.uint8, device=device)
-    broadcast._lane = DeviceLane(torch.cuda.Stream(device), buffer)
-    broadcast._timeout_seconds = timeout
+    broadcast._lane = DeviceLane(torch.cuda.Stream(device), device, _buffer=buffer)
+    broadcast._piece_bytes, broadcast._timeout_seconds = largest, timeout
 
 
 _shared: dict[int, Any] = {}
@@ -192,15 +196,13 @@ _shared: dict[int, Any] = {}
 def one_stream_for_all(broadcast: Any, device: Any, url: str, largest: int, timeout: float) -> None:
     recorder = id(torch.cuda.Stream)
     stream = _shared.setdefault(recorder, torch.cuda.Stream(device))
-    with torch.cuda.stream(stream):
-        broadcast._lane = DeviceLane(stream, torch.empty(largest, dtype=torch.uint8, device=device))
-    broadcast._timeout_seconds = timeout
+    broadcast._lane = DeviceLane(stream, device)
+    broadcast._piece_bytes, broadcast._timeout_seconds = largest, timeout
 
 
-def lane_of_the_pool(device: torch.device, peer: str, num_bytes: int = 0) -> DeviceLane:
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        return DeviceLane(stream, torch.empty(num_bytes, dtype=torch.uint8, device=device))
+def lane_of_the_pool(device: torch.device, peer: str) -> DeviceLane:
+    torch.cuda.set_device(device)
+    return DeviceLane(torch.cuda.Stream(device), device)
 
 
 def copy_before_the_stream(send: Callable[..., None]) -> Callable[..., None]:
@@ -210,7 +212,7 @@ def copy_before_the_stream(send: Callable[..., None]) -> Callable[..., None]:
     return sent
 
 
-def receive_at_once(group: Any, tensor: torch.Tensor, _: Any) -> None:
+def receive_at_once(group: Any, tensor: torch.Tensor, *_: Any) -> None:
     stream = torch.cuda.Stream(tensor.device)
     with torch.cuda.stream(stream):
         dist.broadcast(tensor, src=0, group=group._group)
@@ -220,7 +222,7 @@ def receive_at_once(group: Any, tensor: torch.Tensor, _: Any) -> None:
         pass
 
 
-def receive_without_the_end(group: Any, tensor: torch.Tensor, _: Any) -> None:
+def receive_without_the_end(group: Any, tensor: torch.Tensor, *_: Any) -> None:
     stream = torch.cuda.Stream(tensor.device)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -238,6 +240,11 @@ def copy_and_synchronize(copy_into: Callable[..., None]) -> Callable[..., None]:
         torch.cuda.current_stream().synchronize()
 
     return copied
+
+
+def wait_on_any_thread(copies: Any, slot: int, _: float) -> None:
+    while not copies._copied[slot].query():
+        pass
 
 
 PLANTED: dict[str, tuple[Any, str, Any, str]] = {
@@ -275,6 +282,9 @@ PLANTED: dict[str, tuple[Any, str, Any, str]] = {
     "the reader does not wait for the copy": (
         _StreamCopies, "wait_for", lambda *_: None, "race",
     ),
+    "the reader has not chosen its GPU": (
+        _StreamCopies, "wait_for", wait_on_any_thread, "no device: weight-gather",
+    ),
     "the slots are not pinned": (
         slot_memory, "pin", lambda tensors: None, "the training thread waits",
     ),
@@ -309,7 +319,8 @@ def test_a_planted_bug_is_reported(make_rig, recorder, monkeypatch, bug: str):
         return any(reported in problem for problem in recorder.problems)
 
     num_servers = 2 if "two servers" in bug else 1
-    rig = make_rig(num_servers, sync=WeightSync(attest_every=0, timeout_seconds=3.0))
+    sync = WeightSync(attest_every=0, timeout_seconds=3.0)
+    rig = make_rig(num_servers, sync=sync, in_pieces=False)
     if num_servers == 2:
         for _ in range(2):
             rig.step()
@@ -387,13 +398,12 @@ def test_the_memory_of_a_broadcast_that_was_given_up_is_kept(recorder, monkeypat
     channel = Channel()
     channel.is_stopped = True
     monkeypatch.setattr(receiving, "create_weight_group", lambda *_: channel.end(1))
-    if not keeps:
-        monkeypatch.setattr(receiving, "_written", _Forgets())
+    monkeypatch.setattr(receiving, "_written", [] if keeps else _Forgets())
     with recorder.process("server"):
         group = WeightGroup("", 0, 1, 2, "group", "nccl", timeout_seconds=0.05)
         buffer = torch.zeros(8, device=CUDA)
         with pytest.raises(RuntimeError, match=r"No broadcast arrived .* within 0\.05 s"):
-            group.receive(buffer)
+            group.receive(buffer, CUDA)
         del buffer
         gc.collect()  # the error's frames hold it
     assert any("freed in use" in p for p in recorder.problems) is not keeps

@@ -87,6 +87,7 @@ class Capabilities:
         verifies_checksums: Whether the server compares the checksums of a bucket.
         takes_deltas: Whether the server can apply changes to the weights that it holds.
         receives_in_parallel: Whether the server receives from several groups at the same time.
+        receives_pieces: Whether the server receives a large bucket in several broadcasts.
         rates_lists: Whether one request can ask for the logprobs of several sequences.
     """
 
@@ -94,6 +95,7 @@ class Capabilities:
     verifies_checksums: bool = False
     takes_deltas: bool = False
     receives_in_parallel: bool = False
+    receives_pieces: bool = False
     rates_lists: bool = False
 
 

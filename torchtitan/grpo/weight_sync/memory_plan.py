@@ -26,6 +26,7 @@ from torchtitan.grpo.weight_sync.leader import max_alive
 from torchtitan.grpo.weight_sync.plan import ADAPTERS, ALL_PARAMETERS, plan_sources
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, lay_out_slot
 from torchtitan.grpo.weight_sync.sources import SourceLimits
+from torchtitan.grpo.weight_sync.transports.group_end import PIECE_BYTES
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
 _MIB, _GIB = 1024**2, 1024**3
@@ -83,11 +84,14 @@ class PushMemory:
             f"{self.num_slots} copies of its own shards"
         )
         if on_gpu:
-            buffers = self.largest_bucket * self.num_servers
+            piece = min(self.largest_bucket, PIECE_BYTES)
+            whole = ""
+            if self.largest_bucket > piece:
+                whole = f" ({_text(self.largest_bucket)} for SGLang, weight_sync.bucket_bytes)"
             yield (
-                f"GPU of a rank that sends: {_text(buffers)} over NCCL, a buffer of "
-                f"{_text(self.largest_bucket)} for each of {self.num_servers} servers "
-                "(weight_sync.bucket_bytes), and NCCL's own; nothing over gloo or disk"
+                f"GPU of a rank that sends: {_text(piece * self.num_servers)} over NCCL, a buffer of "
+                f"{_text(piece)} for each of {self.num_servers} servers{whole}, and NCCL's own; "
+                "nothing over gloo or disk"
             )
 
 

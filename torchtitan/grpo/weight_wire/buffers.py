@@ -34,15 +34,27 @@ class BufferPool:
         self._lent: list[torch.Tensor] = []
         self._held: list[torch.Tensor] = []
 
-    def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Returns an uninitialized [num_bytes] uint8 buffer."""
+    def take(
+        self, num_bytes: int, device: torch.device, *, is_pinned: bool = False
+    ) -> torch.Tensor:
+        """Returns an uninitialized [num_bytes] uint8 buffer.
+
+        Args:
+            num_bytes: Number of bytes.
+            device: Where the buffer lies.
+            is_pinned: Whether copy engines of a GPU must reach the buffer, in host memory.
+        """
         with self._lock:
             for i, buffer in enumerate(self._free):
-                if buffer.numel() == num_bytes and buffer.device == device:
+                if (buffer.numel(), buffer.device) == (num_bytes, device) and (
+                    buffer.is_pinned() or not is_pinned
+                ):
                     del self._free[i]
                     break
             else:
-                buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+                buffer = torch.empty(
+                    num_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned
+                )
             self._lent.append(buffer)
             return buffer
 

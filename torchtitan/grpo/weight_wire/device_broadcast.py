@@ -3,8 +3,8 @@
 
 """Broadcasts host memory over NCCL, on a stream that nothing else waits for.
 
-    host memory --copy engine--> one buffer on the device --NCCL--> the server's workers
-                  \\______________ stream of this group ______________/
+    host memory --copy engine--> one piece on the device --NCCL--> the server's workers
+                  \\______________ stream of this server ______________/
 
 The kernel of a broadcast runs until the server has received, so whatever waits for its stream
 waits for the server. Therefore each server has a stream and a buffer of its own (`device_lanes.py`),
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.grpo.weight_wire.device_lanes import give_back, take_lane
+from torchtitan.grpo.weight_wire.device_traffic import broadcasting
 
 # How often the event at the end of a broadcast is polled. Each look takes the interpreter's lock from
 # the training thread.
@@ -30,18 +31,20 @@ class DeviceBroadcast:
     Args:
         device: The GPU.
         server_url: Address of the server, whose lane is used.
-        largest_bucket: Least number of bytes of the lane's buffer.
-        timeout_seconds: Maximum duration of one broadcast.
+        piece_bytes: Most bytes of one broadcast. A larger payload is sent in several pieces, one
+            after another, through the same memory of the device.
+        timeout_seconds: Maximum duration of sending one payload.
 
     Raises:
         RuntimeError: If a kernel of an earlier broadcast to the server has not ended.
     """
 
     def __init__(
-        self, device: torch.device, server_url: str, largest_bucket: int, timeout_seconds: float
+        self, device: torch.device, server_url: str, piece_bytes: int, timeout_seconds: float
     ) -> None:
-        self._lane = take_lane(device, server_url, largest_bucket)
-        self._timeout_seconds = timeout_seconds
+        self._lane = take_lane(device, server_url)
+        self._lane.buffer(piece_bytes)  # now, and not between two training steps
+        self._piece_bytes, self._timeout_seconds = piece_bytes, timeout_seconds
 
     def close(self) -> None:
         """Gives the lane back. No broadcast may follow."""
@@ -61,13 +64,20 @@ class DeviceBroadcast:
             RuntimeError: If the group was left meanwhile.
             TimeoutError: If the server did not receive the payload in time.
         """
+        with broadcasting():
+            self._send(payload, group, is_left)
+
+    def _send(
+        self, payload: torch.Tensor, group: dist.ProcessGroup, is_left: Callable[[], bool]
+    ) -> None:
         stream = self._lane.stream
         read, sent = torch.cuda.Event(), torch.cuda.Event()
         with torch.cuda.stream(stream):
-            buffer = self._lane.buffer[: payload.numel()]
-            buffer.copy_(payload, non_blocking=True)
-            read.record(stream)
-            dist.broadcast(buffer, src=0, group=group)
+            for piece in payload.split(self._piece_bytes):
+                buffer = self._lane.buffer(piece.numel())
+                buffer.copy_(piece, non_blocking=True)
+                read.record(stream)  # the last time counts
+                dist.broadcast(buffer, src=0, group=group)
             sent.record(stream)
         deadline = time.monotonic() + self._timeout_seconds
         for event in (read, sent):  # the payload may change even if the broadcast is given up

@@ -24,13 +24,24 @@ class DeviceLane:
 
     Attributes:
         stream: The stream.
-        buffer: [num_bytes] uint8 on the device, from the stream's memory pool.
+        device: The GPU.
         is_taken: Whether a peer uses the lane.
     """
 
     stream: torch.cuda.Stream
-    buffer: torch.Tensor
+    device: torch.device
     is_taken: bool = False
+    _buffer: torch.Tensor | None = None
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        """Returns [num_bytes] uint8 on the device, from the stream's memory pool.
+
+        It is always the same memory, which grows with the largest piece.
+        """
+        if self._buffer is None or self._buffer.numel() < num_bytes:
+            with torch.cuda.stream(self.stream):
+                self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return self._buffer[:num_bytes]
 
     def is_idle(self) -> bool:
         """Returns whether nobody uses the lane and everything on its stream has ended."""
@@ -41,7 +52,7 @@ _lanes: dict[tuple[torch.device, str], DeviceLane] = {}
 _lock = threading.Lock()
 
 
-def take_lane(device: torch.device, peer: str, num_bytes: int = 0) -> DeviceLane:
+def take_lane(device: torch.device, peer: str) -> DeviceLane:
     """Returns the peer's lane, which nobody else has until :func:`give_back`.
 
     A peer without a lane takes over one that is idle, whose peer has left. A lane is made only if
@@ -50,7 +61,6 @@ def take_lane(device: torch.device, peer: str, num_bytes: int = 0) -> DeviceLane
     Args:
         device: The GPU.
         peer: Name of the peer: a server's URL, or a weight group's name.
-        num_bytes: Least size of the buffer.
 
     Raises:
         RuntimeError: If the peer's lane is in use, or if a kernel on it has not ended.
@@ -61,16 +71,13 @@ def take_lane(device: torch.device, peer: str, num_bytes: int = 0) -> DeviceLane
         if lane is None:
             idle = (k for k, lane in _lanes.items() if k[0] == device and lane.is_idle())
             key = next(idle, None)
-            lane = _new_lane(device) if key is None else _lanes.pop(key)
+            lane = DeviceLane(new_stream(device), device) if key is None else _lanes.pop(key)
             _lanes[device, peer] = lane
         elif not lane.is_idle():
             raise RuntimeError(
                 f"The former transfer with {peer} must have ended on the GPU before the next one "
                 "begins, but its kernel still runs. It ends when its communicator is aborted."
             )
-        if lane.buffer.numel() < num_bytes:
-            with torch.cuda.stream(lane.stream):
-                lane.buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         lane.is_taken = True
         return lane
 
@@ -79,9 +86,3 @@ def give_back(lane: DeviceLane) -> None:
     """Lets another peer have the lane as soon as everything on its stream has ended."""
     with _lock:
         lane.is_taken = False
-
-
-def _new_lane(device: torch.device) -> DeviceLane:
-    stream = new_stream(device)
-    with torch.cuda.stream(stream):
-        return DeviceLane(stream, torch.empty(0, dtype=torch.uint8, device=device))

@@ -10,6 +10,7 @@ the server generates never wait for it; the receiving thread polls an event inst
 import contextlib
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
@@ -25,9 +26,11 @@ _POLL = timedelta(seconds=0.1)
 # Groups that were left while a gloo operation was outstanding, with that operation. Dropping the
 # last reference to a group joins gloo's threads, which blocks until the trainer closes its end.
 _abandoned: list[tuple[dist.ProcessGroup, dist.Work]] = []
-# Buffers of broadcasts over NCCL that were given up, with the event at the end of the broadcast.
-# Its kernel may write into the buffer until then, so nobody else may get that memory.
-_written: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+# Buffers of broadcasts over NCCL that were given up, with the event at the end of the broadcast and
+# the device. Its kernel may write into the buffer until then, so nobody else may get that memory.
+_written: list[tuple[torch.Tensor, torch.cuda.Event, torch.device]] = []
+# Maximum time for which leaving groups waits for the driver.
+_LEAVE_SECONDS = 5.0
 # How often the end of a broadcast over NCCL is polled.
 _POLL_EVENT_SECONDS = 0.002
 
@@ -38,7 +41,8 @@ class WeightGroup:
     See :func:`create_weight_group` for the arguments.
 
     Args:
-        timeout_seconds: Maximum duration of the rendezvous, and of each broadcast.
+        timeout_seconds: Maximum duration of the rendezvous, and of each payload.
+        piece_bytes: Most bytes of one broadcast over NCCL; 0 for payloads that are not divided.
 
     Attributes:
         name: Name of the group.
@@ -55,8 +59,9 @@ class WeightGroup:
         name: str,
         backend: str,
         timeout_seconds: float,
+        piece_bytes: int = 0,
     ) -> None:
-        self.name = name
+        self.name, self._piece_bytes = name, piece_bytes
         self.is_nccl = backend == "nccl"
         self.timeout_seconds = timeout_seconds
         self._left = threading.Event()
@@ -67,20 +72,20 @@ class WeightGroup:
             master_address, master_port, rank, world_size, name, backend, timeout_seconds
         )
 
-    def buffer_device(self, model_device: torch.device) -> torch.device:
-        """Returns where tensors are received: the model's device over NCCL, the CPU over gloo."""
-        return model_device if self.is_nccl else torch.device("cpu")
-
     def receive(
         self,
         tensor: torch.Tensor,
+        device: torch.device,
         turn: AbstractContextManager[None] = nullcontext(),  # noqa: B008  (it has no state)
     ) -> None:
-        """Receives one broadcast of rank 0 into ``tensor``.
+        """Receives one payload of rank 0 into ``tensor``.
 
         Args:
-            tensor: What the broadcast is received into.
-            turn: Entered while a broadcast over NCCL is launched; see `launch_order.py`.
+            tensor: Contiguous tensor of the payload's size, which is received into. Over NCCL it
+                may lie on the device, or in pinned host memory, into which the device copies each
+                piece.
+            device: Device of the model.
+            turn: Entered while broadcasts over NCCL are launched; see `launch_order.py`.
 
         Raises:
             RuntimeError: If the trainer has ended, if nothing arrives within the group's
@@ -89,22 +94,30 @@ class WeightGroup:
         if self._left.is_set():
             raise RuntimeError(f"Group {self.name!r} was left before the broadcast.")
         if self.is_nccl:
-            self._receive_on_stream(tensor, turn)
+            self._receive_on_stream(tensor, device, turn)
             return
         work = self._outstanding = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
         assert work is not None, "this server is a member of the group"
         self._wait(work)
         self._outstanding = None
 
-    def _receive_on_stream(self, tensor: torch.Tensor, turn: AbstractContextManager[None]) -> None:
+    def _receive_on_stream(
+        self, tensor: torch.Tensor, device: torch.device, turn: AbstractContextManager[None]
+    ) -> None:
         if self._lane is None:
-            self._lane = take_lane(tensor.device, self.name)
-        stream = self._lane.stream
+            self._lane = take_lane(device, self.name)
+        lane, stream = self._lane, self._lane.stream
         # The allocator may have taken the memory from tensors that kernels of this stream, which
         # are queued, still read.
-        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        stream.wait_stream(torch.cuda.current_stream(device))
         with turn, torch.cuda.stream(stream):
-            dist.broadcast(tensor, src=0, group=self._group)
+            for piece in tensor.view(-1).split(self._piece_bytes or max(tensor.numel(), 1)):
+                if tensor.device.type == device.type:
+                    dist.broadcast(piece, src=0, group=self._group)
+                else:
+                    buffer = lane.buffer(piece.numel())
+                    dist.broadcast(buffer, src=0, group=self._group)
+                    piece.copy_(buffer, non_blocking=True)
             received = torch.cuda.Event()
             received.record(stream)
         deadline = time.monotonic() + self.timeout_seconds
@@ -114,10 +127,10 @@ class WeightGroup:
             time.sleep(_POLL_EVENT_SECONDS)
         # An aborted broadcast ends as well, without the bytes.
         if self._left.is_set():
-            _written.append((tensor, received))
+            _written.append((tensor, received, device))
             raise RuntimeError(f"Group {self.name!r} was left while a broadcast was awaited.")
         if not received.query():
-            _written.append((tensor, received))
+            _written.append((tensor, received, device))
             raise RuntimeError(
                 f"No broadcast arrived in group {self.name!r} within {self.timeout_seconds} s."
             )
@@ -141,19 +154,46 @@ class WeightGroup:
 
     def leave(self) -> None:
         """Leaves the group, which makes a waiting :meth:`receive` fail. It is idempotent."""
+        leave_groups([self])
+
+    def _begin_leave(self) -> threading.Thread | None:
+        """Begins to leave; returns the thread that does so over NCCL."""
         if self._left.is_set():
-            return
+            return None
         self._left.set()
-        outstanding = self._outstanding
-        if outstanding is not None and not self.is_nccl:
+        if self.is_nccl:
+            name = f"weight-leave-{self.name}"
+            thread = threading.Thread(target=self._destroy, name=name, daemon=True)
+            thread.start()
+            return thread
+        if (outstanding := self._outstanding) is not None:
             # Kept before the waiting thread can end and drop its reference.
             _abandoned.append((self._group, outstanding))
+        self._destroy()
+        return None
+
+    def _destroy(self) -> None:
         destroy_weight_group(self._group)
         if self._lane is not None:
             give_back(self._lane)
 
 
+def leave_groups(groups: Iterable[WeightGroup]) -> None:
+    """Leaves groups, all at the same time.
+
+    An aborted communicator frees memory of the GPU, for which the driver may wait until all kernels
+    have ended, and those of the other groups end only when their communicators are aborted as well.
+    What the driver still does after a few seconds goes on in the background.
+    """
+    threads = [thread for group in groups if (thread := group._begin_leave()) is not None]
+    deadline = time.monotonic() + _LEAVE_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
 def _let_go_of_ended() -> None:
     """Drops the groups whose operation has ended, and whose threads can be joined at once."""
     _abandoned[:] = [(group, work) for group, work in _abandoned if not work.is_completed()]
-    _written[:] = [(tensor, event) for tensor, event in _written if not event.query()]
+    for _, _, device in _written:
+        torch.cuda.set_device(device)  # each thread has its own current device
+    _written[:] = [entry for entry in _written if not entry[1].query()]

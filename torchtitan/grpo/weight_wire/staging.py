@@ -39,7 +39,7 @@ from torchtitan.grpo.weight_wire.buckets import (
 from torchtitan.grpo.weight_wire.buffers import BufferPool, storage_of
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.launch_order import LaunchOrder
-from torchtitan.grpo.weight_wire.receiving import WeightGroup
+from torchtitan.grpo.weight_wire.receiving import WeightGroup, leave_groups
 from torchtitan.grpo.weight_wire.sparse import apply, decode
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
@@ -55,16 +55,23 @@ class StagingPlace:
     """Lets staging read the served weights, and convert the received ones.
 
     Attributes:
-        device: Device of the model. NCCL groups receive there, gloo groups on the CPU.
+        device: Device of the model.
         base: Returns a copy of a served tensor, by its name and the dtype in which it was sent.
             A delta is applied to the copy, on the copy's device.
         place: Converts a whole, verified tensor, for example by a cast or a move to another
             device. It may return the tensor itself.
+        on_host: Whether versions are staged in host memory, because the device has no room. Over
+            NCCL the device then holds one piece at a time.
     """
 
     device: torch.device
     base: Callable[[str, torch.dtype], torch.Tensor]
     place: Callable[[str, torch.Tensor], torch.Tensor]
+    on_host: bool = False
+
+    def buffer_device(self, group: WeightGroup) -> torch.device:
+        """Returns where the group's payloads are received."""
+        return self.device if group.is_nccl and not self.on_host else torch.device("cpu")
 
 
 @dataclass
@@ -241,9 +248,7 @@ class Staging:
         with self._lock:
             early, self._early = list(self._early.values()), {}
             waiting = [thread.current for thread in self._threads.values()]
-        for group in waiting:
-            if group is not None:
-                group.leave()
+        leave_groups(group for group in waiting if group is not None)
         for item in early:
             self._settle(item, StagingError("The update was dropped."))
         self._end_threads(_LEAVE_SECONDS)
@@ -314,7 +319,7 @@ class Staging:
     @torch.no_grad()
     def _receive(self, bucket: BucketSpec, item: _Announced, flattened: bool) -> None:
         assert item.group is not None
-        device = item.group.buffer_device(self._place.device)
+        device = self._place.buffer_device(item.group)
         if not flattened:
             tensors = [
                 torch.empty(shape, dtype=WIRE_DTYPES[dtype], device=device)
@@ -324,7 +329,8 @@ class Staging:
                 self._receive_into(tensor, item)
             self._keep(bucket, tensors)
             return
-        buffer = self._buffers.take(bucket_bytes(bucket), device)
+        is_pinned = self._place.on_host and self._place.device.type == "cuda"
+        buffer = self._buffers.take(bucket_bytes(bucket), device, is_pinned=is_pinned)
         self._receive_into(buffer, item)
         is_delta = bucket.num_changed is not None
         tensors = self._with_changes(buffer, bucket) if is_delta else split_bucket(buffer, bucket)
@@ -339,7 +345,7 @@ class Staging:
             # An earlier bucket may wait for one that is being received.
             turn = self._order.turn(item.ticket, 2 * group.timeout_seconds)
         try:
-            group.receive(tensor, turn)
+            group.receive(tensor, self._place.device, turn)
         except RuntimeError:
             self._broken = True
             raise

@@ -23,6 +23,9 @@ class WeightGroupInfo:
         timeout_seconds: Maximum duration of the rendezvous, and of each collective.
         deltas: Whether deltas may be sent. If so, a server that cannot read its own weights
             back (vLLM) keeps a copy of what it received, on the host.
+        piece_bytes: Most bytes of one broadcast over NCCL. A larger bucket is broadcast in several
+            pieces, so that neither side needs memory for a whole one on its GPU. 0 for one
+            broadcast a bucket, which is what SGLang receives.
     """
 
     master_address: str
@@ -33,6 +36,7 @@ class WeightGroupInfo:
     backend: str
     timeout_seconds: float
     deltas: bool = False
+    piece_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from light import LIGHT
 
 from torchtitan.grpo.weight_sync.transports.group_end import GroupEnd, GroupSettings
+from torchtitan.grpo.weight_wire import receiving
 
 SERVER = """
 import json, os, sys, threading, time
@@ -27,7 +30,7 @@ group = receiving.WeightGroup(
 errors = []
 def receive():
     try:
-        group.receive(torch.empty(1 << 20, dtype=torch.uint8))
+        group.receive(torch.empty(1 << 20, dtype=torch.uint8), torch.device("cpu"))
     except RuntimeError as error:
         errors.append(str(error))
 thread = threading.Thread(target=receive)
@@ -87,3 +90,21 @@ def test_a_group_that_was_left_is_kept_no_longer_than_the_trainer_keeps_its_end(
             process.wait(10)
 
     asyncio.run(asyncio.wait_for(body(), 100))
+
+
+def test_groups_are_left_at_the_same_time(monkeypatch):
+    """The driver may end no abort before the other groups' kernels have ended."""
+    both = threading.Barrier(2)
+    ended = []
+
+    def destroy(group: Any) -> None:
+        both.wait(20)
+        ended.append(group)
+
+    groups = iter(("one", "other"))
+    monkeypatch.setattr(receiving, "create_weight_group", lambda *_: next(groups))
+    monkeypatch.setattr(receiving, "destroy_weight_group", destroy)
+    joined = [receiving.WeightGroup("", 0, 1, 2, name, "nccl", 60.0) for name in "ab"]
+    receiving.leave_groups(joined)
+    receiving.leave_groups(joined)  # does nothing
+    assert sorted(ended) == ["one", "other"]

@@ -24,6 +24,7 @@ class EmbeddedClient(SGLangClient):
     """
 
     _KIND = "embedded"
+    _GROUP_FIELDS = (*SGLangClient._GROUP_FIELDS, "piece_bytes")
 
     def __init__(
         self, http: HttpConnection, capabilities: Capabilities, *, request_timeout_seconds: float

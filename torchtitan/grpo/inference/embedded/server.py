@@ -343,6 +343,7 @@ class EmbeddedServer:
             "world_size": body_field(body, "world_size", int),
             "group_name": body_field(body, "group_name", str, "weight_update_group"),
             "backend": body_field(body, "backend", str, "nccl"),
+            "piece_bytes": body_field(body, "piece_bytes", int, 0),
         }
         await run_in_thread("join-group", lambda: self.updater.init_group(**arguments))
         return success("Joined the group.")

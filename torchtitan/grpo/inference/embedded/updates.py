@@ -43,7 +43,7 @@ from torchtitan.grpo.weight_wire.buckets import (
     refuse_wrong_dtypes,
 )
 from torchtitan.grpo.weight_wire.buffers import BufferPool
-from torchtitan.grpo.weight_wire.receiving import WeightGroup
+from torchtitan.grpo.weight_wire.receiving import WeightGroup, leave_groups
 from torchtitan.grpo.weight_wire.staging import Staging, StagingError, StagingPlace
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
@@ -128,6 +128,7 @@ class WeightUpdater:
         world_size: int,
         group_name: str,
         backend: str,
+        piece_bytes: int = 0,
     ) -> None:
         """Joins a group; returns when all of its members have joined."""
         if backend not in ("gloo", "nccl"):
@@ -141,6 +142,8 @@ class WeightUpdater:
             raise UpdateError(f"rank_offset must be in [1, {world_size}), got {rank}.")
         if not 0 < master_port < 2**16:
             raise UpdateError(f"master_port must be in [1, 65535], got {master_port}.")
+        if piece_bytes < 0:
+            raise UpdateError(f"piece_bytes must be at least 0, got {piece_bytes}.")
         if world_size > _MAX_WORLD_SIZE:
             raise UpdateError(f"world_size must be at most {_MAX_WORLD_SIZE}, got {world_size}.")
         if group_name in self._groups:
@@ -157,6 +160,7 @@ class WeightUpdater:
                 group_name,
                 backend,
                 self._timeout_seconds,
+                piece_bytes,
             )
         except Exception as error:
             # Whatever it was, the name must be free for the next attempt.
@@ -319,10 +323,12 @@ class WeightUpdater:
         self._leave_groups()
 
     def _leave_groups(self) -> None:
-        for name, group in list(self._groups.items()):
-            # Another request may leave the group at the same time.
-            if group is not None and self._groups.pop(name, None) is group:
-                group.leave()
+        # Another request may leave a group at the same time.
+        leave_groups(
+            group
+            for name, group in list(self._groups.items())
+            if group is not None and self._groups.pop(name, None) is group
+        )
 
     @contextmanager
     def _exclusive(self, wait_seconds: float = 0.0) -> Iterator[None]:

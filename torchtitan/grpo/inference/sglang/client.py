@@ -67,6 +67,10 @@ class SGLangClient(InferenceClient):
     """
 
     _KIND: ServerKind = "sglang"
+    # What the server is told of a group, of the fields of WeightGroupInfo.
+    _GROUP_FIELDS: tuple[str, ...] = (
+        "master_address", "master_port", "rank_offset", "world_size", "group_name", "backend",
+    )  # fmt: skip
 
     def __init__(
         self, http: HttpConnection, capabilities: Capabilities, *, request_timeout_seconds: float
@@ -194,14 +198,7 @@ class SGLangClient(InferenceClient):
     async def join_weight_group(self, info: WeightGroupInfo) -> None:
         await self._http.post(
             "/init_weights_update_group",
-            {
-                "master_address": info.master_address,
-                "master_port": info.master_port,
-                "rank_offset": info.rank_offset,
-                "world_size": info.world_size,
-                "group_name": info.group_name,
-                "backend": info.backend,
-            },
+            {name: getattr(info, name) for name in self._GROUP_FIELDS},
             timeout_seconds=info.timeout_seconds,
         )
         self._groups[info.group_name] = info

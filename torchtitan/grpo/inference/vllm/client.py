@@ -259,6 +259,7 @@ class VLLMClient(InferenceClient):
             verifies_checksums=has_room,
             takes_deltas=has_room and info.deltas,
             receives_in_parallel=has_room,
+            receives_pieces=True,
         )
         await self._http.post(route, {"init_info": body}, timeout_seconds=info.timeout_seconds)
         self._groups[info.group_name] = info

@@ -12,6 +12,7 @@ vLLM constructs the engine in each worker and calls it from its routes:
 vLLM's layerwise reload, which accepts tensors in the layout of the checkpoint.
 """
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -29,19 +30,19 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from torchtitan.grpo.inference.vllm.updates import (
-    UpdateRequest,
-    WorkerUpdates,
-    room_to_stage,
-)
+from torchtitan.grpo.inference.vllm.updates import StagingNeeds, UpdateRequest, WorkerUpdates
+from torchtitan.grpo.system.host_memory import available_bytes
 from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
 class GroupInitInfo(WeightTransferInitInfo):
     """Holds the body of ``/init_weight_transfer_engine``: the :class:`WeightGroupInfo`.
 
-    With ``probe`` no group is joined: the request fails if there is no room to stage.
+    With ``probe`` no group is joined: the request decides where updates are staged, and fails if
+    there is no room anywhere.
     """
 
     master_address: str
@@ -52,6 +53,7 @@ class GroupInitInfo(WeightTransferInitInfo):
     backend: str
     timeout_seconds: float
     deltas: bool = False
+    piece_bytes: int = 0
     probe: bool = False
 
     def group(self) -> WeightGroupInfo:
@@ -65,6 +67,7 @@ class GroupInitInfo(WeightTransferInitInfo):
             self.backend,
             self.timeout_seconds,
             self.deltas,
+            self.piece_bytes,
         )
 
 
@@ -86,7 +89,7 @@ class TorchGroupWeightEngine(WeightTransferEngine[GroupInitInfo, BucketUpdateInf
     def init_transfer_engine(self, init_info: GroupInitInfo) -> None:
         """Joins one of the trainer's groups, or probes for room to stage."""
         if init_info.probe:
-            self._require_room()
+            self._choose_place(init_info.deltas)
         else:
             self._updates.join(init_info.group(), self.parallel_config.rank)
 
@@ -115,25 +118,26 @@ class TorchGroupWeightEngine(WeightTransferEngine[GroupInitInfo, BucketUpdateInf
         """Leaves all groups and drops an open update."""
         self._updates.leave()
 
-    def _require_room(self) -> None:
-        """Raises unless the device can hold the whole model beside this worker's part of it."""
+    def _choose_place(self, deltas: bool) -> None:
+        """Decides where updates are staged; raises if there is no room for the whole model."""
         if self.device.type != "cuda":
             return  # received on the host, whose memory the operator has chosen
         parallel = self.parallel_config
-        needed = room_to_stage(
+        needs = StagingNeeds.of(
             [p.nbytes for p in self.model.parameters()],
             parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+            deltas=deltas,
         )
         free, _ = torch.cuda.mem_get_info(self.device)
         # Memory that torch holds for later allocations, for instance since an earlier update.
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        if free < needed:
-            # The client looks for "no room to stage" in this message.
-            raise RuntimeError(
-                f"There is no room to stage weights on {self.device}: {needed / 1024**3:.2f} GiB "
-                f"must be free, {free / 1024**3:.2f} GiB are. Lower --gpu-memory-utilization so "
-                "that weights can be received while vLLM generates."
+        is_on_host = needs.are_met_on_host(self.device, free, available_bytes())
+        if is_on_host:
+            logger.warning(
+                "Weights are staged in host memory, because %s has no room for a second copy.",
+                self.device,
             )
+        self._updates.stage_on_host(is_on_host)
 
 
 class _ReloadedModel:

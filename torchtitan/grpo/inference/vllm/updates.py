@@ -3,15 +3,16 @@
 
 """The weight updates of one vLLM worker, without vLLM itself.
 
-An update is staged where a worker has room for a second copy of the weights:
+An update is staged on the worker's device, if it has room for a second copy of the weights, and
+else in pinned host memory:
 
     begin -> (stage | disk)* -> verify -> finish
 
 ``stage`` and ``disk`` return at once, so vLLM generates during the transfer. A failure up to
 ``verify`` leaves the old weights whole; ``finish`` alone changes them.
 
-Without room, the update is direct, and vLLM must be paused: ``begin -> check -> receive* ->
-finish``.
+Without room in either place, the update is direct, and vLLM must be paused: ``begin -> check ->
+receive* -> finish``.
 
 ``abandon`` replaces the rest of either sequence. vLLM rebuilds a layer once all of the layer's
 weights have been loaded, and until then the layer has none. Whatever fails during a load, every
@@ -29,7 +30,7 @@ This module needs torch and `weight_wire/`; `engine.py` connects it to vLLM.
 import logging
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -48,7 +49,7 @@ from torchtitan.grpo.weight_wire.buckets import (
 from torchtitan.grpo.weight_wire.buffers import BufferPool
 from torchtitan.grpo.weight_wire.model_files import WeightFiles
 from torchtitan.grpo.weight_wire.model_folder import WeightsAbsent
-from torchtitan.grpo.weight_wire.receiving import WeightGroup
+from torchtitan.grpo.weight_wire.receiving import WeightGroup, leave_groups
 from torchtitan.grpo.weight_wire.staging import Staging, StagingPlace
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
@@ -58,6 +59,9 @@ logger = logging.getLogger(__name__)
 _DISK_SECONDS = 600.0
 # Staging needs the weights once more, and some memory to work in.
 _ROOM_FACTOR = 1.2
+# Torch pins memory in powers of two, so that a version may take almost twice its size.
+_PINNED_FACTOR = 2.0
+_GIB = 1024**3
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -140,7 +144,7 @@ class WorkerUpdates:
 
     Args:
         model: See :class:`LoadableModel`.
-        device: Device of the model. NCCL groups receive there, gloo groups on the CPU.
+        device: Device of the model.
     """
 
     def __init__(self, model: LoadableModel, device: torch.device) -> None:
@@ -162,6 +166,10 @@ class WorkerUpdates:
         self._stream: torch.cuda.Stream | None = None  # of the staging threads
         self._putting = threading.Lock()
 
+    def stage_on_host(self, is_on_host: bool) -> None:
+        """Decides where later updates are staged: in host memory, or on the device."""
+        self._place = replace(self._place, on_host=is_on_host)
+
     def join(self, info: WeightGroupInfo, worker_rank: int) -> None:
         """Joins one of the trainer's groups; returns when all of its members have joined."""
         former = self._groups.pop(info.group_name, None)
@@ -175,6 +183,7 @@ class WorkerUpdates:
             info.group_name,
             info.backend,
             info.timeout_seconds,
+            info.piece_bytes,
         )
         self._timeout_seconds = info.timeout_seconds
         self._keeps = info.deltas
@@ -208,8 +217,8 @@ class WorkerUpdates:
             bucket = request.bucket()
             if is_of_adapters(bucket):
                 raise ValueError(
-                    "Adapters alone need room to stage a second copy of the weights. Make room for it, "
-                    "or set lora.push = 'merged'."
+                    "Adapters alone need room to stage a second copy of the weights, on the GPU or in "
+                    "host memory. Make room for it, or set lora.push = 'merged'."
                 )
             self._refuse_wrong_weights(bucket.names, bucket.shapes)
             if action == "receive":
@@ -239,8 +248,7 @@ class WorkerUpdates:
     def leave(self) -> None:
         """Leaves all groups and drops an open update."""
         groups, self._groups = self._groups, {}
-        for group in groups.values():
-            group.leave()
+        leave_groups(groups.values())
         self.abandon()
 
     def abandon(self) -> None:
@@ -326,8 +334,8 @@ class WorkerUpdates:
         """Moves a whole tensor to where it is loaded from. Runs on the staging threads."""
         if self._keeps:
             self._on_host[name] = tensor.cpu()
-        if self._device.type != "cuda":
-            return tensor
+        if self._device.type != "cuda" or self._place.on_host:
+            return tensor  # from host memory the load itself copies it
         with self._putting:  # one stream for all threads, since they share the bus
             if self._stream is None:
                 self._stream = new_stream(self._device)
@@ -350,7 +358,7 @@ class WorkerUpdates:
 
     def _load_received(self, bucket: BucketSpec, group: WeightGroup) -> None:
         payload = torch.empty(bucket_bytes(bucket), dtype=torch.uint8, device=self._device)
-        group.receive(payload)
+        group.receive(payload, self._device)
         self._load(
             # Cloned: vLLM keeps the tensors of unfinished layers beyond this bucket, and a view
             # would keep the memory of the whole bucket with them.
@@ -406,16 +414,58 @@ class WorkerUpdates:
                 raise ValueError(f"{name} must have shape {expected}, got {tuple(shape)}.")
 
 
-def room_to_stage(parameter_bytes: Iterable[int], num_parts: int) -> int:
-    """Returns how many bytes a worker needs to stage an update.
+@dataclass(frozen=True)
+class StagingNeeds:
+    """How many bytes a worker needs to stage an update.
 
     Every worker receives and stages the whole model, also if it serves only a part of it.
 
-    Args:
-        parameter_bytes: Size of each parameter that the worker holds.
-        num_parts: Number of workers that the model is divided among.
+    Attributes:
+        on_device: What it needs on its GPU.
+        on_host: What all workers of the server, which share the host's memory, need together.
     """
-    return int(_ROOM_FACTOR * sum(parameter_bytes) * num_parts)
+
+    on_device: int
+    on_host: int
+
+    @classmethod
+    def of(
+        cls, parameter_bytes: Iterable[int], num_workers: int, *, deltas: bool
+    ) -> "StagingNeeds":
+        """Returns what one of the workers needs that the model is divided among.
+
+        Args:
+            parameter_bytes: Size of each parameter that the worker holds.
+            num_workers: Number of the workers.
+            deltas: Whether the version before is kept on the host.
+        """
+        model = sum(parameter_bytes) * num_workers
+        copies = _PINNED_FACTOR * (1 + deltas) * num_workers
+        return cls(int(_ROOM_FACTOR * model), int(copies * model))
+
+    def are_met_on_host(self, device: torch.device, free: int, free_on_host: int) -> bool:
+        """Returns whether updates are staged on the host: False if the device has room.
+
+        Args:
+            device: The worker's GPU.
+            free: Its free bytes.
+            free_on_host: Free bytes of host memory.
+
+        Raises:
+            RuntimeError: If neither place has room. The client looks for "no room to stage" in its
+                message.
+        """
+        if free >= self.on_device:
+            return False
+        if free_on_host >= self.on_host:
+            return True
+        raise RuntimeError(
+            f"There is no room to stage weights: {self.on_device / _GIB:.2f} GiB must be free on "
+            f"{device}, and {free / _GIB:.2f} GiB are; or {self.on_host / _GIB:.2f} GiB of host "
+            f"memory must be free for all workers, and {free_on_host / _GIB:.2f} GiB are. Lower "
+            "--gpu-memory-utilization, or give the server more host memory, so that weights can be "
+            "received while vLLM generates."
+        )
 
 
 def checkpoint_headers(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -17,7 +17,7 @@ import traceback
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from torchtitan.grpo.system.groups import listening_store, route_address
 from torchtitan.grpo.weight_wire.device_broadcast import DeviceBroadcast
+from torchtitan.grpo.weight_wire.device_traffic import aborting
 from torchtitan.grpo.weight_wire.group_facts import GroupTransportName
 from torchtitan.grpo.weight_wire.process_group import create_weight_group, destroy_weight_group
 from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
@@ -37,6 +38,9 @@ T = TypeVar("T")
 # Maximum time for which leaving a group waits for the communicator to be destroyed and for a
 # broadcast to notice that the server has left.
 _GRACE_SECONDS = 2.0
+# Small, because a GPU must have this memory for each server. Large enough that a transfer over the
+# fastest network takes much longer than the launch of a broadcast.
+PIECE_BYTES = 64 * 1024**2
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class GroupSettings:
         timeout_seconds: Maximum duration of the rendezvous, and of each broadcast.
         device: The training device, from which payloads are broadcast over NCCL.
         largest_bucket: Number of bytes of the largest bucket.
+        piece_bytes: Most bytes of one broadcast over NCCL to a server that receives pieces.
         deltas: ``weight_sync.delta``.
     """
 
@@ -57,6 +62,7 @@ class GroupSettings:
     timeout_seconds: float
     device: torch.device
     largest_bucket: int = 0
+    piece_bytes: int = PIECE_BYTES
     deltas: bool = False
 
 
@@ -70,13 +76,20 @@ class GroupEnd:
         world_size: 1 plus the number of the server's workers.
         backend: ``gloo`` or ``nccl``.
         settings: Settings of all groups.
+        in_pieces: Whether the server receives a large bucket in several broadcasts.
 
     Attributes:
         info: What the server must be told in order to join.
     """
 
     def __init__(
-        self, server_url: str, world_size: int, backend: str, settings: GroupSettings
+        self,
+        server_url: str,
+        world_size: int,
+        backend: str,
+        settings: GroupSettings,
+        *,
+        in_pieces: bool = False,
     ) -> None:
         self._settings = settings
         address = route_address(settings.master_address, server_url)
@@ -98,6 +111,7 @@ class GroupEnd:
             backend=backend,
             timeout_seconds=settings.timeout_seconds,
             deltas=settings.deltas,
+            piece_bytes=settings.piece_bytes if in_pieces else 0,
         )
 
     @property
@@ -126,8 +140,10 @@ class GroupEnd:
             undo.callback(destroy_weight_group, group)
             on_device = None
             if info.backend == "nccl":
+                largest = settings.largest_bucket
+                piece_bytes = min(info.piece_bytes or largest, largest)
                 on_device = DeviceBroadcast(
-                    settings.device, self._url, settings.largest_bucket, settings.timeout_seconds
+                    settings.device, self._url, piece_bytes, settings.timeout_seconds
                 )
                 undo.callback(on_device.close)
             # Kept here and not by join(), which may have been cancelled in the meantime.
@@ -191,7 +207,8 @@ class GroupEnd:
         close = on_device.close if on_device is not None else lambda: None
         ends = [asyncio.wrap_future(self._thread.submit(close))]
         if group is not None:
-            ends.append(asyncio.wrap_future(leaving.submit(destroy_weight_group, group)))
+            gate = aborting() if on_device is not None else nullcontext()
+            ends.append(asyncio.wrap_future(leaving.submit(_destroy, group, gate)))
         del group
         done, late = await asyncio.wait(ends, timeout=_GRACE_SECONDS)
         for executor in (self._thread, leaving):
@@ -203,6 +220,11 @@ class GroupEnd:
 
     async def _on_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, _run, call)
+
+
+def _destroy(group: dist.ProcessGroup, gate: AbstractContextManager[None]) -> None:
+    with gate:
+        destroy_weight_group(group)
 
 
 def _run(call: Callable[[], T]) -> T:

@@ -100,13 +100,16 @@ class GroupSender(Sender):
         return own_group_facts(self._settings.device)
 
     @operation
-    async def open(self, server_url: str, world_size: int, backend: str) -> WeightGroupInfo:
+    async def open(
+        self, server_url: str, world_size: int, backend: str, in_pieces: bool
+    ) -> WeightGroupInfo:
         """Makes a group with a server. No process has joined the group yet.
 
         A former group with the same server is taken down first.
         """
         await self.leave(server_url)
-        end = self._ends[server_url] = GroupEnd(server_url, world_size, backend, self._settings)
+        end = GroupEnd(server_url, world_size, backend, self._settings, in_pieces=in_pieces)
+        self._ends[server_url] = end
         return end.info
 
     @operation
@@ -228,7 +231,8 @@ class GroupConnection(Connection):
         world_size = 1 + await self.client.num_workers()
         backend = await self._handshake.backend(self._senders)
         for sender in self._senders:
-            info = await sender.open(self.client.url, world_size, backend)
+            in_pieces = self.client.capabilities.receives_pieces
+            info = await sender.open(self.client.url, world_size, backend, in_pieces)
             self._group_of[sender.rank] = info.group_name
             await self._beside(sender.join(self.client.url), self.client.join_weight_group(info))
 
