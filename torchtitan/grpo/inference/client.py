@@ -155,6 +155,11 @@ class InferenceClient(ABC):
         """Tells whether buckets of different groups may be sent at the same time."""
         return self.capabilities.receives_in_parallel
 
+    @property
+    def receives_pieces(self) -> bool:
+        """Tells whether a large bucket may be sent in several broadcasts over NCCL."""
+        return self.capabilities.receives_pieces
+
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> Generation:
         """Samples one completion. If the call is cancelled, aborts the request on the server."""

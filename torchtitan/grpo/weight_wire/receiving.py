@@ -156,8 +156,8 @@ class WeightGroup:
         """Leaves the group, which makes a waiting :meth:`receive` fail. It is idempotent."""
         leave_groups([self])
 
-    def _begin_leave(self) -> threading.Thread | None:
-        """Begins to leave; returns the thread that does so over NCCL."""
+    def begin_leave(self) -> threading.Thread | None:
+        """Begins to leave; returns the thread that does so over NCCL. It is idempotent."""
         if self._left.is_set():
             return None
         self._left.set()
@@ -185,7 +185,7 @@ def leave_groups(groups: Iterable[WeightGroup]) -> None:
     have ended, and those of the other groups end only when their communicators are aborted as well.
     What the driver still does after a few seconds goes on in the background.
     """
-    threads = [thread for group in groups if (thread := group._begin_leave()) is not None]
+    threads = [thread for group in groups if (thread := group.begin_leave()) is not None]
     deadline = time.monotonic() + _LEAVE_SECONDS
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))

@@ -64,4 +64,7 @@ def test_the_lines_name_the_places_and_the_settings():
     assert host[1].startswith("host memory of the ranks that send: 5.00 GiB together, in 5")
     *same, gpu = memory.describe(on_gpu=True)
     assert same == host
-    assert gpu.startswith("GPU of a rank that sends: 512.0 MiB over NCCL, a buffer of 256.0 MiB")
+    assert gpu.startswith("GPU of a rank that sends: 128.0 MiB over NCCL, a buffer of 64.0 MiB")
+    assert "(256.0 MiB for SGLang, weight_sync.bucket_bytes)" in gpu
+    *_, small = PushMemory(2**30, 2**30, 5, 3, 2**20, 2).describe(on_gpu=True)
+    assert "a buffer of 1.0 MiB for each of 2 servers, and NCCL's own" in small

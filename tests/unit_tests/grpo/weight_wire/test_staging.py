@@ -26,14 +26,11 @@ class RecordingGroup:
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    def buffer_device(self, model_device: torch.device) -> torch.device:
-        return model_device
-
-    def receive(self, tensor: torch.Tensor, turn: Any = None) -> None:
+    def receive(self, tensor: torch.Tensor, *_: Any) -> None:
         self.sizes.append(tensor.nbytes)
         tensor.zero_()
 
-    def leave(self) -> None:
+    def begin_leave(self) -> None:
         """There is nothing to leave."""
 
 
@@ -101,7 +98,7 @@ class SlowGroup(RecordingGroup):
         self.name = name
         self.arrives = threading.Event()
 
-    def receive(self, tensor: torch.Tensor, turn: Any = None) -> None:
+    def receive(self, tensor: torch.Tensor, *_: Any) -> None:
         assert self.arrives.wait(SECONDS)
         super().receive(tensor)
 
@@ -125,7 +122,7 @@ class OrderedGroup(SlowGroup):
     timeout_seconds = SECONDS
     launched: list[str]
 
-    def receive(self, tensor: torch.Tensor, turn: Any = None) -> None:
+    def receive(self, tensor: torch.Tensor, device: torch.device, turn: Any) -> None:
         with turn:
             self.launched.append(self.name)
         super().receive(tensor)

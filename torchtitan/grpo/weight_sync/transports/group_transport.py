@@ -231,7 +231,7 @@ class GroupConnection(Connection):
         world_size = 1 + await self.client.num_workers()
         backend = await self._handshake.backend(self._senders)
         for sender in self._senders:
-            in_pieces = self.client.capabilities.receives_pieces
+            in_pieces = self.client.receives_pieces
             info = await sender.open(self.client.url, world_size, backend, in_pieces)
             self._group_of[sender.rank] = info.group_name
             await self._beside(sender.join(self.client.url), self.client.join_weight_group(info))

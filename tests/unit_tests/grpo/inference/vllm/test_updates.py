@@ -71,13 +71,10 @@ class SentBytes:
         self.payloads: list[torch.Tensor] = []
         self.was_left = False
 
-    def buffer_device(self, model_device: torch.device) -> torch.device:
-        return model_device
-
-    def receive(self, tensor: torch.Tensor, turn: object = None) -> None:
+    def receive(self, tensor: torch.Tensor, *_: object) -> None:
         tensor.copy_(self.payloads.pop(0))
 
-    def leave(self) -> None:
+    def begin_leave(self) -> None:
         self.was_left = True
 
 

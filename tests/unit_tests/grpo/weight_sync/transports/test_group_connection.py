@@ -18,6 +18,7 @@ class Server:
     """Notes what it is told, and never answers the first request to leave."""
 
     url = "http://a"
+    receives_pieces = True
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -61,6 +62,7 @@ class Taking:
     """A server that takes every push, and the order of all that happens to it."""
 
     url = "http://a"
+    receives_pieces = True
 
     def __init__(self, stops_for: str, *, receives_in_parallel: bool = False) -> None:
         self.stops_for, self.receives_in_parallel = stops_for, receives_in_parallel
@@ -94,7 +96,9 @@ class Source:
     async def prepare(self, version: int, index: int, base: int | None) -> BucketSpec:
         return SPEC
 
-    async def open(self, server_url: str, world_size: int, backend: str) -> WeightGroupInfo:
+    async def open(
+        self, server_url: str, world_size: int, backend: str, in_pieces: bool
+    ) -> WeightGroupInfo:
         assert world_size == 3  # this rank, and the server's two workers
         assert backend == "gloo"
         return WeightGroupInfo("127.0.0.1", 1, 1, 3, f"group{self.rank}", "gloo", 1.0)

@@ -25,6 +25,7 @@ class Server:
     """A server that tells what a test gives it, and takes every group."""
 
     url = "http://a"
+    receives_pieces = True
 
     def __init__(self, *facts: GroupFacts) -> None:
         self.facts, self.joined = list(facts), list[str]()
@@ -52,7 +53,9 @@ class Source:
     async def group_facts(self) -> GroupFacts:
         return replace(TRAINER, gpu=f"GPU-of-{self.rank}")
 
-    async def open(self, server_url: str, world_size: int, backend: str) -> WeightGroupInfo:
+    async def open(
+        self, server_url: str, world_size: int, backend: str, in_pieces: bool
+    ) -> WeightGroupInfo:
         self.opened.append(backend)
         return WeightGroupInfo("127.0.0.1", 1, 1, world_size, f"group{self.rank}", backend, 1.0)
 
