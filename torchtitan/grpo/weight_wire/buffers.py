@@ -26,9 +26,14 @@ class BufferPool:
     """Flat byte buffers, used by one update at a time.
 
     Threads that receive from different groups may call the methods at the same time.
+
+    Args:
+        pinned: Whether host buffers are pinned, so that a GPU's copy engine reads them without the
+            help of the CPU. Whoever starts such a copy gives the buffer back when it is over.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pinned: bool = False) -> None:
+        self._pinned = pinned
         self._lock = threading.Lock()
         self._free: list[torch.Tensor] = []
         self._lent: list[torch.Tensor] = []
@@ -42,7 +47,9 @@ class BufferPool:
                     del self._free[i]
                     break
             else:
-                buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+                # Pinned memory that was freed is kept by torch, and pinned once.
+                pinned = self._pinned and device.type == "cpu"
+                buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
             self._lent.append(buffer)
             return buffer
 

@@ -345,6 +345,8 @@ class Engine:
         if abort:
             self._abort(None, "Aborted by a weight update.")
         swap()
+        if self._runner.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # its copies on the GPU count as a stop
         self.num_swaps += 1
         if version is not None:
             self._set_version(version)
