@@ -233,11 +233,13 @@ class ModelRunner:
 def _call_positions(model: PreTrainedModel) -> int:
     """Returns the cost of an attention call, as a number of positions that it could read."""
     config = model.config
-    heads = config.num_key_value_heads
-    head_dim = getattr(config, "head_dim", None)
-    head_dim = head_dim or config.hidden_size // config.num_attention_heads
-    position_bytes = 2 * heads * head_dim * model.dtype.itemsize
+    position_bytes = 2 * config.num_key_value_heads * _head_dim(config) * model.dtype.itemsize
     return _CALL_BYTES.get(model.device.type, _CALL_BYTES["cuda"]) // position_bytes
+
+
+def _head_dim(config: PreTrainedConfig) -> int:
+    head_dim = getattr(config, "head_dim", None)
+    return head_dim or config.hidden_size // config.num_attention_heads
 
 
 def _check_attention(model: PreTrainedModel) -> None:
@@ -248,6 +250,12 @@ def _check_attention(model: PreTrainedModel) -> None:
         raise ValueError(
             f"The embedded server needs full attention in every layer; {config.model_type} has "
             f"{sorted(layer_types)}. Serve this model with vLLM or SGLang."
+        )
+    if model.device.type == "cuda" and _head_dim(config) * model.dtype.itemsize % 16:
+        raise ValueError(
+            "On a GPU, the embedded server needs attention heads of a multiple of 16 bytes, which "
+            f"torch's fused kernels take, got {_head_dim(config)} numbers in {model.dtype}. Serve "
+            "this model with vLLM or SGLang."
         )
     # Logits are lm_head(hidden), so anything that a model does to them afterwards would be lost.
     altered = [
