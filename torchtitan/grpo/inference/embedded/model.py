@@ -47,7 +47,7 @@ _SETTING = "--model-path"
 _WINDOWED = ("mistral", "qwen2", "qwen3", "qwen3_moe")
 # Bytes of keys and values that attention reads in the time that one more call of it takes.
 _CALL_BYTES = {"cpu": 128 * 1024, "cuda": 16 * 1024 * 1024}
-# Calls that a layer makes without a graph, counted in Qwen3: more than attention may read in vain.
+# Kernels that a layer of Qwen3 launches without a graph, about. A graph may read as much in vain.
 _LAYER_CALLS = 64
 # Number of positions whose logits over the vocabulary are in memory at once.
 _LOGIT_ROWS = 256
