@@ -394,15 +394,18 @@ class Recorder:
             return
         is_copy = name in ("copy_", "_foreach_copy_")
         if not is_copy and len(on_device) < len(reads) + len(writes):
-            self._refuse_mixed(name, [t for t in (*reads, *writes) if not self.is_on_device(t)])
+            # Indices alone may lie on the host, and are uploaded.
+            uploaded = tree_leaves(args[1]) if name in _INDEXING else ()
+            on_host = [t for t in (*reads, *writes) if all(t is not i for i in uploaded)]
+            self._refuse_mixed(name, [t for t in on_host if not self.is_on_device(t)])
         for tensor in new:
             self.put_on_device(tensor)
         stream = self._queue_on_stream(name)
         clock = self.clocks.now(stream.actor)
         written = [*writes, *(() if name in _UNINITIALIZED else new)]
         self._touch(reads, written, stream.actor, clock, name)
-        on_host = len(on_device) < len(reads) + len(writes)
-        uploads_index = name in _INDEXING and on_host and any(t.dim() for t in reads)
+        is_mixed = len(on_device) < len(reads) + len(writes)
+        uploads_index = name in _INDEXING and is_mixed
         if uploads_index or (is_copy and any(not self.is_on_device(t) for t in reads)):
             self.num_uploads += 1
         copy_waits = is_copy and self._copy_waits(reads, writes, args, kwargs)
@@ -433,7 +436,7 @@ class Recorder:
         return not (non_blocking and is_direct)
 
     def _refuse_mixed(self, name: str, on_host: list[torch.Tensor]) -> None:
-        if any(tensor.dim() for tensor in on_host) and name not in _INDEXING:
+        if any(tensor.dim() for tensor in on_host):
             raise RuntimeError(f"Expected all tensors to be on the same device in {name}.")
 
     def _broadcast(self, tensor: Any, src: int, group: Any, async_op: bool = False) -> Any:
