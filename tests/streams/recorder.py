@@ -47,6 +47,7 @@ from torchtitan.grpo.weight_wire import device_lanes
 _PATIENCE_SECONDS = 10.0
 _POOL_SIZE = 32
 _SYNCHRONIZING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
+_INDEXING = ("index", "index_put_", "_index_put_impl_")  # a list is a tensor by then
 _UNINITIALIZED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
@@ -94,7 +95,11 @@ class Memory:
     begin: int
     end: int
     pool: "Stream | None"
-    accesses: list[Access] = field(default_factory=list)
+    accesses: dict[tuple[int, int, bool, str], Access] = field(default_factory=dict)
+
+    def add(self, access: Access) -> None:
+        """Adds an access, in place of the same actor's earlier one of this kind and to these bytes."""
+        self.accesses[access.begin, access.end, access.is_write, access.actor] = access
 
 
 class Stream:
@@ -245,11 +250,14 @@ class Recorder:
 
     Attributes:
         problems: What was found, in words.
+        num_waits: How often a thread has waited for the device.
+        num_uploads: Number of copies from the host to the device.
         clocks: The clocks of all threads and streams.
     """
 
     def __init__(self) -> None:
         self.problems: list[str] = []
+        self.num_waits = self.num_uploads = 0
         self.clocks = Clocks()
         self._training_thread = threading.get_ident()
         self._local = threading.local()
@@ -310,6 +318,7 @@ class Recorder:
 
     def host_waits(self, event: Event, what: str) -> None:
         """Blocks the current thread until an event is complete."""
+        self.num_waits += 1
         if threading.get_ident() == self._training_thread:
             self._report(f"training stalls: the training thread waits for {what}")
         deadline = time.monotonic() + _PATIENCE_SECONDS
@@ -355,7 +364,7 @@ class Recorder:
         # The allocator may have taken it from whatever the pool's stream was given before.
         count = self.clocks.now(pool.actor).get(pool.actor, 0)
         if count:
-            memory.accesses.append(Access(begin, end, True, pool.actor, count, "its last use"))
+            memory.add(Access(begin, end, True, pool.actor, count, "its last use"))
         weakref.finalize(tensor, self._free, memory)
 
     def filled(self, tensor: torch.Tensor, what: str) -> None:
@@ -368,7 +377,7 @@ class Recorder:
         clock = self.clocks.now(memory.pool.actor)
         merge(clock, self.clocks.release())
         with self._lock:
-            for access in tuple(memory.accesses):
+            for access in tuple(memory.accesses.values()):
                 if access.actor != memory.pool.actor and clock.get(access.actor, 0) < access.count:
                     self._report(
                         f"freed in use: memory of {memory.pool.actor}'s pool, while "
@@ -406,7 +415,7 @@ class Recorder:
         with self._lock:
             for begin, end in _runs(tensor):
                 new = Access(begin, end, is_write, actor, clock[actor], what)
-                for old in memory.accesses:
+                for old in memory.accesses.values():
                     is_known = clock.get(old.actor, 0) >= old.count
                     overlaps = old.begin < end and begin < old.end
                     if overlaps and (old.is_write or is_write) and not is_known:
@@ -415,7 +424,7 @@ class Recorder:
                             "nothing that orders them"
                         )
                         return
-                memory.accesses.append(new)
+                memory.add(new)
 
     # -- operations -----------------------------------------------------------------------
 
@@ -436,14 +445,22 @@ class Recorder:
             return
         is_copy = name in ("copy_", "_foreach_copy_")
         if not is_copy and len(on_device) < len(reads) + len(writes):
-            self._refuse_mixed(name, [t for t in (*reads, *writes) if not self.is_on_device(t)])
+            # Indices alone may lie on the host, and are uploaded.
+            uploaded = tree_leaves(args[1]) if name in _INDEXING else ()
+            on_host = [t for t in (*reads, *writes) if all(t is not i for i in uploaded)]
+            self._refuse_mixed(name, [t for t in on_host if not self.is_on_device(t)])
         for tensor in new:
             self.put_on_device(tensor)
         stream = self._queue_on_stream(name)
         clock = self.clocks.now(stream.actor)
         written = [*writes, *(() if name in _UNINITIALIZED else new)]
         self._touch(reads, written, stream.actor, clock, name)
-        if name in _SYNCHRONIZING or (is_copy and self._copy_waits(reads, writes, args, kwargs)):
+        is_mixed = len(on_device) < len(reads) + len(writes)
+        uploads_index = name in _INDEXING and is_mixed
+        if uploads_index or (is_copy and any(not self.is_on_device(t) for t in reads)):
+            self.num_uploads += 1
+        copy_waits = is_copy and self._copy_waits(reads, writes, args, kwargs)
+        if name in _SYNCHRONIZING or uploads_index or copy_waits:
             stream.synchronize()
 
     def _queue_on_stream(self, what: str) -> Stream:
@@ -465,12 +482,12 @@ class Recorder:
         if all(self.is_on_device(t) for t in (*reads, *writes)):
             return False
         non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
-        to_host = [t for t in writes if not self.is_on_device(t)]
-        is_direct = all(t.is_contiguous() and self._memory_of(t) is not None for t in to_host)
+        host = [t for t in (*reads, *writes) if not self.is_on_device(t)]
+        is_direct = all(t.is_contiguous() and self._memory_of(t) is not None for t in host)
         return not (non_blocking and is_direct)
 
     def _refuse_mixed(self, name: str, on_host: list[torch.Tensor]) -> None:
-        if any(tensor.dim() for tensor in on_host) and name != "index":
+        if any(tensor.dim() for tensor in on_host):
             raise RuntimeError(f"Expected all tensors to be on the same device in {name}.")
 
     def _broadcast(self, tensor: Any, src: int, group: Any, async_op: bool = False) -> Any:
@@ -625,6 +642,8 @@ class _Devices(TorchFunctionMode):
             return recorder.is_pinned(args[0])
         if func in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda):
             return self._to(func, args[0], args[1:], kwargs)
+        if func == torch.Tensor.tolist and recorder.is_on_device(args[0]):
+            return self._to(torch.Tensor.cpu, args[0], (), {}).tolist()
         if kwargs.pop("pin_memory", False):
             return recorder.put_in_pinned_memory(func(*args, **kwargs))
         device = kwargs.get("device")
@@ -634,6 +653,9 @@ class _Devices(TorchFunctionMode):
         recorder.put_on_device(out)
         if not func.__name__.startswith("empty"):
             recorder.filled(out, func.__name__)
+        if func == torch.tensor:  # torch copies the numbers from pageable memory
+            recorder.num_uploads += 1
+            recorder.current_stream().synchronize()
         return out
 
     def _to(self, func: Any, tensor: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]):
@@ -670,9 +692,11 @@ def _runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
     if not tensor.numel():
         return []
     begin, itemsize = tensor.data_ptr(), tensor.element_size()
-    if tensor.is_contiguous():
-        return [(begin, begin + tensor.nbytes)]
+    dims = sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda dim: -dim[1])
+    length = 1
+    while dims and (dims[-1][1] == length or dims[-1][0] == 1):
+        length *= dims.pop()[0]
     offsets = [0]
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+    for size, stride in dims:
         offsets = [offset + index * stride for offset in offsets for index in range(size)]
-    return [(begin + o * itemsize, begin + (o + 1) * itemsize) for o in sorted(set(offsets))]
+    return [(begin + o * itemsize, begin + (o + length) * itemsize) for o in sorted(set(offsets))]

@@ -26,35 +26,30 @@ class BufferPool:
     """Flat byte buffers, used by one update at a time.
 
     Threads that receive from different groups may call the methods at the same time.
+
+    Args:
+        pinned: Whether host buffers are pinned, so that a GPU's copy engine reads them without the
+            help of the CPU. Whoever starts such a copy gives the buffer back when it is over.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pinned: bool = False) -> None:
+        self._pinned = pinned
         self._lock = threading.Lock()
         self._free: list[torch.Tensor] = []
         self._lent: list[torch.Tensor] = []
         self._held: list[torch.Tensor] = []
 
-    def take(
-        self, num_bytes: int, device: torch.device, *, is_pinned: bool = False
-    ) -> torch.Tensor:
-        """Returns an uninitialized [num_bytes] uint8 buffer.
-
-        Args:
-            num_bytes: Number of bytes.
-            device: Where the buffer lies.
-            is_pinned: Whether copy engines of a GPU must reach the buffer, in host memory.
-        """
+    def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Returns an uninitialized [num_bytes] uint8 buffer."""
         with self._lock:
             for i, buffer in enumerate(self._free):
-                if (buffer.numel(), buffer.device) == (num_bytes, device) and (
-                    buffer.is_pinned() or not is_pinned
-                ):
+                if buffer.numel() == num_bytes and buffer.device == device:
                     del self._free[i]
                     break
             else:
-                buffer = torch.empty(
-                    num_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned
-                )
+                # Pinned memory that was freed is kept by torch, and pinned once.
+                pinned = self._pinned and device.type == "cpu"
+                buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
             self._lent.append(buffer)
             return buffer
 

@@ -24,8 +24,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -62,16 +63,23 @@ class StagingPlace:
             device. It may return the tensor itself.
         on_host: Whether versions are staged in host memory, because the device has no room. Over
             NCCL the device then holds one piece at a time.
+        stream: What the staging threads queue on the GPU, ``place`` included, runs on this stream;
+            ``None`` is the current one. ``place`` may return before its copy is over.
     """
 
     device: torch.device
     base: Callable[[str, torch.dtype], torch.Tensor]
     place: Callable[[str, torch.Tensor], torch.Tensor]
     on_host: bool = False
+    stream: torch.cuda.Stream | None = None
 
     def buffer_device(self, group: WeightGroup) -> torch.device:
         """Returns where the group's payloads are received."""
         return self.device if group.is_nccl and not self.on_host else torch.device("cpu")
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Returns a context in which :attr:`stream` is the current one."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
 
 @dataclass
@@ -282,6 +290,10 @@ class Staging:
     def _run(self, thread: _Thread) -> None:
         if self._place.device.type == "cuda":
             torch.cuda.set_device(self._place.device)  # each thread has its own current device
+        with self._place.on_stream():
+            self._work_off(thread)
+
+    def _work_off(self, thread: _Thread) -> None:
         while (item := thread.queue.get()) is not None:
             error = None
             try:
@@ -329,12 +341,13 @@ class Staging:
                 self._receive_into(tensor, item)
             self._keep(bucket, tensors)
             return
-        is_pinned = self._place.on_host and self._place.device.type == "cuda"
-        buffer = self._buffers.take(bucket_bytes(bucket), device, is_pinned=is_pinned)
+        buffer = self._buffers.take(bucket_bytes(bucket), device)
         self._receive_into(buffer, item)
         is_delta = bucket.num_changed is not None
         tensors = self._with_changes(buffer, bucket) if is_delta else split_bucket(buffer, bucket)
         if not self._keep(bucket, tensors) & {storage_of(buffer)}:
+            if self._place.stream is not None:
+                self._place.stream.synchronize()  # a copy to the GPU may still read the buffer
             self._buffers.give_back(buffer)
 
     def _receive_into(self, tensor: torch.Tensor, item: _Announced) -> None:

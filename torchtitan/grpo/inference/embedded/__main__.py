@@ -25,6 +25,7 @@ from torchtitan.grpo.inference.access import (
     keys_of_environment,
     require_keys,
 )
+from torchtitan.grpo.inference.embedded.decode_graph import CudaCapture
 from torchtitan.grpo.inference.embedded.engine import Engine
 from torchtitan.grpo.inference.embedded.generate_json import ModelFacts
 from torchtitan.grpo.inference.embedded.model import (
@@ -114,6 +115,11 @@ def _make_parser() -> argparse.ArgumentParser:
         default=HEADER_SECONDS,
         help="seconds within which the headers of a request must arrive",
     )
+    add(
+        "--no-cuda-graphs",
+        action="store_true",
+        help="launch the kernels of each decoding step one by one, which is slower",
+    )
     add("--seed", type=int, help="seed of sampling; random by default")
     add(
         "--dist-timeout",
@@ -156,7 +162,9 @@ def build_server(arguments: argparse.Namespace) -> EmbeddedServer:
         )
     eos_ids, tokenizer = read_eos_ids(path), load_tokenizer(path)
     known_ids = None if tokenizer is None else {*tokenizer.get_vocab().values(), *eos_ids}
-    runner = ModelRunner(model, arguments.max_running_requests, max_model_len, known_ids)
+    on_gpu = model.device.type == "cuda"
+    capture = CudaCapture(model.device) if on_gpu and not arguments.no_cuda_graphs else None
+    runner = ModelRunner(model, arguments.max_running_requests, max_model_len, known_ids, capture)
     table = WeightTable(model)
     seed = random.SystemRandom().getrandbits(31) if arguments.seed is None else arguments.seed
     return EmbeddedServer(

@@ -5,12 +5,20 @@
 
 Keys and values are never copied for each query head of a group. For one token of each row, the
 query heads of a group are treated as query positions of one head. For a chunk, the groups are
-treated as a batch, and the heads of a group read the same memory.
+treated as a batch, and the heads of a group read the same memory. In whole prompts on a GPU they are
+copied, which costs little there.
+
+On a GPU, all of these shapes are computed by fused kernels, in 16 bits and in float32: by flash
+attention where there is no mask, and by memory-efficient attention where there is one. torch's kernel
+without fusion, which stores the scores, is excluded, so that it cannot be taken unnoticed. So is
+cuDNN's, which makes a plan for each new shape, and here lengths change in every step.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import AttentionInterface
 
@@ -19,6 +27,24 @@ from torchtitan.grpo.inference.embedded.step_layout import ChunkPart, RowRange
 
 ATTENTION = "slot_attention"
 """Name of this attention in a model's configuration."""
+
+# Memory-efficient attention copies a mask whose rows do not begin at multiples of so many elements.
+_MASK_ALIGNMENT = 8
+
+
+def fused_kernels(device: torch.device) -> AbstractContextManager[Any]:
+    """Returns a context in which attention on a GPU runs in fused kernels, or fails."""
+    if device.type != "cuda":
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
+
+
+def additive_mask(hidden_from: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns [queries, keys] of 0, and of -inf where ``hidden_from`` is true."""
+    num_queries, num_keys = hidden_from.shape
+    padded = -(-num_keys // _MASK_ALIGNMENT) * _MASK_ALIGNMENT
+    mask = torch.zeros(num_queries, padded, dtype=dtype, device=hidden_from.device)
+    return mask[:, :num_keys].masked_fill_(hidden_from, float("-inf"))
 
 
 def slot_attention(
@@ -64,7 +90,7 @@ def slot_attention(
         whole = _causal(query_w, key_w, value_w, scaling)
         output[place] = whole.transpose(1, 2).flatten(0, 1)
     if step.chunk is not None:
-        slot, stop = step.chunk.slots[0], step.chunk.stop
+        slot, stop = step.chunk.first_slot, step.chunk.stop
         output[step.chunk_start :] = _attend_chunk(
             query[0, :, step.chunk_start :],
             keys[slot, :, :stop],
@@ -79,6 +105,10 @@ def _causal(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
     """Attention of whole sequences, [batch, heads, seq, head_dim] each."""
+    if query.is_cuda and query.shape[1] != key.shape[1]:
+        # Grouped heads are beyond memory-efficient attention, which alone takes float32.
+        group = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
     return scaled_dot_product_attention(
         query,
         key,

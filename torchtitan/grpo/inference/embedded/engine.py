@@ -43,6 +43,7 @@ from torchtitan.grpo.inference.embedded.prefill import (
 from torchtitan.grpo.inference.embedded.rating import RatingQueue
 from torchtitan.grpo.inference.embedded.request import Request
 from torchtitan.grpo.inference.embedded.sampling import SamplingBatch, sample
+from torchtitan.grpo.inference.embedded.uploads import upload
 
 logger = logging.getLogger(__name__)
 
@@ -345,6 +346,8 @@ class Engine:
         if abort:
             self._abort(None, "Aborted by a weight update.")
         swap()
+        if self._runner.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # its copies on the GPU count as a stop
         self.num_swaps += 1
         if version is not None:
             self._set_version(version)
@@ -379,7 +382,8 @@ class Engine:
             # They have joined a prompt of which some chunks were computed.
             source = prefill.requests[0].row
             assert source is not None, "the first request of a chunk has a row"
-            self._runner.cache.copy([source] * len(new_rows), new_rows, prefill.start)
+            for row in new_rows:
+                self._runner.cache.copy(source, row, prefill.start)
 
     def _take_row(self, request: Request) -> int:
         if self._holes:
@@ -396,22 +400,17 @@ class Engine:
             return
         while self._rows and self._rows[-1] is None:
             self._rows.pop()
-        sources, targets, longest = [], [], 0
         for hole in sorted(self._holes):
             if hole >= len(self._rows):
                 break
             request = self._rows.pop()
             assert request is not None and request.row is not None, "the last row is taken"
-            sources.append(request.row)
-            targets.append(hole)
-            longest = max(longest, request.num_cached)
+            self._runner.cache.copy(request.row, hole, request.num_cached)
             request.row = hole
             self._rows[hole] = request
             while self._rows and self._rows[-1] is None:
                 self._rows.pop()
         self._holes.clear()
-        if targets:
-            self._runner.cache.copy(sources, targets, longest)
 
     def _forward(self, plan: PrefillPlan) -> None:
         requests = [r for r in self._rows if r is not None]
@@ -427,23 +426,24 @@ class Engine:
     def _build_batch(self, requests: list[Request]) -> _Batch:
         # A row whose prompt is not complete samples nothing, so its own random numbers stay.
         generators = [r.generator if r.prefilled_to is None else None for r in requests]
-        device = self._runner.device
-        return (
-            torch.tensor([r.next_input for r in requests], device=device),
-            torch.tensor([r.num_cached - 1 for r in requests], device=device),
-            SamplingBatch.build([r.sampling for r in requests], generators, device),
+        params = [r.sampling for r in requests]
+        rows = [[r.next_input for r in requests], [r.num_cached - 1 for r in requests]]
+        ids, positions, *columns = upload(
+            [*rows, *SamplingBatch.columns(params)], self._runner.device, torch.float64
         )
+        sampling = SamplingBatch.from_columns(columns, params, generators)
+        return ids.long(), positions.long(), sampling
 
     def _take_tokens(
         self, requests: list[Request], ids: torch.Tensor, logprobs: torch.Tensor
     ) -> None:
-        for request, token_id, logprob in zip(
-            requests, ids.tolist(), logprobs.tolist(), strict=True
-        ):
+        # Read at once, because each reading waits for the step. A double holds either number exactly.
+        numbers = torch.stack((ids.double(), logprobs.double())).tolist()
+        for request, token_id, logprob in zip(requests, *numbers, strict=True):
             if request.prefilled_to is not None:
                 continue
             self.num_tokens += 1
-            finished = request.append(token_id, logprob)
+            finished = request.append(int(token_id), logprob)
             if finished:
                 self._vacate(request)
             if finished or request.stream:

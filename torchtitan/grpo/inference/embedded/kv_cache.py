@@ -12,6 +12,8 @@ Invariants:
       The rest is finite but meaningless, and masked. (It is zeroed on allocation, because an
       attention weight of 0 times NaN is NaN.)
     - Storage grows by doubling and never shrinks, so it is allocated a few times in a run.
+    - Slots are addressed by integers and by tensors of their own device. A list would be uploaded, and
+      the host would wait for the upload.
 """
 
 from typing import Any
@@ -30,6 +32,9 @@ class SlotCache(Cache):
     Args:
         max_slots: Maximum number of rows.
         max_length: Maximum number of tokens of a row.
+
+    Attributes:
+        generation: How often storage that was in use has moved.
     """
 
     step: StepLayout
@@ -41,9 +46,9 @@ class SlotCache(Cache):
         self._max_length = max_length
         self._num_slots = min(16, max_slots)
         self._length = min(128, max_length)
-        # One tensor a layer: [slots, kv_heads, length, head_dim].
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
+        self.generation = 0
+        # Keys and values, one tensor a layer: [2, slots, kv_heads, length, head_dim].
+        self._layers: list[torch.Tensor] = []
         self._rows = torch.empty(0, dtype=torch.long)
 
     def plan(self, step: StepLayout) -> None:
@@ -58,14 +63,14 @@ class SlotCache(Cache):
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys and values of all slots, [slots, kv_heads, length, head_dim] each."""
-        return self._keys[layer_idx], self._values[layer_idx]
+        keys, values = self._layers[layer_idx]
+        return keys, values
 
-    def copy(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copies the first ``length`` positions of slots ``sources`` over ``targets``."""
-        self.reserve(max(targets) + 1, length)
-        for tensors in (self._keys, self._values):
-            for tensor in tensors:
-                tensor[targets, :, :length] = tensor[sources, :, :length]
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copies the first ``length`` positions of slot ``source`` over ``target``."""
+        self.reserve(target + 1, length)
+        for layer in self._layers:
+            layer[:, target, :, :length] = layer[:, source, :, :length]
 
     def update(
         self,
@@ -84,11 +89,10 @@ class SlotCache(Cache):
         Returns:
             The arguments themselves. Attention reads the slots with :meth:`layer`.
         """
-        if layer_idx == len(self._keys):
-            self._keys.append(self._allocate(key_states))
-            self._values.append(self._allocate(value_states))
-        self._store(self._keys[layer_idx], key_states[0])
-        self._store(self._values[layer_idx], value_states[0])
+        if layer_idx == len(self._layers):
+            self._layers.append(self._allocate(key_states))
+        for slots, new in zip(self._layers[layer_idx], (key_states, value_states), strict=True):
+            self._store(slots, new[0])
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -102,13 +106,14 @@ class SlotCache(Cache):
             block = new[:, step.num_rows : step.chunk_start].unflatten(1, (num_prompts, length))
             slots[step.whole.slots, :, :length] = block.transpose(0, 1)[step.whole.sources]
         if step.chunk is not None:
-            for slot in step.chunk.slots:
-                slots[slot, :, step.chunk.start : step.chunk.stop] = new[:, step.chunk_start :]
+            place = slice(step.chunk.start, step.chunk.stop)
+            slots[step.chunk.slots, :, place] = new[:, step.chunk_start :]
         # Last, because the padding of a short prompt lies where its row's token belongs.
         slots[self._rows, :, step.positions] = new[:, : step.num_rows].transpose(0, 1)
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        return like.new_zeros(self._num_slots, like.shape[1], self._length, like.shape[3])
+        kv_heads, head_dim = like.shape[-3], like.shape[-1]
+        return like.new_zeros(2, self._num_slots, kv_heads, self._length, head_dim)
 
     def reserve(self, num_slots: int, length: int) -> None:
         """Makes room for slots ``0 .. num_slots`` of ``length`` positions, keeping what is stored."""
@@ -119,7 +124,7 @@ class SlotCache(Cache):
             self._num_slots = min(2 * self._num_slots, self._max_slots)
         while self._length < length:
             self._length = min(2 * self._length, self._max_length)
-        for tensors in (self._keys, self._values):
-            for i, old in enumerate(tensors):
-                tensors[i] = self._allocate(old)
-                tensors[i][:old_slots, :, :old_length] = old
+        for i, old in enumerate(self._layers):
+            self._layers[i] = self._allocate(old)
+            self._layers[i][:, :old_slots, :, :old_length] = old
+        self.generation += bool(self._layers)

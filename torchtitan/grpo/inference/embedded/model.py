@@ -16,9 +16,10 @@ from tokenizers import Tokenizer
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from torchtitan.grpo.inference.client import PromptRating
-from torchtitan.grpo.inference.embedded.attention import ATTENTION
+from torchtitan.grpo.inference.embedded.attention import ATTENTION, additive_mask, fused_kernels
+from torchtitan.grpo.inference.embedded.decode_graph import Capture, DecodeGraphs
 from torchtitan.grpo.inference.embedded.kv_cache import SlotCache
-from torchtitan.grpo.inference.embedded.prefill import Prefill, PrefillPlan
+from torchtitan.grpo.inference.embedded.prefill import PrefillPlan
 from torchtitan.grpo.inference.embedded.step_layout import (
     ChunkPart,
     RowRange,
@@ -26,6 +27,7 @@ from torchtitan.grpo.inference.embedded.step_layout import (
     WholePart,
     split_rows,
 )
+from torchtitan.grpo.inference.embedded.uploads import upload
 from torchtitan.grpo.inference.model_cards import first_architecture
 from torchtitan.grpo.system.regular_files import check_folder
 from torchtitan.grpo.types import TopTokens
@@ -45,6 +47,9 @@ _SETTING = "--model-path"
 _WINDOWED = ("mistral", "qwen2", "qwen3", "qwen3_moe")
 # Bytes of keys and values that attention reads in the time that one more call of it takes.
 _CALL_BYTES = {"cpu": 128 * 1024, "cuda": 16 * 1024 * 1024}
+# What a layer of Qwen3 costs without a graph, about 60 kernels from Python at 10 us, as a number of calls
+# of attention at 5 us. A graph may read as much in vain.
+_LAYER_CALLS = 120
 # Number of positions whose logits over the vocabulary are in memory at once.
 _LOGIT_ROWS = 256
 
@@ -59,6 +64,7 @@ class ModelRunner:
         max_slots: Maximum number of rows.
         max_length: Maximum length of a sequence, prompt and completion together.
         known_ids: Ids that may be sampled, in any order; ``None`` allows all.
+        capture: Captures steps without prompts, see `decode_graph.py`; ``None`` captures nothing.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class ModelRunner:
         max_slots: int,
         max_length: int,
         known_ids: Collection[int] | None = None,
+        capture: Capture | None = None,
     ) -> None:
         _check_attention(model)
         model.config._attn_implementation = ATTENTION
@@ -82,6 +89,18 @@ class ModelRunner:
         self.max_length = max_length
         self.cache = SlotCache(max_slots, max_length)
         self._call_positions = _call_positions(model)
+        self._graphs = None
+        if capture is not None:
+            self._graphs = DecodeGraphs(
+                self._hidden,
+                self.cache,
+                max_slots,
+                max_length,
+                _LAYER_CALLS * self._call_positions,
+                capture,
+                self.device,
+                self.dtype,
+            )
 
     def step(
         self, ids: torch.Tensor, positions: torch.Tensor, lengths: list[int], plan: PrefillPlan
@@ -98,18 +117,25 @@ class ModelRunner:
         Returns:
             [rows, vocab] logits.
         """
-        whole, chunk = self._whole_part(plan.whole), self._chunk_part(plan.chunk)
-        ranges = self._masked(split_rows(lengths, self._call_positions), lengths, positions)
-        step = StepLayout(positions, ranges, whole, chunk)
+        hidden, (whole, chunk) = None, self._prompt_parts(plan)
+        if self._graphs is not None and whole is None and chunk is None:
+            hidden = self._graphs.run(ids, positions, lengths)
+        if hidden is None:
+            ranges = self._masked(split_rows(lengths, self._call_positions), lengths, positions)
+            hidden = self._hidden(ids, StepLayout(positions, ranges, whole, chunk))
+        return self.model.lm_head(hidden[: len(lengths)])
+
+    def _hidden(self, ids: torch.Tensor, step: StepLayout) -> torch.Tensor:
+        """Returns the [num_tokens, dim] hidden states of a step."""
         self.cache.plan(step)
-        hidden = self.model.model(
-            input_ids=step.flat_ids(ids),
-            position_ids=step.flat_positions(),
-            past_key_values=self.cache,
-            use_cache=True,
-            slot_cache=self.cache,
-        ).last_hidden_state
-        return self.model.lm_head(hidden[0, : step.num_rows])
+        with fused_kernels(self.device):
+            return self.model.model(
+                input_ids=step.flat_ids(ids),
+                position_ids=step.flat_positions(),
+                past_key_values=self.cache,
+                use_cache=True,
+                slot_cache=self.cache,
+            ).last_hidden_state[0]
 
     def _masked(
         self, ranges: list[RowRange], lengths: list[int], positions: torch.Tensor
@@ -120,37 +146,44 @@ class ModelRunner:
             if min(lengths[rows.start : rows.stop]) < rows.length:
                 read = torch.arange(rows.length, device=self.device)
                 hidden_from = read > positions[rows.start : rows.stop].unsqueeze(1)
-                rows = replace(rows, mask=self._additive(hidden_from)[:, None, None, :])
+                rows = replace(rows, mask=additive_mask(hidden_from, self.dtype)[:, None, None, :])
             masked.append(rows)
         return masked
 
-    def _additive(self, hidden_from: torch.Tensor) -> torch.Tensor:
-        mask = torch.zeros(hidden_from.shape, dtype=self.dtype, device=self.device)
-        return mask.masked_fill_(hidden_from, float("-inf"))
+    def _prompt_parts(self, plan: PrefillPlan) -> tuple[WholePart | None, ChunkPart | None]:
+        """Returns the parts of prompts, whose numbers are one upload.
 
-    def _whole_part(self, prefills: list[Prefill]) -> WholePart | None:
-        """Pads prompts on the right, where a causal mask hides the padding from all real tokens."""
-        # A prompt of one token is computed by its row alone.
-        prefills = [prefill for prefill in prefills if len(prefill.tokens) > 1]
-        if not prefills:
-            return None
-        longest = max(len(prefill.tokens) for prefill in prefills) - 1
-        ids = [p.tokens[:-1] + [0] * (longest + 1 - len(p.tokens)) for p in prefills]
-        pairs = [(r.row, i) for i, prefill in enumerate(prefills) for r in prefill.requests]
-        slots, sources = torch.tensor(pairs, device=self.device).unbind(1)
-        return WholePart(torch.tensor(ids, device=self.device), slots, sources)
-
-    def _chunk_part(self, prefill: Prefill | None) -> ChunkPart | None:
-        if prefill is None or prefill.stop - prefill.start < 2:
-            return None
-        start, stop = prefill.start, prefill.stop - 1
-        ids = torch.tensor(prefill.tokens[start:stop], device=self.device)
-        slots = [request.row for request in prefill.requests if request.row is not None]
+        Prompts are padded on the right, where a causal mask hides the padding from all real tokens.
+        """
+        # A prompt, or a chunk, of one token is computed by its row alone.
+        prefills = [prefill for prefill in plan.whole if len(prefill.tokens) > 1]
+        chunk = plan.chunk
+        if chunk is not None and chunk.stop - chunk.start < 2:
+            chunk = None
+        if not prefills and chunk is None:
+            return None, None
+        longest = max((len(prefill.tokens) for prefill in prefills), default=1)
+        padded = [p.tokens[:-1] + [0] * (longest - len(p.tokens)) for p in prefills]
+        chunk_rows = [] if chunk is None else chunk.rows
+        ids, slots, sources, chunk_ids, chunk_slots = upload(
+            [
+                [token for tokens in padded for token in tokens],
+                [row for prefill in prefills for row in prefill.rows],
+                [i for i, prefill in enumerate(prefills) for _ in prefill.requests],
+                [] if chunk is None else chunk.tokens[chunk.start : chunk.stop - 1],
+                chunk_rows,
+            ],
+            self.device,
+        )
+        whole = WholePart(ids.view(len(padded), -1), slots, sources) if padded else None
+        if chunk is None:
+            return whole, None
         mask = None
-        if start:
-            own = torch.arange(start, stop, device=self.device).unsqueeze(1)
-            mask = self._additive(torch.arange(stop, device=self.device) > own)
-        return ChunkPart(ids, slots, start, mask)
+        if chunk.start:
+            own = torch.arange(chunk.start, chunk.stop - 1, device=self.device).unsqueeze(1)
+            read = torch.arange(chunk.stop - 1, device=self.device)
+            mask = additive_mask(read > own, self.dtype)
+        return whole, ChunkPart(chunk_ids, chunk_slots, chunk_rows[0], chunk.start, mask)
 
     def rate(self, sequences: list[list[int]], num_top: int = 0) -> list[PromptRating]:
         """Returns how likely each token but the first is, without using the slots.
@@ -165,7 +198,8 @@ class ModelRunner:
         longest = max(map(len, sequences))
         padded = [tokens + [0] * (longest - len(tokens)) for tokens in sequences]
         ids = torch.tensor(padded, device=self.device)
-        hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+        with fused_kernels(self.device):
+            hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
         counts = [len(tokens) - 1 for tokens in sequences]
         is_real = torch.arange(longest - 1) < torch.tensor(counts).unsqueeze(1)
         is_real = is_real.to(self.device)
@@ -200,11 +234,13 @@ class ModelRunner:
 def _call_positions(model: PreTrainedModel) -> int:
     """Returns the cost of an attention call, as a number of positions that it could read."""
     config = model.config
-    heads = config.num_key_value_heads
-    head_dim = getattr(config, "head_dim", None)
-    head_dim = head_dim or config.hidden_size // config.num_attention_heads
-    position_bytes = 2 * heads * head_dim * model.dtype.itemsize
+    position_bytes = 2 * config.num_key_value_heads * _head_dim(config) * model.dtype.itemsize
     return _CALL_BYTES.get(model.device.type, _CALL_BYTES["cuda"]) // position_bytes
+
+
+def _head_dim(config: PreTrainedConfig) -> int:
+    head_dim = getattr(config, "head_dim", None)
+    return head_dim or config.hidden_size // config.num_attention_heads
 
 
 def _check_attention(model: PreTrainedModel) -> None:
@@ -215,6 +251,12 @@ def _check_attention(model: PreTrainedModel) -> None:
         raise ValueError(
             f"The embedded server needs full attention in every layer; {config.model_type} has "
             f"{sorted(layer_types)}. Serve this model with vLLM or SGLang."
+        )
+    if model.device.type == "cuda" and _head_dim(config) * model.dtype.itemsize % 16:
+        raise ValueError(
+            "On a GPU, the embedded server needs attention heads of a multiple of 16 bytes, which "
+            f"torch's fused kernels take, got {_head_dim(config)} numbers in {model.dtype}. Serve "
+            "this model with vLLM or SGLang."
         )
     # Logits are lm_head(hidden), so anything that a model does to them afterwards would be lost.
     altered = [

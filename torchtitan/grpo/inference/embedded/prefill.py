@@ -51,6 +51,11 @@ class Prefill:
         return self.stop - self.start
 
     @property
+    def rows(self) -> list[int]:
+        """Rows of the requests, each of which has one when its step is computed."""
+        return [request.row for request in self.requests if request.row is not None]
+
+    @property
     def is_cut(self) -> bool:
         """Whether tokens are left for later steps."""
         return self.stop < len(self.tokens)

@@ -3,9 +3,12 @@
 
 """Sampling parameters of a request, and the sampler over a batch of rows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+
+from torchtitan.grpo.inference.embedded.uploads import upload
 
 
 @dataclass(frozen=True)
@@ -64,19 +67,36 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class Filters:
+    """The rows with top-p, top-k or min-p.
+
+    Attributes:
+        rows: [filtered] long.
+        top_k: [filtered, 1] float64; inf is off.
+        top_p: [filtered, 1] float32.
+        min_p: [filtered, 1] float32.
+    """
+
+    rows: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+
+
+@dataclass(frozen=True)
 class SamplingBatch:
     """The sampling parameters of a batch's rows, as tensors.
 
     Attributes:
         temperature: [rows, 1] float32, 1 for greedy rows; ``None`` if all entries are 1.
         greedy: [rows] bool; ``None`` if no row is greedy.
-        filtered: Rows with top-p, top-k or min-p, and their parameters.
+        filters: ``None`` if no row has any.
         seeded: Rows with random numbers of their own, and their generators.
     """
 
-    temperature: torch.Tensor | None
-    greedy: torch.Tensor | None
-    filtered: list[tuple[int, SamplingParams]] = field(default_factory=list)
+    temperature: torch.Tensor | None = None
+    greedy: torch.Tensor | None = None
+    filters: Filters | None = None
     seeded: list[tuple[int, torch.Generator]] = field(default_factory=list)
 
     @classmethod
@@ -86,15 +106,47 @@ class SamplingBatch:
         generators: list[torch.Generator | None],
         device: torch.device,
     ) -> "SamplingBatch":
-        """Builds the batch from lists with one entry for each row."""
-        temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
-        greedy = [p.is_greedy for p in params]
+        """Builds the tensors of a batch.
+
+        Args:
+            params: Parameters of each row.
+            generators: Random numbers of each row's own, or ``None``.
+            device: Device of the logits.
+        """
+        columns = upload(cls.columns(params), device, torch.float64)
+        return cls.from_columns(columns, params, generators)
+
+    @staticmethod
+    def columns(params: list[SamplingParams]) -> list[list[float]]:
+        """Returns the numbers of a batch, to be uploaded as float64 for :meth:`from_columns`."""
+        filtered = [(i, p) for i, p in enumerate(params) if p.is_filtered]
+        return [
+            [1.0 if p.is_greedy else p.temperature for p in params],
+            [p.is_greedy for p in params],
+            [i for i, _ in filtered],
+            [p.top_k if p.top_k > 0 else float("inf") for _, p in filtered],
+            [p.top_p for _, p in filtered],
+            [p.min_p for _, p in filtered],
+        ]
+
+    @classmethod
+    def from_columns(
+        cls,
+        columns: Sequence[torch.Tensor],
+        params: list[SamplingParams],
+        generators: list[torch.Generator | None],
+    ) -> "SamplingBatch":
+        """Builds a batch from its uploaded columns; see :meth:`build`."""
+        temperature, greedy, rows, top_k, top_p, min_p = columns
+        is_plain = all(p.is_greedy or p.temperature == 1.0 for p in params)
+        filters = None
+        if len(rows):
+            bounds = top_k, top_p.float(), min_p.float()
+            filters = Filters(rows.long(), *(bound.unsqueeze(1) for bound in bounds))
         return cls(
-            temperature=None
-            if all(t == 1.0 for t in temperatures)
-            else torch.tensor(temperatures, device=device).unsqueeze(1),
-            greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
-            filtered=[(i, p) for i, p in enumerate(params) if p.is_filtered],
+            temperature=None if is_plain else temperature.float().unsqueeze(1),
+            greedy=greedy.bool() if any(p.is_greedy for p in params) else None,
+            filters=filters,
             seeded=[(i, g) for i, g in enumerate(generators) if g is not None],
         )
 
@@ -129,31 +181,24 @@ def sample(
     # Noise of exactly 0 would select its token whatever the probability.
     noise = noise.clamp_(min=torch.finfo(torch.float32).tiny).log_().neg_()
     allowed = logprobs if excluded is None else logprobs.masked_fill(excluded, float("-inf"))
-    candidates = _filtered(allowed, batch.filtered) if batch.filtered else allowed
+    candidates = allowed if batch.filters is None else _filtered(allowed, batch.filters)
     ids = (candidates + noise).argmax(dim=-1)
     if batch.greedy is not None:
         ids = torch.where(batch.greedy, allowed.argmax(dim=-1), ids)
     return ids, logprobs.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
 
 
-def _filtered(logprobs: torch.Tensor, filtered: list[tuple[int, SamplingParams]]) -> torch.Tensor:
+def _filtered(logprobs: torch.Tensor, filters: Filters) -> torch.Tensor:
     """Returns ``logprobs`` with -inf for the tokens that a row's filters exclude."""
-    rows = torch.tensor([row for row, _ in filtered], device=logprobs.device)
-    params = [p for _, p in filtered]
-
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, device=logprobs.device).unsqueeze(1)
-
-    ordered, order = logprobs[rows].sort(dim=-1, descending=True)
+    ordered, order = logprobs[filters.rows].sort(dim=-1, descending=True)
     probs = ordered.exp()
-    vocab = logprobs.shape[-1]
-    rank = torch.arange(vocab, device=logprobs.device)
-    forbidden = rank >= column([p.top_k if p.top_k > 0 else vocab for p in params])
+    rank = torch.arange(logprobs.shape[-1], device=logprobs.device)
+    forbidden = rank >= filters.top_k
     # A token is kept if the more likely ones have less than top_p together, as for the first.
-    forbidden |= (probs.cumsum(-1) - probs) >= column([p.top_p for p in params])
-    forbidden |= probs < probs[:, :1] * column([p.min_p for p in params])
+    forbidden |= (probs.cumsum(-1) - probs) >= filters.top_p
+    forbidden |= probs < probs[:, :1] * filters.min_p
     forbidden[:, 0] = False
     ordered = ordered.masked_fill(forbidden, float("-inf"))
     result = logprobs.clone()
-    result[rows] = torch.empty_like(ordered).scatter_(-1, order, ordered)
+    result[filters.rows] = torch.empty_like(ordered).scatter_(-1, order, ordered)
     return result

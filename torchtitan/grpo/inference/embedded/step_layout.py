@@ -60,13 +60,15 @@ class ChunkPart:
 
     Attributes:
         ids: [num_tokens] long, at least one token.
-        slots: Slots that store it. All of them hold the prompt's earlier tokens.
+        slots: [num_slots] long, slots that store it. All of them hold the prompt's earlier tokens.
+        first_slot: One of them, whose keys and values attention reads.
         start: Position of the first token.
         mask: [num_tokens, start + num_tokens] additive mask; ``None`` if ``start`` is 0.
     """
 
     ids: torch.Tensor
-    slots: list[int]
+    slots: torch.Tensor
+    first_slot: int
     start: int
     mask: torch.Tensor | None = None
 

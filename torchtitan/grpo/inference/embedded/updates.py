@@ -101,9 +101,9 @@ class WeightUpdater:
         self._device = device
         self._timeout_seconds = timeout_seconds
         self._busy = threading.Lock()
-        self._buffers = BufferPool()
+        self._buffers = BufferPool(pinned=device.type == "cuda")
         self._model_path = model_path
-        self._place = StagingPlace(device, table.in_wire_dtype, self._prepared)
+        self._place = StagingPlace(device, table.in_wire_dtype, self._prepared, stream=table.stream)
         self._session: _Session | None = None
         self._served: _Served | None = None
         self._pushed: set[str] = set()  # may differ from the directory
@@ -249,7 +249,8 @@ class WeightUpdater:
                 raise UpdateError(_UNDER_WAY)
             self._session = None
             try:
-                return self._end(session, version)
+                with self._table.on_stream():  # adapters may have been staged on it
+                    return self._end(session, version)
             except UpdateError:
                 session.staging.drop()
                 raise
@@ -385,6 +386,7 @@ class WeightUpdater:
     def _commit(
         self, tensors: dict[str, torch.Tensor], version: str | None, abort_all: bool
     ) -> float:
+        self._table.wait_prepared()
         future = self._engine.swap_weights(
             lambda: self._table.adopt(tensors), version, abort_all=abort_all
         )

@@ -154,7 +154,7 @@ class WorkerUpdates:
         self._timeout_seconds = 0.0
         self._expected: dict[str, tuple[int, ...]] | None = None
         self._loading = False
-        self._buffers = BufferPool()
+        self._buffers = BufferPool(pinned=device.type == "cuda")
         self._place = StagingPlace(device, self._base, self._put)
         self._staging: Staging | None = None
         self._adapted: BaseWeights | None = None

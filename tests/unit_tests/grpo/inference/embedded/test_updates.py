@@ -14,7 +14,7 @@ from torchtitan.grpo.inference.embedded.updates import UpdateError, WeightUpdate
 
 
 def test_leaving_waits_for_what_it_breaks_off_and_anything_else_does_not():
-    table: Any = SimpleNamespace(in_wire_dtype=None, prepared=None)
+    table: Any = SimpleNamespace(in_wire_dtype=None, prepared=None, stream=None)
     engine: Any = None
     updater = WeightUpdater(engine, table, torch.device("cpu"), 60.0, "")
     group: Any = SimpleNamespace(leave=lambda: threading.Timer(0.2, updater._busy.release).start())
