@@ -42,7 +42,9 @@ def main(arguments: list[str], checks: Sequence[Check] = CHECKS) -> int:
                     print("\n".join(lines_of(row)), flush=True)
                     rows.append(row)
     print("\n".join(["", *table(rows), f"Commit: {commit}."]))
-    print(f"{time.monotonic() - began:.0f} s. Send the output, with the line below, and the folder.")
+    print(
+        f"{time.monotonic() - began:.0f} s. Send the output, with the line below, and the folder."
+    )
     result = summary(rows, options.device, commit)
     print(strict_json.dumps(result), flush=True)
     return 0 if result["ok"] else 1

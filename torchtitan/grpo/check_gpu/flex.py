@@ -39,9 +39,7 @@ class AttentionCase:
         seq: Length of a row.
     """
 
-    def __init__(
-        self, kind: PackedAttentionKind, settings: Settings, rows: int, seq: int
-    ) -> None:
+    def __init__(self, kind: PackedAttentionKind, settings: Settings, rows: int, seq: int) -> None:
         self.kind, self.device = kind, torch.device(settings.device)
         self.attention, self.shape = PackedAttention(kind), (rows, seq)
         heads, kv_heads, dim = (16, 8, 128) if settings.on_gpu else (4, 2, 16)
@@ -75,7 +73,9 @@ def run(settings: Settings) -> Iterator[Row]:
     logging.getLogger().addHandler(told)
     for kind in get_args(PackedAttentionKind):
         told.lines.clear()
-        case = AttentionCase(kind, settings, 4 if settings.on_gpu else 1, 2048 if settings.on_gpu else 128)
+        case = AttentionCase(
+            kind, settings, 4 if settings.on_gpu else 1, 2048 if settings.on_gpu else 128
+        )
         try:
             figures = _measure(case)
         except Exception as error:

@@ -44,9 +44,7 @@ def _judged(case: str, errors: dict[str, float], bounds: dict[str, float]) -> Ro
     return judged(case, holds, f"at most {bound}", errors)
 
 
-def _logprobs(
-    settings: Settings, tokens: int, vocab: int, dim: int, dtype: torch.dtype
-) -> Row:
+def _logprobs(settings: Settings, tokens: int, vocab: int, dim: int, dtype: torch.dtype) -> Row:
     """Compares with entropy, temperature and two other ids; gradients go into all of them."""
     torch.manual_seed(1)
     device = torch.device(settings.device)
@@ -109,7 +107,10 @@ def _loss(name: str, device: torch.device) -> Row:
     config = GRPO(policy_loss=name)
     results = []
     for to in ({"device": device}, {"dtype": torch.float64}):
-        inputs = {n: t.to(**(to if t.is_floating_point() else {"device": to.get("device", "cpu")})) for n, t in made.items()}
+        inputs = {
+            n: t.to(**(to if t.is_floating_point() else {"device": to.get("device", "cpu")}))
+            for n, t in made.items()
+        }
         logprobs = inputs["logprobs"].requires_grad_()
         loss, _ = objective(LossInputs(**inputs, ref_logprobs=None), config)
         (grad,) = torch.autograd.grad(loss, logprobs)

@@ -19,7 +19,9 @@ _MAX_WIDTH = 200
 
 def lines_of(row: Row) -> list[str]:
     """Returns the line of a row, and its reason below it."""
-    return [_line(row, f"{row.check}: {row.case}"), *_indented(row.reason)]
+    bound = f" [{row.bound}]" if row.bound else ""
+    line = _line(row, f"{row.check}: {row.case}") + bound
+    return [line, *(f"          {part}" for part in row.reason.splitlines())]
 
 
 def table(rows: Sequence[Row]) -> list[str]:
@@ -39,14 +41,9 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def _line(row: Row, name: str) -> str:
-    found = [f"{key} {number:.6g}" for key, number in row.figures.items()]
+    found = [f"{key} {number:.4g}" for key, number in row.figures.items()]
     found += [f"{key} {fact}" for key, fact in row.facts.items() if fact]
-    bound = f" [{row.bound}]" if row.bound else ""
-    return f"{row.status:8}  {name}  {', '.join(found)}{bound}".rstrip()
-
-
-def _indented(text: str) -> list[str]:
-    return [f"          {line}" for line in text.splitlines()]
+    return f"{row.status:8}  {name}  {', '.join(found)}".rstrip()
 
 
 def summary(rows: Sequence[Row], device: str, commit: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torchtitan.grpo import strict_json
 
@@ -58,8 +58,8 @@ class Settings:
         return self.device == "cuda"
 
 
-def judged(case: str, holds: bool, bound: str, figures: dict[str, float], **more: dict) -> Row:
-    """Returns a row that passes if its bound holds."""
+def judged(case: str, holds: bool, bound: str, figures: dict[str, float], **more: Any) -> Row:
+    """Returns a row that passes if its bound holds, with ``more`` fields."""
     reason = "" if holds else f"must hold: {bound}"
     return Row(case, "passed" if holds else "failed", figures, bound, reason, **more)
 

@@ -39,7 +39,9 @@ def run(settings: Settings) -> Iterator[Row]:
 
 def _streams(device: torch.device) -> Row:
     pushed = make_pushed({"one": torch.randn(64, 64, device=device)}, device, 2)
-    torchs = {torch.cuda.Stream(device, priority).cuda_stream for priority in (0, -1) for _ in range(64)}
+    torchs = {
+        torch.cuda.Stream(device, priority).cuda_stream for priority in (0, -1) for _ in range(64)
+    }
     torchs.add(torch.cuda.current_stream().cuda_stream)
     snapshot = pushed.snapshots._copies._stream.cuda_stream  # pyright: ignore
     before, pushes = torch.cuda.memory_reserved(), {}
@@ -75,11 +77,19 @@ async def _joins(device: torch.device, backend: str) -> Row:
         most |= _threads() - before
         begin = time.perf_counter()
         await end.leave()
-        times["longest_leave_seconds"] = max(times["longest_leave_seconds"], time.perf_counter() - begin)
+        times["longest_leave_seconds"] = max(
+            times["longest_leave_seconds"], time.perf_counter() - begin
+        )
     figures = {"new_watchdogs": float(most[_WATCHDOG]), "new_threads": float(most.total()), **times}
     facts = {"new": ", ".join(f"{count} {name}" for name, count in sorted(most.items()))}
     holds = most[_WATCHDOG] == 0
-    return judged(f"threads of {_GROUPS} joins over {backend}", holds, "no watchdog is started", figures, facts=facts)
+    return judged(
+        f"threads of {_GROUPS} joins over {backend}",
+        holds,
+        "no watchdog is started",
+        figures,
+        facts=facts,
+    )
 
 
 def _threads() -> Counter[str]:

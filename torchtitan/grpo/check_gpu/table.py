@@ -39,9 +39,7 @@ _TORCHS_DEFAULTS = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_MODULE_LOADING": "
 _STEPS_CANNOT_TELL = (
     "what several GPUs add: with one, no collective sends anything, and states take all the memory"
 )
-_PUSHES_CANNOT_TELL = (
-    "how much of the GPU NCCL takes: its kernel has up to 4 blocks of 640 threads, the one here 1 thread"
-)
+_PUSHES_CANNOT_TELL = "how much of the GPU NCCL takes: its kernel has up to 4 blocks of 640 threads, the one here 1 thread"
 
 CHECKS = (
     Check(

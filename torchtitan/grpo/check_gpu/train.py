@@ -36,7 +36,12 @@ SIZES = {
     "train-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
     "train-1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28},
 }
-_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936}
+_HEADS = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+}
 _SMALL = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 997,
@@ -249,7 +254,9 @@ def _steps(trained: Trained, case: str, peak_tflops: float) -> Row:
 def _kernels(trained: Trained, case: str) -> Row:
     """Counts the kernels of a step; the longest ones are in the check's output."""
     on_gpu = trained.device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
+    ) as profiler:
         trained.step()
         _synchronize(trained.device)
     times = {
