@@ -1,11 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Compiles each kind of packed attention: how long the first pass takes, and how often torch compiles.
+"""Compiles each kind of packed attention: how long that takes, how often, and which kernel runs.
 
 A compilation takes many seconds in the middle of a run. Different borders of sequences in rows of
 one shape must not lead to another. The probe of an attestation runs without gradients, for which
-torch.compile has a guard, so one more compilation is allowed there.
+torch.compile has a guard, so one more compilation is allowed there. Without a fused kernel for a mask
+and grouped heads, torch computes all scores of a row, which the longest kernel and the memory show.
 """
 
 import logging
@@ -15,6 +16,7 @@ from typing import get_args
 
 import torch
 from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from torchtitan.grpo.check_gpu.parts import median_ms
@@ -40,7 +42,8 @@ class AttentionCase:
     """
 
     def __init__(self, kind: PackedAttentionKind, settings: Settings, rows: int, seq: int) -> None:
-        self.kind, self.device = kind, torch.device(settings.device)
+        self.kind: PackedAttentionKind = kind
+        self.device = torch.device(settings.device)
         self.attention, self.shape = PackedAttention(kind), (rows, seq)
         heads, kv_heads, dim = (16, 8, 128) if settings.on_gpu else (4, 2, 16)
         dtype = torch.bfloat16 if settings.on_gpu else torch.float32
@@ -82,7 +85,7 @@ def run(settings: Settings) -> Iterator[Row]:
             yield failure(kind, error, settings)
             continue
         holds = figures["more_graphs"] == 0 and figures["more_graphs_without_gradient"] <= 1
-        facts = {"said": " / ".join(told.lines)} if told.lines else {}
+        facts = {"longest_kernel": _longest_kernel(case), "said": " / ".join(told.lines)}
         yield judged(kind, holds, _BOUND, figures, facts=facts)
 
 
@@ -102,6 +105,11 @@ def _measure(case: AttentionCase) -> dict[str, float]:
         case.train(seed)
     figures["more_graphs"] = _num_graphs() - figures["graphs"]
     figures["step_ms"] = median_ms(lambda: case.train(0), case.device)
+    if case.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        case.train(0)
+        figures["extra_gpu_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
     trained = _num_graphs()
     with torch.no_grad():
         for seed in range(_ROWS):
@@ -112,6 +120,15 @@ def _measure(case: AttentionCase) -> dict[str, float]:
     assert isinstance(out, torch.Tensor)
     out.backward(case.grad)  # activation checkpointing calls the compiled function once more
     return figures
+
+
+def _longest_kernel(case: AttentionCase) -> str:
+    if case.device.type != "cuda":
+        return ""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        case.train(0)
+        torch.cuda.synchronize()
+    return max(profiler.key_averages(), key=lambda event: event.self_device_time_total).key[:80]
 
 
 def _num_graphs() -> float:

@@ -99,7 +99,7 @@ class Owner:
             "check": check.name, "module": check.module, "device": self.device, "folder": folder,
             "rows": str(self._rows.path.resolve()), "cannot_tell": check.cannot_tell,
         }  # fmt: skip
-        environment = os.environ | self.environment | check.environment
+        environment = os.environ | self.environment | dict(check.environment)
         return start_child(
             [*LIGHT_PYTHON, _CHILD, strict_json.dumps(task)], env=environment, log_file=log
         )

@@ -10,8 +10,8 @@ from them. A watchdog thread of NCCL may end the process when a server is lost.
 import asyncio
 import contextlib
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 
 import torch
@@ -65,22 +65,20 @@ async def _joins(device: torch.device, backend: str) -> Row:
     """Joins groups of this process alone, as for a server, and broadcasts once in each."""
     settings = GroupSettings("127.0.0.1", "auto", _TIMEOUT_SECONDS, device, _BUCKET)
     payload = torch.ones(_BUCKET, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    before, most, times = _threads(), Counter(), Counter()
+    before, most, times = _threads(), Counter[str](), defaultdict[str, float](float)
+
+    async def timed(name: str, step: Awaitable[None]) -> None:
+        begin = time.perf_counter()
+        await step
+        times[name] = max(times[name], time.perf_counter() - begin)
+
     for number in range(_GROUPS):
         end = GroupEnd(f"http://127.0.0.1:{9 + number}", 1, backend, settings)
-        for name, step in (("join", end.join()), ("send", end.send(lambda send: send(payload)))):
-            begin = time.perf_counter()
-            await step
-            times[f"longest_{name}_seconds"] = max(
-                times[f"longest_{name}_seconds"], time.perf_counter() - begin
-            )
+        await timed("longest_join_seconds", end.join())
+        await timed("longest_send_seconds", end.send(lambda send: send(payload)))
         most |= _threads() - before
-        begin = time.perf_counter()
-        await end.leave()
-        times["longest_leave_seconds"] = max(
-            times["longest_leave_seconds"], time.perf_counter() - begin
-        )
-    figures = {"new_watchdogs": float(most[_WATCHDOG]), "new_threads": float(most.total()), **times}
+        await timed("longest_leave_seconds", end.leave())
+    figures = {"new_watchdogs": float(most[_WATCHDOG]), "new_threads": float(most.total())} | times
     facts = {"new": ", ".join(f"{count} {name}" for name, count in sorted(most.items()))}
     holds = most[_WATCHDOG] == 0
     return judged(

@@ -49,7 +49,7 @@ CHECKS = (
     ),
     Check(
         "flex", f"{_PACKAGE}.flex", 25, 200,
-        "Does each kind of packed attention compile, how long does it take, and how often?",
+        "Does each kind of attention compile, how long and how often, and which kernel does it get?",
         "whether another version of torch compiles it",
     ),
     Check(
@@ -87,14 +87,9 @@ CHECKS = (
         "the errors, which parity measures",
     ),
     Check(
-        "sdpa", f"{_PACKAGE}.sdpa", 15, 45,
-        "Which kernel does masked attention with grouped heads get?",
-        "what another version of cuDNN would choose", on_cpu=False,
-    ),
-    Check(
-        "boundary", f"{_PACKAGE}.boundary", 20, 70,
-        "What do fence and publish cost at the step boundary, and how much memory?",
-        "a boundary beside training, which end-to-end measures; only host_ms is paid in each step",
+        "boundary", f"{_PACKAGE}.train", 30, 90,
+        "What does publishing cost a training step, and how much memory?",
+        "what waits for the gathered version: nothing reads the slots",
     ),
     Check(
         "pushes", f"{_PACKAGE}.pushes", 25, 60,

@@ -1,15 +1,20 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Measures training steps of a model with random weights: the real model, loss and optimizer."""
+"""Measures training steps and the boundary between them: the real model, with random weights.
+
+At the boundary, the training thread calls ``Snapshots.copy_into`` when it publishes and
+``Snapshots.fence`` before the next optimizer step.
+"""
 
 import gc
+import itertools
 import json
 import os
 import socket
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +25,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.utils import get_peak_flops
 
-from torchtitan.grpo.check_gpu.parts import product_tflops
+from torchtitan.grpo.check_gpu.parts import make_pushed, median_ms, product_tflops
 from torchtitan.grpo.check_gpu.row import Row, Settings
 from torchtitan.grpo.data.cost import flops_cost
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
@@ -32,15 +37,13 @@ from torchtitan.grpo.training.optimizers import build_optimizers
 from torchtitan.grpo.training.runner import WholeModelRunner
 from torchtitan.grpo.training.step import MinibatchLoss, ScoredRows
 
-SIZES = {
-    "train-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
-    "train-1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28},
-}
-_HEADS = {
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
+_QWEN3 = {
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
     "vocab_size": 151_936,
+}  # fmt: skip
+_SIZES = {
+    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072} | _QWEN3,
+    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144} | _QWEN3,
 }
 _SMALL = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -54,24 +57,32 @@ _COPIES = ("copy", "Memcpy", "Memset", "cat", "Fill")
 
 
 def run(settings: Settings) -> Iterator[Row]:
-    """Yields a row for the steps and one for the kernels of each variant."""
+    """Yields two rows for each variant of steps, or with the check ``boundary`` one for each size."""
     device = torch.device(settings.device)
-    shape = SIZES[settings.check] | _HEADS if settings.on_gpu else _SMALL
     _join_alone(device)
+    if settings.check == "boundary":
+        for name in _SIZES if settings.on_gpu else ("0.6b",):
+            yield _boundary(Trained(settings, name, compiled=False, checkpointing="none"), name)
+            _forget(settings)
+        return
     peak = product_tflops(device, 8192 if settings.on_gpu else 256)
-    for compiled, checkpointing in _VARIANTS if settings.on_gpu else _VARIANTS[:2]:
+    for compiled, checkpointing in _VARIANTS if settings.on_gpu else _VARIANTS[1:2]:
         case = f"{'compiled' if compiled else 'eager'}, checkpointing {checkpointing}"
         try:
-            trained = Trained(settings, shape, compiled, checkpointing)
+            trained = Trained(settings, settings.check[-4:], compiled, checkpointing)
             yield _steps(trained, case, peak)
             yield _kernels(trained, case)
         except torch.OutOfMemoryError:
             yield Row(case, "skipped", reason="It needs more GPU memory.")
         trained = None  # frees the model before the next one is made
-        gc.collect()
-        torch._dynamo.reset()
-        if settings.on_gpu:
-            torch.cuda.empty_cache()
+        _forget(settings)
+
+
+def _forget(settings: Settings) -> None:
+    gc.collect()
+    torch._dynamo.reset()
+    if settings.on_gpu:
+        torch.cuda.empty_cache()
 
 
 def _join_alone(device: torch.device) -> None:
@@ -91,15 +102,14 @@ class Trained:
 
     Args:
         settings: Settings of the check.
-        shape: Sizes of a Qwen3, by their names in ``config.json``.
+        size: Name of the model's size.
         compiled: ``compile.enable``.
         checkpointing: ``activation_checkpoint.mode``.
     """
 
-    def __init__(
-        self, settings: Settings, shape: dict[str, int], compiled: bool, checkpointing: str
-    ) -> None:
-        self.device, self.shape = torch.device(settings.device), shape
+    def __init__(self, settings: Settings, size: str, compiled: bool, checkpointing: str) -> None:
+        self.device = torch.device(settings.device)
+        self.shape = shape = _SIZES[size] if settings.on_gpu else _SMALL
         num_rows, seq = (4, 2048) if settings.on_gpu else (2, 64)
         config = JobConfig()
         config.model.hf_assets_path = _write_model(settings.folder, shape)
@@ -134,14 +144,15 @@ class Trained:
         # Called when the gradient of the head's input is there, where its backward pass has ended.
         inputs[0].register_hook(lambda _: self.marks.add("head"))
 
-    def step(self) -> torch.Tensor:
-        """Runs an optimizer step; returns the gradient's norm."""
+    def step(self, fence: Callable[[], None] = lambda: None) -> torch.Tensor:
+        """Runs an optimizer step, after a fence; returns the gradient's norm."""
         self.marks.begin()
         self.optimizers.zero_grad()
         loss = MinibatchLoss(ScoredRows(self.rows, None, None), self.config.grpo)
         self.runner.forward_backward(self.rows, loss)
         self.marks.add("body")
         norm = self.clipper.clip()
+        fence()
         self.optimizers.step()
         self.marks.add("optimizer")
         return norm
@@ -275,3 +286,47 @@ def _kernels(trained: Trained, case: str) -> Row:
         "nccl_ms": sum(ms for key, (ms, _) in times.items() if "nccl" in key),
     }  # fmt: skip
     return Row(f"{case}: kernels", "measured", figures)
+
+
+def _boundary(trained: Trained, name: str) -> Row:
+    """Compares steps that publish with steps that do not."""
+    device, on_gpu = trained.device, trained.device.type == "cuda"
+    quiet = median_ms(trained.step, device)
+    _synchronize(device)
+    before = torch.cuda.max_memory_allocated() if on_gpu else 0
+    pushed = make_pushed(dict(trained.model.named_parameters()), device, num_slots=2)
+    snapshots, hosts, fences, slots = pushed.snapshots, [], [], itertools.cycle(range(2))
+
+    def fence() -> None:
+        begin = time.perf_counter()
+        snapshots.fence()
+        fences.append((time.perf_counter() - begin) * 1e3)
+
+    def publishing_step() -> None:
+        trained.step(fence)
+        begin = time.perf_counter()
+        snapshots.copy_into(next(slots))
+        hosts.append((time.perf_counter() - begin) * 1e3)
+
+    figures = {
+        "quiet_step_ms": quiet, "step_ms": median_ms(publishing_step, device),
+        "publish_host_ms": statistics.median(hosts), "fence_host_ms": statistics.median(fences),
+        "fence_stream_ms": snapshots.stalled_seconds * 1e3, "tensors": float(len(pushed.slots.shards[0])),
+        "slot_gib": pushed.plan.num_bytes / 2**30,
+    }  # fmt: skip
+
+    def copy_alone() -> None:
+        snapshots.copy_into(0)
+        snapshots.fence()
+
+    figures["copy_alone_ms"] = median_ms(copy_alone, device)
+    if on_gpu:
+        figures["higher_peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+    snapshots.read(0)
+    snapshots.close()
+    _kept.append(pushed)
+    return Row(f"{name}, float32 to bfloat16", "measured", figures)
+
+
+_kept = []
+"""Pinned memory, which must not be freed, because its addresses must not be used again."""
