@@ -22,18 +22,22 @@ NO_GPU_STATUS = 3
 def main(task: dict[str, Any]) -> int:
     """Runs the check and writes each row as soon as it is there; returns the exit status."""
     settings = Settings(task["check"], task["device"], Path(task["folder"]))
-    from torchtitan.grpo.system.device import settle_device
-
-    # As in a trainer: it also settles how many queues CUDA has, and when it loads kernels.
-    found = settle_device()
-    if settings.device == "cuda" and found != "cuda":
+    module = importlib.import_module(task["module"])
+    if "torch" in sys.modules and not _settle(settings):
         return NO_GPU_STATUS
-    logging.basicConfig(level=logging.INFO)
     rows = RowsFile(Path(task["rows"]))
-    for row in importlib.import_module(task["module"]).run(settings):
+    for row in module.run(settings):
         open_ends = row.cannot_tell or task["cannot_tell"]
         rows.add(replace(row, check=settings.check, cannot_tell=open_ends))
     return 0
+
+
+def _settle(settings: Settings) -> bool:
+    """Sets CUDA up as a trainer does; returns whether the device of the settings is there."""
+    from torchtitan.grpo.system.device import settle_device
+
+    logging.basicConfig(level=logging.INFO)
+    return settle_device() == "cuda" or not settings.on_gpu
 
 
 if __name__ == "__main__":

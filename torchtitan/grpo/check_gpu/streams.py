@@ -44,13 +44,13 @@ def _streams(device: torch.device) -> Row:
     }
     torchs.add(torch.cuda.current_stream().cuda_stream)
     snapshot = pushed.snapshots._copies._stream.cuda_stream  # pyright: ignore
-    before, pushes = torch.cuda.memory_reserved(), {}
+    before, streams, senders = torch.cuda.memory_reserved(), set(), {}
     for number in range(_JOINS):
         url = f"http://server-{number % _SERVERS}"
-        sender = DeviceBroadcast(device, url, _BUCKET, _TIMEOUT_SECONDS)
-        pushes.setdefault(url, set()).add(sender._lane.stream.cuda_stream)
-        sender.close()
-    streams = set().union(*pushes.values())
+        if url in senders:
+            senders[url].close()
+        senders[url] = DeviceBroadcast(device, url, _BUCKET, _TIMEOUT_SECONDS)
+        streams.add(senders[url]._lane.stream.cuda_stream)
     figures = {
         "streams": float(len(streams)), "equal_to_torchs": float(len(streams & torchs)),
         "equal_to_snapshot": float(snapshot in streams), "snapshot_equals_torchs": float(snapshot in torchs),
