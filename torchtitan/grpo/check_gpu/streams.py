@@ -78,7 +78,7 @@ async def _joins(device: torch.device, backend: str) -> Row:
         await timed("longest_send_seconds", end.send(lambda send: send(payload)))
         most |= _threads() - before
         await timed("longest_leave_seconds", end.leave())
-    figures = {"new_watchdogs": float(most[_WATCHDOG]), "new_threads": float(most.total())} | times
+    figures = {"new_watchdogs": float(most[_WATCHDOG]), "new_threads": float(most.total()), **times}
     facts = {"new": ", ".join(f"{count} {name}" for name, count in sorted(most.items()))}
     holds = most[_WATCHDOG] == 0
     return judged(
