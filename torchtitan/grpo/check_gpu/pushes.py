@@ -35,7 +35,7 @@ def _first_use(device: torch.device, facts: dict[str, str]) -> Row:
     """Uses kernels of torch and of cuBLAS that this process has not used."""
     payload = torch.ones(2**20, dtype=torch.uint8).pin_memory()
     values = torch.ones(64, 64, device=device)
-    values @ values  # makes the handle of cuBLAS, which allocates
+    torch.mm(values, values)  # makes the handle of cuBLAS, which allocates
     with broadcast_to_silent_server(device, payload, _KERNEL_SECONDS) as is_under_way:
         begin = time.perf_counter()
         torch.erfinv(values)

@@ -27,16 +27,19 @@ def lines_of(row: Row) -> list[str]:
 def table(rows: Sequence[Row]) -> list[str]:
     """Returns a line for each row, under its check and what the check leaves open."""
     lines = []
-    for (check, cannot_tell), group in groupby(rows, lambda row: (row.check, row.cannot_tell)):
-        lines.append(f"{check}" + (f"  (cannot tell: {cannot_tell})" if cannot_tell else ""))
-        for row in group:
-            line = f"  {_line(row, row.case)}"
-            if row.reason and row.status != "failed":
-                line += f": {row.reason.splitlines()[0]}"
+    for check, group in groupby(rows, lambda row: row.check):
+        found = list(group)
+        of_check = found[0].cannot_tell
+        lines.append(f"{check}  (cannot tell: {of_check})" if of_check else check)
+        for row in found:
+            more = [_first_line(row)] if row.status != "failed" else []
+            if row.cannot_tell != of_check:
+                more.append(f"cannot tell: {row.cannot_tell}")
+            line = "; ".join([f"  {_line(row, row.case)}", *filter(None, more)])
             lines.append(line if len(line) <= _MAX_WIDTH else f"{line[: _MAX_WIDTH - 3]}...")
     failed = [row for row in rows if row.status == "failed"]
     lines += [f"{len(failed)} of {len(rows)} rows failed" + (":" if failed else ".")]
-    lines += [f"  {row.check}: {row.case}: {row.reason.splitlines()[0]}" for row in failed]
+    lines += [f"  {row.check}: {row.case}: {_first_line(row)}" for row in failed]
     return lines
 
 
@@ -44,6 +47,10 @@ def _line(row: Row, name: str) -> str:
     found = [f"{key} {number:.4g}" for key, number in row.figures.items()]
     found += [f"{key} {fact}" for key, fact in row.facts.items() if fact]
     return f"{row.status:8}  {name}  {', '.join(found)}".rstrip()
+
+
+def _first_line(row: Row) -> str:
+    return row.reason.partition("\n")[0]
 
 
 def summary(rows: Sequence[Row], device: str, commit: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ At the boundary, the training thread calls ``Snapshots.copy_into`` when it publi
 import gc
 import itertools
 import json
+import math
 import os
 import socket
 import statistics
@@ -26,7 +27,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.utils import get_peak_flops
 
 from torchtitan.grpo.check_gpu.parts import make_pushed, median_ms, product_tflops
-from torchtitan.grpo.check_gpu.row import Row, Settings
+from torchtitan.grpo.check_gpu.row import Row, Settings, judged
 from torchtitan.grpo.data.cost import flops_cost
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
 from torchtitan.grpo.job_config import JobConfig
@@ -53,7 +54,7 @@ _VARIANTS = ((True, "none"), (False, "none"), (True, "full"), (False, "full"))
 """Whether blocks are compiled, and activation checkpointing, in the order of their value."""
 _PER_ROW, _STEPS, _TOP = 4, 6, 15
 # Parts of kernels' names, for what moves bytes and computes nothing.
-_COPIES = ("copy", "Memcpy", "Memset", "cat", "Fill")
+_COPIES = ("copy", "memcpy", "memset", "chunk_cat", "fill")
 
 
 def run(settings: Settings) -> Iterator[Row]:
@@ -62,7 +63,7 @@ def run(settings: Settings) -> Iterator[Row]:
     _join_alone(device)
     if settings.check == "boundary":
         for name in _SIZES if settings.on_gpu else ("0.6b",):
-            yield _boundary(Trained(settings, name, compiled=False, checkpointing="none"), name)
+            yield _boundary(Trained(settings, name, compiled=False, checkpointing="full"), name)
             _forget(settings)
         return
     peak = product_tflops(device, 8192 if settings.on_gpu else 256)
@@ -259,7 +260,7 @@ def _steps(trained: Trained, case: str, peak_tflops: float) -> Row:
         figures["mfu"] = rate / get_peak_flops(torch.cuda.get_device_name())
         figures["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     facts = {"attention": trained.model.settings.attention}
-    return Row(case, "measured" if np.isfinite(norm) else "failed", figures, facts=facts)
+    return judged(case, math.isfinite(norm), "the gradient is finite", figures, facts=facts)
 
 
 def _kernels(trained: Trained, case: str) -> Row:
@@ -279,7 +280,9 @@ def _kernels(trained: Trained, case: str) -> Row:
     print(f"\n{case}, ms and calls of a step:")
     for key, (ms, count) in sorted(times.items(), key=lambda item: -item[1][0])[:_TOP]:
         print(f"{ms:10.3f} {count:6}  {key[:120]}", flush=True)
-    copies = sum(ms for key, (ms, _) in times.items() if any(word in key for word in _COPIES))
+    copies = sum(
+        ms for key, (ms, _) in times.items() if any(word in key.lower() for word in _COPIES)
+    )
     figures = {
         "kernels": float(sum(count for _, count in times.values())),
         "busy_ms": sum(ms for ms, _ in times.values()), "copies_ms": copies,

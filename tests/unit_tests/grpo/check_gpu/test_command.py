@@ -135,7 +135,7 @@ def test_the_first_checks_run_and_no_check_begins_that_cannot_end(make_check, ca
     assert status == 0 and time.monotonic() - begin < 60
     assert [row["status"] for row in result["rows"]] == ["passed", "skipped", "skipped"]
     assert "s left, needs 500 s" in result["rows"][1]["reason"]
-    assert any(line.startswith("  skipped   the whole check: ") for line in lines)
+    assert any(line.startswith("  skipped   the whole check; ") for line in lines)
     written = Path("out", "rows.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in written] == result["rows"]
 
