@@ -65,7 +65,7 @@ class Isolation:
         former step.
         """
         deadline, times, watch = time.monotonic() + _MAX_SECONDS, [], None
-        for number in range(_MAX_STEPS):
+        for number in range(_MAX_STEPS if self._settings.on_gpu else _MIN_STEPS):
             if number >= _MIN_STEPS and time.monotonic() > deadline:
                 break
             publishes = number % _PUBLISH_EVERY == 0

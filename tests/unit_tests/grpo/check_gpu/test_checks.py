@@ -3,17 +3,21 @@
 
 """The checks themselves, as far as a CPU can run them, in processes of their own."""
 
+import itertools
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 import torch
 
-from torchtitan.grpo.check_gpu import parity
+from torchtitan.grpo.check_gpu import end_to_end, nccl, parity, streams
 from torchtitan.grpo.check_gpu.row import Row, Settings
 from torchtitan.grpo.check_gpu.table import CHECKS
 from torchtitan.grpo.losses.policy_terms import BUILTIN
 from torchtitan.grpo.models.packed_attention import PackedAttentionKind
+from torchtitan.grpo.weight_wire import device_lanes
 
 ENDED = ("passed", "measured", "skipped")
 
@@ -116,10 +120,31 @@ def test_a_wrong_loss_is_noticed(monkeypatch):
 
 
 def test_joins_are_looked_at_for_watchdogs(rows_of):
-    streams, threads = rows_of("streams").values()
-    assert streams.status == "skipped"
+    of_joins, threads = rows_of("streams").values()
+    assert of_joins.status == "skipped"
     assert threads.status == "passed" and threads.figures["new_watchdogs"] == 0
     assert "pt_tcpstore" in threads.facts["new"]
+
+
+@pytest.mark.parametrize("are_own", [True, False])
+def test_streams_that_are_torchs_are_noticed(are_own, monkeypatch):
+    pool, own = itertools.cycle(range(32)), itertools.count(1000)
+
+    def stream(handles) -> SimpleNamespace:
+        return SimpleNamespace(cuda_stream=next(handles), query=lambda: True)
+
+    snapshots = SimpleNamespace(_copies=SimpleNamespace(_stream=stream(own)))
+    monkeypatch.setattr(streams, "make_pushed", lambda *_: SimpleNamespace(snapshots=snapshots))
+    monkeypatch.setattr(device_lanes, "_lanes", {})
+    monkeypatch.setattr(device_lanes, "new_stream", lambda device: stream(own if are_own else pool))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: stream(pool))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream(itertools.count(0)))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    row = streams._streams(torch.device("cpu"))
+    assert row.status == ("passed" if are_own else "failed")
+    assert row.figures["streams"] == 8 and row.figures["equal_to_torchs"] == 8 * (not are_own)
 
 
 def test_steps_of_the_real_model_are_split_into_parts(rows_of):
@@ -165,16 +190,12 @@ def test_a_real_run_survives_its_servers(rows_of):
 
 
 def test_an_installed_package_says_that_a_whole_run_needs_a_checkout(monkeypatch, tmp_path):
-    from torchtitan.grpo.check_gpu import end_to_end
-
     monkeypatch.setattr(end_to_end, "_CONFIG", tmp_path / "quickstart.toml")
     (row,) = end_to_end.run(Settings("end-to-end", "cpu", tmp_path))
     assert row.status == "skipped" and "install a checkout" in row.reason
 
 
 def test_two_gpus_are_asked_for_where_one_cannot_tell(monkeypatch, tmp_path):
-    from torchtitan.grpo.check_gpu import nccl
-
     monkeypatch.setattr(nccl, "join_alone", lambda: None)
     monkeypatch.setattr(nccl, "_leave", lambda device, *, beside_kernel: Row("left", "passed"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
