@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torchtitan.grpo import strict_json
 from torchtitan.grpo.check_gpu.owner import Owner
-from torchtitan.grpo.check_gpu.report import NOTE, lines_of, summary, table
+from torchtitan.grpo.check_gpu.report import NOTE, lines_of, machine, summary, table
 from torchtitan.grpo.check_gpu.row import Row
 from torchtitan.grpo.check_gpu.table import CHECKS, Check
 from torchtitan.grpo.run_folder.source_commit import COMMIT_VARIABLE, source_commit
@@ -30,6 +30,7 @@ def main(arguments: list[str], checks: Sequence[Check] = CHECKS) -> int:
         print("\n".join(_description(check) for check in checks))
         return 0
     commit = source_commit() or f"unknown (no .git; {COMMIT_VARIABLE} may name it)"
+    facts = machine(commit)
     options.output.mkdir(parents=True, exist_ok=True)
     print(f"At most {options.budget_seconds:g} s. Rows go to {options.output}. {NOTE}", flush=True)
     rows: list[Row] = []
@@ -37,15 +38,15 @@ def main(arguments: list[str], checks: Sequence[Check] = CHECKS) -> int:
         deadline = began + options.budget_seconds
         owner = Owner(options.device, options.output, deadline, _empty_caches(cache))
         for check in checks:
-            if check.is_always_run or not options.only or check.name in options.only:
+            if not options.only or check.name in options.only:
                 for row in owner.run(check):
                     print("\n".join(lines_of(row)), flush=True)
                     rows.append(row)
-    print("\n".join(["", *table(rows), f"Commit: {commit}."]))
+    print("\n".join(["", *table(rows), *(f"{name}: {fact}" for name, fact in facts.items())]))
     print(
         f"{time.monotonic() - began:.0f} s. Send the output, with the line below, and the folder."
     )
-    result = summary(rows, options.device, commit)
+    result = summary(rows, options.device, facts)
     print(strict_json.dumps(result), flush=True)
     return 0 if result["ok"] else 1
 

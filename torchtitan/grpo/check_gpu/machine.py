@@ -5,8 +5,6 @@
 
 import contextlib
 import os
-import platform
-import subprocess
 import time
 from collections.abc import Iterator
 from importlib import metadata
@@ -16,9 +14,6 @@ from torch.cuda import nccl
 
 from torchtitan.grpo.check_gpu.parts import median_ms, product_tflops
 from torchtitan.grpo.check_gpu.row import Row, Settings
-
-_QUERY_SECONDS = 30
-_QUERY = "driver_version,clocks.sm,clocks.max.sm,power.limit,memory.used"
 
 
 def run(settings: Settings) -> Iterator[Row]:
@@ -34,11 +29,9 @@ def run(settings: Settings) -> Iterator[Row]:
 
 
 def _facts() -> dict[str, str]:
-    facts = {"python": platform.python_version(), "torch": torch.__version__}
-    facts |= {"cuda": str(torch.version.cuda), "nccl": "", "cudnn": "", "gpus": ""}
-    for name in ("triton", "transformers", "torchtitan"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            facts[name] = metadata.version(name)
+    facts = {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        facts["triton"] = metadata.version("triton")
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         facts["gpus"] = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
@@ -46,19 +39,7 @@ def _facts() -> dict[str, str]:
         facts["cudnn"] = str(torch.backends.cudnn.version())
         with contextlib.suppress(AttributeError, RuntimeError):  # a build without NCCL
             facts["nccl"] = ".".join(map(str, nccl.version()))
-    facts["driver"], _, facts["clock_most_clock_power_memory"] = _nvidia_smi().partition(", ")
     return facts | {"cores": str(os.cpu_count())}
-
-
-def _nvidia_smi() -> str:
-    command = ("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader")
-    try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return "; ".join(result.stdout.splitlines())
 
 
 def _start(device: torch.device) -> Row:

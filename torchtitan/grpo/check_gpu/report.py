@@ -3,18 +3,23 @@
 
 """Rows as lines, the table at the end, and the JSON line behind it."""
 
+import platform
+import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
 from torchtitan.grpo.check_gpu.row import Row
+from torchtitan.grpo.run_folder.packages import package_versions
 
 NOTE = (
     "The project's continuous integration has no GPU, so it never runs the rows that need one. A "
     "row that failed may be a mistake of the check itself."
 )
 _MAX_WIDTH = 200
+_QUERY_SECONDS = 30
+_QUERY = "name,driver_version,memory.used,memory.total,clocks.sm,clocks.max.sm,power.limit"
 
 
 def lines_of(row: Row) -> list[str]:
@@ -53,17 +58,32 @@ def _first_line(row: Row) -> str:
     return row.reason.partition("\n")[0]
 
 
-def summary(rows: Sequence[Row], device: str, commit: str) -> dict[str, Any]:
+def machine(commit: str) -> dict[str, str]:
+    """Returns what is known without torch: the commit, versions of packages, and the GPUs."""
+    facts = {"commit": commit, "python": platform.python_version(), **package_versions()}
+    return facts | {f"gpu {number}": line for number, line in enumerate(_nvidia_smi())}
+
+
+def _nvidia_smi() -> list[str]:
+    command = ("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv")
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    names, *lines = result.stdout.splitlines()
+    pairs = (zip(names.split(", "), line.split(", "), strict=True) for line in lines)
+    return [", ".join(f"{name} {value}" for name, value in pair) for pair in pairs]
+
+
+def summary(rows: Sequence[Row], device: str, facts: dict[str, str]) -> dict[str, Any]:
     """Returns what the last line of the output holds."""
     return {
         "check_gpu": 1,
         "ok": all(row.status != "failed" for row in rows),
         "device": device,
-        "machine": {**_machine(rows), "commit": commit},
+        "machine": facts,
         "note": NOTE,
         "rows": [asdict(row) for row in rows],
     }
-
-
-def _machine(rows: Sequence[Row]) -> dict[str, str]:
-    return next((row.facts for row in rows if row.check == "machine" and row.facts), {})

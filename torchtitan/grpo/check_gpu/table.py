@@ -19,7 +19,6 @@ class Check:
         question: What the check answers.
         cannot_tell: What its rows leave open, unless a row says it itself.
         on_cpu: Whether it can run with ``--device cpu``.
-        is_always_run: Whether it runs even if ``--only`` names others.
         environment: Environment of its process besides the command's.
     """
 
@@ -30,7 +29,6 @@ class Check:
     question: str
     cannot_tell: str = ""
     on_cpu: bool = True
-    is_always_run: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -45,7 +43,7 @@ CHECKS = (
     Check(
         "machine", f"{_PACKAGE}.machine", 15, 60,
         "What is this machine, and how fast can it multiply and copy?",
-        "the rates of a GPU that is hot or shared", is_always_run=True,
+        "the rates of a GPU that is hot or shared",
     ),
     Check(
         "flex", f"{_PACKAGE}.flex", 25, 200,

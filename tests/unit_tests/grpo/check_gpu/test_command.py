@@ -4,6 +4,7 @@
 """The command, its rows, table, JSON line and budget, and checks that fail, hang, or crash."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan.grpo import cli
-from torchtitan.grpo.check_gpu import command, owner, table
+from torchtitan.grpo.check_gpu import command, owner, report, table
 from torchtitan.grpo.check_gpu.row import Row, RowsFile
 from torchtitan.grpo.check_gpu.table import CHECKS, Check
 from torchtitan.grpo.run_folder import source_commit
@@ -76,6 +77,18 @@ def test_rows_that_pass_end_in_status_0_a_table_and_a_json_line(make_check, caps
     assert lines[begin + 1 : begin + 3] == ["  passed    one  widgets 3", "0 of 1 rows failed."]
     assert result["ok"] and result["device"] == "cpu" and "no GPU" in result["note"]
     assert result["rows"][0]["figures"] == {"widgets": 3.0}
+    assert result["machine"].keys() >= {"commit", "python", "torch", "torchtitan"}
+
+
+def test_gpus_are_named_without_torch(monkeypatch, tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\necho 'name, driver_version'\necho 'H100, 580.1'\necho 'H200, 580.1'\n"
+    )
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    facts = report.machine("abc")
+    assert facts["gpu 1"] == "name H200, driver_version 580.1" and facts["commit"] == "abc"
 
 
 def test_a_check_that_fails_spoils_no_other(make_check, capsys):
@@ -206,7 +219,7 @@ def test_the_checks_are_listed_in_their_order_and_the_first_fit_into_two_minutes
     assert all(check.question and check.cannot_tell for check in CHECKS)
     assert all(0 < check.needs_seconds < check.limit_seconds for check in CHECKS)
     assert sum(check.needs_seconds for check in CHECKS[:5]) <= 120
-    assert CHECKS[0].is_always_run and CHECKS[-1].name == "end-to-end"
+    assert CHECKS[0].name == "machine" and CHECKS[-1].name == "end-to-end"
 
 
 def test_pushes_are_compared_with_torchs_defaults():
