@@ -17,11 +17,11 @@ from torchtitan.grpo.check_gpu.row import Row, Settings
 
 
 def run(settings: Settings) -> Iterator[Row]:
-    """Yields the versions, the start of CUDA, the rate of products, and that of copies."""
+    """Yields the start of CUDA, the versions, the rate of products, and that of copies."""
     device = torch.device(settings.device)
-    yield Row("versions", "measured", facts=_facts())
     if settings.on_gpu:
-        yield _start(device)
+        yield _start(device)  # first, because reading versions begins it
+    yield Row("versions", "measured", facts=_facts())
     sizes = (8192, 2048) if settings.on_gpu else (256,)
     rates = {f"tflops_of_{size}": product_tflops(device, size) for size in sizes}
     yield Row("bfloat16 products", "measured", rates)

@@ -34,6 +34,7 @@ def run(settings: Settings) -> Iterator[Row]:
 def _first_use(device: torch.device, facts: dict[str, str]) -> Row:
     """Uses kernels of torch and of cuBLAS that this process has not used."""
     payload = torch.ones(2**20, dtype=torch.uint8).pin_memory()
+    free, total = torch.cuda.mem_get_info()
     values = torch.ones(64, 64, device=device)
     torch.mm(values, values)  # makes the handle of cuBLAS, which allocates
     with broadcast_to_silent_server(device, payload, _KERNEL_SECONDS) as is_under_way:
@@ -41,7 +42,10 @@ def _first_use(device: torch.device, facts: dict[str, str]) -> Row:
         torch.erfinv(values)
         (values.bfloat16() @ values.bfloat16()).sum().item()
         seconds, still_waits = time.perf_counter() - begin, is_under_way()
-    figures = {"seconds": seconds, "push_still_waits": float(still_waits)}
+    figures = {
+        "seconds": seconds, "push_still_waits": float(still_waits),
+        "gib_in_use_at_start": (total - free) / 2**30,
+    }  # fmt: skip
     bound = f"within {_MAX_WAIT_SECONDS:g} s, while the push waits"
     holds = still_waits and seconds <= _MAX_WAIT_SECONDS
     case = "kernels that are used first"
