@@ -36,8 +36,8 @@ usage: torchtitan-grpo COMMAND ...
       run the other kinds.
   verify --kind vllm --url http://host:port --run outputs/run --prompts X.jsonl
       Check that a server serves the weights that a run exported.
-  check-gpu [--only NAME] [--list] [--device cpu]
-      Measure on this machine's GPU what tests without one cannot tell (20 minutes).
+  check-gpu [--budget-seconds N] [--only NAME] [--output FOLDER] [--list] [--device cpu]
+      Measure on this machine's GPU what tests without one cannot tell (15 minutes).
   versions
       Print the versions of this package and of those that a run depends on.
 
@@ -181,7 +181,7 @@ def verify(arguments: list[str]) -> int:
 
 
 def check_gpu(arguments: list[str]) -> int:
-    """Measures what only a GPU can tell about the weight push and the training step."""
+    """Measures what only a GPU can tell about the training step and the weight push."""
     from torchtitan.grpo.check_gpu.command import main as check_main
 
     return check_main(arguments)

@@ -1,17 +1,21 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""``torchtitan-grpo check-gpu [--only NAME] [--list] [--device cpu]``."""
+"""``torchtitan-grpo check-gpu [--budget-seconds N] [--only NAME] [--list] [--device cpu]``."""
 
 import argparse
+import os
+import tempfile
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from torchtitan.grpo import strict_json
-from torchtitan.grpo.check_gpu.owner import run_check
-from torchtitan.grpo.check_gpu.report import NOTE, lines_of, machine, summary
+from torchtitan.grpo.check_gpu.owner import Owner
+from torchtitan.grpo.check_gpu.report import NOTE, lines_of, machine, summary, table
 from torchtitan.grpo.check_gpu.row import Row
 from torchtitan.grpo.check_gpu.table import CHECKS, Check
-from torchtitan.grpo.command_line.errors import ConfigError
+from torchtitan.grpo.run_folder.source_commit import COMMIT_VARIABLE, source_commit
 
 
 def main(arguments: list[str], checks: Sequence[Check] = CHECKS) -> int:
@@ -20,51 +24,58 @@ def main(arguments: list[str], checks: Sequence[Check] = CHECKS) -> int:
     Raises:
         ConfigError: If a GPU is needed and none is visible.
     """
+    began = time.monotonic()
     options = _parse(arguments, checks)
     if options.list:
-        print("\n".join(f"{check.name:14} {check.question}" for check in checks))
+        print("\n".join(_description(check) for check in checks))
         return 0
-    facts = machine()
-    if options.device == "cuda" and not facts["gpus"]:
-        raise ConfigError(
-            "check-gpu needs a GPU that torch can use, and none is visible. Install a torch with "
-            "CUDA and set CUDA_VISIBLE_DEVICES, or try the command with --device cpu."
-        )
-    print(f"Up to {_minutes(checks, options.only):.0f} minutes. {NOTE}", flush=True)
+    commit = source_commit() or f"unknown (no .git; {COMMIT_VARIABLE} may name it)"
+    facts = machine(commit)
+    options.output.mkdir(parents=True, exist_ok=True)
+    print(f"At most {options.budget_seconds:g} s. Rows go to {options.output}. {NOTE}", flush=True)
     rows: list[Row] = []
-    for check in checks:
-        if options.only and check.name not in options.only:
-            continue
-        found = _rows_of(check, options.device)
-        print("\n".join(lines_of(found)), flush=True)
-        rows += found
-    print(_what_to_send(facts))
+    with tempfile.TemporaryDirectory(prefix="check-gpu-cache-") as cache:
+        deadline = began + options.budget_seconds
+        owner = Owner(options.device, options.output, deadline, _empty_caches(cache))
+        for check in checks:
+            if not options.only or check.name in options.only:
+                for row in owner.run(check):
+                    print("\n".join(lines_of(row)), flush=True)
+                    rows.append(row)
+    print("\n".join(["", *table(rows), *(f"{name}: {fact}" for name, fact in facts.items())]))
+    print(
+        f"{time.monotonic() - began:.0f} s. Send the output, with the line below, and the folder."
+    )
     result = summary(rows, options.device, facts)
     print(strict_json.dumps(result), flush=True)
     return 0 if result["ok"] else 1
 
 
-def _rows_of(check: Check, device: str) -> list[Row]:
-    if device == "cpu" and not check.on_cpu:
-        return [Row("", "skipped", reason="It needs a GPU.", check=check.name)]
-    return run_check(check, device)
+def _empty_caches(folder: str) -> dict[str, str]:
+    """Returns settings under which each run compiles anew, so that the times are those of a first run."""
+    return {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
 
 
-def _minutes(checks: Sequence[Check], only: list[str] | None) -> float:
-    return sum(c.limit_seconds for c in checks if not only or c.name in only) / 60
-
-
-def _what_to_send(facts: dict) -> str:
-    known = ", ".join(f"{name} {value}" for name, value in facts.items())
-    return f"Machine: {known}.\nSend the whole output, with the line below, to the maintainers."
+def _description(check: Check) -> str:
+    seconds = f"{check.needs_seconds:g} to {check.limit_seconds:g} s"
+    return f"{check.name:14} {seconds:13} {check.question}"
 
 
 def _parse(arguments: list[str], checks: Sequence[Check]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("torchtitan-grpo check-gpu", description=__doc__)
     names = [check.name for check in checks]
     parser.add_argument(
+        "--budget-seconds", type=float, default=900.0, metavar="N",
+        help="end after this time; checks run in their order until then (900)",
+    )  # fmt: skip
+    parser.add_argument(
         "--only", action="append", choices=names, metavar="NAME",
         help=f"run this check; may be repeated ({', '.join(names)})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER",
+        default=Path("outputs", f"check-gpu-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"),
+        help="folder for rows.jsonl and the output of each check",
     )  # fmt: skip
     parser.add_argument("--list", action="store_true", help="list the checks and end")
     parser.add_argument(

@@ -28,6 +28,7 @@ from torchtitan.grpo.weight_wire.sparse import encode
 from torchtitan.grpo.weight_wire.version_files import write_part
 
 _MAX_STEPS, _MAX_SECONDS, _MIN_STEPS = 300, 8.0, 50
+_SERVERS = 4
 _PUBLISH_EVERY = 4
 _JOIN_SECONDS = 60.0
 _PART, _MILLISECONDS = 1.1, 1.0
@@ -43,11 +44,11 @@ class Isolation:
         self.training = TrainingSteps(self.device)
         self.pushed = make_pushed(self.training.parameters, self.device, num_slots=2)
         for slot in range(2):  # also lets the GPU pick its kernels
-            self._step(None)
+            self._step(None).wait_ms()
             self.pushed.snapshots.copy_into(slot)
             self.pushed.snapshots.read(slot)
 
-    def _step(self, pushed: Pushed | None, slot: int | None = None) -> float:
+    def _step(self, pushed: Pushed | None, slot: int | None = None) -> Stopwatch:
         with Stopwatch(self.device) as watch:
             self.training.backward()
             if pushed is not None:
@@ -55,19 +56,27 @@ class Isolation:
             self.training.update()
             if pushed is not None and slot is not None:
                 pushed.snapshots.copy_into(slot)
-        return watch.wait_ms()
+        return watch
 
     def steps(self, pushed: Pushed | None = None) -> list[float]:
-        """Returns the milliseconds of steps, which publish versions if ``pushed`` is given."""
-        deadline, times = time.monotonic() + _MAX_SECONDS, []
-        while len(times) < _MAX_STEPS:
-            number = len(times)
+        """Returns the milliseconds of steps, which publish versions if ``pushed`` is given.
+
+        The host is one step ahead of the device, as in a run, which waits for the metrics of the
+        former step.
+        """
+        deadline, times, watch = time.monotonic() + _MAX_SECONDS, [], None
+        for number in range(_MAX_STEPS if self._settings.on_gpu else _MIN_STEPS):
             if number >= _MIN_STEPS and time.monotonic() > deadline:
                 break
             publishes = number % _PUBLISH_EVERY == 0
-            slot = number // _PUBLISH_EVERY % 2 if publishes else None
-            times.append(self._step(pushed, slot))
-        return times
+            former, watch = (
+                watch,
+                self._step(pushed, number // _PUBLISH_EVERY % 2 if publishes else None),
+            )
+            if former is not None:
+                times.append(former.wait_ms())
+        assert watch is not None
+        return [*times, watch.wait_ms()]
 
     def compare(self, case: str, disturbed: Callable[[list[float]], list[float]]) -> Row:
         """Returns the row of one case.
@@ -96,6 +105,24 @@ class Isolation:
                 return self.steps()
 
         return self.compare(case, disturbed)
+
+    def beside_silent(self, count: int) -> Row:
+        """Returns the row of broadcasts that ``count`` servers do not answer."""
+        payload = self.pushed.slots.buckets(0)
+        assert payload is not None, "this rank is the source"
+
+        def disturbed(quiet: list[float]) -> list[float]:
+            seconds = 2 * sum(quiet) / 1e3 + 3
+            with broadcast_to_silent_server(self.device, payload[0], seconds, count) as under_way:
+                times = self.steps()
+                if not under_way():
+                    raise RuntimeError(
+                        "The broadcasts must outlast the steps that run beside them, but they ended "
+                        "before them."
+                    )
+            return times
+
+        return self.compare(f"broadcasts to {count} silent servers", disturbed)
 
 
 @contextmanager
@@ -152,21 +179,6 @@ def run(settings: Settings) -> Iterator[Row]:
     yield isolation.beside("writing a version to disk", write)
     yield isolation.beside("encoding deltas", encode_all)
     if settings.on_gpu:
-        yield isolation.compare(
-            "a broadcast to a server that never answers",
-            lambda quiet: _during_broadcast(isolation, quiet, current[0]),
-        )
+        for count in (1, _SERVERS):
+            yield isolation.beside_silent(count)
     pushed.snapshots.close()
-
-
-def _during_broadcast(
-    isolation: Isolation, quiet: list[float], payload: torch.Tensor
-) -> list[float]:
-    seconds = 2 * sum(quiet) / 1e3 + 3
-    with broadcast_to_silent_server(isolation.device, payload, seconds) as is_under_way:
-        times = isolation.steps()
-        if not is_under_way():
-            raise RuntimeError(
-                "The broadcast must outlast the steps that run beside it, but it ended before them."
-            )
-    return times

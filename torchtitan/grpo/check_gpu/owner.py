@@ -3,48 +3,110 @@
 
 """Runs each check in a child process with a time limit, whatever the check does.
 
-The child appends its rows to a file, one JSON object in a line, as soon as it has them. A crash, a
-hang or a mistake therefore costs the rest of that check alone, and becomes a row that failed.
+The child appends its rows to the rows file as soon as it has them, and this process passes them on.
+A crash, a hang or a mistake therefore costs the rest of that check alone, and becomes a row. This
+process does not import torch, which would take seconds of the time that the checks have.
 """
 
-import json
+import os
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchtitan.grpo.check_gpu.row import Row
+from torchtitan.grpo import strict_json
+from torchtitan.grpo.check_gpu.child import NO_GPU_STATUS
+from torchtitan.grpo.check_gpu.row import Row, RowsFile
 from torchtitan.grpo.check_gpu.table import Check
+from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.system.child import start_child, stop_children
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 
-ROWS_FILE = "rows.jsonl"
 _CHILD = "torchtitan.grpo.check_gpu.child"
 _TAIL_LINES = 15
+_LOOK_SECONDS = 0.1
+# For ending a check and for the table.
+_RESERVED_SECONDS = 4.0
 
 
-def run_check(check: Check, device: str) -> list[Row]:
-    """Runs one check in a process of its own; returns its rows, and one more if it failed."""
-    with tempfile.TemporaryDirectory(prefix="check-gpu-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        (folder / "work").mkdir()
-        log = folder / "output.log"
-        began = time.monotonic()
-        child = start_child(
-            [*LIGHT_PYTHON, _CHILD, check.name, check.module, device, name], log_file=log
-        )
-        try:
-            status: int | None = child.wait(check.limit_seconds)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            reason = _end(child)
-        rows = _read_rows(folder / ROWS_FILE, check.name)
-        failure = reason or _describe(status, check, log, has_rows=bool(rows))
-        if failure:
+@dataclass
+class Owner:
+    """Runs checks until a deadline.
+
+    Attributes:
+        device: ``cuda`` or ``cpu``.
+        output: Folder for the rows file and the output of each check.
+        deadline: When everything must have ended, by the monotonic clock.
+        environment: Environment of the checks besides this process's.
+    """
+
+    device: str
+    output: Path
+    deadline: float
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._rows = RowsFile(self.output / "rows.jsonl")
+
+    def run(self, check: Check) -> Iterator[Row]:
+        """Yields the rows of a check as they come, and one more if it did not end in order.
+
+        Raises:
+            ConfigError: If the check needs a GPU and torch has none.
+        """
+        left = self.deadline - time.monotonic() - _RESERVED_SECONDS
+        if self.device == "cpu" and not check.on_cpu:
+            yield from self._add(check, Row("the whole check", "skipped", reason="It needs a GPU."))
+        elif left < check.needs_seconds:
+            reason = f"{max(left, 0):.0f} s left, needs {check.needs_seconds:g} s"
+            yield from self._add(check, Row("the whole check", "skipped", reason=reason))
+        else:
+            yield from self._run(check, min(left, check.limit_seconds))
+
+    def _run(self, check: Check, limit_seconds: float) -> Iterator[Row]:
+        log, began, num_rows = self.output / f"{check.name}.log", time.monotonic(), 0
+        log.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(prefix="check-gpu-", ignore_cleanup_errors=True) as folder:
+            child = self._start(check, folder, log)
+            reason, is_late = "", False
+            try:
+                while child.poll() is None and not is_late:
+                    is_late = time.monotonic() - began > limit_seconds
+                    time.sleep(_LOOK_SECONDS)
+                    for row in self._rows.new():
+                        num_rows += 1
+                        yield row
+            finally:
+                reason = _end(child)
+        rows = self._rows.new()
+        yield from rows
+        status = None if is_late else child.returncode
+        if status == NO_GPU_STATUS:
+            raise ConfigError(
+                "check-gpu needs a GPU that torch can use, and none is visible. Install a torch "
+                "with CUDA and set CUDA_VISIBLE_DEVICES, or try the command with --device cpu."
+            )
+        reason = reason or _describe(status, limit_seconds, log, has_rows=num_rows + len(rows) > 0)
+        if reason:
+            word = "cut" if is_late and limit_seconds < check.limit_seconds else "failed"
             seconds = {"seconds": round(time.monotonic() - began, 1)}
-            rows.append(Row("the whole check", "failed", seconds, "", failure, check.name))
-        return rows
+            yield from self._add(check, Row("the whole check", word, seconds, "", reason))
+
+    def _start(self, check: Check, folder: str, log: Path) -> subprocess.Popen:
+        task = {
+            "check": check.name, "module": check.module, "device": self.device, "folder": folder,
+            "rows": str(self._rows.path.resolve()), "cannot_tell": check.cannot_tell,
+        }  # fmt: skip
+        environment = os.environ | self.environment | dict(check.environment)
+        return start_child(
+            [*LIGHT_PYTHON, _CHILD, strict_json.dumps(task)], env=environment, log_file=log
+        )
+
+    def _add(self, check: Check, row: Row) -> list[Row]:
+        self._rows.add(Row(**{**vars(row), "check": check.name, "cannot_tell": check.cannot_tell}))
+        return self._rows.new()
 
 
 def _end(child: subprocess.Popen) -> str:
@@ -59,13 +121,13 @@ def _end(child: subprocess.Popen) -> str:
     return ""
 
 
-def _describe(status: int | None, check: Check, log: Path, *, has_rows: bool) -> str:
+def _describe(status: int | None, limit_seconds: float, log: Path, *, has_rows: bool) -> str:
     if status == 0 and has_rows:
         return ""
     output = log.read_text(errors="replace").splitlines() if log.exists() else []
     tail = "\n".join(output[-_TAIL_LINES:])
     if status is None:
-        what = f"The check must end within {check.limit_seconds:g} s and was ended."
+        what = f"The check must end within {limit_seconds:.0f} s and was ended."
     elif status < 0:
         what = f"The check's process was ended by signal {-status}."
     elif status > 0:
@@ -73,14 +135,3 @@ def _describe(status: int | None, check: Check, log: Path, *, has_rows: bool) ->
     else:
         what = "The check must report at least one row and reported none."
     return f"{what} The end of its output:\n{tail}" if tail else what
-
-
-def _read_rows(file: Path, name: str) -> list[Row]:
-    """Returns the rows that were written whole; a process may be killed while it writes."""
-    if not file.exists():
-        return []
-    rows = []
-    for line in file.read_text().splitlines(keepends=True):
-        if line.endswith("\n"):
-            rows.append(Row(**{**json.loads(line), "check": name}))
-    return rows

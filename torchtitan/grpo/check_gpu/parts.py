@@ -4,8 +4,9 @@
 """Parts of the product, put together for one process, and steps that resemble training."""
 
 import math
+import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +88,31 @@ class Stopwatch:
             return self.host_ms
         self._end.synchronize()
         return self._begin.elapsed_time(self._end)
+
+
+def median_ms(call: Callable[[], object], device: torch.device, rounds: int = 7) -> float:
+    """Returns the median milliseconds of a call, after two calls that are not measured."""
+    times = []
+    for number in range(rounds + 2):
+        with Stopwatch(device) as watch:
+            call()
+        if number >= 2:
+            times.append(watch.wait_ms())
+        else:
+            watch.wait_ms()
+    return statistics.median(times)
+
+
+def product_tflops(device: torch.device, size: int) -> float:
+    """Returns the rate of a product of two square bfloat16 matrices."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / median_ms(lambda: a @ b, device) / 1e9
+
+
+def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
+    """Returns the norm of the difference to a float64 tensor on the CPU, by that tensor's norm."""
+    difference = value.detach().cpu().double() - exact.detach()
+    return float(difference.norm() / exact.detach().norm())
 
 
 class TrainingSteps:

@@ -1,15 +1,17 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Imitates a broadcast over NCCL to a server that never answers, without a server or NCCL.
+"""Imitates broadcasts over NCCL to servers that never answer, without a server or NCCL.
 
 For the GPU, such a broadcast is a kernel that does not end. ``torch.cuda._sleep`` runs such a
-kernel, too, and takes the place of ``dist.broadcast`` in :class:`DeviceBroadcast`. The buffer, the
-stream, the events and the thread are the real ones. Unlike NCCL's kernel, which occupies up to four
-multiprocessors, this kernel occupies one.
+kernel, too, and takes the place of ``dist.broadcast`` in :class:`DeviceBroadcast`. The buffers, the
+streams, the events and the threads are the real ones. Unlike NCCL's kernel, which occupies up to four
+multiprocessors, this kernel is one thread on one.
 """
 
+import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +26,10 @@ _TRIAL_CYCLES = 50_000_000
 _QUEUE_SECONDS = 30.0
 
 
+_numbers = itertools.count()
+"""Each silent server has a URL of its own, and so a stream of its own."""
+
+
 class _SleepingDist:
     """Takes the place of ``torch.distributed`` in the module of :class:`DeviceBroadcast`."""
 
@@ -31,31 +37,36 @@ class _SleepingDist:
 
     def __init__(self, cycles: int) -> None:
         self._cycles = cycles
-        self.is_queued = threading.Event()
+        self.queued = threading.Semaphore(0)
 
     def broadcast(self, tensor: torch.Tensor, src: int, group: object) -> None:
         """Queues the kernel on the current stream, where a broadcast would be queued."""
         torch.cuda._sleep(self._cycles)
-        self.is_queued.set()
+        self.queued.release()
 
 
 @contextmanager
 def broadcast_to_silent_server(
-    device: torch.device, payload: torch.Tensor, seconds: float
+    device: torch.device, payload: torch.Tensor, seconds: float, count: int = 1
 ) -> Iterator[Callable[[], bool]]:
-    """Runs a broadcast of ``payload`` that nobody receives and that ends after about ``seconds``.
+    """Runs broadcasts of ``payload`` that nobody receives and that end after about ``seconds``.
 
-    Yields a function that returns whether the broadcast is still under way.
+    Args:
+        device: The GPU.
+        payload: [num_bytes] uint8 in pinned memory.
+        seconds: How long each broadcast takes.
+        count: Number of servers, each with a broadcast of its own.
+
+    Yields:
+        A function that returns whether all broadcasts are still under way.
     """
     stand_in = _SleepingDist(sleep_cycles(seconds))
     unused_group: Any = None
     errors: list[Exception] = []
 
-    def send() -> None:
+    def send(url: str) -> None:
         try:
-            sender = device_broadcast.DeviceBroadcast(
-                device, "http://silent", payload.numel(), 20 * seconds
-            )
+            sender = device_broadcast.DeviceBroadcast(device, url, payload.numel(), 20 * seconds)
             try:
                 sender.send(payload, unused_group, lambda: False)
             finally:
@@ -63,18 +74,31 @@ def broadcast_to_silent_server(
         except Exception as error:
             errors.append(error)
 
-    thread = threading.Thread(target=send, name="check-gpu-push", daemon=True)
+    threads = [
+        threading.Thread(
+            target=send,
+            args=(f"http://silent-{next(_numbers)}",),
+            name="check-gpu-push",
+            daemon=True,
+        )
+        for _ in range(count)
+    ]
     with mock.patch.object(device_broadcast, "dist", stand_in):
-        thread.start()
-        is_queued = stand_in.is_queued.wait(_QUEUE_SECONDS)
-        if is_queued:
-            yield thread.is_alive
-        thread.join(20 * seconds)
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + _QUEUE_SECONDS
+        num_queued = sum(
+            stand_in.queued.acquire(timeout=max(0.0, deadline - time.monotonic())) for _ in threads
+        )
+        if num_queued == count:
+            yield lambda: all(thread.is_alive() for thread in threads)
+        for thread in threads:
+            thread.join(20 * seconds)
     if errors:
-        raise RuntimeError(f"The broadcast failed: {errors[0]}") from errors[0]
-    if not is_queued:
+        raise RuntimeError(f"A broadcast failed: {errors[0]}") from errors[0]
+    if num_queued < count:
         raise RuntimeError(
-            f"The broadcast must be queued within {_QUEUE_SECONDS:g} s, but it has not been queued."
+            f"{count} broadcasts must be queued within {_QUEUE_SECONDS:g} s, but {num_queued} were."
         )
 
 

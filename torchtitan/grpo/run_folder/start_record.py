@@ -10,23 +10,21 @@ configuration, keys masked) and ``environment.json`` (command, versions, commit,
 import os
 import platform
 import socket
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torchtitan.grpo
 from torchtitan.grpo import strict_json
 from torchtitan.grpo.job_config import SECRETS, JobConfig
 from torchtitan.grpo.run_folder.contents import STARTS_FOLDER
 from torchtitan.grpo.run_folder.launch import launch_id
 from torchtitan.grpo.run_folder.packages import package_versions
+from torchtitan.grpo.run_folder.source_commit import source_commit
 from torchtitan.grpo.run_folder.toml_text import to_toml
 from torchtitan.grpo.types import ServerInfo
 
-_GIT_SECONDS = 5.0
 _SECRET_OPTIONS = tuple(f"--{table}.{key}" for table, key in SECRETS)
 
 
@@ -72,31 +70,8 @@ def environment(step: int, arguments: Sequence[str]) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": package_versions(),
         "devices": _devices(),
-        "commit": git_commit(Path(torchtitan.grpo.__file__).parent),
+        "commit": source_commit(),
     }
-
-
-def git_commit(folder: Path) -> str | None:
-    """Returns the commit of the source, with ``-dirty`` if files differ from it.
-
-    Returns None if ``folder`` is in no repository, as in an installed package.
-    """
-    # An installed package may lie in somebody else's repository, which does not track it.
-    if not _git(folder, "ls-files", "__init__.py"):
-        return None
-    # Without tags, the description is the commit itself and not its distance from a tag.
-    return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments],
-            capture_output=True, text=True, timeout=_GIT_SECONDS,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
 
 
 def without_keys(arguments: Sequence[str]) -> list[str]:

@@ -36,6 +36,12 @@ def settle_device() -> DeviceType:
     # each other, and a push waits for a server. Training, its collectives, the snapshot and a push to
     # each server are more than the 8 queues of the default; 32 are the most.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # CUDA loads a kernel when it is first used, for which it may wait until all kernels that run have
+    # ended. The kernel of a push runs until the server has received, and evaluations, checkpoints and
+    # new shapes use kernels for the first time in the middle of a run. Loading them all at the start
+    # takes a few seconds, and several hundred MB of the GPU for each rank. What is compiled in the run
+    # is loaded when it has been compiled, which is in the first step as a rule.
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     if torch.cuda.is_available():
         return "cuda"
 

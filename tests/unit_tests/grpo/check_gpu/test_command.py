@@ -1,25 +1,35 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The command, its table and JSON line, and checks that fail, hang, or crash, on a CPU."""
+"""The command, its rows, table, JSON line and budget, and checks that fail, hang, or crash."""
 
 import json
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from torchtitan.grpo import cli
-from torchtitan.grpo.check_gpu import command, owner
+from torchtitan.grpo.check_gpu import command, owner, report, table
+from torchtitan.grpo.check_gpu.row import Row, RowsFile
 from torchtitan.grpo.check_gpu.table import CHECKS, Check
+from torchtitan.grpo.run_folder import source_commit
 
 # How checks end, each as the body of a module.
 ENDINGS = {
     "fine": "    yield Row('one', 'passed', {'widgets': 3.0}, 'three widgets')",
-    "wrong": "    yield Row('one', 'failed', reason='two widgets')",
+    "wrong": "    yield Row('one', 'failed', reason='two widgets', cannot_tell='gadgets')",
     "raising": "    yield Row('one', 'passed')\n    raise ValueError('no such widget')",
     "crashing": "    yield Row('one', 'passed')\n    os.kill(os.getpid(), 11)",
     "hanging": "    yield Row('one', 'passed')\n    time.sleep(600)",
+    "patient": """\
+    yield Row('one', 'passed')
+    while not os.path.exists('go'):
+        time.sleep(0.02)
+    yield Row('two', 'passed', facts={'PATIENCE': os.environ['PATIENCE']})""",
     "silent": "    yield from ()",
 }
 
@@ -31,85 +41,220 @@ def make_check(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     opening = "import os\nimport time\nfrom torchtitan.grpo.check_gpu.row import Row\n"
 
-    def make(ending: str, limit_seconds: float = 300.0) -> Check:
+    def make(ending: str, needs: float = 1.0, limit: float = 300.0) -> Check:
         body = f"{opening}\n\ndef run(settings):\n{ENDINGS[ending]}\n"
         Path(tmp_path, f"check_that_is_{ending}.py").write_text(body)
-        return Check(ending, f"check_that_is_{ending}", limit_seconds, "Is it?")
+        return Check(
+            ending, f"check_that_is_{ending}", needs, limit, "Is it?", "colours",
+            environment={"PATIENCE": "much"},
+        )  # fmt: skip
 
     return make
 
 
-def test_rows_that_pass_end_in_status_0_and_a_json_line(make_check, capsys):
-    assert command.main(["--device", "cpu"], [make_check("fine")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert any(
-        line.startswith("passed    fine: one  widgets 3 [three widgets]") for line in lines
-    ), lines
-    result = json.loads(lines[-1])
-    assert result["ok"] and result["device"] == "cpu"
-    assert result["machine"].keys() >= {"torch", "cuda", "nccl", "driver", "gpus", "commit"}
-    assert "no GPU" in result["note"]
+@pytest.fixture
+def run_check(tmp_path):
+    """Runs one check as the command does, with some seconds left; returns its rows."""
+
+    def run(check: Check, seconds: float = 300.0, device: str = "cpu") -> list[Row]:
+        return list(owner.Owner(device, tmp_path, time.monotonic() + seconds).run(check))
+
+    return run
+
+
+def run_command(capsys, checks: list[Check], *arguments: str) -> tuple[int, list[str], dict]:
+    """Returns the exit status, the lines before the last one, and what that one holds."""
+    status = command.main(["--device", "cpu", "--output", "out", *arguments], checks)
+    *lines, last = capsys.readouterr().out.splitlines()
+    return status, lines, json.loads(last)
+
+
+def test_rows_that_pass_end_in_status_0_a_table_and_a_json_line(make_check, capsys):
+    status, lines, result = run_command(capsys, [make_check("fine")])
+    assert status == 0
+    assert "passed    fine: one  widgets 3 [three widgets]" in lines
+    begin = lines.index("fine  (cannot tell: colours)")
+    assert lines[begin + 1 : begin + 3] == ["  passed    one  widgets 3", "0 of 1 rows failed."]
+    assert result["ok"] and result["device"] == "cpu" and "no GPU" in result["note"]
     assert result["rows"][0]["figures"] == {"widgets": 3.0}
+    assert result["machine"].keys() >= {"commit", "python", "torch", "torchtitan"}
+
+
+def test_gpus_are_named_without_torch(monkeypatch, tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\necho 'name, driver_version'\necho 'H100, 580.1'\necho 'H200, 580.1'\n"
+    )
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    facts = report.machine("abc")
+    assert facts["gpu 1"] == "name H200, driver_version 580.1" and facts["commit"] == "abc"
 
 
 def test_a_check_that_fails_spoils_no_other(make_check, capsys):
     checks = [make_check("wrong"), make_check("raising"), make_check("fine")]
-    assert command.main(["--device", "cpu"], checks) == 1
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert not result["ok"]
+    status, lines, result = run_command(capsys, checks)
+    assert status == 1 and not result["ok"]
     found = [(row["check"], row["status"]) for row in result["rows"]]
     assert found == [
         ("wrong", "failed"), ("raising", "passed"), ("raising", "failed"), ("fine", "passed"),
     ]  # fmt: skip
     assert "no such widget" in result["rows"][2]["reason"]
+    assert "wrong  (cannot tell: gadgets)" in lines  # a row's own goes before the check's
+    assert "  wrong: one: two widgets" in lines[lines.index("2 of 4 rows failed:") :]
+
+
+def test_rows_are_passed_on_and_written_before_their_check_ends(make_check, tmp_path):
+    rows = owner.Owner("cpu", tmp_path, time.monotonic() + 300).run(make_check("patient"))
+    assert next(rows).case == "one"
+    (line,) = (tmp_path / "rows.jsonl").read_text().splitlines()
+    assert json.loads(line)["check"] == "patient"
+    (tmp_path / "go").touch()
+    (second,) = rows
+    assert second.case == "two" and second.facts == {"PATIENCE": "much"}
 
 
 @pytest.mark.parametrize(
-    ("ending", "limit", "reason"),
-    [("crashing", 300.0, "signal 11"), ("hanging", 8.0, "must end within 8 s")],
+    ("ending", "limit", "left", "status", "reason"),
+    [
+        ("crashing", 300.0, 300.0, "failed", "signal 11"),
+        ("hanging", 6.0, 300.0, "failed", "must end within 6 s"),
+        ("hanging", 300.0, 10.0, "cut", "must end within 6 s"),
+    ],
 )
-def test_rows_before_a_crash_or_a_hang_are_kept(make_check, ending: str, limit: float, reason: str):
-    rows = owner.run_check(make_check(ending, limit), "cpu")
-    assert rows[-1].status == "failed" and reason in rows[-1].reason
-    assert rows[-1].check == ending
-    if ending == "crashing":
-        assert [row.status for row in rows] == ["passed", "failed"]
+def test_rows_before_a_crash_or_a_hang_are_kept(
+    ending, limit, left, status, reason, make_check, run_check
+):
+    begin = time.monotonic()
+    first, last = run_check(make_check(ending, limit=limit), left)
+    assert (first.case, first.status) == ("one", "passed")
+    assert last.status == status and reason in last.reason and last.check == ending
+    assert time.monotonic() - begin < 60
 
 
-def test_a_check_without_rows_has_failed(make_check):
-    (row,) = owner.run_check(make_check("silent"), "cpu")
+def test_a_check_without_rows_has_failed(make_check, run_check):
+    (row,) = run_check(make_check("silent"))
     assert row.status == "failed" and "at least one row" in row.reason
+
+
+def test_the_first_checks_run_and_no_check_begins_that_cannot_end(make_check, capsys):
+    checks = [
+        make_check("fine"),
+        make_check("wrong", needs=500.0),
+        make_check("silent", needs=90.0),
+    ]
+    begin = time.monotonic()
+    status, lines, result = run_command(capsys, checks, "--budget-seconds", "60")
+    assert status == 0 and time.monotonic() - begin < 60
+    assert [row["status"] for row in result["rows"]] == ["passed", "skipped", "skipped"]
+    assert "s left, needs 500 s" in result["rows"][1]["reason"]
+    assert any(line.startswith("  skipped   the whole check; ") for line in lines)
+    written = Path("out", "rows.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in written] == result["rows"]
+
+
+PARENT = """\
+import sys
+sys.argv = ["check-gpu", "check-gpu"]
+import torchtitan_grpo
+torchtitan_grpo._light_start().install_bare_package()
+from torchtitan.grpo.check_gpu import command
+from torchtitan.grpo.check_gpu.table import Check
+check = Check("hanging", "check_that_is_hanging", 1.0, 300.0, "Is it?")
+print("torch" in sys.modules, flush=True)
+command.main(["--device", "cpu", "--output", "out"], [check])
+"""
+
+
+def test_rows_survive_the_end_of_the_command_which_imports_no_torch(make_check, tmp_path):
+    make_check("hanging")
+    rows = RowsFile(tmp_path / "out" / "rows.jsonl")
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "False\n"
+    while not any("hanging: one" in line for line in [parent.stdout.readline()]):
+        assert time.monotonic() < deadline and parent.poll() is None
+    (child,) = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    parent.kill()
+    parent.wait(10)
+    parent.stdout.close()
+    assert [row.case for row in rows.new()] == ["one"]
+    while Path(f"/proc/{child}").exists() and _state(child) != "Z":
+        assert time.monotonic() < deadline, "the check's process must end with the command"
+        time.sleep(0.05)
+
+
+def _state(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def test_a_row_that_was_not_written_whole_is_not_read(tmp_path):
+    rows = RowsFile(tmp_path / "rows.jsonl")
+    rows.add(Row("one", "passed"))
+    with rows.path.open("a") as file:
+        file.write('{"case": "two"')
+    assert [row.case for row in rows.new()] == ["one"]
+    assert rows.new() == []
 
 
 def test_only_what_is_named_runs(make_check, capsys):
     checks = [make_check("wrong"), make_check("fine")]
-    assert command.main(["--device", "cpu", "--only", "fine"], checks) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    _, _, result = run_command(capsys, checks, "--only", "fine")
     assert [row["check"] for row in result["rows"]] == ["fine"]
 
 
-def test_the_checks_are_listed_and_end_within_twenty_minutes(capsys):
+def test_a_check_that_needs_a_gpu_is_skipped_on_a_cpu(make_check, run_check):
+    (row,) = run_check(Check("gpu", "no_such_module", 1.0, 300.0, "Is it?", on_cpu=False))
+    assert row.status == "skipped" and row.reason == "It needs a GPU."
+
+
+def test_the_checks_are_listed_in_their_order_and_the_first_fit_into_two_minutes(capsys):
     assert cli.run(["check-gpu", "--list"]) == 0
-    out = capsys.readouterr().out
-    assert all(check.name in out and check.question in out for check in CHECKS)
-    assert sum(check.limit_seconds for check in CHECKS) <= 20 * 60
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [check.name for check in CHECKS]
+    assert all(check.question and check.cannot_tell for check in CHECKS)
+    assert all(0 < check.needs_seconds < check.limit_seconds for check in CHECKS)
+    assert sum(check.needs_seconds for check in CHECKS[:5]) <= 120
+    assert CHECKS[0].name == "machine" and CHECKS[-1].name == "end-to-end"
 
 
-def test_a_machine_without_a_gpu_gets_one_message(monkeypatch, capsys):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert cli.run(["check-gpu"]) == 2
+def test_pushes_are_compared_with_torchs_defaults():
+    ours, torchs = (check for check in CHECKS if check.name.startswith("pushes"))
+    assert not ours.environment and torchs.environment == table._TORCHS_DEFAULTS
+
+
+def test_a_machine_without_a_gpu_gets_one_message(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert cli.run(["check-gpu", "--output", str(tmp_path)]) == 2
     captured = capsys.readouterr()
-    assert captured.out == ""
     assert captured.err.startswith("error: check-gpu needs a GPU")
     assert len(captured.err.splitlines()) == 1
 
 
-def test_a_check_that_needs_a_gpu_is_skipped_on_a_cpu(capsys):
-    assert cli.run(["check-gpu", "--device", "cpu", "--only", "flex", "--only", "nccl"]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [row["status"] for row in result["rows"]] == ["skipped", "skipped"]
+def test_a_source_without_a_repository_is_named_by_the_environment(make_check, capsys, monkeypatch):
+    monkeypatch.setattr(source_commit, "git_commit", lambda folder: None)
+    monkeypatch.setattr(source_commit, "_installed_commit", lambda: None)
+    _, _, result = run_command(capsys, [make_check("fine")])
+    assert result["machine"]["commit"].startswith("unknown (no .git")
+    monkeypatch.setenv(source_commit.COMMIT_VARIABLE, "abc123")
+    _, _, result = run_command(capsys, [make_check("fine")])
+    assert result["machine"]["commit"] == "abc123"
 
 
 def test_nothing_imports_the_checks_before_they_run():
-    imported = {name for name in sys.modules if name.startswith("torchtitan.grpo.check_gpu.")}
+    program = (
+        "import sys, torchtitan_grpo\n"
+        "torchtitan_grpo._light_start().install_bare_package()\n"
+        "from torchtitan.grpo.check_gpu import command\n"
+        "print('\\n'.join(sys.modules))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    )
+    imported = set(done.stdout.split())
+    assert "torchtitan.grpo.check_gpu.table" in imported
     assert not imported & {check.module for check in CHECKS}

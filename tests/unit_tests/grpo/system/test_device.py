@@ -18,15 +18,23 @@ from torchtitan.grpo.system.device import (
 )
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "32"), ("1", "1")])
-def test_streams_get_all_queues_of_a_gpu_unless_the_user_says_otherwise(
-    given, expected, monkeypatch
+@pytest.mark.parametrize(
+    ("variable", "given", "expected"),
+    [
+        ("CUDA_DEVICE_MAX_CONNECTIONS", None, "32"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "1"),
+        ("CUDA_MODULE_LOADING", None, "EAGER"),
+        ("CUDA_MODULE_LOADING", "LAZY", "LAZY"),
+    ],
+)
+def test_cuda_is_set_so_that_training_waits_for_no_push_unless_the_user_says_otherwise(
+    variable, given, expected, monkeypatch
 ):
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given or "")
+    monkeypatch.setenv(variable, given or "")
     if given is None:
-        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+        monkeypatch.delenv(variable)
     settle_device()
-    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == expected
+    assert os.environ[variable] == expected
 
 
 @pytest.mark.parametrize(
