@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_mask, flex_attention
@@ -197,6 +198,26 @@ def test_torch_s_own_varlen_function_is_traced_with_its_gradients():
         out.sum().backward()
     assert out.shape == inputs[0].shape and out.dtype == torch.bfloat16
     assert all(t.grad is not None and t.grad.shape == t.shape for t in inputs)
+
+
+def test_torch_s_own_varlen_function_is_part_of_a_compiled_block():
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    compiled = torch.compile(PackedAttention("varlen"), backend=backend, fullgraph=True)
+    mask = packed_mask(SEQUENCE_IDS, "varlen")
+    with pytest.raises(NotImplementedError, match=r"_flash_attention_forward.*'CPU'"):
+        compiled(*heads(2, 8, 4, 2, torch.bfloat16), block_mask=mask, enable_gqa=True)
+    torch._dynamo.reset()
+    (forward,) = graphs
+    called = {str(node.target) for node in forward.graph.nodes if node.op == "call_function"}
+    assert "torch_attn._varlen_attn.default" in called
+    copies = {"aten.clone.default", "aten.copy.default", "aten._to_copy.default"}
+    assert not called & copies
 
 
 def test_other_borders_do_not_compile_a_block_again_and_again():
