@@ -37,11 +37,11 @@ def check_machine(config: JobConfig) -> None:
     )
 
 
-def _check_varlen(config: JobConfig, head_dim: int | None = None) -> None:
+def _check_varlen(config: JobConfig, model: "HFModel | None" = None) -> None:
     if config.grpo.packed_attention == "varlen":
         from torchtitan.grpo.models.attention_choice import varlen_problem
 
-        problem = varlen_problem(config, head_dim)
+        problem = varlen_problem(config, model.model_args.head_dim if model else None)
         require(problem is None, f"grpo.packed_attention = 'varlen' needs {problem}. Use 'auto'.")
 
 
@@ -76,6 +76,6 @@ def check_model(config: JobConfig, model: "HFModel") -> None:
         "training.seq_len and inference.max_model_len; or, to pack short sequences into longer rows, "
         "set prompts.max_prompt_tokens and inference.max_model_len.",
     )
-    _check_varlen(config, model.model_args.head_dim)
+    _check_varlen(config, model)
     for problem in (*model_layout_problems(config, model), *model_lora_problems(config, model)):
         raise ConfigError(problem)

@@ -12,7 +12,7 @@ kernel a run uses is chosen in `models/attention_choice.py`.
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -220,11 +220,11 @@ def _attend_by_length(
 def _causal_varlen_attn() -> Callable[..., torch.Tensor]:
     from torch.nn.attention.varlen import varlen_attn
 
-    arguments = {"window_size": (-1, 0)}
+    arguments: dict[str, Any] = {"window_size": (-1, 0)}
     # Without the argument, as in torch 2.11, groups of query heads are always allowed.
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         arguments["enable_gqa"] = True
-    return functools.partial(varlen_attn, **arguments)  # pyright: ignore
+    return functools.partial(varlen_attn, **arguments)  # pyright: ignore[reportReturnType]
 
 
 def packed_mask(

@@ -65,12 +65,12 @@ def hf_train_spec(
     )
 
 
-def scoring_settings(config: JobConfig, head_dim: int) -> ScoringSettings:
+def scoring_settings(config: JobConfig, head_dim: int | None = None) -> ScoringSettings:
     """Returns the settings with which the models of a run score tokens.
 
     Args:
         config: Configuration of the run.
-        head_dim: Size of the model's attention heads.
+        head_dim: Size of the model's attention heads; None if every kernel takes it.
     """
     grpo = config.grpo
     return ScoringSettings(
