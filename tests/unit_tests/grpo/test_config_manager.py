@@ -385,10 +385,14 @@ def test_varlen_attention_is_refused_where_a_gpu_or_a_model_does_not_take_it(loa
         window=None,
         model_args=SimpleNamespace(head_dim=36),
     )
-    with pytest.raises(ConfigError, match=r"'varlen' needs attention heads .* have 36\. Use 'auto'"):
+    with pytest.raises(
+        ConfigError, match=r"'varlen' needs attention heads .* have 36\. Use 'auto'"
+    ):
         check_model(config, odd)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
-    with pytest.raises(ConfigError, match=r"compute capability 8\.0 or more, and this one has 7\.5"):
+    with pytest.raises(
+        ConfigError, match=r"compute capability 8\.0 or more, and this one has 7\.5"
+    ):
         load(*chosen)
 
 

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_mask, flex_attention
+from varlen_kernel import dense_varlen
 
 from torchtitan.grpo.models import packed_attention
 from torchtitan.grpo.models.packed_attention import (
@@ -220,12 +220,12 @@ def test_torch_s_own_varlen_function_is_part_of_a_compiled_block():
     assert not called & copies
 
 
-def test_other_borders_do_not_compile_a_block_again_and_again():
+@pytest.mark.usefixtures("varlen")
+def test_other_borders_do_not_compile_a_block_again_and_again(monkeypatch):
     torch._dynamo.reset()
     counter = CompileCounter()
-    attention = PackedAttention("varlen")
-    attention._attend = partial(packed_attention._attend_by_length, dense_varlen)
-    compiled = torch.compile(attention, backend=counter, fullgraph=True)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", dense_varlen)
+    compiled = torch.compile(PackedAttention("varlen"), backend=counter, fullgraph=True)
     torch.manual_seed(0)
     q, k, v = heads(2, 300, 4, 2)
     for seed in range(12):
@@ -236,15 +236,6 @@ def test_other_borders_do_not_compile_a_block_again_and_again():
     torch._dynamo.reset()
     # The first shape, then any number of borders, then any longest sequence.
     assert counter.frame_count <= 3
-
-
-def dense_varlen(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None):
-    """The same attention as one graph, which the lengths do not change."""
-    ids = torch.searchsorted(cu_seq_q, torch.arange(len(q), dtype=torch.int32), right=True)
-    mask = (ids[:, None] == ids[None]) & torch.ones(len(q), len(q), dtype=torch.bool).tril()
-    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-    return out[0].transpose(0, 1) + 0 * max_q
 
 
 def test_on_a_gpu_a_dense_mask_does_not_exclude_the_memory_efficient_kernel(monkeypatch):
