@@ -30,6 +30,8 @@ PackedAttentionKind = Literal["varlen", "flex", "sdpa"]
 _LONGEST_MULTIPLE = 128
 # Each border takes scratch memory in the backward pass, as much as 128 tokens of float32 queries.
 _BORDERS_MULTIPLE = 8
+# Compiled blocks get as many borders as rows have with sequences of this length, and more if needed.
+_COMPILED_SEQUENCE_TOKENS, _COMPILED_MIN_BORDERS = 128, 64
 
 
 class DenseMask(BlockMask):
@@ -228,7 +230,11 @@ def _causal_varlen_attn() -> Callable[..., torch.Tensor]:
 
 
 def packed_mask(
-    sequence_ids: torch.Tensor, kind: PackedAttentionKind, host: HostSequences | None = None
+    sequence_ids: torch.Tensor,
+    kind: PackedAttentionKind,
+    host: HostSequences | None = None,
+    *,
+    compiled: bool = False,
 ) -> BlockMask:
     """Returns the mask of packed rows, which is causal and limited to one sequence.
 
@@ -238,11 +244,16 @@ def packed_mask(
         kind: The attention that will use the mask.
         host: The same ids in host memory. Only ``varlen`` reads it. None lets the host wait for the
             device.
+        compiled: Whether the blocks that use the mask are compiled. Sizes then do not follow the
+            sequences, with which blocks would be compiled anew, though kernels get more to skip.
     """
     rows, seq = sequence_ids.shape
     if kind == "varlen":
-        host = host or HostSequences(sequence_ids.cpu())
-        return _sequence_borders(sequence_ids, *host.count_and_longest())
+        count, longest = (host or HostSequences(sequence_ids.cpu())).count_and_longest()
+        if compiled:
+            fixed = max(_COMPILED_MIN_BORDERS, rows * seq // _COMPILED_SEQUENCE_TOKENS)
+            count, longest = max(count, fixed - 1), seq
+        return _sequence_borders(sequence_ids, count, longest)
     if kind == "sdpa":
         same = sequence_ids[:, None, :, None] == sequence_ids[:, None, None, :]
         causal = torch.ones(seq, seq, dtype=torch.bool, device=sequence_ids.device).tril()
@@ -257,10 +268,7 @@ def packed_mask(
 
 
 def _sequence_borders(sequence_ids: torch.Tensor, count: int, longest: int) -> SequenceBorders:
-    """Returns the borders of ``count`` sequences.
-
-    Both numbers are rounded up, so that compiled blocks and the allocator meet few sizes.
-    """
+    """Returns the borders of at most ``count`` sequences, in a size of which there are few."""
     is_first = sequence_ids.diff(dim=1, prepend=sequence_ids[:, :1] - 1) != 0
     size, total = _round_up(count + 1, _BORDERS_MULTIPLE), sequence_ids.numel()
     borders = torch.nonzero_static(is_first.flatten(), size=size, fill_value=total).squeeze(1)

@@ -33,6 +33,7 @@ class ScoringSettings:
 
     Attributes:
         attention: Kernel that keeps attention inside sequences.
+        compiled: Whether blocks are compiled; see :func:`packed_mask`.
         temperature: Sampling temperature under which logprobs are computed.
         chunk_tokens: Number of tokens whose logits exist at the same time.
         with_entropy: Whether to compute the entropy; otherwise it is 0.
@@ -42,6 +43,7 @@ class ScoringSettings:
     """
 
     attention: PackedAttentionKind
+    compiled: bool
     temperature: float
     chunk_tokens: int
     with_entropy: bool
@@ -106,7 +108,10 @@ class PackedModel(nn.Module):
         group = self.context_group
         if embeds_tokens(self):
             tokens = context_part(tokens, group)
-        mask = packed_mask(sequence_ids, self.settings.attention, host_sequences)
+        settings = self.settings
+        mask = packed_mask(
+            sequence_ids, settings.attention, host_sequences, compiled=settings.compiled
+        )
         inputs = {"attention_masks": mask, "positions": context_part(positions, group)}
         head: Any = self.output
         if not isinstance(head, LogprobHead):

@@ -25,7 +25,7 @@ from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.models.hf_weights import load_hf_weights
 from torchtitan.grpo.models.moe_on_cpu import prepare_moe_for_cpu
 from torchtitan.grpo.models.packed_model import PackedDecoder, ScoringSettings
-from torchtitan.grpo.models.parallelize import parallelize
+from torchtitan.grpo.models.parallelize import compiles_model, parallelize
 from torchtitan.grpo.models.same_model import check_reference
 from torchtitan.grpo.observe.metrics_processor import build_grpo_metrics_processor
 from torchtitan.grpo.pipeline.auto import resolve_schedule
@@ -75,6 +75,7 @@ def scoring_settings(config: JobConfig, head_dim: int | None = None) -> ScoringS
     grpo = config.grpo
     return ScoringSettings(
         attention=choose_packed_attention(config, utils.device_type, head_dim),
+        compiled=compiles_model(config),
         temperature=config.rollout.temperature,
         chunk_tokens=grpo.logprob_chunk_tokens,
         with_entropy=grpo.log_entropy or grpo.entropy_coef > 0,

@@ -228,14 +228,19 @@ def test_other_borders_do_not_compile_a_block_again_and_again(monkeypatch):
     compiled = torch.compile(PackedAttention("varlen"), backend=counter, fullgraph=True)
     torch.manual_seed(0)
     q, k, v = heads(2, 300, 4, 2)
-    for seed in range(12):
-        ids = some_ids(seed, 2, 300)
-        found = compiled(q, k, v, block_mask=packed_mask(ids, "varlen"))
+
+    def check(ids: torch.Tensor) -> None:
+        found = compiled(q, k, v, block_mask=packed_mask(ids, "varlen", compiled=True))
         expected = PackedAttention("sdpa")(q, k, v, block_mask=packed_mask(ids, "sdpa"))
         torch.testing.assert_close(found, expected)
+
+    for tokens in (300, 299, 150, 128, 64, 17, 10):  # of a sequence, and the rest of a row
+        check((torch.arange(300) // tokens).expand(2, 300))
+    assert counter.frame_count == 1
+    for tokens in (9, 3, 1):
+        check((torch.arange(300) // tokens).expand(2, 300))
+    assert counter.frame_count == 2
     torch._dynamo.reset()
-    # The first shape, then any number of borders, then any longest sequence.
-    assert counter.frame_count <= 3
 
 
 def test_on_a_gpu_a_dense_mask_does_not_exclude_the_memory_efficient_kernel(monkeypatch):
