@@ -115,7 +115,8 @@ class GRPOTrainer(Trainer):
         dims = super().init_distributed()
         self.watch.start()
         self.begins = checkpoint.find_start(self.config, self.hf_model)
-        register_hf_model(self.hf_model, self.config, self.begins.record.schedule_steps)
+        steps = self.begins.record.schedule_steps
+        register_hf_model(self.hf_model, self.config, self.device, steps)
         return dims
 
     def enter(self, phase: str) -> None:

@@ -1,7 +1,7 @@
 """Builds a Hugging Face directory's model in any layout, as the trainer does."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -9,6 +9,7 @@ import torch.nn as nn
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.protocols import BaseStateDictAdapter
+from varlen_kernel import use_dense_varlen
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
@@ -53,12 +54,15 @@ def build_stages(
     lora: dict[str, Any] | None = None,
     microbatches: int = 0,
     edge_layers: int = 1,
+    attention: Literal["auto", "varlen", "flex", "sdpa"] = "auto",
     **degrees: int,
 ) -> tuple[Built, list[LeanStage]]:
     """Returns a loaded model and the stages of a pipeline.
 
-    ``degrees`` are those of ParallelDims, with 1 as the default.
+    ``degrees`` are those of ParallelDims, with 1 as the default. A stand-in computes ``varlen``.
     """
+    if attention == "varlen":
+        use_dense_varlen()
     config = JobConfig()
     config.model.hf_assets_path = model
     config.training.seq_len = seq_len
@@ -71,6 +75,7 @@ def build_stages(
     config.grpo.recompute_early_blocks = early_blocks
     config.grpo.pipeline_offload = offload
     config.compile.enable = compiled
+    config.grpo.packed_attention = attention
     for name, value in (lora or {}).items():
         setattr(config.lora, name, value)
     config.parallelism.pipeline_parallel_schedule = schedule

@@ -30,6 +30,7 @@ from torchtitan.grpo.data.supervised import open_examples
 from torchtitan.grpo.inference.server_log import log_tail
 from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.attention_choice import choose_packed_attention
 from torchtitan.grpo.models.hf_config import HFModel, ModelError
 from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.models.lora import add_adapters
@@ -71,8 +72,12 @@ def dry_run(
     yield "Start"
     yield from (f"  {line}" for line in start)
     yield "Inputs"
-    device = "CUDA" if torch.cuda.is_available() else "CPU"
-    yield f"  model: {model.architecture} at {model.path}, on {device}"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    attention = choose_packed_attention(config, device, model.model_args.head_dim)
+    yield (
+        f"  model: {model.architecture} at {model.path}, on {device.upper()}, with {attention} "
+        "attention of packed rows"
+    )
     warnings: list[str] = []
     StepPlanner(config, model)  # opens grpo.ptx_path
     if config.sft.path is not None:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan.grpo.disk_failures import disk_failure
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.models.packed_attention import choose_packed_attention
+from torchtitan.grpo.models.attention_choice import choose_packed_attention
 from torchtitan.grpo.pipeline.schedules import SCHEDULES
 
 # How torch, its CPU allocator, cuBLAS and NCCL say it. Only CUDA's caching allocator has a type.
@@ -85,7 +85,7 @@ def _remedies(config: JobConfig, on_gpu: bool) -> Iterator[str]:
     if grpo.logprob_keep_logits:
         yield "grpo.logprob_keep_logits = false"
     device = "cuda" if on_gpu else "cpu"
-    attention = choose_packed_attention(grpo.packed_attention, device, training.seq_len)
+    attention = choose_packed_attention(config, device)
     if attention == "sdpa" and training.seq_len >= _LONG_ROW_TOKENS:
         yield "a shorter training.seq_len: the mask of attention grows with its square"
     else:

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -367,6 +368,32 @@ def test_flex_attention_is_refused_where_there_is_no_gpu(load, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"grpo\.packed_attention = 'flex' needs a CUDA GPU"):
         load(BASE, "--grpo.packed_attention=flex")
+    with pytest.raises(ConfigError, match=r"grpo\.packed_attention = 'varlen' needs a CUDA GPU"):
+        load(BASE, "--grpo.packed_attention=varlen")
+
+
+def test_varlen_attention_is_refused_where_a_gpu_or_a_model_does_not_take_it(load, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
+    chosen = (BASE, "--grpo.packed_attention=varlen")
+    config = load(*chosen)
+    with pytest.raises(ConfigError, match=r"mixed_precision_param = 'bfloat16', got 'float32'"):
+        load(*chosen, "--training.mixed_precision_param=float32")
+    odd: Any = SimpleNamespace(
+        path=Path("odd"),
+        max_position_embeddings=0,
+        window=None,
+        model_args=SimpleNamespace(head_dim=36),
+    )
+    with pytest.raises(
+        ConfigError, match=r"'varlen' needs attention heads .* have 36\. Use 'auto'"
+    ):
+        check_model(config, odd)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
+    with pytest.raises(
+        ConfigError, match=r"compute capability 8\.0 or more, and this one has 7\.5"
+    ):
+        load(*chosen)
 
 
 @pytest.mark.parametrize(

@@ -298,11 +298,15 @@ class GRPO:
     """Push weights to the servers on a background thread while the next step runs. With False, the
     trainer waits for each push between two steps."""
 
-    packed_attention: Literal["auto", "sdpa", "flex"] = "auto"
-    """How attention is confined to each sequence of a packed row. ``sdpa`` uses a dense mask, whose
-    memory grows with the square of ``training.seq_len``. ``flex`` uses compiled FlexAttention and
-    needs CUDA. ``auto`` uses ``flex`` on CUDA if rows have at least 2,048 tokens, and ``sdpa``
-    otherwise."""
+    packed_attention: Literal["auto", "varlen", "flex", "sdpa"] = "auto"
+    """How attention is confined to each sequence of a packed row. ``varlen`` uses FlashAttention
+    over sequences of several lengths, whose cost is that of the sequences alone. It needs a GPU of
+    compute capability 8.0 or more, ``training.mixed_precision_param = "bfloat16"``, and attention
+    heads of at most 256 dimensions, a multiple of 8. ``flex`` uses compiled FlexAttention and needs
+    CUDA. ``sdpa`` uses a dense mask, whose memory grows with the square of ``training.seq_len``.
+    ``auto`` uses ``varlen`` where it can run. Elsewhere, it uses ``flex`` on CUDA if rows have at
+    least 2,048 tokens, and ``sdpa`` otherwise. On CUDA the kernel is tried before training starts,
+    and ``auto`` replaces one that fails by the next. The log names the kernel in use."""
 
     hf_export_interval: Annotated[int, at_least(1).or_value(0, "only at the end")] = 0
     """Number of steps between two exports of the model as a Hugging Face directory,

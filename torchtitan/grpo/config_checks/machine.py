@@ -28,12 +28,21 @@ def check_machine(config: JobConfig) -> None:
             "grpo.packed_attention = 'flex' needs a CUDA GPU, and none is visible. Use 'auto' or "
             "'sdpa'.",
         )
+    _check_varlen(config)
     path = grpo.ref_model_path
     require(
         grpo.kl_coef <= 0 or path is None or Path(path).is_dir() or is_hub_name(path),
         "grpo.ref_model_path must be a Hugging Face model directory, or a name on the Hub "
         f"(grpo.kl_coef is above 0), got {path}.",
     )
+
+
+def _check_varlen(config: JobConfig, model: "HFModel | None" = None) -> None:
+    if config.grpo.packed_attention == "varlen":
+        from torchtitan.grpo.models.attention_choice import varlen_problem
+
+        problem = varlen_problem(config, model.model_args.head_dim if model else None)
+        require(problem is None, f"grpo.packed_attention = 'varlen' needs {problem}. Use 'auto'.")
 
 
 def check_layout(config: JobConfig) -> None:
@@ -67,5 +76,6 @@ def check_model(config: JobConfig, model: "HFModel") -> None:
         "training.seq_len and inference.max_model_len; or, to pack short sequences into longer rows, "
         "set prompts.max_prompt_tokens and inference.max_model_len.",
     )
+    _check_varlen(config, model)
     for problem in (*model_layout_problems(config, model), *model_lora_problems(config, model)):
         raise ConfigError(problem)

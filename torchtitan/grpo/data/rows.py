@@ -112,6 +112,7 @@ class TrainRows:
             there are none. None without ``teacher.top_k``.
         host_mask: [rows, seq] bool, :attr:`scored` in host memory, wherever the other tensors are:
             the host can count these tokens without waiting for a device. By default it is computed.
+        host_sequence_ids: [rows, seq] int64, :attr:`sequence_ids` in host memory likewise.
     """
 
     tokens: torch.Tensor
@@ -128,12 +129,15 @@ class TrainRows:
     teacher_top_ids: torch.Tensor | None = None
     teacher_top_logprobs: torch.Tensor | None = None
     host_mask: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
+    host_sequence_ids: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
 
     def __post_init__(self) -> None:
         if self.teacher_kl is None:
             object.__setattr__(self, "teacher_kl", torch.zeros_like(self.generator_logprobs))
         if self.host_mask is None:
             object.__setattr__(self, "host_mask", self.scored.cpu())
+        if self.host_sequence_ids is None:
+            object.__setattr__(self, "host_sequence_ids", self.sequence_ids.cpu())
 
     @property
     def scored(self) -> torch.Tensor:
@@ -145,12 +149,12 @@ class TrainRows:
         return self.tokens.shape[0]
 
     def to(self, device: torch.device) -> "TrainRows":
-        moved = {
-            name: tensor.to(device, non_blocking=True)
-            for name, tensor in self.tensors().items()
-            if name != "host_mask"
-        }
-        return TrainRows(**moved, host_mask=self.host_mask)
+        return TrainRows(
+            **{
+                name: tensor if name.startswith("host_") else tensor.to(device, non_blocking=True)
+                for name, tensor in self.tensors().items()
+            }
+        )
 
     def microbatches(self, size: int) -> list["TrainRows"]:
         """Splits into consecutive microbatches of ``size`` rows."""

@@ -5,24 +5,33 @@
 
 Upstream's document masks find the borders of sequences by the EOS token, which a rollout cut at
 its length limit does not have. Here the borders come from sequence ids. Upstream's models pass
-any mask object on to ``attention.inner_attention``, so it suffices to replace that module.
+any mask object on to ``attention.inner_attention``, so it suffices to replace that module. Which
+kernel a run uses is chosen in `models/attention_choice.py`.
 """
 
-from typing import Literal
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
-from torch.nn.attention.flex_attention import BlockMask
-from torchtitan.models.attention import FlexAttentionWrapper, create_attention_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from torchtitan.grpo.models.ulysses import gather_heads, scatter_heads, shareable_kv_heads
 
-PackedAttentionKind = Literal["sdpa", "flex"]
+PackedAttentionKind = Literal["varlen", "flex", "sdpa"]
 
-_FLEX_MIN_SEQ_LEN = 2048
+# A multiple of every kernel's block, so that rounding up launches no more blocks.
+_LONGEST_MULTIPLE = 128
+# Each border takes scratch memory in the backward pass, as much as 128 tokens of float32 queries.
+_BORDERS_MULTIPLE = 8
+# Compiled blocks get as many borders as rows have with sequences of this length, and more if needed.
+_COMPILED_SEQUENCE_TOKENS, _COMPILED_MIN_BORDERS = 128, 64
 
 
 class DenseMask(BlockMask):
@@ -36,6 +45,38 @@ class DenseMask(BlockMask):
         self.dense = dense
 
 
+class SequenceBorders(BlockMask):
+    """The borders of sequences, in a class that passes upstream's check.
+
+    Attributes:
+        borders: [n] int32, where each sequence begins in the tokens of all rows laid end to end.
+            The number of tokens follows, at least once: what repeats it are empty sequences.
+        longest: Number of tokens of the longest sequence, or more.
+    """
+
+    def __init__(self, borders: torch.Tensor, longest: int) -> None:
+        self.borders, self.longest = borders, longest
+
+
+class HostSequences:
+    """The sequences of packed rows as the host knows them, so that it need not wait for a device.
+
+    This is neither a tensor nor a container that FSDP knows, so that it reaches the model as it is:
+    FSDP would move a tensor to the device.
+
+    Args:
+        sequence_ids: [rows, seq] int in host memory, see :func:`packed_mask`.
+    """
+
+    def __init__(self, sequence_ids: torch.Tensor) -> None:
+        self._ids = sequence_ids.numpy()
+
+    def count_and_longest(self) -> tuple[int, int]:
+        """Returns the number of sequences in all rows, and the number of tokens of the longest."""
+        begins = np.flatnonzero(np.diff(self._ids, axis=1, prepend=self._ids[:, :1] - 1))
+        return len(begins), int(np.diff(begins, append=self._ids.size).max())
+
+
 class PackedAttention(nn.Module):
     """Replaces upstream's ``inner_attention`` in every layout.
 
@@ -43,15 +84,16 @@ class PackedAttention(nn.Module):
     context parallelism they are this rank's part of the sequence.
 
     Args:
-        kind: ``sdpa`` for scaled dot-product attention with a :class:`DenseMask`, on CPU and
-            CUDA; ``flex`` for FlexAttention.
+        kind: ``varlen`` for FlashAttention over sequences of several lengths, on CUDA in 16 bits;
+            ``flex`` for FlexAttention; ``sdpa`` for scaled dot-product attention with a
+            :class:`DenseMask`, on CPU and CUDA.
     """
 
     context_group: dist.ProcessGroup | None = None
 
     def __init__(self, kind: PackedAttentionKind) -> None:
         super().__init__()
-        self.flex = FlexAttentionWrapper() if kind == "flex" else None
+        self._attend = _attend_with(kind)
 
     def forward(
         self,
@@ -71,14 +113,15 @@ class PackedAttention(nn.Module):
             v: [rows, kv_heads, seq, head_dim].
             block_mask: The mask of :func:`packed_mask`.
             scale: Factor of the scores; None for ``1 / sqrt(head_dim)``.
-            enable_gqa: Whether several query heads use one key-value head.
+            enable_gqa: Whether several query heads use one key-value head. Upstream says so, but
+                the shapes do too.
         """
         if isinstance(q, DTensor):
             assert isinstance(k, DTensor) and isinstance(v, DTensor)
             local = (q.to_local(), k.to_local(), v.to_local())
-            out = self._on_this_rank(*local, block_mask, scale, enable_gqa)
+            out = self._on_this_rank(*local, block_mask, scale)
             return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
-        return self._on_this_rank(q, k, v, block_mask, scale, enable_gqa)
+        return self._on_this_rank(q, k, v, block_mask, scale)
 
     def _on_this_rank(
         self,
@@ -87,51 +130,130 @@ class PackedAttention(nn.Module):
         v: torch.Tensor,
         mask: BlockMask,
         scale: float | None,
-        enable_gqa: bool,
     ) -> torch.Tensor:
         group = self.context_group
         if group is None:
-            return self._attend(q, k, v, mask, scale, enable_gqa)
+            return self._attend(q, k, v, mask, scale)
         k, v = (shareable_kv_heads(t, group.size()) for t in (k, v))
         q, k, v = (scatter_heads(t, group) for t in (q, k, v))
-        out = self._attend(q, k, v, mask, scale, q.shape[1] != k.shape[1])
-        return gather_heads(out, group)
-
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: BlockMask,
-        scale: float | None,
-        enable_gqa: bool,
-    ) -> torch.Tensor:
-        if self.flex is not None:
-            return self.flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=enable_gqa)
-        assert isinstance(mask, DenseMask)
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask.dense, scale=scale, enable_gqa=enable_gqa
-        )
+        return gather_heads(self._attend(q, k, v, mask, scale), group)
 
 
-def choose_packed_attention(
-    setting: Literal["auto", "sdpa", "flex"], device_type: str, seq_len: int
-) -> PackedAttentionKind:
-    """Resolves ``grpo.packed_attention``, whose documentation describes the choice."""
-    if setting != "auto":
-        return setting
-    return "flex" if device_type == "cuda" and seq_len >= _FLEX_MIN_SEQ_LEN else "sdpa"
+_Attend = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, BlockMask, float | None], torch.Tensor
+]
 
 
-def packed_mask(sequence_ids: torch.Tensor, kind: PackedAttentionKind) -> BlockMask:
+def _attend_with(kind: PackedAttentionKind) -> _Attend:
+    if kind == "sdpa":
+        return _attend_densely
+    if kind == "flex":
+        return functools.partial(_attend_in_blocks, _compiled_flex_attention())
+    return functools.partial(_attend_by_length, _causal_varlen_attn())
+
+
+def _attend_densely(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float | None
+) -> torch.Tensor:
+    assert isinstance(mask, DenseMask)
+    if q.is_cuda:
+        # With a mask, CUDA's flash kernel is out, and up to torch 2.13 the memory-efficient one
+        # does not take groups of query heads. What would be left keeps all scores in memory.
+        k, v = (one_head_each(t, q.shape[1]) for t in (k, v))
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask.dense, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def one_head_each(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Repeats key or value heads, [rows, kv_heads, seq, head_dim], so that each query head has one."""
+    repeats = heads // tensor.shape[1]
+    return tensor.repeat_interleave(repeats, dim=1) if repeats > 1 else tensor
+
+
+def _attend_in_blocks(
+    flex: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: BlockMask,
+    scale: float | None,
+) -> torch.Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    return flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+@functools.cache
+def _compiled_flex_attention() -> Callable[..., torch.Tensor]:
+    """Returns FlexAttention, compiled. It is one function, because each would be compiled anew.
+
+    Upstream's compiled function is not used, because of two of its options. Wrapping compiled
+    regions fails with some versions of torch (https://github.com/pytorch/torchtitan/issues/2463);
+    without it, selective checkpointing cannot keep the result, and computes it twice. Autotuning
+    takes minutes on every rank before the first step ends, and is not needed for right numbers.
+    """
+    return torch.compile(flex_attention, dynamic=False)  # pyright: ignore[reportReturnType]
+
+
+@functools.cache
+def _compiled_create_block_mask() -> Callable[..., BlockMask]:
+    """Returns what makes block masks; without compilation it would make a dense mask first."""
+    return torch.compile(create_block_mask)
+
+
+def _attend_by_length(
+    varlen: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: BlockMask,
+    scale: float | None,
+) -> torch.Tensor:
+    assert isinstance(mask, SequenceBorders)
+    rows, _, seq, _ = q.shape
+    # Views of upstream's tensors, which it has made in this order.
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    borders, longest = mask.borders, mask.longest
+    out = varlen(q, k, v, borders, borders, longest, longest, scale=scale)
+    return out.unflatten(0, (rows, seq)).transpose(1, 2)
+
+
+@functools.cache
+def _causal_varlen_attn() -> Callable[..., torch.Tensor]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    arguments: dict[str, Any] = {"window_size": (-1, 0)}
+    # Without the argument, as in torch 2.11, groups of query heads are always allowed.
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        arguments["enable_gqa"] = True
+    return functools.partial(varlen_attn, **arguments)  # pyright: ignore[reportReturnType]
+
+
+def packed_mask(
+    sequence_ids: torch.Tensor,
+    kind: PackedAttentionKind,
+    host: HostSequences | None = None,
+    *,
+    compiled: bool = False,
+) -> BlockMask:
     """Returns the mask of packed rows, which is causal and limited to one sequence.
 
     Args:
         sequence_ids: [rows, seq] int, one id for each sequence of a row. Padding has an id of
             its own, so that no query is left without a key.
         kind: The attention that will use the mask.
+        host: The same ids in host memory. Only ``varlen`` reads it. None lets the host wait for the
+            device.
+        compiled: Whether the blocks that use the mask are compiled. Sizes then do not follow the
+            sequences, with which blocks would be compiled anew, though kernels get more to skip.
     """
     rows, seq = sequence_ids.shape
+    if kind == "varlen":
+        count, longest = (host or HostSequences(sequence_ids.cpu())).count_and_longest()
+        if compiled:
+            fixed = max(_COMPILED_MIN_BORDERS, rows * seq // _COMPILED_SEQUENCE_TOKENS)
+            count, longest = max(count, fixed - 1), seq
+        return _sequence_borders(sequence_ids, count, longest)
     if kind == "sdpa":
         same = sequence_ids[:, None, :, None] == sequence_ids[:, None, None, :]
         causal = torch.ones(seq, seq, dtype=torch.bool, device=sequence_ids.device).tril()
@@ -140,4 +262,18 @@ def packed_mask(sequence_ids: torch.Tensor, kind: PackedAttentionKind) -> BlockM
     def same_sequence(b, h, q_idx, kv_idx):
         return (q_idx >= kv_idx) & (sequence_ids[b, q_idx] == sequence_ids[b, kv_idx])
 
-    return create_attention_mask(same_sequence, rows, None, seq, seq)
+    return _compiled_create_block_mask()(
+        same_sequence, rows, None, seq, seq, device=sequence_ids.device
+    )
+
+
+def _sequence_borders(sequence_ids: torch.Tensor, count: int, longest: int) -> SequenceBorders:
+    """Returns the borders of at most ``count`` sequences, in a size of which there are few."""
+    is_first = sequence_ids.diff(dim=1, prepend=sequence_ids[:, :1] - 1) != 0
+    size, total = _round_up(count + 1, _BORDERS_MULTIPLE), sequence_ids.numel()
+    borders = torch.nonzero_static(is_first.flatten(), size=size, fill_value=total).squeeze(1)
+    return SequenceBorders(borders.to(torch.int32), _round_up(longest, _LONGEST_MULTIPLE))
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -17,6 +17,7 @@ import torch.nn as nn
 from torchtitan.grpo.models.decoder import Decoder
 from torchtitan.grpo.models.logprob_head import LogprobHead, replace_output
 from torchtitan.grpo.models.packed_attention import (
+    HostSequences,
     PackedAttention,
     PackedAttentionKind,
     packed_mask,
@@ -32,6 +33,7 @@ class ScoringSettings:
 
     Attributes:
         attention: Kernel that keeps attention inside sequences.
+        compiled: Whether blocks are compiled; see :func:`packed_mask`.
         temperature: Sampling temperature under which logprobs are computed.
         chunk_tokens: Number of tokens whose logits exist at the same time.
         with_entropy: Whether to compute the entropy; otherwise it is 0.
@@ -41,6 +43,7 @@ class ScoringSettings:
     """
 
     attention: PackedAttentionKind
+    compiled: bool
     temperature: float
     chunk_tokens: int
     with_entropy: bool
@@ -81,6 +84,7 @@ class PackedModel(nn.Module):
         sequence_ids: torch.Tensor,
         positions: torch.Tensor,
         labels: torch.Tensor,
+        host_sequences: HostSequences | None = None,
         scored: ScoredTokens | None = None,
         other_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -91,6 +95,7 @@ class PackedModel(nn.Module):
             sequence_ids: [rows, seq] int, see :func:`packed_mask`.
             positions: [rows, seq] int, starting at 0 in each sequence.
             labels: [rows, seq] int, tokens whose logprobs are computed.
+            host_sequences: The sequences as the host knows them; see :func:`packed_mask`.
             scored: The positions at which they are computed; None for all.
             other_ids: [rows, seq, k] int, further tokens at each position whose logprobs are computed;
                 None for none.
@@ -103,7 +108,10 @@ class PackedModel(nn.Module):
         group = self.context_group
         if embeds_tokens(self):
             tokens = context_part(tokens, group)
-        mask = packed_mask(sequence_ids, self.settings.attention)
+        settings = self.settings
+        mask = packed_mask(
+            sequence_ids, settings.attention, host_sequences, compiled=settings.compiled
+        )
         inputs = {"attention_masks": mask, "positions": context_part(positions, group)}
         head: Any = self.output
         if not isinstance(head, LogprobHead):

@@ -32,12 +32,17 @@ def scatter_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
     Args:
         tensor: This rank's part of the sequence. ``heads`` must be a multiple of n.
         group: Process group of n ranks.
+
+    Returns:
+        In memory the heads of a token follow each other, as upstream's projections lay them out:
+        kernels that take tokens of several rows end to end need no further copy.
     """
     n = group.size()
     rows, heads, part, head_dim = tensor.shape
     by_head = tensor.reshape(rows, n, heads // n, part, head_dim)
     by_part = _exchange(by_head.transpose(0, 1), group)  # [n, rows, heads / n, part, head_dim]
-    return by_part.permute(1, 2, 0, 3, 4).reshape(rows, heads // n, n * part, head_dim)
+    by_token = by_part.permute(1, 0, 3, 2, 4).reshape(rows, n * part, heads // n, head_dim)
+    return by_token.transpose(1, 2)
 
 
 def gather_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

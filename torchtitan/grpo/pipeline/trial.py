@@ -18,6 +18,7 @@ import torch.nn as nn
 from torchtitan.distributed import ParallelDims
 
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.packed_attention import HostSequences
 from torchtitan.grpo.pipeline.assumed_costs import assumed_costs
 from torchtitan.grpo.pipeline.choice import costs_for
 from torchtitan.grpo.pipeline.hop import measure_hops
@@ -136,8 +137,10 @@ class Trial:
         shape = (config.parallelism.pipeline_parallel_microbatch_size, config.training.seq_len)
         vocab_size: int = self.model.model_args.vocab_size  # pyright: ignore
         tokens = torch.randint(vocab_size, shape, device=self.device)
+        whole_rows = torch.zeros(shape, dtype=torch.int64)
         named = {
-            "sequence_ids": torch.zeros_like(tokens),
+            "sequence_ids": whole_rows.to(self.device),
+            "host_sequences": HostSequences(whole_rows),
             "positions": torch.arange(shape[1], device=self.device).expand(shape),
             "labels": tokens,
         }

@@ -19,13 +19,13 @@ from torchtitan.train import Trainer
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.losses.policy_terms import BUILTIN
+from torchtitan.grpo.models.attention_choice import choose_packed_attention, try_packed_attention
 from torchtitan.grpo.models.decoder import DecoderAdapter
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.models.hf_weights import load_hf_weights
 from torchtitan.grpo.models.moe_on_cpu import prepare_moe_for_cpu
-from torchtitan.grpo.models.packed_attention import choose_packed_attention
 from torchtitan.grpo.models.packed_model import PackedDecoder, ScoringSettings
-from torchtitan.grpo.models.parallelize import parallelize
+from torchtitan.grpo.models.parallelize import compiles_model, parallelize
 from torchtitan.grpo.models.same_model import check_reference
 from torchtitan.grpo.observe.metrics_processor import build_grpo_metrics_processor
 from torchtitan.grpo.pipeline.auto import resolve_schedule
@@ -46,9 +46,10 @@ def hf_train_spec(
     """Returns upstream's spec of Qwen3, changed for this directory and for rollouts."""
     if utils.device_type == "cpu" and getattr(model.model_args, "moe_enabled", False):
         prepare_moe_for_cpu(model.model_args)
+    head_dim: int = model.model_args.head_dim
     return replace(
         qwen3_train_spec(),
-        model_cls=partial(PackedDecoder, settings=scoring_settings(config)),  # pyright: ignore
+        model_cls=partial(PackedDecoder, settings=scoring_settings(config, head_dim)),  # pyright: ignore
         state_dict_adapter=DecoderAdapter,
         parallelize_fn=parallelize,
         pipelining_fn=_pipeline,
@@ -64,13 +65,17 @@ def hf_train_spec(
     )
 
 
-def scoring_settings(config: JobConfig) -> ScoringSettings:
-    """Returns the settings with which the models of a run score tokens."""
+def scoring_settings(config: JobConfig, head_dim: int | None = None) -> ScoringSettings:
+    """Returns the settings with which the models of a run score tokens.
+
+    Args:
+        config: Configuration of the run.
+        head_dim: Size of the model's attention heads; None if every kernel takes it.
+    """
     grpo = config.grpo
     return ScoringSettings(
-        attention=choose_packed_attention(
-            grpo.packed_attention, utils.device_type, config.training.seq_len
-        ),
+        attention=choose_packed_attention(config, utils.device_type, head_dim),
+        compiled=compiles_model(config),
         temperature=config.rollout.temperature,
         chunk_tokens=grpo.logprob_chunk_tokens,
         with_entropy=grpo.log_entropy or grpo.entropy_coef > 0,
@@ -80,17 +85,21 @@ def scoring_settings(config: JobConfig) -> ScoringSettings:
     )
 
 
-def register_hf_model(model: HFModel, config: JobConfig, schedule_steps: int | None = None) -> None:
-    """Registers the directory under the name and flavor of ``[model]``.
+def register_hf_model(
+    model: HFModel, config: JobConfig, device: torch.device, schedule_steps: int | None = None
+) -> None:
+    """Registers the directory under the name and flavor of ``[model]``, and tries its attention.
 
     Args:
         model: The directory.
         config: Configuration of the run.
+        device: Training device.
         schedule_steps: Number of steps over which the learning rate's schedule is laid. None
             takes ``lr_scheduler.total_steps`` or ``training.steps``.
     """
     # Sharded logits stay inside the output layer, so that no loss is computed from them.
     config.parallelism.disable_loss_parallel = True
+    try_packed_attention(config, device, model.model_args.head_dim)
     train_specs.register_train_spec(config.model.name, hf_train_spec(model, config, schedule_steps))
 
 

@@ -8,9 +8,10 @@ the settings and the model from the trainer.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torchtitan.grpo.attestation import attested_tokens
+from torchtitan.grpo.models.packed_model import PackedModel
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.held_out_loss import HeldOutLoss, held_out_plan
 from torchtitan.grpo.training.learner import Learner
@@ -53,7 +54,8 @@ def build_learner(trainer: "GRPOTrainer", await_readers: Callable[[], None]) -> 
 def build_probe(trainer: "GRPOTrainer") -> PolicyProbe:
     """Returns the probe, which computes the log-probabilities that servers are compared with."""
     tokens = attested_tokens(trainer.config, trainer.hf_model.vocab_size)
-    shape = probe_shape(trainer.config, trainer.parallel_dims, len(tokens), trainer.device.type)
+    attention = cast(PackedModel, trainer.model_parts[0]).settings.attention
+    shape = probe_shape(trainer.config, trainer.parallel_dims, len(tokens), attention)
     is_speaker = trainer.role.is_counted and trainer.role.batch_rank == 0
     return PolicyProbe(
         trainer.runner, trainer.model_parts, trainer.feed, tokens, shape, trainer.device, is_speaker

@@ -15,7 +15,7 @@ from torchtitan.grpo.data.feed import Feed
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.logprob_head import LogprobHead
-from torchtitan.grpo.models.packed_attention import choose_packed_attention
+from torchtitan.grpo.models.packed_attention import PackedAttentionKind
 from torchtitan.grpo.training.runner import ForwardRunner
 
 
@@ -65,7 +65,7 @@ class PolicyProbe:
 
 
 def probe_shape(
-    config: JobConfig, dims: ParallelDims, num_tokens: int, device_type: str
+    config: JobConfig, dims: ParallelDims, num_tokens: int, attention: PackedAttentionKind
 ) -> tuple[int, int]:
     """Returns the number and the length of the rows that a probe's forward pass needs.
 
@@ -77,10 +77,9 @@ def probe_shape(
         config: Configuration of the run.
         dims: Meshes of the run; rows must be divisible by their sequence degrees.
         num_tokens: Number of tokens to be rated.
-        device_type: Type of the training device.
+        attention: The kernel of the model's attention.
     """
     training = config.training
-    attention = choose_packed_attention(config.grpo.packed_attention, device_type, training.seq_len)
     if dims.pp_enabled:
         return config.parallelism.pipeline_parallel_microbatch_size, training.seq_len
     if config.compile.enable or attention == "flex":

@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.grpo.data.rows import TrainRows
+from torchtitan.grpo.models.packed_attention import HostSequences
 from torchtitan.grpo.models.scored_tokens import ScoredTokens
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ def model_inputs(rows: TrainRows, *, trains: bool = False) -> dict[str, Any]:
     return top | {
         "scored": ScoredTokens(rows.scored, rows.host_mask),
         "sequence_ids": rows.sequence_ids,
+        "host_sequences": HostSequences(rows.host_sequence_ids),
         "positions": rows.positions,
         "labels": rows.labels,
     }

@@ -84,6 +84,15 @@ def test_a_teacher_s_tokens_go_where_their_rows_go():
     assert packed().microbatches(1)[1].teacher_top_ids is None
 
 
+def test_the_host_keeps_the_sequences_of_rows_on_a_device():
+    rows = packed()
+    on_device = rows.to(torch.device("meta"))
+    assert on_device.sequence_ids.is_meta and on_device.tokens.is_meta
+    for part in (on_device.select(slice(0, 2)), on_device.microbatches(2)[0]):
+        assert torch.equal(part.host_sequence_ids, rows.sequence_ids[:2])
+        assert torch.equal(part.host_mask, rows.host_mask[:2])
+
+
 def test_rows_take_the_number_of_tokens_that_the_run_asks_for():
     rows = rated_rows()
     assert rows.with_top_k(2) is rows

@@ -30,6 +30,10 @@ def reference(model) -> tuple[list[torch.Tensor], float]:
         ("llama", 2, {"cp": 2}),
         ("qwen3", 4, {"dp_replicate": 2, "dp_shard": 2}),
         ("llama", 4, {"dp_shard": 2, "tp": 2}),
+        ("qwen3", 1, {"attention": "varlen", "ac": "full"}),
+        ("qwen3_tied", 2, {"attention": "varlen", "tp": 2}),
+        ("llama", 2, {"attention": "varlen", "cp": 2}),
+        ("llama", 2, {"attention": "varlen", "dp_shard": 2, "ac": "selective op"}),
     ],
 )
 def test_sharded_model_equals_hugging_face(kind, num_ranks, layout, make_model, run_ranks):

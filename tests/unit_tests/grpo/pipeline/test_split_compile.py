@@ -23,8 +23,9 @@ NUM_LINEARS = 7
         pytest.param({"tp": 2}, 4, 0, marks=pytest.mark.long),
         pytest.param({"schedule": "InterleavedZeroBubble"}, 2, 0, marks=pytest.mark.long),
         pytest.param({"schedule": "VHalf"}, 2, 0, marks=pytest.mark.long),
+        pytest.param({"attention": "varlen"}, 2, 0, marks=pytest.mark.long),
     ],
-    ids=["full", "op", "FSDP2 full bfloat16", "TP", "interleaved", "V-Half"],
+    ids=["full", "op", "FSDP2 full bfloat16", "TP", "interleaved", "V-Half", "varlen"],
 )
 def test_gradients_are_equal_and_deferred(layout, num_ranks, num_recomputed, make_model, run_ranks):
     _, folder = make_model("qwen3", num_hidden_layers=4, intermediate_size=78)

@@ -22,13 +22,15 @@ def waits(make_model, run_ranks):
 
 
 def test_forward_loss_and_backward_of_a_whole_model_wait_for_nothing(waits):
-    (found,) = waits(1, {}, {"entropy_coef": 0.1, "kl_coef": 0.1}, {"ac": "full"}, {"item": True})
-    assert found[:3] == [[], [], []]
-    assert found[3] and set(found[3]) == {"aten._local_scalar_dense.default"}
+    losses, checkpointed = {"entropy_coef": 0.1, "kl_coef": 0.1}, {"ac": "full"}
+    (found,) = waits(1, {}, losses, checkpointed, {"attention": "varlen"}, {"item": True})
+    assert found[:4] == [[]] * 4
+    assert found[4] and set(found[4]) == {"aten._local_scalar_dense.default"}
 
 
 def test_sharded_models_and_pipelines_wait_for_nothing(waits):
-    cases = [{"dp_shard": 2}, {"cp": 2}, {"pp": 2, "schedule": "ZBVZeroBubble"}, {"tp": 2}]
+    pipeline = {"pp": 2, "schedule": "ZBVZeroBubble", "attention": "varlen"}
+    cases = [{"dp_shard": 2}, {"cp": 2, "attention": "varlen"}, pipeline, {"tp": 2}]
     # Torch's sharded embedding writes a number of the host where a mask is set. It looks like
     # waiting, and on a GPU it is a kernel that takes the number as an argument.
     embedding = {"aten.index_put_.default", "aten._local_scalar_dense.default"}

@@ -67,12 +67,14 @@ def test_only_models_of_one_shape_rate_in_the_shape_of_training(
     config.training.local_batch_size, config.training.seq_len = 4, 256
     config.compile.enable = is_compiled
     dims: Any = SimpleNamespace(pp_enabled=has_pipeline, seq_len_divisor=divisor)
-    assert probe_shape(config, dims, 48, "cpu") == shape
+    assert probe_shape(config, dims, 48, "sdpa") == shape
 
 
-@pytest.mark.parametrize(("device_type", "shape"), [("cuda", (2, 4096)), ("cpu", (1, 48))])
-def test_flex_attention_is_not_compiled_for_a_shape_of_the_probe(device_type: str, shape):
+@pytest.mark.parametrize(
+    ("attention", "shape"), [("flex", (2, 4096)), ("varlen", (1, 48)), ("sdpa", (1, 48))]
+)
+def test_flex_attention_is_not_compiled_for_a_shape_of_the_probe(attention, shape):
     config = JobConfig()
     config.training.local_batch_size, config.training.seq_len = 2, 4096
     dims: Any = SimpleNamespace(pp_enabled=False, seq_len_divisor=1)
-    assert probe_shape(config, dims, 48, device_type) == shape
+    assert probe_shape(config, dims, 48, attention) == shape

@@ -1,0 +1,224 @@
+"""The kernel of packed rows' attention is one that this GPU runs, and that computes what it should."""
+
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models import attention_choice, packed_attention
+from torchtitan.grpo.models.attention_choice import (
+    choose_packed_attention,
+    failure_of,
+    try_packed_attention,
+    varlen_problem,
+)
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch) -> Callable[[tuple[int, int] | None], None]:
+    """Pretends that this machine has a GPU of a compute capability; None is no GPU."""
+    monkeypatch.setattr(attention_choice, "_failed", {})
+
+    def pretend(capability: tuple[int, int] | None) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: capability is not None)
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+
+    pretend((9, 0))
+    return pretend
+
+
+def settings(seq_len: int = 1024, kind: str = "auto", dtype: str = "bfloat16") -> JobConfig:
+    config = JobConfig()
+    config.training.seq_len = seq_len
+    config.training.mixed_precision_param = dtype  # pyright: ignore[reportAttributeAccessIssue]
+    config.grpo.packed_attention = kind  # pyright: ignore[reportAttributeAccessIssue]
+    return config
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "capability", "dtype", "head_dim", "kind"),
+    [
+        (16, (8, 0), "bfloat16", 128, "varlen"),
+        (65536, (9, 0), "bfloat16", 256, "varlen"),
+        (16, (12, 0), "bfloat16", 8, "varlen"),
+        (2048, (7, 5), "bfloat16", 128, "flex"),
+        (2047, (7, 5), "bfloat16", 128, "sdpa"),
+        (2048, (9, 0), "float32", 128, "flex"),
+        (2047, (9, 0), "float32", 128, "sdpa"),
+        (2048, (9, 0), "bfloat16", 36, "flex"),
+        (2048, (9, 0), "bfloat16", 264, "flex"),
+        (2048, (9, 0), "bfloat16", None, "varlen"),
+    ],
+)
+def test_a_gpu_gets_the_fastest_kernel_that_takes_the_model(
+    gpu, seq_len, capability, dtype, head_dim, kind
+):
+    gpu(capability)
+    assert choose_packed_attention(settings(seq_len, dtype=dtype), "cuda", head_dim) == kind
+
+
+@pytest.mark.parametrize("kind", ["varlen", "flex", "sdpa"])
+def test_a_setting_is_obeyed(kind):
+    assert choose_packed_attention(settings(kind=kind), "cuda", 36) == kind
+
+
+def test_a_cpu_uses_sdpa(gpu):
+    gpu(None)
+    assert choose_packed_attention(settings(seq_len=4096), "cpu", 128) == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "problem"),
+    [
+        (None, "bfloat16", 128, "a CUDA GPU, and none is visible"),
+        ((7, 5), "bfloat16", 128, "compute capability 8.0 or more, and this one has 7.5"),
+        ((8, 0), "float32", 128, "training.mixed_precision_param = 'bfloat16', got 'float32'"),
+        ((8, 0), "bfloat16", 264, "at most 256, and the model's have 264"),
+        ((8, 0), "bfloat16", 36, "a multiple of 8 and at most 256, and the model's have 36"),
+    ],
+)
+def test_what_varlen_lacks_is_named(gpu, capability, dtype, head_dim, problem):
+    gpu(capability)
+    assert problem in str(varlen_problem(settings(dtype=dtype), head_dim))
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    level, logger = attention_choice.logger.level, attention_choice.logger
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+@pytest.fixture
+def tried(monkeypatch) -> Callable[..., list[str]]:
+    """Lets kinds of attention fail, and returns those that are tried."""
+
+    def let_fail(*broken: str) -> list[str]:
+        kinds: list[str] = []
+
+        def failure(kind, *_):
+            kinds.append(kind)
+            return f"{kind} is broken." if kind in broken else None
+
+        monkeypatch.setattr(attention_choice, "failure_of", failure)
+        return kinds
+
+    return let_fail
+
+
+def test_a_kernel_that_works_is_tried_once_and_named(tried, log):
+    kinds = tried()
+    try_packed_attention(settings(), CUDA, 128)
+    assert kinds == ["varlen"]
+    assert log == ["Packed attention: varlen"]
+
+
+def test_a_kernel_that_fails_is_replaced_by_the_next_with_a_line_for_each(tried, log):
+    config, kinds = settings(seq_len=4096), tried("varlen", "flex")
+    try_packed_attention(config, CUDA, 128)
+    assert kinds == ["varlen", "flex", "sdpa"]
+    assert log == [
+        "Packed attention: flex is used, because varlen fails: varlen is broken.",
+        "Packed attention: sdpa is used, because flex fails: flex is broken.",
+        "Packed attention: sdpa",
+    ]
+    assert choose_packed_attention(config, "cuda", 128) == "sdpa"  # also for whoever asks later
+
+
+def test_a_slow_kernel_is_not_used_in_silence(tried, log):
+    config, kinds = settings(kind="sdpa"), tried("sdpa")
+    try_packed_attention(config, CUDA, 128)
+    assert kinds == ["sdpa"]
+    assert log[0].endswith("slowest, which keeps all scores in memory: sdpa is broken.")
+
+
+def test_a_setting_that_fails_is_an_error(tried):
+    tried("varlen")
+    with pytest.raises(RuntimeError, match=r"grpo\.packed_attention = 'varlen' must work .*broken"):
+        try_packed_attention(settings(kind="varlen"), CUDA, 128)
+
+
+def test_nothing_is_tried_on_a_cpu(tried, log):
+    kinds = tried("sdpa")
+    try_packed_attention(settings(), CPU, 128)
+    assert (kinds, log) == ([], ["Packed attention: sdpa"])
+
+
+@pytest.fixture
+def kernel(monkeypatch) -> Iterator[Callable[[Callable[..., torch.Tensor]], None]]:
+    """Replaces torch's varlen function, which needs a GPU."""
+
+    def use(function: Callable[..., torch.Tensor]) -> None:
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
+        packed_attention._causal_varlen_attn.cache_clear()
+
+    yield use
+    packed_attention._causal_varlen_attn.cache_clear()
+
+
+def varlen(q, k, v, cu_seq_q, *_, scale=None, window_size=None, enable_gqa=True, mends=lambda m: m):
+    """Attention under the mask that the borders describe, after ``mends`` has changed it."""
+    ids = torch.searchsorted(cu_seq_q, torch.arange(len(q), dtype=torch.int32), right=True)
+    causal = torch.ones(len(q), len(q), dtype=torch.bool).tril()
+    mask = mends((ids[:, None] == ids[None]) & causal)
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_right_numbers_are_no_failure(kernel, dtype):
+    kernel(varlen)
+    assert failure_of("varlen", CPU, dtype, 64) is None
+
+
+def see_one_more(mask: torch.Tensor) -> torch.Tensor:
+    mask[101, 98:101] = True  # the end of the sequence before
+    return mask
+
+
+def detached_keys(q, k, v, *args, **kwargs):
+    return varlen(q, k.detach() + 0 * k, v, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "failure"),
+    [
+        (lambda *a, **kw: varlen(*a, **kw, mends=see_one_more), "output differs by"),
+        (lambda *a, **kw: varlen(*a, **kw, mends=torch.ones_like), "output differs by"),
+        (lambda *a, **kw: varlen(*a, **(kw | {"scale": 0.2})), "output differs by"),
+        (lambda *a, **kw: varlen(*a, **kw) * float("nan"), "output differs by nan"),
+        (detached_keys, "dk differs by 1 of"),
+    ],
+)
+def test_wrong_numbers_are_a_failure(kernel, wrong, failure):
+    kernel(wrong)
+    assert failure in str(failure_of("varlen", CPU, torch.bfloat16, 64))
+
+
+def test_a_kernel_that_raises_fails_with_the_reason():
+    found = str(failure_of("varlen", CPU, torch.bfloat16, 64))
+    assert found.startswith("NotImplementedError: Could not run 'aten::_flash_attention_forward'")
+    assert "\n" not in found
+    # The only kernel of sdpa that counts does not exist on a CPU.
+    assert "No viable backend" in str(failure_of("sdpa", CPU, torch.bfloat16, 64))
+
+
+def test_missing_memory_is_no_failure_of_the_kernel(kernel):
+    def runs_out(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    kernel(runs_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        failure_of("varlen", CPU, torch.bfloat16, 64)

@@ -1,0 +1,176 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Chooses the kernel of packed rows' attention, and tries it before a run depends on it.
+
+The rules come from the documentation of the kernels. Whether a kernel runs on this GPU with this
+version of torch, and computes what it should, is found out by running it.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.tools.logging import logger
+
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.packed_attention import (
+    PackedAttention,
+    PackedAttentionKind,
+    packed_mask,
+)
+
+_FLEX_MIN_SEQ_LEN = 2048
+_VARLEN_CAPABILITY = (8, 0)
+_VARLEN_DTYPE = "bfloat16"
+_VARLEN_MAX_HEAD_DIM, _VARLEN_HEAD_DIM_MULTIPLE = 256, 8
+
+# Far above what 16 bits lose, and far below what one token of another sequence adds.
+_TOLERANCE = 0.05
+_TRIED_LENGTHS = ((100, 28, 128), (1, 255))
+_TRIED_HEADS = (4, 2, 2)
+
+_failed: dict[PackedAttentionKind, str] = {}
+"""The kernels that have failed in this process, and how."""
+
+
+def choose_packed_attention(
+    config: JobConfig, device_type: str, head_dim: int | None = None
+) -> PackedAttentionKind:
+    """Resolves ``grpo.packed_attention``, whose documentation describes the choice.
+
+    Args:
+        config: Configuration of the run.
+        device_type: Type of the training device.
+        head_dim: Size of the model's attention heads; None if every kernel takes it.
+    """
+    if config.grpo.packed_attention != "auto":
+        return config.grpo.packed_attention
+    return next(
+        kind
+        for kind in _candidates(config, device_type, head_dim)
+        if kind not in _failed or kind == "sdpa"
+    )
+
+
+def _candidates(
+    config: JobConfig, device_type: str, head_dim: int | None
+) -> Iterator[PackedAttentionKind]:
+    """Yields what ``auto`` may choose, the fastest first."""
+    if device_type == "cuda":
+        if varlen_problem(config, head_dim) is None:
+            yield "varlen"
+        if config.training.seq_len >= _FLEX_MIN_SEQ_LEN:
+            yield "flex"
+    yield "sdpa"
+
+
+def varlen_problem(config: JobConfig, head_dim: int | None = None) -> str | None:
+    """Returns what ``varlen`` needs and does not get, as the end of a sentence; None if it can run.
+
+    Args:
+        config: Configuration of the run.
+        head_dim: Size of the model's attention heads; None leaves it out.
+    """
+    if not torch.cuda.is_available():
+        return "a CUDA GPU, and none is visible"
+    if (found := torch.cuda.get_device_capability()) < _VARLEN_CAPABILITY:
+        return f"a GPU of compute capability 8.0 or more, and this one has {found[0]}.{found[1]}"
+    if (dtype := config.training.mixed_precision_param) != _VARLEN_DTYPE:
+        return f"training.mixed_precision_param = {_VARLEN_DTYPE!r}, got {dtype!r}"
+    if head_dim and (head_dim > _VARLEN_MAX_HEAD_DIM or head_dim % _VARLEN_HEAD_DIM_MULTIPLE):
+        return (
+            f"attention heads whose size is a multiple of {_VARLEN_HEAD_DIM_MULTIPLE} and at most "
+            f"{_VARLEN_MAX_HEAD_DIM}, and the model's have {head_dim}"
+        )
+    return None
+
+
+def try_packed_attention(config: JobConfig, device: torch.device, head_dim: int) -> None:
+    """Tries the kernel that a run will use, so that ``auto`` chooses one that works; logs the choice.
+
+    Only kernels of CUDA are tried. Every process tries once, before it builds its model.
+
+    Args:
+        config: Configuration of the run.
+        device: Training device, which is the current one.
+        head_dim: Size of the model's attention heads.
+
+    Raises:
+        RuntimeError: If the configuration names a kernel that does not work here.
+    """
+    dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
+    kind = choose_packed_attention(config, device.type, head_dim)
+    while device.type == "cuda" and (failure := failure_of(kind, device, dtype, head_dim)):
+        _failed[kind] = failure
+        if kind == "sdpa":
+            logger.warning(
+                "Packed attention: no kernel of sdpa takes a mask here but its slowest, which keeps "
+                f"all scores in memory: {failure}"
+            )
+            break
+        if config.grpo.packed_attention != "auto":
+            raise RuntimeError(
+                f"grpo.packed_attention = {kind!r} must work on this GPU with torch "
+                f"{torch.__version__}, and does not: {failure} Use 'auto'."
+            )
+        failed, kind = kind, choose_packed_attention(config, device.type, head_dim)
+        logger.warning(f"Packed attention: {kind} is used, because {failed} fails: {failure}")
+    logger.info(f"Packed attention: {kind}")
+
+
+def failure_of(
+    kind: PackedAttentionKind, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> str | None:
+    """Returns how attention over small packed rows fails; None if its numbers are right.
+
+    Output and gradients are compared with those of float32 on the CPU.
+
+    Args:
+        kind: The kernel. Of ``sdpa`` only the memory-efficient kernel counts.
+        device: Where it runs.
+        dtype: Dtype of queries, keys and values.
+        head_dim: Size of the attention heads.
+    """
+    seq_len, generator = sum(_TRIED_LENGTHS[0]), torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(2, heads, seq_len, head_dim, generator=generator) for heads in _TRIED_HEADS
+    ]
+    inputs = [tensor.to(dtype) for tensor in inputs]
+    expected = _with_gradients("sdpa", [tensor.float() for tensor in inputs])
+    backend = contextlib.nullcontext()
+    if kind == "sdpa":
+        backend = sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)
+    try:
+        with backend:
+            found = _with_gradients(kind, [tensor.to(device) for tensor in inputs])
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a compiler or a kernel raises
+        text = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {text[0] if text else 'no message'}"
+    for name, wrong, right in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
+        error = float((wrong.cpu().float() - right).abs().max() / right.abs().max())
+        if not error <= _TOLERANCE:  # which NaN is not either
+            return f"{name} differs by {error:.2g} of its largest value from float32 on the CPU."
+    return None
+
+
+@torch.enable_grad()
+def _with_gradients(
+    kind: PackedAttentionKind, inputs: list[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Returns the output of packed attention, and the gradients of queries, keys and values."""
+    lengths = torch.tensor(_TRIED_LENGTHS[0] + _TRIED_LENGTHS[1])
+    ids = torch.arange(len(lengths)).repeat_interleave(lengths).view(2, -1)
+    mask = packed_mask(ids.to(inputs[0].device), kind)
+    # In upstream's order of dimensions, whose strides the kernels get.
+    q, k, v = (t.transpose(1, 2).contiguous().requires_grad_() for t in inputs)
+    heads = (t.transpose(1, 2) for t in (q, k, v))
+    out = PackedAttention(kind)(*heads, block_mask=mask)
+    # Tokens weigh differently, so that a gradient which reaches another one is found.
+    weights = torch.linspace(0.5, 2, out.numel(), device=out.device).view_as(out)
+    gradients = torch.autograd.grad((out * weights.to(out.dtype)).sum(), (q, k, v))
+    return out.detach(), *gradients
