@@ -53,6 +53,7 @@ def build_stages(
     lora: dict[str, Any] | None = None,
     microbatches: int = 0,
     edge_layers: int = 1,
+    kept: str = "free",
     **degrees: int,
 ) -> tuple[Built, list[LeanStage]]:
     """Returns a loaded model and the stages of a pipeline.
@@ -71,6 +72,7 @@ def build_stages(
     config.grpo.recompute_early_blocks = early_blocks
     config.grpo.pipeline_offload = offload
     config.compile.enable = compiled
+    config.parallelism.fsdp_between_microbatches = kept
     for name, value in (lora or {}).items():
         setattr(config.lora, name, value)
     config.parallelism.pipeline_parallel_schedule = schedule
