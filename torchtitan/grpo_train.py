@@ -53,6 +53,7 @@ from torchtitan.grpo.training.evaluations import Evaluations
 from torchtitan.grpo.training.exports import export_policy
 from torchtitan.grpo.training.guards import Guards
 from torchtitan.grpo.training.learned import Learned
+from torchtitan.grpo.training.memory_choice import resolve_kept
 from torchtitan.grpo.training.model_spec import build_policy_runner, register_hf_model
 from torchtitan.grpo.training.parts import build_learner, build_probe, open_held_out
 from torchtitan.grpo.training.rank_role import rank_role
@@ -116,6 +117,7 @@ class GRPOTrainer(Trainer):
         self.watch.start()
         self.begins = checkpoint.find_start(self.config, self.hf_model)
         register_hf_model(self.hf_model, self.config, self.begins.record.schedule_steps)
+        resolve_kept(self.config, self.hf_model, self.device)
         return dims
 
     def enter(self, phase: str) -> None:

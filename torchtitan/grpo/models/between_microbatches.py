@@ -8,7 +8,7 @@ after each. Whole parameters and gradients that are kept in between cost memory,
 all microbatches but one. This holds on a single rank as well, where FSDP2 casts without gathering.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
@@ -36,6 +36,7 @@ class BetweenMicrobatches:
     """
 
     def __init__(self, model: nn.Module, kept: Kept) -> None:
+        assert kept in get_args(Kept), f"{kept!r} is not resolved"
         self._root = model if isinstance(model, FSDPModule) else None
         self._sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self.keeps_parameters = keeps_parameters(kept)
