@@ -103,6 +103,4 @@ def trained(arguments: dict, layout: dict[str, Any], kept: str) -> dict[str, Any
 
 
 def main(arguments):
-    return {
-        "cases": [trained(arguments, arguments["layout"], kept) for kept in arguments["kept"]]
-    }
+    return {"cases": [trained(arguments, arguments["layout"], kept) for kept in arguments["kept"]]}

@@ -71,7 +71,9 @@ def describe_memory(config: JobConfig, model: HFModel, num_ranks: int) -> Iterat
     mode, tokens = checkpoint_mode(config), _microbatch_tokens(config)
     asked = config.parallelism.fsdp_between_microbatches
     kept: Kept = _choose(config, memory, available) if asked == "auto" else asked
-    of_what = "this GPU" if has_gpu else "a GPU of 80 GB, which is assumed because there is none here"
+    of_what = (
+        "this GPU" if has_gpu else "a GPU of 80 GB, which is assumed because there is none here"
+    )
     yield f"{_text(available)} of {of_what} are available to the step, the rest is reserved"
     reference = f", reference {_text(memory.reference)}" if memory.reference else ""
     yield (

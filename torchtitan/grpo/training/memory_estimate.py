@@ -307,9 +307,7 @@ def _largest_group(layout: _Layout, stage: Mapping[str, tuple[int, ...]]) -> int
     return max(sizes.values())
 
 
-def _head_bytes(
-    config: JobConfig, shapes: Mapping[str, tuple[int, ...]], layout: _Layout
-) -> int:
+def _head_bytes(config: JobConfig, shapes: Mapping[str, tuple[int, ...]], layout: _Layout) -> int:
     """Returns the memory of the output layer: three slices of logits in float32."""
     vocab = max(math.prod(shape) // shape[-1] for n, shape in shapes.items() if "embed" in n)
     return 3 * _FP32 * config.grpo.logprob_chunk_tokens * vocab // layout.tensor

@@ -196,7 +196,9 @@ def score(
         teacher = None  # its part is a term of the loss, and none of the advantage
     minibatches = [_bounded(rows, teacher) for rows in minibatches]
     ref = [_job(reference, rows, config) for rows in minibatches]
-    old = [_job(policy if scores_old_policy(config) else None, rows, config) for rows in minibatches]
+    old = [
+        _job(policy if scores_old_policy(config) else None, rows, config) for rows in minibatches
+    ]
     advantages = _advantages(
         batch.samples, minibatches, ref, config, feed, is_counted=is_counted, teacher=teacher
     )

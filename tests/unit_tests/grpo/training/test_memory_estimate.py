@@ -45,7 +45,7 @@ class FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        x, weight, inverse = ctx.saved_tensors
+        _, weight, inverse = ctx.saved_tensors
         return gradients[0] * inverse * weight, torch.zeros_like(weight), None
 
 
@@ -126,7 +126,9 @@ def test_the_activations_of_a_real_model_are_within_a_tenth(
     for layers in (2, 6):
         _, folder = make_model(kind, **sizes, num_hidden_layers=layers)
         config = config_of(
-            folder, activation_checkpoint__mode=mode, activation_checkpoint__selective_ac_option=option
+            folder,
+            activation_checkpoint__mode=mode,
+            activation_checkpoint__selective_ac_option=option,
         )
         args = read_hf_model(folder).model_args
         shapes = parameter_shapes(config, read_hf_model(folder))

@@ -41,7 +41,7 @@ def rollout(reward: float, length: int) -> Rollout:
 @pytest.fixture
 def measured(make_model):
     """Returns the FLOPs that are counted for one batch of two rollouts, padded to 16 tokens."""
-    _, folder = make_model("llama", **{k: v for k, v in SIZES.items()})
+    _, folder = make_model("llama", **SIZES)
     model = read_hf_model(folder)
 
     def measure(times=1, **settings):
