@@ -183,3 +183,29 @@ def test_parameters_are_kept_before_gradients_and_both_only_where_they_fit(make_
 def test_a_part_of_the_device_is_reserved():
     assert available_bytes(100 * GIB) == 90 * GIB
     assert available_bytes(100 * GIB, servers_share=0.4) == 50 * GIB
+
+
+def test_experts_adapters_and_stages_are_divided_as_the_layout_says(make_model):
+    model, folder = make_model("qwen3_mixed")
+    number = sum(p.numel() for p in model.parameters())
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert 0.2 * number < experts < number
+    parted = estimate(folder, 4, parallelism__expert_parallel_degree=4)
+    assert parted.parameters == pytest.approx(number, rel=0.02)  # 4 bytes, 4 ranks
+    assert parted.whole_parameters == 2 * (number - experts + experts // 4)
+    adapted = estimate(folder, lora__rank=2, lora__base_dtype="bfloat16")
+    assert adapted.gradients < adapted.parameters / 10
+    assert adapted.whole_gradients == adapted.gradients
+    assert adapted.kept("keep_all") == 0
+    _, folder = make_model("qwen3", **SIZES, num_hidden_layers=6)
+    whole = estimate(folder)
+    stage = estimate(
+        folder, 2, parallelism__pipeline_parallel_degree=2,
+        parallelism__pipeline_parallel_schedule="1F1B",
+    )  # fmt: skip
+    assert whole.parameters / 2 <= stage.parameters < 0.6 * whole.parameters
+    # The first of two ranks holds half of the layers, for two microbatches and half more.
+    blocks = whole.per_token["full"], stage.per_token["full"]
+    assert blocks[0] < blocks[1] < 2 * blocks[0]
+    halves = estimate(folder, 4, parallelism__context_parallel_degree=4)
+    assert halves.per_token["none"] == whole.per_token["none"] / 4
