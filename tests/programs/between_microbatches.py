@@ -5,14 +5,16 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from build_model import build
+from build_model import build, build_stages
 from sharded_model import rows_of
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.grpo.models.lora import begin_adapters
-from torchtitan.grpo.training.model_spec import _whole_model_runner
+from torchtitan.grpo.pipeline.schedule_builder import build_schedule
+from torchtitan.grpo.training.model_spec import whole_model_runner
+from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
 
 COUNTED = {
     "_allgather_base_": "gathers",
@@ -76,7 +78,7 @@ def trained(arguments: dict, layout: dict[str, Any], kept: str) -> dict[str, Any
     model, rows = built.parts[0], rows_of(arguments)
     begin_adapters(built.parts, seed=0)
     built.config.training.local_batch_size = 1
-    runner = _whole_model_runner(model, built.config)
+    runner = whole_model_runner(model, built.config)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 
     def loss(output, part):
@@ -102,5 +104,25 @@ def trained(arguments: dict, layout: dict[str, Any], kept: str) -> dict[str, Any
     return result
 
 
+def pipelined(arguments: dict, layout: dict[str, Any]) -> dict[str, Any]:
+    """Counts the work of this rank's stages in a pass of four microbatches."""
+    built, stages = build_stages(arguments["model"], arguments["seq_len"], **layout)
+    stage_loss, rows = StageLoss(), rows_of(arguments)
+    schedule = build_schedule(built.config, stages, stage_loss)
+    runner = PipelineRunner(schedule, stage_loss, built.config)
+
+    def loss(output, part):
+        return -(output[..., 0] * rows.select(part).loss_mask).sum()
+
+    runner.forward_backward(rows, loss)  # the first pass infers shapes
+    with Work() as work:
+        runner.forward_backward(rows, loss)
+    states = [state_of(part) for part in built.parts]
+    return {"counts": dict(work.counts), "num_groups": sum(s["num_groups"] for s in states)}
+
+
 def main(arguments):
-    return {"cases": [trained(arguments, arguments["layout"], kept) for kept in arguments["kept"]]}
+    layout = arguments["layout"]
+    if "pp" in layout:
+        return pipelined(arguments, layout)
+    return {"cases": [trained(arguments, layout, kept) for kept in arguments["kept"]]}

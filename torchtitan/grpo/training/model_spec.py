@@ -119,10 +119,11 @@ def build_policy_runner(trainer: Trainer) -> ModelRunner:
         schedule: Any = trainer.pp_schedule  # pyright: ignore[reportAttributeAccessIssue]
         loss: Any = trainer.loss_fn
         return PipelineRunner(schedule, loss, config)
-    return _whole_model_runner(trainer.model_parts[0], config)
+    return whole_model_runner(trainer.model_parts[0], config)
 
 
-def _whole_model_runner(model: nn.Module, config: JobConfig) -> WholeModelRunner:
+def whole_model_runner(model: nn.Module, config: JobConfig) -> WholeModelRunner:
+    """Returns the runner of a model without pipeline stages."""
     kept: Any = config.parallelism.fsdp_between_microbatches
     return WholeModelRunner(model, config.training.local_batch_size, kept)
 
@@ -174,7 +175,7 @@ def build_reference(trainer: Trainer) -> Reference:
     if dims.pp_enabled:
         runner = PipelineForwardRunner(stages, config)
     else:
-        runner = _whole_model_runner(parts[0], config)
+        runner = whole_model_runner(parts[0], config)
     return Reference(
         runner,
         parts,

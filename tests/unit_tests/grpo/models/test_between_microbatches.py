@@ -94,3 +94,16 @@ def test_whole_parameters_are_cast_and_gradients_reduced_once_a_step(num_ranks, 
         assert case["pass_alone"]["reductions"] == times * state["num_groups"]
         assert case["pass_alone"]["all_reduces"] == state["num_groups"]
         assert kept == "free" or case["step"] == case["pass_alone"]
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_pipelines_gather_and_reduce_once_a_step_by_their_schedule(schedule, make_model, run_ranks):
+    _, folder = make_model("qwen3", num_hidden_layers=4, intermediate_size=78)
+    results = run_ranks(
+        "between_microbatches", 4, model=folder, seq_len=12, sequences=SEQUENCES, rows=ROWS,
+        layout={"pp": 2, "dp_shard": 2, "schedule": schedule, "precision": "bfloat16"},
+    )  # fmt: skip
+    for result in results:
+        counts, num_groups = result["counts"], result["num_groups"]
+        assert num_groups > 2
+        assert counts["gathers"] == counts["reduce_scatters"] == num_groups
