@@ -43,8 +43,8 @@ the tables below, the tables of [torchtitan](https://github.com/pytorch/torchtit
 
 `--dry-run` says where the run would begin (from the start, or from which checkpoint and with which changes), and opens everything
 that the run would open (prompts, columns, reward functions, environment, tokenizer, and the headers of the weights) with the code of
-the run. It lists what it found, then warnings, and then the planned layout. With `--settings`, the resolved configuration follows:
-the value of every setting. No server is started, and
+the run. It lists what it found, then warnings, and then the planned layout, with the estimated memory of a training step and of the push.
+With `--settings`, the resolved configuration follows: the value of every setting. No server is started, and
 nothing is written to `job.dump_folder`. `torchtitan-grpo check-config X.toml` does the same without torchrun. Each start of a run
 saves its resolved configuration in `<dump_folder>/starts/N/config.toml` ([how to resume](how-to/resume.md)).
 

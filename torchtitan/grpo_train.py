@@ -53,8 +53,14 @@ from torchtitan.grpo.training.evaluations import Evaluations
 from torchtitan.grpo.training.exports import export_policy
 from torchtitan.grpo.training.guards import Guards
 from torchtitan.grpo.training.learned import Learned
+from torchtitan.grpo.training.memory_choice import resolve_kept
 from torchtitan.grpo.training.model_spec import build_policy_runner, register_hf_model
-from torchtitan.grpo.training.parts import build_learner, build_probe, open_held_out
+from torchtitan.grpo.training.parts import (
+    build_learner,
+    build_probe,
+    build_utilization,
+    open_held_out,
+)
 from torchtitan.grpo.training.rank_role import rank_role
 from torchtitan.grpo.training.rank_zero import RankZeroTurn, patience_seconds
 from torchtitan.grpo.types import PromptProgress
@@ -107,6 +113,7 @@ class GRPOTrainer(Trainer):
             patience_seconds(job_config),
             job_config.rollout.batch_timeout_seconds,
         )
+        self.utilization = build_utilization(self)
         self.rank_zero = RankZeroTurn(self.feed, stop, self._explain_failure)
         self.learner = build_learner(self, self._await_readers)
 
@@ -117,6 +124,7 @@ class GRPOTrainer(Trainer):
         self.begins = checkpoint.find_start(self.config, self.hf_model)
         steps = self.begins.record.schedule_steps
         register_hf_model(self.hf_model, self.config, self.device, steps)
+        resolve_kept(self.config, self.hf_model, self.device)
         return dims
 
     def enter(self, phase: str) -> None:
@@ -201,6 +209,8 @@ class GRPOTrainer(Trainer):
                 self.feed.send_signal(stop if self.stopped else Signal.END)
                 return None
             self.rollout_metrics = step.metrics
+            if self.utilization is not None:
+                self.utilization.add(step.plan, begins_batch=step.part.begins_batch)
             return self.feed.send_step(
                 step.plan,
                 self._reserve_slot() if step.part.ends_batch else 0,
@@ -414,6 +424,8 @@ class GRPOTrainer(Trainer):
         metrics |= {"lr": learning_rate, "policy_version": float(self.step)}
         metrics |= times | self.rollout_metrics | self.publisher.metrics()
         metrics |= self.guards.metrics() | self.runner.take_metrics()
+        if self.utilization is not None:
+            metrics |= self.utilization.metrics(times["time/step_seconds"])
         self.metrics_processor.log_step(self.step, metrics, self.source.samples.latest)
 
     def _report(self, hf_checkpoint: Path) -> None:

@@ -55,6 +55,7 @@ def build_stages(
     microbatches: int = 0,
     edge_layers: int = 1,
     attention: Literal["auto", "varlen", "flex", "sdpa"] = "auto",
+    kept: str = "free",
     **degrees: int,
 ) -> tuple[Built, list[LeanStage]]:
     """Returns a loaded model and the stages of a pipeline.
@@ -76,6 +77,7 @@ def build_stages(
     config.grpo.pipeline_offload = offload
     config.compile.enable = compiled
     config.grpo.packed_attention = attention
+    config.parallelism.fsdp_between_microbatches = kept
     for name, value in (lora or {}).items():
         setattr(config.lora, name, value)
     config.parallelism.pipeline_parallel_schedule = schedule

@@ -32,12 +32,15 @@ from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.attention_choice import choose_packed_attention
 from torchtitan.grpo.models.hf_config import HFModel, ModelError
-from torchtitan.grpo.models.hf_weights import named_parameters
-from torchtitan.grpo.models.lora import add_adapters
 from torchtitan.grpo.rollout.child_process import end_process, start_process
 from torchtitan.grpo.rollout.input_check import PROGRESS_FILE, REPORT_FILE, InputReport
 from torchtitan.grpo.rollout.link_messages import CONFIG_FILE
-from torchtitan.grpo.training.weights_check import build_without_memory, check_weights
+from torchtitan.grpo.training.memory_choice import describe_memory
+from torchtitan.grpo.training.weights_check import (
+    build_without_memory,
+    check_weights,
+    parameter_shapes,
+)
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.weight_sync.memory_plan import describe_placement, predict_memory
 from torchtitan.grpo.weight_wire.model_folder import WeightsAbsent
@@ -103,6 +106,9 @@ def dry_run(
         raise
     yield from (f"warning: {warning}" for warning in warnings)
     yield describe_plan(config)
+    yield "Memory of a training step, on the rank that holds the most (estimated)"
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    yield from (f"  {line}" for line in describe_memory(config, model, num_ranks))
     if config.has_servers:
         yield from _push_memory(config, model)
     if shows_settings:
@@ -141,10 +147,8 @@ def _examples(config: JobConfig, model: HFModel, date: str, warnings: list[str])
 
 def _push_memory(config: JobConfig, model: HFModel) -> Iterator[str]:
     """Yields what the push of weights will hold, which is allocated when the run starts."""
-    built, adapter_of = build_without_memory(config, model)
-    if config.lora.rank:
-        add_adapters(built, config.lora, torch.float32)
-    shapes = {name: tuple(p.shape) for name, p in named_parameters([built])}
+    shapes = parameter_shapes(config, model)
+    _, adapter_of = build_without_memory(config, model)
     inference = config.inference
     num_servers = inference.num_servers if inference.launch else len(named_urls(inference))
     on_gpu = torch.cuda.is_available()

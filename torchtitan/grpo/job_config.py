@@ -142,6 +142,23 @@ class Training(job_config.Training):
 
 
 @dataclass
+class Parallelism(job_config.Parallelism):
+    """``[parallelism]``: torchtitan's table."""
+
+    fsdp_between_microbatches: Literal["auto", "free", "keep_parameters", "keep_all"] = "auto"
+    """What each rank keeps between the microbatches of an optimizer step. ``free`` gathers and casts
+    the parameters for every microbatch, with FSDP for its forward and for its backward pass, and
+    reduces the gradients after it. ``keep_parameters`` gathers and casts them once, and holds them
+    whole in ``training.mixed_precision_param``: 2 bytes in bfloat16 for each parameter of this rank's
+    pipeline stage and tensor part. ``keep_all`` also reduces the gradients once, and until then holds
+    them whole in ``training.mixed_precision_reduce``: 4 more bytes. ``auto`` keeps what fits beside
+    the training states and the activations, parameters first; ``--dry-run`` shows the figures. The
+    gradients are equal up to the order in which they are added. Replicas (HSDP) sum their gradients
+    once in any case. A batch that is streamed (``rollout.stream``) does all of this once for each of
+    its parts. Pipelines always keep both."""
+
+
+@dataclass
 class Metrics(job_config.Metrics):
     """``[metrics]``: torchtitan's table, with every step logged.
 
@@ -162,6 +179,7 @@ class JobConfig(job_config.JobConfig):
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
     metrics: Metrics = field(default_factory=Metrics)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     grpo: grpo_config.GRPO = field(default_factory=grpo_config.GRPO)

@@ -48,6 +48,7 @@ def layout_problems(config: JobConfig) -> Iterator[str]:
             "parallelism.expert_parallel_comm_backend must be 'standard', got "
             f"{settings.expert_parallel_comm_backend!r}, which torchtitan's Qwen3 does not support."
         )
+    yield from _between_microbatches_problems(settings)
     yield from _context_problems(settings)
     yield from _checkpoint_problems(config)
     if settings.pipeline_parallel_degree > 1:
@@ -99,6 +100,20 @@ def _expert_degree_problems(settings: Parallelism, shard: int) -> Iterator[str]:
             f"expert_tensor_parallel_degree ({expert_tensor}) must divide the number of ranks that "
             "experts can use, parallelism.data_parallel_shard_degree * parallelism."
             f"context_parallel_degree * parallelism.tensor_parallel_degree = {lent}."
+        )
+
+
+def _between_microbatches_problems(settings: Parallelism) -> Iterator[str]:
+    kept: str = settings.fsdp_between_microbatches  # pyright: ignore[reportAttributeAccessIssue]
+    if settings.pipeline_parallel_degree > 1 and kept not in ("auto", "keep_all"):
+        yield (
+            "parallelism.fsdp_between_microbatches must be 'auto' or 'keep_all' with a pipeline, "
+            f"got {kept!r}: pipelines gather parameters and reduce gradients once a step."
+        )
+    elif kept.startswith("keep_") and settings.fsdp_reshard_after_forward == "always":
+        yield (
+            f"parallelism.fsdp_between_microbatches = {kept!r} keeps the parameters that "
+            "parallelism.fsdp_reshard_after_forward = 'always' frees. Leave one of them out."
         )
 
 

@@ -75,6 +75,18 @@ def share_gpus(
     return found
 
 
+def part_beside_training(num_servers: int, num_gpus: int, memory: float) -> float:
+    """Returns the part of a GPU's memory that launched servers may take from training.
+
+    Args:
+        num_servers: ``inference.num_servers``.
+        num_gpus: Number of GPUs that servers and training share.
+        memory: ``inference.gpu_memory_utilization``.
+    """
+    servers_per_gpu = -(-num_servers // num_gpus)
+    return memory * servers_per_gpu if memory else _BESIDE_TRAINING
+
+
 def gpus_of(index: int, num_servers: int, gpus: Sequence[str]) -> tuple[str, ...]:
     """Returns the GPUs of server ``index``: an even part, or one that servers have in common."""
     if not gpus:

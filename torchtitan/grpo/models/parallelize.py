@@ -30,6 +30,7 @@ from torchtitan.models.qwen3.infra.parallelize import apply_non_moe_tp as apply_
 from torchtitan.tools import utils
 
 from torchtitan.grpo.config import LoRA
+from torchtitan.grpo.models.between_microbatches import keeps_parameters
 from torchtitan.grpo.models.lora import add_adapters
 from torchtitan.grpo.models.moe_gradients import sum_moe_gradients
 from torchtitan.grpo.models.packed_model import PackedModel
@@ -165,7 +166,7 @@ def _apply_data_parallel(model: PackedModel, dims: ParallelDims, config: JobConf
         sharing: dict[str, Any] = {
             "dp_mesh": dims.get_mesh([*replicas, "fsdp"]),
             "pp_enabled": dims.pp_enabled,
-            "reshard_after_forward_policy": config.parallelism.fsdp_reshard_after_forward,
+            "reshard_after_forward_policy": _reshard_policy(config),
         }
         if is_tied(model):
             apply_fsdp_tied(model, **dtypes, **sharing)
@@ -179,6 +180,13 @@ def _apply_data_parallel(model: PackedModel, dims: ParallelDims, config: JobConf
         _apply_replication(model, mesh, **dtypes)
     if utils.device_type == "cpu":
         prepare_fsdp_for_gloo([model])
+
+
+def _reshard_policy(config: JobConfig) -> str:
+    """Returns upstream's name for what happens to gathered parameters after a forward pass."""
+    settings = config.parallelism
+    kept: str = settings.fsdp_between_microbatches  # pyright: ignore[reportAttributeAccessIssue]
+    return "never" if keeps_parameters(kept) else settings.fsdp_reshard_after_forward
 
 
 def _is_mixed(config: JobConfig) -> bool:

@@ -66,7 +66,8 @@ def _use_host_memory_monitor() -> None:
 
     upstream_metrics.build_device_memory_monitor = HostMemoryMonitor
     # The peak of a CPU is not known. A finite number keeps upstream's MFU defined.
-    upstream_utils.get_peak_flops = lambda device_name: 1e12
+    known = upstream_utils.get_peak_flops
+    upstream_utils.get_peak_flops = lambda name: 1e12 if name == "cpu" else known(name)
 
 
 def choose_interfaces() -> None:

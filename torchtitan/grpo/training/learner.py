@@ -104,7 +104,8 @@ class Learner:
             scale = gradient.scale_of(batch)
             if scale:
                 (minibatch,) = self._score(batch)
-                self._add_gradient(minibatch.scored(), gradient.totals, scale)
+                with self.runner.holding_weights():
+                    self._add_gradient(minibatch.scored(), gradient.totals, scale)
             if batch.part.ends_batch:
                 return self._finish_parts(gradient, step)
             batch = next_part()
@@ -139,14 +140,15 @@ class Learner:
         self, minibatches: list[Minibatch], index: int, step: int, learned: Learned
     ) -> bool:
         """Takes one optimizer step and adds its metrics; see :meth:`_apply_gradient`."""
-        scored = minibatches[index].scored()
         old = [minibatch.old for minibatch in minibatches if minibatch.old is not None]
         ref = [minibatch.ref for minibatch in minibatches if minibatch.ref is not None]
-        self.optimizers.zero_grad()
         totals = self._new_totals()
-        self._add_gradient(scored, totals, waiting=[*old, *ref])
-        for job in old:
-            job.finish()  # with the weights of now
+        with self.runner.holding_weights():
+            scored = minibatches[index].scored()
+            self.optimizers.zero_grad()
+            self._add_gradient(scored, totals, waiting=[*old, *ref])
+            for job in old:
+                job.finish()  # with the weights of now
         return self._apply_gradient(step, learned, totals)
 
     def _add_gradient(

@@ -128,8 +128,13 @@ def build_policy_runner(trainer: Trainer) -> ModelRunner:
         schedule: Any = trainer.pp_schedule  # pyright: ignore[reportAttributeAccessIssue]
         loss: Any = trainer.loss_fn
         return PipelineRunner(schedule, loss, config)
-    rows_at_once = config.training.local_batch_size
-    return WholeModelRunner(trainer.model_parts[0], rows_at_once)
+    return whole_model_runner(trainer.model_parts[0], config)
+
+
+def whole_model_runner(model: nn.Module, config: JobConfig) -> WholeModelRunner:
+    """Returns the runner of a model without pipeline stages."""
+    kept: Any = config.parallelism.fsdp_between_microbatches
+    return WholeModelRunner(model, config.training.local_batch_size, kept)
 
 
 def choose_reference(trainer: Trainer, policy: ModelRunner) -> Reference | BaseReference:
@@ -179,8 +184,7 @@ def build_reference(trainer: Trainer) -> Reference:
     if dims.pp_enabled:
         runner = PipelineForwardRunner(stages, config)
     else:
-        rows_at_once = config.training.local_batch_size
-        runner = WholeModelRunner(parts[0], rows_at_once)
+        runner = whole_model_runner(parts[0], config)
     return Reference(
         runner,
         parts,

@@ -10,6 +10,9 @@ the settings and the model from the trainer.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
+import torch.distributed as dist
+from torchtitan.tools.utils import get_peak_flops
+
 from torchtitan.grpo.attestation import attested_tokens
 from torchtitan.grpo.models.packed_model import PackedModel
 from torchtitan.grpo.training.gradient_norm import GradientClipper
@@ -17,6 +20,7 @@ from torchtitan.grpo.training.held_out_loss import HeldOutLoss, held_out_plan
 from torchtitan.grpo.training.learner import Learner
 from torchtitan.grpo.training.model_spec import choose_reference
 from torchtitan.grpo.training.policy_probe import PolicyProbe, probe_shape
+from torchtitan.grpo.training.utilization import Utilization
 
 if TYPE_CHECKING:
     from torchtitan.grpo_train import GRPOTrainer
@@ -60,6 +64,14 @@ def build_probe(trainer: "GRPOTrainer") -> PolicyProbe:
     return PolicyProbe(
         trainer.runner, trainer.model_parts, trainer.feed, tokens, shape, trainer.device, is_speaker
     )
+
+
+def build_utilization(trainer: "GRPOTrainer") -> Utilization | None:
+    """Returns what measures the utilization of the devices; None on CPU, whose peak is not known."""
+    if trainer.device.type == "cpu":
+        return None
+    peak = get_peak_flops(trainer.metrics_processor.device_memory_monitor.device_name)
+    return Utilization(trainer.config, trainer.hf_model, dist.get_world_size(), peak)
 
 
 def open_held_out(trainer: "GRPOTrainer") -> HeldOutLoss | None:

@@ -9,14 +9,15 @@ and data parallelism are inside the model. Only pipelines need another runner, w
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.grpo.data.rows import TrainRows
+from torchtitan.grpo.models.between_microbatches import BetweenMicrobatches, Kept
 from torchtitan.grpo.models.packed_attention import HostSequences
 from torchtitan.grpo.models.scored_tokens import ScoredTokens
 
@@ -67,6 +68,15 @@ class ModelRunner(ForwardRunner):
                 first. Only a pipeline has such time.
         """
 
+    @contextmanager
+    def holding_weights(self) -> Iterator[None]:
+        """Promises that the weights do not change inside the context.
+
+        A runner may then use gathered parameters for several passes. After the context, no gathered
+        parameter is left, so that what reads or changes the weights finds the shards.
+        """
+        yield
+
     def take_metrics(self) -> dict[str, float]:
         """Returns metrics of the passes since the last call. Only a pipeline has any."""
         return {}
@@ -78,12 +88,15 @@ class WholeModelRunner(ModelRunner):
     Args:
         model: A :class:`PackedModel`, parallelized.
         rows_at_once: ``training.local_batch_size``, the number of rows of a microbatch.
+        kept: ``parallelism.fsdp_between_microbatches``, resolved.
     """
 
     has_output = True
 
-    def __init__(self, model: nn.Module, rows_at_once: int) -> None:
+    def __init__(self, model: nn.Module, rows_at_once: int, kept: Kept = "free") -> None:
         self.model, self.rows_at_once = model, rows_at_once
+        self._between = BetweenMicrobatches(model, kept)
+        self._holds_weights = False
 
     def forward(self, rows: TrainRows) -> torch.Tensor:
         with torch.no_grad():
@@ -91,7 +104,7 @@ class WholeModelRunner(ModelRunner):
                 self.model(part.tokens, **model_inputs(part))
                 for part in rows.microbatches(self.rows_at_once)
             ]
-        _forget_gathered(self.model)
+        self._end_pass()
         return torch.cat(outputs)
 
     def forward_backward(
@@ -100,8 +113,25 @@ class WholeModelRunner(ModelRunner):
         begin = 0
         for part in rows.microbatches(self.rows_at_once):
             output = self.model(part.tokens, **model_inputs(part, trains=True))
-            loss(output, slice(begin, begin + part.num_rows)).backward()
-            begin += part.num_rows
+            end = begin + part.num_rows
+            part_loss = loss(output, slice(begin, end))
+            self._between.before_backward(is_last=end == rows.num_rows)
+            part_loss.backward()
+            begin = end
+        self._end_pass()
+
+    @contextmanager
+    def holding_weights(self) -> Iterator[None]:
+        self._holds_weights = True
+        try:
+            yield
+        finally:
+            self._holds_weights = False
+            self._end_pass()
+
+    def _end_pass(self) -> None:
+        if not (self._holds_weights and self._between.keeps_parameters):
+            self._between.forget_parameters()
 
 
 def model_inputs(rows: TrainRows, *, trains: bool = False) -> dict[str, Any]:
@@ -120,14 +150,3 @@ def model_inputs(rows: TrainRows, *, trains: bool = False) -> dict[str, Any]:
         "positions": rows.positions,
         "labels": rows.labels,
     }
-
-
-def _forget_gathered(model: nn.Module) -> None:
-    """Frees gathered parameters after a forward pass that no backward pass follows.
-
-    FSDP keeps some of them for the backward pass. It would use them, outdated, after the next
-    optimizer step.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

@@ -150,6 +150,13 @@ def num_updates(config: GRPO) -> int:
     return config.num_minibatches * config.num_epochs
 
 
+def scores_old_policy(config: GRPO) -> bool:
+    """Returns whether a batch needs a forward pass with the weights before its first update."""
+    return config.old_policy == "step_start" and (
+        num_updates(config) > 1 or config.mismatch_normalize
+    )
+
+
 def score(
     batch: TrainBatch,
     policy: ForwardRunner,
@@ -182,9 +189,6 @@ def score(
         have not begun.
     """
     is_normalized = config.mismatch_normalize
-    needs_proximal = config.old_policy == "step_start" and (
-        num_updates(config) > 1 or is_normalized
-    )
     weight_mean = WeightMean(config, feed, is_counted=is_counted) if is_normalized else None
     top_k = 0 if teacher is None else teacher.top_k
     minibatches = [rows.with_top_k(top_k).to(device) for rows in batch.minibatches]
@@ -192,7 +196,9 @@ def score(
         teacher = None  # its part is a term of the loss, and none of the advantage
     minibatches = [_bounded(rows, teacher) for rows in minibatches]
     ref = [_job(reference, rows, config) for rows in minibatches]
-    old = [_job(policy if needs_proximal else None, rows, config) for rows in minibatches]
+    old = [
+        _job(policy if scores_old_policy(config) else None, rows, config) for rows in minibatches
+    ]
     advantages = _advantages(
         batch.samples, minibatches, ref, config, feed, is_counted=is_counted, teacher=teacher
     )

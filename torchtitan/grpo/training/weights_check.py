@@ -13,7 +13,8 @@ from torchtitan.protocols import BaseStateDictAdapter
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
-from torchtitan.grpo.models.hf_weights import check_hf_weights
+from torchtitan.grpo.models.hf_weights import check_hf_weights, named_parameters
+from torchtitan.grpo.models.lora import add_adapters
 from torchtitan.grpo.training.model_spec import hf_train_spec
 
 
@@ -41,6 +42,14 @@ def check_weights(config: JobConfig, model: HFModel) -> tuple[int, list[str]]:
     adapter = adapter_of(str(model.path))
     number, own = check_hf_weights(built, adapter, model.path, setting="model.hf_assets_path")
     return number, own + notes
+
+
+def parameter_shapes(config: JobConfig, model: HFModel) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each parameter of the run's model by native name, with its adapters."""
+    built, _ = build_without_memory(config, copy.deepcopy(model))
+    if config.lora.rank:
+        add_adapters(built, config.lora, torch.float32)
+    return {name: tuple(p.shape) for name, p in named_parameters([built])}
 
 
 def build_without_memory(

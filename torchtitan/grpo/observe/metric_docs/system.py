@@ -53,6 +53,20 @@ TIME = Section(
             "If generation stays faster, groups are being filtered or dropped; check the counts of dropped groups.",
         ),
         Metric(
+            "time/mfu", "fraction",
+            "Model FLOPs utilization: FLOPs of the model in the step, divided by the duration of the step, the number "
+            "of training ranks and the peak FLOP/s of a device in bfloat16, which torchtitan's `get_peak_flops` knows. "
+            "A forward pass over T tokens, S of them scored, counts `2 N T + 2 V d S + 4 L H P`: N weights besides the "
+            "embedding and the output layer (of experts, those of a token), V the vocabulary, d the hidden size, L the "
+            "layers, H the channels of all heads, and P the pairs of a query and a key, causal and within sequences. "
+            "Each epoch counts as 3 forward passes (with LoRA, 2 in the products with weights), and the passes of the "
+            "old policy and of the reference as 1 each. Padding and recomputation do not count. The step includes "
+            "waiting for rollouts. Absent on CPU.",
+            "0.3 to 0.5 of the time that is not `time/wait_data_fraction`",
+            "Fill microbatches (`training.local_batch_size`), set `compile.enable`, and choose the cheapest "
+            "`activation_checkpoint.mode` that fits; `--dry-run` shows what fits.",
+        ),
+        Metric(
             "memory/peak_gib", "GiB", "Peak reserved device memory on rank 0 during the step; 0 on CPU.",
             "at least a tenth below the device's memory", "Lower `training.local_batch_size` or `training.seq_len`.",
         ),

@@ -1,0 +1,85 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What is kept between microbatches is chosen by all ranks alike, and a dry run shows it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchtitan.grpo.config_checks.layout import layout_problems
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.hf_config import read_hf_model
+from torchtitan.grpo.training import memory_choice
+from torchtitan.grpo.training.memory_choice import describe_memory, resolve_kept
+
+
+@pytest.fixture
+def case(make_model):
+    _, folder = make_model("qwen3")
+    config = JobConfig()
+    config.model.hf_assets_path = folder
+    config.training.seq_len = 64
+    return config, read_hf_model(folder)
+
+
+def resolved(case, monkeypatch, least_bytes: int, num_ranks: int = 8, **settings) -> str:
+    config, model = case
+    config.parallelism.fsdp_between_microbatches = "auto"
+    for name, value in settings.items():
+        setattr(config.parallelism, name, value)
+    monkeypatch.setattr(dist, "all_reduce", lambda mine, _: mine.clamp_(max=least_bytes))
+    monkeypatch.setattr(dist, "get_world_size", lambda: num_ranks)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    resolve_kept(config, model, torch.device("cpu"))
+    return config.parallelism.fsdp_between_microbatches
+
+
+def test_the_smallest_device_decides(case, monkeypatch):
+    assert resolved(case, monkeypatch, 2**33) == "keep_all"
+    assert resolved(case, monkeypatch, 1000) == "free"
+    assert resolved(case, monkeypatch, 1000, num_ranks=1) == "keep_all", "it adds nothing there"
+    assert resolved(case, monkeypatch, 2**33, fsdp_reshard_after_forward="always") == "free"
+    assert resolved(case, monkeypatch, 1000, pipeline_parallel_degree=2) == "keep_all"
+
+
+def test_servers_on_the_training_gpus_take_their_part(case, monkeypatch):
+    config, _ = case
+    config.inference.launch, config.inference.num_servers = True, 4
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert memory_choice._servers_share(config) == 0.4
+    config.inference.gpu_memory_utilization = 0.15
+    assert memory_choice._servers_share(config) == 0.3
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert memory_choice._servers_share(config) == 0
+
+
+def test_a_dry_run_shows_what_fits_and_what_it_costs(case):
+    config, model = case
+    lines = "\n".join(describe_memory(config, model, num_ranks=8))
+    assert "a GPU of 80 GB, which is assumed because there is none here" in lines
+    assert "(parallelism.fsdp_between_microbatches = 'auto'): keep_all" in lines
+    for mode in ("none", "selective (2)", "full"):
+        assert f"activation_checkpoint.mode {mode}: " in lines
+    assert lines.count("% more FLOPs") == 2 and "configured: 512 tokens in a microbatch" in lines
+    assert "which fit" in lines
+    config.training.local_batch_size = 10**7
+    assert "do NOT fit" in "\n".join(describe_memory(config, model, num_ranks=8))
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"fsdp_reshard_after_forward": "always"}, "fsdp_reshard_after_forward = 'always' frees"),
+        ({"pipeline_parallel_degree": 2}, "must be 'auto' or 'keep_all' with a pipeline"),
+    ],
+)
+def test_settings_that_contradict_are_refused(case, settings, problem, monkeypatch):
+    config, _ = case
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config.parallelism.fsdp_between_microbatches = "keep_parameters"
+    assert not any("fsdp_between" in found for found in layout_problems(config))
+    for name, value in settings.items():
+        setattr(config.parallelism, name, value)
+    assert any(problem in found for found in layout_problems(config))

@@ -1,0 +1,94 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The utilization of the devices counts the work of the model, and nothing else."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchtitan.grpo.data.cost import token_cost
+from torchtitan.grpo.data.step_plan import plan_step
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.hf_config import read_hf_model
+from torchtitan.grpo.training.parts import build_utilization
+from torchtitan.grpo.training.utilization import Utilization
+from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
+
+PROMPT = 2
+LENGTHS = [3, 6]  # of completions
+SIZES = {"hidden_size": 48, "num_hidden_layers": 3, "intermediate_size": 77, "vocab_size": 61}
+HEADS, KV_HEADS = 6 * 8, 2 * 8  # channels
+WEIGHTS = 3 * (48 * (2 * HEADS + 2 * KV_HEADS) + 3 * 48 * 77)
+TOKENS = sum(PROMPT + length for length in LENGTHS)
+PAIRS = sum((PROMPT + length) * (PROMPT + length + 1) // 2 for length in LENGTHS)
+WEIGHT_FLOPS = 2 * WEIGHTS * TOKENS + 2 * 61 * 48 * sum(LENGTHS)
+ATTENTION_FLOPS = 4 * 3 * HEADS * PAIRS
+
+
+def rollout(reward: float, length: int) -> Rollout:
+    ids = np.arange(length, dtype=np.int32)
+    return Rollout(
+        prompt_ids=np.arange(PROMPT, dtype=np.int32), completion_ids=ids,
+        generator_logprobs=-ids.astype(np.float32), segments=(VersionSegment(0, 0, length),),
+        finish_reason="stop", completion="", reward=reward,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def measured(make_model):
+    """Returns the FLOPs that are counted for one batch of two rollouts, padded to 16 tokens."""
+    _, folder = make_model("llama", **SIZES)
+    model = read_hf_model(folder)
+
+    def measure(times=1, **settings):
+        config = JobConfig()
+        for key, value in settings.items():
+            table, name = key.split("__")
+            setattr(getattr(config, table), name, value)
+        rollouts = tuple(rollout(float(i), length) for i, length in enumerate(LENGTHS))
+        plan = plan_step(
+            [RolloutGroup(0, "a", rollouts, "u")], config.grpo, version=0, num_ranks=1, row_len=16,
+            local_batch_size=1, max_new_tokens=8, balance=True, cost=token_cost, row_bucket=1,
+        )  # fmt: skip
+        utilization = Utilization(config, model, num_ranks=4, peak_flops=0.25)
+        for number in range(times):
+            utilization.add(plan, begins_batch=number == 0)
+        return utilization.metrics(step_seconds=2.0)["time/mfu"] * 2.0
+
+    return measure
+
+
+def test_a_step_of_training_counts_by_hand(measured):
+    assert measured() == 3 * (WEIGHT_FLOPS + ATTENTION_FLOPS)
+    assert measured(times=2) == 2 * measured(), "the parts of a batch add up"
+
+
+def test_forward_passes_epochs_and_frozen_weights_count_as_they_are(measured):
+    forward = WEIGHT_FLOPS + ATTENTION_FLOPS
+    assert measured(grpo__kl_coef=0.1) == 4 * forward
+    assert measured(grpo__num_epochs=2) == 7 * forward  # and the old policy's forward pass
+    assert measured(grpo__num_epochs=2, grpo__old_policy="sampling") == 6 * forward
+    assert measured(lora__rank=4) == 2 * WEIGHT_FLOPS + 3 * ATTENTION_FLOPS
+
+
+def test_the_peak_is_that_of_the_named_device_and_a_cpu_has_none(make_model, monkeypatch):
+    _, folder = make_model("llama")
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+
+    def built(device: str, name: str):
+        monitor = SimpleNamespace(device_name=name)
+        trainer = SimpleNamespace(
+            device=torch.device(device), config=JobConfig(), hf_model=read_hf_model(folder),
+            metrics_processor=SimpleNamespace(device_memory_monitor=monitor),
+        )  # fmt: skip
+        return build_utilization(trainer)  # pyright: ignore
+
+    assert built("cpu", "cpu") is None
+    measured = built("cuda", "NVIDIA H100 80GB HBM3")
+    assert measured is not None
+    measured._flops = 989e12 * 8
+    assert measured.metrics(step_seconds=2.0) == {"time/mfu": 0.5}

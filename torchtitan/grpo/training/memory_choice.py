@@ -1,0 +1,144 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Chooses what is kept between microbatches, and describes the memory of a training step."""
+
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torchtitan.tools.logging import logger
+
+from torchtitan.grpo.inference.gpu_shares import part_beside_training
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.between_microbatches import Kept
+from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.system.device import are_gpus_shared
+from torchtitan.grpo.training.memory_estimate import (
+    CHECKPOINTING,
+    TrainingMemory,
+    available_bytes,
+    checkpoint_mode,
+    estimate_memory,
+)
+from torchtitan.grpo.training.weights_check import parameter_shapes
+
+_GIB = 1024**3
+ASSUMED_BYTES = 79 * _GIB
+"""What CUDA reports for a GPU of 80 GB. A dry run without a GPU assumes it."""
+
+
+def resolve_kept(config: JobConfig, model: HFModel, device: torch.device) -> None:
+    """Replaces ``auto`` in ``parallelism.fsdp_between_microbatches`` by what fits.
+
+    Collective over all ranks, which must all do the same: the device with the least memory decides.
+    Rank 0 logs the choice.
+
+    Args:
+        config: Configuration of the run, which is changed.
+        model: The model that is trained.
+        device: Training device of this rank.
+    """
+    settings = config.parallelism
+    if settings.fsdp_between_microbatches != "auto":
+        return
+    device_bytes = torch.tensor(_device_bytes(device), device=device)
+    dist.all_reduce(device_bytes, dist.ReduceOp.MIN)
+    memory = _estimate(config, model, dist.get_world_size())
+    available = available_bytes(int(device_bytes), _servers_share(config))
+    settings.fsdp_between_microbatches = kept = _choose(config, memory, available)
+    if dist.get_rank() == 0:
+        needed = memory.total(checkpoint_mode(config), _microbatch_tokens(config), kept)
+        logger.info(
+            f"Between microbatches: {kept} (parallelism.fsdp_between_microbatches = 'auto'); a "
+            f"training step is estimated to need {_text(needed)} of {_text(available)}"
+        )
+
+
+def describe_memory(config: JobConfig, model: HFModel, num_ranks: int) -> Iterator[str]:
+    """Yields the estimated memory of a training step, what fits, and what it costs, in lines.
+
+    Args:
+        config: Configuration of the run.
+        model: The model that would be trained.
+        num_ranks: Number of training ranks.
+    """
+    has_gpu = torch.cuda.is_available()
+    device_bytes = _device_bytes(torch.device("cuda", 0)) if has_gpu else ASSUMED_BYTES
+    available = available_bytes(device_bytes, _servers_share(config))
+    memory = _estimate(config, model, num_ranks)
+    mode, tokens = checkpoint_mode(config), _microbatch_tokens(config)
+    asked = config.parallelism.fsdp_between_microbatches
+    kept: Kept = _choose(config, memory, available) if asked == "auto" else asked
+    of_what = (
+        "this GPU" if has_gpu else "a GPU of 80 GB, which is assumed because there is none here"
+    )
+    yield f"{_text(available)} of {of_what} are available to the step, the rest is reserved"
+    reference = f", reference {_text(memory.reference)}" if memory.reference else ""
+    yield (
+        f"parameters {_text(memory.parameters)}, gradients {_text(memory.gradients)}, optimizer "
+        f"{_text(memory.optimizer)}{reference}, buffers {_text(memory.working)}"
+    )
+    yield (
+        f"between microbatches (parallelism.fsdp_between_microbatches = {asked!r}): {kept}; "
+        f"keep_parameters adds {_text(memory.kept('keep_parameters'))} to the peak, keep_all "
+        f"{_text(memory.kept('keep_all'))}"
+    )
+    for name in CHECKPOINTING:
+        option = config.activation_checkpoint.selective_ac_option
+        label = f"{name} ({option})" if name == "selective" else name
+        again = memory.recomputed[name]
+        yield (
+            f"activation_checkpoint.mode {label}: {memory.per_token[name] / 1024:.1f} KiB a token, "
+            f"microbatches of at most {memory.largest_microbatch(name, kept, available):,} tokens, "
+            + (f"{100 * again:.0f} % more FLOPs" if again else "nothing is recomputed")
+        )
+    needed = memory.total(mode, tokens, kept)
+    fits = "fit" if needed <= available else "do NOT fit"
+    yield (
+        f"configured: {tokens:,} tokens in a microbatch (rows of training.seq_len = "
+        f"{config.training.seq_len}) and mode = {config.activation_checkpoint.mode!r} need "
+        f"{_text(needed)}, which {fits}"
+    )
+
+
+def _estimate(config: JobConfig, model: HFModel, num_ranks: int) -> TrainingMemory:
+    return estimate_memory(config, parameter_shapes(config, model), model.model_args, num_ranks)
+
+
+def _choose(config: JobConfig, memory: TrainingMemory, available: int) -> Kept:
+    if config.parallelism.pipeline_parallel_degree > 1:
+        return "keep_all"  # pipelines know nothing else
+    if config.parallelism.fsdp_reshard_after_forward == "always":
+        return "free"
+    return memory.choose_kept(checkpoint_mode(config), _microbatch_tokens(config), available)
+
+
+def _microbatch_tokens(config: JobConfig) -> int:
+    settings, training = config.parallelism, config.training
+    rows = training.local_batch_size
+    if settings.pipeline_parallel_degree > 1:
+        rows = settings.pipeline_parallel_microbatch_size
+    return rows * training.seq_len
+
+
+def _device_bytes(device: torch.device) -> int:
+    """Returns the memory of a device; without a GPU, this rank's part of the host's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return host // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _servers_share(config: JobConfig) -> float:
+    inference = config.inference
+    if not (config.has_servers and inference.launch and are_gpus_shared()):
+        return 0.0
+    return part_beside_training(
+        inference.num_servers, torch.cuda.device_count(), inference.gpu_memory_utilization
+    )
+
+
+def _text(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB"

@@ -1,0 +1,350 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Estimates the memory of a training step on one rank, before anything is built.
+
+The states follow from the shapes and the layout. Activations are counted as in "Reducing Activation
+Recomputation in Large Transformer Models" (https://arxiv.org/abs/2205.05198): all tensors that the
+backward pass of a block needs, here for the blocks of Llama and Qwen3. With hidden size h, query width
+q, key width k, feed-forward width f and bytes b of ``training.mixed_precision_param``, a block keeps
+for each token
+
+    none        b * (4h + 3q + 3k + 4f + 2 * head_dim), the last for the rotary embedding
+    op          b * (2h + 2q + k + f): every second matrix product, the attention's output and the input
+    full        b * h, its input
+
+Without norms of queries and keys, one q and one k are left out. Experts count with the tokens that
+they receive. Compiled blocks keep less, so that the figures are upper bounds for them.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.between_microbatches import Kept, keeps_parameters
+from torchtitan.grpo.models.collect import module_of
+from torchtitan.grpo.pipeline.stages import stage_modules, stage_ranks
+from torchtitan.grpo.weight_wire.adapter_names import is_adapter
+
+CHECKPOINTING = ("none", "selective", "full")
+_FP32 = 4
+_MATRIX_DIMS = 2
+# Part of a device for the context, NCCL, fragments of the allocator and buffers of a push.
+_RESERVED = 0.1
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """Widths of a block on one rank, in channels.
+
+    Attributes:
+        dim: Hidden size.
+        heads: Width of all queries.
+        kv_heads: Width of all keys.
+        head_dim: Channels of a head.
+        hidden: Width of the feed-forward; with experts, that of all experts of a token together.
+        copies: How many experts receive a copy of each token; 1 without experts.
+        has_qk_norm: Whether queries and keys are normalized.
+    """
+
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    copies: int = 1
+    has_qk_norm: bool = False
+
+    @classmethod
+    def of(cls, args: Any) -> "BlockSizes":
+        """Returns the sizes of a model, from upstream's arguments of it."""
+        has_experts = getattr(args, "moe_enabled", False)
+        copies = args.moe_args.top_k if has_experts else 1
+        return cls(
+            dim=args.dim,
+            heads=args.n_heads * args.head_dim,
+            kv_heads=(args.n_kv_heads or args.n_heads) * args.head_dim,
+            head_dim=args.head_dim,
+            hidden=copies * args.moe_inter_dim if has_experts else args.hidden_dim,
+            copies=copies,
+            has_qk_norm=args.qk_norm,
+        )
+
+    def kept_channels(self, mode: str) -> float:
+        """Returns the channels of a token that a block keeps for its backward pass.
+
+        Args:
+            mode: ``none``, ``full``, ``op`` for selective checkpointing by operation, or a number
+                for full checkpointing of every block with a multiple of it.
+        """
+        if mode.isdigit():
+            part = 1 / max(int(mode), 1)
+            return part * self.dim + (1 - part) * self.kept_channels("none")
+        if mode == "full":
+            return self.dim
+        # The sum of 32 bits that a norm or the attention keeps for each head is left out.
+        if mode == "op":
+            # Products of experts are not among the operations that upstream keeps.
+            products = 0 if self.copies > 1 else self.dim + self.hidden
+            return self.dim + 2 * self.heads + self.kv_heads + products
+        norms = self.heads + self.kv_heads if self.has_qk_norm else 0
+        attention = 2 * self.heads + 2 * self.kv_heads + 2 * self.head_dim + norms
+        experts = 2 * self.copies * self.dim if self.copies > 1 else 0
+        return 4 * self.dim + attention + experts + 4 * self.hidden
+
+    def products(self) -> dict[str, int]:
+        """Returns the multiplications of a token with each kind of weight."""
+        return {
+            "wq": self.dim * self.heads,
+            "wk": self.dim * self.kv_heads,
+            "wv": self.dim * self.kv_heads,
+            "wo": self.dim * self.heads,
+            "w1": self.dim * self.hidden,
+            "w3": self.dim * self.hidden,
+            "w2": self.dim * self.hidden,
+        }
+
+    def recomputed(self, mode: str) -> float:
+        """Returns the multiplications of a token that the backward pass of a block does again."""
+        products = self.products()
+        if mode.isdigit():
+            return self.recomputed("full") / max(int(mode), 1)
+        if mode == "op":
+            kept = ("wq", "wv") if self.copies > 1 else ("wq", "wv", "w1", "w2")
+            return sum(number for name, number in products.items() if name not in kept)
+        return sum(products.values()) if mode == "full" else 0.0
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes that a training step holds on the rank that holds the most.
+
+    Attributes:
+        parameters: Shards of the parameters.
+        gradients: Shards of the gradients.
+        optimizer: Shards of the optimizer's states.
+        reference: The reference model, if it is on the device.
+        whole_parameters: Parameters gathered and cast, if they are kept between microbatches.
+        whole_gradients: Gradients of all parameters before they are reduced, if they are kept.
+        working: Buffers of FSDP and of the output layer at one time.
+        always_whole: Whether parameters are whole at the end of a forward pass in any case.
+        adds_to_shards: Whether reduced gradients exist beside those that are kept.
+        per_token: Activations of a token for each mode of activation checkpointing.
+        recomputed: FLOPs that each mode adds to a step, as a fraction.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    reference: int
+    whole_parameters: int
+    whole_gradients: int
+    working: int
+    always_whole: bool
+    adds_to_shards: bool
+    per_token: Mapping[str, float]
+    recomputed: Mapping[str, float]
+
+    def kept(self, kept: Kept) -> int:
+        """Returns what keeping adds to the peak of a step, see ``fsdp_between_microbatches``."""
+        added = 0
+        if keeps_parameters(kept) and not self.always_whole:
+            added += self.whole_parameters
+        if kept == "keep_all":
+            # Shards of gradients come into being while the whole ones are reduced.
+            shards = 0 if self.adds_to_shards else self.gradients
+            added += max(self.whole_gradients - shards, 0)
+        return added
+
+    def fixed(self, kept: Kept) -> int:
+        """Returns what does not depend on the number of tokens."""
+        states = self.parameters + self.gradients + self.optimizer + self.reference
+        whole = self.whole_parameters if self.always_whole else 0
+        return states + whole + self.working + self.kept(kept)
+
+    def total(self, mode: str, tokens: int, kept: Kept) -> int:
+        """Returns the peak of a step with microbatches of this many tokens."""
+        return self.fixed(kept) + round(tokens * self.per_token[mode])
+
+    def largest_microbatch(self, mode: str, kept: Kept, available: int) -> int:
+        """Returns the most tokens of a microbatch that fit; 0 if none do."""
+        return max(0, int((available - self.fixed(kept)) / self.per_token[mode]))
+
+    def choose_kept(self, mode: str, tokens: int, available: int) -> Kept:
+        """Returns the most that can be kept between microbatches of this many tokens."""
+        choices: tuple[Kept, ...] = ("keep_all", "keep_parameters")
+        for kept in choices:
+            if self.kept(kept) == 0 or self.total(mode, tokens, kept) <= available:
+                return kept
+        return "free"
+
+
+def available_bytes(device_bytes: int, servers_share: float = 0.0) -> int:
+    """Returns the part of a device's memory that a training step may fill.
+
+    Args:
+        device_bytes: Memory of the device.
+        servers_share: Fraction that servers on the same device may use.
+    """
+    return int(device_bytes * (1 - _RESERVED - servers_share))
+
+
+def checkpoint_mode(config: JobConfig) -> str:
+    """Returns the key of :attr:`TrainingMemory.per_token` for the configured checkpointing."""
+    mode = config.activation_checkpoint.mode
+    # A budget lies between the extremes. The larger figure is the safe one.
+    return "none" if mode == "memory_budget" else mode
+
+
+def estimate_memory(
+    config: JobConfig, shapes: Mapping[str, tuple[int, ...]], args: Any, num_ranks: int
+) -> TrainingMemory:
+    """Returns the memory of a training step.
+
+    Args:
+        config: Configuration of the run.
+        shapes: Shape of each parameter, by native name, with those of adapters.
+        args: Upstream's arguments of the model.
+        num_ranks: Number of training ranks.
+    """
+    layout = _Layout(config, num_ranks)
+    stage = _largest_stage(config, shapes)
+    whole = sum(layout.whole(name, stage[name]) for name in stage)
+    shards = sum(layout.shard(name, stage[name]) for name in stage)
+    trains = {name: s for name, s in stage.items() if not config.lora.rank or is_adapter(name)}
+    trained = sum(layout.shard(name, trains[name]) for name in trains)
+    trained_whole = sum(layout.whole(name, trains[name]) for name in trains)
+    stored = _itemsize(config.training.dtype)
+    base = 2 if config.lora.rank and config.lora.base_dtype == "bfloat16" else stored
+    computed = _itemsize(config.training.mixed_precision_param)
+    has_reference = config.grpo.kl_coef > 0 and not config.lora.rank
+    stays = has_reference and not config.grpo.ref_model_offload
+    is_wrapped = layout.shards > 1 or layout.replicas > 1 or stored != computed
+    groups = [_largest_group(layout, stage)] * 2  # one is prefetched
+    forward_only = whole * computed if has_reference and layout.shards > 1 else 0
+    return TrainingMemory(
+        parameters=trained * stored + (shards - trained) * base,
+        gradients=trained * stored,
+        optimizer=sum(
+            _num_states(config, name) * layout.shard(name, trains[name]) for name in trains
+        )
+        * stored,
+        reference=shards * stored * stays,
+        whole_parameters=(whole * computed + forward_only) * is_wrapped,
+        whole_gradients=trained_whole * _FP32 * is_wrapped,
+        working=sum(groups) * (2 * computed + _FP32) + _head_bytes(config, shapes, layout),
+        always_whole=layout.shards == 1 or config.parallelism.pipeline_parallel_degree > 1,
+        adds_to_shards=config.rollout.stream,
+        per_token=_per_token(config, BlockSizes.of(args), stage, layout),
+        recomputed=_recomputed(config, BlockSizes.of(args), args),
+    )
+
+
+class _Layout:
+    """Divides parameters and tokens among ranks."""
+
+    def __init__(self, config: JobConfig, num_ranks: int) -> None:
+        settings = config.parallelism
+        self.tensor, self.context = (
+            settings.tensor_parallel_degree,
+            settings.context_parallel_degree,
+        )
+        self.replicas = settings.data_parallel_replicate_degree
+        rest = self.tensor * self.replicas * settings.pipeline_parallel_degree
+        self.shards = max(num_ranks // rest, 1)  # context parallelism shards parameters as well
+        self._experts = settings.expert_parallel_degree
+        self._expert_tensor = settings.expert_tensor_parallel_degree if self._experts > 1 else 1
+
+    def whole(self, name: str, shape: tuple[int, ...]) -> int:
+        """Returns the number of elements of a parameter on this rank once it is gathered."""
+        numel = math.prod(shape)
+        if ".experts." in name and self._experts > 1:
+            return -(-numel // (self._experts * self._expert_tensor))
+        return -(-numel // self.tensor) if len(shape) >= _MATRIX_DIMS else numel
+
+    def shard(self, name: str, shape: tuple[int, ...]) -> int:
+        """Returns the number of elements of a parameter that this rank stores."""
+        if ".experts." in name and self._experts > 1:
+            ranks = self.shards * self.tensor
+            return -(-math.prod(shape) // max(ranks, self._experts * self._expert_tensor))
+        return -(-self.whole(name, shape) // self.shards)
+
+
+def _itemsize(dtype: str) -> int:
+    return TORCH_DTYPE_MAP[dtype].itemsize
+
+
+def _num_states(config: JobConfig, name: str) -> int:
+    """Returns how many tensors an optimizer keeps for a parameter: two of Adam, one of Muon."""
+    is_matrix = name.startswith("layers.") and "norm" not in name and not name.endswith(".bias")
+    return 1 if config.optimizer.name == "Muon" and is_matrix else 2
+
+
+def _largest_stage(
+    config: JobConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Returns the parameters of the pipeline rank that holds the most of them."""
+    settings = config.parallelism
+    if settings.pipeline_parallel_degree == 1:
+        return dict(shapes)
+    num_layers = len({module_of(name) for name in shapes if name.startswith("layers.")})
+    stages = stage_modules(settings, num_layers)
+    modules: dict[int, set[str]] = {}
+    for stage, rank in zip(stages, stage_ranks(settings, len(stages)), strict=True):
+        modules.setdefault(rank, set()).update(stage)
+    found = [{n: s for n, s in shapes.items() if module_of(n) in own} for own in modules.values()]
+    return max(found, key=lambda own: sum(math.prod(shape) for shape in own.values()))
+
+
+def _largest_group(layout: _Layout, stage: Mapping[str, tuple[int, ...]]) -> int:
+    sizes: dict[str, int] = {}
+    for name, shape in stage.items():
+        sizes[module_of(name)] = sizes.get(module_of(name), 0) + layout.whole(name, shape)
+    return max(sizes.values())
+
+
+def _head_bytes(config: JobConfig, shapes: Mapping[str, tuple[int, ...]], layout: _Layout) -> int:
+    """Returns the memory of the output layer: three slices of logits in float32."""
+    vocab = max(math.prod(shape) // shape[-1] for n, shape in shapes.items() if "embed" in n)
+    return 3 * _FP32 * config.grpo.logprob_chunk_tokens * vocab // layout.tensor
+
+
+def _per_token(
+    config: JobConfig, sizes: BlockSizes, stage: Mapping[str, tuple[int, ...]], layout: _Layout
+) -> dict[str, float]:
+    num_layers = len({module_of(name) for name in stage if name.startswith("layers.")})
+    if config.parallelism.pipeline_parallel_degree > 1:
+        # 1F1B holds as many microbatches on its first rank as there are ranks.
+        num_layers *= config.parallelism.pipeline_parallel_degree * config.grpo.pipeline_memory
+    computed = _itemsize(config.training.mixed_precision_param)
+    # Beside the blocks: the embedding, the last norm, and scored hidden states with their gradient;
+    # and in one block at a time, what is recomputed, and the gradients of its feed-forward.
+    around = 5 * sizes.dim + 3 * sizes.hidden + 2 * sizes.dim
+    parts = layout.tensor * layout.context
+    found = {}
+    for mode in CHECKPOINTING:
+        option = config.activation_checkpoint.selective_ac_option if mode == "selective" else mode
+        block = sizes.kept_channels("none") if mode != "none" else 0
+        channels = num_layers * sizes.kept_channels(option) + block + around
+        found[mode] = channels * computed / parts
+    return found
+
+
+def _recomputed(config: JobConfig, sizes: BlockSizes, args: Any) -> dict[str, float]:
+    """Returns recomputed FLOPs as a part of those of a step with a row of one sequence."""
+    # A causal query meets half of the keys, once for its score and once for its value.
+    attention = sizes.heads * config.training.seq_len
+    block = sum(sizes.products().values()) + attention
+    step = 3 * (args.n_layers * block + args.dim * args.vocab_size)
+    option = config.activation_checkpoint.selective_ac_option
+    again = {
+        "none": 0.0,
+        "selective": sizes.recomputed(option)
+        + (attention / max(int(option), 1) if option.isdigit() else 0),
+        "full": sizes.recomputed("full") + attention,
+    }
+    return {mode: args.n_layers * again[mode] / step for mode in CHECKPOINTING}

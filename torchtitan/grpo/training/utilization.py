@@ -1,0 +1,73 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Model FLOPs utilization (https://arxiv.org/abs/2204.02311): how much of the hardware a step uses."""
+
+import json
+
+from torchtitan.grpo.data.cost import flops_cost
+from torchtitan.grpo.data.step_plan import StepPlan
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.training.step import scores_old_policy
+
+# Products with each weight: one in a forward pass, and two in a backward pass, which computes the
+# gradients of its input and of the weight. Frozen weights have no gradient of their own.
+_FORWARD, _TRAINING, _TRAINING_FROZEN = 1, 3, 2
+
+
+class Utilization:
+    """Counts the FLOPs of the batches of a step.
+
+    For a batch of T tokens, of which S are scored, in a model with N weights besides the embedding
+    and the output layer, L layers and H channels of all heads::
+
+        forward = 2 N T + 2 vocabulary dim S + 4 L H pairs
+
+    ``pairs`` is the number of pairs of a query and a key, causal and within each sequence. An epoch
+    of training counts as three forward passes, in which the backward pass of frozen weights counts
+    once and not twice; the passes of the old policy and of the reference count as one each. Padding
+    and recomputation are not counted, because they are not work of the model.
+
+    Args:
+        config: Configuration of the run.
+        model: The model.
+        num_ranks: Number of training ranks.
+        peak_flops: Peak FLOP/s of a rank's device in bfloat16.
+    """
+
+    def __init__(
+        self, config: JobConfig, model: HFModel, num_ranks: int, peak_flops: float
+    ) -> None:
+        sizes = json.loads((model.path / "config.json").read_bytes())
+        self._cost = flops_cost(sizes)
+        self._head = 2.0 * sizes["hidden_size"] * sizes["vocab_size"]
+        self._peak = num_ranks * peak_flops
+        grpo = config.grpo
+        further = scores_old_policy(grpo) + (grpo.kl_coef > 0)
+        trained = _TRAINING_FROZEN if config.lora.rank else _TRAINING
+        self._weight_passes = grpo.num_epochs * trained + further * _FORWARD
+        self._attention_passes = grpo.num_epochs * _TRAINING + further * _FORWARD
+        self._flops = 0.0
+
+    def add(self, plan: StepPlan, *, begins_batch: bool) -> None:
+        """Adds a batch, or a part of one.
+
+        Args:
+            plan: Its plan, for all ranks.
+            begins_batch: Whether it is the first part. What was added since the last step is then
+                forgotten, because a batch may have been begun in vain.
+        """
+        if begins_batch:
+            self._flops = 0.0
+        lengths = [sequence.num_tokens for sequence in plan.sequences]
+        num_tokens, num_scored = sum(lengths), sum(plan.minibatch_tokens)
+        forward = self._cost.per_token / _TRAINING
+        weights = forward * num_tokens - self._head * (num_tokens - num_scored)
+        pairs = sum(length * (length + 1) / 2 for length in lengths)
+        attention = self._cost.per_pair / _TRAINING * pairs
+        self._flops += self._weight_passes * weights + self._attention_passes * attention
+
+    def metrics(self, step_seconds: float) -> dict[str, float]:
+        """Returns ``time/mfu`` of a step with this duration."""
+        return {"time/mfu": self._flops / (step_seconds * self._peak)}
