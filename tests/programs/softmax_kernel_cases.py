@@ -142,7 +142,9 @@ def bytes_per_logit(traffic: Traffic) -> dict[str, list[float]]:
     found = {}
     for entropy in (False, True):
         traffic.take()
-        softmax_kernels.sum_slice(logits, 0, ids, 1.0, entropy, *rows, torch.zeros(tokens, 1))
+        softmax_kernels.sum_slice(
+            logits, 0, ids, 1.0, entropy, *rows, torch.zeros(tokens, 1), torch.empty(0)
+        )
         found["forward with entropy" if entropy else "forward"] = traffic.take()
     for dtype in (torch.float32, torch.bfloat16):
         out = torch.empty(tokens, width, dtype=dtype)

@@ -8,13 +8,15 @@ width of a slice with it: a kernel that is compiled for one shape would be compi
 Here, shapes are arguments. All temporary numbers are in the dtype of the logits.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-# A thread of 128 loads eight logits at a time, in two vector instructions of float32.
+# A program has 128 threads, Triton's default. Each loads eight logits at a time, in two vector
+# instructions of float32.
 _BLOCK = 1024
-_NUM_WARPS = 4
 
 
 @triton.jit(do_not_specialize=["start", "num_ids"])
@@ -118,16 +120,18 @@ def sum_slice(
     exp_sum: torch.Tensor,
     weighted_sum: torch.Tensor,
     at_ids: torch.Tensor,
+    scratch: torch.Tensor,
 ) -> None:
-    """Launches one kernel; see `softmax_passes.sum_slice`."""
+    """Launches one kernel, which needs no scratch; see `softmax_passes.sum_slice`."""
     tokens, width = logits.shape
     num_ids = ids.shape[1]
+    launch: Any = sums_kernel[(tokens,)]
     # A kernel is launched on the current device, which need not be that of its tensors.
     with torch.cuda.device_of(logits):
-        sums_kernel[(tokens,)](
+        launch(
             logits, ids, maximum, exp_sum, weighted_sum, at_ids, start, width, num_ids,
             SCALE=scale, WITH_ENTROPY=with_entropy, NUM_IDS=triton.next_power_of_2(num_ids),
-            BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+            BLOCK=_BLOCK,
         )  # fmt: skip
 
 
@@ -144,8 +148,9 @@ def write_grads(
 ) -> None:
     """Launches one kernel; see `softmax_passes.write_grads`."""
     tokens, width = logits.shape
+    launch: Any = grads_kernel[(tokens, triton.cdiv(width, _BLOCK))]
     with torch.cuda.device_of(logits):
-        grads_kernel[(tokens, triton.cdiv(width, _BLOCK))](
+        launch(
             logits, ids, normalizer, offset, slope, id_grads, out, start, width, ids.shape[1],
-            SCALE=scale, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+            SCALE=scale, BLOCK=_BLOCK,
         )  # fmt: skip

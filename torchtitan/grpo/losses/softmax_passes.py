@@ -4,11 +4,12 @@
 """The two elementwise passes over a slice of logits: into sums, and from logits to gradients.
 
 Both are operators of torch's, so that whatever counts or traces sees one operator for each slice,
-and its arguments are what it moves, on fake tensors as well. On CUDA each is one Triton kernel
-(`softmax_kernels.py`), which reads a logit once: 4 bytes forward, with or without the entropy, and
-backward 4 bytes and those of the gradient. Elsewhere, several operations process one block of rows
-at a time, which stays in the cache of a CPU between them. The arithmetic is therefore written down
-twice: whole blocks suit vector instructions, and a kernel needs a running maximum in each lane.
+and its arguments but ``scratch`` are what it moves, on fake tensors as well. On CUDA each is one
+Triton kernel (`softmax_kernels.py`), which reads a logit once: 4 bytes forward, with or without the
+entropy, and backward 4 bytes and those of the gradient. Elsewhere, several operations process one
+block of rows at a time, which stays in the cache of a CPU between them. The arithmetic is written
+down for each of the two, because a kernel that reads once needs a running maximum in each lane,
+which would only add work to operations on whole blocks.
 """
 
 import functools
@@ -31,38 +32,56 @@ def _sum_slice(
     exp_sum: torch.Tensor,
     weighted_sum: torch.Tensor,
     at_ids: torch.Tensor,
+    scratch: torch.Tensor,
 ) -> None:
     """Adds a slice of logits, times ``scale``, to the sums of a softmax.
 
     With ``x`` the scaled logits minus the maximum so far, the sums are those of ``exp(x)`` and, for
-    the entropy, of ``x * exp(x)``. They are rescaled when the maximum rises.
+    the entropy, of ``x * exp(x)``. They are rescaled when the maximum rises. All tensors are
+    contiguous.
 
     Args:
-        logits: [tokens, width] float32 or float64, contiguous.
+        logits: [tokens, width] float32 or float64.
         start: Id of the first column.
-        ids: [tokens, n] int, contiguous. An id may be outside of the slice.
+        ids: [tokens, n] int. An id may be outside of the slice.
         scale: Factor of the logits.
         with_entropy: Whether to add to ``weighted_sum``.
         maximum: [tokens], the maximum so far, which must be finite.
         exp_sum: [tokens], the first sum.
         weighted_sum: [tokens], the second sum.
         at_ids: [tokens, n], overwritten by the scaled logits of the ids that the slice has.
+        scratch: Memory from :func:`new_scratch`, which is overwritten.
     """
     columns, inside = _columns(ids, start, logits.shape[1])
     at_ids.copy_(torch.where(inside, logits.gather(1, columns) * scale, at_ids))
-    blocks = _row_blocks(logits)
-    scratch = torch.empty_like(logits[blocks[0]])
-    for rows in blocks:
-        highest = torch.maximum(maximum[rows], logits[rows].amax(dim=1) * scale)
-        raise_maximum(maximum[rows], exp_sum[rows], weighted_sum[rows], highest)
-        shifted = scratch[: rows.stop - rows.start]
-        torch.add(-highest[:, None], logits[rows], alpha=scale, out=shifted)
-        if with_entropy:
-            exponentials = shifted.exp()
-            weighted_sum[rows] += shifted.mul_(exponentials).sum(dim=1)
-        else:
-            exponentials = shifted.exp_()
-        exp_sum[rows] += exponentials.sum(dim=1)
+    if len(scratch) == 0:
+        scratch = logits.new_empty(_block_size(logits))
+    for rows in _row_blocks(logits, len(scratch)):
+        _sum_block(
+            logits[rows], scale, with_entropy, maximum[rows], exp_sum[rows], weighted_sum[rows],
+            scratch,
+        )  # fmt: skip
+
+
+def _sum_block(
+    logits: torch.Tensor,
+    scale: float,
+    with_entropy: bool,
+    maximum: torch.Tensor,
+    exp_sum: torch.Tensor,
+    weighted_sum: torch.Tensor,
+    scratch: torch.Tensor,
+) -> None:
+    highest = torch.maximum(maximum, logits.amax(dim=1) * scale)
+    raise_maximum(maximum, exp_sum, weighted_sum, highest)
+    shifted = scratch[: logits.numel()].view_as(logits)
+    torch.add(-highest[:, None], logits, alpha=scale, out=shifted)
+    if with_entropy:
+        exponentials = shifted.exp()
+        weighted_sum += shifted.mul_(exponentials).sum(dim=1)
+    else:
+        exponentials = shifted.exp_()
+    exp_sum += exponentials.sum(dim=1)
 
 
 def _write_grads(
@@ -78,21 +97,21 @@ def _write_grads(
 ) -> None:
     """Writes ``p (offset + slope log p)``, and ``id_grads`` added at the ids, for a slice.
 
-    Here ``log p`` are the logits, times ``scale``, minus ``normalizer``.
+    Here ``log p`` are the logits, times ``scale``, minus ``normalizer``. All tensors are contiguous.
 
     Args:
-        logits: [tokens, width] float32 or float64, contiguous; may be ``out``.
+        logits: [tokens, width] float32 or float64; may be ``out``.
         start: Id of the first column.
-        ids: [tokens, n] int, contiguous. The first one of a token may be among the others, which
+        ids: [tokens, n] int. The first one of a token may be among the others, which
             differ from each other or are outside of the vocabulary.
         scale: Factor of the logits.
         normalizer: [tokens].
         offset: [tokens].
         slope: [tokens], or None for 0.
         id_grads: [tokens, n].
-        out: [tokens, width], contiguous, in the dtype of the logits or a narrower one.
+        out: [tokens, width], in the dtype of the logits or a narrower one.
     """
-    for rows in _row_blocks(logits):
+    for rows in _row_blocks(logits, _block_size(logits)):
         in_place = out.dtype == logits.dtype
         block = out[rows] if in_place else torch.empty_like(logits[rows])
         torch.add(-normalizer[rows, None], logits[rows], alpha=scale, out=block)
@@ -119,7 +138,7 @@ def raise_maximum(
 sum_slice = torch.library.custom_op(
     "torchtitan_grpo::sum_slice",
     _sum_slice,
-    mutates_args=("maximum", "exp_sum", "weighted_sum", "at_ids"),
+    mutates_args=("maximum", "exp_sum", "weighted_sum", "at_ids", "scratch"),
 )
 write_grads = torch.library.custom_op(
     "torchtitan_grpo::write_grads", _write_grads, mutates_args=("out",)
@@ -149,7 +168,7 @@ def _triton_kernels():
             torch.zeros(1, 1, dtype=torch.int64, device="cuda"),
         )
         logits = torch.zeros(1, 16, device="cuda")
-        softmax_kernels.sum_slice(logits, 0, ids, 1.0, True, row, row, row, row[None])
+        softmax_kernels.sum_slice(logits, 0, ids, 1.0, True, row, row, row, row[None], row)
         softmax_kernels.write_grads(logits, 0, ids, 1.0, row, row, row, row[None], logits)
     # Triton has no error of its own for a missing compiler, or a device that it does not know.
     except Exception as error:
@@ -161,14 +180,25 @@ def _triton_kernels():
     return softmax_kernels
 
 
-def _row_blocks(logits: torch.Tensor) -> list[slice]:
-    """Cuts the rows of [tokens, width] logits, at least one, into blocks for elementwise work."""
-    tokens, width = logits.shape
-    # What is allocated for a block stays small beside the slice.
-    size = max(_BLOCK_LOGITS_PER_THREAD, logits.numel() // 4)
+def new_scratch(logits: torch.Tensor) -> torch.Tensor:
+    """Allocates flat memory that :func:`sum_slice` uses for slices as large as this, or smaller."""
+    # A CPU would get it from the system, page by page, for each slice anew.
+    return logits.new_empty(_block_size(logits) if logits.device.type == "cpu" else 0)
+
+
+def _block_size(logits: torch.Tensor) -> int:
+    """Returns the number of logits, at least a row, that elementwise work processes at a time."""
+    # At most two tensors of a block are allocated, and so no more than a slice.
+    size = max(_BLOCK_LOGITS_PER_THREAD, logits.numel() // 2)
     if logits.device.type == "cpu":
         size = min(size, torch.get_num_threads() * _BLOCK_LOGITS_PER_THREAD)
-    rows = max(1, size // width)
+    return max(min(size, logits.numel()), logits.shape[1])
+
+
+def _row_blocks(logits: torch.Tensor, size: int) -> list[slice]:
+    """Cuts the rows of [tokens, width] logits into blocks of at most ``size`` logits."""
+    tokens, width = logits.shape
+    rows = size // width
     return [slice(begin, min(begin + rows, tokens)) for begin in range(0, tokens, rows)]
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from torchtitan.grpo.losses.softmax_passes import raise_maximum, sum_slice, write_grads
+from torchtitan.grpo.losses.softmax_passes import new_scratch, raise_maximum, sum_slice, write_grads
 
 
 class SoftmaxSums:
@@ -35,12 +35,15 @@ class SoftmaxSums:
         self._logits = full(-torch.inf, *ids.shape)
         self._exp_sum = full(0.0, len(ids))
         self._weighted_sum = full(0.0, len(ids))
+        self._scratch: torch.Tensor | None = None
 
     def add(self, start: int, logits: torch.Tensor) -> None:
         """Adds one slice, [tokens, width] logits, whose first id is ``start``."""
+        if self._scratch is None:
+            self._scratch = new_scratch(logits)
         sum_slice(
             logits, start, self._ids, self._scale, self._with_entropy,
-            self._maximum, self._exp_sum, self._weighted_sum, self._logits,
+            self._maximum, self._exp_sum, self._weighted_sum, self._logits, self._scratch,
         )  # fmt: skip
 
     def reduce(self, group: ProcessGroup) -> None:
