@@ -227,8 +227,9 @@ class GRPO:
     """Weight of the entropy bonus in the loss."""
 
     log_entropy: bool = True
-    """Compute the mean entropy of the policy for the metrics even if ``entropy_coef`` is 0. This
-    costs one more pass over the logits."""
+    """Compute the mean entropy of the policy for the metrics even if ``entropy_coef`` is 0. On a GPU
+    the entropy comes from the same pass over the logits as the log-probabilities; on a CPU it costs
+    one more pass."""
 
     ptx_path: str | None = None
     """A ``.jsonl`` file with supervised examples that are mixed into each batch. Each row has a

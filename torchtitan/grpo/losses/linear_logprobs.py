@@ -24,7 +24,7 @@ from torchtitan.grpo.losses.logit_slices import (
     accumulation_dtype,
     slice_width,
 )
-from torchtitan.grpo.losses.softmax_slices import LogitGrads, SoftmaxSums, row_blocks
+from torchtitan.grpo.losses.softmax_slices import LogitGrads, SoftmaxSums
 
 
 def linear_logprobs(
@@ -97,10 +97,9 @@ def packed_linear_logprobs(
         temperature: Divisor of the logits, above 0.
         chunk_tokens: Bound of memory, at least 1: at any time there are at most as many logits
             as this many tokens have. Slices are at least 128 ids wide, however.
-        with_entropy: Whether to compute the entropy. On a GPU this needs a second buffer of the
-            same size.
-        trains_entropy: Whether the entropy has a gradient. Without it, the backward pass needs no
-            second buffer, and a gradient that arrives is ignored.
+        with_entropy: Whether to compute the entropy.
+        trains_entropy: Whether the entropy has a gradient. Without it, a gradient that arrives is
+            ignored.
         keep_logits: Whether to allocate the weight's gradient, if it is needed, in the forward
             pass and keep logits there. The gradients do not depend on it. Each forward pass
             allocates that memory, so it does not suit several forward passes in a row.
@@ -186,9 +185,10 @@ class _LinearLogprobs(torch.autograd.Function):
         shape, ids = ids.shape, ids.reshape(-1, ids.shape[-1])
         with_entropy, trains_entropy = entropy_settings
         width = slice_width(len(hidden), len(weight), chunk_tokens)
-        slices = LogitSlices(hidden, weight, temperature, width)
+        slices = LogitSlices(hidden, weight, width)
         memory = KeptLogits.reserve(slices) if keep_logits else None
-        sums = _sum_up(slices, ids - vocab_start, with_entropy, memory)
+        sums = SoftmaxSums(ids - vocab_start, slices.dtype, temperature, with_entropy)
+        _sum_up(slices, sums, memory)
         if group is not None:
             sums.reduce(group)
         logprobs, entropy, normalizer = sums.result()
@@ -207,14 +207,14 @@ class _LinearLogprobs(torch.autograd.Function):
         # Divided by the temperature here, so that no later step has to.
         cotangents = grad.reshape(-1, grad.shape[-1]) / temperature
         label, of_entropy, others = cotangents.tensor_split((1, 2), dim=1)
-        slices = LogitSlices(hidden, weight, temperature, width)
+        slices = LogitSlices(hidden, weight, width)
         logit_grads = LogitGrads(
             ids=ids - vocab_start,
             normalizer=normalizer,
             entropy=entropy,
             logprob_grads=torch.cat((label, others), dim=1),
             entropy_grad=of_entropy[:, 0] if trains_entropy else None,
-            blocks=row_blocks(len(hidden), width, hidden.device),
+            temperature=temperature,
         )
         memory = _take_memory(ctx, memory)
         kept = None if memory is None else KeptLogits(memory, len(ids), width, slices.dtype)
@@ -226,23 +226,18 @@ class _LinearLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, *(None,) * 7
 
 
-def _sum_up(
-    slices: LogitSlices, ids: torch.Tensor, with_entropy: bool, memory: torch.Tensor | None
-) -> SoftmaxSums:
+def _sum_up(slices: LogitSlices, sums: SoftmaxSums, memory: torch.Tensor | None) -> None:
     """Runs the forward pass over all slices; keeps logits in ``memory``, unless it is None."""
-    tokens, width = len(ids), slices.width
-    kept = None if memory is None else KeptLogits(memory, tokens, width, slices.dtype)
-    blocks, buffer = row_blocks(tokens, width, ids.device), slices.buffer()
-    # A single block is changed in place: the buffer holds nothing else.
-    scratch = buffer if len(blocks) < 2 else torch.empty_like(buffer[: blocks[0].stop * width])
-    sums = SoftmaxSums(ids, slices.dtype, with_entropy, blocks, scratch)
+    kept = None
+    if memory is not None:
+        kept = KeptLogits(memory, len(slices.hidden), slices.width, slices.dtype)
+    buffer = slices.buffer(slices.dtype)
     for start in slices.starts():
         logits = kept.find(start) if kept is not None else None
         if logits is None:
             logits = slices.part_of(buffer, start)
         slices.compute(start, logits)
         sums.add(start, logits)
-    return sums
 
 
 def _take_memory(ctx, memory: torch.Tensor | None) -> torch.Tensor | None:
@@ -286,17 +281,19 @@ def _add_input_gradients(
         grad_hidden: Tensor to add to, or None if not needed.
         grad_weight: Tensor to overwrite, or None if not needed. It may hold the ``kept`` logits.
     """
-    buffer = slices.buffer()
+    logit_buffer = slices.buffer(slices.dtype)
+    # Where the products have another dtype, the gradients are written in it right away.
+    grad_buffer = logit_buffer
+    if slices.hidden.dtype != slices.dtype:
+        grad_buffer = slices.buffer(slices.hidden.dtype)
     for start in slices.starts():
-        grads = slices.part_of(buffer, start)
         logits = kept.find(start) if kept is not None else None
         if logits is None:
-            slices.compute(start, grads)
-            logit_grads.write(start, grads, grads)
-        else:
-            logit_grads.write(start, logits, grads)
+            logits = slices.part_of(logit_buffer, start)
+            slices.compute(start, logits)
+        grads = slices.part_of(grad_buffer, start)
+        logit_grads.write(start, logits, grads)
         # The kept logits of this slice have been read, so that its rows may be written now.
-        grads = grads.to(slices.hidden.dtype)
         if grad_weight is not None:
             _write_product(grads.t(), slices.hidden, grad_weight[start : start + slices.width])
         if grad_hidden is not None:
@@ -314,4 +311,4 @@ def _add_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, out=out)
     else:
-        out += torch.mm(a, b, out_dtype=out.dtype)
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)

@@ -39,7 +39,7 @@ def slice_width(tokens: int, vocab: int, chunk_tokens: int) -> int:
 
 
 class LogitSlices:
-    """Computes [tokens, width] tempered logits of one slice of the vocabulary at a time.
+    """Computes [tokens, width] logits of one slice of the vocabulary at a time.
 
     Attributes:
         hidden: [tokens, dim], in the dtype of the matrix products.
@@ -48,9 +48,7 @@ class LogitSlices:
         dtype: Dtype of the logits.
     """
 
-    def __init__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, temperature: float, width: int
-    ) -> None:
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, width: int) -> None:
         self.dtype = accumulation_dtype(hidden)
         # Tensor cores multiply half precision exactly and add in float32. A CPU rounds in between
         # or is slow at it, so that there the operands are converted, the weight slice by slice.
@@ -58,16 +56,15 @@ class LogitSlices:
         self.hidden = hidden if mixed else hidden.to(self.dtype)
         self.weight = weight
         self.width = width
-        self._temperature = temperature
 
     def starts(self) -> range:
         """Returns the first id of each slice; empty if there is nothing to compute."""
         vocab = len(self.weight) if len(self.hidden) else 0
         return range(0, vocab, max(self.width, 1))
 
-    def buffer(self) -> torch.Tensor:
-        """Allocates uninitialized, flat memory for the logits of one slice."""
-        return self.hidden.new_empty(len(self.hidden) * self.width, dtype=self.dtype)
+    def buffer(self, dtype: torch.dtype) -> torch.Tensor:
+        """Allocates uninitialized, flat memory for one number for each logit of a slice."""
+        return self.hidden.new_empty(len(self.hidden) * self.width, dtype=dtype)
 
     def part_of(self, buffer: torch.Tensor, start: int) -> torch.Tensor:
         """Returns the part of ``buffer``, [tokens, width], for the slice at ``start``."""
@@ -85,8 +82,6 @@ class LogitSlices:
             torch.mm(self.hidden, weight, out=out)
         else:
             torch.mm(self.hidden, weight, out_dtype=out.dtype, out=out)
-        if self._temperature != 1:
-            out.div_(self._temperature)
 
 
 class KeptLogits:

@@ -1,0 +1,219 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The two elementwise passes over a slice of logits: into sums, and from logits to gradients.
+
+Both are operators of torch's, so that whatever counts or traces sees one operator for each slice,
+and its arguments but ``scratch`` are what it moves, on fake tensors as well. On CUDA each is one
+Triton kernel (`softmax_kernels.py`), which reads a logit once: 4 bytes forward, with or without the
+entropy, and backward 4 bytes and those of the gradient. Elsewhere, several operations process one
+block of rows at a time, which stays in the cache of a CPU between them. The arithmetic is written
+down for each of the two, because a kernel that reads once needs a running maximum in each lane,
+which would only add work to operations on whole blocks.
+"""
+
+import functools
+
+import torch
+from torchtitan.tools.logging import logger
+
+# 8 MiB of float32: small enough for the part of the last-level cache that a core has, and large
+# enough that threads, which synchronize after each operation, rarely wait on a busy machine.
+_BLOCK_LOGITS_PER_THREAD = 2**21
+
+
+def _sum_slice(
+    logits: torch.Tensor,
+    start: int,
+    ids: torch.Tensor,
+    scale: float,
+    with_entropy: bool,
+    maximum: torch.Tensor,
+    exp_sum: torch.Tensor,
+    weighted_sum: torch.Tensor,
+    at_ids: torch.Tensor,
+    scratch: torch.Tensor,
+) -> None:
+    """Adds a slice of logits, times ``scale``, to the sums of a softmax.
+
+    With ``x`` the scaled logits minus the maximum so far, the sums are those of ``exp(x)`` and, for
+    the entropy, of ``x * exp(x)``. They are rescaled when the maximum rises. All tensors are
+    contiguous.
+
+    Args:
+        logits: [tokens, width] float32 or float64.
+        start: Id of the first column.
+        ids: [tokens, n] int. An id may be outside of the slice.
+        scale: Factor of the logits.
+        with_entropy: Whether to add to ``weighted_sum``.
+        maximum: [tokens], the maximum so far, which must be finite.
+        exp_sum: [tokens], the first sum.
+        weighted_sum: [tokens], the second sum.
+        at_ids: [tokens, n], overwritten by the scaled logits of the ids that the slice has.
+        scratch: Memory from :func:`new_scratch`, which is overwritten.
+    """
+    columns, inside = _columns(ids, start, logits.shape[1])
+    at_ids.copy_(torch.where(inside, logits.gather(1, columns) * scale, at_ids))
+    if len(scratch) == 0:
+        scratch = logits.new_empty(_block_size(logits))
+    for rows in _row_blocks(logits, len(scratch)):
+        _sum_block(
+            logits[rows], scale, with_entropy, maximum[rows], exp_sum[rows], weighted_sum[rows],
+            scratch,
+        )  # fmt: skip
+
+
+def _sum_block(
+    logits: torch.Tensor,
+    scale: float,
+    with_entropy: bool,
+    maximum: torch.Tensor,
+    exp_sum: torch.Tensor,
+    weighted_sum: torch.Tensor,
+    scratch: torch.Tensor,
+) -> None:
+    highest = torch.maximum(maximum, logits.amax(dim=1) * scale)
+    raise_maximum(maximum, exp_sum, weighted_sum, highest)
+    shifted = scratch[: logits.numel()].view_as(logits)
+    torch.add(-highest[:, None], logits, alpha=scale, out=shifted)
+    if with_entropy:
+        exponentials = shifted.exp()
+        weighted_sum += shifted.mul_(exponentials).sum(dim=1)
+    else:
+        exponentials = shifted.exp_()
+    exp_sum += exponentials.sum(dim=1)
+
+
+def _write_grads(
+    logits: torch.Tensor,
+    start: int,
+    ids: torch.Tensor,
+    scale: float,
+    normalizer: torch.Tensor,
+    offset: torch.Tensor,
+    slope: torch.Tensor | None,
+    id_grads: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Writes ``p (offset + slope log p)``, and ``id_grads`` added at the ids, for a slice.
+
+    Here ``log p`` are the logits, times ``scale``, minus ``normalizer``. All tensors are contiguous.
+
+    Args:
+        logits: [tokens, width] float32 or float64; may be ``out``.
+        start: Id of the first column.
+        ids: [tokens, n] int. The first one of a token may be among the others, which
+            differ from each other or are outside of the vocabulary.
+        scale: Factor of the logits.
+        normalizer: [tokens].
+        offset: [tokens].
+        slope: [tokens], or None for 0.
+        id_grads: [tokens, n].
+        out: [tokens, width], in the dtype of the logits or a narrower one.
+    """
+    for rows in _row_blocks(logits, _block_size(logits)):
+        in_place = out.dtype == logits.dtype
+        block = out[rows] if in_place else torch.empty_like(logits[rows])
+        torch.add(-normalizer[rows, None], logits[rows], alpha=scale, out=block)
+        factors = offset[rows, None]
+        if slope is not None:
+            factors = torch.addcmul(factors, block, slope[rows, None])
+        block.exp_().mul_(factors)
+        _add_at_ids(block, ids[rows], start, id_grads[rows])
+        if not in_place:
+            out[rows] = block
+
+
+def raise_maximum(
+    maximum: torch.Tensor, exp_sum: torch.Tensor, weighted_sum: torch.Tensor, highest: torch.Tensor
+) -> None:
+    """Rescales the sums of :func:`sum_slice`, all [tokens], in place to a new maximum."""
+    change = maximum - highest
+    scale = change.exp()
+    weighted_sum.add_(exp_sum * change).mul_(scale)
+    exp_sum.mul_(scale)
+    maximum.copy_(highest)
+
+
+sum_slice = torch.library.custom_op(
+    "torchtitan_grpo::sum_slice",
+    _sum_slice,
+    mutates_args=("maximum", "exp_sum", "weighted_sum", "at_ids", "scratch"),
+)
+write_grads = torch.library.custom_op(
+    "torchtitan_grpo::write_grads", _write_grads, mutates_args=("out",)
+)
+
+
+@sum_slice.register_kernel("cuda")
+def _sum_slice_on_gpu(*arguments) -> None:
+    kernels = _triton_kernels()
+    (_sum_slice if kernels is None else kernels.sum_slice)(*arguments)
+
+
+@write_grads.register_kernel("cuda")
+def _write_grads_on_gpu(*arguments) -> None:
+    kernels = _triton_kernels()
+    (_write_grads if kernels is None else kernels.write_grads)(*arguments)
+
+
+@functools.cache
+def _triton_kernels():
+    """Returns the module of Triton kernels, or None, with a line in the log, if they do not run."""
+    try:
+        from torchtitan.grpo.losses import softmax_kernels
+
+        row, ids = (
+            torch.zeros(1, device="cuda"),
+            torch.zeros(1, 1, dtype=torch.int64, device="cuda"),
+        )
+        logits = torch.zeros(1, 16, device="cuda")
+        softmax_kernels.sum_slice(logits, 0, ids, 1.0, True, row, row, row, row[None], row)
+        softmax_kernels.write_grads(logits, 0, ids, 1.0, row, row, row, row[None], logits)
+    # Triton has no error of its own for a missing compiler, or a device that it does not know.
+    except Exception as error:
+        logger.warning(
+            "The softmax over the vocabulary runs as separate operations, which move several times "
+            f"the memory, because its Triton kernels do not run here: {error!r}"
+        )
+        return None
+    return softmax_kernels
+
+
+def new_scratch(logits: torch.Tensor) -> torch.Tensor:
+    """Allocates flat memory that :func:`sum_slice` uses for slices as large as this, or smaller."""
+    # A CPU would get it from the system, page by page, for each slice anew.
+    return logits.new_empty(_block_size(logits) if logits.device.type == "cpu" else 0)
+
+
+def _block_size(logits: torch.Tensor) -> int:
+    """Returns the number of logits, at least a row, that elementwise work processes at a time."""
+    # At most two tensors of a block are allocated, and so no more than a slice.
+    size = max(_BLOCK_LOGITS_PER_THREAD, logits.numel() // 2)
+    if logits.device.type == "cpu":
+        size = min(size, torch.get_num_threads() * _BLOCK_LOGITS_PER_THREAD)
+    return max(min(size, logits.numel()), logits.shape[1])
+
+
+def _row_blocks(logits: torch.Tensor, size: int) -> list[slice]:
+    """Cuts the rows of [tokens, width] logits into blocks of at most ``size`` logits."""
+    tokens, width = logits.shape
+    rows = size // width
+    return [slice(begin, min(begin + rows, tokens)) for begin in range(0, tokens, rows)]
+
+
+def _columns(ids: torch.Tensor, start: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the column [tokens, n] of each id in a slice, and whether the slice has it."""
+    columns = ids - start
+    inside = (columns >= 0) & (columns < width)
+    return columns.clamp(0, width - 1), inside
+
+
+def _add_at_ids(block: torch.Tensor, ids: torch.Tensor, start: int, id_grads: torch.Tensor) -> None:
+    columns, inside = _columns(ids, start, block.shape[1])
+    added = torch.where(inside, id_grads, 0.0)
+    first, others = columns[:, :1], columns[:, 1:]
+    block.scatter_(1, first, block.gather(1, first) + added[:, :1])
+    if others.shape[1] > 0:
+        # At most one of them adds more than 0 to an element, so that their order changes nothing.
+        block.scatter_add_(1, others, added[:, 1:])
