@@ -109,7 +109,7 @@ _ROWS = (
             receives_in_parallel=True,
         ),
         environment=".venv-vllm",
-        known_releases=("0.32",),
+        known_releases=("0.32", "0.33"),
     ),
 )
 

@@ -8,6 +8,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.pipelining import PipelineStage
 
+from torchtitan.grpo.pipeline.deferred_stage import SUMS_IN_GRAD
+
 SEQUENCES = [[5, 6, 7, 8, 9], [1, 2, 3], [4, 3, 2, 1, 0, 11, 12], [9, 8, 7, 6]]
 PLAIN = {"pp": 2, "schedule": "Interleaved1F1B"}
 ZBV = {"pp": 2, "schedule": "ZBVZeroBubble"}
@@ -115,8 +117,14 @@ def test_v_schedules_on_four_ranks_are_equal_to_the_bit(make_model, run_ranks):
         (PipelineStage, "backward_maybe_with_nosync"),
         (PipelineStage, "perform_reduce_grad"),
         (FSDPModule, "_get_fsdp_state"),
-        (FSDPParam, "accumulate_unsharded_grad_if_needed"),
-        (FSDPParam, "to_accumulated_grad_if_needed"),
+        *(
+            [(PipelineStage, "start_gradient_reduction")]
+            if SUMS_IN_GRAD
+            else [
+                (FSDPParam, "accumulate_unsharded_grad_if_needed"),
+                (FSDPParam, "to_accumulated_grad_if_needed"),
+            ]
+        ),
     ],
 )
 def test_torch_has_the_private_name_that_the_deferred_stage_uses(owner, name):
