@@ -52,9 +52,11 @@ def kl_estimate(
         case "k2":
             return difference.square() / 2
         case "k3":
-            # expm1 keeps the digits that exp(d) - 1 loses where the two nearly agree. relu, not
-            # clamp, as its gradient at the bound is 0: the clamped exponential has the slope there.
-            bounded = torch.expm1(difference.clamp(max=LOG_RATIO_BOUND))
+            # expm1 keeps the digits that exp(d) - 1 loses where the two nearly agree. At the bound
+            # itself, the exponential has the slope, and relu has none. Not clamp, whose gradient at
+            # its bound is 1 up to torch 2.14, and 0 from 2.15 on.
+            below = difference.masked_fill(difference > LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+            bounded = torch.expm1(below)
             beyond = math.exp(LOG_RATIO_BOUND) * torch.relu(difference - LOG_RATIO_BOUND)
             return bounded + beyond - difference
         case "abs":

@@ -4,8 +4,9 @@
 """A pipeline stage that computes the weight gradients of its linear layers in the W action.
 
 Torch's own split of the backward pass traverses the graph once for the inputs and once more for
-each group of parameters. It recomputes checkpointed blocks every time. Under FSDP2, it accumulates the
-gradients of microbatches in the dtype of the parameters instead of the dtype of the reduction.
+each group of parameters. It recomputes checkpointed blocks every time. Under FSDP2, before release
+2.15, it accumulates the gradients of microbatches in the dtype of the parameters instead of the dtype
+of the reduction.
 """
 
 from typing import Any

@@ -69,7 +69,8 @@ def test_mixed_precision_adds_microbatches_up_in_the_dtype_of_the_reduction(comp
     cases += [{**cases[1], "bound": 20_000}, {**cases[1], "torch_split": True}]
     _, zbv, izb, bounded, by_torch = compared(2, *cases)
     assert zbv["different"] == izb["different"] == bounded["different"] == []
-    assert by_torch["distance"] > 1e-4
+    # Torch's own split does so from release 2.15 on, too.
+    assert by_torch["distance"] == 0 if SUMS_IN_GRAD else by_torch["distance"] > 1e-4
 
 
 @pytest.mark.parametrize("layout", [{"dp_shard": 2, "precision": "bfloat16"}, {"tp": 2}])
