@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from torchtitan.grpo.losses.ratios import LOG_RATIO_BOUND, ratio
+from torchtitan.grpo.losses.ratios import LOG_RATIO_BOUND, held_between, ratio
 
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1_straight", "k3_straight"]
 
@@ -53,10 +53,8 @@ def kl_estimate(
             return difference.square() / 2
         case "k3":
             # expm1 keeps the digits that exp(d) - 1 loses where the two nearly agree. At the bound
-            # itself, the exponential has the slope, and relu has none. Not clamp, whose gradient at
-            # its bound is 1 up to torch 2.14, and 0 from 2.15 on.
-            below = difference.masked_fill(difference > LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-            bounded = torch.expm1(below)
+            # itself, the held exponential has the slope, and relu has none.
+            bounded = torch.expm1(held_between(difference, high=LOG_RATIO_BOUND))
             beyond = math.exp(LOG_RATIO_BOUND) * torch.relu(difference - LOG_RATIO_BOUND)
             return bounded + beyond - difference
         case "abs":
