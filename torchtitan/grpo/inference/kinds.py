@@ -111,7 +111,7 @@ _ROWS = (
             receives_pieces=True,
         ),
         environment=".venv-vllm",
-        known_releases=("0.32",),
+        known_releases=("0.32", "0.33"),
     ),
 )
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from torchtitan.grpo.losses.ratios import LOG_RATIO_BOUND, ratio
+from torchtitan.grpo.losses.ratios import LOG_RATIO_BOUND, held_between, ratio
 
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1_straight", "k3_straight"]
 
@@ -52,9 +52,9 @@ def kl_estimate(
         case "k2":
             return difference.square() / 2
         case "k3":
-            # expm1 keeps the digits that exp(d) - 1 loses where the two nearly agree. relu, not
-            # clamp, as its gradient at the bound is 0: the clamped exponential has the slope there.
-            bounded = torch.expm1(difference.clamp(max=LOG_RATIO_BOUND))
+            # expm1 keeps the digits that exp(d) - 1 loses where the two nearly agree. At the bound
+            # itself, the held exponential has the slope, and relu has none.
+            bounded = torch.expm1(held_between(difference, high=LOG_RATIO_BOUND))
             beyond = math.exp(LOG_RATIO_BOUND) * torch.relu(difference - LOG_RATIO_BOUND)
             return bounded + beyond - difference
         case "abs":

@@ -14,7 +14,7 @@ import torch
 
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.losses.loss_metrics import TokenMetric
-from torchtitan.grpo.losses.ratios import ratio
+from torchtitan.grpo.losses.ratios import held_between, ratio
 from torchtitan.grpo.losses.sequences import sequence_means
 
 
@@ -145,7 +145,9 @@ def gmpo(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
     log_ratio = inputs.logprobs - inputs.old_logprobs
     is_good = inputs.advantages > 0
     held = torch.where(
-        is_good, log_ratio.clamp(max=config.clip_high), log_ratio.clamp(min=-config.clip_low)
+        is_good,
+        held_between(log_ratio, high=config.clip_high),
+        held_between(log_ratio, low=-config.clip_low),
     )
     mean = sequence_means(held.detach(), inputs.loss_mask, inputs.sequence_ids)
     # Exactly 0, with the gradient of the token's logprob where it is not clipped.
@@ -167,7 +169,7 @@ BUILTIN: dict[str, PolicyFunction] = {
 
 def _clipped(r: torch.Tensor, advantages: torch.Tensor, config: GRPO) -> PolicyTerm:
     free = -r * advantages
-    held = -r.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages
+    held = -held_between(r, 1 - config.clip_low, 1 + config.clip_high) * advantages
     losses = torch.maximum(free, held)
     dual_clipped = torch.zeros_like(held > free)
     if config.dual_clip > 0:

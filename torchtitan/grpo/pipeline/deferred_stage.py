@@ -4,8 +4,9 @@
 """A pipeline stage that computes the weight gradients of its linear layers in the W action.
 
 Torch's own split of the backward pass traverses the graph once for the inputs and once more for
-each group of parameters. It recomputes checkpointed blocks every time. Under FSDP2, it accumulates the
-gradients of microbatches in the dtype of the parameters instead of the dtype of the reduction.
+each group of parameters. It recomputes checkpointed blocks every time. Under FSDP2, before release
+2.15, it accumulates the gradients of microbatches in the dtype of the parameters instead of the dtype
+of the reduction.
 """
 
 from typing import Any
@@ -13,10 +14,16 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.pipelining import PipelineStage
 
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.weight_grads import WeightGradients
+
+# FSDP2 adds microbatches up in the dtype of the reduction, but only in the hooks of a backward pass,
+# which has ended before W.
+SUMS_IN_GRAD = hasattr(FSDPParam, "unsharded_grad_dtype")
+"""Whether FSDP2's sum is the parameter's ``grad``, as from torch 2.15 on, and not FSDP2's own."""
 
 
 class DeferredStage(LeanStage):
@@ -64,29 +71,38 @@ class DeferredStage(LeanStage):
             return super().recompute(microbatch)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        self._check_that_none_waits()
+        super().perform_reduce_grad(grad_scale_factor)
+
+    def start_gradient_reduction(self) -> None:
+        """Starts FSDP's reduction. Torch calls it from release 2.15 on."""
+        self._check_that_none_waits()
+        super().start_gradient_reduction()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _check_that_none_waits(self) -> None:
         for microbatch in range(self.chunks or 0):
             assert not self.store.waits((self.stage_index, microbatch)), (
                 f"the gradients of stage {self.stage_index} are reduced before the gradients of "
                 f"microbatch {microbatch} are complete"
             )
-        super().perform_reduce_grad(grad_scale_factor)
 
     def _weight_gradients_of(self, microbatch: int) -> Any:
         return lambda: self.store.run((self.stage_index, microbatch))
 
     def _add_gradient(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
         """Adds a gradient in the same way as autograd and then FSDP2."""
+        if self._fsdp_params is None:
+            self._fsdp_params = fsdp_params_of(self.submod)
+        param = self._fsdp_params.get(weight)
+        if param is not None and weight.grad is None and SUMS_IN_GRAD:
+            gradient = gradient.to(param.unsharded_grad_dtype)
         if weight.grad is None:
             weight.grad = gradient
         else:
             weight.grad += gradient
-        if self._fsdp_params is None:
-            self._fsdp_params = fsdp_params_of(self.submod)
-        if weight in self._fsdp_params:
-            # FSDP2 accumulates microbatches in the dtype of the reduction, but only in the hooks of
-            # a backward pass, which has already ended.
-            self._fsdp_params[weight].accumulate_unsharded_grad_if_needed()
-            self._fsdp_params[weight].to_accumulated_grad_if_needed()
+        if param is not None and not SUMS_IN_GRAD:
+            param.accumulate_unsharded_grad_if_needed()
+            param.to_accumulated_grad_if_needed()
 
 
 def fsdp_params_of(module: nn.Module) -> dict[torch.Tensor, Any]:

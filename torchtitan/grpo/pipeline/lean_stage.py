@@ -3,12 +3,14 @@
 
 """A pipeline stage that holds the memory of its exchanges only as long as it is needed.
 
-Torch's stage allocates a buffer for every microbatch of a step before the first one arrives, and
-torch's runtime keeps every tensor that was sent until the step has ended. This memory grows with the
-number of microbatches, whereas a schedule bounds the number of activations that a rank holds at the
-same time.
+Before release 2.15, torch's stage allocates a buffer for every microbatch of a step before the first
+one arrives, and torch's runtime keeps every tensor that was sent until the step has ended. This
+memory grows with the number of microbatches, whereas a schedule bounds the number of activations
+that a rank holds at the same time. From 2.15 on, torch's stage allocates and frees as this one does;
+what remains is that a pass may have any number of microbatches.
 """
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -22,6 +24,11 @@ from torch.utils._pytree import tree_leaves
 from torchtitan.grpo.pipeline.early_recompute import EarlyRecompute
 from torchtitan.grpo.pipeline.offload_plan import OffloadPlan
 from torchtitan.grpo.pipeline.pass_timer import Part, PassTimer
+
+TORCH_ALLOCATES = hasattr(_RecvInfo, "allocate_buffer")
+"""Whether torch's stage allocates a buffer when it receives, as it does from release 2.15 on."""
+OUTPUTS = "_forward_chunk_states" if TORCH_ALLOCATES else "fwd_cache"
+"""Attribute in which torch's stage keeps the outputs of forward passes."""
 
 
 class LeanStage(PipelineStage):
@@ -60,9 +67,9 @@ class LeanStage(PipelineStage):
         """
         self.chunks = num_microbatches
         if not isinstance(self.args_recv_info, _OnDemand):
-            self.args_recv_info = _OnDemand(self.args_recv_info[0])
+            self.args_recv_info = _OnDemand(self.args_recv_info[0], self.device)
         if self.grad_recv_info and not isinstance(self.grad_recv_info, _OnDemand):
-            self.grad_recv_info = _OnDemand(self.grad_recv_info[0])
+            self.grad_recv_info = _OnDemand(self.grad_recv_info[0], self.device)
 
     @property
     def knows_shapes(self) -> bool:
@@ -88,7 +95,7 @@ class LeanStage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if not self.has_backward:
             # Torch keeps outputs for a backward pass. Without one, they are not needed after sending.
-            self.fwd_cache.clear()
+            getattr(self, OUTPUTS).clear()
         marking = self.early.marking(fwd_chunk_id) if self.early is not None else nullcontext()
         offloading = self._offloading(fwd_chunk_id, args, kwargs)
         with self._timed("F"), marking, offloading, self.surrounding():
@@ -191,40 +198,39 @@ class LeanStage(PipelineStage):
 class _OnDemand(dict[int, tuple[_RecvInfo, ...]]):
     """What a stage receives, by microbatch. Buffers are allocated at the first access."""
 
-    def __init__(self, example: tuple[_RecvInfo, ...], offset: int = 0) -> None:
+    def __init__(
+        self, example: tuple[_RecvInfo, ...], device: torch.device, offset: int = 0
+    ) -> None:
         super().__init__()
-        self._example, self._offset = example, offset
-        self._shapes = [_shape_of(info.buffer) for info in example]
+        self._example, self._device, self._offset = example, device, offset
         for info in example:
             info.buffer = None
 
     def renumbered(self, offset: int) -> "_OnDemand":
         """Returns a copy that receives from stages whose numbers are higher by ``offset``."""
-        other = _OnDemand(self._example, offset)
-        other._shapes = self._shapes
-        return other
+        return _OnDemand(self._example, self._device, offset)
 
     def example(self) -> torch.Tensor:
         """Returns a tensor like the first one that is received, filled with zeros."""
-        size, dtype, device = next(shape for shape in self._shapes if shape is not None)
-        return torch.zeros(size, dtype=dtype, device=device)
+        empty = (self._empty(info) for info in self._example)
+        return torch.zeros_like(next(tensor for tensor in empty if tensor is not None))
 
     def __missing__(self, microbatch: int) -> tuple[_RecvInfo, ...]:
         # Every access to a microbatch that is being received must return the same buffers.
-        self[microbatch] = tuple(
-            _RecvInfo(
-                info.input_name,
-                None if info.source is None else info.source + self._offset,
-                None if shape is None else torch.empty(shape[0], dtype=shape[1], device=shape[2]),
-                info.tensor_meta,
-                is_root_arg=info.is_root_arg,
-            )
-            for info, shape in zip(self._example, self._shapes, strict=True)
-        )
+        self[microbatch] = tuple(self._of_a_microbatch(info) for info in self._example)
         return self[microbatch]
 
+    def _of_a_microbatch(self, example: _RecvInfo) -> _RecvInfo:
+        info = copy.copy(example)
+        if info.source is not None:
+            info.source += self._offset
+        if not TORCH_ALLOCATES:
+            info.buffer = self._empty(info)
+        return info
 
-def _shape_of(
-    buffer: torch.Tensor | None,
-) -> tuple[torch.Size, torch.dtype, torch.device] | None:
-    return None if buffer is None else (buffer.shape, buffer.dtype, buffer.device)
+    def _empty(self, info: _RecvInfo) -> torch.Tensor | None:
+        """Returns a buffer, or None for a model input and where no gradient is received."""
+        meta = info.tensor_meta
+        if info.is_root_arg or meta is None:
+            return None
+        return torch.empty(meta.shape, dtype=meta.dtype, device=self._device)

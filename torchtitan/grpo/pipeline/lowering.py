@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -41,6 +42,12 @@ _KINDS: dict[str, _ComputationType] = {
     "W": BACKWARD_WEIGHT,
     "B": FULL_BACKWARD,
     "G": FORWARD,
+}
+# From release 2.15 on, torch's runtime demands that each exchange that sends is waited for.
+_WAITS: dict[_ComputationType, _ComputationType] = {
+    send: getattr(torch_schedules, f"WAIT_{send.name}")
+    for send in (SEND_F, SEND_B)
+    if hasattr(torch_schedules, f"WAIT_{send.name}")
 }
 
 
@@ -149,7 +156,12 @@ def _with_exchanges(
 
     def queue_until(time: float) -> None:
         while waiting and waiting[0][0] <= time:
-            lowered.append(waiting.popleft()[1])
+            exchange = waiting.popleft()[1]
+            lowered.append(exchange)
+            if exchange.computation_type in _WAITS:
+                # `LeanStage` sends by itself and leaves the runtime nothing to wait for.
+                wait = _WAITS[exchange.computation_type]
+                lowered.append(exchange._replace(computation_type=wait))
 
     for action in actions:
         assert action is not None

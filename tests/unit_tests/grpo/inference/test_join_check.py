@@ -138,8 +138,9 @@ def test_a_server_on_another_machine_is_compared_by_what_it_tells(needs: ServerN
 
 
 def test_an_unknown_release_is_a_warning_and_a_known_one_is_not() -> None:
-    known = ServerFacts("vLLM 0.32.1", release="0.32.1")
-    assert release_warnings("http://h:1", known, "vllm") == []
+    known = ServerFacts("vLLM 0.33.1", release="0.33.1")
+    for release in ("0.32.0", "0.33.1"):
+        assert release_warnings("http://h:1", replace(known, release=release), "vllm") == []
     (warning,) = release_warnings("http://h:1", replace(known, release="0.41.0"), "vllm")
     assert "tested with 0.32" in warning
 

@@ -72,6 +72,13 @@ def test_at_the_old_policy_the_gradient_is_that_of_reinforce():
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["clip", "gspo", "gmpo"])
+def test_a_ratio_at_its_bound_is_not_clipped(name):
+    """With a lower bound of 1, each ratio is at a bound until the policy has been trained."""
+    _, gradient = term_of([1, 1], [2, -1], ids=[0, 1], policy_loss=name, clip_low=0.0)
+    assert gradient.tolist() == [[-2, 1]]
+
+
 def test_dual_clip_bounds_the_loss_where_the_advantage_is_negative():
     check(
         term_of([4, 2.5, 4, 0.5], [-2, -2, 2, -2], dual_clip=3.0),

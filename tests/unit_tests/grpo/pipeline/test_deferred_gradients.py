@@ -8,6 +8,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.pipelining import PipelineStage
 
+from torchtitan.grpo.pipeline.deferred_stage import SUMS_IN_GRAD
+
 SEQUENCES = [[5, 6, 7, 8, 9], [1, 2, 3], [4, 3, 2, 1, 0, 11, 12], [9, 8, 7, 6]]
 PLAIN = {"pp": 2, "schedule": "Interleaved1F1B"}
 ZBV = {"pp": 2, "schedule": "ZBVZeroBubble"}
@@ -67,7 +69,8 @@ def test_mixed_precision_adds_microbatches_up_in_the_dtype_of_the_reduction(comp
     cases += [{**cases[1], "bound": 20_000}, {**cases[1], "torch_split": True}]
     _, zbv, izb, bounded, by_torch = compared(2, *cases)
     assert zbv["different"] == izb["different"] == bounded["different"] == []
-    assert by_torch["distance"] > 1e-4
+    # Torch's own split does so from release 2.15 on, too.
+    assert by_torch["distance"] == 0 if SUMS_IN_GRAD else by_torch["distance"] > 1e-4
 
 
 @pytest.mark.parametrize("layout", [{"dp_shard": 2, "precision": "bfloat16"}, {"tp": 2}])
@@ -115,8 +118,14 @@ def test_v_schedules_on_four_ranks_are_equal_to_the_bit(make_model, run_ranks):
         (PipelineStage, "backward_maybe_with_nosync"),
         (PipelineStage, "perform_reduce_grad"),
         (FSDPModule, "_get_fsdp_state"),
-        (FSDPParam, "accumulate_unsharded_grad_if_needed"),
-        (FSDPParam, "to_accumulated_grad_if_needed"),
+        *(
+            [(PipelineStage, "start_gradient_reduction")]
+            if SUMS_IN_GRAD
+            else [
+                (FSDPParam, "accumulate_unsharded_grad_if_needed"),
+                (FSDPParam, "to_accumulated_grad_if_needed"),
+            ]
+        ),
     ],
 )
 def test_torch_has_the_private_name_that_the_deferred_stage_uses(owner, name):

@@ -37,4 +37,4 @@ def test_sharded_models_and_pipelines_wait_for_nothing(waits):
     for *others, tensor_parallel in waits(2, *cases):
         assert others == [[]] * 3
         assert set(tensor_parallel) <= embedding
-        assert len(tensor_parallel) == 2 * 3  # once a microbatch
+        assert len(tensor_parallel) in (3, 2 * 3)  # one or two a microbatch, from torch 2.15 on one

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Client of vLLM servers (0.32) in which this project's weight transfer engine is installed.
+"""Client of vLLM servers (0.32 and 0.33) in which this project's weight transfer engine is installed.
 
 The server must run with ``--enable-scale-out`` (the route that takes and returns token ids reports
 the weight version of every token, which the OpenAI routes do not), with ``VLLM_SERVER_DEV_MODE=1``

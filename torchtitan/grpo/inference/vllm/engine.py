@@ -165,6 +165,8 @@ class _ReloadedModel:
         _pack_output_again(self._engine.model)
 
     def restore(self) -> None:
+        # vLLM keeps what was loaded of a layer apart from the layer's own weights until it is complete.
+        # This is so in 0.32 and 0.33; vLLM may change it, so other releases need this checked.
         for layer in self._engine.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
