@@ -58,7 +58,7 @@ class Server:
 
     def decode(self) -> None:
         for parameter in self.parameters.values():
-            parameter + 1
+            torch.add(parameter, 1)
 
     def push(self, value: float) -> None:
         """Sends a version in one bucket for each tensor, and swaps it in while decoding goes on."""
