@@ -24,7 +24,7 @@ from torchtitan.grpo.training.memory_estimate import (
 )
 from torchtitan.grpo.training.weights_check import parameter_shapes
 
-_GIB = 1024**3
+_MIB, _GIB = 1024**2, 1024**3
 ASSUMED_BYTES = 79 * _GIB
 """What CUDA reports for a GPU of 80 GB. A dry run without a GPU assumes it."""
 
@@ -141,4 +141,4 @@ def _servers_share(config: JobConfig) -> float:
 
 
 def _text(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB"
+    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB else f"{num_bytes / _MIB:.0f} MiB"
