@@ -24,7 +24,7 @@ def main(info: dict) -> None:
         info["master_address"], info["master_port"], info["rank_offset"], info["world_size"],
         info["group_name"], info["backend"], info["timeout_seconds"],
     )  # fmt: skip
-    group.receive(torch.empty(NUM_BYTES, dtype=torch.uint8, device=device))
+    group.receive(torch.empty(NUM_BYTES, dtype=torch.uint8, device=device), device)
     time.sleep(_STANDING_SECONDS)
 
 
