@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -77,7 +78,7 @@ class StepCounter(TorchDispatchMode):
         super().__init__()
         self.shape, self.ledger = shape, Ledger()
         self.stack: list[str] = []
-        self.default = "head and loss"
+        self.default = "loss"
         self.is_paused = True
 
     @classmethod
@@ -203,7 +204,7 @@ def part_of(path: str) -> str:
     if any("norm" in name for name in names):
         return "norms"
     for known, part in (("feed_forward", "MLP"), ("moe", "MLP"), ("attention", "attention"),
-                        ("tok_embeddings", "embedding"), ("output", "head and loss")):  # fmt: skip
+                        ("tok_embeddings", "embedding"), ("output", "head")):  # fmt: skip
         if known in names:
             return part
     # A block itself adds residuals; the model itself makes masks and looks up positions.
@@ -211,7 +212,7 @@ def part_of(path: str) -> str:
 
 
 def _outside_compiled(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    if getattr(model, "_compiled_call_impl", None) is not None:
+    if isinstance(model, OptimizedModule) or model._compiled_call_impl is not None:
         return
     yield path, model
     for name, child in model.named_children():

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from counting import StepCounter
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -112,9 +112,11 @@ def make_dims(config: JobConfig) -> ParallelDims:
 
 def make_model(spec: Any, args: Any, dims: ParallelDims, config: JobConfig) -> nn.Module:
     """Builds a model as upstream's Trainer does."""
-    with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
-        model = spec.model_cls(args)
-    model = spec.parallelize_fn(model, dims, config)
+    dtype = TORCH_DTYPE_MAP[config.training.dtype]
+    with unset_fake_temporarily():  # the meta device needs no fake tensors
+        with torch.device("meta"), utils.set_default_dtype(dtype):
+            model = spec.model_cls(args)
+        model = spec.parallelize_fn(model, dims, config)
     model.to_empty(device=DEVICE)
     with torch.no_grad():
         model.init_weights(buffer_device=None)

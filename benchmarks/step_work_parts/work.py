@@ -19,7 +19,7 @@ LAUNCH_SECONDS = 5e-6
 SUSTAINED_PRODUCT, SUSTAINED_ATTENTION, SUSTAINED_BANDWIDTH, SUSTAINED_LINK = 0.65, 0.5, 0.85, 0.8
 
 PARTS = (
-    "embedding", "attention", "MLP", "norms", "head and loss", "optimizer", "casts and copies",
+    "embedding", "attention", "MLP", "norms", "head", "loss", "optimizer", "casts and copies",
     "collectives",
 )  # fmt: skip
 
