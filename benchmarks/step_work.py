@@ -85,7 +85,7 @@ CASES = {
         qwen3(4096, 12288, 36, 32, tied=False), 8, 0.50,
         [*TOML, "--training.local_batch_size", "2"],
     ),
-    "tiny": Case(qwen3(256, 512, 2, 2, tied=True) | {"vocab_size": 4096}, 1, 0.0, TOML),
+    "tiny": Case(qwen3(256, 512, 2, 16, tied=True) | {"vocab_size": 4096}, 1, 0.0, TOML),
 }  # fmt: skip
 
 
@@ -121,6 +121,7 @@ def count_case(step: str, size: str, num_rows: int, seq_len: int, overrides: lis
     from steps import count, write_model
 
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         write_model(Path(folder), case.sizes)
         arguments = [*case.arguments, "--model.hf_assets_path", folder, "--training.seq_len"]
         arguments += [str(seq_len), *overrides]

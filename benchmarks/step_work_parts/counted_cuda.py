@@ -51,6 +51,13 @@ def load() -> None:
     ctypes.CDLL(str(library))
 
 
+_LIBRARY: list[Any] = []  # registrations last as long as their object
+
+
+def _unreachable(*_: Any) -> Any:
+    raise AssertionError("fake tensors have no memory to compute in")
+
+
 class _Inert:
     """A stream or an event: everything that is queued has already happened."""
 
@@ -105,6 +112,10 @@ def stand_in() -> None:
     interface.is_bf16_supported = staticmethod(lambda *_, **__: True)
     interface.is_triton_capable = staticmethod(lambda *_: True)
     torch.utils._triton.triton_hash_with_backend = lambda: properties.name
+    # With a kernel for CUDA, which no fake tensor reaches, the norm is one operation as on a GPU. A
+    # build without CUDA has it in ten.
+    _LIBRARY.append(torch.library.Library("aten", "IMPL"))
+    _LIBRARY[0].impl("_fused_rms_norm", _unreachable, "CUDA")
     # There is no random generator, and the values of fake tensors do not matter.
     torch.distributed.tensor._dispatch.is_rng_supported_mesh = lambda _: False
     # Engine threads of a device would not see the modes under which the step is counted.

@@ -243,8 +243,6 @@ def _work_of(
         # Only the elements that are picked are read and written.
         least = sorted(size_of(t) for t in (*read, *outputs) if t.is_cuda)
         return kernel(2 * least[-2 if len(least) > 1 else -1] + sum(least[:-2]))
-    if name in ("_foreach_norm",) or name.startswith("_fused_"):
-        outputs = []
     unique = {id(t): t for t in read if t.is_cuda}
     fills = base in ("copy", "fill", "zero", "_foreach_copy") or "out" in kwargs
     num_bytes = sum(size_of(t) for t in unique.values())
@@ -252,15 +250,18 @@ def _work_of(
     num_bytes += sum(size_of(t) for t in outputs if t.is_cuda and id(t) not in known)
     num_bytes += 0 if fills else sum(size_of(t) for t in written)
     launches = 1
-    if name.startswith(("_foreach", "_fused")):
-        lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor)]
+    if lists := [a for a in args if isinstance(a, (list, tuple)) and _is_tensors(a)]:
         per_launch = _TENSORS[min(len(lists), len(_TENSORS)) - 1]
         elements = sum(t.numel() for t in lists[0])
-        launches = max(math.ceil(len(lists[0]) / per_launch), math.ceil(elements / _CHUNKS))
+        launches = max(1, -(-len(lists[0]) // per_launch), -(-elements // _CHUNKS))
     flops, itemsize = flops_of(func, args, kwargs, out), 2
     if flops:
         itemsize = min(4, max(2, read[0].element_size()))
     return kernel(num_bytes, flops, itemsize=itemsize, launches=launches)
+
+
+def _is_tensors(values: Any) -> bool:
+    return bool(values) and all(isinstance(value, torch.Tensor) for value in values)
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:

@@ -116,7 +116,7 @@ def make_model(spec: Any, args: Any, dims: ParallelDims, config: JobConfig) -> n
     with unset_fake_temporarily():  # the meta device needs no fake tensors
         with torch.device("meta"), utils.set_default_dtype(dtype):
             model = spec.model_cls(args)
-        model = spec.parallelize_fn(model, dims, config)
+    model = spec.parallelize_fn(model, dims, config)
     model.to_empty(device=DEVICE)
     with torch.no_grad():
         model.init_weights(buffer_device=None)
