@@ -115,7 +115,7 @@ class CompiledParts:
             args, kwargs = torch.fx.node.map_arg((fx.args, fx.kwargs), lambda n: n.meta["val"])
             if flops := flops_of(fx.target, args, kwargs, fx.meta["val"]):
                 itemsize = min(4, max(2, args[-1].element_size()))
-                return [(part, name, kernel(num_bytes, flops, itemsize=itemsize))]
+                return [(_part({fx}) or part, name, kernel(num_bytes, flops, itemsize=itemsize))]
         if not num_bytes:
             return []
         return [(part, targets[0][1] if targets else "extern", kernel(num_bytes))]

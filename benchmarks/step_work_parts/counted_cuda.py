@@ -95,6 +95,8 @@ def stand_in() -> None:
     stream = _Inert()
     properties = SimpleNamespace(**H100)
     cuda.Stream = cuda.Event = cuda.ExternalStream = _Inert
+    cuda.is_bf16_supported = lambda *_, **__: True
+    torch.cuda.amp.common.amp_definitely_not_available = lambda: False  # autocast asks it
     # Dynamo refuses one function under two names.
     cuda.current_stream, cuda.default_stream = lambda *_: stream, lambda *_: stream
     cuda.stream = lambda *_: stream

@@ -189,12 +189,13 @@ class StepCounter(TorchDispatchMode):
 
 def mark(nodes: list[Any], ends: list[Any], part: str) -> None:
     """Marks the autograd nodes from ``nodes`` back to ``ends`` that have no part yet."""
-    stops = set(ends)
+    seen = set(ends)
     while nodes:
         node = nodes.pop()
-        if node in stops or "part" in node.metadata:
+        if node in seen:
             continue
-        node.metadata["part"] = part
+        seen.add(node)
+        node.metadata.setdefault("part", part)
         nodes.extend(n for n, _ in node.next_functions if n is not None)
 
 

@@ -160,9 +160,9 @@ def titan_step(
 ) -> Callable[[], Any]:
     """Returns torchtitan's own step over the same tokens, with its cross entropy or another loss."""
     spec = qwen3_train_spec()
-    # All fields that upstream's class has; its attention is causal over the whole row.
+    # All fields that upstream's class has. Its mask keeps sequences apart as well.
     known = {name: getattr(hf_model.model_args, name) for name in Qwen3ModelArgs.__dataclass_fields__}
-    args = Qwen3ModelArgs(**known | {"attn_type": "sdpa"})
+    args = Qwen3ModelArgs(**known | {"attn_type": "flex", "attn_mask_type": "block_causal"})
     model = make_model(spec, args, dims, config)
     counter.watch(model)
     optimizers = spec.build_optimizers_fn([model], config.optimizer, dims)
@@ -174,6 +174,7 @@ def titan_step(
     trainer: Any = SimpleNamespace(
         job_config=config, model_args=args, model_parts=[model], optimizers=optimizers,
         parallel_dims=dims, lr_schedulers=nothing, checkpointer=nothing, metrics_processor=nothing,
+        tokenizer=SimpleNamespace(eos_id=hf_model.eos_token_ids[0]),
         gradient_accumulation_steps=rows.num_rows // size, device=DEVICE, step=1, ntokens_seen=0,
         train_context=dist_utils.get_train_context(False),
         maybe_enable_amp=dist_utils.maybe_enable_amp(
