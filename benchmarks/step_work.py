@@ -106,7 +106,9 @@ def parse_arguments() -> argparse.Namespace:
 # ---- in the child: one step of one size
 
 
-def count_case(step: str, size: str, num_rows: int, seq_len: int, overrides: list[str]) -> dict[str, Any]:
+def count_case(
+    step: str, size: str, num_rows: int, seq_len: int, overrides: list[str]
+) -> dict[str, Any]:
     """Returns the figures of a step. Torch must not have been imported before."""
     case = CASES[size]
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(case.ranks)}
@@ -125,8 +127,8 @@ def count_case(step: str, size: str, num_rows: int, seq_len: int, overrides: lis
         write_model(Path(folder), case.sizes)
         arguments = [*case.arguments, "--model.hf_assets_path", folder, "--training.seq_len"]
         arguments += [str(seq_len), *overrides]
-        ledger, shape, compiled = count(step, arguments, case.sizes, num_rows)
-    return figures_of(ledger, shape) | {"generated_kernels": compiled.num_kernels}
+        ledger, shape, num_kernels = count(step, arguments, case.sizes, num_rows)
+    return figures_of(ledger, shape) | {"generated_kernels": num_kernels}
 
 
 def figures_of(ledger: Any, shape: Any) -> dict[str, Any]:
@@ -189,17 +191,33 @@ def problems_of(size: str, steps: dict[str, dict[str, Any]]) -> list[str]:
         sizes = CASES[size].sizes
         # The logits are computed again in the backward pass instead of being kept.
         logits = 2 * sizes["hidden_size"] * sizes["vocab_size"] * ours["scored_tokens"]
-        above = {"launches": 0.0, "bytes_per_token": 0.0, "flops_per_token": logits / ours["tokens"]}
+        above = {
+            "launches": 0.0,
+            "bytes_per_token": 0.0,
+            "flops_per_token": logits / ours["tokens"],
+        }
         for key, more in above.items():
             bound = titan[key] + ours["parts"]["loss"].get(key, 0) + more
             if ours[key] > bound:
-                found.append(f"{key} {ours[key]:.4g} is above {bound:.4g}, torchtitan's and the loss")
+                found.append(
+                    f"{key} {ours[key]:.4g} is above {bound:.4g}, torchtitan's and the loss"
+                )
     return found
 
 
 def print_case(title: str, steps: dict[str, dict[str, Any]], num_kernels: int) -> None:
     print(f"\n{title}")
-    head = ("us/token", "MFU", "sheet", "launches", "kB/token", "GFLOP/token", "recomputed", "padding", "waits")
+    head = (
+        "us/token",
+        "MFU",
+        "sheet",
+        "launches",
+        "kB/token",
+        "GFLOP/token",
+        "recomputed",
+        "padding",
+        "waits",
+    )
     print(" " * 12 + "".join(f"{name:>12}" for name in head))
     for name, f in steps.items():
         cells = (f["us_per_token"], f["mfu"], f["mfu_sheet"], f["launches"], f["bytes_per_token"] / 1e3,
@@ -209,10 +227,15 @@ def print_case(title: str, steps: dict[str, dict[str, Any]], num_kernels: int) -
     print("  us/token (launches) of each part:")
     for part in next(iter(steps.values()))["parts"]:
         cells = (f["parts"].get(part, {"us_per_token": 0, "launches": 0}) for f in steps.values())
-        print(f"  {part:18}" + "".join(f"{c['us_per_token']:10.3f} ({c['launches']:5})" for c in cells))
+        print(
+            f"  {part:18}"
+            + "".join(f"{c['us_per_token']:10.3f} ({c['launches']:5})" for c in cells)
+        )
     first = next(iter(steps.values()))
     costly = sorted(first["parts"], key=lambda part: -first["parts"][part]["us_per_token"])[:3]
-    print(f"  costliest: {', '.join(costly)}; the host waits at {', '.join(first['waits']) or 'nothing'}")
+    print(
+        f"  costliest: {', '.join(costly)}; the host waits at {', '.join(first['waits']) or 'nothing'}"
+    )
     for name, launches, num_bytes, us in first["kernels"][:num_kernels]:
         print(f"    {name:52} {launches:6} {num_bytes / 1e3:10.2f} kB/token {us:8.3f} us/token")
 
@@ -232,14 +255,18 @@ def main() -> int:
     figures: dict[str, Any] = {}
     ok = True
     for size, rows, step in keys:
-        figures.setdefault(f"{size}, {rows} rows of {arguments.seq_len}", {})[step] = found[size, rows, step]
+        figures.setdefault(f"{size}, {rows} rows of {arguments.seq_len}", {})[step] = found[
+            size, rows, step
+        ]
     for title, steps in figures.items():
         print_case(title, steps, arguments.kernels)
         problems = problems_of(title.split(",")[0], steps) if "ours" in steps else []
         ok = ok and not problems
         for problem in problems:
             print(f"  FAIL {problem}")
-    print(f"\n{'ok  ' if ok else 'FAIL'} MFU, work beside torchtitan's own step, and one wait a step")
+    print(
+        f"\n{'ok  ' if ok else 'FAIL'} MFU, work beside torchtitan's own step, and one wait a step"
+    )
     if arguments.json:
         print(json.dumps({"benchmark": "step_work", "ok": ok, "figures": figures}))
     return 0 if ok else 1

@@ -10,8 +10,10 @@ graph is never executed: what follows gets new fake tensors of the shapes of its
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._inductor.compile_fx as compile_fx
@@ -20,6 +22,7 @@ from torch._inductor import config, metrics
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 from torch._inductor.select_algorithm import AlgorithmSelectorCache
+from torch.fx.node import map_arg
 from work import Work, kernel
 
 Kernel = tuple[str | None, str, Work]
@@ -43,17 +46,17 @@ class CompiledParts:
     def __init__(self, counter: StepCounter) -> None:
         self.counter, self.num_kernels = counter, 0
         self._found: list[Kernel] | None = None
+        self._lower: Any = None
 
-    def install(self) -> None:
-        """Counts all that is compiled from now on in this process."""
-        original, self._lower = compile_fx.compile_fx, compile_fx.compile_fx_inner
-        # What is folded is computed, which needs a real device.
-        config.joint_graph_constant_folding = False
-        config.force_disable_caches = True
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Counts what is compiled in the context."""
+        compile_graph, self._lower = compile_fx.compile_fx, compile_fx.compile_fx_inner
+        choose = AlgorithmSelectorCache.__call__
 
         def counted(model: Any, inputs: Any, *args: Any, **settings: Any) -> Any:
             settings["inner_compile"] = self._compile
-            return original(model, inputs, *args, **settings)
+            return compile_graph(model, inputs, *args, **settings)
 
         def compile_to_module(graph: Any) -> None:
             before = metrics.generated_kernel_count
@@ -62,15 +65,19 @@ class CompiledParts:
             self._found = [found for node in graph.scheduler.nodes for found in self._kernels(node)]
             raise _Lowered
 
-        choose = AlgorithmSelectorCache.__call__
-
         def first(cache: Any, name: str, choices: list[Any], *args: Any, **settings: Any) -> Any:
             # Trying all of them needs the device. They do the same work.
             return choose(cache, name, choices[:1], *args, **settings)
 
-        AlgorithmSelectorCache.__call__ = first  # pyright: ignore
-        compile_fx.compile_fx = counted  # pyright: ignore
-        GraphLowering.compile_to_module = compile_to_module  # pyright: ignore
+        with (
+            mock.patch.object(compile_fx, "compile_fx", counted),
+            mock.patch.object(GraphLowering, "compile_to_module", compile_to_module),
+            mock.patch.object(AlgorithmSelectorCache, "__call__", first),
+            # What is folded is computed, which needs a real device.
+            config.patch(joint_graph_constant_folding=False, force_disable_caches=True),
+        ):
+            yield
+        torch._dynamo.reset()
 
     def _compile(self, graph: Any, inputs: Sequence[Any], **settings: Any) -> Callable[..., Any]:
         self._found = None
@@ -89,9 +96,7 @@ class CompiledParts:
             if not counter.is_paused:
                 for part, name, work in kernels:
                     counter.ledger.add(part or counter.part(), work, name)
-            found = [
-                args[inputs_of[fx]] if fx in inputs_of else _new(fx) for fx in outputs.args[0]
-            ]
+            found = [args[inputs_of[fx]] if fx in inputs_of else _new(fx) for fx in outputs.args[0]]
             args.clear()
             return found
 
@@ -112,7 +117,7 @@ class CompiledParts:
                 tensors = [t for t in _values((fx.args, fx)) if isinstance(t, torch.Tensor)]
                 return [("attention", name, attention_work(name, tensors, self.counter.shape))]
         for fx, name in targets:
-            args, kwargs = torch.fx.node.map_arg((fx.args, fx.kwargs), lambda n: n.meta["val"])
+            args, kwargs = map_arg((fx.args, fx.kwargs), lambda n: n.meta["val"])
             if flops := flops_of(fx.target, args, kwargs, fx.meta["val"]):
                 itemsize = min(4, max(2, args[-1].element_size()))
                 return [(_part({fx}) or part, name, kernel(num_bytes, flops, itemsize=itemsize))]
@@ -132,7 +137,7 @@ def _new(output: Any) -> Any:
 
 def _values(nodes: Any) -> list[Any]:
     found: list[Any] = []
-    torch.fx.node.map_arg(nodes, lambda n: found.append(n.meta.get("val")))
+    map_arg(nodes, lambda n: found.append(n.meta.get("val")))
     flat: list[Any] = []
     for value in found:
         flat += list(value) if isinstance(value, (list, tuple)) else [value]

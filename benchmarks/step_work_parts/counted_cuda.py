@@ -44,7 +44,9 @@ def load() -> None:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         except FileNotFoundError:
-            raise SystemExit("A C++ compiler must be installed to count a step, but g++ was not found.")
+            raise SystemExit(
+                "A C++ compiler must be installed to count a step, but g++ was not found."
+            ) from None
         if done.returncode != 0:
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
         built.rename(library)
@@ -87,9 +89,9 @@ def stand_in() -> None:
     """Gives ``torch.cuda`` what the training step asks of it, and torchtitan a CUDA device."""
     import torch
     import torch._dynamo.device_interface
-    import torch.distributed.tensor
-    import torch.utils._triton
     import torch._inductor.compile_fx
+    import torch.distributed.tensor._dispatch
+    import torch.utils._triton
 
     cuda: Any = torch.cuda
     stream = _Inert()
@@ -101,7 +103,8 @@ def stand_in() -> None:
     cuda.current_stream, cuda.default_stream = lambda *_: stream, lambda *_: stream
     cuda.stream = lambda *_: stream
     cuda.current_device, cuda.device_count = lambda: 0, lambda: 1
-    cuda.set_device, cuda.synchronize, cuda._lazy_init = (eval("lambda *_: None") for _ in range(3))
+    cuda.set_device, cuda.synchronize = lambda *_: None, lambda *_: None
+    cuda._lazy_init = lambda *_: None
     cuda.get_device_properties = lambda *_: properties
     cuda.get_device_capability = lambda *_: (9, 0)
     cuda.get_device_name = lambda *_: properties.name

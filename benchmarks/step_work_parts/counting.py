@@ -21,7 +21,16 @@ aten = torch.ops.aten
 
 _VIEWS = ("aten.empty", "aten.new_empty", "aten.detach", "aten.lift_fresh", "aten.split", "aten.chunk",
           "aten._unsafe_view", "aten.unbind", "prim.", "aten.is_", "aten.set_", "aten.resize_", "inductor.")  # fmt: skip
-_WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique", "_unique2", "bincount")
+_WAITS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "equal",
+    "is_nonzero",
+    "masked_select",
+    "unique",
+    "_unique2",
+    "bincount",
+)
 _COPIES = ("_to_copy", "copy_", "clone", "_foreach_copy_", "split_with_sizes_copy", "_chunk_cat", "cat",
            "all_gather_copy_in", "chunk_cat")  # fmt: skip
 _FACTORS = {"allgather": 1, "reduce_scatter": 1, "allreduce": 2, "all_gather": 1, "all_reduce": 2}
@@ -30,7 +39,13 @@ _PICKS = ("embedding", "index_select", "gather", "index", "index_put", "scatter"
 # A launch of torch's kernels over lists of tensors takes up to 320 chunks of 65,536 elements, and
 # fewer tensors the more lists there are (ATen/native/cuda/MultiTensorApply.cuh).
 _CHUNKS, _TENSORS = 320 * 65536, (110, 64, 48, 36, 30)
-_ATTENTION = ("flex_attention", "_varlen_attn", "_scaled_dot_product", "_flash_attention", "_efficient_attention")
+_ATTENTION = (
+    "flex_attention",
+    "_varlen_attn",
+    "_scaled_dot_product",
+    "_flash_attention",
+    "_efficient_attention",
+)
 
 
 def size_of(tensor: torch.Tensor) -> int:
@@ -109,7 +124,7 @@ class StepCounter(TorchDispatchMode):
     def part(self) -> str:
         if self.stack:
             return self.stack[-1]
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         return self.default if node is None else node.metadata.get("part", self.default)
 
     def wait(self, what: str) -> None:
@@ -156,7 +171,9 @@ class StepCounter(TorchDispatchMode):
             self.wait(f"copy from {source.device.type}")
 
     def _count_collective(self, name: str, read: Any, outputs: Any) -> None:
-        factor = next((f for known, f in _FACTORS.items() if known in name.replace("_base", "")), None)
+        factor = next(
+            (f for known, f in _FACTORS.items() if known in name.replace("_base", "")), None
+        )
         if factor is None:
             return
         group = torch.distributed.get_world_size()

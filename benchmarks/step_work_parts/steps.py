@@ -8,7 +8,8 @@ the device is left out: data loading, checkpoints, weight pushes and logging.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from compiled import CompiledParts
 from counting import StepCounter
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.optim.optimizer import (
@@ -113,9 +115,9 @@ def make_dims(config: JobConfig) -> ParallelDims:
 def make_model(spec: Any, args: Any, dims: ParallelDims, config: JobConfig) -> nn.Module:
     """Builds a model as upstream's Trainer does."""
     dtype = TORCH_DTYPE_MAP[config.training.dtype]
-    with unset_fake_temporarily():  # the meta device needs no fake tensors
-        with torch.device("meta"), utils.set_default_dtype(dtype):
-            model = spec.model_cls(args)
+    # The meta device needs no fake tensors.
+    with unset_fake_temporarily(), torch.device("meta"), utils.set_default_dtype(dtype):
+        model = spec.model_cls(args)
     model = spec.parallelize_fn(model, dims, config)
     model.to_empty(device=DEVICE)
     with torch.no_grad():
@@ -131,7 +133,11 @@ class LocalFeed(Feed):
 
 
 def own_step(
-    config: JobConfig, hf_model: HFModel, dims: ParallelDims, batch: TrainBatch, counter: StepCounter
+    config: JobConfig,
+    hf_model: HFModel,
+    dims: ParallelDims,
+    batch: TrainBatch,
+    counter: StepCounter,
 ) -> Callable[[], Any]:
     """Returns this project's step: scoring, losses, gradients, clipping and the optimizer."""
     spec = hf_train_spec(hf_model, config)
@@ -161,8 +167,11 @@ def titan_step(
     """Returns torchtitan's own step over the same tokens, with its cross entropy or another loss."""
     spec = qwen3_train_spec()
     # All fields that upstream's class has. Its mask keeps sequences apart as well.
-    known = {name: getattr(hf_model.model_args, name) for name in Qwen3ModelArgs.__dataclass_fields__}
-    args = Qwen3ModelArgs(**known | {"attn_type": "flex", "attn_mask_type": "block_causal"})
+    known = {
+        name: getattr(hf_model.model_args, name) for name in Qwen3ModelArgs.__dataclass_fields__
+    }
+    args_class: Any = Qwen3ModelArgs
+    args = args_class(**(known | {"attn_type": "flex", "attn_mask_type": "block_causal"}))
     model = make_model(spec, args, dims, config)
     counter.watch(model)
     optimizers = spec.build_optimizers_fn([model], config.optimizer, dims)
@@ -217,7 +226,39 @@ def trl_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 STEPS = {"ours": own_step, "torchtitan": titan_step, "trl": partial(titan_step, loss=trl_loss)}
 
 
-def count(step: str, arguments: list[str], sizes: dict[str, Any], num_rows: int) -> tuple[Ledger, Shape, Any]:
+@contextmanager
+def counting(shape: Shape) -> Iterator[tuple[StepCounter, CompiledParts]]:
+    """Makes everything in the context run on fake tensors, with a counter that is paused at first."""
+    counter = StepCounter(shape)
+    compiled, clip = CompiledParts(counter), dist_utils.clip_grad_norm_
+
+    def counted_clip(*args: Any, **kwargs: Any) -> Any:
+        with counter.inside("optimizer"):
+            return clip(*args, **kwargs)
+
+    def leave(*_: Any) -> None:
+        counter.stack.pop()
+
+    hooks = (
+        register_optimizer_step_pre_hook(lambda *_: counter.stack.append("optimizer")),
+        register_optimizer_step_post_hook(leave),
+    )
+    try:
+        with (
+            compiled.installed(),
+            mock.patch.object(dist_utils, "clip_grad_norm_", counted_clip),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            counter,
+        ):
+            yield counter, compiled
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def count(
+    step: str, arguments: list[str], sizes: dict[str, Any], num_rows: int
+) -> tuple[Ledger, Shape, int]:
     """Counts a step, after one that compiles and allocates.
 
     Args:
@@ -227,35 +268,18 @@ def count(step: str, arguments: list[str], sizes: dict[str, Any], num_rows: int)
         num_rows: Rows of one rank.
 
     Returns:
-        The work, the shape, and the compiled parts.
+        The work, the shape, and the number of kernels that inductor has generated.
     """
-    from compiled import CompiledParts
-
     config = load_config(arguments)
-    dims = make_dims(config)  # whose groups are real
     hf_model = read_hf_model(config.model.hf_assets_path)
     hf_model.model_args.update_from_config(config)
+    dims = make_dims(config)  # whose groups are real
     batch = make_batch(config, sizes["vocab_size"], num_rows)
     shape = shape_of(batch, sizes)
-    counter = StepCounter(shape)
-    compiled = CompiledParts(counter)
-    compiled.install()
-    clip = dist_utils.clip_grad_norm_
-
-    def counted_clip(*args: Any, **kwargs: Any) -> Any:
-        with counter.inside("optimizer"):
-            return clip(*args, **kwargs)
-
-    register_optimizer_step_pre_hook(lambda *_: counter.stack.append("optimizer"))
-    register_optimizer_step_post_hook(lambda *_: counter.stack.pop() and None)
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        counter,
-        mock.patch.object(dist_utils, "clip_grad_norm_", counted_clip),
-    ):
+    with counting(shape) as (counter, compiled):
         run = STEPS[step](config, hf_model, dims, batch, counter)
         run()
         counter.is_paused = False
         run()
         counter.is_paused = True
-    return counter.ledger, shape, compiled
+    return counter.ledger, shape, compiled.num_kernels
