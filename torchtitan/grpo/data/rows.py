@@ -203,7 +203,8 @@ class TrainRows:
         """
         # NO_SAMPLE, which is -1, looks up the additional entry at the end.
         table = torch.from_numpy(np.append(advantages, 0.0).astype(np.float32))
-        looked_up = table.to(self.sample_ids.device)[self.sample_ids]
+        # A copy that blocks would wait for the optimizer step before this batch.
+        looked_up = table.to(self.sample_ids.device, non_blocking=True)[self.sample_ids]
         return replace(self, advantages=torch.where(self.loss_mask, looked_up, 0.0))
 
 

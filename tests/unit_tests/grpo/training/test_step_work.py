@@ -1,0 +1,69 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The counted work of a training step is what can be computed by hand."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def found(repository, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("counted")
+    result = folder / "result.json"
+    command = [sys.executable, str(repository / "tests/programs/counted_steps.py")]
+    done = subprocess.run(
+        [*command, str(folder), str(result)], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return json.loads(result.read_text())
+
+
+def test_an_elementwise_pass_reads_its_operands_and_writes_its_result(found):
+    size = 8 * 1000 * 2
+    one = found["elementwise"]
+    assert (one["add"]["launches"], one["add"]["bytes"]) == (1, 2 * size)  # one operand, twice
+    assert (one["in place"]["launches"], one["in place"]["bytes"]) == (1, 2 * size)
+    assert (one["fill"]["launches"], one["fill"]["bytes"]) == (1, size)
+
+
+def test_a_compiled_pass_is_one_kernel_and_reads_once(found):
+    size, sums = 8 * 1000 * 2, 8 * 2
+    eager, compiled = found["elementwise"]["eager"], found["elementwise"]["compiled"]
+    assert (eager["launches"], eager["bytes"]) == (3, 5 * size + sums)
+    assert (compiled["launches"], compiled["bytes"]) == (1, size + sums)
+
+
+def test_products_are_those_of_the_formula(found):
+    # The backward pass of attention computes one product again, and the head some of its logits.
+    plain = found["plain"]
+    head = plain["parts"]["head"]["flops"] - plain["head"]
+    assert 0 <= head <= plain["head"] / 3
+    assert plain["total"]["flops"] == pytest.approx(
+        plain["needed"] + plain["attention_backward"] + head, rel=1e-6
+    )
+
+
+def test_full_checkpointing_computes_the_blocks_again(found):
+    more = found["checkpointed"]["total"]["flops"] - found["plain"]["total"]["flops"]
+    assert more == pytest.approx(found["plain"]["forward"], rel=0.1)
+    assert more > 0.5 * found["plain"]["forward"]
+
+
+def test_compiled_blocks_launch_less_and_move_less_than_eager_ones(found):
+    plain, compiled = found["plain"], found["compiled"]
+    assert compiled["num_kernels"] > plain["num_kernels"]
+    for part in ("attention", "MLP"):
+        for key in ("launches", "bytes"):
+            assert 0 < compiled["parts"][part][key] < plain["parts"][part][key]
+    assert compiled["total"]["flops"] == pytest.approx(plain["total"]["flops"], rel=1e-3)
+
+
+def test_a_step_waits_once_and_every_further_wait_is_found(found):
+    (line,) = found["plain"]["waits"]
+    assert "loss_metrics.py" in line and found["plain"]["waits"][line] == 1
+    more = {k: n for k, n in found["waiting"]["waits"].items() if k != line}
+    assert list(more.values()) == [1] and "item" in next(iter(more))
