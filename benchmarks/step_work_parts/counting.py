@@ -274,7 +274,8 @@ def _work_of(
         launches = max(1, -(-len(lists[0]) // per_launch), -(-elements // _CHUNKS))
     flops, itemsize = flops_of(func, args, kwargs, out), 2
     if flops:
-        itemsize = min(4, max(2, read[0].element_size()))
+        factor = args[1 if base in ("addmm", "baddbmm") else 0]  # not what is added to
+        itemsize = min(4, max(2, factor.element_size()))
     return kernel(num_bytes, flops, itemsize=itemsize, launches=launches)
 
 

@@ -45,8 +45,15 @@ from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.guards import Guards
 from torchtitan.grpo.training.learner import Learner
+from torchtitan.grpo.training.memory_choice import ASSUMED_BYTES
+from torchtitan.grpo.training.memory_estimate import (
+    available_bytes,
+    checkpoint_mode,
+    estimate_memory,
+)
 from torchtitan.grpo.training.model_spec import build_policy_runner, hf_train_spec
 from torchtitan.grpo.training.rank_role import rank_role
+from torchtitan.grpo.training.weights_check import parameter_shapes
 from torchtitan.grpo.types import BatchPart, PromptProgress
 
 DEVICE = torch.device("cuda")
@@ -98,6 +105,19 @@ def shape_of(batch: TrainBatch, sizes: dict[str, Any]) -> Shape:
         padded += [int(n) for n in torch.bincount(ids) if n]
         lengths += [int(n) for n in torch.unique(samples[samples >= 0], return_counts=True)[1]]
     return Shape(sizes, tuple(lengths), tuple(padded), int(rows.host_mask.sum()))
+
+
+def settle_kept(config: JobConfig, hf_model: HFModel) -> None:
+    """Chooses what is kept between microbatches as a run would on GPUs of 80 GB of its own."""
+    settings, training = config.parallelism, config.training
+    if settings.fsdp_between_microbatches == "auto":
+        shapes = parameter_shapes(config, hf_model)
+        memory = estimate_memory(config, shapes, hf_model.model_args, dist.get_world_size())
+        tokens = training.local_batch_size * training.seq_len
+        available = available_bytes(ASSUMED_BYTES, 0.0)
+        settings.fsdp_between_microbatches = memory.choose_kept(
+            checkpoint_mode(config), tokens, available
+        )
 
 
 def make_dims(config: JobConfig) -> ParallelDims:
@@ -274,6 +294,7 @@ def count(
     hf_model = read_hf_model(config.model.hf_assets_path)
     hf_model.model_args.update_from_config(config)
     dims = make_dims(config)  # whose groups are real
+    settle_kept(config, hf_model)
     batch = make_batch(config, sizes["vocab_size"], num_rows)
     shape = shape_of(batch, sizes)
     with counting(shape) as (counter, compiled):
