@@ -36,10 +36,7 @@ class Trainer:
     def __init__(self) -> None:
         self.value = 0.0
 
-    def buffer_device(self, _: torch.device) -> torch.device:
-        return torch.device("cpu")
-
-    def receive(self, tensor: torch.Tensor, turn: Any) -> None:
+    def receive(self, tensor: torch.Tensor, *_: Any) -> None:
         tensor.view(torch.bfloat16).copy_(torch.full((SIZE,), self.value, dtype=torch.bfloat16))
 
 
@@ -53,7 +50,7 @@ class Server:
         self.buffers = BufferPool(pinned=True)
         self.trainer = Trainer()
         self.place = StagingPlace(
-            CUDA, self.table.in_wire_dtype, self.table.prepared, self.table.stream
+            CUDA, self.table.in_wire_dtype, self.table.prepared, stream=self.table.stream
         )
 
     def decode(self) -> None:

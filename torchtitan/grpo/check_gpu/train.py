@@ -9,7 +9,6 @@ At the boundary, the training thread calls ``Snapshots.copy_into`` when it publi
 
 import gc
 import itertools
-import json
 import math
 import os
 import socket
@@ -26,6 +25,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.utils import get_peak_flops
 
+from torchtitan.grpo import strict_json
 from torchtitan.grpo.check_gpu.parts import make_pushed, median_ms, product_tflops
 from torchtitan.grpo.check_gpu.row import Row, Settings, judged
 from torchtitan.grpo.data.cost import flops_cost
@@ -203,7 +203,7 @@ def _write_model(folder: Path, shape: dict[str, int]) -> str:
         "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40_960,
         "attention_bias": False, "eos_token_id": 0, "tie_word_embeddings": True, **shape,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(strict_json.dumps(config))
     return str(folder)
 
 

@@ -15,7 +15,7 @@ from torchtitan.grpo.inference.embedded.decode_graph import Compute
 
 
 def test_graphs_are_compared_and_each_way_of_decoding_is_timed(tmp_path: Path) -> None:
-    compared, single, graphs, pushed = decode.run(Settings("cpu", tmp_path))
+    compared, single, graphs, pushed = decode.run(Settings("decode", "cpu", tmp_path))
     assert compared.status == "passed"
     assert compared.figures["equal_part"] == 1 and compared.figures["logprob_error"] < 1e-4
     for row in (single, graphs):
@@ -31,5 +31,5 @@ def test_graphs_that_compute_something_else_fail(
         return lambda: torch.zeros_like(compute())
 
     monkeypatch.setattr(decode, "_repeat", wrong)
-    compared: Any = next(iter(decode.run(Settings("cpu", tmp_path))))
+    compared: Any = next(iter(decode.run(Settings("decode", "cpu", tmp_path))))
     assert compared.status == "failed"

@@ -15,6 +15,7 @@ import torchtitan.grpo
 PACKAGE = Path(torchtitan.grpo.__path__[0])
 # Name of each thread that uses streams, events or device memory: where it chooses the GPU.
 ON_A_GPU = {
+    "embedded-{}": ("inference/embedded/weights.py", "on_stream"),
     "weight-gather": ("weight_sync/snapshot.py", "wait_for"),
     "weight-push-{}": ("weight_wire/device_lanes.py", "take_lane"),
     "weight-staging": ("weight_wire/staging.py", "_run"),
@@ -22,7 +23,7 @@ ON_A_GPU = {
 # They use none, or only through calls of torch that choose the tensor's device themselves.
 ELSEWHERE = {
     "{}",  # an environment's
-    "embedded-{}", "embedded-engine", "weight-gather-source", "folder-lock", "log-limit", "lost-rank-end",
+    "embedded-engine", "weight-gather-source", "folder-lock", "log-limit", "lost-rank-end",
     "monitor", "orphan-reaper", "parent-watch", "rank-watch", "run-removal", "snapshot-copy",
     "stop-watch", "verifiers", "weight-encode", "weight-leave-{}", "weight-publisher",
     "weight-slots", "weight-write",

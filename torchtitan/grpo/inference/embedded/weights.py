@@ -92,12 +92,16 @@ class WeightTable:
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """Returns a context in which :attr:`stream` is the current one."""
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+        if self.stream is None:
+            return nullcontext()
+        torch.cuda.set_device(self._device)  # each thread has its own current device
+        return torch.cuda.stream(self.stream)
 
     def wait_prepared(self) -> None:
         """Waits for the copies of :meth:`prepared`, so that decoding need not wait for them."""
         if self.stream is not None:
-            self.stream.synchronize()
+            with self.on_stream():
+                self.stream.synchronize()
 
     @torch.no_grad()
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:

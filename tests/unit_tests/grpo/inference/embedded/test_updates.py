@@ -17,7 +17,8 @@ def test_leaving_waits_for_what_it_breaks_off_and_anything_else_does_not():
     table: Any = SimpleNamespace(in_wire_dtype=None, prepared=None, stream=None)
     engine: Any = None
     updater = WeightUpdater(engine, table, torch.device("cpu"), 60.0, "")
-    group: Any = SimpleNamespace(leave=lambda: threading.Timer(0.2, updater._busy.release).start())
+    end = threading.Timer(0.2, updater._busy.release)
+    group: Any = SimpleNamespace(begin_leave=lambda: end.start())
     updater._groups["one"] = group
     # A bucket that is awaited in that group; it fails a little after the group was left.
     assert updater._busy.acquire(blocking=False)
