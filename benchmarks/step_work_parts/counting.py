@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -102,6 +103,8 @@ class StepCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it does to the part of this rank comes back here
         if _is_of_host(args, kwargs):
             with _disable_current_modes():  # the host's own tensors keep their values
                 return func(*args, **kwargs)
