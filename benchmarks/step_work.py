@@ -29,8 +29,9 @@ A kernel takes ``max(FLOPs / rate, bytes / bandwidth)``; a step takes as long as
 kernels one after the other, its collectives one after the other, and 5 microseconds of the host for
 each launch. MFU is ``6 N + 6 L H Q T`` FLOPs a token (N parameters without the embedding; L layers, H
 heads of Q channels, T the causal half taken, within each sequence; the head's part only for scored
-tokens; padding not at all) against 989 TFLOP/s. Rates are those that kernels reach
-(`step_work_parts/work.py`); ``sheet`` is MFU at the rates of the data sheet, which nothing reaches.
+tokens; padding not at all) against 989 TFLOP/s. ``MFU`` and its bounds are at the rates of the data sheet, so
+that it is an upper bound; ``sustained`` is what remains, and the times of parts are, at the rates that
+kernels reach (`step_work_parts/work.py`).
 
 It cannot tell how well a kernel does on its sizes, what the host spends in FSDP's and autograd's own
 code, waits of one stream for another, and memory. ``ok`` is true if MFU reaches the bound of each
@@ -139,9 +140,9 @@ def figures_of(ledger: Any, shape: Any) -> dict[str, Any]:
     tokens, total = shape.num_tokens, ledger.total
     processed = 3 * shape.forward(shape.padded, shape.scored)
     times = [ledger.step_seconds(sheet=sheet) for sheet in (False, True)]
-    mfu, sheet = (shape.model_flops / seconds / PEAK_FLOPS[2] for seconds in times)
+    sustained, mfu = (shape.model_flops / seconds / PEAK_FLOPS[2] for seconds in times)
     return {
-        "mfu": mfu, "mfu_sheet": sheet, "us_per_token": 1e6 * times[0] / tokens, "tokens": tokens,
+        "mfu": mfu, "mfu_sustained": sustained, "us_per_token": 1e6 * times[0] / tokens, "tokens": tokens,
         "launches": total.launches, "bytes_per_token": total.bytes / tokens,
         "flops_per_token": total.flops / tokens,
         "model_flops_per_token": shape.model_flops / tokens,
@@ -212,7 +213,7 @@ def print_case(title: str, steps: dict[str, dict[str, Any]], num_kernels: int) -
     head = (
         "us/token",
         "MFU",
-        "sheet",
+        "sustained",
         "launches",
         "kB/token",
         "GFLOP/token",
@@ -222,7 +223,7 @@ def print_case(title: str, steps: dict[str, dict[str, Any]], num_kernels: int) -
     )
     print(" " * 12 + "".join(f"{name:>12}" for name in head))
     for name, f in steps.items():
-        cells = (f["us_per_token"], f["mfu"], f["mfu_sheet"], f["launches"], f["bytes_per_token"] / 1e3,
+        cells = (f["us_per_token"], f["mfu"], f["mfu_sustained"], f["launches"], f["bytes_per_token"] / 1e3,
                  f["flops_per_token"] / 1e9, f["recomputed_flops_per_token"] / 1e9,
                  f["padding_flops_per_token"] / 1e9, sum(f["waits"].values()))  # fmt: skip
         print(f"{name:12}" + "".join(f"{cell:12.5g}" for cell in cells))
