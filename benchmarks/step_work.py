@@ -29,8 +29,8 @@ A kernel takes ``max(FLOPs / rate, bytes / bandwidth)``; a step takes as long as
 kernels one after the other, its collectives one after the other, and 5 microseconds of the host for
 each launch. MFU is ``6 N + 6 L H Q T`` FLOPs a token (N parameters without the embedding; L layers, H
 heads of Q channels, T the causal half taken, within each sequence; the head's part only for scored
-tokens; padding not at all) against 989 TFLOP/s. The rates are those of the data sheet (989 TFLOP/s,
-3.35 TB/s), which compares steps and says what the work allows; ``sustained`` is the MFU at rates that
+tokens; padding not at all) against 989 TFLOP/s. ``MFU`` and its bounds are at the rates of the data sheet, so
+that it is an upper bound; ``sustained`` is what remains, and the times of parts are, at the rates that
 kernels reach (`step_work_parts/work.py`).
 
 It cannot tell how well a kernel does on its sizes, what the host spends in FSDP's and autograd's own
@@ -139,8 +139,8 @@ def figures_of(ledger: Any, shape: Any) -> dict[str, Any]:
 
     tokens, total = shape.num_tokens, ledger.total
     processed = 3 * shape.forward(shape.padded, shape.scored)
-    times = [ledger.step_seconds(sheet=sheet) for sheet in (True, False)]
-    mfu, sustained = (shape.model_flops / seconds / PEAK_FLOPS[2] for seconds in times)
+    times = [ledger.step_seconds(sheet=sheet) for sheet in (False, True)]
+    sustained, mfu = (shape.model_flops / seconds / PEAK_FLOPS[2] for seconds in times)
     return {
         "mfu": mfu, "mfu_sustained": sustained, "us_per_token": 1e6 * times[0] / tokens, "tokens": tokens,
         "launches": total.launches, "bytes_per_token": total.bytes / tokens,
@@ -154,13 +154,13 @@ def figures_of(ledger: Any, shape: Any) -> dict[str, Any]:
             part: {
                 "launches": work.launches, "bytes_per_token": work.bytes / tokens,
                 "flops_per_token": work.flops / tokens,
-                "us_per_token": 1e6 * work.sheet_seconds / tokens,
+                "us_per_token": 1e6 * work.seconds / tokens,
             }
             for part in PARTS if (work := ledger.parts[part])
         },
         "kernels": [
-            [name, work.launches, work.bytes / tokens, 1e6 * work.sheet_seconds / tokens]
-            for name, work in sorted(ledger.kernels.items(), key=lambda pair: -pair[1].sheet_seconds)[:40]
+            [name, work.launches, work.bytes / tokens, 1e6 * work.seconds / tokens]
+            for name, work in sorted(ledger.kernels.items(), key=lambda pair: -pair[1].seconds)[:40]
         ],
     }  # fmt: skip
 
