@@ -80,14 +80,8 @@ def qwen3(dim: int, hidden: int, layers: int, heads: int, *, tied: bool) -> dict
 TOML = ["--job.config_file", str(HERE.parent / "train_configs" / "gsm8k_qwen3_2gpu.toml")]
 CASES = {
     "0.6B": Case(qwen3(1024, 3072, 28, 16, tied=True), 1, 0.40, TOML),
-    "1.7B": Case(
-        qwen3(2048, 6144, 28, 16, tied=True), 1, 0.45,
-        [*TOML, "--training.local_batch_size", "2"],
-    ),
-    "8B": Case(
-        qwen3(4096, 12288, 36, 32, tied=False), 8, 0.50,
-        [*TOML, "--training.local_batch_size", "2"],
-    ),
+    "1.7B": Case(qwen3(2048, 6144, 28, 16, tied=True), 1, 0.45, TOML),
+    "8B": Case(qwen3(4096, 12288, 36, 32, tied=False), 8, 0.50, TOML),
     "tiny": Case(qwen3(256, 512, 2, 16, tied=True) | {"vocab_size": 4096}, 1, 0.0, TOML),
 }  # fmt: skip
 

@@ -42,6 +42,8 @@ class Work(TorchDispatchMode):
         dtype = (kwargs or {}).get("dtype")
         if name == "_to_copy" and dtype == torch.bfloat16 and args[0].ndim == 1:
             self.counts["casts"] += 1
+        if name == "div" and isinstance(args[1], float) and args[0].ndim == 1:
+            self.counts["divisions"] += 1
         return func(*args, **(kwargs or {}))
 
 

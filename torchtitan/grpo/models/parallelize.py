@@ -210,4 +210,7 @@ def _apply_replication(
     for block in cast(nn.ModuleDict, model.layers).values():
         replicate(block, mesh=mesh, mp_policy=policy)
     replicate(model, mesh=mesh, mp_policy=policy)
-    disable_fsdp_gradient_division(model)
+    if (
+        mesh.size() > 1
+    ):  # FSDP2 would divide by 1 what nothing divides, in a pass over all gradients
+        disable_fsdp_gradient_division(model)
