@@ -198,7 +198,8 @@ def titan_step(
     nothing = SimpleNamespace(step=lambda: None, maybe_wait_for_staging=lambda: None,
                               should_log=lambda _: True, log=lambda *_, **__: None)  # fmt: skip
     nothing.schedulers = [SimpleNamespace(get_last_lr=lambda: [0.0])]
-    rows, size = batch.minibatches[0], config.training.local_batch_size
+    rows = batch.minibatches[0]
+    size = min(config.training.local_batch_size, rows.num_rows)
     labels = torch.where(rows.host_mask, rows.labels, -100)
     trainer: Any = SimpleNamespace(
         job_config=config, model_args=args, model_parts=[model], optimizers=optimizers,
