@@ -7,6 +7,8 @@ from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torchtitan.grpo.data.cost import flops_cost
+
 # An H100 SXM by its data sheet, dense.
 PEAK_FLOPS = {2: 989e12, 4: 67e12}
 """Peak by the bytes of an operand: bfloat16 on tensor cores, and float32 without TF32."""
@@ -125,18 +127,10 @@ class Shape:
         return sum(n * (n + 1) / 2 for n in self.padded) / self.num_tokens
 
     def forward(self, lengths: tuple[int, ...], scored: int) -> float:
-        """Returns the FLOPs of a forward pass.
-
-        These are 2 N for each token, N without the embedding, and within each sequence
-        2 * 2 * H * Q * T^2 / 2 for the causal attention of a layer (H heads of Q channels).
-        """
-        s = self.sizes
-        dim, size, heads = s["hidden_size"], s["head_dim"], s["num_attention_heads"]
-        layer = dim * size * 2 * (heads + s["num_key_value_heads"])
-        layer += 3 * dim * s["intermediate_size"]
-        attention = 2 * heads * size * sum(n * (n + 1) for n in lengths)
-        blocks = s["num_hidden_layers"] * (2 * layer * sum(lengths) + attention)
-        return blocks + 2 * dim * s["vocab_size"] * scored
+        """Returns the FLOPs of a forward pass, of whose tokens so many have log-probabilities."""
+        head = 2 * self.sizes["hidden_size"] * self.sizes["vocab_size"]
+        whole = sum(map(flops_cost(self.sizes), lengths)) / 3  # of which two are the backward pass
+        return whole - head * (sum(lengths) - scored)
 
     @property
     def model_flops(self) -> float:

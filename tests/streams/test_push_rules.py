@@ -420,7 +420,7 @@ def test_a_server_that_does_not_receive_is_given_up_at_the_deadline(recorder):
     channel = Channel()
     channel.is_stopped = True
     broadcast = DeviceBroadcast(CUDA, "http://127.0.0.1:9", 8, timeout_seconds=0.05)
-    payload = torch.zeros(8, dtype=torch.uint8)
+    payload = torch.zeros(8, dtype=torch.uint8, pin_memory=True)
     with pytest.raises(TimeoutError, match=r"8 bytes within weight_sync\.timeout_seconds = 0\.05"):
         broadcast.send(payload, channel.end(0), lambda: False)  # pyright: ignore
     with pytest.raises(RuntimeError, match="left during a broadcast"):

@@ -106,11 +106,7 @@ def dry_run(
         raise
     yield from (f"warning: {warning}" for warning in warnings)
     yield describe_plan(config)
-    yield "Memory of a training step, on the rank that holds the most (estimated)"
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    yield from (f"  {line}" for line in describe_memory(config, model, num_ranks))
-    if config.has_servers:
-        yield from _push_memory(config, model)
+    yield from _memory(config, model)
     if shows_settings:
         yield f"Settings\n{describe_settings(config)}"
     else:
@@ -143,6 +139,15 @@ def _examples(config: JobConfig, model: HFModel, date: str, warnings: list[str])
         yield f"  {stream.checked.describe()}"
         warnings += filter(None, [stream.checked.warning(f"sft.{key}", path), *stream.notes()])
         stream.close()
+
+
+def _memory(config: JobConfig, model: HFModel) -> Iterator[str]:
+    """Yields the memory of a training step and that of the push."""
+    yield "Memory of a training step, on the rank that holds the most (estimated)"
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    yield from (f"  {line}" for line in describe_memory(config, model, num_ranks))
+    if config.has_servers:
+        yield from _push_memory(config, model)
 
 
 def _push_memory(config: JobConfig, model: HFModel) -> Iterator[str]:

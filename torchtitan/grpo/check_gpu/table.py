@@ -72,7 +72,8 @@ CHECKS = (
     ),
     Check(
         "train-1.7b", f"{_PACKAGE}.train", 40, 200,
-        "The same for 1.7B.", _STEPS_CANNOT_TELL,
+        "How fast are training steps of a 1.7B model, and where does the time go?",
+        _STEPS_CANNOT_TELL,
     ),
     Check(
         "isolation", f"{_PACKAGE}.isolation", 40, 150,
@@ -101,7 +102,7 @@ CHECKS = (
     ),
     Check(
         "pushes-torch", f"{_PACKAGE}.pushes", 25, 60,
-        "The same with torch's defaults for queues and for the loading of kernels.",
+        "Do the pushes disturb more with torch's defaults for queues and for the loading of kernels?",
         _PUSHES_CANNOT_TELL, on_cpu=False, environment=_TORCHS_DEFAULTS,
     ),
     Check(

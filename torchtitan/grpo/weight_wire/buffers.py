@@ -39,6 +39,13 @@ class BufferPool:
         self._lent: list[torch.Tensor] = []
         self._held: list[torch.Tensor] = []
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all buffers in host memory."""
+        with self._lock:
+            buffers = self._free + self._lent + self._held
+        return sum(buffer.nbytes for buffer in buffers if buffer.device.type == "cpu")
+
     def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """Returns an uninitialized [num_bytes] uint8 buffer."""
         with self._lock:

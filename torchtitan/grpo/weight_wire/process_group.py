@@ -37,8 +37,8 @@ NO_WATCHDOG = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
 _COMMUNICATOR_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 # Held while an NCCL group is made, because all threads have one environment.
 _making = threading.Lock()
-# Longer than any push: the watchdog would report an operation that is older.
-_WATCHDOG_TIMEOUT = timedelta(days=30)
+# Timeout of an NCCL operation for whoever waits for its Work, which nobody does for these groups.
+_NO_TIMEOUT = timedelta(days=30)
 # A broadcast to a server is not urgent. Each CTA takes a multiprocessor from training.
 _MAX_CTAS = 4
 _GLOO_ON_ROUTE = "gloo_on_route"
@@ -81,7 +81,7 @@ def create_weight_group(
     store.set_timeout(timeout)
     options: dict[str, Any] = {"timeout": timeout}
     if backend == "nccl":
-        options = {"timeout": _WATCHDOG_TIMEOUT, "backend_options": _nccl_options()}
+        options = {"timeout": _NO_TIMEOUT, "backend_options": _nccl_options()}
     if backend == "gloo":
         options["backend_options"] = source_address(master_address, master_port)
     # Only a gloo group waits here for its members. The other kind is made one at a time.
@@ -121,7 +121,7 @@ def _gloo_on_route() -> str:
 
 def _nccl_options() -> Any:
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = _WATCHDOG_TIMEOUT
+    options._timeout = _NO_TIMEOUT
     options.config.min_ctas, options.config.max_ctas = 1, _MAX_CTAS
     # The communicator is made at the first broadcast, and a peer that is gone by then never answers.
     # Without this, NCCL would wait for the peer forever, and no abort would reach it.

@@ -52,7 +52,9 @@ def check_equal_and_clean(found):
         (2, {"dp_shard": 2}, "qwen3_tied"),
         (2, {"dp_shard": 2, "ac": "full"}, "qwen3"),
         (4, {"dp_shard": 2, "dp_replicate": 2}, "qwen3"),
-        (4, {"dp_shard": 2, "tp": 2, "precision": "float32"}, "qwen3"),
+        pytest.param(
+            4, {"dp_shard": 2, "tp": 2, "precision": "float32"}, "qwen3", marks=pytest.mark.long
+        ),
         (2, {"dp_shard": 2, "ep": 2, "precision": "float32"}, "qwen3_mixed"),
         (2, {"dp_shard": 2, "lora": LORA}, "qwen3"),
     ],

@@ -30,7 +30,8 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from torchtitan.grpo.inference.vllm.updates import StagingNeeds, UpdateRequest, WorkerUpdates
+from torchtitan.grpo.inference.vllm.staging_needs import StagingNeeds
+from torchtitan.grpo.inference.vllm.updates import UpdateRequest, WorkerUpdates
 from torchtitan.grpo.system.host_memory import available_bytes
 from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
 
@@ -123,15 +124,15 @@ class TorchGroupWeightEngine(WeightTransferEngine[GroupInitInfo, BucketUpdateInf
         if self.device.type != "cuda":
             return  # received on the host, whose memory the operator has chosen
         parallel = self.parallel_config
-        needs = StagingNeeds.of(
-            [p.nbytes for p in self.model.parameters()],
-            parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
-            deltas=deltas,
-        )
+        num_workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        sizes = [p.nbytes for p in self.model.parameters()]
+        needs = StagingNeeds.of(sizes, num_workers, deltas=deltas)
         free, _ = torch.cuda.mem_get_info(self.device)
         # Memory that torch holds for later allocations, for instance since an earlier update.
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        is_on_host = needs.are_met_on_host(self.device, free, available_bytes())
+        # What this worker and the others hold of earlier versions is for the next one.
+        free_on_host = available_bytes() + num_workers * self._updates.host_bytes
+        is_on_host = needs.are_met_on_host(self.device, free, free_on_host)
         if is_on_host:
             logger.warning(
                 "Weights are staged in host memory, because %s has no room for a second copy.",

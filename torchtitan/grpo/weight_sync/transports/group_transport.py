@@ -342,8 +342,8 @@ class GroupConnection(Connection):
 
     async def recover(self) -> None:
         # Both sides leave at the same time: the server closes the sockets on which a gloo
-        # broadcast of this side waits, and this side aborts NCCL communicators, whose watchdog
-        # would otherwise end the process.
+        # broadcast of this side waits, and this side aborts NCCL communicators, whose kernels
+        # would otherwise wait without end.
         _, taken_down = await asyncio.gather(
             self.release_server(self._timeout_seconds), self._take_down(), return_exceptions=True
         )

@@ -12,11 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from torchtitan.grpo.inference.vllm.examine import NO_ROOM
-from torchtitan.grpo.inference.vllm.updates import (
-    StagingNeeds,
-    UpdateRequest,
-    WorkerUpdates,
-)
+from torchtitan.grpo.inference.vllm.staging_needs import StagingNeeds
+from torchtitan.grpo.inference.vllm.updates import UpdateRequest, WorkerUpdates
 from torchtitan.grpo.weight_wire import sparse
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.staging import StagingError
