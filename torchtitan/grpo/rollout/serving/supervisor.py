@@ -143,16 +143,20 @@ class Supervisor:
 
 
 async def _until_deaf(server: LaunchedServer) -> None:
-    """Returns once nothing has listened at the server's address for ``_DEAF_SECONDS``."""
-    heard_at = time.monotonic()
-    while time.monotonic() - heard_at < _DEAF_SECONDS:
+    """Returns once every connection to the server was refused over ``_DEAF_SECONDS``."""
+    # It is counted from the first refusal: time in which this process itself stood still says nothing.
+    refused_at: float | None = None
+    while True:
         try:
             async with asyncio.timeout(_LISTEN_SECONDS):
                 _, writer = await asyncio.open_connection(server.spec.host, server.spec.port)
             writer.close()
-            heard_at = time.monotonic()
+            refused_at = None
         except ConnectionRefusedError:
-            pass
+            now = time.monotonic()
+            refused_at = now if refused_at is None else refused_at
+            if now - refused_at >= _DEAF_SECONDS:
+                return
         except (OSError, TimeoutError):  # a busy server may fail to accept a connection
-            heard_at = time.monotonic()
+            refused_at = None
         await asyncio.sleep(_LISTEN_SECONDS)

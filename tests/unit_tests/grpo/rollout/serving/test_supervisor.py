@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,6 +88,21 @@ def test_a_server_that_is_frozen_is_left_to_the_weight_pusher(server: LaunchedSe
     os.killpg(server.process.pid, signal.SIGSTOP)
     assert supervise(server, 2.0) is None
     assert server.process.poll() is None
+
+
+def test_time_in_which_the_supervisor_stood_still_is_not_held_against_a_server(
+    server: LaunchedServer,
+):
+    async def run() -> None:
+        deaf = asyncio.create_task(supervisor._until_deaf(server))
+        for _ in range(3):
+            await asyncio.sleep(0.05)
+            time.sleep(0.6)  # longer than _DEAF_SECONDS
+        await asyncio.sleep(0.3)
+        assert not deaf.done()
+        deaf.cancel()
+
+    asyncio.run(run())
 
 
 def pauses_until(
