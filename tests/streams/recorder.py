@@ -571,6 +571,8 @@ class Recorder:
             stack.pop()
 
     def _set_device(self, device: torch.device) -> None:
+        if device.index is None:  # as torch does
+            raise ValueError(f"Expected a torch.device with a specified index, but got: {device}")
         self._local.has_device = True
 
     def needs_device(self, what: str) -> None:

@@ -14,7 +14,7 @@ from recorder import Recorder, Stream
 from torchtitan.grpo.pipeline.host_copies import HostCopies
 from torchtitan.grpo.pipeline.offload import ActivationOffload, _Moved
 
-CUDA = torch.device("cuda")
+CUDA = torch.device("cuda", 0)
 
 
 def move_and_return(copies: HostCopies) -> torch.Tensor:

@@ -4,17 +4,21 @@
 """The push follows the rules of streams in docs/weight_sync.md; what breaks one is reported."""
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from push_rig import CUDA, PushRig, single_rank
-from recorder import Channel, Recorder
+from push_rig import CUDA, PushRig, ServedModel, single_rank
+from recorder import _PATIENCE_SECONDS, Channel, Recorder
 
 from torchtitan.grpo.config import WeightSync
+from torchtitan.grpo.inference.vllm.updates import WorkerUpdates
 from torchtitan.grpo.weight_sync import slot_memory, snapshot
 from torchtitan.grpo.weight_sync.gather import Gatherer
 from torchtitan.grpo.weight_sync.snapshot import Snapshots, _StreamCopies
@@ -23,6 +27,7 @@ from torchtitan.grpo.weight_wire import device_broadcast, receiving, sparse
 from torchtitan.grpo.weight_wire.device_broadcast import DeviceBroadcast
 from torchtitan.grpo.weight_wire.device_lanes import DeviceLane
 from torchtitan.grpo.weight_wire.receiving import WeightGroup
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 
 @pytest.fixture(autouse=True)
@@ -426,3 +431,80 @@ def test_a_server_that_does_not_receive_is_given_up_at_the_deadline(recorder):
     with pytest.raises(RuntimeError, match="left during a broadcast"):
         broadcast.send(payload, channel.end(0), lambda: True)  # pyright: ignore
     assert device_broadcast._POLL_SECONDS < 0.01
+
+
+def test_a_payload_in_pageable_memory_does_not_hold_the_thread_beyond_the_deadline(recorder):
+    """Its second piece is copied when the server has received the first one, and not before."""
+    channel = Channel()
+    channel.is_stopped = True
+    broadcast = DeviceBroadcast(CUDA, "http://127.0.0.1:9", 8, timeout_seconds=0.05)
+    payload = torch.zeros(24, dtype=torch.uint8)
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match="24 bytes"):
+        broadcast.send(payload, channel.end(0), lambda: False)  # pyright: ignore
+    assert time.monotonic() - begin < _PATIENCE_SECONDS
+    assert not any("stuck" in problem for problem in recorder.problems), recorder.problems
+
+
+def test_a_gpu_that_had_no_memory_for_a_server_takes_it_when_there_is_some(recorder, monkeypatch):
+    real = DeviceLane.buffer
+
+    def has_none(lane: DeviceLane, num_bytes: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(DeviceLane, "buffer", has_none)
+    with pytest.raises(torch.OutOfMemoryError):
+        DeviceBroadcast(CUDA, "http://127.0.0.1:9", 8, timeout_seconds=1.0)
+    monkeypatch.setattr(DeviceLane, "buffer", real)
+    DeviceBroadcast(CUDA, "http://127.0.0.1:9", 8, timeout_seconds=1.0).close()
+
+
+def test_a_lane_is_not_given_back_while_a_broadcast_is_launched_in_it(recorder, monkeypatch):
+    """A server that joins again would use its stream and its buffer at the same time."""
+    channel, launching, go_on = Channel(), threading.Event(), threading.Event()
+    monkeypatch.setattr(receiving, "create_weight_group", lambda *_: channel.end(1))
+    monkeypatch.setattr(receiving, "destroy_weight_group", lambda group: group.channel.abort())
+    with recorder.process("server"):
+        torch.cuda.set_device(CUDA)
+        group = WeightGroup("", 0, 1, 2, "group", "nccl", timeout_seconds=5.0)
+        buffer = torch.zeros(8, device=CUDA)
+
+        @contextmanager
+        def turn() -> Iterator[None]:
+            launching.set()
+            assert go_on.wait(_PATIENCE_SECONDS)
+            yield
+
+        def receive() -> None:
+            torch.cuda.set_device(CUDA)
+            with pytest.raises(RuntimeError, match="was left"):
+                group.receive(buffer, CUDA, turn())
+
+        receiver = threading.Thread(target=receive)
+        receiver.start()
+        assert launching.wait(_PATIENCE_SECONDS)
+        leaving = group.begin_leave()
+        assert leaving is not None and group._lane is not None
+        time.sleep(0.05)
+        assert group._lane.is_taken
+        go_on.set()
+        for thread in (receiver, leaving):
+            thread.join(_PATIENCE_SECONDS)
+        assert not group._lane.is_taken
+
+
+def test_over_gloo_a_bucket_that_is_loaded_at_once_is_received_into_host_memory(recorder):
+    with recorder.process("server"):
+        torch.cuda.set_device(CUDA)
+        model = ServedModel()
+        updates = WorkerUpdates(model, CUDA)
+        spec = BucketSpec(("hf.norm",), ("bfloat16",), ((7,),))
+        received = []
+
+        def receive(payload: torch.Tensor, device: torch.device) -> None:
+            received.append(payload.device.type)
+            payload.copy_(torch.ones(7, dtype=torch.bfloat16).view(torch.uint8))
+
+        updates._load_received(spec, SimpleNamespace(is_nccl=False, receive=receive))  # pyright: ignore
+        assert received == ["cpu"]
+        assert model.parameters["hf.norm"].view(torch.int16).numpy().tolist() == [0x3F80] * 7

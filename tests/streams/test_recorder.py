@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from recorder import Channel, Recorder
 
-CUDA = torch.device("cuda")
+CUDA = torch.device("cuda", 0)
 
 
 def test_tensors_of_the_device_know_it_and_compute(recorder: Recorder):

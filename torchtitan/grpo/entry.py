@@ -66,6 +66,7 @@ from torchtitan.grpo.system.store_rounds import separate_rounds
 from torchtitan.grpo.training.guards import GuardStopped
 from torchtitan.grpo.training.weights_check import check_weights
 from torchtitan.grpo.weight_sync.publisher import PublisherFailed
+from torchtitan.grpo.weight_wire.process_group import limit_communicators
 
 # Longer than rank 0 takes to report an error and to close.
 _RANK_ZERO_PATIENCE_SECONDS = 15.0
@@ -222,6 +223,7 @@ def _train(
     init_console(config.observe.log_level, is_rank_zero=is_rank_zero)
     choose_interfaces()
     take_nccl_setting_of(config.inference.kind, config.weight_sync.transport)
+    limit_communicators(config.weight_sync.timeout_seconds)
     separate_rounds()
     stop = StopRequest(config.grpo.stop_timeout_seconds)
     handler = LostRankHandler(config, lambda: stop.requested)

@@ -46,8 +46,9 @@ class LostRankHandler:
         is_here = lost.status.host == socket.gethostname()
         if not (lost.has_reported and is_here) and _claims_report(lost):
             print(f"error: {describe_lost(lost, self._config)}", file=sys.stderr, flush=True)
-        dump_collectives()
+        # Started first: nothing that the recorder does may keep this process from ending.
         threading.Thread(target=_end_soon, name="lost-rank-end", daemon=True).start()
+        dump_collectives()
 
 
 def _end_soon() -> None:
@@ -119,13 +120,13 @@ def dump_collectives() -> None:
     if prefix is None:
         return
     try:
-        trace = _dump()
+        trace = dump_flight_recorder()
         Path(f"{prefix}{os.environ.get('RANK', '0')}").write_bytes(trace)
     except (OSError, RuntimeError) as error:
         print(f"The collectives could not be recorded: {error}", file=sys.stderr, flush=True)
 
 
-def _dump() -> bytes:
+def dump_flight_recorder() -> bytes:
     """Returns the entries of NCCL's recorder in a build that has one, else those of gloo's."""
     module: Any = _distributed_c10d  # its stubs do not know the recorder
     dump = getattr(module, "_dump_nccl_trace", None) or module._dump_fr_trace

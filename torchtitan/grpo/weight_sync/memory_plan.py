@@ -3,8 +3,8 @@
 
 """Predicts, before a run starts, how much memory the weight push will hold.
 
-All of this memory is allocated at the start: snapshot slots in host memory and, over NCCL, a buffer
-for each server on the GPU of each rank that sends.
+Snapshot slots in host memory are allocated at the start. Over NCCL, each rank that sends has a buffer
+on its GPU for each server, which is allocated when the server joins.
 """
 
 import math

@@ -37,13 +37,18 @@ class DeviceBroadcast:
 
     Raises:
         RuntimeError: If a kernel of an earlier broadcast to the server has not ended.
+        torch.cuda.OutOfMemoryError: If the GPU has no room for a piece.
     """
 
     def __init__(
         self, device: torch.device, server_url: str, piece_bytes: int, timeout_seconds: float
     ) -> None:
         self._lane = take_lane(device, server_url)
-        self._lane.buffer(piece_bytes)  # now, and not between two training steps
+        try:
+            self._lane.buffer(piece_bytes)  # now, and not between two training steps
+        except RuntimeError:  # out of memory, as it may no longer be when the server joins again
+            give_back(self._lane)
+            raise
         self._piece_bytes, self._timeout_seconds = piece_bytes, timeout_seconds
 
     def close(self) -> None:
@@ -70,7 +75,8 @@ class DeviceBroadcast:
     def _send(
         self, payload: torch.Tensor, group: dist.ProcessGroup, is_left: Callable[[], bool]
     ) -> None:
-        stream = self._lane.stream
+        stream, is_pinned = self._lane.stream, payload.is_pinned()
+        deadline = time.monotonic() + self._timeout_seconds
         read, sent = torch.cuda.Event(), torch.cuda.Event()
         with torch.cuda.stream(stream):
             for piece in payload.split(self._piece_bytes):
@@ -78,12 +84,24 @@ class DeviceBroadcast:
                 buffer.copy_(piece, non_blocking=True)
                 read.record(stream)  # the last time counts
                 dist.broadcast(buffer, src=0, group=group)
-            sent.record(stream)
-        deadline = time.monotonic() + self._timeout_seconds
+                sent.record(stream)
+                if not is_pinned:
+                    # The copy of the next piece from pageable memory would block this thread, beyond
+                    # every deadline, until the server has received this one.
+                    self._wait_for(sent, payload.nbytes, deadline, is_left)
         for event in (read, sent):  # the payload may change even if the broadcast is given up
-            while not event.query():
-                self._check(payload.nbytes, deadline, is_left)
-                time.sleep(_POLL_SECONDS)
+            self._wait_for(event, payload.nbytes, deadline, is_left)
+
+    def _wait_for(
+        self,
+        event: torch.cuda.Event,
+        num_bytes: int,
+        deadline: float,
+        is_left: Callable[[], bool],
+    ) -> None:
+        while not event.query():
+            self._check(num_bytes, deadline, is_left)
+            time.sleep(_POLL_SECONDS)
 
     def _check(self, num_bytes: int, deadline: float, is_left: Callable[[], bool]) -> None:
         if is_left():

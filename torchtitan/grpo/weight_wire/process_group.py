@@ -32,8 +32,8 @@ from torchtitan.grpo.system.routes import source_address
 # ``Work.wait()``, which nobody calls for these groups, and it leaves out the group's watchdog and the
 # monitor of that watchdog.
 NO_WATCHDOG = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
-# Seconds for which torch waits for a communicator. Torch reads it once, for the first communicator
-# that is made without blocking, so it stays in the environment.
+# Seconds for which torch waits for a communicator that is made without blocking. It is half an hour
+# unless it is set before the first collective of the process over NCCL, whichever group that is in.
 _COMMUNICATOR_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 # Held while an NCCL group is made, because all threads have one environment.
 _making = threading.Lock()
@@ -55,7 +55,10 @@ def create_weight_group(
     *,
     store: dist.Store | None = None,
 ) -> dist.ProcessGroup:
-    """Joins a weight group; returns when all ``world_size`` members have joined.
+    """Joins a weight group.
+
+    Over gloo it returns when all ``world_size`` members have joined. Over NCCL it returns when this
+    one has reached the store: the communicator is made at the first broadcast.
 
     Args:
         master_address: Host of the trainer's store.
@@ -124,16 +127,31 @@ def _nccl_options() -> Any:
     options._timeout = _NO_TIMEOUT
     options.config.min_ctas, options.config.max_ctas = 1, _MAX_CTAS
     # The communicator is made at the first broadcast, and a peer that is gone by then never answers.
-    # Without this, NCCL would wait for the peer forever, and no abort would reach it.
+    # NCCL would wait for it forever; in this mode torch waits, for as long as limit_communicators()
+    # says. Torch no longer chooses the mode by itself, since a watchdog that looked at a communicator
+    # at the same time could make it hang. These groups have no watchdog.
     options.config.blocking = 0
     return options
+
+
+def limit_communicators(timeout_seconds: float) -> None:
+    """Bounds the time in which a weight group's communicator over NCCL must be made.
+
+    Call it before the process's first collective over NCCL, in any group: torch reads the limit once.
+    Communicators that are made in NCCL's usual, blocking mode, such as training's, have no such limit.
+    A limit that the environment sets stays.
+
+    Args:
+        timeout_seconds: The limit.
+    """
+    os.environ.setdefault(_COMMUNICATOR_TIMEOUT, str(math.ceil(timeout_seconds)))
 
 
 @contextmanager
 def _nccl_environment(timeout_seconds: float) -> Iterator[None]:
     """Holds the environment for one NCCL group that is made, and then restores it."""
     with _making:
-        os.environ.setdefault(_COMMUNICATOR_TIMEOUT, str(math.ceil(timeout_seconds)))
+        limit_communicators(timeout_seconds)  # for a process that had no reason to do so before
         former = {name: os.environ.get(name) for name in NO_WATCHDOG}
         os.environ.update(NO_WATCHDOG)
         try:

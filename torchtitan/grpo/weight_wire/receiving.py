@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,16 @@ import torch.distributed as dist
 from torchtitan.grpo.weight_wire.device_lanes import DeviceLane, give_back, take_lane
 from torchtitan.grpo.weight_wire.process_group import create_weight_group, destroy_weight_group
 
+T = TypeVar("T")
+
 # How often a waiting receive checks whether its group was left.
 _POLL = timedelta(seconds=0.1)
 
 # Groups that were left while a gloo operation was outstanding, with that operation. Dropping the
 # last reference to a group joins gloo's threads, which blocks until the trainer closes its end.
 _abandoned: list[tuple[dist.ProcessGroup, dist.Work]] = []
+# Held while the two lists change.
+_keeping = threading.Lock()
 # Buffers of broadcasts over NCCL that were given up, with the event at the end of the broadcast and
 # the device. Its kernel may write into the buffer until then, so nobody else may get that memory.
 _written: list[tuple[torch.Tensor, torch.cuda.Event, torch.device]] = []
@@ -66,6 +71,8 @@ class WeightGroup:
         self.timeout_seconds = timeout_seconds
         self._left = threading.Event()
         self._outstanding: dist.Work | None = None
+        # Held while broadcasts over NCCL are launched, which the abort ends; the lane is given back then.
+        self._launching = threading.Lock()
         self._lane: DeviceLane | None = None
         _let_go_of_ended()
         self._group = create_weight_group(
@@ -104,22 +111,8 @@ class WeightGroup:
     def _receive_on_stream(
         self, tensor: torch.Tensor, device: torch.device, turn: AbstractContextManager[None]
     ) -> None:
-        if self._lane is None:
-            self._lane = take_lane(device, self.name)
-        lane, stream = self._lane, self._lane.stream
-        # The allocator may have taken the memory from tensors that kernels of this stream, which
-        # are queued, still read.
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with turn, torch.cuda.stream(stream):
-            for piece in tensor.view(-1).split(self._piece_bytes or max(tensor.numel(), 1)):
-                if tensor.device.type == device.type:
-                    dist.broadcast(piece, src=0, group=self._group)
-                else:
-                    buffer = lane.buffer(piece.numel())
-                    dist.broadcast(buffer, src=0, group=self._group)
-                    piece.copy_(buffer, non_blocking=True)
-            received = torch.cuda.Event()
-            received.record(stream)
+        with self._launching:
+            received = self._launch(tensor, device, turn)
         deadline = time.monotonic() + self.timeout_seconds
         while not received.query():
             if self._left.is_set() or time.monotonic() > deadline:
@@ -127,22 +120,54 @@ class WeightGroup:
             time.sleep(_POLL_EVENT_SECONDS)
         # An aborted broadcast ends as well, without the bytes.
         if self._left.is_set():
-            _written.append((tensor, received, device))
-            raise RuntimeError(f"Group {self.name!r} was left while a broadcast was awaited.")
+            _keep(_written, (tensor, received, device))
+            raise self._was_left()
         if not received.query():
-            _written.append((tensor, received, device))
+            _keep(_written, (tensor, received, device))
             raise RuntimeError(
                 f"No broadcast arrived in group {self.name!r} within {self.timeout_seconds} s."
             )
+
+    def _launch(
+        self, tensor: torch.Tensor, device: torch.device, turn: AbstractContextManager[None]
+    ) -> torch.cuda.Event:
+        """Queues the broadcasts of a payload's pieces; returns the event at their end."""
+        if self._left.is_set():
+            raise self._was_left()
+        if self._lane is None:
+            self._lane = take_lane(device, self.name)
+        lane, stream, received = self._lane, self._lane.stream, torch.cuda.Event()
+        # The allocator may have taken the memory from tensors that kernels of this stream, which
+        # are queued, still read.
+        stream.wait_stream(torch.cuda.current_stream(device))
+        payload = tensor.view(-1).view(torch.uint8)
+        with turn, torch.cuda.stream(stream):
+            try:
+                for piece in payload.split(self._piece_bytes or max(payload.numel(), 1)):
+                    if tensor.device.type == device.type:
+                        dist.broadcast(piece, src=0, group=self._group)
+                    else:
+                        buffer = lane.buffer(piece.numel())
+                        dist.broadcast(buffer, src=0, group=self._group)
+                        piece.copy_(buffer, non_blocking=True)
+                received.record(stream)
+            except BaseException:  # earlier pieces are queued, and may still be written
+                received.record(stream)
+                _keep(_written, (tensor, received, device))
+                raise
+        return received
+
+    def _was_left(self) -> RuntimeError:
+        return RuntimeError(f"Group {self.name!r} was left while a broadcast was awaited.")
 
     def _wait(self, work: dist.Work) -> None:
         deadline = time.monotonic() + self.timeout_seconds
         while not work.is_completed():
             if self._left.is_set():
-                _abandoned.append((self._group, work))
-                raise RuntimeError(f"Group {self.name!r} was left while a broadcast was awaited.")
+                _keep(_abandoned, (self._group, work))
+                raise self._was_left()
             if time.monotonic() > deadline:
-                _abandoned.append((self._group, work))
+                _keep(_abandoned, (self._group, work))
                 raise RuntimeError(
                     f"No broadcast arrived in group {self.name!r} within {self.timeout_seconds} s."
                 )
@@ -168,14 +193,17 @@ class WeightGroup:
             return thread
         if (outstanding := self._outstanding) is not None:
             # Kept before the waiting thread can end and drop its reference.
-            _abandoned.append((self._group, outstanding))
+            _keep(_abandoned, (self._group, outstanding))
         self._destroy()
         return None
 
     def _destroy(self) -> None:
-        destroy_weight_group(self._group)
-        if self._lane is not None:
-            give_back(self._lane)
+        try:
+            destroy_weight_group(self._group)
+        finally:
+            with self._launching:  # which the abort has ended
+                if self._lane is not None:
+                    give_back(self._lane)
 
 
 def leave_groups(groups: Iterable[WeightGroup]) -> None:
@@ -191,9 +219,15 @@ def leave_groups(groups: Iterable[WeightGroup]) -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
+def _keep(entries: list[T], entry: T) -> None:
+    with _keeping:
+        entries.append(entry)
+
+
 def _let_go_of_ended() -> None:
     """Drops the groups whose operation has ended, and whose threads can be joined at once."""
-    _abandoned[:] = [(group, work) for group, work in _abandoned if not work.is_completed()]
-    for _, _, device in _written:
-        torch.cuda.set_device(device)  # each thread has its own current device
-    _written[:] = [entry for entry in _written if not entry[1].query()]
+    with _keeping:
+        _abandoned[:] = [(group, work) for group, work in _abandoned if not work.is_completed()]
+        for _, _, device in _written:
+            torch.cuda.set_device(device)  # each thread has its own current device
+        _written[:] = [entry for entry in _written if not entry[1].query()]

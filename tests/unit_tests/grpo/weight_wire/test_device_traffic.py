@@ -4,6 +4,7 @@
 """Tests that aborts and broadcasts keep out of each other's way."""
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -58,4 +59,14 @@ def test_nobody_waits_without_end(monkeypatch):
     monkeypatch.setattr(device_traffic, "_WAIT_SECONDS", 0.05)
     with aborting(), broadcasting(), aborting():
         pass
-    assert (device_traffic._num_aborts, device_traffic._num_broadcasts) == (0, 0)
+    assert (device_traffic._aborts, device_traffic._num_broadcasts) == ({}, 0)
+
+
+def test_an_abort_that_hangs_delays_broadcasts_once_and_not_each_of_them(monkeypatch):
+    monkeypatch.setattr(device_traffic, "_WAIT_SECONDS", 0.5)
+    with aborting():
+        begin = time.monotonic()
+        for _ in range(8):
+            with broadcasting():
+                pass
+        assert 0.4 < time.monotonic() - begin < 8 * 0.4

@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from torchtitan.grpo.weight_wire.process_group import (
     create_weight_group,
     destroy_weight_group,
+    limit_communicators,
 )
 
 
@@ -114,3 +115,11 @@ def test_a_gloo_group_listens_on_the_address_that_leads_to_the_trainer_alone(mon
         assert listening <= {"127.0.0.77", "127.0.0.1"}, listening
     finally:
         destroy_weight_group(group)
+
+
+def test_the_time_for_a_communicator_is_that_of_the_first_call_or_of_the_user(monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "")
+    monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT")
+    for seconds in (33.2, 7.0):
+        limit_communicators(seconds)
+        assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "34"

@@ -130,7 +130,7 @@ class WeightUpdater:
         backend: str,
         piece_bytes: int = 0,
     ) -> None:
-        """Joins a group; returns when all of its members have joined."""
+        """Joins a group; see :func:`create_weight_group`."""
         if backend not in ("gloo", "nccl"):
             raise UpdateError(f"backend must be gloo or nccl, got {backend!r}.")
         if backend == "nccl" and self._device.type != "cuda":
@@ -398,7 +398,8 @@ class WeightUpdater:
                     f"Nothing was changed: no step of the engine ended within "
                     f"{self._timeout_seconds} s."
                 ) from error
-            seconds = future.result()  # the swap has just begun and takes no time
+            # The swap has just begun. On a GPU it may copy all weights, which takes less than a second.
+            seconds = future.result(self._timeout_seconds)
         self._buffers.settle(self._table.tensors())
         logger.info("Serving %d new tensors as version %s.", len(tensors), self._engine.version)
         return seconds

@@ -14,8 +14,11 @@ torch, numpy, safetensors and vLLM.
 import multiprocessing
 
 from torchtitan.grpo.system.parent_watch import end_with_parent
+from torchtitan.grpo.weight_wire.process_group import limit_communicators
 
 ENGINE_NAME = "torchtitan_grpo"
+# For the communicator with a trainer, whose own timeout is not known yet: its default.
+_COMMUNICATOR_SECONDS = 120.0
 
 
 def register() -> None:
@@ -23,6 +26,9 @@ def register() -> None:
     if multiprocessing.parent_process() is not None:
         # Otherwise the engine would outlive a server that is killed, and keep its memory and GPUs.
         end_with_parent()
+    limit_communicators(
+        _COMMUNICATOR_SECONDS
+    )  # vLLM's workers make communicators of their own first
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     # vLLM may load its plugins twice in a process, and refuses to register a name again.

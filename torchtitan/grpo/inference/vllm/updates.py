@@ -171,7 +171,7 @@ class WorkerUpdates:
         self._place = replace(self._place, on_host=is_on_host)
 
     def join(self, info: WeightGroupInfo, worker_rank: int) -> None:
-        """Joins one of the trainer's groups; returns when all of its members have joined."""
+        """Joins one of the trainer's groups; see :func:`create_weight_group`."""
         former = self._groups.pop(info.group_name, None)
         if former is not None:
             former.leave()
@@ -357,12 +357,14 @@ class WorkerUpdates:
     # -- direct -----------------------------------------------------------------------
 
     def _load_received(self, bucket: BucketSpec, group: WeightGroup) -> None:
-        payload = torch.empty(bucket_bytes(bucket), dtype=torch.uint8, device=self._device)
+        # A group over gloo receives into host memory alone.
+        device = self._device if group.is_nccl else torch.device("cpu")
+        payload = torch.empty(bucket_bytes(bucket), dtype=torch.uint8, device=device)
         group.receive(payload, self._device)
         self._load(
-            # Cloned: vLLM keeps the tensors of unfinished layers beyond this bucket, and a view
+            # Copied: vLLM keeps the tensors of unfinished layers beyond this bucket, and a view
             # would keep the memory of the whole bucket with them.
-            (name, part.clone())
+            (name, part.to(self._device, copy=True))
             for name, part in zip(bucket.names, split_bucket(payload, bucket), strict=True)
         )
         self._synchronize()

@@ -119,7 +119,7 @@ class GroupEnd:
         return self._store is None
 
     async def join(self) -> None:
-        """Joins the group, and returns when the server's workers have joined too."""
+        """Joins the group; see :func:`create_weight_group`."""
         await self._on_thread(self._create)
 
     def _create(self) -> None:
@@ -213,6 +213,12 @@ class GroupEnd:
         done, late = await asyncio.wait(ends, timeout=_GRACE_SECONDS)
         for executor in (self._thread, leaving):
             executor.shutdown(wait=not late)
+        if late and on_device is not None:
+            logger.warning(
+                "The communicator with %s must be aborted within %g s, but NCCL or the driver has not "
+                "done so. It goes on in the background, and other servers wait a few seconds for it.",
+                self._url, _GRACE_SECONDS,
+            )  # fmt: skip
         for end in done:
             if not end.cancelled() and (error := end.exception()) is not None:
                 # The communicator is broken, and no part of it is needed any more.
