@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from torchtitan.grpo.check_gpu.parts import Pushed, join_alone, make_pushed
+from torchtitan.grpo.check_gpu.parts import Pushed, device_of, join_alone, make_pushed
 from torchtitan.grpo.check_gpu.row import Row, Settings, judged
 
 _NUM_SLOTS = 3
@@ -20,7 +20,7 @@ _NUM_SLOTS = 3
 
 def run(settings: Settings) -> Iterator[Row]:
     """Yields one row, for all snapshots."""
-    device = torch.device(settings.device)
+    device = device_of(settings)
     rounds, scale = (60, 1024) if settings.on_gpu else (6, 32)
     join_alone()
     bases = _bases(scale)

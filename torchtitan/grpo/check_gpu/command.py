@@ -4,6 +4,7 @@
 """``torchtitan-grpo check-gpu [--budget-seconds N] [--only NAME] [--list] [--device cpu]``."""
 
 import argparse
+import math
 import os
 import tempfile
 import time
@@ -15,6 +16,7 @@ from torchtitan.grpo.check_gpu.owner import Owner
 from torchtitan.grpo.check_gpu.report import NOTE, lines_of, machine, summary, table
 from torchtitan.grpo.check_gpu.row import Row
 from torchtitan.grpo.check_gpu.table import CHECKS, Check
+from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.run_folder.source_commit import COMMIT_VARIABLE, source_commit
 
 
@@ -22,7 +24,7 @@ def main(arguments: list[str], checks: Sequence[Check] = CHECKS) -> int:
     """Runs the checks; returns 0 if none failed, and 1 otherwise.
 
     Raises:
-        ConfigError: If a GPU is needed and none is visible.
+        ConfigError: If a GPU is needed and none is visible, or if the folder cannot be made.
     """
     began = time.monotonic()
     options = _parse(arguments, checks)
@@ -31,17 +33,19 @@ def main(arguments: list[str], checks: Sequence[Check] = CHECKS) -> int:
         return 0
     commit = source_commit() or f"unknown (no .git; {COMMIT_VARIABLE} may name it)"
     facts = machine(commit)
-    options.output.mkdir(parents=True, exist_ok=True)
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output must be a folder that can be written: {error}") from error
     print(f"At most {options.budget_seconds:g} s. Rows go to {options.output}. {NOTE}", flush=True)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="check-gpu-cache-") as cache:
         deadline = began + options.budget_seconds
         owner = Owner(options.device, options.output, deadline, _empty_caches(cache))
-        for check in checks:
-            if not options.only or check.name in options.only:
-                for row in owner.run(check):
-                    print("\n".join(lines_of(row)), flush=True)
-                    rows.append(row)
+        for check in _chosen(options, checks):
+            for row in owner.run(check):
+                print("\n".join(lines_of(row)), flush=True)
+                rows.append(row)
     print("\n".join(["", *table(rows), *(f"{name}: {fact}" for name, fact in facts.items())]))
     print(
         f"{time.monotonic() - began:.0f} s. Send the output, with the line below, and the folder."
@@ -82,4 +86,15 @@ def _parse(arguments: list[str], checks: Sequence[Check]) -> argparse.Namespace:
         "--device", choices=("cuda", "cpu"), default="cuda",
         help="cpu tries the command itself, with small sizes",
     )  # fmt: skip
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    least = min(check.needs_seconds for check in _chosen(options, checks))
+    if not least <= options.budget_seconds < math.inf:
+        parser.error(
+            f"--budget-seconds must be at least {least:g}, which the shortest check needs, got "
+            f"{options.budget_seconds:g}"
+        )
+    return options
+
+
+def _chosen(options: argparse.Namespace, checks: Sequence[Check]) -> list[Check]:
+    return [check for check in checks if not options.only or check.name in options.only]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from torchtitan.grpo.check_gpu.parts import percentile
+from torchtitan.grpo.check_gpu.parts import device_of, percentile
 from torchtitan.grpo.check_gpu.row import Row, Settings, judged
 from torchtitan.grpo.inference.embedded.decode_graph import Capture, Compute, CudaCapture
 from torchtitan.grpo.inference.embedded.engine import Engine, Events
@@ -62,7 +62,7 @@ _SMALL_SIZES = _Sizes(
 
 def run(settings: Settings) -> Iterator[Row]:
     """Yields a row that compares graphs with single kernels, and three for each number of rows."""
-    device = torch.device(settings.device)
+    device = device_of(settings)
     sizes = _SIZES if settings.on_gpu else _SMALL_SIZES
     model = _make_model(sizes, device)
     yield _compare(model, sizes, device)

@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from torchtitan.grpo.check_gpu.parts import median_ms
+from torchtitan.grpo.check_gpu.parts import device_of, median_ms
 from torchtitan.grpo.check_gpu.row import Row, Settings, judged
 from torchtitan.grpo.models.packed_attention import (
     PackedAttention,
@@ -43,7 +43,7 @@ class AttentionCase:
 
     def __init__(self, kind: PackedAttentionKind, settings: Settings, rows: int, seq: int) -> None:
         self.kind: PackedAttentionKind = kind
-        self.device = torch.device(settings.device)
+        self.device = device_of(settings)
         self.attention, self.shape = PackedAttention(kind), (rows, seq)
         heads, kv_heads, dim = (16, 8, 128) if settings.on_gpu else (4, 2, 16)
         dtype = torch.bfloat16 if settings.on_gpu else torch.float32

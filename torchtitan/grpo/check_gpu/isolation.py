@@ -17,6 +17,7 @@ from torchtitan.grpo.check_gpu.parts import (
     Pushed,
     Stopwatch,
     TrainingSteps,
+    device_of,
     join_alone,
     make_pushed,
     percentile,
@@ -40,7 +41,7 @@ class Isolation:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.device = torch.device(settings.device)
+        self.device = device_of(settings)
         self.training = TrainingSteps(self.device)
         self.pushed = make_pushed(self.training.parameters, self.device, num_slots=2)
         for slot in range(2):  # also lets the GPU pick its kernels

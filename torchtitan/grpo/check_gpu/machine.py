@@ -12,13 +12,13 @@ from importlib import metadata
 import torch
 from torch.cuda import nccl
 
-from torchtitan.grpo.check_gpu.parts import median_ms, product_tflops
+from torchtitan.grpo.check_gpu.parts import device_of, median_ms, product_tflops
 from torchtitan.grpo.check_gpu.row import Row, Settings
 
 
 def run(settings: Settings) -> Iterator[Row]:
     """Yields the start of CUDA, the versions, the rate of products, and that of copies."""
-    device = torch.device(settings.device)
+    device = device_of(settings)
     if settings.on_gpu:
         yield _start(device)  # first, because reading versions begins it
     yield Row("versions", "measured", facts=_facts())

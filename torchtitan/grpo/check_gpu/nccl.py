@@ -13,7 +13,7 @@ from dataclasses import asdict
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.check_gpu.parts import join_alone
+from torchtitan.grpo.check_gpu.parts import join_alone, wait_for_end_of_leaves
 from torchtitan.grpo.check_gpu.row import Row, Settings, judged
 from torchtitan.grpo.check_gpu.silent_server import sleep_cycles
 from torchtitan.grpo.system.child import start_child, stop_children
@@ -110,17 +110,18 @@ async def _kill_in_push(
     begin = time.monotonic()
     await end.leave()
     leave_seconds = time.monotonic() - begin
+    abort_seconds = leave_seconds + wait_for_end_of_leaves(2 * _MAX_LEAVE_SECONDS)
     done, _ = await asyncio.wait([sending], timeout=_MAX_LEAVE_SECONDS)
     failed = bool(done) and sending.exception() is not None
     product = torch.ones(8, 8, device=device) @ torch.ones(8, 8, device=device)
     is_usable = float(product.sum()) == 512
-    holds = was_waiting and failed and is_usable and leave_seconds <= _MAX_LEAVE_SECONDS
+    holds = was_waiting and failed and is_usable and abort_seconds <= _MAX_LEAVE_SECONDS
     figures = {
         "first_push_seconds": push_seconds, "leave_seconds": leave_seconds,
-        "was_waiting": float(was_waiting), "push_failed": float(failed),
+        "abort_seconds": abort_seconds, "was_waiting": float(was_waiting), "push_failed": float(failed),
         "gpu_is_usable": float(is_usable),
     }  # fmt: skip
-    bound = f"the push fails, left within {_MAX_LEAVE_SECONDS:g} s, and the GPU computes"
+    bound = f"the push fails, aborted within {_MAX_LEAVE_SECONDS:g} s, and the GPU computes"
     return judged(
         "the receiver is killed in a push", holds, bound, figures,
         cannot_tell="a host that is lost, whose network reports an error",

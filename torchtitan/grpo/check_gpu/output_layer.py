@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.grpo.check_gpu.parts import median_ms, product_tflops
+from torchtitan.grpo.check_gpu.parts import device_of, median_ms, product_tflops
 from torchtitan.grpo.check_gpu.row import Row, Settings, judged
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.losses.linear_logprobs import packed_linear_logprobs
@@ -25,7 +25,7 @@ Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def run(settings: Settings) -> Iterator[Row]:
     """Yields one row for each hidden size and for each of what a run may want to know."""
-    device = torch.device(settings.device)
+    device = device_of(settings)
     tokens, vocab, dims = (6144, 151_936, (1024, 2048)) if settings.on_gpu else (64, 997, (32,))
     dtype = torch.bfloat16 if settings.on_gpu else torch.float32
     peak = product_tflops(device, 8192 if settings.on_gpu else 256)

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 
 from torchtitan.grpo.check_gpu.flex import AttentionCase, failure
-from torchtitan.grpo.check_gpu.parts import relative_error
+from torchtitan.grpo.check_gpu.parts import device_of, relative_error
 from torchtitan.grpo.check_gpu.row import Row, Settings, judged
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.losses.linear_logprobs import packed_linear_logprobs
@@ -35,7 +35,7 @@ def run(settings: Settings) -> Iterator[Row]:
         except Exception as error:
             yield failure(f"{kind} attention", error, settings)
     for name in BUILTIN:
-        yield _loss(name, torch.device(settings.device))
+        yield _loss(name, device_of(settings))
 
 
 def _judged(case: str, errors: dict[str, float], bounds: dict[str, float]) -> Row:
@@ -47,7 +47,7 @@ def _judged(case: str, errors: dict[str, float], bounds: dict[str, float]) -> Ro
 def _logprobs(settings: Settings, tokens: int, vocab: int, dim: int, dtype: torch.dtype) -> Row:
     """Compares with entropy, temperature and two other ids; gradients go into all of them."""
     torch.manual_seed(1)
-    device = torch.device(settings.device)
+    device = device_of(settings)
     inputs = [torch.randn(tokens, dim), torch.randn(vocab, dim) * dim**-0.5]
     hidden, weight = (t.to(dtype).to(device).requires_grad_() for t in inputs)
     ids = torch.rand(tokens, min(vocab, 997)).topk(3, dim=1).indices  # of a token all different

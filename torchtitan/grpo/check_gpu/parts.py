@@ -5,6 +5,7 @@
 
 import math
 import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtitan.grpo.check_gpu.row import Settings
 from torchtitan.grpo.models.shards import Assembly, Block, Piece
 from torchtitan.grpo.weight_sync.plan import ALL_PARAMETERS, plan_sources
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, lay_out_slot
@@ -36,6 +38,25 @@ class Pushed:
     plan: PushPlan
     slots: SnapshotSlots
     snapshots: Snapshots
+
+
+def device_of(settings: Settings) -> torch.device:
+    """Returns the first GPU, with its index as :func:`torch.cuda.set_device` demands, or the CPU."""
+    return torch.device("cuda", 0) if settings.on_gpu else torch.device("cpu")
+
+
+def wait_for_end_of_leaves(timeout_seconds: float) -> float:
+    """Waits for the threads that leave weight groups, which go on when a leave has returned.
+
+    Returns:
+        The seconds that it took; more than ``timeout_seconds`` if they have not ended.
+    """
+    begin = time.monotonic()
+    while any(thread.name.startswith("weight-leave-") for thread in threading.enumerate()):
+        if time.monotonic() - begin > timeout_seconds:
+            break
+        time.sleep(0.01)
+    return time.monotonic() - begin
 
 
 def join_alone() -> None:

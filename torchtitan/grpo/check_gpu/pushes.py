@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 
 from torchtitan.grpo.check_gpu.isolation import Isolation
-from torchtitan.grpo.check_gpu.parts import join_alone
+from torchtitan.grpo.check_gpu.parts import device_of, join_alone
 from torchtitan.grpo.check_gpu.row import Row, Settings, judged
 from torchtitan.grpo.check_gpu.silent_server import broadcast_to_silent_server
 
@@ -27,7 +27,7 @@ def run(settings: Settings) -> Iterator[Row]:
     """Yields a row for the first use of kernels and one for steps beside the pushes."""
     join_alone()
     facts = {name: os.environ[name] for name in _VARIABLES}
-    yield _first_use(torch.device(settings.device), facts)
+    yield _first_use(device_of(settings), facts)
     yield Isolation(settings).beside_silent(_NUM_PUSHES)
 
 

@@ -9,6 +9,7 @@ from them. A watchdog thread of NCCL may end the process when a server is lost.
 
 import asyncio
 import contextlib
+import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Iterator
@@ -16,25 +17,40 @@ from pathlib import Path
 
 import torch
 
-from torchtitan.grpo.check_gpu.parts import join_alone, make_pushed
+from torchtitan.grpo.check_gpu.parts import (
+    device_of,
+    join_alone,
+    make_pushed,
+    wait_for_end_of_leaves,
+)
 from torchtitan.grpo.check_gpu.row import Row, Settings, judged
+from torchtitan.grpo.lost_rank import dump_flight_recorder
 from torchtitan.grpo.weight_sync.transports.group_end import GroupEnd, GroupSettings
 from torchtitan.grpo.weight_wire.device_broadcast import DeviceBroadcast
 
 _JOINS, _SERVERS, _GROUPS, _BUCKET = 40, 8, 3, 16 * 2**20
+_SENDS = 200  # of the last group: communicators that do not block have hung at random
 _TIMEOUT_SECONDS = 20.0
+_MAX_LEAVE_SECONDS = 5.0
 _WATCHDOG = "pt_nccl_watchdg"  # as torch names the thread, which Linux cuts at 15 letters
 
 
 def run(settings: Settings) -> Iterator[Row]:
-    """Yields a row for the streams of many joins, and one for the threads of a few."""
-    device = torch.device(settings.device, *([0] if settings.on_gpu else []))
+    """Yields a row for the streams of many joins, one for the threads of a few, and one for the
+    record of their collectives, which is read when a rank is lost."""
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"  # as torchtitan switches it on
+    device = device_of(settings)
     join_alone()
     if settings.on_gpu:
         yield _streams(device)
     else:
         yield Row(f"streams of {_JOINS} joins", "skipped", reason="It needs a GPU.")
     yield asyncio.run(_joins(device, "nccl" if settings.on_gpu else "gloo"))
+    # Last, because an error of it could be the end of this process.
+    record = dump_flight_recorder()
+    yield Row(
+        "the flight recorder after groups were left", "measured", {"bytes": float(len(record))}
+    )
 
 
 def _streams(device: torch.device) -> Row:
@@ -66,6 +82,7 @@ async def _joins(device: torch.device, backend: str) -> Row:
     settings = GroupSettings("127.0.0.1", "auto", _TIMEOUT_SECONDS, device, _BUCKET)
     payload = torch.ones(_BUCKET, dtype=torch.uint8, pin_memory=device.type == "cuda")
     before, most, times = _threads(), Counter[str](), defaultdict[str, float](float)
+    aborts: list[float] = []
 
     async def timed(name: str, step: Awaitable[None]) -> None:
         begin = time.perf_counter()
@@ -75,19 +92,21 @@ async def _joins(device: torch.device, backend: str) -> Row:
     for number in range(_GROUPS):
         end = GroupEnd(f"http://127.0.0.1:{9 + number}", 1, backend, settings)
         await timed("longest_join_seconds", end.join())
-        await timed("longest_send_seconds", end.send(lambda send: send(payload)))
+        for _ in range(_SENDS if number == _GROUPS - 1 else 1):
+            await timed("longest_send_seconds", end.send(lambda send: send(payload)))
         most |= _threads() - before
         await timed("longest_leave_seconds", end.leave())
-    figures = {"new_watchdogs": float(most[_WATCHDOG]), "new_threads": float(most.total()), **times}
+        aborts.append(wait_for_end_of_leaves(_TIMEOUT_SECONDS))
+    figures = {
+        "new_watchdogs": float(most[_WATCHDOG]),
+        "new_threads": float(most.total()),
+        **times,
+        "longest_abort_after_leave_seconds": max(aborts),
+    }
     facts = {"new": ", ".join(f"{count} {name}" for name, count in sorted(most.items()))}
-    holds = most[_WATCHDOG] == 0
-    return judged(
-        f"threads of {_GROUPS} joins over {backend}",
-        holds,
-        "no watchdog is started",
-        figures,
-        facts=facts,
-    )
+    holds = most[_WATCHDOG] == 0 and max(aborts) <= _MAX_LEAVE_SECONDS
+    bound = f"no watchdog is started, and groups are aborted within {_MAX_LEAVE_SECONDS:g} s"
+    return judged(f"threads of {_GROUPS} joins over {backend}", holds, bound, figures, facts=facts)
 
 
 def _threads() -> Counter[str]:

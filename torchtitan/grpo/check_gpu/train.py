@@ -26,7 +26,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.utils import get_peak_flops
 
 from torchtitan.grpo import strict_json
-from torchtitan.grpo.check_gpu.parts import make_pushed, median_ms, product_tflops
+from torchtitan.grpo.check_gpu.parts import device_of, make_pushed, median_ms, product_tflops
 from torchtitan.grpo.check_gpu.row import Row, Settings, judged
 from torchtitan.grpo.data.cost import flops_cost
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
@@ -59,7 +59,7 @@ _COPIES = ("copy", "memcpy", "memset", "chunk_cat", "fill")
 
 def run(settings: Settings) -> Iterator[Row]:
     """Yields two rows for each variant of steps, or with the check ``boundary`` one for each size."""
-    device = torch.device(settings.device)
+    device = device_of(settings)
     _join_alone(device)
     if settings.check == "boundary":
         for name in _SIZES if settings.on_gpu else ("0.6b",):
@@ -109,7 +109,7 @@ class Trained:
     """
 
     def __init__(self, settings: Settings, size: str, compiled: bool, checkpointing: str) -> None:
-        self.device = torch.device(settings.device)
+        self.device = device_of(settings)
         self.shape = shape = _SIZES[size] if settings.on_gpu else _SMALL
         num_rows, seq = (4, 2048) if settings.on_gpu else (2, 64)
         config = JobConfig()

@@ -120,9 +120,10 @@ def test_a_wrong_loss_is_noticed(monkeypatch):
 
 
 def test_joins_are_looked_at_for_watchdogs(rows_of):
-    of_joins, threads = rows_of("streams").values()
+    of_joins, threads, record = rows_of("streams").values()
     assert of_joins.status == "skipped"
     assert threads.status == "passed" and threads.figures["new_watchdogs"] == 0
+    assert record.figures["bytes"] > 0
     assert "pt_tcpstore" in threads.facts["new"]
 
 

@@ -16,6 +16,7 @@ from torchtitan.grpo import cli
 from torchtitan.grpo.check_gpu import command, owner, report, table
 from torchtitan.grpo.check_gpu.row import Row, RowsFile
 from torchtitan.grpo.check_gpu.table import CHECKS, Check
+from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.run_folder import source_commit
 
 # How checks end, each as the body of a module.
@@ -258,3 +259,17 @@ def test_nothing_imports_the_checks_before_they_run():
     imported = set(done.stdout.split())
     assert "torchtitan.grpo.check_gpu.table" in imported
     assert not imported & {check.module for check in CHECKS}
+
+
+@pytest.mark.parametrize("seconds", ["-5", "0", "0.5", "nan", "inf"])
+def test_a_budget_in_which_no_check_can_run_is_refused(make_check, capsys, seconds):
+    with pytest.raises(SystemExit):
+        command.main(["--budget-seconds", seconds], [make_check("fine")])
+    assert (
+        "--budget-seconds must be at least 1, which the shortest check" in capsys.readouterr().err
+    )
+
+
+def test_a_folder_that_cannot_be_made_is_named(make_check):
+    with pytest.raises(ConfigError, match="--output must be a folder that can be written"):
+        command.main(["--output", "/proc/x"], [make_check("fine")])
