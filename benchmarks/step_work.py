@@ -35,7 +35,8 @@ kernels reach (`step_work_parts/work.py`).
 
 It cannot tell how well a kernel does on its sizes, what the host spends in FSDP's and autograd's own
 code, waits of one stream for another, and memory. ``ok`` is true if MFU reaches the bound of each
-size, nothing costs more than torchtitan's own step and the loss on top, and the host waits once.
+size, the step fits by the estimate of ``--dry-run``, nothing costs more than torchtitan's own step and
+the loss on top, and the host waits once.
 """
 
 import argparse
@@ -87,13 +88,20 @@ CASES = {
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
-    parser.add_argument("--sizes", nargs="+", default=["0.6B", "1.7B", "8B"], choices=list(CASES))
-    parser.add_argument("--steps", nargs="+", default=["ours", "torchtitan", "trl"])
-    parser.add_argument("--rows", type=int, nargs="+", default=[4], help="rows of a rank")
-    parser.add_argument("--seq-len", type=int, default=2048)
-    parser.add_argument("--processes", type=int, default=2, help="cases counted at a time")
+    sizes, steps, rows = ["0.6B", "1.7B", "8B"], ["ours", "torchtitan", "trl"], range(1, 1025)
+    parser.add_argument(
+        "--sizes", nargs="+", default=sizes, choices=list(CASES), help="all but tiny"
+    )
+    parser.add_argument("--steps", nargs="+", default=steps, choices=steps, help="all")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[4], choices=rows, metavar="N", help="of a rank (4)"
+    )
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a row (2048)")
+    parser.add_argument("--processes", type=int, default=2, help="cases counted at a time (2)")
     parser.add_argument("--kernels", type=int, default=0, help="show the costliest kernels as well")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", help="after --: further settings, as of a run")
@@ -124,8 +132,11 @@ def count_case(
         write_model(Path(folder), case.sizes)
         arguments = [*case.arguments, "--model.hf_assets_path", folder, "--training.seq_len"]
         arguments += [str(seq_len), *overrides]
-        ledger, shape, num_kernels = count(step, arguments, case.sizes, num_rows)
-    return figures_of(ledger, shape) | {"generated_kernels": num_kernels}
+        counted = count(step, arguments, case.sizes, num_rows)
+    return figures_of(counted.ledger, counted.shape) | {
+        "generated_kernels": counted.num_kernels, "needed_gib": counted.needed_bytes / 2**30,
+        "available_gib": counted.available_bytes / 2**30,
+    }  # fmt: skip
 
 
 def figures_of(ledger: Any, shape: Any) -> dict[str, Any]:
@@ -182,6 +193,8 @@ def problems_of(size: str, steps: dict[str, dict[str, Any]]) -> list[str]:
     ours, found = steps["ours"], []
     if ours["mfu"] < CASES[size].bound:
         found.append(f"MFU {ours['mfu']:.3f} is below {CASES[size].bound}")
+    if ours["needed_gib"] > ours["available_gib"]:
+        found.append(f"{ours['needed_gib']:.1f} GiB do not fit into {ours['available_gib']:.1f}")
     if (waits := sum(ours["waits"].values())) != 1:
         found.append(f"the host waits {waits} times: {', '.join(ours['waits'])}")
     if titan := steps.get("torchtitan"):
@@ -230,6 +243,7 @@ def print_case(title: str, steps: dict[str, dict[str, Any]], num_kernels: int) -
         )
     first = next(iter(steps.values()))
     costly = sorted(first["parts"], key=lambda part: -first["parts"][part]["us_per_token"])[:3]
+    print(f"  estimated: {first['needed_gib']:.1f} of {first['available_gib']:.1f} GiB")
     print(
         f"  costliest: {', '.join(costly)}; the host waits at {', '.join(first['waits']) or 'nothing'}"
     )
@@ -261,9 +275,11 @@ def main() -> int:
         ok = ok and not problems
         for problem in problems:
             print(f"  FAIL {problem}")
-    print(
-        f"\n{'ok  ' if ok else 'FAIL'} MFU, work beside torchtitan's own step, and one wait a step"
+    compared = "torchtitan" in arguments.steps
+    beside = (
+        "work beside torchtitan's own step" if compared else "nothing beside torchtitan's own step"
     )
+    print(f"\n{'ok  ' if ok else 'FAIL'} MFU, memory, one wait a step, and {beside}")
     if arguments.json:
         print(json.dumps({"benchmark": "step_work", "ok": ok, "figures": figures}))
     return 0 if ok else 1

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -45,7 +45,11 @@ from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.guards import Guards
 from torchtitan.grpo.training.learner import Learner
-from torchtitan.grpo.training.memory_choice import ASSUMED_BYTES
+from torchtitan.grpo.training.memory_choice import (
+    ASSUMED_BYTES,
+    choose_kept,
+    microbatch_tokens,
+)
 from torchtitan.grpo.training.memory_estimate import (
     available_bytes,
     checkpoint_mode,
@@ -107,17 +111,22 @@ def shape_of(batch: TrainBatch, sizes: dict[str, Any]) -> Shape:
     return Shape(sizes, tuple(lengths), tuple(padded), int(rows.host_mask.sum()))
 
 
-def settle_kept(config: JobConfig, hf_model: HFModel) -> None:
-    """Chooses what is kept between microbatches as a run would on GPUs of 80 GB of its own."""
-    settings, training = config.parallelism, config.training
-    if settings.fsdp_between_microbatches == "auto":
-        shapes = parameter_shapes(config, hf_model)
-        memory = estimate_memory(config, shapes, hf_model.model_args, dist.get_world_size())
-        tokens = training.local_batch_size * training.seq_len
-        available = available_bytes(ASSUMED_BYTES, 0.0)
-        settings.fsdp_between_microbatches = memory.choose_kept(
-            checkpoint_mode(config), tokens, available
-        )
+def settle_kept(config: JobConfig, hf_model: HFModel, num_rows: int) -> tuple[int, int]:
+    """Chooses what is kept between microbatches as a run would on GPUs of 80 GB of its own.
+
+    Returns:
+        The bytes that a step with this many rows is estimated to need, and those that it may fill.
+    """
+    training = config.training
+    shapes = parameter_shapes(config, hf_model)
+    memory = estimate_memory(config, shapes, hf_model.model_args, dist.get_world_size())
+    available = available_bytes(ASSUMED_BYTES)
+    training.local_batch_size = min(training.local_batch_size, num_rows)
+    if config.parallelism.fsdp_between_microbatches == "auto":
+        kept = choose_kept(config, memory, available)
+        config.parallelism.fsdp_between_microbatches = kept
+    kept = config.parallelism.fsdp_between_microbatches
+    return memory.total(checkpoint_mode(config), microbatch_tokens(config), kept), available
 
 
 def make_dims(config: JobConfig) -> ParallelDims:
@@ -277,9 +286,25 @@ def counting(shape: Shape) -> Iterator[tuple[StepCounter, CompiledParts]]:
             hook.remove()
 
 
-def count(
-    step: str, arguments: list[str], sizes: dict[str, Any], num_rows: int
-) -> tuple[Ledger, Shape, int]:
+class Counted(NamedTuple):
+    """A step that was counted.
+
+    Attributes:
+        ledger: The work.
+        shape: Its sequences.
+        num_kernels: Number of kernels that inductor has generated.
+        needed_bytes: What the step is estimated to need of a GPU.
+        available_bytes: What it may fill of a GPU of 80 GB.
+    """
+
+    ledger: Ledger
+    shape: Shape
+    num_kernels: int
+    needed_bytes: int
+    available_bytes: int
+
+
+def count(step: str, arguments: list[str], sizes: dict[str, Any], num_rows: int) -> Counted:
     """Counts a step, after one that compiles and allocates.
 
     Args:
@@ -287,15 +312,12 @@ def count(
         arguments: The command line of the run, which names a TOML file.
         sizes: The keys of ``config.json``.
         num_rows: Rows of one rank.
-
-    Returns:
-        The work, the shape, and the number of kernels that inductor has generated.
     """
     config = load_config(arguments)
     hf_model = read_hf_model(config.model.hf_assets_path)
     hf_model.model_args.update_from_config(config)
     dims = make_dims(config)  # whose groups are real
-    settle_kept(config, hf_model)
+    memory = settle_kept(config, hf_model, num_rows)
     batch = make_batch(config, sizes["vocab_size"], num_rows)
     shape = shape_of(batch, sizes)
     with counting(shape) as (counter, compiled):
@@ -304,4 +326,4 @@ def count(
         counter.is_paused = False
         run()
         counter.is_paused = True
-    return counter.ledger, shape, compiled.num_kernels
+    return Counted(counter.ledger, shape, compiled.num_kernels, *memory)

@@ -89,19 +89,17 @@ def trained(arguments: dict, layout: dict[str, Any], kept: str) -> dict[str, Any
     result: dict[str, Any] = {"before": runner.forward(rows)[..., 0].tolist()}
     for _ in range(2):
         optimizer.zero_grad()
-        with runner.holding_weights(), Work() as work:
+        with Work() as work:
             runner.forward(rows)
+        result["forward_alone"] = dict(work.counts)
+        with Work() as work:
             runner.forward_backward(rows, loss)
-            runner.forward(rows)
         gradients = [whole(p.grad) for p in model.parameters() if p.grad is not None]
         result.setdefault("gradients", [g.flatten()[:50].tolist() for g in gradients])
         result.setdefault("norm", float(torch.stack([g.norm() for g in gradients]).norm()))
-        result["step"], result["state"] = dict(work.counts), state_of(model)
+        result["pass_alone"], result["state"] = dict(work.counts), state_of(model)
         optimizer.step()
     result["after"] = runner.forward(rows)[..., 0].tolist()
-    with Work() as work:
-        runner.forward_backward(rows, loss)
-    result["pass_alone"] = dict(work.counts)
     result["state_after_pass"] = state_of(model)
     return result
 

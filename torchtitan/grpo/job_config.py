@@ -155,7 +155,8 @@ class Parallelism(job_config.Parallelism):
     the training states and the activations, parameters first; ``--dry-run`` shows the figures. The
     gradients are equal up to the order in which they are added. Replicas (HSDP) sum their gradients
     once in any case. A batch that is streamed (``rollout.stream``) does all of this once for each of
-    its parts. Pipelines always keep both."""
+    its parts. Pipelines always keep both; ``fsdp_reshard_after_forward = "always"`` keeps no
+    parameters."""
 
 
 @dataclass

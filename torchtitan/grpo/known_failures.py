@@ -80,6 +80,8 @@ def _remedies(config: JobConfig, on_gpu: bool) -> Iterator[str]:
         yield f"{key} below {rows}, with the same result"
     if config.parallelism.pipeline_parallel_degree > 1:
         yield from _pipeline_remedies(config)
+    elif (kept := config.parallelism.fsdp_between_microbatches) != "free":
+        yield f"parallelism.fsdp_between_microbatches = 'free' (it is {kept!r})"
     if config.activation_checkpoint.mode != "full":
         yield f"activation_checkpoint.mode = 'full' (it is {config.activation_checkpoint.mode!r})"
     if grpo.logprob_keep_logits:

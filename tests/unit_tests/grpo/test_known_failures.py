@@ -38,7 +38,10 @@ def test_memory_that_the_host_cannot_give_names_what_needs_less(config):
         "Rank 0 ran out of host memory when 3.36e+07 GiB were asked for. It trains on "
         "training.local_batch_size = 4 rows of training.seq_len = 2048 tokens at a time."
     )
-    for setting in ("local_batch_size below 4", "activation_checkpoint.mode = 'full'", "seq_len"):
+    for setting in (
+        "local_batch_size below 4", "activation_checkpoint.mode = 'full'", "seq_len",
+        "parallelism.fsdp_between_microbatches = 'free' (it is 'auto')",
+    ):  # fmt: skip
         assert setting in found
     assert "ref_model_offload" not in found  # it has no effect on CPU
     assert "\n" not in found

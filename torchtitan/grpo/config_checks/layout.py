@@ -105,15 +105,20 @@ def _expert_degree_problems(settings: Parallelism, shard: int) -> Iterator[str]:
 
 def _between_microbatches_problems(settings: Parallelism) -> Iterator[str]:
     kept: str = settings.fsdp_between_microbatches  # pyright: ignore[reportAttributeAccessIssue]
-    if settings.pipeline_parallel_degree > 1 and kept not in ("auto", "keep_all"):
-        yield (
-            "parallelism.fsdp_between_microbatches must be 'auto' or 'keep_all' with a pipeline, "
-            f"got {kept!r}: pipelines gather parameters and reduce gradients once a step."
-        )
-    elif kept.startswith("keep_") and settings.fsdp_reshard_after_forward == "always":
+    frees = settings.fsdp_reshard_after_forward == "always"
+    if kept.startswith("keep_") and frees:
         yield (
             f"parallelism.fsdp_between_microbatches = {kept!r} keeps the parameters that "
             "parallelism.fsdp_reshard_after_forward = 'always' frees. Leave one of them out."
+        )
+    elif settings.pipeline_parallel_degree > 1 and kept not in (
+        "auto",
+        "free" if frees else "keep_all",
+    ):
+        yield (
+            "parallelism.fsdp_between_microbatches must be 'auto' or 'keep_all' with a pipeline, "
+            f"got {kept!r}: pipelines gather parameters and reduce gradients once a step. To free "
+            "parameters after each forward pass, set parallelism.fsdp_reshard_after_forward = 'always'."
         )
 
 
@@ -197,6 +202,11 @@ def _checkpoint_problems(config: JobConfig) -> Iterator[str]:
         yield (
             "activation_checkpoint.mode = 'memory_budget' is a feature of the compiler and needs "
             "compile.enable = true and 'model' in compile.components."
+        )
+    if checkpoint.mode == "memory_budget" and not 0 <= checkpoint.memory_budget <= 1:
+        yield (
+            "activation_checkpoint.memory_budget must be between 0 (everything is computed again) and "
+            f"1 (nothing is), got {checkpoint.memory_budget:g}."
         )
 
 

@@ -55,7 +55,14 @@ def parse_arguments(arguments: list[str]) -> tuple[ServerSpec, str | None]:
 
     Unknown arguments are passed to the server.
     """
-    parser = _Parser(prog="torchtitan-grpo serve", description=__doc__, allow_abbrev=False)
+    parser = _Parser(
+        prog="torchtitan-grpo serve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Further arguments of the embedded server are listed by `python -m "
+        "torchtitan.grpo.inference.embedded --help`; those of vLLM and SGLang are their own.",
+        allow_abbrev=False,
+    )
     parser.add_argument("kind", choices=list(KINDS))
     parser.add_argument("model_path", help="Hugging Face directory")
     parser.add_argument("--python", help="the server's interpreter")

@@ -169,7 +169,12 @@ def _triton_kernels():
         )
         logits = torch.zeros(1, 16, device="cuda")
         softmax_kernels.sum_slice(logits, 0, ids, 1.0, True, row, row, row, row[None], row)
-        softmax_kernels.write_grads(logits, 0, ids, 1.0, row, row, row, row[None], logits)
+        # As a training step calls it with entropy's gradient, and without.
+        for slope, out in ((row, logits), (None, logits.bfloat16())):
+            softmax_kernels.write_grads(logits, 0, ids, 1.0, row, row, slope, row[None], out)
+        torch.cuda.synchronize()  # a fault belongs here, and not to a later operation
+    except torch.OutOfMemoryError:
+        raise
     # Triton has no error of its own for a missing compiler, or a device that it does not know.
     except Exception as error:
         logger.warning(

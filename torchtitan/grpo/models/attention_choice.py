@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools.logging import logger
@@ -91,7 +92,8 @@ def varlen_problem(config: JobConfig, head_dim: int | None = None) -> str | None
 def try_packed_attention(config: JobConfig, device: torch.device, head_dim: int) -> None:
     """Tries the kernel that a run will use, so that ``auto`` chooses one that works; logs the choice.
 
-    Only kernels of CUDA are tried. Every process tries once, before it builds its model.
+    Only kernels of CUDA are tried. Every process tries once, before it builds its model. Collective
+    over all ranks, if there are several.
 
     Args:
         config: Configuration of the run.
@@ -103,7 +105,7 @@ def try_packed_attention(config: JobConfig, device: torch.device, head_dim: int)
     """
     dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
     kind = choose_packed_attention(config, device.type, head_dim)
-    while device.type == "cuda" and (failure := failure_of(kind, device, dtype, head_dim)):
+    while device.type == "cuda" and (failure := _failure_anywhere(kind, device, dtype, head_dim)):
         _failed[kind] = failure
         if kind == "sdpa":
             logger.warning(
@@ -119,6 +121,19 @@ def try_packed_attention(config: JobConfig, device: torch.device, head_dim: int)
         failed, kind = kind, choose_packed_attention(config, device.type, head_dim)
         logger.warning(f"Packed attention: {kind} is used, because {failed} fails: {failure}")
     logger.info(f"Packed attention: {kind}")
+
+
+def _failure_anywhere(
+    kind: PackedAttentionKind, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> str | None:
+    """Returns how attention fails on this rank or another one; all ranks must take the same kernel."""
+    failure = failure_of(kind, device, dtype, head_dim)
+    if dist.is_initialized():
+        has_failed = torch.tensor(int(failure is not None), device=device)
+        dist.all_reduce(has_failed, dist.ReduceOp.MAX)
+        if failure is None and has_failed.item():
+            return "It fails on another rank, whose log says how."
+    return failure
 
 
 def failure_of(
@@ -165,7 +180,8 @@ def _with_gradients(
     """Returns the output of packed attention, and the gradients of queries, keys and values."""
     lengths = torch.tensor(_TRIED_LENGTHS[0] + _TRIED_LENGTHS[1])
     ids = torch.arange(len(lengths)).repeat_interleave(lengths).view(2, -1)
-    mask = packed_mask(ids.to(inputs[0].device), kind)
+    # Compiled blocks get borders of a fixed number, most of them of nothing, and a greater length.
+    mask = packed_mask(ids.to(inputs[0].device), kind, compiled=kind == "varlen")
     # In upstream's order of dimensions, whose strides the kernels get.
     q, k, v = (t.transpose(1, 2).contiguous().requires_grad_() for t in inputs)
     heads = (t.transpose(1, 2) for t in (q, k, v))

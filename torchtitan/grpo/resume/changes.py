@@ -34,6 +34,8 @@ class Change:
         """Returns the change and what becomes of it in one line."""
         if self.key == "training.steps":
             effect = f"takes effect: the run ends after step {self.new}"
+        elif self.key.startswith("parallelism.fsdp_"):  # when FSDP gathers, and not its shards
+            effect = f"takes effect from step {next_step}"
         elif self.key.startswith("parallelism.") or self.key == RANKS:
             effect = "takes effect: the checkpoint is laid out anew"
         else:

@@ -104,8 +104,7 @@ class Learner:
             scale = gradient.scale_of(batch)
             if scale:
                 (minibatch,) = self._score(batch)
-                with self.runner.holding_weights():
-                    self._add_gradient(minibatch.scored(), gradient.totals, scale)
+                self._add_gradient(minibatch.scored(), gradient.totals, scale)
             if batch.part.ends_batch:
                 return self._finish_parts(gradient, step)
             batch = next_part()
@@ -143,12 +142,11 @@ class Learner:
         old = [minibatch.old for minibatch in minibatches if minibatch.old is not None]
         ref = [minibatch.ref for minibatch in minibatches if minibatch.ref is not None]
         totals = self._new_totals()
-        with self.runner.holding_weights():
-            scored = minibatches[index].scored()
-            self.optimizers.zero_grad()
-            self._add_gradient(scored, totals, waiting=[*old, *ref])
-            for job in old:
-                job.finish()  # with the weights of now
+        scored = minibatches[index].scored()
+        self.optimizers.zero_grad()
+        self._add_gradient(scored, totals, waiting=[*old, *ref])
+        for job in old:
+            job.finish()  # with the weights of now
         return self._apply_gradient(step, learned, totals)
 
     def _add_gradient(

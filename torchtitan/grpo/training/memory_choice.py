@@ -25,6 +25,7 @@ from torchtitan.grpo.training.memory_estimate import (
 from torchtitan.grpo.training.weights_check import parameter_shapes
 
 _MIB, _GIB = 1024**2, 1024**3
+_NARROW = 0.95  # part of the available memory from which on the error of the estimate counts
 ASSUMED_BYTES = 79 * _GIB
 """What CUDA reports for a GPU of 80 GB. A dry run without a GPU assumes it."""
 
@@ -47,9 +48,9 @@ def resolve_kept(config: JobConfig, model: HFModel, device: torch.device) -> Non
     dist.all_reduce(device_bytes, dist.ReduceOp.MIN)
     memory = _estimate(config, model, dist.get_world_size())
     available = available_bytes(int(device_bytes), _servers_share(config))
-    settings.fsdp_between_microbatches = kept = _choose(config, memory, available)
+    settings.fsdp_between_microbatches = kept = choose_kept(config, memory, available)
     if dist.get_rank() == 0:
-        needed = memory.total(checkpoint_mode(config), _microbatch_tokens(config), kept)
+        needed = memory.total(checkpoint_mode(config), microbatch_tokens(config), kept)
         logger.info(
             f"Between microbatches: {kept} (parallelism.fsdp_between_microbatches = 'auto'); a "
             f"training step is estimated to need {_text(needed)} of {_text(available)}"
@@ -68,38 +69,45 @@ def describe_memory(config: JobConfig, model: HFModel, num_ranks: int) -> Iterat
     device_bytes = _device_bytes(torch.device("cuda", 0)) if has_gpu else ASSUMED_BYTES
     available = available_bytes(device_bytes, _servers_share(config))
     memory = _estimate(config, model, num_ranks)
-    mode, tokens = checkpoint_mode(config), _microbatch_tokens(config)
+    mode, tokens = checkpoint_mode(config), microbatch_tokens(config)
     asked = config.parallelism.fsdp_between_microbatches
-    kept: Kept = _choose(config, memory, available) if asked == "auto" else asked
+    kept: Kept = choose_kept(config, memory, available) if asked == "auto" else asked
     of_what = (
         "this GPU" if has_gpu else "a GPU of 80 GB, which is assumed because there is none here"
     )
     yield f"{_text(available)} of {of_what} are available to the step, the rest is reserved"
     reference = f", reference {_text(memory.reference)}" if memory.reference else ""
+    whole = f", whole parameters {_text(memory.whole_parameters)}" if memory.always_whole else ""
     yield (
         f"parameters {_text(memory.parameters)}, gradients {_text(memory.gradients)}, optimizer "
-        f"{_text(memory.optimizer)}{reference}, buffers {_text(memory.working)}"
+        f"{_text(memory.optimizer)}{reference}{whole}, buffers {_text(memory.working)}"
     )
     yield (
         f"between microbatches (parallelism.fsdp_between_microbatches = {asked!r}): {kept}; "
         f"keep_parameters adds {_text(memory.kept('keep_parameters'))} to the peak, keep_all "
         f"{_text(memory.kept('keep_all'))}"
     )
+    # The most tokens are those with which `auto` keeps the least.
+    least: Kept = choose_kept(config, memory, 0) if asked == "auto" else asked
     for name in CHECKPOINTING:
         option = config.activation_checkpoint.selective_ac_option
         label = f"{name} ({option})" if name == "selective" else name
         again = memory.recomputed[name]
         yield (
             f"activation_checkpoint.mode {label}: {memory.per_token[name] / 1024:.1f} KiB a token, "
-            f"microbatches of at most {memory.largest_microbatch(name, kept, available):,} tokens, "
+            f"microbatches of at most {memory.largest_microbatch(name, least, available):,} tokens, "
             + (f"{100 * again:.0f} % more FLOPs" if again else "nothing is recomputed")
         )
     needed = memory.total(mode, tokens, kept)
     fits = "fit" if needed <= available else "do NOT fit"
+    if _NARROW * available < needed <= available:
+        fits = "fit narrowly: the estimate may be wrong by a tenth"
+    configured = f"mode = {config.activation_checkpoint.mode!r}"
+    if mode != config.activation_checkpoint.mode:
+        configured += f" (estimated as {mode!r}, which needs the most)"
     yield (
         f"configured: {tokens:,} tokens in a microbatch (rows of training.seq_len = "
-        f"{config.training.seq_len}) and mode = {config.activation_checkpoint.mode!r} need "
-        f"{_text(needed)}, which {fits}"
+        f"{config.training.seq_len}) and {configured} need {_text(needed)}, which {fits}"
     )
 
 
@@ -107,15 +115,23 @@ def _estimate(config: JobConfig, model: HFModel, num_ranks: int) -> TrainingMemo
     return estimate_memory(config, parameter_shapes(config, model), model.model_args, num_ranks)
 
 
-def _choose(config: JobConfig, memory: TrainingMemory, available: int) -> Kept:
-    if config.parallelism.pipeline_parallel_degree > 1:
-        return "keep_all"  # pipelines know nothing else
+def choose_kept(config: JobConfig, memory: TrainingMemory, available: int) -> Kept:
+    """Returns what ``auto`` keeps between microbatches.
+
+    Args:
+        config: Configuration of the run.
+        memory: The estimate for it.
+        available: Bytes that a training step may fill.
+    """
     if config.parallelism.fsdp_reshard_after_forward == "always":
         return "free"
-    return memory.choose_kept(checkpoint_mode(config), _microbatch_tokens(config), available)
+    if config.parallelism.pipeline_parallel_degree > 1:
+        return "keep_all"
+    return memory.choose_kept(checkpoint_mode(config), microbatch_tokens(config), available)
 
 
-def _microbatch_tokens(config: JobConfig) -> int:
+def microbatch_tokens(config: JobConfig) -> int:
+    """Returns the number of tokens of a microbatch, with padding."""
     settings, training = config.parallelism, config.training
     rows = training.local_batch_size
     if settings.pipeline_parallel_degree > 1:

@@ -10,7 +10,8 @@ q, key width k, feed-forward width f and bytes b of ``training.mixed_precision_p
 for each token
 
     none        b * (4h + 3q + 3k + 4f + 2 * head_dim), the last for the rotary embedding
-    op          b * (2h + 2q + k + f): every second matrix product, the attention's output and the input
+    op          b * (2h + 2q + k + f): every second matrix product, the attention's output and the input;
+                with biases of queries, keys and values b * (2h + q + f)
     full        b * h, its input
 
 Without norms of queries and keys, one q and one k are left out. Experts count with the tokens that
@@ -49,6 +50,7 @@ class BlockSizes:
         hidden: Width of the feed-forward; with experts, that of all experts of a token together.
         copies: How many experts receive a copy of each token; 1 without experts.
         has_qk_norm: Whether queries and keys are normalized.
+        has_biases: Whether queries, keys and values have biases.
     """
 
     dim: int
@@ -58,6 +60,7 @@ class BlockSizes:
     hidden: int
     copies: int = 1
     has_qk_norm: bool = False
+    has_biases: bool = False
 
     @classmethod
     def of(cls, args: Any) -> "BlockSizes":
@@ -72,6 +75,7 @@ class BlockSizes:
             hidden=copies * args.moe_inter_dim if has_experts else args.hidden_dim,
             copies=copies,
             has_qk_norm=args.qk_norm,
+            has_biases=getattr(args, "qkv_bias", False),
         )
 
     def kept_channels(self, mode: str) -> float:
@@ -88,13 +92,22 @@ class BlockSizes:
             return self.dim
         # The sum of 32 bits that a norm or the attention keeps for each head is left out.
         if mode == "op":
-            # Products of experts are not among the operations that upstream keeps.
-            products = 0 if self.copies > 1 else self.dim + self.hidden
-            return self.dim + 2 * self.heads + self.kv_heads + products
+            widths = {"wq": self.heads, "wv": self.kv_heads, "wo": self.dim, "w2": self.dim}
+            kept = sum(widths.get(name, self.hidden) for name in self._kept_products())
+            return self.dim + self.heads + kept
         norms = self.heads + self.kv_heads if self.has_qk_norm else 0
         attention = 2 * self.heads + 2 * self.kv_heads + 2 * self.head_dim + norms
         experts = 2 * self.copies * self.dim if self.copies > 1 else 0
         return 4 * self.dim + attention + experts + 4 * self.hidden
+
+    def _kept_products(self) -> tuple[str, ...]:
+        """Returns the products that selective checkpointing by operation keeps: every second one.
+
+        Upstream counts neither those of experts nor those to which a bias is added.
+        """
+        if self.has_biases:
+            return ("wo",) if self.copies > 1 else ("wo", "w3")
+        return ("wq", "wv") if self.copies > 1 else ("wq", "wv", "w1", "w2")
 
     def products(self) -> dict[str, int]:
         """Returns the multiplications of a token with each kind of weight."""
@@ -114,7 +127,7 @@ class BlockSizes:
         if mode.isdigit():
             return self.recomputed("full") / max(int(mode), 1)
         if mode == "op":
-            kept = ("wq", "wv") if self.copies > 1 else ("wq", "wv", "w1", "w2")
+            kept = self._kept_products()
             return sum(number for name, number in products.items() if name not in kept)
         return sum(products.values()) if mode == "full" else 0.0
 
@@ -236,12 +249,21 @@ def estimate_memory(
         reference=shards * stored * stays,
         whole_parameters=(whole * computed + forward_only) * is_wrapped,
         whole_gradients=trained_whole * _FP32 * is_wrapped,
-        working=sum(groups) * (2 * computed + _FP32) + _head_bytes(config, shapes, layout),
-        always_whole=layout.shards == 1 or config.parallelism.pipeline_parallel_degree > 1,
+        working=sum(groups) * (2 * computed + _FP32)
+        + _head_bytes(config, shapes, layout)
+        + _mask_bytes(config, computed),
+        always_whole=_keeps_whole(config, layout),
         adds_to_shards=config.rollout.stream,
         per_token=_per_token(config, BlockSizes.of(args), stage, layout),
         recomputed=_recomputed(config, BlockSizes.of(args), args),
     )
+
+
+def _keeps_whole(config: JobConfig, layout: "_Layout") -> bool:
+    """Returns whether all parameters are whole at the end of a forward pass, whatever is kept."""
+    reshards = config.parallelism.fsdp_reshard_after_forward
+    has_pipeline = config.parallelism.pipeline_parallel_degree > 1
+    return layout.shards == 1 or reshards == "never" or (has_pipeline and reshards != "always")
 
 
 class _Layout:
@@ -311,6 +333,16 @@ def _head_bytes(config: JobConfig, shapes: Mapping[str, tuple[int, ...]], layout
     """Returns the memory of the output layer: three slices of logits in float32."""
     vocab = max(math.prod(shape) // shape[-1] for n, shape in shapes.items() if "embed" in n)
     return 3 * _FP32 * config.grpo.logprob_chunk_tokens * vocab // layout.tensor
+
+
+def _mask_bytes(config: JobConfig, itemsize: int) -> int:
+    """Returns the memory of a dense mask, and of what attention adds to its scores in its place."""
+    if config.grpo.packed_attention != "sdpa":  # `auto` takes it on GPUs for short rows alone
+        return 0
+    settings, rows = config.parallelism, config.training.local_batch_size
+    if settings.pipeline_parallel_degree > 1:
+        rows = settings.pipeline_parallel_microbatch_size
+    return (1 + itemsize) * rows * config.training.seq_len**2
 
 
 def _per_token(

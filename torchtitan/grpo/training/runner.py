@@ -9,8 +9,7 @@ and data parallelism are inside the model. Only pipelines need another runner, w
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,15 +67,6 @@ class ModelRunner(ForwardRunner):
                 first. Only a pipeline has such time.
         """
 
-    @contextmanager
-    def holding_weights(self) -> Iterator[None]:
-        """Promises that the weights do not change inside the context.
-
-        A runner may then use gathered parameters for several passes. After the context, no gathered
-        parameter is left, so that what reads or changes the weights finds the shards.
-        """
-        yield
-
     def take_metrics(self) -> dict[str, float]:
         """Returns metrics of the passes since the last call. Only a pipeline has any."""
         return {}
@@ -96,7 +86,6 @@ class WholeModelRunner(ModelRunner):
     def __init__(self, model: nn.Module, rows_at_once: int, kept: Kept = "free") -> None:
         self.model, self.rows_at_once = model, rows_at_once
         self._between = BetweenMicrobatches(model, kept)
-        self._holds_weights = False
 
     def forward(self, rows: TrainRows) -> torch.Tensor:
         with torch.no_grad():
@@ -104,7 +93,7 @@ class WholeModelRunner(ModelRunner):
                 self.model(part.tokens, **model_inputs(part))
                 for part in rows.microbatches(self.rows_at_once)
             ]
-        self._end_pass()
+        self._between.forget_parameters()
         return torch.cat(outputs)
 
     def forward_backward(
@@ -118,20 +107,7 @@ class WholeModelRunner(ModelRunner):
             self._between.before_backward(is_last=end == rows.num_rows)
             part_loss.backward()
             begin = end
-        self._end_pass()
-
-    @contextmanager
-    def holding_weights(self) -> Iterator[None]:
-        self._holds_weights = True
-        try:
-            yield
-        finally:
-            self._holds_weights = False
-            self._end_pass()
-
-    def _end_pass(self) -> None:
-        if not (self._holds_weights and self._between.keeps_parameters):
-            self._between.forget_parameters()
+        self._between.forget_parameters()
 
 
 def model_inputs(rows: TrainRows, *, trains: bool = False) -> dict[str, Any]:

@@ -4,8 +4,10 @@
 """Model FLOPs utilization (https://arxiv.org/abs/2204.02311): how much of the hardware a step uses."""
 
 import json
+from collections.abc import Sequence
 
 from torchtitan.grpo.data.cost import flops_cost
+from torchtitan.grpo.data.rows import Sample
 from torchtitan.grpo.data.step_plan import StepPlan
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
@@ -46,8 +48,8 @@ class Utilization:
         grpo = config.grpo
         further = scores_old_policy(grpo) + (grpo.kl_coef > 0)
         trained = _TRAINING_FROZEN if config.lora.rank else _TRAINING
-        self._weight_passes = grpo.num_epochs * trained + further * _FORWARD
-        self._attention_passes = grpo.num_epochs * _TRAINING + further * _FORWARD
+        self._num_epochs, self._num_forward = grpo.num_epochs, further * _FORWARD
+        self._weight_passes = trained
         self._flops = 0.0
 
     def add(self, plan: StepPlan, *, begins_batch: bool) -> None:
@@ -60,14 +62,34 @@ class Utilization:
         """
         if begins_batch:
             self._flops = 0.0
-        lengths = [sequence.num_tokens for sequence in plan.sequences]
-        num_tokens, num_scored = sum(lengths), sum(plan.minibatch_tokens)
-        forward = self._cost.per_token / _TRAINING
-        weights = forward * num_tokens - self._head * (num_tokens - num_scored)
+        num_scored, trained = sum(plan.minibatch_tokens), _trained_sequences(plan)
+        weights, attention = self._forward(plan.sequences, num_scored)
+        self._flops += self._num_forward * (weights + attention)
+        weights, attention = self._forward(trained, num_scored)
+        step = self._weight_passes * weights + _TRAINING * attention
+        self._flops += self._num_epochs * step
+
+    def _forward(self, sequences: Sequence[Sample], num_scored: int) -> tuple[float, float]:
+        """Returns the FLOPs of a forward pass with weights, and in attention."""
+        lengths = [sequence.num_tokens for sequence in sequences]
+        per_token = self._cost.per_token / _TRAINING
+        weights = per_token * sum(lengths) - self._head * (sum(lengths) - num_scored)
         pairs = sum(length * (length + 1) / 2 for length in lengths)
-        attention = self._cost.per_pair / _TRAINING * pairs
-        self._flops += self._weight_passes * weights + self._attention_passes * attention
+        return weights, self._cost.per_pair / _TRAINING * pairs
 
     def metrics(self, step_seconds: float) -> dict[str, float]:
         """Returns ``time/mfu`` of a step with this duration."""
         return {"time/mfu": self._flops / (step_seconds * self._peak)}
+
+
+def _trained_sequences(plan: StepPlan) -> list[Sample]:
+    """Returns the sequences of all minibatches but those that have nothing to learn from."""
+    found = []
+    for rows in plan.layout:
+        per_minibatch = len(rows) // plan.num_minibatches
+        for index, num_tokens in enumerate(plan.minibatch_tokens):
+            if num_tokens:
+                begin = index * per_minibatch
+                members = rows[begin : begin + per_minibatch]
+                found += [plan.sequences[member] for row in members for member in row]
+    return found

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from torchtitan.grpo.job_config import JobConfig
@@ -222,3 +223,18 @@ def test_missing_memory_is_no_failure_of_the_kernel(kernel):
     kernel(runs_out)
     with pytest.raises(torch.OutOfMemoryError):
         failure_of("varlen", CPU, torch.bfloat16, 64)
+
+
+def test_all_ranks_replace_a_kernel_that_fails_on_one_of_them(tried, log, monkeypatch):
+    kinds = tried()
+
+    def of_all_ranks(has_failed: torch.Tensor, op: dist.ReduceOp) -> None:
+        assert op == dist.ReduceOp.MAX
+        has_failed.fill_(int(kinds[-1] == "varlen"))
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_reduce", of_all_ranks)
+    monkeypatch.setattr(torch, "tensor", lambda value, device: torch.zeros(1))
+    try_packed_attention(settings(seq_len=4096), CUDA, 128)
+    assert kinds == ["varlen", "flex"]
+    assert "flex is used, because varlen fails: It fails on another rank" in log[0]

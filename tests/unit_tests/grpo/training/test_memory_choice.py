@@ -3,6 +3,8 @@
 
 """What is kept between microbatches is chosen by all ranks alike, and a dry run shows it."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -40,7 +42,13 @@ def test_the_smallest_device_decides(case, monkeypatch):
     assert resolved(case, monkeypatch, 1000) == "free"
     assert resolved(case, monkeypatch, 1000, num_ranks=1) == "keep_all", "it adds nothing there"
     assert resolved(case, monkeypatch, 2**33, fsdp_reshard_after_forward="always") == "free"
-    assert resolved(case, monkeypatch, 1000, pipeline_parallel_degree=2) == "keep_all"
+    always = {"fsdp_reshard_after_forward": "always", "pipeline_parallel_degree": 2}
+    assert resolved(case, monkeypatch, 2**33, **always) == "free"
+    config, _ = case
+    monkeypatch.setenv("WORLD_SIZE", "8")  # what was resolved is what a run's folder holds
+    assert not any("fsdp_between" in problem for problem in layout_problems(config))
+    always["fsdp_reshard_after_forward"] = "default"
+    assert resolved(case, monkeypatch, 1000, **always) == "keep_all"
 
 
 def test_servers_on_the_training_gpus_take_their_part(case, monkeypatch):
@@ -68,11 +76,54 @@ def test_a_dry_run_shows_what_fits_and_what_it_costs(case):
     assert "do NOT fit" in "\n".join(describe_memory(config, model, num_ranks=8))
 
 
+def most_tokens(config, model) -> int:
+    (line,) = (
+        x
+        for x in describe_memory(config, model, 8)
+        if x.startswith("activation_checkpoint.mode none")
+    )
+    return int(re.search(r"at most ([\d,]+) tokens", line)[1].replace(",", ""))
+
+
+def test_the_most_tokens_that_are_shown_fit_and_no_more_do(case, monkeypatch):
+    """Also where `auto` keeps less for them than it does for the microbatches of now."""
+    config, model = case
+    config.activation_checkpoint.mode = "none"
+    monkeypatch.setattr(memory_choice, "ASSUMED_BYTES", 64 * 1024**2)
+    most = most_tokens(config, model)
+    for tokens, fits in ((most, True), (most + 1, False)):
+        config.training.local_batch_size, config.training.seq_len = 1, tokens
+        assert ("do NOT fit" in "\n".join(describe_memory(config, model, 8))) is not fits
+
+
+def test_an_estimate_that_fits_narrowly_and_one_of_another_mode_say_so(case, monkeypatch):
+    config, model = case
+    config.activation_checkpoint.mode = "none"
+    monkeypatch.setattr(memory_choice, "ASSUMED_BYTES", 64 * 1024**2)
+    config.training.local_batch_size, config.training.seq_len = 1, most_tokens(config, model)
+    assert "which fit narrowly" in "\n".join(describe_memory(config, model, 8))
+    config.activation_checkpoint.mode = "memory_budget"
+    lines = "\n".join(describe_memory(config, model, 8))
+    assert "mode = 'memory_budget' (estimated as 'none', which needs the most)" in lines
+
+
+def test_a_dense_mask_takes_memory(case):
+    config, model = case
+    config.training.seq_len, config.training.local_batch_size = 4096, 2
+    fixed = memory_choice._estimate(config, model, 8).fixed("free")
+    config.grpo.packed_attention = "sdpa"
+    assert memory_choice._estimate(config, model, 8).fixed("free") - fixed >= 2 * 2 * 4096**2
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
         ({"fsdp_reshard_after_forward": "always"}, "fsdp_reshard_after_forward = 'always' frees"),
         ({"pipeline_parallel_degree": 2}, "must be 'auto' or 'keep_all' with a pipeline"),
+        (
+            {"pipeline_parallel_degree": 2, "fsdp_reshard_after_forward": "always"},
+            "fsdp_reshard_after_forward = 'always' frees",
+        ),
     ],
 )
 def test_settings_that_contradict_are_refused(case, settings, problem, monkeypatch):

@@ -114,7 +114,7 @@ def record_caches(monkeypatch) -> list:
     return caches
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
 @pytest.mark.parametrize(
     ("mode", "option"), [("none", "op"), ("full", "op"), ("selective", "2"), ("selective", "op")]
 )
@@ -158,6 +158,9 @@ def test_states_are_counted_by_hand(make_model):
     assert one.kept("keep_all") == 0
     assert eight.kept("keep_parameters") == 2 * number
     assert eight.kept("keep_all") == 2 * number + 4 * number - eight.gradients
+    never = estimate(folder, 8, parallelism__fsdp_reshard_after_forward="never")
+    assert never.fixed("free") == eight.fixed("keep_parameters")
+    assert never.kept("keep_parameters") == 0
     tensor = estimate(folder, 2, parallelism__tensor_parallel_degree=2)
     matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)
     assert tensor.parameters == 4 * (matrices // 2 + number - matrices)

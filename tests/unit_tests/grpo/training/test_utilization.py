@@ -3,6 +3,7 @@
 
 """The utilization of the devices counts the work of the model, and nothing else."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -73,6 +74,30 @@ def test_forward_passes_epochs_and_frozen_weights_count_as_they_are(measured):
     assert measured(grpo__num_epochs=2) == 7 * forward  # and the old policy's forward pass
     assert measured(grpo__num_epochs=2, grpo__old_policy="sampling") == 6 * forward
     assert measured(lora__rank=4) == 2 * WEIGHT_FLOPS + 3 * ATTENTION_FLOPS
+
+
+def test_a_minibatch_that_is_skipped_counts_for_the_forward_passes_alone(make_model):
+    _, folder = make_model("llama", **SIZES)
+    config, groups = JobConfig(), []
+    config.grpo.num_minibatches, config.grpo.kl_coef = 2, 0.1
+    for number in range(2):
+        rollouts = tuple(rollout(float(i), length) for i, length in enumerate(LENGTHS))
+        groups.append(RolloutGroup(number, "a", rollouts, f"u{number}"))
+    plan = plan_step(
+        groups, config.grpo, version=0, num_ranks=1, row_len=16, local_batch_size=1,
+        max_new_tokens=8, balance=True, cost=token_cost, row_bucket=1,
+    )  # fmt: skip
+    utilization = Utilization(config, read_hf_model(folder), num_ranks=1, peak_flops=1.0)
+
+    def counted(minibatch_tokens: list[int]) -> float:
+        utilization.add(replace(plan, minibatch_tokens=minibatch_tokens), begins_batch=True)
+        return utilization.metrics(step_seconds=1.0)["time/mfu"]
+
+    whole, tokens = counted(plan.minibatch_tokens), sum(plan.minibatch_tokens)
+    # The same scored tokens, so that only the sequences differ: 3 of 5 passes over one half are left out.
+    assert counted([tokens, 0]) < whole
+    of_both = WEIGHT_FLOPS - 2 * 61 * 48 * sum(LENGTHS) + ATTENTION_FLOPS
+    assert whole - counted([tokens, 0]) == pytest.approx(3 * of_both, rel=0.2)
 
 
 def test_the_peak_is_that_of_the_named_device_and_a_cpu_has_none(make_model, monkeypatch):

@@ -61,13 +61,14 @@ TIME = Section(
             "layers, H the channels of all heads, and P the pairs of a query and a key, causal and within sequences. "
             "Each epoch counts as 3 forward passes (with LoRA, 2 in the products with weights), and the passes of the "
             "old policy and of the reference as 1 each. Padding and recomputation do not count. The step includes "
-            "waiting for rollouts. Absent on CPU.",
-            "0.3 to 0.5 of the time that is not `time/wait_data_fraction`",
+            "waiting for rollouts. Absent on CPU. The peak of an H100 SXM is 989 TFLOP/s; for a GPU that it does not "
+            "know, torchtitan takes that of an A100 (312 TFLOP/s) and warns.",
+            "0.3 to 0.5, after division by 1 - `time/wait_data_fraction`; less for models below 1 B parameters",
             "Fill microbatches (`training.local_batch_size`), set `compile.enable`, and choose the cheapest "
             "`activation_checkpoint.mode` that fits; `--dry-run` shows what fits.",
         ),
         Metric(
-            "memory/peak_gib", "GiB", "Peak reserved device memory on rank 0 during the step; 0 on CPU.",
+            "memory/peak_gib", "GiB", "Peak reserved device memory on rank 0 during the step; on CPU, the process's peak in host memory.",
             "at least a tenth below the device's memory", "Lower `training.local_batch_size` or `training.seq_len`.",
         ),
         Metric(
