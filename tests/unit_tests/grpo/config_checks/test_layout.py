@@ -71,7 +71,7 @@ def configured(*settings: str) -> JobConfig:
         ),
         (
             1,
-            ["activation_checkpoint.mode=memory_budget", "activation_checkpoint.memory_budget=7"],
+            ["compile.enable=true", "activation_checkpoint.mode=memory_budget", "activation_checkpoint.memory_budget=7"],
             ["activation_checkpoint.memory_budget must be between 0", "got 7"],
         ),
         (1, ["activation_checkpoint.mode=some"], ["activation_checkpoint.mode", "got 'some'"]),
