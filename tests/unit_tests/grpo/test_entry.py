@@ -77,6 +77,31 @@ def main():
     assert "still here" not in process.stdout
 
 
+def test_a_trainer_is_built_when_the_time_for_communicators_is_set(leave):
+    # Torch reads it once, at the first collective over NCCL, which is one of training.
+    process = leave("""
+import os
+from torchtitan.grpo import entry
+from torchtitan.grpo.job_config import JobConfig
+
+class Trainer:
+    def __init__(self, *_):
+        print(os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"])
+
+    def train(self):
+        pass
+
+    def close(self):
+        pass
+
+def main():
+    config = JobConfig()
+    config.weight_sync.timeout_seconds = 41.5
+    return entry._train(Trainer, config, None, is_rank_zero=False)
+""")
+    assert (process.returncode, process.stdout) == (0, "42\n"), process.stderr
+
+
 def test_an_error_is_reported_by_rank_zero_or_by_a_rank_that_fails_alone(capsys):
     def report(is_rank_zero: bool, is_ended: bool) -> tuple[int, str, list[float]]:
         waits: list[float] = []

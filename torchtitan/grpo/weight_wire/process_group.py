@@ -128,8 +128,8 @@ def _nccl_options() -> Any:
     options.config.min_ctas, options.config.max_ctas = 1, _MAX_CTAS
     # The communicator is made at the first broadcast, and a peer that is gone by then never answers.
     # NCCL would wait for it forever; in this mode torch waits, for as long as limit_communicators()
-    # says. Torch no longer chooses the mode by itself, since a watchdog that looked at a communicator
-    # at the same time could make it hang. These groups have no watchdog.
+    # says. With NCCL 2.26, groups in this mode hung at random (pytorch/pytorch#153960), so that torch
+    # no longer chooses it by itself; `check-gpu` sends many broadcasts to see whether they still do.
     options.config.blocking = 0
     return options
 

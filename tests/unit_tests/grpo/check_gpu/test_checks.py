@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from torchtitan.grpo.check_gpu import end_to_end, nccl, parity, streams
+from torchtitan.grpo.check_gpu.parts import device_of
 from torchtitan.grpo.check_gpu.row import Row, Settings
 from torchtitan.grpo.check_gpu.table import CHECKS
 from torchtitan.grpo.losses.policy_terms import BUILTIN
@@ -203,3 +204,8 @@ def test_two_gpus_are_asked_for_where_one_cannot_tell(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     *_, row = nccl.run(Settings("nccl", "cuda", tmp_path))
     assert row.status == "two GPUs" and "another GPU" in row.reason
+
+
+def test_the_gpu_has_an_index_without_which_torch_takes_no_device(tmp_path):
+    assert device_of(Settings("streams", "cuda", tmp_path)) == torch.device("cuda", 0)
+    assert device_of(Settings("streams", "cpu", tmp_path)) == torch.device("cpu")
