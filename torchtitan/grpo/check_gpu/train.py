@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,11 +31,11 @@ from torchtitan.grpo.check_gpu.row import Row, Settings, judged
 from torchtitan.grpo.data.cost import flops_cost
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.between_microbatches import Kept
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.training.gradient_norm import GradientClipper
-from torchtitan.grpo.training.model_spec import hf_train_spec
+from torchtitan.grpo.training.model_spec import hf_train_spec, whole_model_runner
 from torchtitan.grpo.training.optimizers import build_optimizers
-from torchtitan.grpo.training.runner import WholeModelRunner
 from torchtitan.grpo.training.step import MinibatchLoss, ScoredRows
 
 _QWEN3 = {
@@ -50,8 +50,40 @@ _SMALL = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 997,
 }  # fmt: skip
-_VARIANTS = ((True, "none"), (False, "none"), (True, "full"), (False, "full"))
-"""Whether blocks are compiled, and activation checkpointing, in the order of their value."""
+
+
+class _Variant(NamedTuple):
+    """How a step is computed.
+
+    Attributes:
+        compiled: ``compile.enable``.
+        checkpointing: ``activation_checkpoint.mode``.
+        num_microbatches: Number of microbatches, among which the rows are divided.
+        kept: ``parallelism.fsdp_between_microbatches``.
+    """
+
+    compiled: bool
+    checkpointing: str
+    num_microbatches: int = 1
+    kept: Kept = "keep_all"
+
+    @property
+    def case(self) -> str:
+        case = f"{'compiled' if self.compiled else 'eager'}, checkpointing {self.checkpointing}"
+        parts = f", {self.num_microbatches} microbatches, {self.kept}"
+        return case + (parts if self.num_microbatches > 1 else "")
+
+
+_EAGER = _Variant(False, "none")
+_FULL = _Variant(False, "full")
+# In the order of their value. On one GPU nothing is gathered, but cast, copied and added up.
+_VARIANTS = {
+    "train-0.6b": (
+        _Variant(True, "none"), _EAGER, _Variant(True, "none", 4),
+        _Variant(True, "none", 4, "free"), _Variant(True, "full"), _FULL,
+    ),
+    "train-1.7b": (_Variant(True, "none"), _EAGER, _Variant(True, "full"), _FULL),
+}  # fmt: skip
 _PER_ROW, _STEPS, _TOP = 4, 6, 15
 # Parts of kernels' names, for what moves bytes and computes nothing.
 _COPIES = ("copy", "memcpy", "memset", "chunk_cat", "fill")
@@ -63,18 +95,17 @@ def run(settings: Settings) -> Iterator[Row]:
     _join_alone(device)
     if settings.check == "boundary":
         for name in _SIZES if settings.on_gpu else ("0.6b",):
-            yield _boundary(Trained(settings, name, compiled=False, checkpointing="full"), name)
+            yield _boundary(Trained(settings, name, _FULL), name)
             _forget(settings)
         return
     peak = product_tflops(device, 8192 if settings.on_gpu else 256)
-    for compiled, checkpointing in _VARIANTS if settings.on_gpu else _VARIANTS[1:2]:
-        case = f"{'compiled' if compiled else 'eager'}, checkpointing {checkpointing}"
+    for variant in _VARIANTS[settings.check] if settings.on_gpu else (_EAGER,):
         try:
-            trained = Trained(settings, settings.check[-4:], compiled, checkpointing)
-            yield _steps(trained, case, peak)
-            yield _kernels(trained, case)
+            trained = Trained(settings, settings.check[-4:], variant)
+            yield _steps(trained, variant.case, peak)
+            yield _kernels(trained, variant.case)
         except torch.OutOfMemoryError:
-            yield Row(case, "skipped", reason="It needs more GPU memory.")
+            yield Row(variant.case, "skipped", reason="It needs more GPU memory.")
         trained = None  # frees the model before the next one is made
         _forget(settings)
 
@@ -104,20 +135,21 @@ class Trained:
     Args:
         settings: Settings of the check.
         size: Name of the model's size.
-        compiled: ``compile.enable``.
-        checkpointing: ``activation_checkpoint.mode``.
+        variant: How a step is computed.
     """
 
-    def __init__(self, settings: Settings, size: str, compiled: bool, checkpointing: str) -> None:
+    def __init__(self, settings: Settings, size: str, variant: _Variant) -> None:
         self.device = device_of(settings)
         self.shape = shape = _SIZES[size] if settings.on_gpu else _SMALL
         num_rows, seq = (4, 2048) if settings.on_gpu else (2, 64)
         config = JobConfig()
         config.model.hf_assets_path = _write_model(settings.folder, shape)
-        config.training.seq_len, config.training.local_batch_size = seq, num_rows
+        config.training.seq_len = seq
+        config.training.local_batch_size = num_rows // variant.num_microbatches
+        config.parallelism.fsdp_between_microbatches = variant.kept
         config.training.mixed_precision_param = "bfloat16"
-        config.activation_checkpoint.mode = checkpointing  # pyright: ignore
-        config.compile.enable = compiled
+        config.activation_checkpoint.mode = variant.checkpointing  # pyright: ignore
+        config.compile.enable = variant.compiled
         self.config = config
         hf_model = read_hf_model(config.model.hf_assets_path)
         hf_model.model_args.update_from_config(config)
@@ -134,7 +166,7 @@ class Trained:
             self.model.init_weights(buffer_device=None)
         self.optimizers = build_optimizers([self.model], config.optimizer, dims)
         self.clipper = GradientClipper([self.model], dims, config.training.max_norm)
-        self.runner = WholeModelRunner(self.model, num_rows)
+        self.runner = whole_model_runner(self.model, config)
         self.rows = _make_rows(shape["vocab_size"], num_rows, seq).to(self.device)
         self.marks = Marks(self.device)
         self.model.output.register_forward_pre_hook(self._head_begins)
