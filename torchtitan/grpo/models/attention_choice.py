@@ -20,10 +20,10 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.packed_attention import (
     PackedAttention,
     PackedAttentionKind,
+    flex_pays,
     packed_mask,
 )
 
-_FLEX_MIN_SEQ_LEN = 2048
 _VARLEN_CAPABILITY = (8, 0)
 _VARLEN_DTYPE = "bfloat16"
 _VARLEN_MAX_HEAD_DIM, _VARLEN_HEAD_DIM_MULTIPLE = 256, 8
@@ -63,7 +63,7 @@ def _candidates(
     if device_type == "cuda":
         if varlen_problem(config, head_dim) is None:
             yield "varlen"
-        if config.training.seq_len >= _FLEX_MIN_SEQ_LEN:
+        if flex_pays(config.training.seq_len):
             yield "flex"
     yield "sdpa"
 

@@ -26,6 +26,8 @@ from torchtitan.grpo.models.ulysses import gather_heads, scatter_heads, shareabl
 
 PackedAttentionKind = Literal["varlen", "flex", "sdpa"]
 
+# A dense mask of shorter rows costs less than a mask of blocks.
+_FLEX_MIN_SEQ_LEN = 2048
 # A multiple of every kernel's block, so that rounding up launches no more blocks.
 _LONGEST_MULTIPLE = 128
 # Each border takes scratch memory in the backward pass, as much as 128 tokens of float32 queries.
@@ -227,6 +229,11 @@ def _causal_varlen_attn() -> Callable[..., torch.Tensor]:
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         arguments["enable_gqa"] = True
     return functools.partial(varlen_attn, **arguments)  # pyright: ignore[reportReturnType]
+
+
+def flex_pays(seq_len: int) -> bool:
+    """Returns whether rows are so long that FlexAttention saves more than its mask of blocks costs."""
+    return seq_len >= _FLEX_MIN_SEQ_LEN
 
 
 def packed_mask(
