@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchtitan.grpo.system import own_streams
-from torchtitan.grpo.weight_wire import device_lanes
+from torchtitan.grpo.weight_wire import device_lanes, receiving
 
 _PATIENCE_SECONDS = 10.0
 _POOL_SIZE = 32
@@ -288,6 +288,8 @@ class Recorder:
             stack.enter_context(mock.patch.object(dist, "broadcast", self._broadcast))
             stack.enter_context(mock.patch.object(own_streams, "_create", lambda device: 0))
             stack.enter_context(mock.patch.object(device_lanes, "_lanes", _OfProcess(self)))
+            # What is kept beyond a test would be asked for events that no longer exist.
+            stack.enter_context(mock.patch.object(receiving, "_written", []))
             stack.enter_context(
                 mock.patch.object(torch.accelerator, "synchronize", cuda["synchronize"])
             )

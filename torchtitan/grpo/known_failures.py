@@ -80,7 +80,7 @@ def _remedies(config: JobConfig, on_gpu: bool) -> Iterator[str]:
         yield f"{key} below {rows}, with the same result"
     if config.parallelism.pipeline_parallel_degree > 1:
         yield from _pipeline_remedies(config)
-    elif (kept := config.parallelism.fsdp_between_microbatches) != "free":
+    elif (kept := config.parallelism.fsdp_between_microbatches) != "free" and _has_several_ranks():
         yield f"parallelism.fsdp_between_microbatches = 'free' (it is {kept!r})"
     if config.activation_checkpoint.mode != "full":
         yield f"activation_checkpoint.mode = 'full' (it is {config.activation_checkpoint.mode!r})"
@@ -102,6 +102,11 @@ def _remedies(config: JobConfig, on_gpu: bool) -> Iterator[str]:
         )
     else:
         yield "more ranks on further hosts, or other programs ended"
+
+
+def _has_several_ranks() -> bool:
+    """Returns whether this rank shares parameters with others, and keeping them takes memory."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def _pipeline_remedies(config: JobConfig) -> Iterator[str]:

@@ -36,8 +36,7 @@ _WATCHDOG = "pt_nccl_watchdg"  # as torch names the thread, which Linux cuts at 
 
 
 def run(settings: Settings) -> Iterator[Row]:
-    """Yields a row for the streams of many joins, one for the threads of a few, and one for the
-    record of their collectives, which is read when a rank is lost."""
+    """Yields a row for the streams of many joins, one for the threads of a few, and one for torch's record of them."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"  # as torchtitan switches it on
     device = device_of(settings)
     join_alone()
@@ -46,7 +45,7 @@ def run(settings: Settings) -> Iterator[Row]:
     else:
         yield Row(f"streams of {_JOINS} joins", "skipped", reason="It needs a GPU.")
     yield asyncio.run(_joins(device, "nccl" if settings.on_gpu else "gloo"))
-    # Last, because an error of it could be the end of this process.
+    # A run reads the record when a rank is lost. This comes last, because it could end the process.
     record = dump_flight_recorder()
     yield Row(
         "the flight recorder after groups were left", "measured", {"bytes": float(len(record))}

@@ -111,9 +111,8 @@ def _between_microbatches_problems(settings: Parallelism) -> Iterator[str]:
             f"parallelism.fsdp_between_microbatches = {kept!r} keeps the parameters that "
             "parallelism.fsdp_reshard_after_forward = 'always' frees. Leave one of them out."
         )
-    elif settings.pipeline_parallel_degree > 1 and kept not in (
-        "auto",
-        "free" if frees else "keep_all",
+    elif (
+        settings.pipeline_parallel_degree > 1 and kept in ("free", "keep_parameters") and not frees
     ):
         yield (
             "parallelism.fsdp_between_microbatches must be 'auto' or 'keep_all' with a pipeline, "

@@ -50,11 +50,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}\n")
 
 
-def parse_arguments(arguments: list[str]) -> tuple[ServerSpec, str | None]:
-    """Returns the server of a command line, and where it registers itself, if anywhere.
-
-    Unknown arguments are passed to the server.
-    """
+def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="torchtitan-grpo serve",
         description=__doc__,
@@ -81,6 +77,15 @@ def parse_arguments(arguments: list[str]) -> tuple[ServerSpec, str | None]:
         help="0 is the model's own, from its config.json; in the embedded server, at most 4096",
     )
     parser.add_argument("--max-running-requests", type=int, default=64)
+    return parser
+
+
+def parse_arguments(arguments: list[str]) -> tuple[ServerSpec, str | None]:
+    """Returns the server of a command line, and where it registers itself, if anywhere.
+
+    Unknown arguments are passed to the server.
+    """
+    parser = _make_parser()
     options, extra = parser.parse_known_args(arguments)
     try:
         if options.register is not None and _is_url(options.register):

@@ -172,7 +172,8 @@ def _triton_kernels():
         # As a training step calls it with entropy's gradient, and without.
         for slope, out in ((row, logits), (None, logits.bfloat16())):
             softmax_kernels.write_grads(logits, 0, ids, 1.0, row, row, slope, row[None], out)
-        torch.cuda.synchronize()  # a fault belongs here, and not to a later operation
+        # A fault belongs here, and not to a later operation. Streams of pushes may wait for servers.
+        torch.cuda.current_stream().synchronize()
     except torch.OutOfMemoryError:
         raise
     # Triton has no error of its own for a missing compiler, or a device that it does not know.

@@ -4,10 +4,10 @@
 """Tests that aborts and broadcasts keep out of each other's way."""
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,10 +63,12 @@ def test_nobody_waits_without_end(monkeypatch):
 
 
 def test_an_abort_that_hangs_delays_broadcasts_once_and_not_each_of_them(monkeypatch):
-    monkeypatch.setattr(device_traffic, "_WAIT_SECONDS", 0.5)
+    waits: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: sum(waits))
+    monkeypatch.setattr(device_traffic, "time", clock)
+    monkeypatch.setattr(device_traffic._changed, "wait", waits.append)
     with aborting():
-        begin = time.monotonic()
         for _ in range(8):
             with broadcasting():
                 pass
-        assert 0.4 < time.monotonic() - begin < 8 * 0.4
+    assert waits == [device_traffic._WAIT_SECONDS]

@@ -390,16 +390,25 @@ class WeightUpdater:
         future = self._engine.swap_weights(
             lambda: self._table.adopt(tensors), version, abort_all=abort_all
         )
+        seconds = self._swap_seconds(future)
+        self._buffers.settle(self._table.tensors())
+        logger.info("Serving %d new tensors as version %s.", len(tensors), self._engine.version)
+        return seconds
+
+    def _swap_seconds(self, future: "Future[float]") -> float:
+        """Waits for a swap, first for its begin and then for its end."""
         try:
-            seconds = future.result(self._timeout_seconds)
+            return future.result(self._timeout_seconds)
         except FutureTimeoutError as error:
             if future.cancel():
                 raise UpdateError(
                     f"Nothing was changed: no step of the engine ended within "
                     f"{self._timeout_seconds} s."
                 ) from error
-            # The swap has just begun. On a GPU it may copy all weights, which takes less than a second.
-            seconds = future.result(self._timeout_seconds)
-        self._buffers.settle(self._table.tensors())
-        logger.info("Serving %d new tensors as version %s.", len(tensors), self._engine.version)
-        return seconds
+        try:
+            return future.result(self._timeout_seconds)
+        except FutureTimeoutError as error:
+            raise UpdateError(
+                f"The new weights must be in place within {self._timeout_seconds} s after the last "
+                "step, but they are not. Restart the server."
+            ) from error

@@ -26,9 +26,8 @@ def register() -> None:
     if multiprocessing.parent_process() is not None:
         # Otherwise the engine would outlive a server that is killed, and keep its memory and GPUs.
         end_with_parent()
-    limit_communicators(
-        _COMMUNICATOR_SECONDS
-    )  # vLLM's workers make communicators of their own first
+    # Here, because vLLM's workers use communicators of their own before they meet a trainer.
+    limit_communicators(_COMMUNICATOR_SECONDS)
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     # vLLM may load its plugins twice in a process, and refuses to register a name again.
