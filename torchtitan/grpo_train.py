@@ -130,7 +130,7 @@ class GRPOTrainer(Trainer):
     def enter(self, phase: str) -> None:
         """Reports the new phase of this rank to the other ranks and to the monitor."""
         self.watch.board.enter(phase)
-        self.metrics_processor.monitor.pulse.enter(phase)
+        self.metrics_processor.monitor.phases.enter(phase)
 
     def train(self) -> None:
         """Runs the whole training: the start, all steps and the end."""
@@ -238,7 +238,7 @@ class GRPOTrainer(Trainer):
         self.progress = learned.batch.progress
         self._log_step(learned, learning_rate)
         self.watch.board.complete(self.step)
-        self.metrics_processor.monitor.pulse.complete(self.step)
+        self.metrics_processor.monitor.phases.complete(self.step)
         return True
 
     def _learn(self, batch: TrainBatch) -> Learned | None:

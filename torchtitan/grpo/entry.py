@@ -38,7 +38,7 @@ from torchtitan.grpo.lost_rank import LostRankHandler
 from torchtitan.grpo.models.hf_config import HFModel, ModelError, read_hf_model
 from torchtitan.grpo.models.hub import locate_models
 from torchtitan.grpo.models.same_model import check_reference
-from torchtitan.grpo.monitoring.serving import MonitorError
+from torchtitan.grpo.monitoring.site import MonitorError
 from torchtitan.grpo.observe.console import init_console
 from torchtitan.grpo.resume.resumption import (
     CheckpointError,

@@ -13,8 +13,7 @@ import pytest
 
 from torchtitan.grpo import strict_json
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.monitoring.health import Health
-from torchtitan.grpo.monitoring.routes import healthz
+from torchtitan.grpo.monitoring.site import Health, healthz
 from torchtitan.grpo.observe.report import (
     RunOutcome,
     summarize,

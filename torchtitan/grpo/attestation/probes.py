@@ -12,32 +12,19 @@ from collections.abc import Sequence
 from torchtitan.grpo.job_config import JobConfig
 
 _POLL_SECONDS = 0.02
-_PROBE_LENGTH = 48
+_NUM_TOKENS = 48
+_SEED = 20
 
 
 def attested_tokens(config: JobConfig, vocab_size: int) -> list[int]:
-    """Returns the probe tokens of a run, short enough for the trainer and the servers."""
-    longest = config.inference.max_model_len or config.training.seq_len
-    return probe_tokens(
-        vocab_size, max(2, min(_PROBE_LENGTH, longest - 1, config.training.seq_len))
-    )
+    """Returns the probe tokens of a run, the same in every process.
 
-
-def probe_tokens(vocab_size: int, num_tokens: int = 48, seed: int = 20) -> list[int]:
-    """Returns fixed token ids, the same in every process; [num_tokens].
-
-    They are drawn from the whole vocabulary, so that differences in any of the embedding's
-    rows may show.
-
-    Raises:
-        ValueError: If the vocabulary is empty, or if there is no token to predict.
+    They are short enough for the trainer and the servers, and are drawn from the whole vocabulary,
+    so that differences in any of the embedding's rows may show.
     """
-    if vocab_size < 1 or num_tokens < 2:
-        raise ValueError(
-            "Probe tokens need a vocabulary of at least 1 token and a length of at least 2, "
-            f"got {vocab_size} and {num_tokens}."
-        )
-    generator = random.Random(seed)
+    longest = config.inference.max_model_len or config.training.seq_len
+    num_tokens = max(2, min(_NUM_TOKENS, longest - 1, config.training.seq_len))
+    generator = random.Random(_SEED)
     return [generator.randrange(vocab_size) for _ in range(num_tokens)]
 
 
@@ -49,24 +36,20 @@ def is_attested(version: int, every: int) -> bool:
 class Probes:
     """The trainer's log-probabilities of attested versions; safe to use from any thread.
 
-    Those of version 0, the weights with which a run begins, are kept for good.
-
-    Args:
-        num_kept: Number of versions that are kept, which are the newest ones.
+    The newest ``num_kept`` versions are kept, and those of version 0, with which a run begins, are
+    kept for good.
     """
 
     def __init__(self, num_kept: int = 4) -> None:
-        if num_kept < 1:
-            raise ValueError(f"At least one version must be kept, got num_kept = {num_kept}.")
         self._num_kept = num_kept
-        self._changed = threading.Lock()
+        self._lock = threading.Lock()
         self._expected: dict[int, tuple[float, ...]] = {}
         self._initial: tuple[float, ...] | None = None
 
     @property
     def initial(self) -> tuple[float, ...] | None:
         """The log-probabilities under version 0; ``None`` in a run that was resumed."""
-        with self._changed:
+        with self._lock:
             return self._initial
 
     def put(self, version: int, logprobs: Sequence[float]) -> None:
@@ -76,17 +59,12 @@ class Probes:
             version: Policy version.
             logprobs: Log-probability of each probe token but the first, [num_tokens - 1].
         """
-        with self._changed:
+        with self._lock:
             self._expected[version] = tuple(float(logprob) for logprob in logprobs)
             if version == 0:
                 self._initial = self._expected[0]
             for oldest in sorted(self._expected)[: -self._num_kept]:
                 del self._expected[oldest]
-
-    def get(self, version: int) -> tuple[float, ...] | None:
-        """Returns the log-probabilities under ``version``; ``None`` if they are not stored."""
-        with self._changed:
-            return self._expected.get(version)
 
     async def wait_for(self, version: int, timeout_seconds: float) -> tuple[float, ...] | None:
         """Waits until the training thread has stored the log-probabilities under ``version``.
@@ -100,8 +78,11 @@ class Probes:
         """
         deadline = time.monotonic() + timeout_seconds
         while True:
-            expected = self.get(version)
-            if expected is not None or self._is_past(version):
+            with self._lock:
+                expected = self._expected.get(version)
+                is_full = len(self._expected) == self._num_kept
+                is_past = is_full and version < min(self._expected)
+            if expected is not None or is_past:
                 return expected
             if time.monotonic() > deadline:
                 raise TimeoutError(
@@ -111,8 +92,3 @@ class Probes:
                 )
             # Polled, so that the training thread need not wake up another thread's loop.
             await asyncio.sleep(_POLL_SECONDS)
-
-    def _is_past(self, version: int) -> bool:
-        with self._changed:
-            kept = self._expected
-            return len(kept) == self._num_kept and version < min(kept) and version not in kept

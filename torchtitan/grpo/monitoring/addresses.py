@@ -36,11 +36,7 @@ def write_address(
 ) -> None:
     """Writes ``<dump_folder>/monitoring/<process>.json``, whole or not at all.
 
-    Args:
-        dump_folder: ``job.dump_folder``.
-        process: Name of the process, or of the kind of processes.
-        targets: Host and port of each.
-        **labels: Further labels.
+    The targets are hosts and ports; ``labels`` are further labels.
     """
     named = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in targets]
     labels = {"process": process, "run": Path(dump_folder).resolve().name, **labels}

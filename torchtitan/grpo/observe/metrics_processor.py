@@ -27,8 +27,8 @@ from torchtitan.grpo.observe.evaluation_records import (
     evaluation_metrics,
     sample_records,
 )
-from torchtitan.grpo.observe.monitor import RankMonitor
 from torchtitan.grpo.observe.progress import Progress
+from torchtitan.grpo.observe.rank_monitor import RankMonitor
 from torchtitan.grpo.observe.report import (
     RunOutcome,
     summarize,

@@ -30,8 +30,7 @@ from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout import group_frames, link_messages
 from torchtitan.grpo.rollout.announcer import Announcer
 from torchtitan.grpo.rollout.batch_fetch import BatchHolder
-from torchtitan.grpo.rollout.loop_lag import LoopLag
-from torchtitan.grpo.rollout.monitor import RolloutMonitor
+from torchtitan.grpo.rollout.process_monitor import LoopLag, RolloutMonitor
 from torchtitan.grpo.rollout.saved import SavedRollouts, file_of, remove_others, write_saved
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.session import RolloutSession
@@ -133,7 +132,7 @@ class RolloutProcess:
             await self._monitor.start()
             self._session = session = RolloutSession(self._config, self._announcer.announce)
             await session.open()
-            self._monitor.signs.begin(session)
+            self._monitor.health.begin(session)
             self._monitor.tell_servers(session.servers)
             endpoint = self._holder.endpoint if self._holder is not None else None
             await self._send(link_messages.Ready(session.servers, endpoint, session.warnings))
@@ -171,7 +170,7 @@ class RolloutProcess:
         """Tells rank 0 what the user should know, as soon as it is known."""
         while True:
             await self._announcer.wait(_COUNT_SECONDS)
-            self._monitor.signs.note()
+            self._monitor.health.note()
             if self._session is not None and hasattr(self._session, "producer"):
                 self._session.producer.count_prompts()
             await self._speak_once()

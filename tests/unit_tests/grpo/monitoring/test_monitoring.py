@@ -12,10 +12,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from torchtitan.grpo.monitoring.addresses import is_loopback, remove_address, write_address
-from torchtitan.grpo.monitoring.exposition import exposition, prometheus_name
-from torchtitan.grpo.monitoring.health import Health, Pulse
-from torchtitan.grpo.monitoring.routes import Routes
-from torchtitan.grpo.monitoring.serving import MonitorError, MonitorThread
+from torchtitan.grpo.monitoring.site import (
+    Health,
+    MonitorError,
+    MonitorThread,
+    Routes,
+    exposition,
+    prometheus_name,
+)
 
 HOST = "127.0.0.1"
 WELL = Health(None)
@@ -99,32 +103,6 @@ def test_a_port_that_is_taken_is_named(serve):
     port = serve()
     with pytest.raises(MonitorError, match=rf"port {port}: .*observe\.monitor_port"):
         serve(port=port)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_a_phase_is_stuck_after_the_bound_and_three_times_its_longest():
-    clock = Clock()
-    pulse = Pulse(stuck_seconds=10.0, clock=clock)
-    pulse.enter("training")
-    clock.now += 10.0
-    assert pulse.health({}).problem is None
-    clock.now += 1.0
-    problem = pulse.health({}).problem
-    assert problem is not None and "'training' has lasted 11 s, more than 10 s" in problem
-    pulse.enter("waiting")
-    pulse.complete(7)
-    assert pulse.health({}).facts["step"] == 7
-    pulse.enter("training")  # which has lasted 11 s before
-    clock.now += 32.0
-    assert pulse.health({}).problem is None
-    clock.now += 2.0
-    assert pulse.health({}).status == "stuck"
 
 
 @pytest.mark.parametrize(

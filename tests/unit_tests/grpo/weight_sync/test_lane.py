@@ -118,12 +118,6 @@ def test_a_server_that_does_not_rate_tokens_in_time_is_lost():
     assert lane.num_attested == 0
 
 
-@pytest.mark.parametrize("every", [0, 3])
-def test_other_versions_need_no_rating(every):
-    probes = Probes()
-    assert not Attestation(every, [1, 2], probes, FIXED, 1.0).concerns(VERSION)
-
-
 class Scripted(Server):
     """Names the version that was pushed last, unless it is told another; takes deltas."""
 

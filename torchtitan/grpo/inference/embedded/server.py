@@ -21,6 +21,7 @@ from torchtitan.grpo import strict_json
 from torchtitan.grpo.inference.access import AuthLevel, Keys, refusal
 from torchtitan.grpo.inference.embedded.daemon_thread import run_in_thread
 from torchtitan.grpo.inference.embedded.engine import Engine, EngineError, Events
+from torchtitan.grpo.inference.embedded.engine_monitor import EngineMonitor
 from torchtitan.grpo.inference.embedded.generate_json import (
     GenerateBody,
     ModelFacts,
@@ -29,7 +30,6 @@ from torchtitan.grpo.inference.embedded.generate_json import (
     parse_generate,
     stop_ids_of,
 )
-from torchtitan.grpo.inference.embedded.monitor import EngineMonitor
 from torchtitan.grpo.inference.embedded.request import Request
 from torchtitan.grpo.inference.embedded.responses import (
     error_response,
@@ -40,7 +40,7 @@ from torchtitan.grpo.inference.embedded.responses import (
 from torchtitan.grpo.inference.embedded.update_json import parse_chunk
 from torchtitan.grpo.inference.embedded.updates import UpdateError, WeightUpdater
 from torchtitan.grpo.inference.embedded.weights import WeightTable
-from torchtitan.grpo.monitoring import routes as monitoring_routes
+from torchtitan.grpo.monitoring.site import healthz, metrics
 from torchtitan.grpo.system.connections import answering
 from torchtitan.grpo.weight_wire.staging import StagingError
 
@@ -251,10 +251,10 @@ class EmbeddedServer:
         return error_response(503, f"The engine is not running: {self.engine.failure!r}.")
 
     async def _healthz(self, http: web.Request) -> web.Response:
-        return monitoring_routes.healthz(self._monitor.health(), is_allowed=True)
+        return healthz(self._monitor.health(), is_allowed=True)
 
     async def _metrics(self, http: web.Request) -> web.Response:
-        return monitoring_routes.metrics(self._monitor.values())
+        return metrics(self._monitor.metrics())
 
     async def _ready(self, http: web.Request) -> web.Response:
         if not self.engine.is_alive or self.engine.pause_mode is not None:

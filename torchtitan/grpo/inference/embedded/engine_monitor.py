@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from torchtitan.grpo.inference.embedded.engine import Engine
-from torchtitan.grpo.monitoring.health import Health
+from torchtitan.grpo.monitoring.site import Health
 
 _STUCK_SECONDS = 120.0
 
@@ -53,7 +53,7 @@ class EngineMonitor:
         }
         return Health(problem, facts)
 
-    def values(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Returns the load, and counts since the start of the server."""
         engine = self._engine
         load = engine.load()

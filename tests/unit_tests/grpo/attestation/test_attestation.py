@@ -1,10 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""How much a server may differ: measured under weights that both sides have, within limits."""
+"""Log-probabilities of fixed tokens: kept by version, compared within a measured bound."""
 
 import asyncio
 import logging
+import math
+import threading
 from typing import Any
 
 import pytest
@@ -15,9 +17,13 @@ from torchtitan.grpo.attestation import (
     AttestationFailed,
     Probes,
     ServerAttestation,
+    attested_tokens,
+    is_attested,
     tolerances_of,
 )
-from torchtitan.grpo.attestation.bound import bound_for
+from torchtitan.grpo.attestation.comparison import Bound, compare
+from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.job_config import JobConfig
 
 INITIAL, LATER = [-4.0, -6.0, -5.0], [-3.0, -7.0, -4.5]
 
@@ -121,4 +127,85 @@ def test_a_configured_tolerance_is_the_bound_of_every_server():
     ],
 )
 def test_the_bound_lies_between_the_limits(measured: float, dtype: torch.dtype, value: float):
-    assert bound_for(measured, tolerances_of(dtype, 0.0)).value == pytest.approx(value)
+    assert Bound.of(measured, tolerances_of(dtype, 0.0)).value == pytest.approx(value)
+
+
+def fixed(value: float) -> Bound:
+    return Bound(value, None, value)
+
+
+def test_equal_within_the_tolerance_passes():
+    assert compare([-1.0, -2.0], [-1.0, -2.0], fixed(0.0)) == 0
+    assert compare([-1.0, -2.0], [-1.1, -2.0], fixed(0.051)) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    ("served", "message"),
+    [
+        (
+            [-1.0, -2.4],
+            r"within 0\.05 .* differ by 0\.2, at most by 0\.4 at position 1 "
+            r"\(trainer -2\.00000, server -2\.40000\).*weight_sync\.attest_tolerance",
+        ),
+        # Differences of both signs do not cancel.
+        ([-1.4, -1.6], r"differ by 0\.4, at most by 0\.4 at position 0"),
+        ([-1.0, math.nan], "the server's at position 1 is nan"),
+        ([-1.0, -math.inf], "the server's at position 1 is -inf"),
+        ([], "must return 2 .* got 0"),
+        ([-1.0, -2.0, -3.0], "must return 2 .* got 3"),
+    ],
+)
+def test_a_difference_is_told(served: list[float], message: str):
+    with pytest.raises(ServerError, match=message):
+        compare([-1.0, -2.0], served, fixed(0.05))
+
+
+def test_a_trainer_that_is_not_finite_never_passes():
+    with pytest.raises(ServerError, match="the trainer's at position 1 is nan"):
+        compare([-1.0, math.nan], [-1.0, -2.0], fixed(math.inf))
+
+
+def test_probe_tokens_are_the_same_each_time_and_of_the_vocabulary():
+    config = JobConfig()
+    tokens = attested_tokens(config, 1000)
+    assert tokens == attested_tokens(config, 1000)
+    assert len(tokens) == 48
+    assert all(0 <= token < 1000 for token in tokens)
+    assert len(set(tokens)) > 40
+    config.inference.max_model_len = 10
+    assert attested_tokens(config, 1000) == tokens[:9]
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0, []), (1, [3, 4, 5, 6]), (3, [3, 6])])
+def test_versions_are_attested_as_often_as_configured(every: int, expected: list[int]):
+    assert [version for version in range(3, 7) if is_attested(version, every)] == expected
+
+
+def test_a_lane_waits_until_the_training_thread_has_said_what_to_expect():
+    probes = Probes()
+
+    async def wait():
+        waiting = asyncio.create_task(probes.wait_for(5, 30.0))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        training = threading.Thread(target=probes.put, args=(5, [-1.0, -2.0]))
+        training.start()
+        training.join()
+        return await waiting
+
+    assert asyncio.run(wait()) == (-1.0, -2.0)
+
+
+def test_waiting_ends_with_an_error_that_names_the_version_and_the_setting():
+    with pytest.raises(
+        TimeoutError, match=r"policy_version 5 .* 0\.01 s.*weight_sync\.attest_every"
+    ):
+        asyncio.run(Probes().wait_for(5, 0.01))
+
+
+def test_only_the_newest_versions_are_kept_and_nobody_waits_for_older_ones():
+    probes = Probes(num_kept=2)
+    for version in (30, 10, 20):
+        probes.put(version, [-float(version)])
+    kept = [asyncio.run(probes.wait_for(version, 30.0)) for version in (10, 20, 30)]
+    assert kept == [None, (-20.0,), (-30.0,)]

@@ -6,7 +6,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from torchtitan.grpo.inference.embedded.monitor import EngineMonitor
+from torchtitan.grpo.inference.embedded.engine_monitor import EngineMonitor
 
 
 def test_an_engine_is_stuck_if_it_takes_no_step_between_two_questions():

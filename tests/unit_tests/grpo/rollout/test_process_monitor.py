@@ -1,0 +1,173 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""When the rollout process counts as stuck, with a clock of the test's; and the lag of its loop."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan.grpo.rollout.drops import DropLog
+from torchtitan.grpo.rollout.process_monitor import LoopLag, ProcessHealth
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
+
+P50, P99, LONGEST = (f"rollout/loop_lag_{name}_ms" for name in ("p50", "p99", "max"))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FixedServer:
+    """The part of a server that is read."""
+
+    is_lost, version, load = False, 3, 2
+
+    def __init__(self) -> None:
+        self.ready = True
+
+    def is_ready(self) -> bool:
+        return self.ready
+
+    def metrics(self) -> dict[str, float]:
+        return {"inflight_rollouts": 2.0}
+
+
+def opened(clock: Clock) -> tuple[ProcessHealth, Any, FixedServer]:
+    server, health = FixedServer(), ProcessHealth(10.0, 60.0, clock)
+    dispatcher: Any = Dispatcher(
+        [], vocab_size=8, request_timeout_seconds=1.0, max_consecutive_failures=1, group_size=2
+    )
+    dispatcher.servers["http://a:1"] = server
+    session: Any = SimpleNamespace(
+        dispatcher=dispatcher,
+        producer=SimpleNamespace(is_asked=False, num_buffered=4),
+        drops=DropLog(),
+    )
+    health.begin(session)
+    return health, session, server
+
+
+def test_starting_is_stuck_only_after_servers_had_their_time():
+    clock = Clock()
+    health = ProcessHealth(10.0, 60.0, clock)
+    clock.now = 59.0
+    assert health.health().facts["phase"] == "starting"
+    assert health.health().problem is None
+    assert health.metrics() == {}
+    clock.now = 61.0
+    assert health.health().status == "stuck"
+
+
+def test_a_process_without_a_server_is_stuck_until_one_is_ready():
+    clock = Clock()
+    health, _, server = opened(clock)
+    clock.now = 100.0
+    assert health.health().problem is None  # the server is ready, and nobody asks
+    server.ready = False
+    health.note()
+    clock.now = 111.0
+    problem = health.health().problem
+    assert problem is not None and "No server has been able to take work for 11 s" in problem
+    server.ready = True
+    assert health.health().problem is None
+
+
+def test_a_batch_for_which_nothing_ends_is_stuck_only_while_rank_0_waits():
+    clock = Clock()
+    health, session, _ = opened(clock)
+    session.producer.is_asked = True
+    for clock.now in (5.0, 10.0, 15.0):
+        health.note()
+    problem = health.health().problem
+    assert problem is not None and "no completion has ended for 15 s" in problem
+    session.dispatcher._attempts.num_tokens += 7
+    assert health.health().problem is None
+    clock.now = 30.0
+    assert health.health().status == "stuck"
+    session.producer.is_asked = False
+    assert health.health().problem is None
+
+
+def test_the_state_of_each_server_and_counts_are_told():
+    health, _, _ = opened(Clock())
+    assert health.health().facts["servers"]["http://a:1"] == {
+        "state": "ready", "version": 3, "inflight_rollouts": 2,
+    }  # fmt: skip
+    metrics = health.metrics()
+    assert metrics["monitor/ready_servers"] == 1
+    assert metrics["servers/a:1/inflight_rollouts"] == 2
+    assert metrics["rollout/buffer_groups"] == 4
+
+
+def test_percentiles_are_of_the_window_and_the_longest_is_since_the_last_reading():
+    lag = LoopLag(interval_seconds=1.0, window_seconds=101.0)
+    assert lag.take_metrics() == {}
+    for hundredths in range(101):
+        lag.add(hundredths / 100)
+    assert lag.take_metrics() == pytest.approx({P50: 500.0, P99: 990.0, LONGEST: 1000.0})
+    lag.add(0.25)
+    metrics = lag.take_metrics()
+    assert metrics[LONGEST] == pytest.approx(250.0)
+    assert metrics[P99] == pytest.approx(990.0)
+
+
+@pytest.mark.parametrize(
+    ("window", "lates", "p50", "longest"),
+    [
+        (100.0, [3.5], 2e3, 3.5e3),  # a standstill counts as the measurements that were missed
+        (10.0, [5.0, *[0.0] * 10], 0.0, 5e3),  # old ones leave the window
+        (10.0, [1e9], 1e12 - 5.5e3, 1e12),  # one longer than the window fills it and no more
+        (10.0, [-0.5], 0.0, 0.0),  # early is not late
+    ],
+)
+def test_a_standstill_counts_within_the_window(window, lates, p50, longest):
+    lag = LoopLag(interval_seconds=1.0, window_seconds=window)
+    for late in lates:
+        lag.add(late)
+    metrics = lag.take_metrics()
+    assert (metrics[P50], metrics[LONGEST]) == (pytest.approx(p50), longest)
+
+
+@given(standstills=st.lists(st.floats(0.0, 20.0), min_size=1, max_size=20))
+def test_percentiles_are_what_events_at_random_moments_would_wait(standstills: list[float]):
+    interval = 1 / 64
+    lag = LoopLag(interval, window_seconds=1000.0)
+    waits: list[float] = []
+    for late in standstills:
+        lag.add(late)
+        # One event in each interval until the loop goes on.
+        waits += [late - i * interval for i in range(int(late / interval) + 1)]
+    metrics = lag.take_metrics()
+    waits.sort()
+    assert waits[(len(waits) - 1) // 2] <= metrics[P99] / 1e3 + 1e-9
+    assert metrics[P50] <= metrics[P99] <= metrics[LONGEST] + 1e-9
+    # Interpolated between two of them, of which one is longer.
+    assert sum(wait > metrics[P99] / 1e3 + 1e-9 for wait in waits) <= 0.01 * len(waits) + 1
+
+
+def test_a_blocked_loop_lags_and_an_idle_one_does_not():
+    async def lags(block_seconds: float, num_looks: int) -> dict[str, float]:
+        lag = LoopLag(interval_seconds=0.001)
+        task = asyncio.create_task(lag.run())
+        await asyncio.sleep(0)
+        time.sleep(block_seconds)
+        for _ in range(num_looks):
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return lag.take_metrics()
+
+    blocked = asyncio.run(lags(block_seconds=0.3, num_looks=3))
+    idle = asyncio.run(lags(block_seconds=0.0, num_looks=50))
+    assert blocked[LONGEST] >= 290
+    assert idle[P50] < 100 <= blocked[P50]

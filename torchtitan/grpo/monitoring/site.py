@@ -1,0 +1,235 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Serves ``/healthz`` and Prometheus' ``/metrics`` of one process.
+
+The keys of metrics become names: ``weight_sync/push_seconds`` is ``grpo_weight_sync_push_seconds``.
+The part of a key that tells servers apart becomes a label, so that a dashboard need not know them::
+
+    weight_sync/server0/lag             grpo_weight_sync_server_lag{server="0"}
+    servers/10.0.0.7:8000/running       grpo_servers_running{server="10.0.0.7:8000"}
+"""
+
+import asyncio
+import re
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from torchtitan.grpo import strict_json
+from torchtitan.grpo.monitoring.addresses import KEY_VARIABLE
+from torchtitan.grpo.system.http_site import answered, listen
+from torchtitan.grpo.system.priority import yield_to_training
+
+_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_NUMBERED = re.compile(r"(.*/server)(\d+)/(.+)")
+_ADDRESSED = re.compile(r"(servers)/([^/]+)/(.+)")
+
+_START_SECONDS = 10.0
+_SHUTDOWN_SECONDS = 0.3
+_IDLE_SECONDS = 15.0
+_MAX_CONNECTIONS = 128
+
+
+class MonitorError(RuntimeError):
+    """Raised if the address of a monitor cannot be used."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """The answer to ``/healthz``.
+
+    Attributes:
+        problem: Why the process is stuck; ``None`` if it is well.
+        facts: What else is known, as plain data.
+    """
+
+    problem: str | None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def status(self) -> str:
+        return "ok" if self.problem is None else "stuck"
+
+
+def healthz(health: Health, *, is_allowed: bool) -> web.Response:
+    """Answers ``/healthz``: 200 if the process is well, else 503.
+
+    Only a client that is allowed learns more than whether the process is well.
+    """
+    body: dict[str, Any] = {"status": health.status}
+    if is_allowed:
+        body |= {"problem": health.problem} if health.problem is not None else {}
+        body |= health.facts
+    status = 200 if health.problem is None else 503
+    return web.json_response(body, status=status, dumps=strict_json.dumps)
+
+
+def metrics(values: Mapping[str, float]) -> web.Response:
+    """Answers ``/metrics``."""
+    return web.Response(body=exposition(values), headers={"Content-Type": _CONTENT_TYPE})
+
+
+def exposition(values: Mapping[str, float]) -> bytes:
+    """Returns metrics in Prometheus' text format, with memory, files and CPU time of this process.
+
+    Args:
+        values: Metrics by key, as in docs/metrics.md.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Values(values))
+    ProcessCollector(registry=registry)
+    return generate_latest(registry)
+
+
+def prometheus_name(key: str) -> tuple[str, str | None]:
+    """Returns the name of a metric, and the server that it belongs to."""
+    server = None
+    if (match := _NUMBERED.fullmatch(key) or _ADDRESSED.fullmatch(key)) is not None:
+        before, server, after = match.groups()
+        key = f"{before}/{after}"
+    return "grpo_" + re.sub(r"[^a-zA-Z0-9]+", "_", key).strip("_"), server
+
+
+class _Values(Collector):
+    def __init__(self, values: Mapping[str, float]) -> None:
+        self._values = dict(values)
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[tuple[str, bool], GaugeMetricFamily] = {}
+        for key, value in self._values.items():
+            name, server = prometheus_name(key)
+            family = families.setdefault(
+                (name, server is None),
+                GaugeMetricFamily(
+                    name, "See docs/metrics.md.", labels=[] if server is None else ["server"]
+                ),
+            )
+            family.add_metric([] if server is None else [server], value)
+        return families.values()
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The routes of a process that serves nothing else.
+
+    Attributes:
+        health: Returns the health of the process; called on the event loop that serves.
+        metrics: Returns its metrics by key; called on the event loop that serves.
+        key: Key that clients must send; empty for none.
+    """
+
+    health: Callable[[], Health]
+    metrics: Callable[[], Mapping[str, float]]
+    key: str = ""
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[answered])
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/metrics", self._metrics)
+        return app
+
+    def _is_allowed(self, http: web.Request) -> bool:
+        if not self.key:
+            return True
+        scheme, _, token = http.headers.get("Authorization", "").partition(" ")
+        is_bearer = scheme.lower() == "bearer"
+        return is_bearer and secrets.compare_digest(token.encode(), self.key.encode())
+
+    async def _healthz(self, http: web.Request) -> web.Response:
+        return healthz(self.health(), is_allowed=self._is_allowed(http))
+
+    async def _metrics(self, http: web.Request) -> web.Response:
+        if not self._is_allowed(http):
+            message = f"Send 'Authorization: Bearer KEY', with the key of {KEY_VARIABLE}.\n"
+            return web.Response(status=401, text=message)
+        return metrics(self.metrics())
+
+
+class MonitorSite:
+    """Serves the routes on the running event loop. Port 0 takes a free one."""
+
+    def __init__(self, routes: Routes, host: str, port: int) -> None:
+        self._host, self._port = host, port
+        self._listener: asyncio.Server | None = None
+        self._runner = web.AppRunner(
+            routes.app(),
+            access_log=None,
+            keepalive_timeout=_IDLE_SECONDS,
+            shutdown_timeout=_SHUTDOWN_SECONDS,
+        )
+
+    async def start(self) -> tuple[str, int]:
+        """Listens, and returns host and port.
+
+        Raises:
+            MonitorError: If the address cannot be used.
+        """
+        await self._runner.setup()
+        try:
+            self._listener = await listen(self._runner, self._host, self._port, _MAX_CONNECTIONS)
+        except OSError as error:
+            await self._runner.cleanup()
+            raise MonitorError(
+                f"/healthz and /metrics cannot be served on observe.monitor_host = {self._host}, port "
+                f"{self._port}: {error}. Choose another observe.monitor_port (0 takes a free one), "
+                "or set observe.monitor = false."
+            ) from error
+        host, port = self._listener.sockets[0].getsockname()[:2]
+        return host, port
+
+    async def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        await self._runner.cleanup()
+
+
+class MonitorThread:
+    """Serves the routes on a separate thread, which yields to the training thread."""
+
+    def __init__(self, routes: Routes, host: str, port: int) -> None:
+        self._site_of = lambda: MonitorSite(routes, host, port)
+        self._address: Future[tuple[str, int]] = Future()
+        self._stop: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
+
+    def start(self) -> tuple[str, int]:
+        """Starts the thread, and returns host and port.
+
+        Raises:
+            MonitorError: If the address cannot be used.
+        """
+        self._thread.start()
+        return self._address.result(_START_SECONDS)
+
+    def close(self, timeout_seconds: float = 2.0) -> None:
+        """Ends the thread. It is idempotent."""
+        if self._loop is not None and self._stop is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_seconds)
+
+    def _run(self) -> None:
+        yield_to_training()
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        site = self._site_of()
+        try:
+            address = await site.start()
+        except BaseException as error:  # the thread's boundary: raised where it was started
+            self._address.set_exception(error)
+            return
+        self._address.set_result(address)
+        await self._stop.wait()
+        await site.close()
