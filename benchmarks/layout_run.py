@@ -23,8 +23,6 @@ settle_device()
 
 import torch
 import torch.distributed as dist
-import torchtitan.protocols.train_spec as train_specs
-from torchtitan.components.optimizer import OptimizersContainer
 
 from torchtitan.grpo.config_checks import check_model
 from torchtitan.grpo.config_manager import load_config
@@ -35,6 +33,8 @@ from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.observe.console import init_console
 from torchtitan.grpo.system.rank_watch import RankWatch
 from torchtitan.grpo.system.stop import StopRequest
+from torchtitan.grpo.upstream.trainer import OptimizersContainer
+from torchtitan.grpo.upstream.trainer import train_spec as train_specs
 from torchtitan.grpo_train import GRPOTrainer
 
 SGD_LEARNING_RATE = 0.05

@@ -25,7 +25,6 @@ settle_device()
 
 import torch
 import torch.distributed as dist
-import torchtitan.protocols.train_spec as train_specs
 from safetensors.torch import load_file
 
 from torchtitan.grpo.config_checks import check_model
@@ -39,6 +38,7 @@ from torchtitan.grpo.observe.console import init_console
 from torchtitan.grpo.system.rank_watch import RankWatch
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.types import ServerInfo
+from torchtitan.grpo.upstream.trainer import train_spec as train_specs
 from torchtitan.grpo.weight_sync.build import build_publisher
 from torchtitan.grpo.weight_sync.gather import agree_on_push
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher

@@ -29,9 +29,6 @@ if __name__ == "__main__":
 settle_device()
 
 import torch.distributed as dist
-from torchtitan.distributed import ParallelDims
-from torchtitan.tools.logging import logger
-from torchtitan.train import Trainer
 
 from torchtitan.grpo import checkpoint
 from torchtitan.grpo.checkpoint_manager import GRPOCheckpointManager, adopt
@@ -47,6 +44,7 @@ from torchtitan.grpo.observe.profiling import profilers
 from torchtitan.grpo.observe.report import RunOutcome
 from torchtitan.grpo.run_folder.replacing import Removal
 from torchtitan.grpo.run_folder.start_record import record_start
+from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.system.rank_watch import RankWatch
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.evaluations import Evaluations
@@ -64,6 +62,8 @@ from torchtitan.grpo.training.parts import (
 from torchtitan.grpo.training.rank_role import rank_role
 from torchtitan.grpo.training.rank_zero import RankZeroTurn, patience_seconds
 from torchtitan.grpo.types import PromptProgress
+from torchtitan.grpo.upstream.parallelism import ParallelDims
+from torchtitan.grpo.upstream.trainer import Trainer
 from torchtitan.grpo.weight_sync.build import build_publisher
 from torchtitan.grpo.weight_sync.publisher import Publisher, PublisherFailed
 from torchtitan.grpo.weight_sync.unpublished import Unpublished

@@ -27,13 +27,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.models.qwen3 import get_train_spec as qwen3_train_spec
-from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
-from torchtitan.tools import utils
-from torchtitan.train import Trainer
 from work import Ledger, Shape
 
 from torchtitan.grpo.config_manager import load_config
@@ -42,6 +35,7 @@ from torchtitan.grpo.data.rows import Sample, build_rows
 from torchtitan.grpo.data.step_plan import SampleTable
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
+from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.guards import Guards
 from torchtitan.grpo.training.learner import Learner
@@ -59,6 +53,10 @@ from torchtitan.grpo.training.model_spec import build_policy_runner, hf_train_sp
 from torchtitan.grpo.training.rank_role import rank_role
 from torchtitan.grpo.training.weights_check import parameter_shapes
 from torchtitan.grpo.types import BatchPart, PromptProgress
+from torchtitan.grpo.upstream.models import Qwen3ModelArgs, qwen3_train_spec
+from torchtitan.grpo.upstream.parallelism import ParallelDims, dist_utils
+from torchtitan.grpo.upstream.tools import utils
+from torchtitan.grpo.upstream.trainer import Trainer
 
 DEVICE = torch.device("cuda")
 SEQUENCE, PROMPT = 1024, 128

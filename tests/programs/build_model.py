@@ -6,9 +6,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.protocols import BaseStateDictAdapter
 from varlen_kernel import use_dense_varlen
 
 from torchtitan.grpo.job_config import JobConfig
@@ -21,6 +18,8 @@ from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.split import split_model
 from torchtitan.grpo.pipeline.tables.costs import Costs
 from torchtitan.grpo.training.model_spec import hf_train_spec
+from torchtitan.grpo.upstream.parallelism import ParallelDims, dist_utils
+from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 
 
 @dataclass

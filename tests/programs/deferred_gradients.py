@@ -9,7 +9,6 @@ import torch.distributed as dist
 from build_model import build_stages
 from sharded_model import rows_of
 from torch.distributed.tensor import DTensor
-from torchtitan.models.qwen3.model.model import TransformerBlock
 
 from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.models.split_compile import SplitBackend
@@ -18,6 +17,7 @@ from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.schedule_builder import build_schedule
 from torchtitan.grpo.pipeline.weight_grads import WeightGradients
 from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
+from torchtitan.grpo.upstream.models import TransformerBlock
 
 
 def gathered(parts) -> dict[str, torch.Tensor]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torchtitan.protocols.train_spec as train_specs
 
 from torchtitan.grpo.config_checks import check_model
 from torchtitan.grpo.config_manager import load_config
@@ -21,6 +20,7 @@ from torchtitan.grpo.system.rank_watch import RankWatch
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.guards import GuardStopped
 from torchtitan.grpo.training.stage_runner import PipelineRunner
+from torchtitan.grpo.upstream.trainer import train_spec as train_specs
 from torchtitan.grpo.weight_sync.unpublished import Unpublished
 from torchtitan.grpo_train import GRPOTrainer
 

@@ -2,10 +2,10 @@
 
 import torch
 from build_model import build
-from torchtitan.distributed import utils as dist_utils
 
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
 from torchtitan.grpo.training.runner import WholeModelRunner
+from torchtitan.grpo.upstream.parallelism import dist_utils
 
 
 def rows_of(arguments: dict) -> TrainRows:

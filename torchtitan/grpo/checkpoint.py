@@ -15,10 +15,6 @@ from typing import Any
 
 import msgspec
 import torch.distributed as dist
-from torchtitan.components.checkpoint import MODEL, CheckpointManager, ModelWrapper
-from torchtitan.protocols import BaseStateDictAdapter
-from torchtitan.tools.logging import logger
-from torchtitan.train import Trainer
 
 from torchtitan.grpo.checkpoint_manager import GRPOCheckpointManager
 from torchtitan.grpo.data.step_source import StepSource
@@ -32,8 +28,12 @@ from torchtitan.grpo.resume.resumption import Start, describe_start, is_finished
 from torchtitan.grpo.resume.stopped import describe_stop
 from torchtitan.grpo.rollout.link import RolloutFailed
 from torchtitan.grpo.system.file_sums import damaged_files
+from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.training.optimizer_settings import renew_settings, settings_of
 from torchtitan.grpo.types import PromptProgress
+from torchtitan.grpo.upstream.checkpoint import MODEL, CheckpointManager, ModelWrapper
+from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
+from torchtitan.grpo.upstream.trainer import Trainer
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
 # Maximum time that a stopped run waits for its rollouts in flight to be written.

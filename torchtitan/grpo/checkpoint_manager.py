@@ -18,15 +18,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
-from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import GarbageCollection
 
 from torchtitan.grpo.disk_failures import room_problem
 from torchtitan.grpo.job_config import Checkpoint
 from torchtitan.grpo.resume.checkpoint_files import METADATA_FILE, CheckpointWriter, is_whole
 from torchtitan.grpo.rollout.saved import file_of
 from torchtitan.grpo.run_folder.contents import steps_in
+from torchtitan.grpo.system.logs import logger
+from torchtitan.grpo.upstream.checkpoint import AsyncMode, CheckpointManager
+from torchtitan.grpo.upstream.tools import GarbageCollection
 
 # Training that stands still for this share of the time since the last checkpoint is worth a word.
 _SLOW_SHARE = 0.2

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config_checks import unused_server_settings
@@ -34,6 +33,7 @@ from torchtitan.grpo.rollout.results import EvaluationResult, RolloutBatch
 from torchtitan.grpo.rollout.saved import discard_after, file_of
 from torchtitan.grpo.system.device import are_gpus_shared, gpus_for_servers
 from torchtitan.grpo.system.groups import leader_address
+from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.types import PromptProgress, RolloutGroup, ServerInfo
 from torchtitan.grpo.weight_sync.build import client_for
 

@@ -21,7 +21,6 @@ from typing import Protocol
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.checkpoint import RunFinished
 from torchtitan.grpo.checkpoint_manager import LastSaveFailed, SaveFailed
@@ -60,6 +59,7 @@ from torchtitan.grpo.system.child import die_with_parent
 from torchtitan.grpo.system.device import choose_interfaces
 from torchtitan.grpo.system.exit_status import LAST_SAVE_FAILED, STOPPED_BY_GUARD
 from torchtitan.grpo.system.folder_lock import FolderInUse
+from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.system.rank_watch import RankLost, RankWatch
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.system.store_rounds import separate_rounds

@@ -6,10 +6,9 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from torchtitan.config import job_config
-
 from torchtitan.grpo import config as grpo_config
 from torchtitan.grpo.config.bounds import above, at_least
+from torchtitan.grpo.upstream.configuration import job_config
 
 SECRETS = (("inference", "api_key"), ("inference", "admin_key"), ("teacher", "api_key"))
 """Table and key of each setting whose value is shown to nobody."""

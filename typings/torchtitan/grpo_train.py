@@ -1,1 +1,468 @@
-../../torchtitan/grpo_train.py
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Asynchronous GRPO on torchtitan.
+
+    torchrun --rdzv-backend torchtitan_grpo --nproc_per_node=2 -m torchtitan.grpo_train \\
+        --job.config_file X.toml
+
+Rank 0 takes groups of rollouts from the rollout process, plans the step and scatters the
+rows. All ranks compute the loss and step the optimizer. The new weights are pushed to the
+servers in the background while the next step runs.
+"""
+
+# ruff: noqa: E402  (the device must be settled before torchtitan's modules read it)
+
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from torchtitan.grpo.system.device import lower_timeouts, settle_device
+
+if __name__ == "__main__":
+    # Until StopRequest handles signals there is nothing to shut down in order, and a Ctrl-C
+    # during the imports needs no traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+settle_device()
+
+import torch.distributed as dist
+
+from torchtitan.grpo import checkpoint
+from torchtitan.grpo.checkpoint_manager import GRPOCheckpointManager, adopt
+from torchtitan.grpo.controller import open_step_source
+from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
+from torchtitan.grpo.data.step_source import StepSource
+from torchtitan.grpo.entry import leave, run
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.observe.clock import StepClock
+from torchtitan.grpo.observe.metrics_processor import GRPOMetricsProcessor
+from torchtitan.grpo.observe.profiling import profilers
+from torchtitan.grpo.observe.report import RunOutcome
+from torchtitan.grpo.run_folder.replacing import Removal
+from torchtitan.grpo.run_folder.start_record import record_start
+from torchtitan.grpo.system.logs import logger
+from torchtitan.grpo.system.rank_watch import RankWatch
+from torchtitan.grpo.system.stop import StopRequest
+from torchtitan.grpo.training.evaluations import Evaluations
+from torchtitan.grpo.training.exports import export_policy
+from torchtitan.grpo.training.guards import Guards
+from torchtitan.grpo.training.learned import Learned
+from torchtitan.grpo.training.memory_choice import resolve_kept
+from torchtitan.grpo.training.model_spec import build_policy_runner, register_hf_model
+from torchtitan.grpo.training.parts import (
+    build_learner,
+    build_probe,
+    build_utilization,
+    open_held_out,
+)
+from torchtitan.grpo.training.rank_role import rank_role
+from torchtitan.grpo.training.rank_zero import RankZeroTurn, patience_seconds
+from torchtitan.grpo.types import PromptProgress
+from torchtitan.grpo.upstream.parallelism import ParallelDims
+from torchtitan.grpo.upstream.trainer import Trainer
+from torchtitan.grpo.weight_sync.build import build_publisher
+from torchtitan.grpo.weight_sync.publisher import Publisher, PublisherFailed
+from torchtitan.grpo.weight_sync.unpublished import Unpublished
+
+
+class GRPOTrainer(Trainer):
+    """Extends torchtitan's Trainer so that it learns from rollouts.
+
+    Upstream provides model construction, layouts, optimizer, scheduler and checkpoints.
+
+    Args:
+        job_config: The configuration, already validated.
+        hf_model: The model that is trained.
+        stop: Set when the process receives SIGINT or SIGTERM.
+        watch: Detects lost ranks, and sends the phase of this rank to the others.
+    """
+
+    checkpointer: GRPOCheckpointManager
+    metrics_processor: GRPOMetricsProcessor
+    publisher: Publisher
+
+    def __init__(
+        self, job_config: JobConfig, hf_model: HFModel, stop: StopRequest, watch: RankWatch
+    ) -> None:
+        self.config, self.hf_model, self.stop, self.watch = job_config, hf_model, stop, watch
+        self.begin = time.perf_counter()
+        self.progress = PromptProgress()
+        self.stopped = False
+        super().__init__(job_config)
+        self.checkpointer = adopt(
+            self.checkpointer, job_config.checkpoint, job_config.job.dump_folder
+        )
+        self.is_rank_zero = dist.get_rank() == 0
+        self.runner = build_policy_runner(self)
+        adapter = self.train_spec.state_dict_adapter
+        assert adapter is not None
+        self.sd_adapter = adapter(self.model_args, str(hf_model.path))
+        self.clock = StepClock()
+        self.guards = Guards(job_config, logger.warning if self.is_rank_zero else lambda _: None)
+        self.role = rank_role(self.parallel_dims, has_output=self.runner.has_output)
+        self.source: StepSource | None = None  # on rank 0, once started
+        self.evaluations: Evaluations | None = None  # the same
+        self.removal: Removal | None = None  # of the run that this one replaces, on rank 0
+        self.feed = Feed(
+            self.role.batch_rank,
+            job_config.training.seq_len,
+            patience_seconds(job_config),
+            job_config.rollout.batch_timeout_seconds,
+        )
+        self.utilization = build_utilization(self)
+        self.rank_zero = RankZeroTurn(self.feed, stop, self._explain_failure)
+        self.learner = build_learner(self, self._await_readers)
+
+    def init_distributed(self) -> ParallelDims:
+        """Connects the ranks, and finds the checkpoint before the model is built."""
+        dims = super().init_distributed()
+        self.watch.start()
+        self.begins = checkpoint.find_start(self.config, self.hf_model)
+        steps = self.begins.record.schedule_steps
+        register_hf_model(self.hf_model, self.config, self.device, steps)
+        resolve_kept(self.config, self.hf_model, self.device)
+        return dims
+
+    def enter(self, phase: str) -> None:
+        """Reports the new phase of this rank to the other ranks and to the monitor."""
+        self.watch.board.enter(phase)
+        self.metrics_processor.monitor.pulse.enter(phase)
+
+    def train(self) -> None:
+        """Runs the whole training: the start, all steps and the end."""
+        self._load_weights()
+        self.first_step = self.step
+        self._start()
+        with profilers(self.config, self.step) as running:
+            while not self.stopped and self.should_continue_training():
+                batch = self._next_batch()
+                if batch is None:
+                    break
+                self.gc_handler.run(self.step + 1)
+                if not self._train_step(batch):
+                    break
+                self._after_step()
+                for profiler in running:
+                    profiler.step()
+        self._finish()
+
+    def _load_weights(self) -> None:
+        """Loads the newest checkpoint or, if there is none, the Hugging Face directory."""
+        self.enter("loading weights")
+        is_adapted = self.config.lora.rank > 0
+        if is_adapted:  # its checkpoints hold adapters alone
+            checkpoint.load_weights(self, self.sd_adapter, self.hf_model)
+        if not checkpoint.load(self, self.begins) and not is_adapted:
+            checkpoint.load_weights(self, self.sd_adapter, self.hf_model)
+        self.watch.board.complete(self.step)
+
+    def _start(self) -> None:
+        """Starts rollouts, and pushes the trainer's weights before anything is sampled."""
+        self.enter("starting rollouts")
+        self.stopped = self.rank_zero.run(self._start_rollouts)
+        if self.stopped:
+            return
+        self.publisher = self._build_publisher()
+        self.probe = build_probe(self)
+        self.metrics_processor.start(self.step)
+        self.metrics_processor.monitor.servers = self.publisher.server_states
+        self._publish(self._reserve_slot())
+        if self.source is not None:
+            self.evaluations = Evaluations(
+                self.config, self.source, self.publisher, self.metrics_processor.log_evaluation
+            )
+            with self.rank_zero.releasing_others():
+                self._wait_for_push(self.step)
+                self._evaluate()
+        self.held_out = open_held_out(self)
+        self._measure_held_out()
+        logger.info(f"Training starts at step {self.step + 1}")
+        self.clock.restart()
+
+    def _next_batch(self) -> TrainBatch | None:
+        """Returns this rank's rows of the next step, or of its next part.
+
+        Returns None if the run is to end.
+        """
+        self.enter("waiting for rollouts")
+        self.watch.raise_if_lost()
+        with self.clock.measure("wait_data"):
+            if self.source is None:
+                self.publisher.raise_if_failed()
+                received = self.feed.receive()
+                self.stopped = received in (Signal.STOP, Signal.HALT)
+                if received is Signal.HALT:
+                    self.guards.halt()
+                return received if isinstance(received, TrainBatch) else None
+            with self.rank_zero.releasing_others():
+                self.publisher.raise_if_failed()
+                step = self.source.next_step(self.step, self.role.num_batch_ranks)
+                self.watch.raise_if_lost()
+                self.publisher.raise_if_failed()
+            if step is None or self.stop.requested:
+                self.stopped = not self.source.is_exhausted
+                stop = Signal.HALT if self.guards.reason else Signal.STOP
+                self.feed.send_signal(stop if self.stopped else Signal.END)
+                return None
+            self.rollout_metrics = step.metrics
+            if self.utilization is not None:
+                self.utilization.add(step.plan, begins_batch=step.part.begins_batch)
+            return self.feed.send_step(
+                step.plan,
+                self._reserve_slot() if step.part.ends_batch else 0,
+                self.source.progress,
+                self.source.fetch_address(self.step),
+                part=step.part,
+            )
+
+    def _train_step(self, batch: TrainBatch) -> bool:
+        """Takes one step. Returns False if the run is to end before the step is complete."""
+        learning_rate = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
+        learned = self._learn(batch)
+        if learned is None:
+            self.stopped = self.stopped or self.guards.reason is not None
+            return False
+        self.step += 1
+        self.lr_schedulers.step()
+        if self.learner.reference is not None:
+            self.learner.reference.follow(self.model_parts)
+        with self.clock.measure("boundary_stall"):
+            self._publish(learned.batch.publish_slot)
+            if not self.config.grpo.async_weight_update:
+                self.stopped = self.rank_zero.run(lambda: self._wait_for_push(self.step))
+        self.ntokens_seen += learned.batch.num_tokens
+        self.progress = learned.batch.progress
+        self._log_step(learned, learning_rate)
+        self.watch.board.complete(self.step)
+        self.metrics_processor.monitor.pulse.complete(self.step)
+        return True
+
+    def _learn(self, batch: TrainBatch) -> Learned | None:
+        """Takes the optimizer steps of a batch. Returns None if the run is to end before."""
+        if self.config.rollout.stream:
+            return self.learner.learn_in_parts(batch, self.step + 1, self._next_batch)
+        return self.learner.learn(batch, self.step + 1)
+
+    def _await_readers(self) -> None:
+        """Waits until neither a checkpoint nor a push reads the weights on the device."""
+        self.checkpointer.maybe_wait_for_staging()
+        with self.clock.measure("boundary_stall"), self.clock.measure("fence"):
+            self.publisher.fence()
+
+    def _publish(self, slot: int) -> None:
+        """Starts a push of the current weights, and scores the probe with them when it is due."""
+        self.enter("publishing weights")
+        self.publisher.publish(self.step, slot)
+        if self.publisher.is_attested(self.step):
+            self.publisher.probes.put(self.step, self.probe.logprobs())
+
+    def _after_step(self) -> None:
+        """Saves a checkpoint, exports and begins an evaluation, when due."""
+        if self.step == self.first_step + 1:
+            lower_timeouts(self.parallel_dims, self.config.comm.train_timeout_seconds)
+            self.removal = Removal(self.config) if self.is_rank_zero else None
+        is_last = self.step == self.config.training.steps
+        self._save(is_last)
+        if self._is_due(self.config.grpo.hf_export_interval) and not is_last:
+            self._export(self.step)
+        if self._is_due(self.config.sft.held_out_interval) and not is_last:
+            self._measure_held_out()
+        # At the end the others do not wait for rank 0 here: `_settle` records what is left.
+        if self.evaluations is not None and not is_last:
+            with self.rank_zero.releasing_others():
+                self._continue_evaluating(self.evaluations)
+
+    def _is_due(self, interval: int) -> bool:
+        return interval > 0 and self.step % interval == 0
+
+    def _save(self, is_last: bool) -> None:
+        """Saves a checkpoint when due, and the rollouts in flight beside it."""
+        self.enter("saving a checkpoint")
+        self.checkpointer.save(self.step, last_step=is_last)
+        config = self.config.checkpoint
+        is_due = config.enable and (is_last or self._is_due(config.interval))
+        if is_due and self.source and self.checkpointer.missing is None:
+            with self.rank_zero.releasing_others():
+                self.source.save(self.step)
+
+    def _finish(self) -> None:
+        """Ends the run: as stopped with a checkpoint, or as finished with export and report.
+
+        Raises:
+            GuardStopped: If a guard has stopped it.
+            LastSaveFailed: If it is finished and its last checkpoint could not be written.
+        """
+        self.enter("ending")
+        is_halted = self.stopped and self.guards.reason is not None
+        if self.stopped:
+            checkpoint.save_stopped(self, self.source, self.first_step)
+        else:
+            self._conclude()
+        if hasattr(self, "publisher"):
+            # Rank 0's publisher first: the other ranks' still have to answer it.
+            self.stopped = self.rank_zero.run(self.publisher.close)
+        if is_halted:
+            self.guards.raise_if_stopped()
+        if not self.stopped:
+            self.checkpointer.raise_if_missing()
+
+    def _conclude(self) -> None:
+        """Exports the model; then serves and evaluates its last version, and reports."""
+        if self.first_step < self.step < self.config.training.steps:
+            # A replayed file came to its end. A longer file can continue from here.
+            checkpoint.save_whole(self.checkpointer, self.step)
+        # The export comes first: a server that does not answer must not cost what was learned.
+        folder = self._export(self.step)
+        if self.first_step < self.step:
+            self._measure_held_out()
+        self.stopped = self.rank_zero.run(lambda: self._settle(folder))
+
+    def _settle(self, hf_checkpoint: Path) -> None:
+        if self.evaluations is not None:
+            self.evaluations.finish(self.step)
+        self._wait_for_push(self.step)
+        self._evaluate()
+        self.publisher.raise_if_failed()
+        if not self.stop.requested:
+            self._report(hf_checkpoint)
+
+    def _start_rollouts(self) -> None:
+        self.metrics_processor.monitor.start()
+        # Assigned before it is started: what has been started by then must be closed.
+        self.source = open_step_source(
+            self.config,
+            self.hf_model,
+            start_version=self.step,
+            progress=self.progress,
+            date=self.begins.record.date,
+            should_stop=self._should_stop,
+            on_hangup=self.stop.on_hangup,
+            uses_kept_rollouts=not self.begins.unusable_because,
+        )
+        self.source.start()
+        record_start(self.config, self.step, sys.argv[1:], self.source.servers)
+
+    def _should_stop(self) -> bool:
+        """Whether to wait for rollouts no longer: on a stop request, a failed publisher, a guard."""
+        has_failed = hasattr(self, "publisher") and self.publisher.failure is not None
+        link = self.source.link if self.source is not None else None
+        is_lost = link is not None and self.guards.judge_servers(self.step + 1, link.stuck_seconds)
+        return self.stop.requested or has_failed or is_lost or self.watch.lost is not None
+
+    def _explain_failure(self, error: BaseException) -> None:
+        # A publisher fails if it cannot report a push to a rollout process that has ended.
+        if isinstance(error, PublisherFailed) and self.source is not None:
+            self.source.raise_if_ended()
+
+    def _build_publisher(self) -> Publisher:
+        if not self.config.has_servers:
+            return Unpublished()
+        return build_publisher(
+            self.config,
+            self.model_parts,
+            self.sd_adapter,
+            self.device,
+            self.source.link if self.source else None,
+            self.source.servers if self.source else [],
+            self.hf_model.vocab_size,
+        )
+
+    def _reserve_slot(self) -> int:
+        return self.publisher.reserve_slot() if self.is_rank_zero else 0
+
+    def _wait_for_push(self, version: int) -> None:
+        timeout_seconds = self.config.weight_sync.timeout_seconds * 2
+        self.publisher.wait_for(version, timeout_seconds, self._should_stop_waiting)
+
+    def _should_stop_waiting(self) -> bool:
+        """Whether to wait for a push no longer; raises if the rollout process says why it ended."""
+        if self.source is not None:
+            self.source.attend()
+        return self.stop.requested
+
+    def _evaluate(self) -> None:
+        """Evaluates on rank 0 and waits for the result."""
+        if self.evaluations is not None and not self.stop.requested:
+            self.enter("evaluating")
+            self.evaluations.run(self.step)
+
+    def _continue_evaluating(self, evaluations: Evaluations) -> None:
+        """Records an evaluation that has ended, and begins the next one when due."""
+        evaluations.collect(self.step)
+        if self.stop.requested or not evaluations.is_due(self.step):
+            return
+        if evaluations.is_beside_training:
+            evaluations.begin(self.step)
+        else:
+            self._evaluate()
+            self.clock.restart()
+
+    def _measure_held_out(self) -> None:
+        """Computes the loss of held-out examples, if there are some. Collective."""
+        if self.held_out is None:
+            return
+        self.enter("evaluating")
+        self.metrics_processor.log_held_out(self.step, self.held_out.compute())
+        self.clock.restart()
+
+    def _export(self, step: int) -> Path:
+        self.enter("exporting the model")
+        return export_policy(
+            self.config, self.model_parts, self.sd_adapter, self.hf_model.path, step,
+            is_writer=self.is_rank_zero,
+        )  # fmt: skip
+
+    def _log_step(self, learned: Learned, learning_rate: float) -> None:
+        times = self.clock.end_step()
+        if self.source is None:
+            return
+        metrics = learned.metrics(times["time/step_seconds"])
+        metrics |= {"lr": learning_rate, "policy_version": float(self.step)}
+        metrics |= times | self.rollout_metrics | self.publisher.metrics()
+        metrics |= self.guards.metrics() | self.runner.take_metrics()
+        if self.utilization is not None:
+            metrics |= self.utilization.metrics(times["time/step_seconds"])
+        self.metrics_processor.log_step(self.step, metrics, self.source.samples.latest)
+
+    def _report(self, hf_checkpoint: Path) -> None:
+        assert self.source is not None
+        outcome = RunOutcome(
+            step=self.step,
+            seconds=time.perf_counter() - self.begin,
+            server_version=self.source.served_version(),
+            weight_sync_failures=self.publisher.num_failures,
+            hf_checkpoint=hf_checkpoint,
+        )
+        self.metrics_processor.report(outcome)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | checkpoint.progress_state(self.progress)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.progress = checkpoint.progress_from(state_dict)
+
+    def close(self) -> None:
+        """Ends threads and children; harmless if some were never started."""
+        if hasattr(self, "publisher"):
+            self.publisher.close()
+        if hasattr(self, "feed"):
+            self.feed.close()
+        if self.source is not None:
+            self.source.close()
+        if self.removal is not None:
+            self.removal.close()
+        super().close()
+
+
+def main(args: list[str] | None = None) -> int:
+    """Trains with the given command line; returns the exit status of the process."""
+    return run(GRPOTrainer, sys.argv[1:] if args is None else args)
+
+
+if __name__ == "__main__":
+    leave(main)

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torchtitan.components.checkpoint import AsyncMode
 
 from torchtitan.grpo.checkpoint_manager import GRPOCheckpointManager, LastSaveFailed, SaveFailed
 from torchtitan.grpo.job_config import Checkpoint
 from torchtitan.grpo.resume.checkpoint_files import CheckpointWriter
 from torchtitan.grpo.rollout.saved import file_of
+from torchtitan.grpo.upstream.checkpoint import AsyncMode
 
 
 def failure(number: int) -> CheckpointException:

@@ -18,7 +18,16 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 PACKAGE = "torchtitan.grpo"
 
 FLOORS = (
-    {"functions", "types", "system", "weight_wire", "monitoring", "disk_failures", "strict_json"},
+    {
+        "functions",
+        "types",
+        "system",
+        "upstream",
+        "weight_wire",
+        "monitoring",
+        "disk_failures",
+        "strict_json",
+    },
     {"config", "workers"},
     {"job_config", "losses", "inference", "rewards", "command_line"},
     {"rollout", "attestation"},
@@ -176,6 +185,7 @@ def test_rooms_of_one_floor_do_not_import_each_other_in_a_circle(graph: Graph) -
     ("room", "allowed"),
     [
         ("functions", {"system"}),
+        ("upstream", set()),
         ("types", set()),
         ("weight_wire", {"system"}),
         ("inference", {"monitoring", "strict_json", "system", "types", "weight_wire"}),
@@ -192,6 +202,42 @@ def test_a_room_on_which_others_build_imports_few(
         for target in targets
     }
     assert found - {room} <= allowed
+
+
+def test_only_the_seam_imports_torchtitan() -> None:
+    seam = REPOSITORY / "torchtitan" / "grpo" / "upstream"
+    folders = ("torchtitan", "tests", "benchmarks", "scripts")
+    paths = [path for folder in folders for path in (REPOSITORY / folder).rglob("*.py")]
+    importing = {path for path in paths if imports_torchtitan(ast.parse(path.read_text()))}
+    assert importing and all(path.parent == seam for path in importing)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("from torchtitan.tools import utils", True),
+        ("def late():\n    import torchtitan.train", True),
+        ("from torchtitan.grpo_train import main\nfrom torchtitan.grpo import types", False),
+        ("import torchtitan.grpo.types\nfrom torchtitan import grpo_train", False),
+    ],
+)
+def test_an_import_of_torchtitan_is_found(source: str, expected: bool) -> None:
+    assert imports_torchtitan(ast.parse(source)) is expected
+
+
+def imports_torchtitan(tree: ast.AST) -> bool:
+    ours = ("torchtitan.grpo", "torchtitan.grpo_train")
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            is_ours = any(name == own or name.startswith(f"{own}.") for own in ours)
+            if name.partition(".")[0] == "torchtitan" and not is_ours:
+                return True
+    return False
 
 
 def test_weight_synchronization_knows_the_interface_of_servers_and_no_kind(graph: Graph) -> None:

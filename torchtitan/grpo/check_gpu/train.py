@@ -21,9 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools.utils import get_peak_flops
 
 from torchtitan.grpo import strict_json
 from torchtitan.grpo.check_gpu.parts import device_of, make_pushed, median_ms, product_tflops
@@ -37,6 +34,8 @@ from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.model_spec import hf_train_spec, whole_model_runner
 from torchtitan.grpo.training.optimizers import build_optimizers
 from torchtitan.grpo.training.step import MinibatchLoss, ScoredRows
+from torchtitan.grpo.upstream.parallelism import ParallelDims, dist_utils
+from torchtitan.grpo.upstream.tools import utils
 
 _QWEN3 = {
     "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
@@ -289,7 +288,7 @@ def _steps(trained: Trained, case: str, peak_tflops: float) -> Row:
         "gradient_norm": norm,
     }  # fmt: skip
     if on_gpu:
-        figures["mfu"] = rate / get_peak_flops(torch.cuda.get_device_name())
+        figures["mfu"] = rate / utils.get_peak_flops(torch.cuda.get_device_name())
         figures["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     facts = {"attention": trained.model.settings.attention}
     return judged(case, math.isfinite(norm), "the gradient is finite", figures, facts=facts)

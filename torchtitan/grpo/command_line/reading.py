@@ -93,7 +93,7 @@ def _read_toml(path: str | None) -> dict[str, Any]:
 
 def _with_custom_tables(module: str) -> type[JobConfig]:
     """Returns the tables merged with those of ``job.custom_config_module``, as torchtitan does."""
-    from torchtitan.config import ConfigManager
+    from torchtitan.grpo.upstream.configuration import ConfigManager
 
     try:
         custom = importlib.import_module(module).JobConfig

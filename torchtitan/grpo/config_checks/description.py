@@ -5,12 +5,11 @@
 
 from typing import Any
 
-from torchtitan.config import job_config
-
 from torchtitan.grpo.config_checks.layout import describe_layout
 from torchtitan.grpo.inference.registry import registry_folder
 from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.upstream.configuration import job_config
 
 
 def describe_settings(config: JobConfig) -> str:

@@ -8,11 +8,9 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from torchtitan.config import JobConfig
-from torchtitan.config.job_config import Parallelism
-
 from torchtitan.grpo.pipeline.schedules import SCHEDULES, Schedule
 from torchtitan.grpo.pipeline.stages import stage_modules
+from torchtitan.grpo.upstream.configuration import JobConfig, Parallelism
 
 if TYPE_CHECKING:
     from torchtitan.grpo.models.hf_config import HFModel

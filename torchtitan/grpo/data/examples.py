@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.config import SFT, Prompts
 from torchtitan.grpo.data.files import DataError
@@ -30,6 +29,7 @@ from torchtitan.grpo.rollout.prompts.prompt_stream import PromptStream, Skipped
 from torchtitan.grpo.rollout.prompts.row_check import check_rows
 from torchtitan.grpo.rollout.tables import RowError, Table, open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.types import Prompt
 
 _OTHER_PARTS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.data.cost import SequenceCost, flops_cost, token_cost
 from torchtitan.grpo.data.ptx import PtxStream
@@ -20,6 +19,7 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.sample_log import SampleLog
 from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.types import BatchPart, RolloutGroup
 
 

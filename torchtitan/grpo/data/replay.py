@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
-from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.data.files import DataError
@@ -27,6 +26,7 @@ from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.rollout.admission import part_size
 from torchtitan.grpo.rollout.completion_checks import completion_problem, length_problem
 from torchtitan.grpo.rollout.rollout_metrics import group_metrics
+from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.types import BatchPart, PromptProgress, RolloutGroup, VersionSegment
 
 _KEY = "rollout.replay"

@@ -6,8 +6,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from torchtitan.tools.logging import logger
-
 from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.data.examples import ExampleStream
 from torchtitan.grpo.data.planner import PlannedPart, StepPlanner, open_sample_log
@@ -16,6 +14,7 @@ from torchtitan.grpo.data.step_source import OfflineSource
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.types import PromptProgress
 
 

@@ -13,9 +13,9 @@ which would only add work to operations on whole blocks.
 """
 
 import functools
+import logging
 
 import torch
-from torchtitan.tools.logging import logger
 
 # 8 MiB of float32: small enough for the part of the last-level cache that a core has, and large
 # enough that threads, which synchronize after each operation, rarely wait on a busy machine.
@@ -178,7 +178,7 @@ def _triton_kernels():
         raise
     # Triton has no error of its own for a missing compiler, or a device that it does not know.
     except Exception as error:
-        logger.warning(
+        logging.getLogger().warning(
             "The softmax over the vocabulary runs as separate operations, which move several times "
             f"the memory, because its Triton kernels do not run here: {error!r}"
         )

@@ -11,8 +11,8 @@ not change.
 from collections.abc import Iterator, Sequence
 
 import torch
-from torchtitan.protocols import BaseStateDictAdapter
 
+from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_wire.adapter_names import FACTORS, is_adapter, module_of, target_of
 
 

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.packed_attention import (
@@ -23,6 +21,8 @@ from torchtitan.grpo.models.packed_attention import (
     flex_pays,
     packed_mask,
 )
+from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
+from torchtitan.grpo.system.logs import logger
 
 _VARLEN_CAPABILITY = (8, 0)
 _VARLEN_DTYPE = "bfloat16"

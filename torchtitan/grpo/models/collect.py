@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtitan.protocols import BaseStateDictAdapter
 
 from torchtitan.grpo.models.shards import Assembly, Held, Piece, local_block, plan_assembly
 from torchtitan.grpo.system.groups import new_group
+from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 
 
 def agree_on_assembly(

@@ -11,13 +11,16 @@ from typing import Any, cast
 
 import torch
 import torch.nn as nn
-from torchtitan.config import JobConfig
-from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
-from torchtitan.models.qwen3.model.model import Qwen3Model, TransformerBlock
-from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
 
 from torchtitan.grpo.config import LoRA
 from torchtitan.grpo.models.rotary import Rotary
+from torchtitan.grpo.upstream.configuration import JobConfig
+from torchtitan.grpo.upstream.models import (
+    Qwen3Model,
+    Qwen3ModelArgs,
+    Qwen3StateDictAdapter,
+    TransformerBlock,
+)
 
 _QKV = (("wq", "q_proj"), ("wk", "k_proj"), ("wv", "v_proj"))
 

@@ -15,10 +15,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
-from torchtitan.models.moe.moe import GroupedExperts
-from torchtitan.models.moe.utils import indices_padding_wrapper
 
 from torchtitan.grpo.models.deferred_linear import deferred
+from torchtitan.grpo.upstream.models import GroupedExperts, indices_padding_wrapper
 
 if TYPE_CHECKING:
     from torchtitan.grpo.pipeline.weight_grads import WeightGradients

@@ -11,10 +11,9 @@ add a family, see `docs/how-to/add-a-model-family.md`.
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.models.moe import MoEArgs
-
 from torchtitan.grpo.models.decoder import DecoderArgs
 from torchtitan.grpo.models.rotary import read_rotary
+from torchtitan.grpo.upstream.models import MoEArgs
 
 # Values that all families need. A key that config.json lacks is accepted.
 _REFUSED_OTHERWISE: dict[str, tuple[Any, ...]] = {

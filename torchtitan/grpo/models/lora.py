@@ -22,12 +22,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
-from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan.grpo.config import LoRA
 from torchtitan.grpo.models.deferred_linear import DeferredLinear
 from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.models.shards import local_block, local_tensor
+from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.weight_wire.adapter_names import FACTORS, TARGETS, is_adapter
 
 

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torchtitan.models.moe.utils as moe_utils
-from torchtitan.models.moe.kernels import generate_permute_indices
+
+from torchtitan.grpo.upstream.models import generate_permute_indices, moe_utils
 
 _histc = torch.histc
 

@@ -20,14 +20,6 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import apply_ac
-from torchtitan.models.llama3.infra.parallelize import disable_fsdp_gradient_division
-from torchtitan.models.llama4.infra.parallelize import apply_compile, apply_fsdp, apply_moe_ep_tp
-from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list
-from torchtitan.models.qwen3.infra.parallelize import apply_non_moe_tp as apply_tp
-from torchtitan.tools import utils
 
 from torchtitan.grpo.config import LoRA
 from torchtitan.grpo.models.between_microbatches import keeps_parameters
@@ -40,7 +32,19 @@ from torchtitan.grpo.models.tied_embeddings import (
     is_tied,
     tie_again,
 )
-from torchtitan.grpo.system.device import prepare_fsdp_for_gloo
+from torchtitan.grpo.system.device import disable_fsdp_gradient_division, prepare_fsdp_for_gloo
+from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
+from torchtitan.grpo.upstream.configuration import JobConfig
+from torchtitan.grpo.upstream.models import (
+    apply_ac,
+    apply_compile,
+    apply_fsdp,
+    apply_moe_ep_tp,
+    apply_tp,
+    op_sac_save_list,
+)
+from torchtitan.grpo.upstream.parallelism import ParallelDims
+from torchtitan.grpo.upstream.tools import utils
 
 
 def parallelize(
@@ -75,7 +79,7 @@ def parallelize(
             model,
             config.activation_checkpoint,
             model_compile_enabled=compiled,
-            op_sac_save_list=_op_sac_save_list,  # pyright: ignore[reportArgumentType]
+            op_sac_save_list=op_sac_save_list,  # pyright: ignore[reportArgumentType]
             base_folder=config.job.dump_folder,
         )
     if compiled:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.nn as nn
 from safetensors.torch import save_file
-from torchtitan.protocols import BaseStateDictAdapter
 
 from torchtitan.grpo.config import LoRA
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly
 from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.models.shards import local_tensor
+from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_wire.adapter_names import PEFT_PREFIX, factor_of, is_adapter, target_of
 from torchtitan.grpo.weight_wire.adapters import base_digest
 

@@ -38,7 +38,8 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.partitioners import _extract_graph_with_inputs_outputs
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.distributed.tensor import DTensor
-from torchtitan.tools.logging import logger
+
+from torchtitan.grpo.system.logs import logger
 
 if TYPE_CHECKING:
     from torchtitan.grpo.pipeline.weight_grads import WeightGradients

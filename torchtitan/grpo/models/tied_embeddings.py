@@ -17,7 +17,8 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torchtitan.models.llama3.infra.parallelize import disable_fsdp_gradient_division
+
+from torchtitan.grpo.system.device import disable_fsdp_gradient_division
 
 
 class OutputEmbedding(nn.Embedding):

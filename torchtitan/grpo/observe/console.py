@@ -6,7 +6,7 @@
 import logging
 import warnings
 
-from torchtitan.tools.logging import init_logger, logger
+from torchtitan.grpo.system.logs import init_logger, logger
 
 # Harmless messages that every run would print, some of them on every rank or on a CPU.
 _NOISE = (

@@ -15,9 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.distributed import ParallelDims
-from torchtitan.tools.logging import logger
 
 from torchtitan.grpo import strict_json
 from torchtitan.grpo.job_config import JobConfig
@@ -40,6 +37,9 @@ from torchtitan.grpo.observe.run_log import RunLog
 from torchtitan.grpo.observe.sample_log import sample_text
 from torchtitan.grpo.observe.trackers import log_samples, wandb_place, wandb_run, without_pipeline
 from torchtitan.grpo.rollout.results import EvaluationResult
+from torchtitan.grpo.system.logs import logger
+from torchtitan.grpo.upstream.metrics import MetricsProcessor
+from torchtitan.grpo.upstream.parallelism import ParallelDims
 
 
 class GRPOMetricsProcessor(MetricsProcessor):

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtitan.config import Profiling
-from torchtitan.tools.logging import logger
-from torchtitan.tools.profiling import maybe_enable_memory_snapshot
 
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.system.logs import logger
+from torchtitan.grpo.upstream.configuration import Profiling
+from torchtitan.grpo.upstream.tools import maybe_enable_memory_snapshot
 
 _RECORDED = (torch.profiler.ProfilerAction.RECORD, torch.profiler.ProfilerAction.RECORD_AND_SAVE)
 

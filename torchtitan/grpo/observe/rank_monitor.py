@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from torchtitan.tools.logging import logger
-
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.monitoring.addresses import KEY_VARIABLE, remove_address, write_address
 from torchtitan.grpo.monitoring.site import Health, MonitorThread, Routes
+from torchtitan.grpo.system.logs import logger
 
 _PROCESS = "rank0"
 _TIMES_LONGER = 3.0

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from torchtitan.tools.logging import logger
-
 from torchtitan.grpo import strict_json
+from torchtitan.grpo.system.logs import logger
 
 
 class RunLog:

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torchtitan.components.metrics import (
-    BaseLogger,
-    LoggerContainer,
-    TensorBoardLogger,
-    WandBLogger,
-)
-from torchtitan.distributed import ParallelDims
 
 from torchtitan.grpo import strict_json
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.observe.sample_log import sample_text
 from torchtitan.grpo.run_folder.contents import WANDB_ID_FILE
+from torchtitan.grpo.upstream.metrics import (
+    BaseLogger,
+    LoggerContainer,
+    TensorBoardLogger,
+    WandBLogger,
+)
+from torchtitan.grpo.upstream.parallelism import ParallelDims
 
 SAMPLES = "samples"
 """Name of the table in wandb, and of the text in TensorBoard."""

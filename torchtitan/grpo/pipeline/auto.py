@@ -17,8 +17,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torchtitan.distributed import ParallelDims
-from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.pipeline.choice import describe, finalists, predict
@@ -33,6 +31,8 @@ from torchtitan.grpo.pipeline.schedules import (
 from torchtitan.grpo.pipeline.stages import fixes_stages, stage_modules
 from torchtitan.grpo.pipeline.tables.costs import Costs
 from torchtitan.grpo.pipeline.trial import Trial
+from torchtitan.grpo.system.logs import logger
+from torchtitan.grpo.upstream.parallelism import ParallelDims
 
 
 def resolve_schedule(

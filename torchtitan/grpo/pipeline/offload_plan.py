@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.pipeline.offload import ActivationOffload, Key
 from torchtitan.grpo.pipeline.pass_timer import PassTimer
 from torchtitan.grpo.pipeline.simulate import Simulation, simulate
 from torchtitan.grpo.pipeline.tables.actions import Action, Table
 from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
+from torchtitan.grpo.system.logs import logger
 
 AUTO = -1
 """Value of ``grpo.pipeline_offload`` with which the measured bandwidth determines the share."""

@@ -6,8 +6,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan.tools.logging import logger
-
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.pipeline.assumed_costs import assumed_costs
 from torchtitan.grpo.pipeline.choice import costs_for
@@ -16,6 +14,7 @@ from torchtitan.grpo.pipeline.stages import schedule_of, stage_ranks
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
 from torchtitan.grpo.pipeline.tables.costs import Costs
 from torchtitan.grpo.pipeline.tables.plain import forward_only
+from torchtitan.grpo.system.logs import logger
 
 
 def build_schedule(

@@ -5,8 +5,6 @@
 
 import torch
 import torch.nn as nn
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.pipeline_parallel import pipeline_module_split
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.deferred_experts import defer_experts
@@ -19,6 +17,7 @@ from torchtitan.grpo.pipeline.early_recompute import EarlyRecompute, num_early_b
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.stages import schedule_of, stage_modules
 from torchtitan.grpo.pipeline.weight_grads import WeightGradients
+from torchtitan.grpo.upstream.parallelism import ParallelDims, pipeline_module_split
 
 # Upstream derives the placement of stages from the name of a schedule of torch. For a schedule that
 # torch does not have, the name of a schedule with the same placement is passed.

@@ -5,11 +5,10 @@
 
 import math
 
-from torchtitan.config.job_config import Parallelism
-from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
-
 from torchtitan.grpo.pipeline.schedules import AUTO, Schedule, measured_with, schedule_named
 from torchtitan.grpo.pipeline.tables.actions import ranks_of_stages
+from torchtitan.grpo.upstream.configuration import Parallelism
+from torchtitan.grpo.upstream.parallelism import generate_llm_fqn_per_model_part
 
 
 def schedule_of(settings: Parallelism) -> Schedule:

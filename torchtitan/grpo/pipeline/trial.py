@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torchtitan.distributed import ParallelDims
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.packed_attention import HostSequences
@@ -28,6 +27,7 @@ from torchtitan.grpo.pipeline.schedules import Schedule
 from torchtitan.grpo.pipeline.split import split_model
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
 from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
+from torchtitan.grpo.upstream.parallelism import ParallelDims
 
 _PASSES = range(3, 11)
 """Possible numbers of measured passes. Shorter passes are run more often than longer ones."""

@@ -10,8 +10,6 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.protocols import BaseStateDictAdapter
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel, ModelError
@@ -22,8 +20,10 @@ from torchtitan.grpo.resume.checkpoint_files import (
     quick_problem,
 )
 from torchtitan.grpo.run_folder.contents import steps_in
+from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.system.file_sums import damaged_files
 from torchtitan.grpo.training.weights_check import build_without_memory
+from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 
 
 def find_checkpoint(config: JobConfig, named: str) -> Path:

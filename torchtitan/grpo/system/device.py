@@ -25,7 +25,7 @@ from torchtitan.grpo.system.loopback import loopback_interface
 from torchtitan.grpo.system.routes import source_address
 
 if TYPE_CHECKING:
-    from torchtitan.distributed import ParallelDims
+    from torchtitan.grpo.upstream.parallelism import ParallelDims
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -61,8 +61,8 @@ def settle_device() -> DeviceType:
 
 def _use_host_memory_monitor() -> None:
     """Replaces torchtitan's memory monitor, which needs CUDA, and its peak FLOPS lookup."""
-    import torchtitan.components.metrics as upstream_metrics
-    import torchtitan.tools.utils as upstream_utils
+    from torchtitan.grpo.upstream.metrics import metrics as upstream_metrics
+    from torchtitan.grpo.upstream.tools import utils as upstream_utils
 
     upstream_metrics.build_device_memory_monitor = HostMemoryMonitor
     # The peak of a CPU is not known. A finite number keeps upstream's MFU defined.
@@ -101,7 +101,7 @@ class HostMemoryMonitor:
         self.device_capacity_gib = self.device_capacity / 1024**3
 
     def get_peak_stats(self):
-        from torchtitan.components.metrics import DeviceMemStats
+        from torchtitan.grpo.upstream.metrics import DeviceMemStats
 
         # ru_maxrss is in KiB on Linux and in bytes on macOS.
         unit = 1 if sys.platform == "darwin" else 1024
@@ -113,10 +113,19 @@ class HostMemoryMonitor:
         """Has no effect: the kernel keeps a single peak for the life of the process."""
 
 
+def disable_fsdp_gradient_division(model: nn.Module) -> None:
+    """Makes FSDP2 sum gradients over ranks: the loss is divided by the tokens of all ranks."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+
+
 def prepare_fsdp_for_gloo(model_parts: list[nn.Module]) -> None:
     """Makes FSDP2 reduce gradients by plain sums, because gloo does not support PREMUL_SUM.
 
-    Upstream sets the gradient divide factor to 1, so the result is the same.
+    The gradient divide factor is 1, so the result is the same.
     """
     from torch.distributed.fsdp import FSDPModule
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from torchtitan.tools.logging import logger
+from torchtitan.grpo.system.logs import logger
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Interval at which a rank checks that torchrun is still running.

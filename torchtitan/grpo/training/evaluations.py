@@ -10,12 +10,11 @@ evaluation between two steps.
 import time
 from collections.abc import Callable, Mapping
 
-from torchtitan.tools.logging import logger
-
 from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.rollout.results import EvaluationResult
+from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.weight_sync.publisher import Publisher
 
 Log = Callable[[int, EvaluationResult, Mapping[str, int]], None]

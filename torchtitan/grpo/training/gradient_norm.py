@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
 
 from torchtitan.grpo.models.tied_embeddings import OutputEmbedding, embeds_tokens, is_tied
+from torchtitan.grpo.upstream.parallelism import ParallelDims, dist_utils
 
 
 class GradientClipper:

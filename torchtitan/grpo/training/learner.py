@@ -27,7 +27,7 @@ from torchtitan.grpo.training.runner import ModelRunner
 from torchtitan.grpo.training.step import Minibatch, MinibatchLoss, ScoredRows, score
 
 if TYPE_CHECKING:
-    from torchtitan.components.optimizer import OptimizersContainer
+    from torchtitan.grpo.upstream.trainer import OptimizersContainer
 
 
 @dataclass(frozen=True)

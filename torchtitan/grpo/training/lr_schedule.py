@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torchtitan.components.lr_scheduler import LRSchedulersContainer
-from torchtitan.components.lr_scheduler import build_lr_schedulers as build_upstream
-from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.config.job_config import LRScheduler
+
+from torchtitan.grpo.upstream.configuration import LRScheduler
+from torchtitan.grpo.upstream.trainer import LRSchedulersContainer, OptimizersContainer
+from torchtitan.grpo.upstream.trainer import build_lr_schedulers as build_upstream
 
 Factor = Callable[[int], float]
 """Maps the number of steps taken to the factor of ``optimizer.lr`` in the next step."""

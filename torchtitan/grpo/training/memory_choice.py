@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.inference.gpu_shares import part_beside_training
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.between_microbatches import Kept
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.system.device import are_gpus_shared
+from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.training.memory_estimate import (
     CHECKPOINTING,
     TrainingMemory,

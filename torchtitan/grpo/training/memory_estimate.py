@@ -23,12 +23,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.config import TORCH_DTYPE_MAP
-
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.between_microbatches import Kept, keeps_parameters
 from torchtitan.grpo.models.collect import module_of
 from torchtitan.grpo.pipeline.stages import stage_modules, stage_ranks
+from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
 CHECKPOINTING = ("none", "selective", "full")

@@ -9,13 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-import torchtitan.protocols.train_spec as train_specs
-from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.distributed import ParallelDims
-from torchtitan.models.qwen3 import get_train_spec as qwen3_train_spec
-from torchtitan.protocols.train_spec import TrainSpec
-from torchtitan.tools import utils
-from torchtitan.train import Trainer
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.losses.policy_terms import BUILTIN
@@ -32,12 +25,18 @@ from torchtitan.grpo.pipeline.auto import resolve_schedule
 from torchtitan.grpo.pipeline.schedule_builder import build_schedule
 from torchtitan.grpo.pipeline.split import split_model
 from torchtitan.grpo.pipeline.stages import ends_one_at_a_time
+from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.training.base_reference import BaseReference, base_reference
 from torchtitan.grpo.training.lr_schedule import build_lr_schedulers
 from torchtitan.grpo.training.optimizers import build_optimizers
 from torchtitan.grpo.training.reference import Reference
 from torchtitan.grpo.training.runner import ModelRunner, WholeModelRunner
 from torchtitan.grpo.training.stage_runner import PipelineForwardRunner, PipelineRunner, StageLoss
+from torchtitan.grpo.upstream.models import qwen3_train_spec
+from torchtitan.grpo.upstream.parallelism import ParallelDims
+from torchtitan.grpo.upstream.tools import utils
+from torchtitan.grpo.upstream.trainer import Trainer, TrainSpec
+from torchtitan.grpo.upstream.trainer import train_spec as train_specs
 
 
 def hf_train_spec(

@@ -5,10 +5,8 @@
 
 from typing import Any
 
-from torchtitan.components.lr_scheduler import LRSchedulersContainer
-from torchtitan.components.optimizer import OptimizersContainer
-
 from torchtitan.grpo.training.lr_schedule import factors_of
+from torchtitan.grpo.upstream.trainer import LRSchedulersContainer, OptimizersContainer
 
 Groups = list[list[dict[str, Any]]]
 """For each optimizer, the settings of each of its groups of parameters."""

@@ -13,15 +13,15 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torchtitan.components.optimizer import (
+
+from torchtitan.grpo.job_config import Optimizer
+from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
+from torchtitan.grpo.training.muon import Muon
+from torchtitan.grpo.upstream.parallelism import ParallelDims
+from torchtitan.grpo.upstream.trainer import (
     OptimizersContainer,
     build_optimizers_with_moe_load_balancing,
 )
-from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.distributed import ParallelDims
-
-from torchtitan.grpo.job_config import Optimizer
-from torchtitan.grpo.training.muon import Muon
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch.distributed as dist
-from torchtitan.tools.utils import get_peak_flops
 
 from torchtitan.grpo.attestation import attested_tokens
 from torchtitan.grpo.models.packed_model import PackedModel
@@ -21,6 +20,7 @@ from torchtitan.grpo.training.learner import Learner
 from torchtitan.grpo.training.model_spec import choose_reference
 from torchtitan.grpo.training.policy_probe import PolicyProbe, probe_shape
 from torchtitan.grpo.training.utilization import Utilization
+from torchtitan.grpo.upstream.tools import utils
 
 if TYPE_CHECKING:
     from torchtitan.grpo_train import GRPOTrainer
@@ -70,7 +70,7 @@ def build_utilization(trainer: "GRPOTrainer") -> Utilization | None:
     """Returns what measures the utilization of the devices; None on CPU, whose peak is not known."""
     if trainer.device.type == "cpu":
         return None
-    peak = get_peak_flops(trainer.metrics_processor.device_memory_monitor.device_name)
+    peak = utils.get_peak_flops(trainer.metrics_processor.device_memory_monitor.device_name)
     return Utilization(trainer.config, trainer.hf_model, dist.get_world_size(), peak)
 
 

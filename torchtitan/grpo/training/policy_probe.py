@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 import torch.nn as nn
-from torchtitan.distributed import ParallelDims
 
 from torchtitan.grpo.data.feed import Feed
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
@@ -17,6 +16,7 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.logprob_head import LogprobHead
 from torchtitan.grpo.models.packed_attention import PackedAttentionKind
 from torchtitan.grpo.training.runner import ForwardRunner
+from torchtitan.grpo.upstream.parallelism import ParallelDims
 
 
 class PolicyProbe:

@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-from torchtitan.distributed import ParallelDims
+from torchtitan.grpo.upstream.parallelism import ParallelDims
 
 # Ranks along these axes of the mesh train the same rows and see the same output.
 _AXES_OF_EQUAL_ROWS = ("tp", "cp")

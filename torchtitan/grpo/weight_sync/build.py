@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torchtitan.protocols import BaseStateDictAdapter
-from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.attestation import (
     Attestation,
@@ -28,8 +26,10 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.models.peft_format import AdapterNames
 from torchtitan.grpo.rollout.link import RolloutLink
+from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.system.rank_channel import Address, LeaderChannel, Served, remote, serve
 from torchtitan.grpo.types import ServerInfo
+from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_sync.agent import Agent, ReadSnapshot
 from torchtitan.grpo.weight_sync.gather import Gatherer, agree_on_push
 from torchtitan.grpo.weight_sync.lane import Listeners

@@ -21,11 +21,11 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 import torch.distributed as dist
-from torchtitan.protocols import BaseStateDictAdapter
 
 from torchtitan.grpo.models.adapter_merge import AdapterMerge, lora_scale
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly, collecting_group
 from torchtitan.grpo.system.hosts import agree_on_hosts
+from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_sync.payloads import Payload
 from torchtitan.grpo.weight_sync.plan import (
     ALL_PARAMETERS,

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.protocols import BaseStateDictAdapter
 
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.job_config import JobConfig
@@ -22,6 +20,8 @@ from torchtitan.grpo.models.peft_format import AdapterNames
 from torchtitan.grpo.models.shards import Assembly, Block, Piece, model_order
 from torchtitan.grpo.pipeline.schedules import AUTO, candidates
 from torchtitan.grpo.pipeline.stages import fixes_stages, stage_modules, stage_ranks
+from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
+from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_sync.leader import max_alive
 from torchtitan.grpo.weight_sync.plan import ADAPTERS, ALL_PARAMETERS, plan_sources
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, lay_out_slot

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
-from torchtitan.protocols import BaseStateDictAdapter
 
 from torchtitan.grpo.models.adapter_merge import lora_scale
 from torchtitan.grpo.models.hf_weights import hf_meta
 from torchtitan.grpo.models.peft_format import AdapterNames
 from torchtitan.grpo.models.shards import Assembly, in_buckets
+from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_sync.sources import SourceLimits, choose_sources
 from torchtitan.grpo.weight_wire.adapter_names import FACTORS, is_adapter, target_of
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec

@@ -19,10 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torchtitan.protocols import BaseStateDictAdapter
 
 from torchtitan.grpo.models.hf_weights import keeps_bytes
 from torchtitan.grpo.models.shards import Assembly, Piece
+from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_sync.plan import ParameterSelection, SourcePlan
 
 Shards = Mapping[str, torch.Tensor]

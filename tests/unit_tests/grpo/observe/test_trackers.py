@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torchtitan.components.metrics import LoggerContainer, TensorBoardLogger, WandBLogger
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.observe.trackers import (
@@ -21,6 +20,7 @@ from torchtitan.grpo.observe.trackers import (
     without_pipeline,
 )
 from torchtitan.grpo.run_folder.replacing import move_aside
+from torchtitan.grpo.upstream.metrics import LoggerContainer, TensorBoardLogger, WandBLogger
 
 SAMPLE = {
     "step": 1, "group_id": 7, "prompt": "12->", "completion": "21", "reward": 0.5,

@@ -5,11 +5,11 @@
 
 import pytest
 import torch
-from torchtitan.models.moe.moe import GroupedExperts
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from torchtitan.grpo.models.deferred_experts import DeferredExperts, defer_experts
 from torchtitan.grpo.pipeline.weight_grads import WeightGradients
+from torchtitan.grpo.upstream.models import GroupedExperts
 
 SEQUENCES = [[5, 6, 7, 8, 9], [1, 2, 3], [4, 3, 2, 1, 0, 11, 12], [9, 8, 7, 6]]
 PLAIN = {"pp": 2, "schedule": "Interleaved1F1B"}
@@ -97,6 +97,6 @@ def test_weights_wait_in_the_store_and_have_autograds_gradients(grouped):
 
 
 def upstream_grouped(*arguments):
-    from torchtitan.models.moe.moe import _run_experts_grouped_mm
+    from torchtitan.grpo.upstream.models import run_experts_grouped_mm as _run_experts_grouped_mm
 
     return _run_experts_grouped_mm(*arguments)

@@ -4,7 +4,6 @@
 """Each schedule's row says what its table does."""
 
 import pytest
-from torchtitan.config.job_config import Parallelism
 
 from torchtitan.grpo.pipeline.schedules import SCHEDULES, schedule_named
 from torchtitan.grpo.pipeline.simulate import simulate
@@ -12,6 +11,7 @@ from torchtitan.grpo.pipeline.split import _PLACED_LIKE
 from torchtitan.grpo.pipeline.stages import ends_one_at_a_time, num_stages, stage_ranks
 from torchtitan.grpo.pipeline.tables.actions import Table
 from torchtitan.grpo.pipeline.tables.costs import Costs
+from torchtitan.grpo.upstream.configuration import Parallelism
 
 
 def settings_of(name: str, degree: int) -> Parallelism:

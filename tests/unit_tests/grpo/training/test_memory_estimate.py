@@ -10,8 +10,6 @@ import torch
 import torch.nn as nn
 import torch.utils.checkpoint
 from torch.utils._pytree import tree_leaves
-from torchtitan.distributed.activation_checkpoint import apply_ac
-from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list
 
 from torchtitan.grpo.data.rows import Sample, build_rows
 from torchtitan.grpo.job_config import JobConfig
@@ -24,6 +22,7 @@ from torchtitan.grpo.training.memory_estimate import (
 from torchtitan.grpo.training.model_spec import hf_train_spec
 from torchtitan.grpo.training.runner import model_inputs
 from torchtitan.grpo.training.weights_check import parameter_shapes
+from torchtitan.grpo.upstream.models import apply_ac, op_sac_save_list
 
 SEQ_LEN, ROWS = 128, 2
 # Sizes in the proportions of a real model: the feed-forward is three times as wide as the rest.
@@ -75,7 +74,7 @@ def kept_bytes(config: JobConfig, monkeypatch) -> int:
     caches = record_caches(monkeypatch)
     if config.activation_checkpoint.mode != "none":
         # The attention of a CPU has another name.
-        saved = _op_sac_save_list | {
+        saved = op_sac_save_list | {
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
         }
         apply_ac(model, config.activation_checkpoint, op_sac_save_list=saved)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torchtitan.components.optimizer import OptimizersContainer
 
 from torchtitan.grpo.job_config import LRScheduler
 from torchtitan.grpo.training.lr_schedule import build_lr_schedulers, schedule_of
 from torchtitan.grpo.training.optimizer_settings import renew_settings, settings_of
+from torchtitan.grpo.upstream.trainer import OptimizersContainer
 
 
 def build(

@@ -1,0 +1,28 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The trainer that `GRPOTrainer` extends, and the parts that its constructor builds.
+
+0.3.0: `Trainer` is in `torchtitan.trainer` and takes a `Trainer.Config`; `ModelSpec` replaces
+`TrainSpec` and its registry; the learning rate's schedule moved to `components.optimizer`; the
+builder of optimizers with the balance of experts is gone.
+"""
+
+from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
+from torchtitan.components.optimizer import (
+    OptimizersContainer,
+    build_optimizers_with_moe_load_balancing,
+)
+from torchtitan.protocols import train_spec
+from torchtitan.protocols.train_spec import TrainSpec
+from torchtitan.train import Trainer
+
+__all__ = [
+    "LRSchedulersContainer",
+    "OptimizersContainer",
+    "TrainSpec",
+    "Trainer",
+    "build_lr_schedulers",
+    "build_optimizers_with_moe_load_balancing",
+    "train_spec",
+]
