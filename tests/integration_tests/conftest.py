@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 from forked import ForkedProcess, ForkServer
+from metric_page import undescribed
 from processes import has_words
 
 from torchtitan.grpo import config as tables
@@ -31,7 +32,6 @@ from torchtitan.grpo.inference.local_servers import (
 )
 from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.inference.waiting import wait_until_up
-from torchtitan.grpo.observe.metric_docs import undescribed
 from torchtitan.grpo.rollout.link import RolloutLink
 from torchtitan.grpo.types import PromptProgress, ServerKind
 
@@ -161,7 +161,7 @@ class Run:
         rewards = {n for s in self.records("samples.jsonl") for n in s["reward_components"]}
         keys = {k for r in (*self.metrics, *self.records("evaluations.jsonl")) for k in r}
         unknown = undescribed(sorted(keys), rewards)
-        assert not unknown, f"describe in observe/metric_docs/: {unknown}"
+        assert not unknown, f"describe in docs/metrics.md: {unknown}"
 
     def fail(self, timeout_seconds: float = PATIENCE_SECONDS) -> str:
         """Runs to the end, which must be a failure; returns the only error message."""

@@ -7,11 +7,11 @@ import json
 
 import pytest
 import torch
+from metric_page import undescribed
 from safetensors.torch import load_file
 
 from torchtitan.grpo import cli
 from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
-from torchtitan.grpo.observe.metric_docs import undescribed
 
 HELDOUT = "assets/reverse_digits/heldout.jsonl"
 SETS = (

@@ -12,12 +12,6 @@ def test_the_configuration_page_says_what_the_code_says(repository):
     assert result.returncode == 0, "run python scripts/make_configuration_doc.py"
 
 
-def test_the_page_of_metrics_says_what_the_code_says(repository):
-    script = repository / "scripts/make_metrics_doc.py"
-    result = subprocess.run([sys.executable, str(script), "--check"], timeout=60)
-    assert result.returncode == 0, "run python scripts/make_metrics_doc.py"
-
-
 def test_no_page_or_configuration_has_a_gap_left_to_fill(repository):
     pages = [*repository.glob("*.md"), *repository.glob("docs/*.md")]
     for file in [*pages, *repository.glob("train_configs/*.toml")]:

@@ -4,7 +4,7 @@
 """Metrics of a run, through torchtitan's metrics processor.
 
 Metrics are written to the console, to ``metrics.jsonl`` and to upstream's TensorBoard and wandb
-loggers. Keys are paths; those of quantities with a unit end in the unit. `metric_docs/` describes
+loggers. Keys are paths; those of quantities with a unit end in the unit. docs/metrics.md describes
 each of them.
 """
 

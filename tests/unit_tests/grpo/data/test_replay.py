@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from metric_page import undescribed
 
 from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.data.record import BatchRecord, GroupRecord, RolloutRecord, RolloutRecorder
 from torchtitan.grpo.data.replay import ReplaySource, check_batch
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
-from torchtitan.grpo.observe.metric_docs import undescribed
 from torchtitan.grpo.types import BatchPart, PromptProgress, Rollout, RolloutGroup, VersionSegment
 
 SEQ_LEN = 16

@@ -4,6 +4,7 @@
 """The figures of a set, by hand."""
 
 import pytest
+from metric_page import undescribed
 
 from torchtitan.grpo.config.evaluation import EvaluationSet
 from torchtitan.grpo.observe.evaluation_records import (
@@ -11,7 +12,6 @@ from torchtitan.grpo.observe.evaluation_records import (
     evaluation_metrics,
     sample_records,
 )
-from torchtitan.grpo.observe.metric_docs import undescribed
 from torchtitan.grpo.rollout.evaluation.figures import summarize_set
 from torchtitan.grpo.rollout.results import (
     EvaluatedCompletion,
