@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from torchtitan.grpo.system.shared_memory import sees_all_processes
+from torchtitan.grpo.system.private_folders import sees_all_processes
 
 PATIENCE_SECONDS = 120.0
 # Between the kill and the end of the last process. A run of its own needs some seconds.

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from torchtitan.grpo.models.hf_weights import export_hf, named_parameters
-from torchtitan.grpo.system.shared_slots import SlotOffer, attach
+from torchtitan.grpo.system.host_memory import SlotOffer, attach
 from torchtitan.grpo.weight_sync import slot_memory
 from torchtitan.grpo.weight_sync.gather import Gatherer, agree_on_push
 from torchtitan.grpo.weight_sync.payloads import Bucket, PayloadPool

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from torchtitan.grpo.disk_failures import room_problem
+from torchtitan.grpo.errors import LAST_SAVE_FAILED, RunError
 from torchtitan.grpo.job_config import Checkpoint
 from torchtitan.grpo.resume.checkpoint_files import METADATA_FILE, CheckpointWriter, is_whole
 from torchtitan.grpo.rollout.saved import file_of
@@ -34,12 +35,14 @@ _SLOW_SECONDS = 5.0
 _NONE_FOLLOWS = "It was to be the last one: the run ends without it."
 
 
-class SaveFailed(RuntimeError):
+class SaveFailed(RunError):
     """A checkpoint could not be written, and the run is to end then (``checkpoint.save_failure``)."""
 
 
 class LastSaveFailed(SaveFailed):
     """A run has taken all its steps, but its last checkpoint could not be written."""
+
+    exit_status = LAST_SAVE_FAILED
 
 
 class GRPOCheckpointManager(CheckpointManager):

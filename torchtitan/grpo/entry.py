@@ -23,33 +23,28 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan.grpo.checkpoint import RunFinished
-from torchtitan.grpo.checkpoint_manager import LastSaveFailed, SaveFailed
 from torchtitan.grpo.command_line.help_page import help_words, page
-from torchtitan.grpo.config_checks import ConfigError, check_model
+from torchtitan.grpo.config_checks import check_model
 from torchtitan.grpo.config_manager import is_dry_run, load_config
 from torchtitan.grpo.data.feed import RankZeroFailed
-from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.dry_run import dry_run
+from torchtitan.grpo.errors import RunError
 from torchtitan.grpo.inference.nccl_settings import take_nccl_setting_of
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.known_failures import known_failure
 from torchtitan.grpo.lost_rank import LostRankHandler
-from torchtitan.grpo.models.hf_config import HFModel, ModelError, read_hf_model
+from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
 from torchtitan.grpo.models.hub import locate_models
 from torchtitan.grpo.models.same_model import check_reference
-from torchtitan.grpo.monitoring.site import MonitorError
 from torchtitan.grpo.observe.console import init_console
 from torchtitan.grpo.resume.resumption import (
-    CheckpointError,
     Start,
     describe_finished,
     describe_start,
     is_finished,
     plan_start,
 )
-from torchtitan.grpo.rollout.link import RolloutFailed
 from torchtitan.grpo.run_folder.folder import (
-    FolderError,
     RunFolder,
     check_folder,
     describe_folder,
@@ -57,15 +52,11 @@ from torchtitan.grpo.run_folder.folder import (
 from torchtitan.grpo.start.train import SETTINGS_FLAG
 from torchtitan.grpo.system.child import die_with_parent
 from torchtitan.grpo.system.device import choose_interfaces
-from torchtitan.grpo.system.exit_status import LAST_SAVE_FAILED, STOPPED_BY_GUARD
-from torchtitan.grpo.system.folder_lock import FolderInUse
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.system.rank_watch import RankLost, RankWatch
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.system.store_rounds import separate_rounds
-from torchtitan.grpo.training.guards import GuardStopped
 from torchtitan.grpo.training.weights_check import check_weights
-from torchtitan.grpo.weight_sync.publisher import PublisherFailed
 from torchtitan.grpo.weight_wire.process_group import limit_communicators
 
 # Longer than rank 0 takes to report an error and to close.
@@ -87,12 +78,6 @@ class RunnableTrainer(Protocol):
         """Ends everything that the trainer started."""
         ...
 
-
-# Errors whose message tells the user what went wrong. A traceback would add nothing.
-_EXPLAINED = (
-    CheckpointError, DataError, ModelError, MonitorError, PublisherFailed, RolloutFailed, SaveFailed,
-    TimeoutError,
-)  # fmt: skip
 
 TrainerFactory = Callable[[JobConfig, HFModel, StopRequest, RankWatch], RunnableTrainer]
 
@@ -130,7 +115,7 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
         if config.grpo.kl_coef > 0:
             check_reference(config)
         lines, date = planned(config, hf_model) if is_dry else ([], "")
-    except (CheckpointError, ConfigError, FolderError, ModelError, TimeoutError) as error:
+    except (RunError, TimeoutError) as error:
         return _report(is_rank_zero, error, 2)
     if is_rank_zero:
         print("\n".join(notes), end="\n" if notes else "", flush=True)
@@ -161,10 +146,8 @@ def _train_in_folder(make_trainer: TrainerFactory, config: JobConfig, hf_model: 
     status = 1
     try:
         folder = RunFolder(config)
-    except FolderError as error:
+    except RunError as error:
         return _report(True, error, 2)
-    except FolderInUse as error:
-        return _report(True, error, 1)  # later it may be free
     try:
         start = plan_start(config, hf_model, goes_on=folder.is_restart)
         if folder.is_restart:
@@ -175,10 +158,8 @@ def _train_in_folder(make_trainer: TrainerFactory, config: JobConfig, hf_model: 
             _check_weights(config, hf_model, start)
             folder.begin()
         status = _train(make_trainer, config, hf_model, is_rank_zero=True)
-    except (CheckpointError, FolderError, ModelError) as error:
+    except RunError as error:
         status = _report(True, error, 2)
-    except FolderInUse as error:
-        status = _report(True, error, 1)
     finally:
         folder.close(failed=status != 0)
     return status
@@ -212,7 +193,7 @@ def print_dry_run(
     try:
         for line in dry_run(config, model, start, date, shows_settings=shows_settings):
             print(line, flush=True)
-    except (ConfigError, DataError, ModelError) as error:
+    except RunError as error:
         return _report(True, error, 2)
     return 0
 
@@ -242,12 +223,8 @@ def _train(
         # Rank 0 must report and close first: torchrun ends all ranks once one has ended.
         stop.wait(0 if watch.lost else _RANK_ZERO_PATIENCE_SECONDS)
         return 1
-    except GuardStopped as error:
-        return _report(is_rank_zero, error, STOPPED_BY_GUARD, stop.wait)
-    except LastSaveFailed as error:
-        return _report(is_rank_zero, error, LAST_SAVE_FAILED, stop.wait)
-    except _EXPLAINED as error:
-        if watch.lost is not None:
+    except (RunError, TimeoutError) as error:
+        if watch.lost is not None and getattr(error, "exit_status", None) is None:
             return 1  # the error is a consequence
         return _report(is_rank_zero, error, 1, stop.wait)
     except (Exception, CheckpointException) as error:  # the latter is no Exception
@@ -278,7 +255,7 @@ def _report(
     status: int,
     wait: Callable[[float], bool | None] = time.sleep,
 ) -> int:
-    """Prints an error without a traceback and returns ``status``.
+    """Prints an error without a traceback and returns its exit status, which is ``status`` by default.
 
     Usually all ranks fail with the same error. Rank 0 prints it and ends, and the other ranks wait
     until torchrun ends them. A rank that fails alone prints its error after the wait.
@@ -286,13 +263,13 @@ def _report(
     Args:
         is_rank_zero: Whether this is rank 0.
         error: What to print.
-        status: Exit status of the process.
+        status: Exit status of the process, unless the error has its own.
         wait: Waits for so many seconds; returns True if the rank has been stopped meanwhile.
     """
     if is_rank_zero or not wait(_RANK_ZERO_PATIENCE_SECONDS):
         print(f"error: {error}", file=sys.stderr, flush=True)
         _tell_torchrun(str(error))
-    return status
+    return getattr(error, "exit_status", None) or status
 
 
 def _tell_torchrun(message: str) -> None:

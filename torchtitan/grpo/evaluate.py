@@ -28,20 +28,21 @@ from torchtitan.grpo.config_checks import check_model
 from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.controller import process_config
 from torchtitan.grpo.disk_failures import disk_failure
+from torchtitan.grpo.errors import RunError
 from torchtitan.grpo.inference.local_servers import set_random_keys
 from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.models.hf_config import HFModel, ModelError, read_hf_model
+from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
 from torchtitan.grpo.models.hub import locate_models
 from torchtitan.grpo.observe.evaluation_records import evaluation_metrics, sample_records
 from torchtitan.grpo.resume.exporting import export_checkpoint, find_checkpoint
 from torchtitan.grpo.rollout.evaluation_session import EvaluationSession
 from torchtitan.grpo.rollout.process import first_cause
 from torchtitan.grpo.rollout.results import EvaluationResult
-from torchtitan.grpo.run_folder.folder import FolderError, hold
-from torchtitan.grpo.system.descendants import end_marked
+from torchtitan.grpo.run_folder.folder import hold
+from torchtitan.grpo.system.child import end_marked
 from torchtitan.grpo.system.environment import RUN_VARIABLE
-from torchtitan.grpo.system.folder_lock import FolderInUse, HeldFolders
+from torchtitan.grpo.system.folder_lock import HeldFolders
 from torchtitan.grpo.training.weights_check import check_weights
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.weight_wire.model_folder import require_undamaged
@@ -96,7 +97,7 @@ def evaluate(given: argparse.Namespace, arguments: Sequence[str]) -> int:
         folder = Path(config.job.dump_folder) / FOLDER / name
         held = hold(config, folder)
         return _evaluate(config, given, _subject(config, given, model, folder), folder)
-    except (FolderError, FolderInUse, ModelError) as error:
+    except RunError as error:
         raise ConfigError(str(error)) from error
     finally:
         if held is not None:

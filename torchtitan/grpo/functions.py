@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torchtitan.grpo.system.regular_files import NotRegularError, check_regular
+from torchtitan.grpo.system.files import NotRegularError, check_regular
 
 _ERROR_CHARS = 2000
 

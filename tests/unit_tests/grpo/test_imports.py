@@ -19,6 +19,7 @@ PACKAGE = "torchtitan.grpo"
 
 FLOORS = (
     {
+        "errors",
         "functions",
         "types",
         "system",
@@ -187,8 +188,8 @@ def test_rooms_of_one_floor_do_not_import_each_other_in_a_circle(graph: Graph) -
         ("functions", {"system"}),
         ("upstream", set()),
         ("types", set()),
-        ("weight_wire", {"system"}),
-        ("inference", {"monitoring", "strict_json", "system", "types", "weight_wire"}),
+        ("weight_wire", {"errors", "system"}),
+        ("inference", {"errors", "monitoring", "strict_json", "system", "types", "weight_wire"}),
         ("losses", {"config", "functions"}),
     ],
 )

@@ -24,7 +24,7 @@ from torchtitan.grpo.check_gpu.parts import (
 )
 from torchtitan.grpo.check_gpu.row import Row, Settings, judged
 from torchtitan.grpo.check_gpu.silent_server import broadcast_to_silent_server
-from torchtitan.grpo.system.priority import yield_to_training
+from torchtitan.grpo.system.process_tuning import yield_to_training
 from torchtitan.grpo.weight_wire.sparse import encode
 from torchtitan.grpo.weight_wire.version_files import write_part
 

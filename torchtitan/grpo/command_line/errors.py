@@ -3,6 +3,8 @@
 
 """The error of a configuration, for whoever reads or checks one."""
 
+from torchtitan.grpo.errors import RunError
 
-class ConfigError(ValueError):
+
+class ConfigError(RunError, ValueError):
     """A configuration that cannot be used. The message names the key and the remedy."""

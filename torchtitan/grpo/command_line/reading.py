@@ -20,7 +20,7 @@ from torchtitan.grpo.command_line.keys import check_keys
 from torchtitan.grpo.command_line.other_names import answer_to_value
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.system.file_formats import UTF8_MARK, other_format
-from torchtitan.grpo.system.regular_files import open_regular
+from torchtitan.grpo.system.files import open_regular
 
 _KEY_VARIABLES = {
     "inference.api_key": "TORCHTITAN_GRPO_API_KEY",

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torchtitan.grpo import config as grpo_config
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.job_config import SECRETS, JobConfig, Optimizer
-from torchtitan.grpo.system.regular_files import NotRegularError, check_regular
+from torchtitan.grpo.system.files import NotRegularError, check_regular
 
 
 def require(holds: bool, message: str) -> None:

@@ -15,7 +15,7 @@ from torchtitan.grpo.inference.kinds import KINDS, KindRow, kind_row, refuse_key
 from torchtitan.grpo.inference.registry import registry_folder
 from torchtitan.grpo.inference.urls import checked_host, named_urls, split_address
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.system.loopback import is_loopback
+from torchtitan.grpo.system.network import is_loopback
 
 _INFERENCE_READ_WITH: tuple[
     tuple[Callable[[grpo_config.Inference], bool], str, tuple[str, ...]], ...

@@ -7,12 +7,13 @@ from typing import TypeVar
 
 import msgspec
 
+from torchtitan.grpo.errors import RunError
 from torchtitan.grpo.system.file_formats import UTF8_MARK, not_json_lines
 
 _Value = TypeVar("_Value")
 
 
-class DataError(ValueError):
+class DataError(RunError, ValueError):
     """Raised for a data file that cannot be used; the message names TOML key, file and line."""
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from torchtitan.grpo.data.files import DataError, decode_line
 from torchtitan.grpo.data.rows import Sample
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.system.regular_files import open_regular
+from torchtitan.grpo.system.files import open_regular
 
 _KEY = "grpo.ptx_path"
 

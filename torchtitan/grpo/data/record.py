@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from torchtitan.grpo.data.files import DataError, decode_line
-from torchtitan.grpo.system.regular_files import check_regular, open_regular
+from torchtitan.grpo.system.files import check_regular, open_regular
 from torchtitan.grpo.types import (
     FinishReason,
     PromptProgress,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from urllib.parse import urlsplit
 
-from torchtitan.grpo.system.loopback import is_loopback
+from torchtitan.grpo.system.network import is_loopback
 
 API_KEY_VARIABLE = "TORCHTITAN_GRPO_API_KEY"
 TEACHER_KEY_VARIABLE = "TORCHTITAN_GRPO_TEACHER_KEY"

@@ -21,8 +21,8 @@ from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.inference.identify import WrongKind
 from torchtitan.grpo.inference.kinds import kind_row
 from torchtitan.grpo.inference.model_cards import first_architecture
-from torchtitan.grpo.system.loopback import is_loopback
-from torchtitan.grpo.system.regular_files import read_regular
+from torchtitan.grpo.system.files import read_regular
+from torchtitan.grpo.system.network import is_loopback
 from torchtitan.grpo.types import ServerKind
 
 # Settings in config.json that decide the shapes of the weights.

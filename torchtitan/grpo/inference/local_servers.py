@@ -24,13 +24,14 @@ from torchtitan.grpo.inference.kinds import KINDS, kind_row
 from torchtitan.grpo.inference.server_log import first_causes, last_line, log_tail, remedy
 from torchtitan.grpo.inference.server_spec import LOOPBACK, ServerSpec
 from torchtitan.grpo.inference.urls import url_of
-from torchtitan.grpo.system.child import start_child, stop_children
+from torchtitan.grpo.system.child import describe_status, start_child, stop_children
 from torchtitan.grpo.system.environment import without_keys
-from torchtitan.grpo.system.exit_status import describe_status
-from torchtitan.grpo.system.interfaces import interface_of
-from torchtitan.grpo.system.loopback import is_loopback, loopback_interface
-from torchtitan.grpo.system.private_folders import make_private_folder, remove_private_folder
-from torchtitan.grpo.system.shared_memory import note_held
+from torchtitan.grpo.system.network import interface_of, is_loopback, loopback_interface
+from torchtitan.grpo.system.private_folders import (
+    make_private_folder,
+    note_held,
+    remove_private_folder,
+)
 from torchtitan.grpo.types import ServerKind
 
 if TYPE_CHECKING:

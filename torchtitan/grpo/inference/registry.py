@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.grpo.inference.urls import checked_urls
-from torchtitan.grpo.system.regular_files import open_regular
+from torchtitan.grpo.system.files import open_regular
 from torchtitan.grpo.types import ServerKind
 
 if TYPE_CHECKING:

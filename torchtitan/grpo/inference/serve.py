@@ -34,8 +34,7 @@ from torchtitan.grpo.inference.registrar import Registrar, run_registered
 from torchtitan.grpo.inference.registry import Registration
 from torchtitan.grpo.inference.server_spec import LOOPBACK, ServerSpec
 from torchtitan.grpo.inference.urls import checked_urls, url_of
-from torchtitan.grpo.system.interfaces import address_of, default_address
-from torchtitan.grpo.system.routes import source_address
+from torchtitan.grpo.system.network import address_of, default_address, source_address
 from torchtitan.grpo.types import ServerKind
 from torchtitan.grpo.weight_wire.model_folder import read_json, refuse_quantised
 

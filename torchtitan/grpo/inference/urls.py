@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.grpo.system.file_formats import other_format
-from torchtitan.grpo.system.regular_files import read_regular
+from torchtitan.grpo.system.files import read_regular
 
 if TYPE_CHECKING:
     from torchtitan.grpo.config import Inference

@@ -12,7 +12,7 @@ from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.inference.join_check import WrongServer
 from torchtitan.grpo.inference.local_servers import LaunchedServer
-from torchtitan.grpo.system.reminders import Reminders
+from torchtitan.grpo.system.waits import Reminders
 
 _POLL_SECONDS = 0.25
 

@@ -8,19 +8,24 @@ which files that are missing are downloaded. The variables of that library apply
 the folder of the cache, and with ``HF_HUB_OFFLINE=1`` the cache alone is looked at.
 """
 
+import hashlib
+import json
+import os
 import re
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.system.once_per_host import once_per_host
-from torchtitan.grpo.system.regular_files import check_folder
+from torchtitan.grpo.system.files import check_folder, write_whole
 from torchtitan.grpo.weight_wire.model_folder import about_folder
 
 # Time in which the first rank of a host downloads a model while the others wait.
 _DOWNLOAD_TIMEOUT_SECONDS = 4 * 3600.0
+_POLL_SECONDS = 0.1
 _NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
 _CONFIG_AND_TOKENIZER = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -177,3 +182,34 @@ def _reason(error: Exception) -> str:
         )
     message = str(error).strip().splitlines() or [""]
     return f"taking it from the Hub failed: {type(error).__name__}: {message[0]}"
+
+
+def once_per_host(name: str, make: Callable[[], dict[str, Any]], timeout_seconds: float) -> Any:
+    """Returns what ``make`` returns on the first rank of this host; before any process group exists.
+
+    The first rank leaves its answer in torchrun's folder for the ranks of this attempt. Without
+    torchrun, each rank asks by itself.
+
+    Args:
+        name: What is made. All ranks must call with the same names.
+        make: Called on the first rank of each host. Its result must be JSON, and it must not raise:
+            the other ranks would wait for nothing.
+        timeout_seconds: Maximum time that the other ranks wait; TimeoutError is raised then.
+    """
+    own_error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if own_error_file is None or os.environ.get("LOCAL_WORLD_SIZE", "1") == "1":
+        return make()
+    digest = hashlib.sha256(name.encode()).hexdigest()[:32]
+    file = Path(own_error_file).parents[1] / f"{digest}.json"  # <attempt>/<rank>/error.json
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        answer = make()
+        write_whole(file, json.dumps(answer, allow_nan=False).encode())
+        return answer
+    deadline = time.monotonic() + timeout_seconds
+    while not file.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"The first rank of this host did not finish {name} within {timeout_seconds:g} s."
+            )
+        time.sleep(_POLL_SECONDS)
+    return json.loads(file.read_text())

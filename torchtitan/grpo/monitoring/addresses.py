@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan.grpo.system.whole_file import write_whole
+from torchtitan.grpo.system.files import write_whole
 
 ADDRESSES_FOLDER = "monitoring"
 

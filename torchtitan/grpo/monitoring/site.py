@@ -25,9 +25,10 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from torchtitan.grpo import strict_json
+from torchtitan.grpo.errors import RunError
 from torchtitan.grpo.monitoring.addresses import KEY_VARIABLE
 from torchtitan.grpo.system.http_site import answered, listen
-from torchtitan.grpo.system.priority import yield_to_training
+from torchtitan.grpo.system.process_tuning import yield_to_training
 
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _NUMBERED = re.compile(r"(.*/server)(\d+)/(.+)")
@@ -39,7 +40,7 @@ _IDLE_SECONDS = 15.0
 _MAX_CONNECTIONS = 128
 
 
-class MonitorError(RuntimeError):
+class MonitorError(RunError):
     """Raised if the address of a monitor cannot be used."""
 
 

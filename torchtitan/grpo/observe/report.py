@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.grpo import strict_json
-from torchtitan.grpo.system.whole_file import write_whole
+from torchtitan.grpo.system.files import write_whole
 
 
 @dataclass(frozen=True)

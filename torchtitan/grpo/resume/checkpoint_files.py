@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torchtitan.grpo.system.file_sums import Sums, read_sums, write_sums
-from torchtitan.grpo.system.whole_file import sync_folder
+from torchtitan.grpo.system.files import sync_folder
 
 METADATA_FILE = ".metadata"
 

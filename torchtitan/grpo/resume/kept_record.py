@@ -19,9 +19,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torchtitan.grpo.errors import RunError
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
-from torchtitan.grpo.system.regular_files import open_regular
+from torchtitan.grpo.system.files import open_regular
 
 STATE_KEY = "run_record"
 """Name of the record among the states of a checkpoint."""
@@ -29,7 +30,7 @@ STATE_KEY = "run_record"
 _SAMPLE_BYTES = 65536
 
 
-class CheckpointError(ValueError):
+class CheckpointError(RunError, ValueError):
     """A run cannot start as asked from a checkpoint or in its folder; the message says why."""
 
 

@@ -17,8 +17,7 @@ from torchtitan.grpo.inference.access import (
     TEACHER_KEY_VARIABLE,
 )
 from torchtitan.grpo.monitoring.addresses import KEY_VARIABLE
-from torchtitan.grpo.system.child import start_child, stop_children
-from torchtitan.grpo.system.descendants import end_marked
+from torchtitan.grpo.system.child import end_marked, start_child, stop_children
 from torchtitan.grpo.system.environment import RUN_VARIABLE, without_keys
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 

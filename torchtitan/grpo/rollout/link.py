@@ -20,6 +20,7 @@ from typing import TypeVar
 import zmq
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.errors import RunError
 from torchtitan.grpo.inference.server_log import log_tail
 from torchtitan.grpo.rollout import group_frames, link_messages
 from torchtitan.grpo.rollout.awaited_evaluation import AwaitedEvaluation
@@ -27,7 +28,7 @@ from torchtitan.grpo.rollout.child_process import end_process, start_process
 from torchtitan.grpo.rollout.results import EvaluationResult, RolloutBatch
 from torchtitan.grpo.rollout.server_watch import ServerWatch
 from torchtitan.grpo.system.private_folders import make_private_folder, remove_private_folder
-from torchtitan.grpo.system.reminders import Reminders
+from torchtitan.grpo.system.waits import Reminders
 from torchtitan.grpo.types import ServerInfo
 
 _Answer = TypeVar("_Answer")
@@ -45,7 +46,7 @@ _LIMITS: dict[type, str] = {  # the settings that limit the waits for answers
 }
 
 
-class RolloutFailed(RuntimeError):
+class RolloutFailed(RunError):
     """Raised if the rollout process ended or did not answer in time. The message says why."""
 
 

@@ -34,8 +34,8 @@ from torchtitan.grpo.rollout.process_monitor import LoopLag, RolloutMonitor
 from torchtitan.grpo.rollout.saved import SavedRollouts, file_of, remove_others, write_saved
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.session import RolloutSession
-from torchtitan.grpo.system.descendants import adopt_orphans, end_descendants
-from torchtitan.grpo.system.loop_memory import map_large_blocks, spare_collections
+from torchtitan.grpo.system.child import adopt_orphans, end_descendants
+from torchtitan.grpo.system.process_tuning import map_large_blocks, spare_collections
 from torchtitan.grpo.types import ServerInfo
 
 logger = logging.getLogger(__name__)

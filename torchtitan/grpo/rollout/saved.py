@@ -21,7 +21,7 @@ import numpy as np
 
 from torchtitan.grpo.rollout import group_frames
 from torchtitan.grpo.rollout.ledger import CloseReason
-from torchtitan.grpo.system.regular_files import read_regular
+from torchtitan.grpo.system.files import read_regular
 from torchtitan.grpo.types import (
     FinishReason,
     Generation,

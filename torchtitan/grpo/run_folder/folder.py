@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
 
+from torchtitan.grpo.errors import RunError
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.run_folder.contents import describe_run
 from torchtitan.grpo.run_folder.launch import (
@@ -32,7 +33,7 @@ from torchtitan.grpo.system.folder_lock import (
 _NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-class FolderError(ValueError):
+class FolderError(RunError):
     """``job.dump_folder`` cannot be used; the message says why."""
 
 

@@ -21,8 +21,8 @@ import msgspec
 
 from torchtitan.grpo.command_line.launched import LAUNCH_ID_VARIABLE
 from torchtitan.grpo.run_folder.contents import STARTS_FOLDER
-from torchtitan.grpo.system.process_identity import boot_id
-from torchtitan.grpo.system.whole_file import write_whole
+from torchtitan.grpo.system.files import write_whole
+from torchtitan.grpo.system.network import boot_id
 
 _FILE = f"{STARTS_FOLDER}/launch.json"
 

@@ -27,8 +27,8 @@ import msgspec
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.run_folder.contents import written
 from torchtitan.grpo.run_folder.launch import is_gone_on_with
+from torchtitan.grpo.system.files import sync_folder, write_whole
 from torchtitan.grpo.system.folder_lock import LOCK_FILE, FolderInUse, living_holder
-from torchtitan.grpo.system.whole_file import sync_folder, write_whole
 
 _ASIDE = re.compile(r"(replacing|replaced|kept|removing)-\d{8}-\d{6}-\d+")
 _ELSEWHERE = "elsewhere.json"

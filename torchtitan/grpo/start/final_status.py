@@ -17,7 +17,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.launcher import api
 
-from torchtitan.grpo.system.exit_status import FINAL
+from torchtitan.grpo.errors import FINAL_STATUSES
 
 
 class _Agent(LocalElasticAgent):
@@ -26,7 +26,7 @@ class _Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: Any) -> RunResult:
         result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
         statuses = {failure.exitcode for failure in result.failures.values()}
-        if result.state is WorkerState.FAILED and statuses & {*FINAL}:
+        if result.state is WorkerState.FAILED and statuses & {*FINAL_STATUSES}:
             self._remaining_restarts = 0
         return result
 

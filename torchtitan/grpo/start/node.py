@@ -20,11 +20,9 @@ from typing import NoReturn
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.command_line.launched import LAUNCH_VARIABLE
 from torchtitan.grpo.command_line.light_tables import without_torch
-from torchtitan.grpo.system.interfaces import address_of, interface_of
-from torchtitan.grpo.system.loopback import is_loopback
+from torchtitan.grpo.system.network import address_of, interface_of, is_loopback, source_address
 from torchtitan.grpo.system.private_folders import make_private_folder, remove_private_folder
-from torchtitan.grpo.system.reminders import Reminders
-from torchtitan.grpo.system.routes import source_address
+from torchtitan.grpo.system.waits import Reminders
 
 _PORT = 29400  # torchrun's own default
 _JOIN_SECONDS = 900.0

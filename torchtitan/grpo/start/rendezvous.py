@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from torchtitan.grpo.system.reminders import Reminders
+from torchtitan.grpo.system.waits import Reminders
 
 BACKEND = "torchtitan-grpo"
 """Name under which the rendezvous is registered with torch."""

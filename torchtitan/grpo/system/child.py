@@ -1,11 +1,16 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Child processes that cannot outlive their owner.
+"""Child processes that cannot outlive their owner, and whatever they have started themselves.
 
-Every child is started in a session of its own, so that Ctrl-C in the terminal reaches only its
-owner, which then ends the child in order. If the owner dies before it has done so, the kernel sends
-the child SIGTERM (on Linux).
+Every child is started in its own session, so that Ctrl-C in the terminal reaches only its owner,
+which then ends the child in order. If the owner dies before that, the kernel sends the child SIGTERM
+(on Linux).
+
+A program that a reward or an environment starts may leave its session and its parent (``setsid``, ``nohup``,
+a double fork), so that no signal to a session reaches it. On Linux, the kernel then makes it a child of the
+process that has called :func:`adopt_orphans`, among whose descendants it is found. If that process
+was killed, the program is found by ``RUN_VARIABLE`` in its environment.
 """
 
 import contextlib
@@ -14,27 +19,60 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
-from torchtitan.grpo.system.descendants import own_children
+import psutil
+
+from torchtitan.grpo.system.environment import RUN_VARIABLE
 from torchtitan.grpo.system.log_limit import log_limit
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 # Loaded before any fork, because the hook below should import and allocate as little as possible.
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 # Python starts one such process for each program that shares memory between its processes.
-_TRACKER = b"multiprocessing.resource_tracker"
+_TRACKER = "multiprocessing.resource_tracker"
 _TRACKER_SECONDS = 3.0
+_REAP_SECONDS = 1.0
+_END_SECONDS = 5.0
+_POLL_SECONDS = 0.01
+_PARENT_POLL_SECONDS = 0.5
+_PARENT_GRACE_SECONDS = 5.0
+
+_own_children: set[int] = set()
+"""Children of :func:`start_child`, whose status their owners ask for."""
+_watches_parent = threading.Lock()
 
 
 def die_with_parent(signum: int = signal.SIGTERM) -> None:
     """Makes the kernel send a signal to this process when the thread that started it ends."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signum)
+
+
+def end_with_parent() -> None:
+    """Has a thread send SIGTERM to this process when its parent has ended, and then SIGKILL.
+
+    For processes that this package does not start itself. Further calls do nothing.
+    """
+    if _watches_parent.acquire(blocking=False):
+        watch = threading.Thread(
+            target=_watch_parent, args=(os.getppid(),), name="parent-watch", daemon=True
+        )
+        watch.start()
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_PARENT_GRACE_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def start_child(
@@ -51,8 +89,8 @@ def start_child(
     Args:
         command: Program and arguments.
         env: Environment of the child; ``None`` inherits this process's.
-        log_file: File to which the child's output is appended, for this user alone and within the
-            size of `log_limit.py`; ``None`` leaves the output where this process's goes.
+        log_file: File to which the child's output is appended, readable only by this user and within
+            the size of `log_limit.py`; ``None`` leaves the output where this process's goes.
         cwd: Working directory of the child; ``None`` inherits this process's.
     """
     output = open_log(log_file) if log_file is not None else None
@@ -70,7 +108,7 @@ def start_child(
     finally:
         if output is not None:
             output.close()
-    own_children.add(child.pid)
+    _own_children.add(child.pid)
     if log_file is not None:
         log_limit.add(child.pid, log_file)
     return child
@@ -102,9 +140,9 @@ def stop_children(children: Sequence[subprocess.Popen], grace_seconds: float = 3
         # Sent also after a clean exit, because a server's own workers may still be running.
         trackers = _kill_all_but_trackers(child)
         child.wait(timeout=10)
-        _wait_for_end(trackers, _TRACKER_SECONDS)
+        psutil.wait_procs(trackers, _TRACKER_SECONDS)
         _signal_session(child, signal.SIGKILL)
-        own_children.discard(child.pid)
+        _own_children.discard(child.pid)
         log_limit.remove(child.pid)
 
 
@@ -113,39 +151,97 @@ def _signal_session(child: subprocess.Popen, signum: int) -> None:
         os.killpg(child.pid, signum)
 
 
-def _kill_all_but_trackers(child: subprocess.Popen) -> list[int]:
+def _kill_all_but_trackers(child: subprocess.Popen) -> list[psutil.Process]:
     """Kills the processes of a child's session; returns the trackers, which are left running."""
-    if not Path("/proc/self/stat").exists():  # nothing tells which processes are trackers
-        _signal_session(child, signal.SIGKILL)
-    trackers: list[int] = []
-    for pid in _members(child.pid):
-        with contextlib.suppress(OSError):
-            if _TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes():
-                trackers.append(pid)
+    trackers: list[psutil.Process] = []
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError, psutil.Error):
+            if os.getsid(pid) != child.pid:
+                continue
+            process = psutil.Process(pid)
+            if any(_TRACKER in argument for argument in process.cmdline()):
+                trackers.append(process)
             else:
                 os.kill(pid, signal.SIGKILL)
     return trackers
 
 
-def _members(session: int) -> list[int]:
-    """Returns the processes of a session; none on systems without /proc."""
-    members: list[int] = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if os.getsid(int(entry.name)) == session:
-                members.append(int(entry.name))
-    return members
-
-
-def _wait_for_end(pids: Sequence[int], timeout_seconds: float) -> None:
-    deadline = time.monotonic() + timeout_seconds
-    while any(map(_is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
-def _is_running(pid: int) -> bool:
+def describe_status(status: int | None) -> str:
+    """Returns a child's exit status in words, with the name of the signal that ended it."""
+    if status is None or status >= 0:
+        return f"exit status {status}"
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return False
-    return state != "Z"  # its parent has not asked for its status yet
+        name = signal.Signals(-status).name
+    except ValueError:  # a real-time signal
+        return f"exit status {status}"
+    cause = ", as the kernel ends processes if the memory is used up" if name == "SIGKILL" else ""
+    return f"exit status {status} ({name}{cause})"
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of descendants that lose theirs. Does nothing outside Linux.
+
+    A thread asks for the exit status of those that end, which would otherwise stay zombies.
+    """
+    if _libc is not None:
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        threading.Thread(target=_reap_orphans, name="orphan-reaper", daemon=True).start()
+
+
+def end_descendants() -> None:
+    """Kills all descendants of this process."""
+    own = psutil.Process()
+    _kill_all(lambda: [child.pid for child in own.children(recursive=True)])
+
+
+def end_marked(mark: str) -> None:
+    """Kills all processes of this user that were started with this ``RUN_VARIABLE``."""
+    _kill_all(
+        lambda: [
+            process.pid
+            for process in psutil.process_iter(["environ"])
+            if (process.info["environ"] or {}).get(RUN_VARIABLE) == mark
+        ]
+    )
+
+
+def _kill_all(find: Callable[[], Iterable[int]]) -> None:
+    deadline = time.monotonic() + _END_SECONDS
+    while (found := find()) and time.monotonic() < deadline:  # what is killed may just have forked
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):  # not a child of this process, or not ended yet
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(_POLL_SECONDS)
+
+
+def _reap_orphans() -> None:
+    """Reaps children that are strangers here: those of another session that stay zombies.
+
+    asyncio asks for the status of its children as soon as they have ended.
+    """
+    seen = set[int]()
+    while True:
+        # Without the first question, it would look at all processes of a large machine each time.
+        zombies = set(_zombies_of_other_sessions()) if _any_has_ended() else set()
+        for pid in zombies & seen - _own_children:
+            with contextlib.suppress(OSError):
+                os.waitpid(pid, os.WNOHANG)
+        seen = zombies
+        time.sleep(_REAP_SECONDS)
+
+
+def _any_has_ended() -> bool:
+    """Returns whether a child has ended for whose status nobody has asked yet."""
+    with contextlib.suppress(ChildProcessError):  # there are no children
+        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    return False
+
+
+def _zombies_of_other_sessions() -> Iterable[int]:
+    for child in psutil.Process().children():
+        with contextlib.suppress(OSError, psutil.Error):
+            is_zombie = child.status() == psutil.STATUS_ZOMBIE
+            if is_zombie and os.getsid(child.pid) != os.getsid(0):
+                yield child.pid

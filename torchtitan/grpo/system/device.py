@@ -20,9 +20,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from torchtitan.grpo.system.interfaces import interface_of
-from torchtitan.grpo.system.loopback import loopback_interface
-from torchtitan.grpo.system.routes import source_address
+from torchtitan.grpo.system.network import interface_of, loopback_interface, source_address
 
 if TYPE_CHECKING:
     from torchtitan.grpo.upstream.parallelism import ParallelDims

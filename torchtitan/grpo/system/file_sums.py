@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from torchtitan.grpo.system.regular_files import open_regular, read_regular
+from torchtitan.grpo.system.files import open_regular, read_regular
 
 _READ_BYTES = 16 * 2**20
 
@@ -21,7 +21,7 @@ Sums = dict[str, tuple[int, int]]
 
 
 def write_sums(file: Path, sums: Sums) -> None:
-    """Writes ``sums_<name>.json`` to the disk."""
+    """Writes ``sums_<name>.json`` durably."""
     with file.open("w") as stream:
         stream.write(json.dumps(sums, allow_nan=False))
         stream.flush()
@@ -29,11 +29,7 @@ def write_sums(file: Path, sums: Sums) -> None:
 
 
 def read_sums(folder: Path) -> Sums:
-    """Returns all that the folder's files of checksums hold.
-
-    Raises:
-        ValueError: If one of them is damaged.
-    """
+    """Returns all that the folder's files of checksums hold; raises ValueError if one is damaged."""
     sums: Sums = {}
     for file in sorted(folder.glob("sums_*.json")):
         try:
@@ -45,7 +41,6 @@ def read_sums(folder: Path) -> Sums:
 
 
 def sums_of(files: Iterable[Path]) -> Sums:
-    """Returns size and checksum of each file."""
     return {file.name: (file.stat().st_size, _crc_of(file)) for file in files}
 
 
@@ -56,13 +51,11 @@ def damaged_files(
     *,
     is_wanted: Callable[[str, int], bool] = lambda name, size: True,
 ) -> Iterator[str]:
-    """Yields the files of a folder whose contents are not what was written, by name.
-
-    A folder without checksums has none.
+    """Yields the names of files in a folder whose contents are not what was written.
 
     Args:
-        folder: The folder.
-        share: Which share of its files is read, so that ranks can divide them.
+        folder: A folder; without files of checksums it has no damaged ones.
+        share: Index of the share of its files that is read, so that ranks can divide them.
         num_shares: Number of shares.
         is_wanted: Whether a file of this name, and of this size when it was written, is read.
     """

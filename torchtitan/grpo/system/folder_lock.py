@@ -3,14 +3,14 @@
 
 """A lock on a folder for the life of a process, on local disks and on those that hosts share.
 
-The holder keeps the kernel's lock (``flock``) on a file in the folder, which says who it is, and gives
-a sign of life (the file's time) every few seconds. Who finds the file decides so:
+The holder keeps the kernel's lock (``flock``) on a file in the folder, which names it, and gives a sign of
+life (the file's time) every few seconds. Whoever finds the file decides so:
 
     the kernel's lock is held by another       held, also if its process is stopped
     free, holder of this boot of this machine  over: the kernel has seen the process end
     free, holder of another machine or boot    held while signs of life come: not every file system
                                                locks across hosts; over once they have stopped
-    the file system has no locks               as above, by the number and start of the process
+    the file system has no locks               the same
 
 A holder without a sign of life can come back. It then finds that the lock is another's, and must end.
 """
@@ -24,14 +24,14 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 
-from torchtitan.grpo.system.process_identity import boot_id, pid_namespace, start_time
+from torchtitan.grpo.errors import RunError
+from torchtitan.grpo.system.network import boot_id
 
 LOCK_FILE = "run.lock"
 BEAT_SECONDS = 5.0
@@ -58,14 +58,12 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """What a lock's file says about its holder. All is empty if the file is damaged.
+    """The holder of a lock, as its file names it. All is empty if the file is damaged.
 
     Attributes:
         host: Name of its host.
-        pid: Number of its process, in ``namespace``.
-        started: Start of that process.
-        boot: Boot of the machine.
-        namespace: Namespace of process numbers: that of a container, or of the machine.
+        pid: Number of its process there.
+        boot: Boot of the machine, see :func:`.network.boot_id`.
         since: When the lock was taken.
         launch: What started the process, the same when it is started again.
         token: Random, so that the file tells its holder from all others.
@@ -73,44 +71,21 @@ class Holder(msgspec.Struct, frozen=True):
 
     host: str = ""
     pid: int = 0
-    started: str = ""
     boot: str = ""
-    namespace: str = ""
     since: str = ""
     launch: str | None = None
     token: str = ""
 
-    @property
-    def is_of_this_kernel(self) -> bool:
-        """Whether the process runs, or has run, under the kernel that this one runs under."""
-        own = boot_id()
-        return self.boot == own and (bool(own) or self.host == socket.gethostname())
-
-    @property
-    def is_running(self) -> bool | None:
-        """Whether the process runs; None if its number means nothing here."""
-        if not self.is_of_this_kernel or self.namespace != pid_namespace() or not self.started:
-            return None
-        return start_time(self.pid) == self.started
-
     def __str__(self) -> str:
         if not self.pid:
             return "a process that its file does not tell, because the file is damaged,"
-        elsewhere = self.is_of_this_kernel and self.namespace != pid_namespace()
-        where = f"{self.host}, in another container," if elsewhere else self.host
-        return f"process {self.pid} on {where} (since {self.since})"
+        return f"process {self.pid} on {self.host} (since {self.since})"
 
 
-@dataclass(frozen=True)
-class _Found:
-    """Another's lock: its holder, and whether it surely lives."""
-
-    holder: Holder
-    is_sure: bool
-
-
-class FolderInUse(RuntimeError):
+class FolderInUse(RunError):
     """The folder is another process's; the message says whose."""
+
+    exit_status = 1  # later it may be free
 
 
 class FolderLock:
@@ -119,7 +94,7 @@ class FolderLock:
     Args:
         file: The lock's file, which is made in the folder, and removed at the release.
         setting: How the user names the folder, for messages.
-        launch: What started this process, see :class:`Holder`.
+        launch: See :class:`Holder`.
     """
 
     def __init__(self, file: Path, setting: str, launch: str | None = None) -> None:
@@ -127,9 +102,7 @@ class FolderLock:
         self._own = Holder(
             host=socket.gethostname(),
             pid=os.getpid(),
-            started=start_time(os.getpid()),
             boot=boot_id(),
-            namespace=pid_namespace(),
             since=datetime.now(UTC).isoformat(timespec="seconds"),
             launch=launch,
             token=secrets.token_hex(8),
@@ -152,16 +125,16 @@ class FolderLock:
         """
         begin, is_told = time.monotonic(), False
         while (found := self._attempt()) is not None:
+            holder, is_sure = found
             if not is_told:
-                tell(f"{self._setting} is in use by {found.holder}. Waiting for its end.")
+                tell(f"{self._setting} is in use by {holder}. Waiting for its end.")
             is_told = True
-            is_alive = found.is_sure or self._is_heard
-            if is_alive and time.monotonic() - begin > patience_seconds:
-                raise FolderInUse(self._describe(found))
+            if (is_sure or self._is_heard) and time.monotonic() - begin > patience_seconds:
+                raise FolderInUse(self._describe(holder, is_sure))
             time.sleep(_POLL_SECONDS)
 
-    def _attempt(self) -> _Found | None:
-        """Takes the lock and returns None, or returns whose it is."""
+    def _attempt(self) -> tuple[Holder, bool] | None:
+        """Takes the lock and returns None, or returns its holder and whether that surely lives."""
         descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
         try:
             status = os.fstat(descriptor)
@@ -170,20 +143,23 @@ class FolderLock:
             locked = _try_flock(descriptor)
             if not self._names(descriptor):  # given back, or taken over, at this moment
                 return self._attempt()
-            holder = read_holder(descriptor)
-            if not self._is_over(holder, locked, self._is_silent(holder, status)):
-                is_sure = locked is False and not self._is_again(holder)
-                is_running = holder is not None and holder.is_running is True
-                return _Found(holder or Holder(), is_sure or is_running)
+            holder = _read_holder(descriptor)
+            is_silent = self._is_silent(holder, status)
             if locked is False:
+                if not self._is_unreachable(holder):
+                    return holder or Holder(), True
+                if not is_silent:
+                    return holder or Holder(), False
                 # Its host cannot be reached, and the kernel's lock stays with the old file.
                 self.file.unlink(missing_ok=True)
                 return self._attempt()
+            if not (holder is None or is_silent or (locked and holder.boot == self._own.boot)):
+                return holder, False
             self._write(descriptor)
             if locked is None:  # another process may have decided the same at the same time
                 time.sleep(_SETTLE_SECONDS)
-                if (winner := read_holder(descriptor)) != self._own:
-                    return _Found(winner or Holder(), False)
+                if (winner := _read_holder(descriptor)) != self._own:
+                    return winner or Holder(), False
             _descriptors.add(descriptor)
             self._descriptor, descriptor = descriptor, -1
             return None
@@ -200,19 +176,12 @@ class FolderLock:
         is_old = time.time() - status.st_mtime > _OLD_SECONDS
         return is_old or now - self._last_heard >= SILENCE_SECONDS
 
-    def _is_over(self, holder: Holder | None, locked: bool | None, is_silent: bool) -> bool:
-        """Whether the lock may be taken."""
-        if locked is False:
-            return self._is_again(holder) and is_silent
-        if holder is None:
-            return True
-        if (is_running := holder.is_running) is not None:
-            return not is_running
-        return (bool(locked) and holder.is_of_this_kernel) or is_silent
+    def _is_unreachable(self, holder: Holder | None) -> bool:
+        """Whether a lock that is held may be one that a file server keeps for a host that is gone.
 
-    def _is_again(self, holder: Holder | None) -> bool:
-        """Whether the same launch started the holder, on another machine, before this process."""
-        if holder is None or holder.launch is None or holder.is_of_this_kernel:
+        The launch that started the holder there has started this process here.
+        """
+        if holder is None or holder.launch is None or holder.boot == self._own.boot:
             return False
         return holder.launch == self._own.launch
 
@@ -228,9 +197,9 @@ class FolderLock:
         os.pwrite(descriptor, msgspec.json.encode(self._own) + b"\n", 0)
         os.fsync(descriptor)
 
-    def _describe(self, found: _Found) -> str:
-        holder, silent_seconds = found.holder, time.monotonic() - self._last_heard
-        life = "" if found.is_sure else (
+    def _describe(self, holder: Holder, is_sure: bool) -> str:
+        silent_seconds = time.monotonic() - self._last_heard
+        life = "" if is_sure else (
             f"Its last sign of life came {silent_seconds:.0f} s ago, and without one for "
             f"{SILENCE_SECONDS:.0f} s it counts as ended. "
         )  # fmt: skip
@@ -257,14 +226,48 @@ class FolderLock:
         if descriptor < 0:
             return
         with contextlib.suppress(OSError):
-            if self._names(descriptor) and read_holder(descriptor) == self._own:
+            if self._names(descriptor) and _read_holder(descriptor) == self._own:
                 self.file.unlink()
         _descriptors.discard(descriptor)
         os.close(descriptor)
 
 
-def read_holder(descriptor: int) -> Holder | None:
-    """Returns who an open lock file says holds it; None if it is empty."""
+def peek(file: Path) -> Holder | None:
+    """Returns the holder that a lock's file names; None without a file, or if it is empty."""
+    with contextlib.suppress(FileNotFoundError), _opened(file) as descriptor:
+        return _read_holder(descriptor)
+    return None
+
+
+def living_holder(file: Path) -> Holder | None:
+    """Returns the holder of a lock, as far as that can be told without taking it, else None.
+
+    A holder that only signs of life could tell of counts, because nothing waits for them here.
+    """
+    try:
+        with _opened(file) as descriptor:
+            holder, locked = _read_holder(descriptor), _try_flock(descriptor, fcntl.LOCK_SH)
+            is_old = time.time() - os.fstat(descriptor).st_mtime > _OLD_SECONDS
+    except OSError:
+        return None
+    if locked is False:
+        return holder or Holder()
+    if holder is None or is_old or (locked and holder.boot == boot_id()):
+        return None
+    return holder
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[int]:
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _read_holder(descriptor: int) -> Holder | None:
+    """Returns the holder that an open lock file names; None if it is empty."""
     content = os.pread(descriptor, 65536, 0)
     if not content:
         return None
@@ -274,46 +277,10 @@ def read_holder(descriptor: int) -> Holder | None:
         return Holder()
 
 
-def peek(file: Path) -> Holder | None:
-    """Returns who a lock's file says holds it; None without a file, or if it is empty."""
-    try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return None
-    try:
-        return read_holder(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def living_holder(file: Path) -> Holder | None:
-    """Returns who holds a lock, as far as that can be told without taking it, else None.
-
-    A holder that only signs of life could tell of counts, because nothing waits for them here.
-    """
-    try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        holder, locked = read_holder(descriptor), _try_flock(descriptor, fcntl.LOCK_SH)
-        is_old = time.time() - os.fstat(descriptor).st_mtime > _OLD_SECONDS
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
-    if locked is False:
-        return holder or Holder()
-    if holder is None or holder.is_running is False:
-        return None
-    is_over = holder.is_running is None and (is_old or (locked and holder.is_of_this_kernel))
-    return None if is_over else holder
-
-
-def _try_flock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool | None:
+def _try_flock(descriptor: int, mode: int = fcntl.LOCK_EX) -> bool | None:
     """Returns whether the kernel's lock was free and is now held; None if there are no locks."""
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -327,14 +294,10 @@ class HeldFolders:
     """Locks that this process holds, and the thread that gives their signs of life.
 
     Args:
-        locks: Locks to take.
+        locks: Locks to take; see :meth:`FolderLock.acquire` for errors.
         patience_seconds: See :meth:`FolderLock.acquire`.
         tell: The same.
         on_lost: Called on the thread with a message if another process has taken a lock over.
-
-    Raises:
-        FolderInUse: If another process holds one of them.
-        OSError: If a file cannot be made or written.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from torchtitan.grpo.system.routes import source_address
+from torchtitan.grpo.system.network import source_address
 
 
 def new_group(

@@ -1,12 +1,31 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""How much host memory this process may still take."""
+"""Host memory: how much is left, how it is pinned, and slots of it that the ranks of a host share.
 
+The shared memory of a rank is an anonymous file (``memfd``): it has no name that a killed run could
+leave behind, and it is freed with the last process that has it mapped. All of it is allocated and
+touched when it is made or mapped. Otherwise the first copy into a slot would fault in every page,
+which takes many times as long as a later copy.
+"""
+
+import mmap
 import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+CAN_SHARE = hasattr(os, "memfd_create")
+"""Whether the system has memory files, as Linux does. Without them ranks send their shards."""
 
 _CGROUP = Path("/sys/fs/cgroup")
+_PINNED_FOR_ALL_CONTEXTS = 1  # cudaHostRegisterPortable
+_SECRET_BYTES = 16
 
 
 def available_bytes(cgroup: Path = _CGROUP) -> int:
@@ -17,10 +36,7 @@ def available_bytes(cgroup: Path = _CGROUP) -> int:
     Args:
         cgroup: Folder of the container's limits (cgroup v2).
     """
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = 1024 * int(line.split()[1])
+    free = psutil.virtual_memory().available
     try:
         limit = (cgroup / "memory.max").read_text().strip()
         used = int((cgroup / "memory.current").read_text())
@@ -30,3 +46,116 @@ def available_bytes(cgroup: Path = _CGROUP) -> int:
     if limit == "max":
         return free
     return min(free, max(int(limit) - used + int(stats.get("inactive_file", 0)), 0))
+
+
+def pin(tensors: Sequence[torch.Tensor]) -> None:
+    """Pins memory that exists already, such as memory that several processes have mapped.
+
+    A GPU's copy engines then reach it without the CPU. Each process must pin its own mapping, before
+    the GPU copies to it or from it. It stays pinned until the process ends. Pinning waits for the
+    device, so it belongs to the start of a run.
+
+    Args:
+        tensors: Contiguous tensors on the CPU. Empty ones are passed over.
+
+    Raises:
+        RuntimeError: If the operating system or the driver refuses, for instance because the
+            container may not lock so much memory.
+    """
+    cudart: Any = torch.cuda.cudart()
+    for tensor in tensors:
+        if not tensor.nbytes:
+            continue
+        assert tensor.is_contiguous() and tensor.device.type == "cpu"
+        result = cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, _PINNED_FOR_ALL_CONTEXTS)
+        if int(result) != 0:
+            raise RuntimeError(
+                f"{tensor.nbytes / 1024**3:.2f} GiB of host memory must be pinned for weight "
+                f"snapshots, but CUDA refused (cudaError {int(result)}). Allow the container to "
+                "lock memory (docker run --ulimit memlock=-1), or lower "
+                "weight_sync.num_slots or weight_sync.max_versions."
+            )
+
+
+def own_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Allocates memory that no other rank writes, with every page already touched."""
+    return torch.empty(shape, dtype=dtype).zero_()
+
+
+@dataclass(frozen=True)
+class SlotOffer:
+    """Tells another rank how to reach this rank's slots, in order to write into them.
+
+    Attributes:
+        path: Path of the owner's file on its host, valid while the owner lives.
+        secret: Last bytes of the file. On another host the same path may name another file.
+        slot_bytes: Number of bytes of a slot.
+        num_slots: Number of slots, which follow one another.
+    """
+
+    path: str
+    secret: bytes
+    slot_bytes: int
+    num_slots: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes of the file."""
+        return self.slot_bytes * self.num_slots + _SECRET_BYTES
+
+    def slots_in(self, memory: mmap.mmap) -> list[torch.Tensor]:
+        """Returns each slot as a [slot_bytes] uint8 tensor, which keeps the memory mapped."""
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        return list(flat[:-_SECRET_BYTES].split(self.slot_bytes))
+
+
+class SharedSlots:
+    """A source's slots, initialized with zeros.
+
+    Attributes:
+        slots: Each slot as a [slot_bytes] uint8 tensor.
+        offer: What other ranks need in order to attach.
+    """
+
+    def __init__(self, slot_bytes: int, num_slots: int) -> None:
+        self._file = os.memfd_create("grpo-snapshot-slots")
+        self.offer = SlotOffer(
+            path=f"/proc/{os.getpid()}/fd/{self._file}",
+            secret=secrets.token_bytes(_SECRET_BYTES),
+            slot_bytes=slot_bytes,
+            num_slots=num_slots,
+        )
+        os.ftruncate(self._file, self.offer.num_bytes)
+        memory = _mapped(self._file, self.offer.num_bytes)
+        memory[-_SECRET_BYTES:] = self.offer.secret
+        self.slots = self.offer.slots_in(memory)
+
+    def close(self) -> None:
+        """Lets nobody else map the slots. Processes that have them mapped keep them."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def attach(offer: SlotOffer) -> list[torch.Tensor] | None:
+    """Maps the slots of another rank; ``None`` if it is on another host, in another container or of another user."""
+    try:
+        file = os.open(offer.path, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        if os.fstat(file).st_size != offer.num_bytes:
+            return None
+        memory = _mapped(file, offer.num_bytes)
+    except (OSError, ValueError):  # the path names something that cannot be mapped
+        return None
+    finally:
+        os.close(file)
+    if memory[-_SECRET_BYTES:] != offer.secret:
+        return None
+    return offer.slots_in(memory)
+
+
+def _mapped(file: int, num_bytes: int) -> mmap.mmap:
+    """Maps all of a memory file, with every page already allocated."""
+    return mmap.mmap(file, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)

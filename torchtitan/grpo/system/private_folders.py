@@ -3,10 +3,13 @@
 
 """Temporary folders of a process, which a later one removes if the process was killed.
 
-The name of a folder tells which process made it. A process that is killed by kill -9 cannot remove its
-folder, so the process that makes the next folder removes those whose process is gone. The process
-number of another container means nothing here. Each process therefore holds a lock on its folder, which
-the kernel releases when the process ends.
+A process that is killed by kill -9 cannot remove its folder, so the process that makes the next folder
+does. Each process holds a lock on its folder, which the kernel releases when the process ends: the
+process number in a folder's name is for people, and means nothing in another container.
+
+Programs such as SGLang leave files in shared memory behind when they are killed, and some also when
+they end. The names are random, so the process that starts such a program notes them in its folder while
+it runs (:func:`note_held`), and they are removed with the folder if no process holds them.
 """
 
 import contextlib
@@ -15,16 +18,22 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
-from torchtitan.grpo.system.process_identity import start_time
-from torchtitan.grpo.system.shared_memory import remove_noted
+import psutil
 
-_OURS = re.compile(r"torchtitan-grpo-[a-z]+-(\d+)-(\d+)-\w+")
+_OURS = re.compile(r"torchtitan-grpo-[a-z]+-\d+-\w+")
 # Kept open as long as the folders are this process's.
 _locks: dict[Path, int] = {}
 # The path of a Unix socket is limited to 107 bytes on Linux and 103 on macOS.
 _LONGEST_FOLDER = 80
+
+_SHARED_MEMORY = Path("/dev/shm")
+_NOTE = "shared_memory"
+# The kernel gives the first PID namespace, whose /proc lists all processes, this inode
+# (PROC_PID_INIT_INO in include/linux/proc_ns.h).
+_ALL_PROCESSES = 0xEFFFFFFC
 
 
 def make_private_folder(purpose: str) -> Path:
@@ -35,15 +44,14 @@ def make_private_folder(purpose: str) -> Path:
     Args:
         purpose: One word of lower-case letters, which the name shows.
     """
-    pid = os.getpid()
-    prefix = f"torchtitan-grpo-{purpose}-{pid}-{start_time(pid) or 0}-"
+    prefix = f"torchtitan-grpo-{purpose}-{os.getpid()}-"
     parent = tempfile.gettempdir()
     if len(parent) + len(prefix) > _LONGEST_FOLDER - 10:
         parent = "/tmp"
     _remove_left_behind(Path(parent))
     made = Path(tempfile.mkdtemp(prefix=f"new-{prefix}", dir=parent))  # mode 0700
     lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
-    with contextlib.suppress(OSError):  # without locks, only the process number tells
+    with contextlib.suppress(OSError):  # without locks, nobody removes it but this process
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     # The folder gets its name when it is locked, so that no other process removes it before.
     folder = made.rename(made.with_name(made.name.removeprefix("new-")))
@@ -61,9 +69,7 @@ def remove_private_folder(folder: Path) -> None:
 
 def _remove_left_behind(parent: Path) -> None:
     for folder in parent.glob("torchtitan-grpo-*"):
-        match = _OURS.fullmatch(folder.name)
-        # Without a start time (on systems without /proc) nothing tells whether the process lives.
-        if match is None or match[2] == "0" or start_time(int(match[1])) == match[2]:
+        if not _OURS.fullmatch(folder.name):
             continue
         with contextlib.suppress(OSError):
             is_own = folder.lstat().st_uid == os.getuid() and not folder.is_symlink()
@@ -72,14 +78,100 @@ def _remove_left_behind(parent: Path) -> None:
 
 
 def _is_locked(folder: Path) -> bool:
-    """Returns whether a living process, perhaps in another container, holds a folder's lock."""
+    """Returns whether a living process holds a folder's lock, or the file system has no locks."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError:
         return True
-    except OSError:  # a file system without locks
-        return False
     finally:
         os.close(descriptor)
     return False
+
+
+def note_held(session: int, folder: Path) -> None:
+    """Notes in ``folder`` the shared memory that the processes of a session hold now, beside earlier notes.
+
+    Semaphores of Python that nobody holds and that are younger than the session are noted as well: vLLM
+    and SGLang leave some that they hold no longer. If one is another program's, it is not needed either.
+    A process in a container cannot know that, because the processes of other containers that share the
+    memory are not visible to it. It therefore leaves such semaphores where they are.
+    """
+    # The files are listed before the processes, so that a file that is made meanwhile is not noted.
+    files, young = _files(), _semaphores_since(session)
+    of_session: set[int] = set()
+    of_anybody: set[int] = set()
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):
+            inodes = _held_by(pid)
+            of_anybody |= inodes
+            if os.getsid(pid) == session:
+                of_session |= inodes
+    held = {name for name, inode in files.items() if inode in of_session}
+    if sees_all_processes():
+        held |= {name for name in young if name in files and files[name] not in of_anybody}
+    noted = _noted(folder)
+    if held - noted:
+        with contextlib.suppress(OSError):  # a full disk costs the note, not the run
+            (folder / _NOTE).write_text("\n".join(sorted(held | noted)))
+
+
+def remove_noted(folder: Path) -> None:
+    """Removes the shared memory noted in ``folder`` that no process holds any more."""
+    noted = _noted(folder)
+    if not noted:
+        return
+    held: set[int] = set()
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):
+            held |= _held_by(pid)
+    for name in noted:
+        with contextlib.suppress(OSError):
+            file = _SHARED_MEMORY / name
+            status = file.lstat()
+            if status.st_uid == os.getuid() and status.st_ino not in held:
+                file.unlink()
+
+
+def sees_all_processes() -> bool:
+    """Returns whether /proc lists all processes of this machine: not in a container."""
+    with contextlib.suppress(OSError):
+        return os.stat("/proc/self/ns/pid").st_ino == _ALL_PROCESSES
+    return False
+
+
+def _semaphores_since(session: int) -> set[str]:
+    """Returns this user's semaphores of Python that were made after a session's first process."""
+    with contextlib.suppress(OSError, IndexError):
+        # psutil's time of creation may be off by a second: it counts from a rounded time of the boot.
+        ticks = int(Path(f"/proc/{session}/stat").read_text().rpartition(")")[2].split()[19])
+        booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+        begin = booted + ticks / os.sysconf("SC_CLK_TCK")
+        files = [(file, file.lstat()) for file in _SHARED_MEMORY.glob("sem.mp-*")]
+        return {f.name for f, s in files if s.st_uid == os.getuid() and s.st_ctime >= begin}
+    return set()
+
+
+def _noted(folder: Path) -> set[str]:
+    with contextlib.suppress(OSError):
+        names = (folder / _NOTE).read_text().splitlines()
+        return {name for name in names if name and "/" not in name}
+    return set()
+
+
+def _files() -> dict[str, int]:
+    """Returns the inodes of the files in shared memory by their names."""
+    with contextlib.suppress(OSError), os.scandir(_SHARED_MEMORY) as entries:
+        return {entry.name: entry.inode() for entry in entries}
+    return {}
+
+
+def _held_by(pid: int) -> set[int]:
+    """Returns the inodes of the files in shared memory that a process has mapped.
+
+    Inodes are compared because a process that makes a semaphore maps it under a temporary name, which
+    is removed when the file gets its final name.
+    """
+    prefix = f" {_SHARED_MEMORY}/"
+    with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
+        return {int(line.split()[4]) for line in maps if prefix in line}

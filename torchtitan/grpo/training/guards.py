@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from enum import IntEnum
 
+from torchtitan.grpo.errors import STOPPED_BY_GUARD, RunError
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.training.guard_rules import GuardRules, Reading
 
@@ -27,8 +28,10 @@ GUARDS = (
 """The guards, by the names of their settings."""
 
 
-class GuardStopped(RuntimeError):
+class GuardStopped(RunError):
     """Raised at the end of a run that a guard has stopped. The message says why."""
+
+    exit_status = STOPPED_BY_GUARD
 
 
 class Verdict(IntEnum):

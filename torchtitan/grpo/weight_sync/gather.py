@@ -16,6 +16,7 @@ communicators of FSDP are in use while a version is gathered.
 """
 
 import functools
+import socket
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -24,7 +25,7 @@ import torch.distributed as dist
 
 from torchtitan.grpo.models.adapter_merge import AdapterMerge, lora_scale
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly, collecting_group
-from torchtitan.grpo.system.hosts import agree_on_hosts
+from torchtitan.grpo.system.network import boot_id
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_sync.payloads import Payload
 from torchtitan.grpo.weight_sync.plan import (
@@ -73,6 +74,20 @@ def agree_on_push(
     }
     model_numel = sum(a.numel for a in everything if not is_adapter(a.name))
     return PushPlan(selection, sources, layouts, wire_dtype, model_numel * wire_dtype.itemsize)
+
+
+def agree_on_hosts() -> tuple[int, ...]:
+    """Returns a number of its host for each rank, from 0; collective over all ranks."""
+    names: list[str | None] = [None] * dist.get_world_size()
+    # The second part tells hosts apart that have the same name.
+    dist.all_gather_object(names, f"{socket.gethostname()} {boot_id()}")
+    return number_by_name([str(name) for name in names])
+
+
+def number_by_name(names: list[str]) -> tuple[int, ...]:
+    """Returns the same number for equal names, in the order of their first appearance."""
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault(name, len(numbers)) for name in names)
 
 
 class Gatherer:

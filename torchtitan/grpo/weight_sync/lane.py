@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from torchtitan.grpo.attestation import Attestation, AttestationFailed, ServerAttestation
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.client import ServerError
-from torchtitan.grpo.system.backoff import Backoff
-from torchtitan.grpo.system.reminders import Reminders
+from torchtitan.grpo.system.waits import Backoff, Reminders
 from torchtitan.grpo.weight_sync.first_join import FirstJoin
 from torchtitan.grpo.weight_sync.lane_state import LaneEvent, LaneState, next_state
 from torchtitan.grpo.weight_sync.transports.interface import (

@@ -29,7 +29,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from torchtitan.grpo.attestation import Probes, is_attested
-from torchtitan.grpo.system.priority import yield_to_training
+from torchtitan.grpo.errors import RunError
+from torchtitan.grpo.system.process_tuning import yield_to_training
 from torchtitan.grpo.weight_sync.lane import Lane
 from torchtitan.grpo.weight_sync.lane_state import LaneState
 from torchtitan.grpo.weight_sync.leader import Leader
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
 
 
-class PublisherFailed(RuntimeError):
+class PublisherFailed(RunError):
     """Raised if an error has ended the publisher's thread. The message names the error."""
 
 

@@ -18,13 +18,13 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.system.pinned_memory import pin
-from torchtitan.grpo.system.shared_slots import (
+from torchtitan.grpo.system.host_memory import (
     CAN_SHARE,
     SharedSlots,
     SlotOffer,
     attach,
     own_memory,
+    pin,
 )
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, Shards, pieces_of
 

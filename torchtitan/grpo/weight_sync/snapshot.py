@@ -24,7 +24,7 @@ import torch
 
 from torchtitan.grpo.models.shards import local_tensor
 from torchtitan.grpo.system.own_streams import new_stream
-from torchtitan.grpo.system.priority import yield_to_training
+from torchtitan.grpo.system.process_tuning import yield_to_training
 from torchtitan.grpo.weight_sync.slot_layout import Shards
 
 _WAIT_SECONDS = 120.0

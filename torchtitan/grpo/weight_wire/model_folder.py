@@ -10,8 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from torchtitan.grpo.errors import RunError
 from torchtitan.grpo.system.file_sums import damaged_files
-from torchtitan.grpo.system.regular_files import check_folder, open_regular, read_regular
+from torchtitan.grpo.system.files import check_folder, open_regular, read_regular
 
 SUMS_FILE = "sums_export.json"
 """Sizes and checksums of the files of an exported model, beside them."""
@@ -43,7 +44,7 @@ _SIGNS = (
 )  # fmt: skip
 
 
-class ModelError(ValueError):
+class ModelError(RunError, ValueError):
     """A model directory cannot be used; the message gives the reason."""
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from torchtitan.grpo.system.routes import source_address
+from torchtitan.grpo.system.network import source_address
 
 # Torch reads it when a group is made. The name is misleading: it makes the host wait in
 # ``Work.wait()``, which nobody calls for these groups, and it leaves out the group's watchdog and the

@@ -12,7 +12,7 @@ import pytest
 
 from torchtitan.grpo.inference.access import AuthLevel, Keys, refusal
 from torchtitan.grpo.inference.guard import RequestGuard
-from torchtitan.grpo.system.loopback import is_loopback
+from torchtitan.grpo.system.network import is_loopback
 
 BOTH = Keys("user", "admin")
 NORMAL, CONTROL, OPEN = AuthLevel.NORMAL, AuthLevel.CONTROL, AuthLevel.OPEN

@@ -31,7 +31,7 @@ from torchtitan.grpo.inference.local_servers import (
 from torchtitan.grpo.inference.server_log import first_causes, remedy
 from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.inference.waiting import wait_until_up
-from torchtitan.grpo.system.loopback import loopback_interface
+from torchtitan.grpo.system.network import loopback_interface
 from torchtitan.grpo.types import PromptProgress, ServerKind
 
 SPEC = ServerSpec(

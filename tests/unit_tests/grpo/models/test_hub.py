@@ -134,7 +134,7 @@ def test_weights_that_are_downloaded_in_part_are_no_mistake(
 RANKS = """
 import json, os, sys
 from pathlib import Path
-from torchtitan.grpo.system.once_per_host import once_per_host
+from torchtitan.grpo.models.hub import once_per_host
 
 def make():
     with open(sys.argv[1], "a") as file:
@@ -155,7 +155,7 @@ def test_one_rank_of_a_host_asks_the_hub_and_the_others_get_its_answer(fork_serv
     with console.open("w") as output:
         process = fork_server.start(
             program, [str(calls), str(answers)], num_ranks=3, output=output,
-            environment=os.environ | {"TMPDIR": str(tmp_path / "tmp")},
+            environment=os.environ | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "tmp" / "0" / "error.json")},
         )  # fmt: skip
     assert process.wait(120) == 0, console.read_text()
     assert {file.read_text() for file in answers.iterdir()} == {"here,here"}

@@ -11,7 +11,7 @@ import pytest
 
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.start.node import find_place, launch_command, parse
-from torchtitan.grpo.system.reminders import Reminders
+from torchtitan.grpo.system.waits import Reminders
 
 COMMAND = ["x.toml", "--nnodes", "2", "--rdzv-endpoint", "10.0.0.1:29400"]
 VARIABLES = {

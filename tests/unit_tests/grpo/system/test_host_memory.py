@@ -1,13 +1,36 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Tests of how much host memory a process may still take."""
+"""Host memory: what is left of it, how it is pinned, and slots that other processes write where they lie."""
 
+import dataclasses
+import pickle
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
+import pytest
+import torch
+from light import LIGHT
 
-from torchtitan.grpo.system.host_memory import available_bytes
+from torchtitan.grpo.system.host_memory import (
+    SharedSlots,
+    attach,
+    available_bytes,
+    own_memory,
+    pin,
+)
+
+SLOT_BYTES = 3 * 64
+ATTACHED = """
+import pickle, sys
+from torchtitan.grpo.system.host_memory import attach
+slots = attach(pickle.loads(sys.stdin.buffer.read()))
+print(slots[0].max().item())
+slots[1].fill_(9)
+"""
 
 
 def test_it_is_that_of_the_host_without_a_limit(tmp_path: Path):
@@ -24,3 +47,103 @@ def test_the_limit_of_a_container_counts_without_what_is_cached(tmp_path: Path):
     assert available_bytes(tmp_path) == 1000 - 700 + 100
     (tmp_path / "memory.current").write_text("5000\n")
     assert available_bytes(tmp_path) == 0
+
+
+class Driver:
+    """The CUDA runtime's function, which this machine may lack; it refuses from a call on."""
+
+    def __init__(self, refuses_from: int) -> None:
+        self.refuses_from = refuses_from
+        self.registered: list[tuple[int, int]] = []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        assert flags == 1  # for all contexts of the process
+        if len(self.registered) == self.refuses_from:
+            return 2  # cudaErrorMemoryAllocation
+        self.registered.append((address, num_bytes))
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    def install(refuses_from: int) -> Driver:
+        found = Driver(refuses_from)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+        return found
+
+    return install
+
+
+def test_each_tensor_is_registered_with_its_own_memory(driver):
+    found = driver(refuses_from=9)
+    tensors = [torch.zeros(3), torch.zeros(0), torch.zeros(5, dtype=torch.bfloat16)]
+    pin(tensors)
+    assert found.registered == [(tensors[0].data_ptr(), 12), (tensors[2].data_ptr(), 10)]
+
+
+def test_a_refusal_names_the_size_the_error_and_the_settings(driver):
+    found = driver(refuses_from=1)
+    with pytest.raises(RuntimeError) as error:
+        pin([torch.zeros(1), torch.zeros(2**26)])
+    assert len(found.registered) == 1
+    for part in ("0.25 GiB", "cudaError 2", "--ulimit memlock=-1", "weight_sync.num_slots"):
+        assert part in str(error.value)
+
+
+@pytest.fixture
+def shared():
+    made = SharedSlots(SLOT_BYTES, 2)
+    yield made
+    made.close()
+
+
+def test_slots_are_apart_and_the_same_for_all_who_have_them_mapped(shared):
+    attached = attach(shared.offer)
+    assert attached is not None
+    for slot in range(2):
+        shared.slots[slot].fill_(slot + 1)
+    assert [(len(slot), slot.unique().tolist()) for slot in attached] == [
+        (SLOT_BYTES, [1]),
+        (SLOT_BYTES, [2]),
+    ]
+
+
+def test_another_process_reads_and_writes_them(shared):
+    shared.slots[0].fill_(7)
+    child = [sys.executable, "-c", LIGHT + ATTACHED]
+    done = subprocess.run(child, input=pickle.dumps(shared.offer), capture_output=True, timeout=120)
+    assert done.stdout.decode().strip() == "7", done.stderr.decode()
+    assert shared.slots[1].unique().tolist() == [9]
+
+
+@pytest.mark.parametrize("whose", ["owner's", "other's", "private"])
+def test_the_first_copy_into_a_slot_finds_every_page_in_place(whose):
+    num_bytes = 64 * 2**20
+    shared = SharedSlots(num_bytes, 1)
+    try:
+        attached = attach(shared.offer)
+        assert attached is not None
+        private = own_memory([num_bytes], torch.uint8)
+        slot = {"owner's": shared.slots[0], "other's": attached[0], "private": private}[whose]
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        slot.fill_(1)
+        faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    finally:
+        shared.close()
+    # A page is at most 2 MiB, and some faults are the interpreter's.
+    assert faults < num_bytes / 2**22
+
+
+def test_whoever_has_them_mapped_keeps_them_when_the_owner_closes(shared):
+    attached = attach(shared.offer)
+    shared.slots[1].fill_(7)
+    shared.close()
+    assert attached is not None and (attached[1] == 7).all()
+    assert attach(shared.offer) is None
+
+
+def test_another_file_under_the_same_path_is_not_taken_for_it(shared, tmp_path):
+    other_secret = dataclasses.replace(shared.offer, secret=bytes(16))
+    other_size = dataclasses.replace(shared.offer, num_slots=3)
+    folder = dataclasses.replace(shared.offer, path=str(tmp_path))
+    assert [attach(offer) for offer in (other_secret, other_size, folder)] == [None] * 3

@@ -1,20 +1,33 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Folders of processes that were killed are removed by whoever makes the next one."""
+"""Folders and shared memory of processes that were killed are removed, and those of others are not."""
 
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from light import LIGHT
 
-from torchtitan.grpo.system.private_folders import make_private_folder
+from torchtitan.grpo.system.child import start_child, stop_children
+from torchtitan.grpo.system.private_folders import (
+    make_private_folder,
+    note_held,
+    remove_noted,
+    sees_all_processes,
+)
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="/dev/shm and flock on folders are Linux's"
+)
 
 MAKE = LIGHT + (
     "import sys; from torchtitan.grpo.system.private_folders import make_private_folder as make; "
@@ -71,7 +84,7 @@ def temporary(monkeypatch) -> Iterator[Path]:
 
 
 def test_a_number_that_another_process_has_now_does_not_keep_a_folder(temporary: Path):
-    left = temporary / f"torchtitan-grpo-rollout-{os.getpid()}-17-abc"  # 0.17 s after the boot
+    left = temporary / f"torchtitan-grpo-rollout-{os.getpid()}-abc"
     left.mkdir()
     assert make_private_folder("ranks").parent == temporary
     assert not left.exists()
@@ -79,7 +92,7 @@ def test_a_number_that_another_process_has_now_does_not_keep_a_folder(temporary:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
 def test_a_folder_of_another_user_stays(temporary: Path):
-    other = temporary / f"torchtitan-grpo-rollout-{os.getpid()}-17-abc"
+    other = temporary / f"torchtitan-grpo-rollout-{os.getpid()}-abc"
     other.mkdir()
     os.chown(other, 12345, 12345)
     assert make_private_folder("ranks").parent == temporary
@@ -112,3 +125,131 @@ def test_a_folder_of_a_living_process_of_another_container_stays(
         if not folder.exists():
             break
     assert not folder.exists()
+
+
+# Holds a file in shared memory that nothing removes, as SGLang does.
+HOLDER = textwrap.dedent("""
+    import mmap, sys, tempfile, time
+    file = tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="grpo-test-", delete=False)
+    file.truncate(4096)
+    memory = mmap.mmap(file.fileno(), 4096)
+    print(file.name, flush=True)
+    time.sleep(600)
+""")
+# Shares memory as vLLM does, with a process of Python that tracks it.
+TRACKED = textwrap.dedent("""
+    import time
+    from multiprocessing.shared_memory import SharedMemory
+    memory = SharedMemory(create=True, size=4096)
+    print("/dev/shm/" + memory.name, flush=True)
+    time.sleep(600)
+""")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator:
+    children: list[subprocess.Popen] = []
+
+    def start_program(program: str) -> tuple[subprocess.Popen, Path]:
+        log = tmp_path / f"{len(children)}.log"
+        children.append(start_child([sys.executable, "-c", program], log_file=log))
+        while not (text := log.read_text()).endswith("\n"):
+            assert children[-1].poll() is None, text
+        return children[-1], Path(text.strip())
+
+    yield start_program
+    stop_children(children, grace_seconds=0.0)
+
+
+def test_noted_files_are_removed_once_nobody_holds_them(tmp_path: Path, start):
+    killed, left = start(HOLDER)
+    other, kept = start(HOLDER)
+    for process in (killed, other):
+        note_held(process.pid, tmp_path)
+    remove_noted(tmp_path)
+    assert left.exists() and kept.exists(), "both are held"
+    killed.kill()
+    killed.wait(30)
+    assert left.exists()
+    remove_noted(tmp_path)
+    assert not left.exists()
+    assert kept.exists()
+    other.kill()
+    other.wait(30)
+    remove_noted(tmp_path)
+    assert not kept.exists()
+
+
+def test_tracked_memory_of_a_killed_program_is_removed_with_its_session(start):
+    child, memory = start(TRACKED)
+    assert memory.exists()
+    stop_children([child], grace_seconds=0.0)
+    assert not memory.exists(), "its tracker had the time to remove it"
+
+
+def test_a_semaphore_that_nobody_holds_belongs_to_the_session_in_whose_time_it_was_made(
+    tmp_path: Path, start
+):
+    if not sees_all_processes():
+        pytest.skip("NOT TESTED: semaphores that nobody holds, which are left where this is a container")  # fmt: skip
+    older, younger = (
+        Path(f"/dev/shm/sem.mp-{name}-{os.getpid()}") for name in ("older", "younger")
+    )
+    older.touch()
+    time.sleep(0.1)
+    try:
+        child, _ = start(HOLDER)
+        younger.touch()
+        note_held(child.pid, tmp_path)
+        child.kill()
+        child.wait(30)
+        remove_noted(tmp_path)
+        assert older.exists() and not younger.exists()
+    finally:
+        older.unlink()
+        younger.unlink(missing_ok=True)
+
+
+# In another container: starts a session, waits for a word, then cleans up as after that session.
+CLEANER = LIGHT + textwrap.dedent("""
+    import subprocess, sys
+    from pathlib import Path
+    from torchtitan.grpo.system.private_folders import note_held, remove_noted
+    folder = Path(sys.argv[1])
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    print("started", flush=True)
+    sys.stdin.readline()
+    note_held(child.pid, folder)
+    child.kill()
+    child.wait()
+    remove_noted(folder)
+""")
+
+
+def test_a_semaphore_of_a_living_process_of_another_container_stays(tmp_path: Path):
+    needs_namespaces()
+    with subprocess.Popen(
+        [*OTHER_CONTAINER, sys.executable, "-c", CLEANER, str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as cleaner:  # fmt: skip
+        assert cleaner.stdout is not None
+        assert cleaner.stdout.readline() == "started\n"
+        semaphore = multiprocessing.get_context("spawn").Semaphore()
+        file = Path("/dev/shm", f"sem.{semaphore._semlock.name.removeprefix('/')}")  # pyright: ignore
+        assert file.exists()
+        cleaner.communicate("go\n", timeout=60)
+    assert cleaner.returncode == 0
+    assert file.exists(), "this process holds it, though it is not seen there"
+
+
+def test_a_semaphore_of_a_living_program_is_kept_until_its_children_open_it(tmp_path: Path, start):
+    """A server that starts beside one that ends: its worker processes open it later, by name."""
+    other, _ = start(HOLDER)
+    lock = multiprocessing.get_context("spawn").Lock()
+    name: str = getattr(lock, "_semlock").name  # noqa: B009  (typeshed does not know it)
+    semaphore = Path("/dev/shm") / f"sem.{name.lstrip('/')}"
+    note_held(other.pid, tmp_path)
+    other.kill()
+    other.wait()
+    remove_noted(tmp_path)
+    assert semaphore.exists()

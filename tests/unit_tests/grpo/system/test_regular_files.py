@@ -33,7 +33,7 @@ from torchtitan.grpo.models.hub import locate_model
 from torchtitan.grpo.rollout.saved import read_saved
 from torchtitan.grpo.rollout.tables import open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.system.regular_files import (
+from torchtitan.grpo.system.files import (
     NotRegularError,
     check_folder,
     check_regular,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchtitan.grpo.models.shards import local_tensor
-from torchtitan.grpo.system.pinned_memory import pin
+from torchtitan.grpo.system.host_memory import pin
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
 
 CPU = torch.device("cpu")

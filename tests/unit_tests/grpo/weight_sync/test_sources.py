@@ -8,7 +8,7 @@ import random
 import pytest
 
 from torchtitan.grpo.models.shards import Assembly, Block, Held, plan_assembly
-from torchtitan.grpo.system.hosts import number_by_name
+from torchtitan.grpo.weight_sync.gather import number_by_name
 from torchtitan.grpo.weight_sync.sources import SourceLimits, choose_sources, families_of
 
 

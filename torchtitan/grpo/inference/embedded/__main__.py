@@ -44,7 +44,7 @@ from torchtitan.grpo.system.connections import (
     raise_descriptor_limit,
 )
 from torchtitan.grpo.system.http_site import listen
-from torchtitan.grpo.system.loopback import is_loopback, loopback_interface
+from torchtitan.grpo.system.network import is_loopback, loopback_interface
 from torchtitan.grpo.weight_wire.own_group_facts import own_group_facts
 
 logger = logging.getLogger("torchtitan.grpo.inference.embedded")

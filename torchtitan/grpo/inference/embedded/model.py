@@ -29,7 +29,7 @@ from torchtitan.grpo.inference.embedded.step_layout import (
 )
 from torchtitan.grpo.inference.embedded.uploads import upload
 from torchtitan.grpo.inference.model_cards import first_architecture
-from torchtitan.grpo.system.regular_files import check_folder
+from torchtitan.grpo.system.files import check_folder
 from torchtitan.grpo.types import TopTokens
 from torchtitan.grpo.weight_wire.model_files import WeightFiles
 from torchtitan.grpo.weight_wire.model_folder import (

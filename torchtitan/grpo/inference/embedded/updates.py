@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 
 from torchtitan.grpo.inference.embedded.engine import Engine
 from torchtitan.grpo.inference.embedded.weights import WeightTable
-from torchtitan.grpo.system.regular_files import check_folder
+from torchtitan.grpo.system.files import check_folder
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter, served_weight_of
 from torchtitan.grpo.weight_wire.adapters import BaseWeights, is_of_adapters
 from torchtitan.grpo.weight_wire.buckets import (

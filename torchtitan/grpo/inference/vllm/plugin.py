@@ -13,7 +13,7 @@ torch, numpy, safetensors and vLLM.
 
 import multiprocessing
 
-from torchtitan.grpo.system.parent_watch import end_with_parent
+from torchtitan.grpo.system.child import end_with_parent
 from torchtitan.grpo.weight_wire.process_group import limit_communicators
 
 ENGINE_NAME = "torchtitan_grpo"

@@ -33,7 +33,7 @@ from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.needs import server_needs
 from torchtitan.grpo.rollout.serving.registry_server import RegistryServer
 from torchtitan.grpo.rollout.serving.supervisor import Supervisor
-from torchtitan.grpo.system.reminders import Reminders
+from torchtitan.grpo.system.waits import Reminders
 from torchtitan.grpo.types import ServerInfo
 
 logger = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.local_servers import LaunchedServer, start_server
 from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
-from torchtitan.grpo.system.backoff import Backoff
+from torchtitan.grpo.system.waits import Backoff
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from torchtitan.grpo.rollout.tables.hf_dataset import HfDatasetTable
 from torchtitan.grpo.rollout.tables.jsonl import JsonlTable
 from torchtitan.grpo.rollout.tables.parquet import ParquetTable
 from torchtitan.grpo.rollout.tables.table import Table
-from torchtitan.grpo.system.regular_files import check_folder, check_regular
+from torchtitan.grpo.system.files import check_folder, check_regular
 
 
 def open_table(

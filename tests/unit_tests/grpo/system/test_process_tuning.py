@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from torchtitan.grpo.rollout import process
-from torchtitan.grpo.system import loop_memory
+from torchtitan.grpo.system import process_tuning
 
 # Prints the number of separately mapped blocks that a block of 256 KiB adds.
 PROGRAM = """
@@ -38,7 +38,7 @@ print(mallinfo().hblks - before)
 )
 def test_large_blocks_stay_out_of_the_heap_even_after_a_larger_one_was_freed():
     def mapped(choice: str) -> int:
-        command = [sys.executable, "-c", PROGRAM, str(loop_memory.__file__), choice]
+        command = [sys.executable, "-c", PROGRAM, str(process_tuning.__file__), choice]
         return int(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
 
     assert mapped("unset") == 0

@@ -1,20 +1,20 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Opens only regular files as data, configuration or weights.
+"""Reads only regular files as data, configuration or weights, and writes files whole or not at all.
 
 Opening a pipe waits for a writer that may never come, and a device such as ``/dev/zero`` never ends. Some files
 of the kernel below ``/proc`` and ``/sys`` do one or the other, although they look like regular ones.
 """
 
+import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-_KINDS = {
+_TYPES = {
     stat.S_IFIFO: "a pipe (a FIFO, or a process substitution as <(...))",
     stat.S_IFCHR: "a device or a terminal",
     stat.S_IFBLK: "a device",
@@ -45,7 +45,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Opens a regular file for reading, and never waits for a writer.
 
     Raises:
-        NotRegularError: As of :func:`check_regular`.
+        NotRegularError: See :func:`check_regular`.
         OSError: If the file cannot be opened.
     """
     check_regular(path)
@@ -60,12 +60,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """Returns the content of a regular file.
-
-    Raises:
-        NotRegularError: As of :func:`check_regular`.
-        OSError: If the file cannot be read.
-    """
+    """Returns the content of a regular file; raises what :func:`open_regular` raises."""
     with open_regular(path) as file:
         return file.read()
 
@@ -73,38 +68,57 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
 def check_folder(folder: str | os.PathLike[str], *, below: bool = False) -> None:
     """Refuses a folder that holds anything but regular files and folders.
 
-    For folders whose files a library opens. A link that leads nowhere is left to the library.
+    For folders whose files a library opens. A link that leads nowhere is left to the library, and a
+    folder that does not exist is not refused.
 
     Args:
-        folder: The folder. Nothing is refused if it does not exist.
+        folder: The folder.
         below: Whether the folders in it are looked at as well.
 
     Raises:
         NotRegularError: If an entry is a pipe, a device, a socket, or a file of the kernel.
     """
     for parent, folders, files in os.walk(folder):
-        _check_all(Path(parent, name) for name in files)
+        for name in files:
+            try:
+                check_regular(Path(parent, name))
+            except NotRegularError:
+                raise
+            except OSError:
+                continue
         if not below:
             folders.clear()
 
 
-def _check_all(files: Iterable[Path]) -> None:
-    for file in files:
-        try:
-            check_regular(file)
-        except NotRegularError:
-            raise
-        except OSError:
-            continue
-
-
 def _refuse(path: str | os.PathLike[str], mode: int) -> None:
-    kind = _KINDS.get(stat.S_IFMT(mode))
-    if kind is None and os.path.realpath(path).startswith(_OF_KERNEL):
-        kind = "a file of the kernel"
-    if kind is not None:
+    found = _TYPES.get(stat.S_IFMT(mode))
+    if found is None and os.path.realpath(path).startswith(_OF_KERNEL):
+        found = "a file of the kernel"
+    if found is not None:
         raise NotRegularError(
             errno.EINVAL,
-            f"it must be a regular file, but it is {kind}. Write the content to a file, and name that",
+            f"it must be a regular file, but it is {found}. Write the content to a file, and name that",
             os.fspath(path),
         )
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """Writes a file in one rename, durably, and makes its folder."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(file.name + ".partial")
+    with partial.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(partial, file)
+    sync_folder(file.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable, where the system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

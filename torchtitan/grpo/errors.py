@@ -1,0 +1,25 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Expected errors, and the exit statuses of training ranks that whoever starts them must know."""
+
+STOPPED_BY_GUARD = 3
+"""A guard has stopped the run, with a checkpoint. Starting it again would lead to the same place."""
+
+LAST_SAVE_FAILED = 4
+"""The run has taken all its steps, but its last checkpoint could not be written. Started again at once, it
+would take the steps since the one before for nothing."""
+
+FINAL_STATUSES = (STOPPED_BY_GUARD, LAST_SAVE_FAILED)
+"""Statuses of ranks that are not to be started again."""
+
+
+class RunError(Exception):
+    """An error whose message tells the user what is wrong and what to do. It is shown without a traceback.
+
+    Attributes:
+        exit_status: Exit status of a training rank that ends with it; ``None`` is 2 before training
+            begins, and 1 from then on.
+    """
+
+    exit_status: int | None = None
