@@ -140,8 +140,8 @@ def random_groups(config: JobConfig, vocab_size: int) -> list[RolloutGroup]:
         rollouts = [
             Rollout(
                 prompt_ids=prompt,
-                completion_ids=tokens(length),
-                generator_logprobs=np.full(length, -np.log(vocab_size), np.float32),
+                token_ids=tokens(length),
+                logprobs=np.full(length, -np.log(vocab_size), np.float32),
                 segments=(VersionSegment(0, 0, length),),
                 finish_reason="length",
                 completion="",

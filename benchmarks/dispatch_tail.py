@@ -127,7 +127,7 @@ async def write_batch(
 ) -> np.ndarray:
     """Writes a batch, longest first if there is a ranker; returns the seconds and the steps."""
     dispatcher = await attested(clients)
-    plan = {question.prompt.index: list(question.lengths) for question in questions}
+    plan = {question.prompt.group_id: list(question.lengths) for question in questions}
     for client in clients:
         client.plan = plan
     room = asyncio.Event()

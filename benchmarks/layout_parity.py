@@ -118,8 +118,8 @@ def record_batch(file: Path, steps: int) -> None:
             rollouts.append(
                 Rollout(
                     prompt_ids=prompt,
-                    completion_ids=random.integers(1, VOCAB_SIZE, length).astype(np.int32),
-                    generator_logprobs=logprobs,
+                    token_ids=random.integers(1, VOCAB_SIZE, length).astype(np.int32),
+                    logprobs=logprobs,
                     segments=(VersionSegment(0, 0, length),),
                     finish_reason="stop",
                     completion="",

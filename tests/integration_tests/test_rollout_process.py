@@ -54,10 +54,10 @@ def test_batches_follow_versions_within_the_bound(
             for rollout in group.rollouts:
                 assert 0 <= version - rollout.oldest_version <= 1
                 assert rollout.reward == rollout.reward_components["partial_match"]
-                assert len(rollout.completion_ids) == len(rollout.generator_logprobs) <= 12
-                assert (rollout.generator_logprobs <= 0).all()
-                assert rollout.generator_logprobs.dtype == np.float32
-                assert rollout.prompt_ids.dtype == rollout.completion_ids.dtype == np.int32
+                assert len(rollout.token_ids) == len(rollout.logprobs) <= 12
+                assert (rollout.logprobs <= 0).all()
+                assert rollout.logprobs.dtype == np.float32
+                assert rollout.prompt_ids.dtype == rollout.token_ids.dtype == np.int32
                 assert "->" in group.prompt_text
         ids = {group.group_id for group in batch.groups}
         assert not ids & seen
@@ -209,8 +209,8 @@ def test_what_is_saved_with_a_checkpoint_is_there_for_the_run_that_resumes(
     by_id = {group.group_id: group for group in second.groups}
     for group in saved.finished[: len(second.groups)]:
         for rollout, before in zip(by_id[group.group_id].rollouts, group.rollouts, strict=True):
-            assert rollout.completion_ids.tolist() == before.completion_ids.tolist()
-            assert rollout.generator_logprobs.tolist() == before.generator_logprobs.tolist()
+            assert rollout.token_ids.tolist() == before.token_ids.tolist()
+            assert rollout.logprobs.tolist() == before.logprobs.tolist()
 
 
 def test_sigterm_ends_the_process_in_order(config: RolloutProcessConfig, open_link):

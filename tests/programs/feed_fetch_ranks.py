@@ -30,8 +30,8 @@ def random_groups(seed: int) -> list[RolloutGroup]:
         sampled = random.random(length) < 0.7 if random.random() < 0.5 else None
         return Rollout(
             prompt_ids=prompt,
-            completion_ids=random.integers(0, 99, length).astype(np.int32),
-            generator_logprobs=-random.random(length).astype(np.float32),
+            token_ids=random.integers(0, 99, length).astype(np.int32),
+            logprobs=-random.random(length).astype(np.float32),
             segments=(VersionSegment(0, 0, length),),
             finish_reason="stop",
             completion="text",
@@ -109,7 +109,7 @@ def main(arguments):
             bare = group_frames.unpack_groups(
                 headers, group_frames.without_arrays(frames), has_arrays=False
             )
-            assert not any(r.completion_ids.any() for g in bare for r in g.rollouts)
+            assert not any(r.token_ids.any() for g in bare for r in g.rollouts)
             address = FetchAddress(sharing.server.endpoint, SECRET, seed)
             fetched = feed.send_step(plan(bare), 0, PromptProgress(), address)
         assert isinstance(sent, TrainBatch) and isinstance(fetched, TrainBatch)

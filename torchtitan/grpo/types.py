@@ -47,15 +47,15 @@ class Prompt:
     """One row of the prompt set, tokenized once.
 
     Attributes:
-        index: Position in the shuffled, repeating stream of prompts. Unique in a
-            run, so that it also identifies the prompt group.
+        group_id: Position in the shuffled, repeating stream of prompts, which also identifies the
+            prompt's group: it is unique in a run. Of a held-out prompt, its row in its set.
         text: The prompt as reward functions receive it: a string, or a list of chat messages if
             the data set is conversational.
         token_ids: [prompt_len] int32, the prompt as the server receives it.
         columns: The row's remaining columns, passed to reward functions by name.
     """
 
-    index: int
+    group_id: int
     text: str | list[dict[str, str]]
     token_ids: np.ndarray
     columns: dict[str, Any]
@@ -229,24 +229,16 @@ class TopTokens:
     logprobs: np.ndarray
 
 
-@dataclass(frozen=True)
-class Rollout:
-    """One sampled and scored completion.
+@dataclass(frozen=True, kw_only=True)
+class Rollout(Generation):
+    """A completion that was scored.
 
     Attributes:
         prompt_ids: [prompt_len] int32.
-        completion_ids: [completion_len] int32.
-        generator_logprobs: [completion_len] float32, recorded at sampling time.
-        segments: Policy versions that wrote the completion tokens.
-        finish_reason: See :data:`FinishReason`.
         completion: The decoded text, for logs only; it is never tokenized again.
-        reward: Weighted sum of the reward functions, or None if scoring failed. A sample
+        reward: Weighted sum of the reward functions, or None if scoring failed. A rollout
             without a reward is left out; it never counts as zero.
         reward_components: Value of each reward function, by its name.
-        sampled: [completion_len] bool, True for tokens that are trained; see
-            :class:`Generation`. The other tokens are context.
-        num_context: Number of context tokens that a model wrote.
-        new_rows: See :data:`NewRows`.
         teacher_logprobs: [completion_len] float32, of each completion token under the teacher
             (``[teacher]``), at temperature 1; None if no teacher has rated the rollout.
         teacher_top: The teacher's most likely tokens at each completion token's position; None
@@ -254,28 +246,16 @@ class Rollout:
     """
 
     prompt_ids: np.ndarray
-    completion_ids: np.ndarray
-    generator_logprobs: np.ndarray
-    segments: tuple[VersionSegment, ...]
-    finish_reason: FinishReason
     completion: str
     reward: float | None
     reward_components: dict[str, float] = field(default_factory=dict)
-    sampled: np.ndarray | None = None
-    num_context: int = 0
-    new_rows: NewRows = ()
     teacher_logprobs: np.ndarray | None = None
     teacher_top: TopTokens | None = None
 
     @property
     def num_trained(self) -> int:
         """Number of trained tokens."""
-        return num_sampled(self.completion_ids, self.sampled)
-
-    @property
-    def num_written(self) -> int:
-        """Tokens that the model wrote, trained or not: the completion's length to its reader."""
-        return self.num_trained + self.num_context
+        return num_sampled(self.token_ids, self.sampled)
 
     @property
     def oldest_version(self) -> int:
@@ -290,7 +270,7 @@ class RolloutGroup:
     """All rollouts of one prompt.
 
     Attributes:
-        group_id: ``index`` of the prompt.
+        group_id: ``group_id`` of the prompt.
         prompt_text: Text of the prompt, for logs.
         rollouts: At least one rollout; ``grpo.group_size`` of them unless some failed.
         server_url: Server that wrote the completions.

@@ -13,7 +13,7 @@ def teacher_kl(rollout: Rollout) -> np.ndarray | None:
     """Returns the reverse KL of each token of a rollout; None if no teacher has rated it."""
     if rollout.teacher_logprobs is None:
         return None
-    return sampled_reverse_kl(rollout.generator_logprobs, rollout.teacher_logprobs, rollout.sampled)
+    return sampled_reverse_kl(rollout.logprobs, rollout.teacher_logprobs, rollout.sampled)
 
 
 def teacher_top(rollout: Rollout) -> TopTokens | None:
@@ -26,7 +26,7 @@ def teacher_top(rollout: Rollout) -> TopTokens | None:
     top = rollout.teacher_top
     if top is None:
         return None
-    num_tokens = len(rollout.completion_ids)
+    num_tokens = len(rollout.token_ids)
     if top.ids.shape != top.logprobs.shape or top.ids.ndim != 2 or len(top.ids) != num_tokens:
         raise ValueError(
             f"Each of the {num_tokens} completion tokens must have the teacher's most likely tokens "

@@ -312,8 +312,8 @@ def _group_record(group: RolloutGroup) -> GroupRecord:
         prompt_ids=group.rollouts[0].prompt_ids.tolist(),
         rollouts=[
             RolloutRecord(
-                completion_ids=r.completion_ids.tolist(),
-                logprobs=r.generator_logprobs.tolist(),
+                completion_ids=r.token_ids.tolist(),
+                logprobs=r.logprobs.tolist(),
                 segments=[(s.version, s.start, s.end) for s in r.segments],
                 reward=r.reward,
                 finish_reason=r.finish_reason,
@@ -342,8 +342,8 @@ def _group(record: GroupRecord) -> RolloutGroup:
     rollouts = tuple(
         Rollout(
             prompt_ids=prompt_ids,
-            completion_ids=np.array(r.completion_ids, dtype=np.int32),
-            generator_logprobs=np.array(r.logprobs, dtype=np.float32),
+            token_ids=np.array(r.completion_ids, dtype=np.int32),
+            logprobs=np.array(r.logprobs, dtype=np.float32),
             segments=tuple(VersionSegment(*segment) for segment in r.segments),
             finish_reason=r.finish_reason,
             completion=r.completion,

@@ -23,7 +23,7 @@ def sequences_of(rollout: Rollout, **settings: float) -> list[Sample]:
         rollout: The rollout.
         settings: Further attributes of each sequence, such as its weight.
     """
-    ids, logprobs = rollout.completion_ids, np.asarray(rollout.generator_logprobs)
+    ids, logprobs = rollout.token_ids, np.asarray(rollout.logprobs)
     divergences, top = teacher_kl(rollout), teacher_top(rollout)
     prompts = [rollout.prompt_ids]
     begins, ends = [0], []

@@ -247,7 +247,7 @@ def _minibatches_of(
     unique, member_of = np.unique(group_ids, return_inverse=True)
     tokens = [0] * len(unique)
     for rollout, group in zip(rollouts, member_of, strict=True):
-        tokens[group] += len(rollout.prompt_ids) + len(rollout.completion_ids)
+        tokens[group] += len(rollout.prompt_ids) + len(rollout.token_ids)
     parts = split_evenly(tokens, num_minibatches)
     return [np.flatnonzero(np.isin(member_of, part)).tolist() for part in parts]
 

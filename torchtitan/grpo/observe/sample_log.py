@@ -84,7 +84,7 @@ def turns(rollout: Rollout, codec: TextCodec) -> list[dict[str, Any]]:
     (``rollout.overdue = "resume"``). A prompt is what the model read before its first token,
     with everything that the chat template wrote.
     """
-    ids = np.concatenate([rollout.prompt_ids, rollout.completion_ids]).tolist()
+    ids = np.concatenate([rollout.prompt_ids, rollout.token_ids]).tolist()
     begin = len(rollout.prompt_ids)
     parts = [("prompt", False, 0, begin)]
     inserted = "older model" if rollout.num_context else "environment"
@@ -100,7 +100,7 @@ def turns(rollout: Rollout, codec: TextCodec) -> list[dict[str, Any]]:
 
 def _spans(rollout: Rollout) -> list[tuple[bool, int, int]]:
     """Returns the longest spans of a completion that are trained, or not, as a whole."""
-    length = len(rollout.completion_ids)
+    length = len(rollout.token_ids)
     if not length:
         return []
     if rollout.sampled is None:

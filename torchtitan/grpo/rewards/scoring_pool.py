@@ -228,7 +228,7 @@ class RewardPool:
             raise ScoringFailed(
                 "column",
                 not_passed(
-                    prompt.index, prompt.text, request.columns, "the reward functions", error
+                    prompt.group_id, prompt.text, request.columns, "the reward functions", error
                 ),
             ) from error
         except ChannelBroken as error:

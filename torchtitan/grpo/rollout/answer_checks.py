@@ -43,7 +43,7 @@ async def check_held_out(
         prompts = held_out[name]
         position = evaluation_functions(config).index(settings.function)
         (scores[name],) = await pool.check(prompts[0], [position], columns)
-        rows = [Example(f"{settings.path}, row {p.index}", p) for p in prompts[:MAX_ROWS]]
+        rows = [Example(f"{settings.path}, row {p.group_id}", p) for p in prompts[:MAX_ROWS]]
         key = set_key(config.evaluation, name, "path")
         longest = settings.max_new_tokens
         warnings += await answer_warnings(config, pool, position, rows, key, codec, longest)

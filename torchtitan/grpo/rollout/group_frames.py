@@ -75,8 +75,8 @@ def pack_groups(groups: Sequence[RolloutGroup]) -> tuple[list[GroupHeader], list
     tops = [rollout.teacher_top for rollout in rollouts if rollout.teacher_top is not None]
     frames = [
         _concatenate([group.rollouts[0].prompt_ids for group in groups], np.int32),
-        _concatenate([rollout.completion_ids for rollout in rollouts], np.int32),
-        _concatenate([rollout.generator_logprobs for rollout in rollouts], np.float32),
+        _concatenate([rollout.token_ids for rollout in rollouts], np.int32),
+        _concatenate([rollout.logprobs for rollout in rollouts], np.float32),
         _concatenate([r.sampled for r in rollouts if r.sampled is not None], np.bool_),
         _concatenate(
             [r.teacher_logprobs for r in rollouts if r.teacher_logprobs is not None], np.float32
@@ -101,7 +101,7 @@ def with_samples(
             header,
             sample=SampleIds(
                 _concatenate([group.rollouts[0].prompt_ids], np.int32),
-                _concatenate([group.rollouts[0].completion_ids], np.int32),
+                _concatenate([group.rollouts[0].token_ids], np.int32),
             ),
         )
         for header, group in zip(headers[:num_samples], groups, strict=False)
@@ -216,7 +216,7 @@ def _group_header(group: RolloutGroup) -> GroupHeader:
         file=group.file,
         rollouts=[
             RolloutHeader(
-                num_tokens=len(rollout.completion_ids),
+                num_tokens=len(rollout.token_ids),
                 segments=[(s.version, s.start, s.end) for s in rollout.segments],
                 finish_reason=rollout.finish_reason,
                 completion=rollout.completion,
@@ -243,8 +243,8 @@ def _rollouts(header: GroupHeader, prompt_ids: np.ndarray, arrays: _Arrays) -> I
             completion_ids = np.frombuffer(sample.completion, np.int32)
         yield Rollout(
             prompt_ids=prompt_ids,
-            completion_ids=completion_ids,
-            generator_logprobs=arrays.logprobs.take(rollout.num_tokens),
+            token_ids=completion_ids,
+            logprobs=arrays.logprobs.take(rollout.num_tokens),
             segments=tuple(VersionSegment(*segment) for segment in rollout.segments),
             finish_reason=rollout.finish_reason,
             completion=rollout.completion,

@@ -108,7 +108,7 @@ def _evaluation_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[
             f"used; {settings.function} gives an empty completion {_numbers([inputs.scores[name]])}"
         )
         yield f"  {_sampling(settings)}"
-        yield from _first_prompt(f"row {prompts[0].index}", prompts[0], inputs)
+        yield from _first_prompt(f"row {prompts[0].group_id}", prompts[0], inputs)
 
 
 def _sampling(settings: EvaluationSet) -> str:

@@ -275,13 +275,13 @@ class Producer:
 
     async def _next_prompt(self) -> Prompt:
         if self._resumed:
-            prompt, self._context[prompt.index] = self._resumed.pop(0)
+            prompt, self._context[prompt.group_id] = self._resumed.pop(0)
             return prompt
         while (prompt := self._order.pop()) is None:
             # In a thread, because tokenizing and skipping long prompts must not block the loop.
             drawn = await asyncio.to_thread(self._prompts.next)
             self.count_prompts()
-            self._ledger.issue(drawn.index, self._skipped)
+            self._ledger.issue(drawn.group_id, self._skipped)
             self._skipped.clear()
             self._order.push(drawn)
         return prompt
@@ -312,11 +312,11 @@ class Producer:
 
     def _start_group(self, prompt: Prompt, server: Server, groups: asyncio.TaskGroup) -> None:
         assert server.version is not None, f"{server.url} is not ready"
-        unfinished = self._unfinished.pop(prompt.index, None)
+        unfinished = self._unfinished.pop(prompt.group_id, None)
         if unfinished is None:
-            self._admission.start(prompt.index, server.version)
+            self._admission.start(prompt.group_id, server.version)
         kept = unfinished.generations[: self._group_size] if unfinished is not None else ()
-        context = self._context.pop(prompt.index, ())
+        context = self._context.pop(prompt.group_id, ())
         begun = unfinished.begun if unfinished is not None else context
         expected_tokens = self._ranker.predict(prompt) if self._ranker is not None else None
         # Started here and not in the task below, so that they count as in flight immediately.
@@ -330,8 +330,8 @@ class Producer:
             )
             for i in range(self._group_size - len(kept))
         ]
-        self._kept_groups.start(prompt.index)
-        running = self._running[prompt.index] = RunningGroup(prompt, trajectories, kept)
+        self._kept_groups.start(prompt.group_id)
+        running = self._running[prompt.group_id] = RunningGroup(prompt, trajectories, kept)
         running.task = groups.create_task(self._follow_group(running, server))
 
     async def _follow_group(self, running: RunningGroup, server: Server) -> None:
@@ -349,17 +349,17 @@ class Producer:
             # The servers did not fail if the group was cut before it had two completions.
             is_early = is_cut and verdict.reason == "failed"
             reason, cause = ("overdue", OVERDUE) if is_early else (verdict.reason, verdict.cause)
-            self._close(prompt.index, reason, str(verdict), cause)
+            self._close(prompt.group_id, reason, str(verdict), cause)
         else:
             self._finish(
                 RolloutGroup(
-                    prompt.index, prompt_text(prompt), tuple(rollouts), server.url,
+                    prompt.group_id, prompt_text(prompt), tuple(rollouts), server.url,
                     columns=brief_columns(prompt.columns),
                     is_chat=not isinstance(prompt.text, str),
-                    file=self._prompts.file_of(prompt.index),
+                    file=self._prompts.file_of(prompt.group_id),
                 )
             )  # fmt: skip
-        del self._running[prompt.index]
+        del self._running[prompt.group_id]
         self._group_done.set()
         self._room.set()
 

@@ -142,7 +142,7 @@ def _teacher_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     total, num_tokens = 0.0, 0
     for rollout in rollouts:
         if rollout.teacher_logprobs is not None:
-            gap = rollout.generator_logprobs - rollout.teacher_logprobs
+            gap = rollout.logprobs - rollout.teacher_logprobs
             total += float(gap.sum() if rollout.sampled is None else gap[rollout.sampled].sum())
             num_tokens += rollout.num_trained
     return {"teacher/reverse_kl": total / num_tokens} if num_tokens else {}

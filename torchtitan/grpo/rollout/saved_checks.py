@@ -75,13 +75,13 @@ def _problems(saved: SavedRollouts, vocab_size: int, row_len: int) -> Iterator[s
 
 
 def _rollout_problem(rollout: Rollout, version: int, vocab_size: int, row_len: int) -> str | None:
-    prompt, ids = rollout.prompt_ids, rollout.completion_ids
+    prompt, ids = rollout.prompt_ids, rollout.token_ids
     if not (len(prompt) and prompt.min() >= 0 and prompt.max() < vocab_size):
         return f"the prompt must have token ids in [0, {vocab_size})"
     numbers = [*rollout.reward_components.values()]
     numbers += [] if rollout.reward is None else [rollout.reward]
     return (
-        _completion_problem(rollout, ids, rollout.generator_logprobs, vocab_size)
+        _completion_problem(rollout, ids, rollout.logprobs, vocab_size)
         or length_problem(len(prompt), len(ids), rollout.new_rows, row_len)
         or rating_problem(rollout.teacher_logprobs, rollout.teacher_top, len(ids), vocab_size)
         or _newer(rollout, version)

@@ -81,7 +81,7 @@ class Scorer:
         if self._acceptor is None:
             return list(rollouts)
         texts = [rollout.completion for rollout in rollouts]
-        ids = [rollout.completion_ids.tolist() for rollout in rollouts]
+        ids = [rollout.token_ids.tolist() for rollout in rollouts]
         rewards = {"rewards": [rollout.reward for rollout in rollouts]}
         (verdicts,) = await self._pool.score(prompt, texts, ids, [self._acceptor], rewards)
         return [r for r, verdict in zip(rollouts, verdicts, strict=True) if verdict]
@@ -99,8 +99,8 @@ class Scorer:
         }
         return Rollout(
             prompt_ids=prompt.token_ids,
-            completion_ids=generation.token_ids,
-            generator_logprobs=generation.logprobs,
+            token_ids=generation.token_ids,
+            logprobs=generation.logprobs,
             segments=generation.segments,
             finish_reason=generation.finish_reason,
             completion=text,

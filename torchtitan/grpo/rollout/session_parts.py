@@ -113,10 +113,10 @@ def _examples(prompts: PromptSet) -> list[Example]:
     sample = prompts.sample()
     rows = range(min(MAX_ROWS, len(prompts)))
     # Only the columns differ: reading every prompt would tokenize it.
-    others = [(row, replace(sample, index=row, columns=prompts.columns(row))) for row in rows]
+    others = [(row, replace(sample, group_id=row, columns=prompts.columns(row))) for row in rows]
     return [
-        Example(prompts.where(sample.index), sample),
-        *(Example(prompts.where(row), other) for row, other in others if row != sample.index),
+        Example(prompts.where(sample.group_id), sample),
+        *(Example(prompts.where(row), other) for row, other in others if row != sample.group_id),
     ]
 
 

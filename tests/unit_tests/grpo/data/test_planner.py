@@ -16,8 +16,8 @@ VERSION = 5
 def rollout(length):
     return Rollout(
         prompt_ids=np.array([1, 2], np.int32),
-        completion_ids=np.full(length - 2, 3, np.int32),
-        generator_logprobs=np.zeros(length - 2, np.float32),
+        token_ids=np.full(length - 2, 3, np.int32),
+        logprobs=np.zeros(length - 2, np.float32),
         segments=(VersionSegment(0, 0, length - 2),),
         finish_reason="stop",
         completion="",
@@ -74,8 +74,8 @@ def test_rows_come_in_buckets(plan):
 def aged_rollout(length: int, reward: float | None, version: int) -> Rollout:
     return Rollout(
         prompt_ids=np.array([1, 2], np.int32),
-        completion_ids=np.full(length, 3, np.int32),
-        generator_logprobs=np.zeros(length, np.float32),
+        token_ids=np.full(length, 3, np.int32),
+        logprobs=np.zeros(length, np.float32),
         segments=(VersionSegment(version, 0, length),),
         finish_reason="stop",
         completion="",

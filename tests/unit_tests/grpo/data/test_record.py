@@ -20,8 +20,8 @@ def group(group_id=0, logprobs=(-0.1, -2.5), reward: float | None = 1.0):
     values = np.array(logprobs, np.float32)
     first = Rollout(
         prompt_ids=np.array([5, 6], np.int32),
-        completion_ids=np.arange(len(values), dtype=np.int32),
-        generator_logprobs=values,
+        token_ids=np.arange(len(values), dtype=np.int32),
+        logprobs=values,
         segments=(VersionSegment(3, 0, 1), VersionSegment(4, 1, len(values))),
         finish_reason="length",
         completion='líne\n"two" \u2028',
@@ -122,7 +122,7 @@ def test_numbers_keep_every_bit(tmp_path_factory, logprobs, reward):
     record(path, [[original]]).close()
     found = read_groups(read(path)[0])[0].rollouts[0]
     expected = original.rollouts[0]
-    assert found.generator_logprobs.tobytes() == expected.generator_logprobs.tobytes()
+    assert found.logprobs.tobytes() == expected.logprobs.tobytes()
     assert np.float64(found.reward).tobytes() == np.float64(reward).tobytes()
 
 

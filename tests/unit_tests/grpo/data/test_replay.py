@@ -27,8 +27,8 @@ def rollout(reward, first, version):
     ids = np.array([first, first + 1, 3], np.int32)
     return Rollout(
         prompt_ids=np.array([20, 21], np.int32),
-        completion_ids=ids,
-        generator_logprobs=np.array([-0.1, -0.7, -1e-8], np.float32),
+        token_ids=ids,
+        logprobs=np.array([-0.1, -0.7, -1e-8], np.float32),
         segments=(VersionSegment(version, 0, 3),),
         finish_reason="stop",
         completion="text",

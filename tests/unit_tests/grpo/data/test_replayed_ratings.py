@@ -167,7 +167,14 @@ def test_a_replay_finds_wrong_ratings_before_its_first_step(tmp_path, repository
     ids, logprobs = np.array([7, 8, 3], np.int32), np.array([-0.1, -0.7, -0.2], np.float32)
     segments = (VersionSegment(0, 0, 3),)
     rated = Rollout(
-        ids, ids, logprobs, segments, "stop", "text", 1.0, teacher_logprobs=logprobs - 1
+        prompt_ids=ids,
+        token_ids=ids,
+        logprobs=logprobs,
+        segments=segments,
+        finish_reason="stop",
+        completion="text",
+        reward=1.0,
+        teacher_logprobs=logprobs - 1,
     )
     second = rated if rates_second else replace(rated, teacher_logprobs=None)
     path = tmp_path / "rollouts.jsonl"

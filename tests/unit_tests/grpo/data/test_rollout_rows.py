@@ -37,13 +37,13 @@ def rollout(reward: float, rows: tuple[tuple[int, int], ...] = ()) -> Rollout:
     """Ten tokens: a turn of three, a context of four, a turn of three."""
     sampled = np.array([True] * 3 + [False] * 4 + [True] * 3)
     return Rollout(
-        PROMPT,
-        np.arange(10, 20, dtype=np.int32),
-        np.where(sampled, -np.arange(10) / 10, 0).astype(np.float32),
-        (VersionSegment(0, 0, 10),),
-        "stop",
-        "",
-        reward,
+        prompt_ids=PROMPT,
+        token_ids=np.arange(10, 20, dtype=np.int32),
+        logprobs=np.where(sampled, -np.arange(10) / 10, 0).astype(np.float32),
+        segments=(VersionSegment(0, 0, 10),),
+        finish_reason="stop",
+        completion="",
+        reward=reward,
         sampled=sampled,
         new_rows=rows,
     )

@@ -22,8 +22,8 @@ def rollout(reward, length=3, version=7, first=0):
     ids = np.arange(first, first + length, dtype=np.int32)
     return Rollout(
         prompt_ids=np.array([1, 2], np.int32),
-        completion_ids=ids,
-        generator_logprobs=-ids.astype(np.float32),
+        token_ids=ids,
+        logprobs=-ids.astype(np.float32),
         segments=(VersionSegment(version, 0, length),),
         finish_reason="stop",
         completion="",

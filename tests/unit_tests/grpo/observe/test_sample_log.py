@@ -24,8 +24,8 @@ def rollout(codec: TextCodec, prompt: str, completion: str, sampled=None, **kwar
     ids = np.array([*codec.encode_continuation(completion), 1], np.int32)
     return Rollout(
         prompt_ids=np.array(codec.encode_continuation(prompt), np.int32),
-        completion_ids=ids,
-        generator_logprobs=np.zeros(len(ids), np.float32),
+        token_ids=ids,
+        logprobs=np.zeros(len(ids), np.float32),
         segments=(VersionSegment(4, 0, 1), VersionSegment(5, 1, len(ids))),
         finish_reason="stop",
         completion=completion,

@@ -18,13 +18,13 @@ def top_tokens(length: int, k: int) -> TopTokens:
 
 def rollout(length: int, rating: list[float] | None, num_top: int = 0) -> Rollout:
     return Rollout(
-        PROMPT,
-        np.arange(length, dtype=np.int32),
-        -np.arange(length, dtype=np.float32),
-        (VersionSegment(0, 0, length),),
-        "stop",
-        "text",
-        0.5,
+        prompt_ids=PROMPT,
+        token_ids=np.arange(length, dtype=np.int32),
+        logprobs=-np.arange(length, dtype=np.float32),
+        segments=(VersionSegment(0, 0, length),),
+        finish_reason="stop",
+        completion="text",
+        reward=0.5,
         teacher_logprobs=None if rating is None else np.array(rating, np.float32),
         teacher_top=top_tokens(length, num_top) if num_top else None,
     )
@@ -44,7 +44,7 @@ def ratings(groups: list[RolloutGroup]) -> list[list[float] | None]:
 def test_ratings_stay_with_their_rollouts():
     found = unpack_groups(*pack_groups(GROUPS))
     assert ratings(found) == [[-0.5, -1.5], None, [-2.5]]
-    assert [r.completion_ids.tolist() for r in found[0].rollouts] == [[0, 1], [0, 1, 2]]
+    assert [r.token_ids.tolist() for r in found[0].rollouts] == [[0, 1], [0, 1, 2]]
 
 
 def test_without_arrays_it_is_still_known_what_was_rated():

@@ -35,7 +35,15 @@ class GivenRewards(Scorer):
 
     async def score(self, prompt: Prompt, generations: Sequence[Generation]) -> list[Rollout]:
         return [
-            Rollout(prompt.token_ids, g.token_ids, g.logprobs, g.segments, "stop", "7", reward)
+            Rollout(
+                prompt_ids=prompt.token_ids,
+                token_ids=g.token_ids,
+                logprobs=g.logprobs,
+                segments=g.segments,
+                finish_reason="stop",
+                completion="7",
+                reward=reward,
+            )
             for g, reward in zip(generations, self.rewards, strict=False)
         ]
 

@@ -12,8 +12,8 @@ from torchtitan.grpo.types import BatchPart, PromptProgress, Rollout, RolloutGro
 def rollout(rng: np.random.Generator, prompt_ids: np.ndarray, length: int) -> Rollout:
     return Rollout(
         prompt_ids=prompt_ids,
-        completion_ids=rng.integers(0, 2**31 - 1, length, dtype=np.int32),
-        generator_logprobs=-rng.random(length, dtype=np.float32),
+        token_ids=rng.integers(0, 2**31 - 1, length, dtype=np.int32),
+        logprobs=-rng.random(length, dtype=np.float32),
         segments=(VersionSegment(3, 0, 1), VersionSegment(4, 1, length)),
         finish_reason="stop",
         completion="färbig\n",
@@ -39,8 +39,8 @@ def plain(groups: list[RolloutGroup]) -> list:
             [
                 (
                     r.prompt_ids.tolist(),
-                    r.completion_ids.tolist(),
-                    r.generator_logprobs.tolist(),
+                    r.token_ids.tolist(),
+                    r.logprobs.tolist(),
                     r.segments,
                     r.finish_reason,
                     r.completion,
@@ -80,8 +80,8 @@ def test_batch_survives_the_wire_bit_for_bit(lengths: list[list[int]]):
     assert plain(received) == plain(groups)
     for g in received:
         for r in g.rollouts:
-            assert r.completion_ids.dtype == r.prompt_ids.dtype == np.int32
-            assert r.generator_logprobs.dtype == np.float32
+            assert r.token_ids.dtype == r.prompt_ids.dtype == np.int32
+            assert r.logprobs.dtype == np.float32
 
 
 def test_commands_and_notices_keep_their_kind():

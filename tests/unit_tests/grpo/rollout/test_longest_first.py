@@ -18,12 +18,12 @@ def prompts_of(lengths: list[float]) -> tuple[list[Prompt], dict[int, float]]:
 
 def handed_out(window: int, lengths: list[float], *, longest_first: bool = True) -> list[int]:
     prompts, by_index = prompts_of(lengths)
-    order = LongestFirst(window, lambda p: by_index[p.index], longest_first=longest_first)
+    order = LongestFirst(window, lambda p: by_index[p.group_id], longest_first=longest_first)
     coming, out = iter(prompts), []
     for _ in range(len(lengths) // window * window if longest_first else len(lengths)):
         while (prompt := order.pop()) is None:
             order.push(next(coming))
-        out.append(prompt.index)
+        out.append(prompt.group_id)
     return out
 
 
@@ -56,7 +56,7 @@ def test_switched_off_it_hands_out_at_once_and_predicts_nothing():
 
 def test_a_window_is_predicted_as_it_comes_in_and_waits_until_it_is_complete():
     prompts, lengths = prompts_of([1, 3, 2])
-    order = LongestFirst(3, lambda p: lengths[p.index])
+    order = LongestFirst(3, lambda p: lengths[p.group_id])
     for prompt in prompts[:2]:
         order.push(prompt)
         assert order.pop() is None

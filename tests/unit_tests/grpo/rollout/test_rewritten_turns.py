@@ -135,7 +135,7 @@ def play(
 def rollout(codec: TextCodec, whole: Generation) -> Rollout:
     prompt = np.array(codec.encode("u:7;a:"), np.int32)
     return Rollout(
-        prompt, whole.token_ids, whole.logprobs, whole.segments, whole.finish_reason, "", 1.0,
+        prompt_ids=prompt, token_ids=whole.token_ids, logprobs=whole.logprobs, segments=whole.segments, finish_reason=whole.finish_reason, completion="", reward=1.0,
         sampled=whole.sampled, new_rows=whole.new_rows,
     )  # fmt: skip
 

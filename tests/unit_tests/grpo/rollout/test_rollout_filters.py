@@ -18,7 +18,15 @@ def generation(num_tokens: int, finish_reason: FinishReason = "stop") -> Generat
 
 def rollout(reward: float) -> Rollout:
     one = generation(1)
-    return Rollout(one.token_ids, one.token_ids, one.logprobs, one.segments, "stop", "", reward)
+    return Rollout(
+        prompt_ids=one.token_ids,
+        token_ids=one.token_ids,
+        logprobs=one.logprobs,
+        segments=one.segments,
+        finish_reason="stop",
+        completion="",
+        reward=reward,
+    )
 
 
 def test_nothing_is_left_out_unless_asked_for():

@@ -36,7 +36,16 @@ def some() -> SavedRollouts:
     ids = np.array([5, 6, 7], np.int32)
     logprobs = np.array([-0.1, -0.25, -3.5], np.float32)
     segments = (VersionSegment(3, 0, 1), VersionSegment(4, 1, 3))
-    rollout = Rollout(ids[:2], ids, logprobs, segments, "stop", "abc", 0.5, {"exact": 0.5})
+    rollout = Rollout(
+        prompt_ids=ids[:2],
+        token_ids=ids,
+        logprobs=logprobs,
+        segments=segments,
+        finish_reason="stop",
+        completion="abc",
+        reward=0.5,
+        reward_components={"exact": 0.5},
+    )
     return SavedRollouts(
         version=4,
         progress=PromptProgress(9, (6, 8)),
@@ -61,8 +70,8 @@ def test_what_is_written_is_read_back(tmp_path: Path):
     (group,), (unfinished,) = found.finished, found.unfinished
     assert (group.group_id, group.prompt_text, group.server_url) == (6, "prompt", "http://a")
     for rollout, same in zip(group.rollouts, expected.finished[0].rollouts, strict=True):
-        assert rollout.completion_ids.tolist() == same.completion_ids.tolist()
-        assert rollout.generator_logprobs.tobytes() == same.generator_logprobs.tobytes()
+        assert rollout.token_ids.tolist() == same.token_ids.tolist()
+        assert rollout.logprobs.tobytes() == same.logprobs.tobytes()
         assert (rollout.segments, rollout.reward) == (same.segments, same.reward)
     (generation,), (same_generation,) = unfinished.generations, expected.unfinished[0].generations
     assert (unfinished.group_id, unfinished.start_version) == (8, 3)
@@ -123,13 +132,13 @@ def logprobs(value: float) -> np.ndarray:
 
 TOP = TopTokens(np.array([[1, 2]] * 3, np.int32), np.full((3, 2), -1.0, np.float32))
 WRONG = {
-    "an id beyond the vocabulary": altered(some(), completion_ids=np.array([5, 8, 7], np.int32)),
+    "an id beyond the vocabulary": altered(some(), token_ids=np.array([5, 8, 7], np.int32)),
     "a negative id": begun(some(), token_ids=np.array([5, -6, 7], np.int32)),
     "a prompt beyond the vocabulary": altered(some(), prompt_ids=np.array([5, 80], np.int32)),
     "no prompt": altered(some(), prompt_ids=np.array([], np.int32)),
     **{
         f"{make.__name__} with a logprob of {value}": make(some(), **{name: logprobs(value)})
-        for make, name in ((altered, "generator_logprobs"), (begun, "logprobs"))
+        for make, name in ((altered, "logprobs"), (begun, "logprobs"))
         for value in (np.nan, np.inf, -np.inf, -100.0, -9999.0, 0.5, 1e30)
     },
     "too few logprobs": begun(some(), logprobs=np.zeros(2, np.float32)),
@@ -193,7 +202,7 @@ def test_a_file_of_an_earlier_release_is_read_and_checked_by_value(tmp_path: Pat
     write_saved(path, some())
     path.write_bytes(unsealed(path))
     check_saved(read_saved(path, 4), CHECKPOINT, **SIZES)
-    write_saved(path, altered(some(), generator_logprobs=logprobs(np.inf)))
+    write_saved(path, altered(some(), logprobs=logprobs(np.inf)))
     path.write_bytes(unsealed(path))
     with pytest.raises(SavedRolloutsError, match=r"in group 6, its logprobs must be finite"):
         check_saved(read_saved(path, 4), CHECKPOINT, **SIZES)

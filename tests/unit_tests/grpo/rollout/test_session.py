@@ -133,7 +133,7 @@ def test_a_resumed_session_holds_what_was_saved_and_goes_on_from_there(
             assert [g.group_id for g in held.unfinished] == [2, 4]
             drawn = [await session.producer._next_prompt() for _ in range(2)]
             # The open prompt of which nothing was saved comes first, and then a new one.
-            assert [prompt.index for prompt in drawn] == [5, 6]
+            assert [prompt.group_id for prompt in drawn] == [5, 6]
         finally:
             await session.close()
             await runner.cleanup()

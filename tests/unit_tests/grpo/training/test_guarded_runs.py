@@ -96,7 +96,17 @@ def random_group(random: Any, index: int, version: int, mark: float | None) -> R
         if mark is not None:
             logprobs[2] = mark
         segments = (VersionSegment(version, 0, 6),)
-        rollouts.append(Rollout(prompt, completion, logprobs, segments, "stop", "", float(member)))
+        rollouts.append(
+            Rollout(
+                prompt_ids=prompt,
+                token_ids=completion,
+                logprobs=logprobs,
+                segments=segments,
+                finish_reason="stop",
+                completion="",
+                reward=float(member),
+            )
+        )
     return RolloutGroup(index, "", tuple(rollouts), "")
 
 

@@ -190,7 +190,17 @@ def random_batches() -> list[list[RolloutGroup]]:
             logprobs = -random.uniform(2, 6, len(completion)).astype(np.float32)
             segments = (VersionSegment(version, 0, len(completion)),)
             reward = float(member) + float(random.uniform())
-            rollouts.append(Rollout(prompt, completion, logprobs, segments, "stop", "", reward))
+            rollouts.append(
+                Rollout(
+                    prompt_ids=prompt,
+                    token_ids=completion,
+                    logprobs=logprobs,
+                    segments=segments,
+                    finish_reason="stop",
+                    completion="",
+                    reward=reward,
+                )
+            )
         return RolloutGroup(index, "", tuple(rollouts), "")
 
     return [
@@ -214,12 +224,12 @@ def write_record(path: Path, batches: list[list[RolloutGroup]]) -> Path:
 
 def rate(group: RolloutGroup) -> RolloutGroup:
     """A teacher's rating, which likes every other token more than the student does."""
-    signs = (np.where(np.arange(len(r.completion_ids)) % 2, 1, -1) for r in group.rollouts)
+    signs = (np.where(np.arange(len(r.token_ids)) % 2, 1, -1) for r in group.rollouts)
     rollouts = [
         replace(
             r,
-            teacher_logprobs=(r.generator_logprobs + sign).astype(np.float32),
-            teacher_top=random_top_tokens(len(r.completion_ids), seed=int(r.completion_ids.sum())),
+            teacher_logprobs=(r.logprobs + sign).astype(np.float32),
+            teacher_top=random_top_tokens(len(r.token_ids), seed=int(r.token_ids.sum())),
         )
         for r, sign in zip(group.rollouts, signs, strict=True)
     ]
@@ -245,8 +255,7 @@ def coarse_reverse_kl(student: torch.Tensor, top: TopTokens) -> torch.Tensor:
 def token_ids(rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
     """The prompt's and the completion's token ids."""
     prompt, completion = (
-        torch.from_numpy(ids.astype(np.int64))
-        for ids in (rollout.prompt_ids, rollout.completion_ids)
+        torch.from_numpy(ids.astype(np.int64)) for ids in (rollout.prompt_ids, rollout.token_ids)
     )
     return prompt, completion
 
@@ -290,11 +299,11 @@ def train_plainly(
             ref = [completion_logprobs(reference, rollout) for rollout in rollouts]
         kl_sums = [0.0] * len(rollouts)
         if algorithm.kl_in == "reward":
-            sampled = [torch.from_numpy(rollout.generator_logprobs) for rollout in rollouts]
+            sampled = [torch.from_numpy(rollout.logprobs) for rollout in rollouts]
             kl_sums = [float(k3(*pair).sum()) for pair in zip(sampled, ref, strict=True)]
         advantages = advantages_of(groups, kl_sums)
         taught = {
-            id(r): teacher_part(len(r.completion_ids), [len(o.completion_ids) for o in g.rollouts])
+            id(r): teacher_part(len(r.token_ids), [len(o.token_ids) for o in g.rollouts])
             for g in groups
             for r in g.rollouts
         }

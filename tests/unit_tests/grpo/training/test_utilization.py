@@ -33,8 +33,8 @@ ATTENTION_FLOPS = 4 * 3 * HEADS * PAIRS
 def rollout(reward: float, length: int) -> Rollout:
     ids = np.arange(length, dtype=np.int32)
     return Rollout(
-        prompt_ids=np.arange(PROMPT, dtype=np.int32), completion_ids=ids,
-        generator_logprobs=-ids.astype(np.float32), segments=(VersionSegment(0, 0, length),),
+        prompt_ids=np.arange(PROMPT, dtype=np.int32), token_ids=ids,
+        logprobs=-ids.astype(np.float32), segments=(VersionSegment(0, 0, length),),
         finish_reason="stop", completion="", reward=reward,
     )  # fmt: skip
 

@@ -199,7 +199,7 @@ class RemoteEnvironment:
     async def reset(self, prompt: Prompt) -> None:
         """Makes the environment and begins its episode."""
         ids = prompt.token_ids.tolist()
-        request = Reset(self._episode, prompt.index, prompt.text, ids, prompt.columns)
+        request = Reset(self._episode, prompt.group_id, prompt.text, ids, prompt.columns)
         try:
             await self._ask(request, "reset")
         except BaseException:

@@ -237,7 +237,7 @@ class _Rollout:
 
 async def _begin(environment: Any, prompt: Prompt) -> _Rollout:
     assert not isinstance(prompt.text, str)
-    row = {"prompt": prompt.text, "answer": "", "info": {}, "example_id": prompt.index}
+    row = {"prompt": prompt.text, "answer": "", "info": {}, "example_id": prompt.group_id}
     row |= {name: prompt.columns[name] for name in _COLUMNS if name in prompt.columns}
     rollout = _Rollout(environment, row)
     try:

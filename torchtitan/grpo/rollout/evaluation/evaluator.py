@@ -156,7 +156,9 @@ class Evaluator:
             for text, score, generation in zip(texts, scores, generations, strict=True)
             if score is not None
         )
-        return EvaluatedPrompt(prompt.index, prompt_text(prompt), evaluated) if evaluated else None
+        return (
+            EvaluatedPrompt(prompt.group_id, prompt_text(prompt), evaluated) if evaluated else None
+        )
 
     async def _finished(
         self, held: HeldOut, prompt: Prompt, completions: Sequence[asyncio.Task[Generation]]
@@ -176,7 +178,7 @@ class Evaluator:
         return found
 
     def _drop(self, held: HeldOut, prompt: Prompt, reason: str, number: int = 1) -> None:
-        where = f"prompt {prompt.index} of {held.settings.path}"
+        where = f"prompt {prompt.group_id} of {held.settings.path}"
         self._drops.record("held-out prompt", f"{where}: {reason}", number=number)
 
     def _result(self, of_sets: Sequence[list[EvaluatedPrompt]], seconds: float) -> EvaluationResult:

@@ -177,7 +177,7 @@ class PromptSet:
             if len(self._token_ids) < _MAX_CACHED_PROMPTS:
                 self._token_ids[row] = token_ids
         columns.pop(self._settings.column)
-        return Prompt(index=index, text=text, token_ids=token_ids, columns=columns)
+        return Prompt(group_id=index, text=text, token_ids=token_ids, columns=columns)
 
     def _describe_long(self, row: int, token_ids: np.ndarray) -> str:
         return (

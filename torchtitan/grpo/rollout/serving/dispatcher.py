@@ -328,7 +328,7 @@ class Dispatcher:
     def _place(self, completion: Completion, server: Server) -> None:
         is_evaluation = completion.is_evaluation
         # The indices of held-out prompts are not group IDs.
-        group_id = None if is_evaluation else completion.prompt.index
+        group_id = None if is_evaluation else completion.prompt.group_id
         job = server.begin_job(completion.expected_tokens, group_id, is_evaluation=is_evaluation)
         completion.jobs[server] = job
 
@@ -382,7 +382,7 @@ class Dispatcher:
 
     async def _attempt(self, completion: Completion, server: Server) -> Generation:
         """Sends one request to a server where the completion has a job, and ends the job."""
-        request_id = f"{self._run_id}-{completion.prompt.index}-{next(self._counter)}-"
+        request_id = f"{self._run_id}-{completion.prompt.group_id}-{next(self._counter)}-"
         request = completion.sampling.request(request_id, completion.prompt)
         try:
             generation = await self._attempts.run(server, completion.jobs[server], request)
@@ -430,7 +430,7 @@ class Dispatcher:
             ready = self.ready(lambda version: version >= floor)
             if completion.allowed is not None:
                 ready = [server for server in ready if completion.allowed(server)]
-            holder = holder_of(completion.prompt.index, ready)
+            holder = holder_of(completion.prompt.group_id, ready)
             server = best_server(ready, prefer=holder, has_begun=True)
             if server is not None:
                 return server

@@ -42,7 +42,7 @@ class Sampling:
         """
         if self.seed is None:
             return self
-        text = f"{self.seed} {prompt.index} {sample} {num_written}"
+        text = f"{self.seed} {prompt.group_id} {sample} {num_written}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         # The seed has 31 bits, because every kind of server accepts such a seed.
         return replace(self, seed=int.from_bytes(digest, "big") >> 33)

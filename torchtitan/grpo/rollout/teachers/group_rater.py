@@ -47,7 +47,7 @@ class GroupRater:
         """
         self.num_waiting += 1
         failed: NotRated | None = None
-        pairs = [(rollout.prompt_ids, rollout.completion_ids) for rollout in rollouts]
+        pairs = [(rollout.prompt_ids, rollout.token_ids) for rollout in rollouts]
         parts = request_parts([len(p) + len(c) for p, c in pairs], self._pool.request_tokens)
         ratings: list[asyncio.Task[list[Rating]]] = []
         try:

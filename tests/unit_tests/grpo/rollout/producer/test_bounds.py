@@ -144,6 +144,6 @@ def test_prompts_with_long_answers_are_started_first_among_those_of_a_batch(run_
         """Finds that answers get longer and longer."""
 
         def predict(self, prompt: Prompt) -> float:
-            return float(prompt.index)
+            return float(prompt.group_id)
 
     run_world(body, prompts=list("123456789"), max_staleness=0, ranker=Later(4.0))

@@ -78,7 +78,7 @@ def test_an_overdue_group_is_cut_or_goes_on_under_newer_weights(run_world, overd
         groups = {group.group_id: group for group in second.groups}
         if overdue == "cut":
             assert second.metrics["rollout/cut_rollouts"] == GROUP_SIZE
-            assert [r.completion_ids.tolist() for r in groups[0].rollouts] == [[5, 5]] * GROUP_SIZE
+            assert [r.token_ids.tolist() for r in groups[0].rollouts] == [[5, 5]] * GROUP_SIZE
             assert {r.finish_reason for r in groups[0].rollouts} == {"length"}
             return
         assert second.metrics["rollout/resumed_groups"] == 1
@@ -92,10 +92,10 @@ def test_an_overdue_group_is_cut_or_goes_on_under_newer_weights(run_world, overd
             group = next((g for g in batch.groups if g.group_id == 0), None)
             version += 1
         for rollout in group.rollouts:
-            assert rollout.completion_ids[:2].tolist() == [5, 5]
+            assert rollout.token_ids[:2].tolist() == [5, 5]
             assert rollout.sampled is not None
             assert rollout.sampled.tolist() == [False, False] + [True] * 4
-            assert rollout.generator_logprobs[:2].tolist() == [0, 0]
+            assert rollout.logprobs[:2].tolist() == [0, 0]
             # To a penalty of its length it is as long as what was written.
             assert (rollout.num_context, rollout.num_written) == (2, 6)
             assert rollout.segments[0].version == 0

@@ -85,7 +85,7 @@ def test_a_batch_that_was_delivered_but_not_trained_is_kept(run_world, num_parts
 def finished_group(group_id: int, version: int) -> RolloutGroup:
     tokens = np.array([5, 6], np.int32)
     rollout = Rollout(
-        tokens, tokens, np.full(2, -0.5, np.float32), (VersionSegment(version, 0, 2),), "stop", "7", 1.0
+        prompt_ids=tokens, token_ids=tokens, logprobs=np.full(2, -0.5, np.float32), segments=(VersionSegment(version, 0, 2),), finish_reason="stop", completion="7", reward=1.0
     )  # fmt: skip
     return RolloutGroup(group_id, "5", (rollout, rollout), "http://0")
 
@@ -196,7 +196,7 @@ def test_completions_in_flight_are_kept_with_a_checkpoint_and_completed_after_it
             if group is not None:
                 break
         assert group is not None, "a group is trained within its staleness bound"
-        written = [rollout.completion_ids.tolist() for rollout in group.rollouts]
+        written = [rollout.token_ids.tolist() for rollout in group.rollouts]
         assert finished in written
         assert begun in [tokens[: len(begun)] for tokens in written]
         assert len(started) == 1, "only the completion without a token is started anew"

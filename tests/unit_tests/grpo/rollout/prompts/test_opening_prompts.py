@@ -100,7 +100,7 @@ def test_files_of_different_kinds_are_mixed_and_reopened_where_they_stopped(mode
     resumed, _ = open_prompts(config, codec, [3, 17, 29])
     again = [resumed.next() for _ in range(13)]
     expected = [drawn[i] for i in (3, 17, 29, *range(30, 40))]
-    assert [(p.index, p.text) for p in again] == [(p.index, p.text) for p in expected]
+    assert [(p.group_id, p.text) for p in again] == [(p.group_id, p.text) for p in expected]
     resumed.close()
     assert num_open(paths) == 0
 

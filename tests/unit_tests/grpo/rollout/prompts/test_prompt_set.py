@@ -74,7 +74,7 @@ def test_each_epoch_is_another_permutation_given_by_the_seed(codec: TextCodec, w
     prompts = prompt_set(write([{"prompt": c} for c in "abcdefghij"]), codec)
     source = stream(prompts)
     drawn = [source.next() for _ in range(30)]
-    assert [prompt.index for prompt in drawn] == list(range(30))
+    assert [prompt.group_id for prompt in drawn] == list(range(30))
     texts = [prompt.text for prompt in drawn]
     epochs = [texts[i : i + 10] for i in (0, 10, 20)]
     assert all(sorted(epoch) == list("abcdefghij") for epoch in epochs)
@@ -88,9 +88,9 @@ def test_each_epoch_is_another_permutation_given_by_the_seed(codec: TextCodec, w
 def test_a_stream_that_starts_later_continues_in_the_same_order(codec: TextCodec, write):
     prompts = prompt_set(write([{"prompt": c} for c in "abcdefghij"]), codec)
     source = stream(prompts)
-    drawn = [(p.index, p.text) for p in (source.next() for _ in range(25))]
+    drawn = [(p.group_id, p.text) for p in (source.next() for _ in range(25))]
     resumed = stream(prompts, position=13)
-    assert [(p.index, p.text) for p in (resumed.next() for _ in range(12))] == drawn[13:]
+    assert [(p.group_id, p.text) for p in (resumed.next() for _ in range(12))] == drawn[13:]
 
 
 def test_file_order_is_kept_without_shuffling(codec: TextCodec, write):

@@ -64,7 +64,7 @@ def mixture(codec: TextCodec, sets: list[list[str]], weights=()) -> PromptMixtur
 
 def draw(stream: PromptStream, number: int) -> list[tuple[int, str, int]]:
     prompts = islice(iter(stream.next, None), number)
-    return [(p.index, p.columns["prompt_set"], p.columns["row"]) for p in prompts]
+    return [(p.group_id, p.columns["prompt_set"], p.columns["row"]) for p in prompts]
 
 
 def test_sets_are_drawn_from_by_their_weights_each_in_epochs_of_its_own(codec: TextCodec):
@@ -214,7 +214,7 @@ def test_the_file_of_a_prompt_is_known_by_its_index(codec: TextCodec):
     stream = PromptStream(mixture(codec, [["a"] * 4, ["b"] * 2]), seed=0, shuffle=True)
     assert list(stream.file_names) == ["set0", "set1"]
     for prompt in [stream.next() for _ in range(18)]:
-        assert stream.file_of(prompt.index) == ("set0" if prompt.text == "a" else "set1")
+        assert stream.file_of(prompt.group_id) == ("set0" if prompt.text == "a" else "set1")
     alone = PromptStream(mixture(codec, [["a"] * 4]), seed=0, shuffle=True)
     assert (list(alone.file_names), alone.file_of(3)) == ([], "")
 
@@ -227,7 +227,7 @@ def test_a_bad_row_that_is_drawn_is_left_out_and_told(codec: TextCodec, tmp_path
     rows = open_table(str(path), "train", {}, "prompt", "prompts.path")
     stream = PromptStream(set_of(rows, codec), seed=0, shuffle=False)
     for epoch in range(2):
-        assert [(p.index, p.text) for p in (stream.next(), stream.next())] == [
+        assert [(p.group_id, p.text) for p in (stream.next(), stream.next())] == [
             (8 * epoch, "a"),
             (8 * epoch + 7, "b"),
         ]

@@ -349,7 +349,7 @@ def test_whatever_servers_do_each_completion_ends_once_and_nothing_is_left(seed:
             while dispatcher.in_flight >= 16 or (home := dispatcher.choose(lambda v: True)) is None:
                 await asyncio.sleep(0.001)
             assert home.version is not None
-            prompt = replace(PROMPT, index=len(tasks) // 2)
+            prompt = replace(PROMPT, group_id=len(tasks) // 2)
             task = dispatcher.submit(prompt, home, SAMPLING)
             tasks.append((task, home.version))
             if rng.random() < 0.05:

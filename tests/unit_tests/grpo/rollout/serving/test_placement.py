@@ -101,7 +101,7 @@ def test_a_group_that_fails_together_goes_on_together():
         for url in dispatcher.servers:
             dispatcher.set_version(url, 0)
         home = dispatcher.servers["http://bad"]
-        prompts = [replace(PROMPT, index=i) for i in range(2)]
+        prompts = [replace(PROMPT, group_id=i) for i in range(2)]
         tasks = [dispatcher.submit(prompts[i // 3], home, SAMPLING) for i in range(6)]
         async with asyncio.timeout(60):
             while sum(len(server.requests) for server in others) < 6:

@@ -27,7 +27,7 @@ def test_each_part_of_each_sample_of_each_prompt_has_a_seed_of_its_own():
     others = [
         seed_of(sample=1),
         seed_of(written=1),
-        seed_of(prompt=replace(PROMPT, index=8)),
+        seed_of(prompt=replace(PROMPT, group_id=8)),
         seed_of(replace(SAMPLING, seed=6)),
     ]
     assert len({seed_of(), *others}) == 5

@@ -136,7 +136,13 @@ async def rate_one(pool: TeacherPool, completion: np.ndarray = COMPLETION) -> np
 
 def rollout(reward: float = 0.0) -> Rollout:
     return Rollout(
-        PROMPT, COMPLETION, -np.ones(3, np.float32), (VersionSegment(0, 0, 3),), "stop", "", reward
+        prompt_ids=PROMPT,
+        token_ids=COMPLETION,
+        logprobs=-np.ones(3, np.float32),
+        segments=(VersionSegment(0, 0, 3),),
+        finish_reason="stop",
+        completion="",
+        reward=reward,
     )
 
 
@@ -344,7 +350,7 @@ def test_short_rollouts_of_a_group_share_a_request_where_the_server_takes_lists(
         pool = make(model, teacher)
         await pool.start(5)
         rater = GroupRater(pool, max_unrated_groups=2)
-        group = [replace(rollout(), completion_ids=np.arange(2, n, dtype=np.int32)) for n in (4, 9)]
+        group = [replace(rollout(), token_ids=np.arange(2, n, dtype=np.int32)) for n in (4, 9)]
         for capabilities, sizes in (
             (Capabilities(), [1, 1]),
             (Capabilities(rates_lists=True), [2]),
