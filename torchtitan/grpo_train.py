@@ -50,17 +50,15 @@ from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.evaluations import Evaluations
 from torchtitan.grpo.training.exports import export_policy
 from torchtitan.grpo.training.guards import Guards
+from torchtitan.grpo.training.held_out_loss import HeldOutLoss, held_out_plan
 from torchtitan.grpo.training.learned import Learned
+from torchtitan.grpo.training.learner import build_learner
 from torchtitan.grpo.training.memory_choice import resolve_kept
 from torchtitan.grpo.training.model_spec import build_policy_runner, register_hf_model
-from torchtitan.grpo.training.parts import (
-    build_learner,
-    build_probe,
-    build_utilization,
-    open_held_out,
-)
+from torchtitan.grpo.training.policy_probe import build_probe
 from torchtitan.grpo.training.rank_role import rank_role
 from torchtitan.grpo.training.rank_zero import RankZeroTurn, patience_seconds
+from torchtitan.grpo.training.utilization import build_utilization
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.upstream.parallelism import ParallelDims
 from torchtitan.grpo.upstream.trainer import Trainer
@@ -113,9 +111,11 @@ class GRPOTrainer(Trainer):
             patience_seconds(job_config),
             job_config.rollout.batch_timeout_seconds,
         )
-        self.utilization = build_utilization(self)
+        self.utilization = build_utilization(self, job_config, hf_model)
         self.rank_zero = RankZeroTurn(self.feed, stop, self._explain_failure)
-        self.learner = build_learner(self, self._await_readers)
+        self.learner = build_learner(
+            self, self.runner, self.feed, self.role, self.guards, self.enter, self._await_readers
+        )
 
     def init_distributed(self) -> ParallelDims:
         """Connects the ranks, and finds the checkpoint before the model is built."""
@@ -131,6 +131,18 @@ class GRPOTrainer(Trainer):
         """Reports the new phase of this rank to the other ranks and to the monitor."""
         self.watch.board.enter(phase)
         self.metrics_processor.monitor.phases.enter(phase)
+
+    def _open_held_out(self) -> HeldOutLoss | None:
+        """Sends each rank its rows of the held-out examples, if there are some. Collective."""
+        if self.config.sft.held_out_path is None:
+            return None
+        plan = None
+        if self.is_rank_zero:
+            num_ranks, date = self.role.num_batch_ranks, self.begins.record.date
+            with self.rank_zero.releasing_others():
+                plan = held_out_plan(self.config, self.hf_model, num_ranks, date)
+        is_counted = self.role.is_counted
+        return HeldOutLoss(self.runner, self.feed, self.device, plan, is_counted=is_counted)
 
     def train(self) -> None:
         """Runs the whole training: the start, all steps and the end."""
@@ -167,7 +179,7 @@ class GRPOTrainer(Trainer):
         if self.stopped:
             return
         self.publisher = self._build_publisher()
-        self.probe = build_probe(self)
+        self.probe = build_probe(self, self.runner, self.feed, self.role, self.hf_model.vocab_size)
         self.metrics_processor.start(self.step)
         self.metrics_processor.monitor.servers = self.publisher.server_states
         self._publish(self._reserve_slot())
@@ -178,7 +190,7 @@ class GRPOTrainer(Trainer):
             with self.rank_zero.releasing_others():
                 self._wait_for_push(self.step)
                 self._evaluate()
-        self.held_out = open_held_out(self)
+        self.held_out = self._open_held_out()
         self._measure_held_out()
         logger.info(f"Training starts at step {self.step + 1}")
         self.clock.restart()

@@ -9,7 +9,7 @@ from sharded_model import rows_of
 
 from torchtitan.grpo.pipeline.gap_stage import GapStage
 from torchtitan.grpo.pipeline.schedule_builder import build_schedule
-from torchtitan.grpo.training.forward_job import ForwardJob
+from torchtitan.grpo.training.runner import ForwardJob
 from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
 
 

@@ -7,12 +7,12 @@ import torch.nn as nn
 from torch.distributed.pipelining import PipelineStage
 
 from torchtitan.grpo.models.deferred_linear import defer_linears
+from torchtitan.grpo.models.weight_grads import WeightGradients
 from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
 from torchtitan.grpo.pipeline.tables.costs import Costs
-from torchtitan.grpo.pipeline.weight_grads import WeightGradients
 
 DIM = 6
 

@@ -8,12 +8,12 @@ import torch.nn as nn
 from torch.distributed.pipelining import PipelineStage
 
 from torchtitan.grpo.models.deferred_linear import defer_linears
+from torchtitan.grpo.models.weight_grads import WeightGradients
 from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
 from torchtitan.grpo.pipeline.schedules import SCHEDULES
 from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
 from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
-from torchtitan.grpo.pipeline.weight_grads import WeightGradients
 
 DIM, TOKENS, LAYERS = 16, 32, 16
 

@@ -9,7 +9,6 @@ gradients to a store. Products, and the padding of groups, are those of upstream
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
@@ -17,10 +16,8 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from torchtitan.grpo.models.deferred_linear import deferred
+from torchtitan.grpo.models.weight_grads import WeightGradients
 from torchtitan.grpo.upstream.models import GroupedExperts, indices_padding_wrapper
-
-if TYPE_CHECKING:
-    from torchtitan.grpo.pipeline.weight_grads import WeightGradients
 
 
 class DeferredExperts(GroupedExperts):
@@ -30,7 +27,7 @@ class DeferredExperts(GroupedExperts):
     upstream's.
     """
 
-    store: "WeightGradients"
+    store: WeightGradients
 
     def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
         is_trained = torch.is_grad_enabled() and x.requires_grad and self.w1.requires_grad
@@ -120,7 +117,7 @@ def local(weight: torch.Tensor) -> torch.Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
-def defer_experts(model: nn.Module, store: "WeightGradients") -> None:
+def defer_experts(model: nn.Module, store: WeightGradients) -> None:
     """Makes every group of experts of a model defer its weights' gradients, in place."""
     for module in model.modules():
         if type(module) is GroupedExperts:

@@ -4,21 +4,20 @@
 """Linear layers whose weight gradient can be computed later than their input's gradient.
 
 The backward pass of such a layer computes the gradient of the input at once and hands the input
-and the gradient of the output to a store (`pipeline/weight_grads.py`), which multiplies them when
+and the gradient of the output to a store (`models/weight_grads.py`), which multiplies them when
 the pipeline's schedule asks for it. Backward remains one ordinary pass over the graph, so that
 activation checkpoints recompute each block once.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-if TYPE_CHECKING:
-    from torchtitan.grpo.pipeline.weight_grads import WeightGradients
+from torchtitan.grpo.models.weight_grads import WeightGradients
 
 
 class DeferredLinear(nn.Linear):
@@ -32,7 +31,7 @@ class DeferredLinear(nn.Linear):
         store: Store of the pipeline's deferred gradients.
     """
 
-    def __init__(self, linear: nn.Linear, store: "WeightGradients") -> None:
+    def __init__(self, linear: nn.Linear, store: WeightGradients) -> None:
         super().__init__(
             linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta"
         )
@@ -89,7 +88,7 @@ class _Tap(torch.autograd.Function):
         return grad, None, None
 
 
-def defer_linears(model: nn.Module, store: "WeightGradients") -> None:
+def defer_linears(model: nn.Module, store: WeightGradients) -> None:
     """Replaces every layer of a model that is exactly an ``nn.Linear``, in place.
 
     Subclasses, such as the output layer, compute in another way and stay as they are.

@@ -11,7 +11,7 @@ weight, and makes the graph return the two factors instead:
 1. Each parameter enters the compiled graph through a tap, an autograd function.
 2. The backward pass gives the tap a stand-in of the gradient's shape, which takes no memory and
    carries the factors. It is NaN, so that factors that were lost would not go unnoticed.
-3. The tap puts the factors into the store (`pipeline/weight_grads.py`), which multiplies them when
+3. The tap puts the factors into the store (`models/weight_grads.py`), which multiplies them when
    the pipeline's schedule asks for it. Outside of such a schedule's passes, the product is computed
    at once.
 
@@ -22,7 +22,7 @@ remains in the graph. Checkpoints inside the graph are recomputed once, as witho
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch._functorch.config as functorch_config
@@ -39,10 +39,8 @@ from torch._functorch.partitioners import _extract_graph_with_inputs_outputs
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.distributed.tensor import DTensor
 
+from torchtitan.grpo.models.weight_grads import WeightGradients
 from torchtitan.grpo.system.logs import logger
-
-if TYPE_CHECKING:
-    from torchtitan.grpo.pipeline.weight_grads import WeightGradients
 
 _aten = torch.ops.aten
 _VIEWS = {
@@ -83,7 +81,7 @@ class SplitBackend:
         store: Store of the pipeline's deferred gradients.
     """
 
-    def __init__(self, store: "WeightGradients") -> None:
+    def __init__(self, store: WeightGradients) -> None:
         self.store = store
         self.graphs: list[SplitGraph] = []
 

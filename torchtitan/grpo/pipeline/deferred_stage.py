@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.pipelining import PipelineStage
 
+from torchtitan.grpo.models.weight_grads import WeightGradients
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
-from torchtitan.grpo.pipeline.weight_grads import WeightGradients
 
 # FSDP2 adds microbatches up in the dtype of the reduction, but only in the hooks of a backward pass,
 # which has ended before W.

@@ -12,11 +12,11 @@ from torchtitan.grpo.models.deferred_linear import defer_linears
 from torchtitan.grpo.models.parallelize import compiles_model, parallelize
 from torchtitan.grpo.models.split_compile import SplitBackend
 from torchtitan.grpo.models.tied_embeddings import hold_output_embedding, is_tied
+from torchtitan.grpo.models.weight_grads import WeightGradients
 from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
 from torchtitan.grpo.pipeline.early_recompute import EarlyRecompute, num_early_blocks
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.stages import schedule_of, stage_modules
-from torchtitan.grpo.pipeline.weight_grads import WeightGradients
 from torchtitan.grpo.upstream.parallelism import ParallelDims, pipeline_module_split
 
 # Upstream derives the placement of stages from the name of a schedule of torch. For a schedule that

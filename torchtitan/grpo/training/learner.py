@@ -5,29 +5,27 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from torchtitan.grpo.config import GRPO, Teacher
 from torchtitan.grpo.data.feed import Feed, TrainBatch
 from torchtitan.grpo.data.step_plan import epoch_order
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.losses.loss_metrics import MetricTotals
 from torchtitan.grpo.losses.objective import metric_reductions
 from torchtitan.grpo.training.base_reference import BaseReference
-from torchtitan.grpo.training.forward_job import ForwardJob
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.gradient_parts import GradientParts
 from torchtitan.grpo.training.guard_rules import Reading
 from torchtitan.grpo.training.guards import Guards, Verdict
 from torchtitan.grpo.training.learned import Learned
+from torchtitan.grpo.training.model_spec import choose_reference
 from torchtitan.grpo.training.rank_role import RankRole
 from torchtitan.grpo.training.reference import Reference
-from torchtitan.grpo.training.runner import ModelRunner
+from torchtitan.grpo.training.runner import ForwardJob, ModelRunner
 from torchtitan.grpo.training.step import Minibatch, MinibatchLoss, ScoredRows, score
-
-if TYPE_CHECKING:
-    from torchtitan.grpo.upstream.trainer import OptimizersContainer
+from torchtitan.grpo.upstream.trainer import OptimizersContainer, Trainer
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Learner:
     config: GRPO
     runner: ModelRunner
     reference: Reference | BaseReference | None
-    optimizers: "OptimizersContainer"
+    optimizers: OptimizersContainer
     clipper: GradientClipper
     guards: Guards
     feed: Feed
@@ -181,3 +179,36 @@ class Learner:
             self.optimizers.step()
         learned.add(totals, norm)
         return verdict is not Verdict.STOP
+
+
+def build_learner(
+    trainer: Trainer,
+    runner: ModelRunner,
+    feed: Feed,
+    role: RankRole,
+    guards: Guards,
+    enter: Callable[[str], None],
+    await_readers: Callable[[], None],
+) -> Learner:
+    """Returns a trainer's learner. Its reference model, if there is one, joins the checkpoints."""
+    config: JobConfig = trainer.job_config  # pyright: ignore[reportAssignmentType]
+    reference = None
+    if config.grpo.kl_coef > 0:
+        reference = choose_reference(trainer, runner)
+        trainer.checkpointer.states.update(reference.checkpoint_state())
+    return Learner(
+        config=config.grpo,
+        runner=runner,
+        reference=reference,
+        optimizers=trainer.optimizers,
+        clipper=GradientClipper(
+            trainer.model_parts, trainer.parallel_dims, config.training.max_norm
+        ),
+        guards=guards,
+        feed=feed,
+        role=role,
+        device=trainer.device,
+        enter=enter,
+        await_readers=await_readers,
+        teacher=config.teacher if config.may_be_taught else None,
+    )

@@ -5,18 +5,23 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import numpy as np
 import torch
 import torch.nn as nn
 
+from torchtitan.grpo.attestation import attested_tokens
 from torchtitan.grpo.data.feed import Feed
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.logprob_head import LogprobHead
 from torchtitan.grpo.models.packed_attention import PackedAttentionKind
+from torchtitan.grpo.models.packed_model import PackedModel
+from torchtitan.grpo.training.rank_role import RankRole
 from torchtitan.grpo.training.runner import ForwardRunner
 from torchtitan.grpo.upstream.parallelism import ParallelDims
+from torchtitan.grpo.upstream.trainer import Trainer
 
 
 class PolicyProbe:
@@ -62,6 +67,19 @@ class PolicyProbe:
             assert output is not None
             rated += output[0, : self._num_rated, 0].cpu()
         return self._feed.all_reduce_sum(rated).tolist()
+
+
+def build_probe(
+    trainer: Trainer, runner: ForwardRunner, feed: Feed, role: RankRole, vocab_size: int
+) -> PolicyProbe:
+    """Returns the probe of a trainer's model."""
+    config: JobConfig = trainer.job_config  # pyright: ignore[reportAssignmentType]
+    tokens = attested_tokens(config, vocab_size)
+    attention = cast(PackedModel, trainer.model_parts[0]).settings.attention
+    shape = probe_shape(config, trainer.parallel_dims, len(tokens), attention)
+    is_speaker = role.is_counted and role.batch_rank == 0
+    parts, device = trainer.model_parts, trainer.device
+    return PolicyProbe(runner, parts, feed, tokens, shape, device, is_speaker)
 
 
 def probe_shape(

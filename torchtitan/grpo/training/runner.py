@@ -10,7 +10,7 @@ and data parallelism are inside the model. Only pipelines need another runner, w
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -19,10 +19,7 @@ from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.models.between_microbatches import BetweenMicrobatches, Kept
 from torchtitan.grpo.models.packed_attention import HostSequences
 from torchtitan.grpo.models.scored_tokens import ScoredTokens
-
-if TYPE_CHECKING:
-    from torchtitan.grpo.pipeline.lean_stage import LeanStage
-    from torchtitan.grpo.training.forward_job import ForwardJob
+from torchtitan.grpo.pipeline.lean_stage import LeanStage
 
 LossFunction = Callable[[torch.Tensor, slice], torch.Tensor]
 """Computes the loss of some rows, a scalar, from the model's output for them, [rows, seq, 2 + k].
@@ -37,7 +34,7 @@ class ForwardRunner(ABC):
     has_output: bool
     """Whether this rank sees the model's output, since it holds the last pipeline stage."""
 
-    stages: "Sequence[LeanStage]" = ()
+    stages: Sequence[LeanStage] = ()
     """Pipeline stages of this rank that run forward, which may also run in the gaps of training
     passes. Empty without a pipeline."""
 
@@ -51,12 +48,65 @@ class ForwardRunner(ABC):
         """
 
 
+class ForwardJob:
+    """Rows whose logprobs under a model are needed by a later training pass.
+
+    A pipeline runs as many of the rows as fit into the gaps of earlier training passes, from the
+    first one on. The rest is computed when the logprobs are asked for.
+
+    Args:
+        runner: Runs the model.
+        rows: The rows on the training device.
+    """
+
+    def __init__(self, runner: ForwardRunner, rows: TrainRows) -> None:
+        self.runner = runner
+        self._rows = rows
+        self._num_done = 0
+        self._outputs: list[torch.Tensor] = []
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no row waits."""
+        return self._num_done == self._rows.num_rows
+
+    @property
+    def waiting(self) -> TrainRows:
+        """The rows that have not been computed."""
+        return self._rows.select(slice(self._num_done, None))
+
+    def add(self, num_rows: int, outputs: list[torch.Tensor]) -> None:
+        """Notes that further rows have been computed.
+
+        Args:
+            num_rows: Number of these rows.
+            outputs: Their outputs, [rows, seq, 2] together; empty if this rank does not see them.
+        """
+        self._num_done += num_rows
+        self._outputs += outputs
+
+    def finish(self) -> None:
+        """Computes the rows that wait. Collective over the ranks of the model."""
+        if not self.is_done:
+            waiting = self.waiting
+            output = self.runner.forward(waiting)
+            self.add(waiting.num_rows, [] if output is None else [output])
+
+    def logprobs(self) -> torch.Tensor | None:
+        """Returns [rows, seq] float32; None on ranks that do not see the output.
+
+        Computes the rows that wait. Collective over the ranks of the model.
+        """
+        self.finish()
+        return torch.cat(self._outputs)[..., 0] if self.runner.has_output else None
+
+
 class ModelRunner(ForwardRunner):
     """Runs the model that is trained."""
 
     @abstractmethod
     def forward_backward(
-        self, rows: TrainRows, loss: LossFunction, waiting: "Sequence[ForwardJob]" = ()
+        self, rows: TrainRows, loss: LossFunction, waiting: Sequence[ForwardJob] = ()
     ) -> None:
         """Adds the gradients of the rows' loss to the gradients of the parameters.
 
@@ -97,7 +147,7 @@ class WholeModelRunner(ModelRunner):
         return torch.cat(outputs)
 
     def forward_backward(
-        self, rows: TrainRows, loss: LossFunction, waiting: "Sequence[ForwardJob]" = ()
+        self, rows: TrainRows, loss: LossFunction, waiting: Sequence[ForwardJob] = ()
     ) -> None:
         begin = 0
         for part in rows.microbatches(self.rows_at_once):

@@ -14,8 +14,13 @@ from torchtitan.grpo.pipeline.gap_stage import GapModel, GapRows
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.schedule_builder import build_forward_schedule
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
-from torchtitan.grpo.training.forward_job import ForwardJob
-from torchtitan.grpo.training.runner import ForwardRunner, LossFunction, ModelRunner, model_inputs
+from torchtitan.grpo.training.runner import (
+    ForwardJob,
+    ForwardRunner,
+    LossFunction,
+    ModelRunner,
+    model_inputs,
+)
 
 
 class StageLoss:

@@ -29,8 +29,7 @@ from torchtitan.grpo.losses.distillation import (
 from torchtitan.grpo.losses.kl import sample_kl_sums
 from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
 from torchtitan.grpo.losses.objective import LossInputs, objective
-from torchtitan.grpo.training.forward_job import ForwardJob
-from torchtitan.grpo.training.runner import ForwardRunner
+from torchtitan.grpo.training.runner import ForwardJob, ForwardRunner
 from torchtitan.grpo.training.weight_mean import WeightMean
 
 

@@ -6,12 +6,16 @@
 import json
 from collections.abc import Sequence
 
+import torch.distributed as dist
+
 from torchtitan.grpo.data.cost import flops_cost
 from torchtitan.grpo.data.rows import Sample
 from torchtitan.grpo.data.step_plan import StepPlan
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.training.step import scores_old_policy
+from torchtitan.grpo.upstream.tools import utils
+from torchtitan.grpo.upstream.trainer import Trainer
 
 # Products with each weight: one in a forward pass, and two in a backward pass, which computes the
 # gradients of its input and of the weight. Frozen weights have no gradient of their own.
@@ -80,6 +84,14 @@ class Utilization:
     def metrics(self, step_seconds: float) -> dict[str, float]:
         """Returns ``time/mfu`` of a step with this duration."""
         return {"time/mfu": self._flops / (step_seconds * self._peak)}
+
+
+def build_utilization(trainer: Trainer, config: JobConfig, model: HFModel) -> Utilization | None:
+    """Returns what measures the utilization of the devices; None on CPU, whose peak is not known."""
+    if trainer.device.type == "cpu":
+        return None
+    peak = utils.get_peak_flops(trainer.metrics_processor.device_memory_monitor.device_name)
+    return Utilization(config, model, dist.get_world_size(), peak)
 
 
 def _trained_sequences(plan: StepPlan) -> list[Sample]:

@@ -22,7 +22,7 @@ from torch._functorch.partitioners import _extract_graph_with_inputs_outputs
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from torchtitan.grpo.models.split_compile import SplitBackend, _Tap
-from torchtitan.grpo.pipeline.weight_grads import WeightGradients
+from torchtitan.grpo.models.weight_grads import WeightGradients
 
 KEY = (0, 0)
 

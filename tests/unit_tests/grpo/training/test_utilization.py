@@ -15,8 +15,7 @@ from torchtitan.grpo.data.cost import token_cost
 from torchtitan.grpo.data.step_plan import plan_step
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
-from torchtitan.grpo.training.parts import build_utilization
-from torchtitan.grpo.training.utilization import Utilization
+from torchtitan.grpo.training.utilization import Utilization, build_utilization
 from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
 
 PROMPT = 2
@@ -107,10 +106,10 @@ def test_the_peak_is_that_of_the_named_device_and_a_cpu_has_none(make_model, mon
     def built(device: str, name: str):
         monitor = SimpleNamespace(device_name=name)
         trainer = SimpleNamespace(
-            device=torch.device(device), config=JobConfig(), hf_model=read_hf_model(folder),
+            device=torch.device(device),
             metrics_processor=SimpleNamespace(device_memory_monitor=monitor),
         )  # fmt: skip
-        return build_utilization(trainer)  # pyright: ignore
+        return build_utilization(trainer, JobConfig(), read_hf_model(folder))  # pyright: ignore
 
     assert built("cpu", "cpu") is None
     measured = built("cuda", "NVIDIA H100 80GB HBM3")

@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 from torchtitan.grpo.models.deferred_linear import DeferredLinear, defer_linears
-from torchtitan.grpo.pipeline.weight_grads import WeightGradients
+from torchtitan.grpo.models.weight_grads import WeightGradients
 
 
 def add(weight: torch.Tensor, gradient: torch.Tensor) -> None:

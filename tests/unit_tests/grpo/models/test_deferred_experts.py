@@ -8,7 +8,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from torchtitan.grpo.models.deferred_experts import DeferredExperts, defer_experts
-from torchtitan.grpo.pipeline.weight_grads import WeightGradients
+from torchtitan.grpo.models.weight_grads import WeightGradients
 from torchtitan.grpo.upstream.models import GroupedExperts
 
 SEQUENCES = [[5, 6, 7, 8, 9], [1, 2, 3], [4, 3, 2, 1, 0, 11, 12], [9, 8, 7, 6]]
