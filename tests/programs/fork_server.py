@@ -196,6 +196,7 @@ def _settle(job: Job, files: list[int]) -> None:
     os.chdir(job["folder"])
     script = job["script"]
     sys.path[0] = str(Path(script).parent) if script else job["folder"]
+    sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = [script or job["module"], *job["arguments"]]
 
 

@@ -9,6 +9,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.command_line.light_tables import without_torch
@@ -182,7 +183,14 @@ def verify(arguments: list[str]) -> int:
 
 def check_gpu(arguments: list[str]) -> int:
     """Measures what only a GPU can tell about the training step and the weight push."""
-    from torchtitan.grpo.check_gpu.command import main as check_main
+    benchmarks = Path(__file__).resolve().parents[2] / "benchmarks"
+    if not benchmarks.is_dir():
+        raise ConfigError(
+            f"check-gpu is a part of the repository, and {benchmarks} is not there. Install this "
+            "project from a clone: `pip install -e .`"
+        )
+    sys.path.insert(0, str(benchmarks))
+    from check_gpu.command import main as check_main
 
     return check_main(arguments)
 

@@ -41,7 +41,6 @@ FLOORS = (
     {"checkpoint", "checkpoint_manager", "config_manager", "controller", "verify", "start"},
     {"dry_run", "evaluate", "known_failures", "lost_rank"},
     {"entry"},
-    {"check_gpu"},
     {"cli"},
     {"grpo_train"},
 )

@@ -55,8 +55,6 @@ def threads() -> dict[str, str]:
     """Returns the file of each thread of the package, by name."""
     found = {}
     for file in sorted(PACKAGE.rglob("*.py")):
-        if "check_gpu" in file.parts:
-            continue
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and (name := name_of(node)) is not None:
                 found[name] = str(file.relative_to(PACKAGE))

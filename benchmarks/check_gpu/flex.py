@@ -19,8 +19,8 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from torchtitan.grpo.check_gpu.parts import device_of, median_ms
-from torchtitan.grpo.check_gpu.row import Row, Settings, judged
+from check_gpu.parts import device_of, median_ms
+from check_gpu.row import Row, Settings, judged
 from torchtitan.grpo.models.packed_attention import (
     PackedAttention,
     PackedAttentionKind,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan.grpo.check_gpu.row import RowsFile, Settings
+from check_gpu.row import RowsFile, Settings
 
 NO_GPU_STATUS = 3
 """Exit status if the check needs a GPU and torch has none."""

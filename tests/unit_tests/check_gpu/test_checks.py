@@ -6,20 +6,22 @@
 import itertools
 import json
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 import torch
+from check_gpu import end_to_end, nccl, parity, streams
+from check_gpu.parts import device_of
+from check_gpu.row import Row, Settings
+from check_gpu.table import CHECKS
 
-from torchtitan.grpo.check_gpu import end_to_end, nccl, parity, streams
-from torchtitan.grpo.check_gpu.parts import device_of
-from torchtitan.grpo.check_gpu.row import Row, Settings
-from torchtitan.grpo.check_gpu.table import CHECKS
 from torchtitan.grpo.losses.policy_terms import BUILTIN
 from torchtitan.grpo.models.packed_attention import PackedAttentionKind
 from torchtitan.grpo.weight_wire import device_lanes
 
+BENCHMARKS = Path(parity.__file__).resolve().parents[1]
 ENDED = ("passed", "measured", "skipped")
 
 
@@ -37,8 +39,8 @@ def rows_of(fork_server, rank_environment, tmp_path):
         log = tmp_path / "log"
         with log.open("w") as output:
             process = fork_server.start(
-                "torchtitan.grpo.check_gpu.child", [json.dumps(task)],
-                environment=rank_environment, output=output,
+                "check_gpu.child", [json.dumps(task)],
+                environment=rank_environment | {"PYTHONPATH": str(BENCHMARKS)}, output=output,
             )  # fmt: skip
         assert process.wait(300) == 0, log.read_text()[-8000:]
         lines = (tmp_path / "rows.jsonl").read_text().splitlines()

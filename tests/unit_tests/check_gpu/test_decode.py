@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from check_gpu import decode
+from check_gpu.row import Settings
 
-from torchtitan.grpo.check_gpu import decode
-from torchtitan.grpo.check_gpu.row import Settings
 from torchtitan.grpo.inference.embedded.decode_graph import Compute
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
-from torchtitan.grpo.check_gpu.parts import Pushed, device_of, join_alone, make_pushed
-from torchtitan.grpo.check_gpu.row import Row, Settings, judged
+from check_gpu.parts import Pushed, device_of, join_alone, make_pushed
+from check_gpu.row import Row, Settings, judged
 
 _NUM_SLOTS = 3
 

@@ -8,9 +8,9 @@ from typing import Any, get_args
 
 import torch
 
-from torchtitan.grpo.check_gpu.flex import AttentionCase, failure
-from torchtitan.grpo.check_gpu.parts import device_of, relative_error
-from torchtitan.grpo.check_gpu.row import Row, Settings, judged
+from check_gpu.flex import AttentionCase, failure
+from check_gpu.parts import device_of, relative_error
+from check_gpu.row import Row, Settings, judged
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.losses.linear_logprobs import packed_linear_logprobs
 from torchtitan.grpo.losses.objective import LossInputs, objective

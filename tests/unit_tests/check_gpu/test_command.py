@@ -11,13 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
+from check_gpu import command, owner, report, table
+from check_gpu.row import Row, RowsFile
+from check_gpu.table import CHECKS, Check
 
 from torchtitan.grpo import cli
-from torchtitan.grpo.check_gpu import command, owner, report, table
-from torchtitan.grpo.check_gpu.row import Row, RowsFile
-from torchtitan.grpo.check_gpu.table import CHECKS, Check
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.run_folder import source_commit
+
+BENCHMARKS = Path(command.__file__).resolve().parents[1]
 
 # How checks end, each as the body of a module.
 ENDINGS = {
@@ -40,7 +42,7 @@ def make_check(tmp_path, monkeypatch):
     """Makes a check that ends in one of the ways above."""
     # The children import what lies in the folder in which they start.
     monkeypatch.chdir(tmp_path)
-    opening = "import os\nimport time\nfrom torchtitan.grpo.check_gpu.row import Row\n"
+    opening = "import os\nimport time\nfrom check_gpu.row import Row\n"
 
     def make(ending: str, needs: float = 1.0, limit: float = 300.0) -> Check:
         body = f"{opening}\n\ndef run(settings):\n{ENDINGS[ending]}\n"
@@ -154,13 +156,14 @@ def test_the_first_checks_run_and_no_check_begins_that_cannot_end(make_check, ca
     assert [json.loads(line) for line in written] == result["rows"]
 
 
-PARENT = """\
+PARENT = f"""\
 import sys
+sys.path.insert(0, {str(BENCHMARKS)!r})
 sys.argv = ["check-gpu", "check-gpu"]
 import torchtitan_grpo
 torchtitan_grpo._light_start().install_bare_package()
-from torchtitan.grpo.check_gpu import command
-from torchtitan.grpo.check_gpu.table import Check
+from check_gpu import command
+from check_gpu.table import Check
 check = Check("hanging", "check_that_is_hanging", 1.0, 300.0, "Is it?")
 print("torch" in sys.modules, flush=True)
 command.main(["--device", "cpu", "--output", "out"], [check])
@@ -249,15 +252,16 @@ def test_a_source_without_a_repository_is_named_by_the_environment(make_check, c
 def test_nothing_imports_the_checks_before_they_run():
     program = (
         "import sys, torchtitan_grpo\n"
+        f"sys.path.insert(0, {str(BENCHMARKS)!r})\n"
         "torchtitan_grpo._light_start().install_bare_package()\n"
-        "from torchtitan.grpo.check_gpu import command\n"
+        "from check_gpu import command\n"
         "print('\\n'.join(sys.modules))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
     )
     imported = set(done.stdout.split())
-    assert "torchtitan.grpo.check_gpu.table" in imported
+    assert "check_gpu.table" in imported
     assert not imported & {check.module for check in CHECKS}
 
 

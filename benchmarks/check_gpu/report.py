@@ -10,7 +10,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from torchtitan.grpo.check_gpu.row import Row
+from check_gpu.row import Row
 from torchtitan.grpo.run_folder.packages import package_versions
 
 NOTE = (

@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from torchtitan.grpo.check_gpu.nccl import NUM_BYTES
+from check_gpu.nccl import NUM_BYTES
 from torchtitan.grpo.weight_wire.receiving import WeightGroup
 
 # The other side kills this process long before.

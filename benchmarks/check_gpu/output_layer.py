@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from torchtitan.grpo.check_gpu.parts import device_of, median_ms, product_tflops
-from torchtitan.grpo.check_gpu.row import Row, Settings, judged
+from check_gpu.parts import device_of, median_ms, product_tflops
+from check_gpu.row import Row, Settings, judged
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.losses.linear_logprobs import packed_linear_logprobs
 

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from torchtitan.grpo.check_gpu.row import Row, Settings, judged
+from check_gpu.row import Row, Settings, judged
 from torchtitan.grpo.system.child import start_child, stop_children
 
 _MARK = "TORCHTITAN_GRPO_CHECK_MARK"
-_REPOSITORY = Path(__file__).resolve().parents[3]
+_REPOSITORY = Path(__file__).resolve().parents[2]
 _CONFIG = _REPOSITORY / "train_configs" / "quickstart.toml"
 _PROGRAM = "import torchtitan_grpo; torchtitan_grpo.main()"
 _SERVER_MODULE = "torchtitan.grpo.inference.embedded"

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import torch
 
-from torchtitan.grpo.check_gpu.parts import (
+from check_gpu.parts import (
     device_of,
     join_alone,
     make_pushed,
     wait_for_end_of_leaves,
 )
-from torchtitan.grpo.check_gpu.row import Row, Settings, judged
+from check_gpu.row import Row, Settings, judged
 from torchtitan.grpo.lost_rank import dump_flight_recorder
 from torchtitan.grpo.weight_sync.transports.group_end import GroupEnd, GroupSettings
 from torchtitan.grpo.weight_wire.device_broadcast import DeviceBroadcast

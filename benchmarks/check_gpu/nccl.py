@@ -13,9 +13,9 @@ from dataclasses import asdict
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.check_gpu.parts import join_alone, wait_for_end_of_leaves
-from torchtitan.grpo.check_gpu.row import Row, Settings, judged
-from torchtitan.grpo.check_gpu.silent_server import sleep_cycles
+from check_gpu.parts import join_alone, wait_for_end_of_leaves
+from check_gpu.row import Row, Settings, judged
+from check_gpu.silent_server import sleep_cycles
 from torchtitan.grpo.system.child import start_child, stop_children
 from torchtitan.grpo.system.groups import listening_store
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
@@ -24,7 +24,7 @@ from torchtitan.grpo.weight_wire.device_lanes import give_back, take_lane
 from torchtitan.grpo.weight_wire.process_group import create_weight_group, destroy_weight_group
 
 NUM_BYTES = 64 * 1024**2
-_RECEIVER = "torchtitan.grpo.check_gpu.nccl_receiver"
+_RECEIVER = "check_gpu.nccl_receiver"
 _TIMEOUT_SECONDS = 30.0
 _KERNEL_SECONDS = 8.0
 _MAX_LEAVE_SECONDS = 5.0

@@ -16,15 +16,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from check_gpu.child import NO_GPU_STATUS
+from check_gpu.row import Row, RowsFile
+from check_gpu.table import Check
 from torchtitan.grpo import strict_json
-from torchtitan.grpo.check_gpu.child import NO_GPU_STATUS
-from torchtitan.grpo.check_gpu.row import Row, RowsFile
-from torchtitan.grpo.check_gpu.table import Check
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.system.child import start_child, stop_children
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 
-_CHILD = "torchtitan.grpo.check_gpu.child"
+_BENCHMARKS = Path(__file__).resolve().parents[1]
+_CHILD = "check_gpu.child"
 _TAIL_LINES = 15
 _LOOK_SECONDS = 0.1
 # For ending a check and for the table.
@@ -99,7 +100,9 @@ class Owner:
             "check": check.name, "module": check.module, "device": self.device, "folder": folder,
             "rows": str(self._rows.path.resolve()), "cannot_tell": check.cannot_tell,
         }  # fmt: skip
-        environment = os.environ | self.environment | dict(check.environment)
+        folders = [str(_BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = {"PYTHONPATH": os.pathsep.join(folders)}
+        environment = os.environ | path | self.environment | dict(check.environment)
         return start_child(
             [*LIGHT_PYTHON, _CHILD, strict_json.dumps(task)], env=environment, log_file=log
         )

@@ -11,11 +11,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from check_gpu.owner import Owner
+from check_gpu.report import NOTE, lines_of, machine, summary, table
+from check_gpu.row import Row
+from check_gpu.table import CHECKS, Check
 from torchtitan.grpo import strict_json
-from torchtitan.grpo.check_gpu.owner import Owner
-from torchtitan.grpo.check_gpu.report import NOTE, lines_of, machine, summary, table
-from torchtitan.grpo.check_gpu.row import Row
-from torchtitan.grpo.check_gpu.table import CHECKS, Check
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.run_folder.source_commit import COMMIT_VARIABLE, source_commit
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from torchtitan.grpo.check_gpu.parts import (
+from check_gpu.parts import (
     Pushed,
     Stopwatch,
     TrainingSteps,
@@ -22,8 +22,8 @@ from torchtitan.grpo.check_gpu.parts import (
     make_pushed,
     percentile,
 )
-from torchtitan.grpo.check_gpu.row import Row, Settings, judged
-from torchtitan.grpo.check_gpu.silent_server import broadcast_to_silent_server
+from check_gpu.row import Row, Settings, judged
+from check_gpu.silent_server import broadcast_to_silent_server
 from torchtitan.grpo.system.process_tuning import yield_to_training
 from torchtitan.grpo.weight_wire.sparse import encode
 from torchtitan.grpo.weight_wire.version_files import write_part

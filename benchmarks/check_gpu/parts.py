@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.check_gpu.row import Settings
+from check_gpu.row import Settings
 from torchtitan.grpo.models.shards import Assembly, Block, Piece
 from torchtitan.grpo.weight_sync.plan import ALL_PARAMETERS, plan_sources
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, lay_out_slot

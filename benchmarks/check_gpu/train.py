@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from check_gpu.parts import device_of, make_pushed, median_ms, product_tflops
+from check_gpu.row import Row, Settings, judged
 from torchtitan.grpo import strict_json
-from torchtitan.grpo.check_gpu.parts import device_of, make_pushed, median_ms, product_tflops
-from torchtitan.grpo.check_gpu.row import Row, Settings, judged
 from torchtitan.grpo.data.cost import flops_cost
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
 from torchtitan.grpo.job_config import JobConfig

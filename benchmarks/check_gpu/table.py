@@ -32,7 +32,7 @@ class Check:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-_PACKAGE = "torchtitan.grpo.check_gpu"
+_PACKAGE = "check_gpu"
 _TORCHS_DEFAULTS = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_MODULE_LOADING": "LAZY"}
 _STEPS_CANNOT_TELL = (
     "what several GPUs add: with one, no collective sends anything, and states take all the memory"

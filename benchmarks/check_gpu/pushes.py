@@ -14,10 +14,10 @@ from collections.abc import Iterator
 
 import torch
 
-from torchtitan.grpo.check_gpu.isolation import Isolation
-from torchtitan.grpo.check_gpu.parts import device_of, join_alone
-from torchtitan.grpo.check_gpu.row import Row, Settings, judged
-from torchtitan.grpo.check_gpu.silent_server import broadcast_to_silent_server
+from check_gpu.isolation import Isolation
+from check_gpu.parts import device_of, join_alone
+from check_gpu.row import Row, Settings, judged
+from check_gpu.silent_server import broadcast_to_silent_server
 
 _NUM_PUSHES, _KERNEL_SECONDS, _MAX_WAIT_SECONDS = 16, 3.0, 1.0
 _VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING")

@@ -12,8 +12,8 @@ from importlib import metadata
 import torch
 from torch.cuda import nccl
 
-from torchtitan.grpo.check_gpu.parts import device_of, median_ms, product_tflops
-from torchtitan.grpo.check_gpu.row import Row, Settings
+from check_gpu.parts import device_of, median_ms, product_tflops
+from check_gpu.row import Row, Settings
 
 
 def run(settings: Settings) -> Iterator[Row]:

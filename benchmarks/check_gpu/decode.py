@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from torchtitan.grpo.check_gpu.parts import device_of, percentile
-from torchtitan.grpo.check_gpu.row import Row, Settings, judged
+from check_gpu.parts import device_of, percentile
+from check_gpu.row import Row, Settings, judged
 from torchtitan.grpo.inference.embedded.decode_graph import Capture, Compute, CudaCapture
 from torchtitan.grpo.inference.embedded.engine import Engine, Events
 from torchtitan.grpo.inference.embedded.model import ModelRunner
