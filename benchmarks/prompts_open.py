@@ -30,9 +30,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchtitan.grpo.rollout.tables import Table
-from torchtitan.grpo.rollout.tables.jsonl import JsonlTable
-from torchtitan.grpo.rollout.tables.line_index import index_lines
-from torchtitan.grpo.rollout.tables.parquet import ParquetTable
+from torchtitan.grpo.rollout.tables.arrow import ParquetTable
+from torchtitan.grpo.rollout.tables.jsonl import JsonlTable, index_lines
 
 LEAST_SPEED_UP = 4.0
 ROUNDS = 5
@@ -97,7 +96,7 @@ def parse_every_line(path: Path) -> None:
 
 def index_alone(path: Path) -> int:
     with path.open("rb", buffering=0) as file:
-        return len(index_lines(file))
+        return len(index_lines(file)[0]) - 1
 
 
 def seconds_of_a_row(rows: Table) -> float:

@@ -44,13 +44,7 @@ def load_function(path: str, what: str, builtin: Iterable[str]) -> Callable[...,
 
 
 def split_path(path: str, what: str, builtin: Iterable[str]) -> tuple[str, str]:
-    """Returns the module or file, and the function, that a path names.
-
-    The arguments are those of :func:`load_function`.
-
-    Raises:
-        ValueError: If the path has no such form.
-    """
+    """Returns the module or file, and the function, that a path names; see :func:`load_function`."""
     module_name, mark, name = path.rpartition(":")
     if not mark:
         module_name, mark, name = path.rpartition(".")

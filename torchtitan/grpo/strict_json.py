@@ -26,8 +26,7 @@ def dumps(
 ) -> str:
     """Returns a value as JSON, with null for each number that is not finite.
 
-    An object then says under :data:`COUNT_KEY` how many these are. See ``json.dumps`` for the
-    arguments.
+    An object then says under :data:`COUNT_KEY` how many these are.
     """
     found: list[float] = []
     strict = _strict(value, found)

@@ -6,7 +6,7 @@
 from torchtitan.grpo.config_checks.rules import check_read, require
 from torchtitan.grpo.functions import split_path
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.rollout.environments.environment_loading import BUILTIN
+from torchtitan.grpo.rollout.environments.environment_worker import BUILTIN
 
 _READ_WITH = (
     (

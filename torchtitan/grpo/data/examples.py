@@ -24,9 +24,8 @@ from torchtitan.grpo.config import SFT, Prompts
 from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.data.rows import Sample
 from torchtitan.grpo.rollout.model_match import prompt_notes
-from torchtitan.grpo.rollout.prompts.prompt_set import PromptLimits, PromptSet
-from torchtitan.grpo.rollout.prompts.prompt_stream import PromptStream, Skipped
-from torchtitan.grpo.rollout.prompts.row_check import check_rows
+from torchtitan.grpo.rollout.prompts import PromptLimits, PromptSet, PromptStream, check_rows
+from torchtitan.grpo.rollout.prompts.prompt_stream import Skipped
 from torchtitan.grpo.rollout.tables import RowError, Table, open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.system.logs import logger

@@ -3,16 +3,26 @@
 
 r"""Writes an answer in the LaTeX that math-verify reads, without a change of its value.
 
-Each function below is one normalisation; :func:`as_latex` applies them in order. They cover what
-models and data sets write and math-verify does not read: Markdown, Unicode, prose before the answer,
-scientific notation with ``e``, repeating decimals and mixed numbers without LaTeX.
+This covers what models and data sets write and math-verify does not read: Markdown, Unicode, prose
+before the answer, thousands separators, scientific notation with ``e``, repeating decimals, and mixed
+numbers without LaTeX.
+
+A comma separates thousands in ``1,234`` and elements in ``(1,234)``, ``3,4`` and ``1,23``. It is
+removed only where
+
+- the number is whole: one to three digits of which the first is not 0, then groups of exactly
+  three digits with the same separator, then perhaps a decimal fraction;
+- no other comma touches the number, as in ``1,234,-5``;
+- the number is in no tuple, interval or set, unless the elements there are separated by ``;`` or
+  by a comma with white space, as in ``(1,234, 5)``.
+
+The separators of LaTeX and of typeset text, such as ``{,}``, ``\,`` and a thin space, never separate
+elements.
 """
 
 import re
 import unicodedata
 from fractions import Fraction
-
-from torchtitan.grpo.rewards.thousands import without_thousands_separators
 
 TEXT_COMMAND = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox|operatorname)"
 TEXT = re.compile(TEXT_COMMAND + r"\s*\{([^{}]*)\}")
@@ -57,8 +67,6 @@ _PLAIN_TEXT = [
         (r"\*\*", "^"),
         (r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]\+?(-?\d+)(?![\w.])", r"\1\\cdot 10^{\2}"),
         (r"(?<=\d)\s*[x*]\s*(?=10\s*\^)", r"\\cdot "),
-        (r"\^\s*(-?\d{2,}|-\d)(?![\d.])", r"^{\1}"),
-        (r"(?<![\\A-Za-z])sqrt\s*(\d+|[A-Za-z](?![A-Za-z]))", r"\\sqrt{\1}"),
         (r"(?<![\\A-Za-z{])(pi|sin|cos|tan|cot|ln|log)(?![A-Za-z])", r"\\\1"),
         (
             r"(?<![\w./^}])(\d+)(?:\s+|\s+and\s+|-and-)(\d+)\s*/\s*(\d+)(?![\d/])",
@@ -79,8 +87,18 @@ _REPEATING = [
         ("?", rf"(?P<block>\d+?)(?P=block)+{_DOTS}"),
     )
 ]
-# A longer answer is no number, and looking for repetitions in it would take long.
+# A longer answer is no number, and looking for repetitions or brackets in it would take long.
 _MAX_CHARACTERS = 300
+
+_SEPARATOR = r"(?:\{,\}|,\\!|,|\\[,:; ]|~|[ \u00a0\u2009\u202f])"
+# As many digits, separators and decimal points as stand together. A letter before them makes
+# them an index or an exponent.
+_RUN = re.compile(rf"(?<![\w.,^])\d++(?:(?:{_SEPARATOR}|\.)\d++)*+(?!,\S)")
+_GROUPED = re.compile(rf"[1-9]\d{{0,2}}({_SEPARATOR})\d{{3}}(?:\1\d{{3}})*(?:\.\d+)?")
+_ELEMENTS = re.compile(r";|,\s")
+_OPENING, _CLOSING = "([{", ")]}"
+# A brace behind one of these encloses an argument of LaTeX, as in \frac{1}{2} and 2^{10}.
+_BEFORE_ARGUMENT = re.compile(r"[A-Za-z}\]^_]")
 
 
 def as_latex(answer: str) -> str:
@@ -90,8 +108,8 @@ def as_latex(answer: str) -> str:
     ``\text{The answer is }0.(3)`` becomes ``\frac{1}{3}``.
     """
     text = _without_markup(answer.strip())
-    text = without_thousands_separators(text)
     if len(text) <= _MAX_CHARACTERS:
+        text = without_thousands_separators(text)
         for pattern in _REPEATING:
             text = pattern.sub(_fraction, text)
     text = _unicode_as_latex(text)
@@ -153,3 +171,44 @@ def _character_as_latex(character: str) -> str:
         letter = "lambda" if letter == "lamda" else letter
         return f"\\{letter.capitalize() if 'CAPITAL' in name else letter} "
     return plain.translate(_CHARACTERS)
+
+
+def without_thousands_separators(text: str) -> str:
+    """Removes separators as the module's docstring says."""
+    return _RUN.sub(_ungrouped, text)
+
+
+def _ungrouped(run: re.Match[str]) -> str:
+    grouped = _GROUPED.fullmatch(run[0])
+    if grouped is None:
+        return run[0]
+    if grouped[1] == ",":
+        enclosing = _enclosing(run.string, run.start())
+        if enclosing is not None and not _ELEMENTS.search(enclosing):
+            return run[0]
+    return run[0].replace(grouped[1], "")
+
+
+def _enclosing(text: str, position: int) -> str | None:
+    """Returns what the innermost brackets around ``position`` hold; arguments of LaTeX have none."""
+    depth = 0
+    for start in range(position - 1, -1, -1):
+        if text[start] in _CLOSING:
+            depth += 1
+        elif text[start] in _OPENING and depth > 0:
+            depth -= 1
+        elif text[start] in _OPENING and not (
+            text[start] == "{" and _BEFORE_ARGUMENT.match(text[start - 1 : start])
+        ):
+            return text[start + 1 : _end(text, start)]
+    return None
+
+
+def _end(text: str, start: int) -> int:
+    """Returns the position of the bracket that closes the one at ``start``, else the text's end."""
+    depth = 0
+    for position in range(start, len(text)):
+        depth += (text[position] in _OPENING) - (text[position] in _CLOSING)
+        if depth == 0:
+            return position
+    return len(text)

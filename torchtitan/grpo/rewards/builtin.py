@@ -30,8 +30,7 @@ def exact_match(
 ) -> list[float | None]:
     """Returns 1 if the completion equals the answer, ignoring white space around both, else 0.
 
-    The answer may be a list, of which any element counts; without one it returns ``None``
-    (see `gold_values`).
+    Any of a list of answers counts; without one it returns ``None`` (see `gold_values`).
     """
     return _best(completions, answer, lambda text, right: float(text.strip() == right.strip()))
 
@@ -89,8 +88,7 @@ def think_answer_tags(
 ) -> list[float]:
     """Returns 1 if the completion is ``<think>...</think><answer>...</answer>`` and nothing else.
 
-    Each tag must occur once and neither part may be empty. White space around the two parts is
-    ignored.
+    Each tag must occur once, and neither part may be empty. White space around them is ignored.
     """
     return [float(_has_think_answer_form(completion_text(c))) for c in completions]
 

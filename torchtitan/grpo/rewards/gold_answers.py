@@ -1,37 +1,33 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-r"""Finds expected answers that no completion can match, before they cost a run its reward.
+r"""Warns of expected answers for which a built-in reward can hardly be earned, before training.
 
-A row without an answer that can be compared with is refused (:func:`gold_problem`). Prose is allowed:
-``boxed_math`` and ``exact_match`` compare a completion's answer with the column ``answer``. If
-that column says ``There are 42 apples left``, the right number alone earns 0 in every group, and
-nothing fails. The check below therefore has the reward function score the number of such answers
-at the start of a run, and says so if it earns 0.
+If the column ``answer`` says ``There are 42 apples left``, the right number earns 0 in every
+group, and nothing fails: the reward function therefore scores the number of such answers. And no
+completion earns anything for an empty answer, or for one that is longer than a completion may be.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torchtitan.grpo.rewards.answer_kinds import FORMULA_WORD
 from torchtitan.grpo.rewards.answer_text import TEXT
 from torchtitan.grpo.rewards.builtin import read_expected
-from torchtitan.grpo.rewards.gold_values import COLUMN, answer_problem, right_answers
+from torchtitan.grpo.rewards.gold_values import COLUMN, right_answers
 from torchtitan.grpo.rewards.scoring_pool import RewardPool, ScoringFailed
 from torchtitan.grpo.types import Prompt
-from torchtitan.grpo.workers.frames import PLAIN_DATA, unsendable_column
 
 MAX_ROWS = 128
 """Rows of each prompt set that are looked at, from its beginning."""
 
-# For each function, what it reads as the expected answer, and a completion with the number.
-_READERS: dict[str, tuple[Callable[[str], str], str]] = {
-    "boxed_math": (read_expected, "\\boxed{%s}"),
-    "exact_match": (str.strip, "%s"),
+# For each function, what it reads as the expected answer, a completion with the number in its place,
+# and the shortest completion that earns the whole reward.
+_READERS: dict[str, tuple[Callable[[str], str], str, str]] = {
+    "boxed_math": (read_expected, "\\boxed{%s}", "####%s"),
+    "exact_match": (str.strip, "%s", "%s"),
 }
-_COMPARING = (*_READERS, "partial_match", "torchtitan.grpo.rewards.gsm8k:hash_answer_exact")
 _MAX_TRIALS = 4
 
 _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
@@ -46,47 +42,39 @@ class Example:
     where: str
     prompt: Prompt
 
+    @property
+    def answers(self) -> list[str]:
+        """Its expected answers."""
+        return right_answers(self.prompt.columns.get(COLUMN))
 
-def gold_problem(function: str, columns: Mapping[str, Any]) -> str | None:
-    """Says why a reward function that comes with the trainer cannot use the ``answer`` of a row.
+
+async def answer_warnings(
+    pool: RewardPool,
+    position: int,
+    examples: Sequence[Example],
+    key: str,
+    count_tokens: Callable[[str], int],
+    max_new_tokens: int,
+) -> list[str]:
+    """Returns warnings with an example and the remedy.
 
     Args:
-        function: Name of the reward function. Functions of the user may read any value.
-        columns: The columns of the row.
-
-    Returns:
-        What is wrong and what to do; ``None`` if the value is understood.
+        pool: Started pool.
+        position: Position of the reward function in the pool.
+        examples: The first prompts of one set.
+        key: TOML key of the data set's path, for the message.
+        count_tokens: Number of tokens of a text.
+        max_new_tokens: Longest completion.
     """
-    if function.replace("gsm8k.hash", "gsm8k:hash") not in _COMPARING:
-        return None
-    return answer_problem(columns, function)
-
-
-def gold_judge(functions: Sequence[str]) -> Callable[[Mapping[str, Any]], str | None]:
-    """Returns what judges the rows of a set for its reward functions.
-
-    Besides :func:`gold_problem`, a column must hold what can be passed to a reward function at all. A set
-    whose first row has no column ``answer`` is not judged by it: the reward functions are tried on
-    that row, and the message then names the columns that there are.
-    """
-    first: list[Mapping[str, Any]] = []
-
-    def judge(columns: Mapping[str, Any]) -> str | None:
-        if not first:
-            first.append(columns)
-        found = unsendable_column(columns)
-        if found is not None:
-            return f"{found}. {PLAIN_DATA}"
-        if COLUMN not in first[0]:
-            return None
-        problems = (gold_problem(function, columns) for function in functions)
-        return next((problem for problem in problems if problem is not None), None)
-
-    return judge
+    function = pool.functions[position]
+    warning = await _prose_warning(pool, position, examples, key)
+    if warning is None:
+        warning = unearnable_warning(function, examples, key, count_tokens, max_new_tokens)
+    return [] if warning is None else [warning]
 
 
 def number_in_prose(answer: str) -> str | None:
-    r"""The last number of an expected answer that also holds words, else ``None``.
+    r"""Returns the last number of an expected answer that also holds words, else ``None``.
 
     LaTeX commands, ``\text{...}`` and the names of functions are not words.
 
@@ -101,35 +89,26 @@ def number_in_prose(answer: str) -> str | None:
     return numbers[-1] if numbers and has_words else None
 
 
-async def prose_warning(
+async def _prose_warning(
     pool: RewardPool, position: int, examples: Sequence[Example], key: str
 ) -> str | None:
-    """Says that the right number earns 0 for some expected answers.
-
-    Args:
-        pool: Started pool.
-        position: Position of the reward function in the pool. Functions other than
-            ``boxed_math`` and ``exact_match`` are not checked: they may read any answer.
-        examples: The first prompts of one set.
-        key: TOML key of the data set's path, for the message.
-
-    Returns:
-        A warning with an example and the remedy, or ``None``.
-    """
+    """Warns if the bare number earns 0 for some expected answers; see :func:`answer_warnings`."""
     function = pool.functions[position]
     if function not in _READERS:
         return None
-    read, form = _READERS[function]
+    read, form, _ = _READERS[function]
     found: list[tuple[Example, str]] = []
     for example in examples:
-        answers = right_answers(example.prompt.columns.get(COLUMN))
-        numbers = [number_in_prose(read(text)) for text in answers]
+        numbers = [number_in_prose(read(text)) for text in example.answers]
         # Of several answers, one that can be given is enough.
         if numbers and None not in numbers:
-            number = numbers[0]
-            found.append((example, form % number))
+            found.append((example, form % numbers[0]))
     for example, completion in found[:_MAX_TRIALS]:
-        if await _score(pool, position, example.prompt, completion) == 0.0:
+        try:
+            reward = await pool.try_out(example.prompt, completion, position)
+        except ScoringFailed:
+            continue  # counted and reported if it happens in training
+        if reward == 0.0:
             return (
                 f"{key}: the column {COLUMN!r} holds words around a number in {len(found)} of the "
                 f"first {len(examples)} rows, and {function} gives no reward for the number "
@@ -142,8 +121,43 @@ async def prose_warning(
     return None
 
 
-async def _score(pool: RewardPool, position: int, prompt: Prompt, completion: str) -> float | None:
-    try:
-        return await pool.try_out(prompt, completion, position)
-    except ScoringFailed:
-        return None  # counted and reported if it happens in training
+def unearnable_warning(
+    function: str,
+    examples: Sequence[Example],
+    key: str,
+    count_tokens: Callable[[str], int],
+    max_new_tokens: int,
+) -> str | None:
+    """Warns of prompts whose reward no completion can earn; see :func:`answer_warnings`."""
+    if function not in (*_READERS, "partial_match"):
+        return None
+    empty, too_long = [], []
+    for example in examples:
+        answers = example.answers
+        if not any(answer.strip() for answer in answers):
+            empty.append(example)
+        elif (
+            function in _READERS
+        ):  # a part of the answer earns a part of the reward of partial_match
+            read, _, form = _READERS[function]
+            if all(count_tokens(form % read(answer)) > max_new_tokens for answer in answers):
+                too_long.append(example)
+    causes = []
+    if empty:
+        causes.append(
+            f"the column {COLUMN!r} is empty in {len(empty)} of them (for example in "
+            f"{empty[0].where}); fill it, remove these rows, or take another column with prompts.rename"
+        )
+    if too_long:
+        causes.append(
+            f"the expected answer is longer than rollout.max_new_tokens ({max_new_tokens}) in "
+            f"{len(too_long)} of them (for example in {too_long[0].where}); raise "
+            "rollout.max_new_tokens, or take the bare answers"
+        )
+    if not causes:
+        return None
+    return (
+        f"{key}: {function} cannot be earned in {len(empty) + len(too_long)} of the first "
+        f"{len(examples)} rows, whatever the model writes, so that nothing is learned from them: "
+        f"{'; '.join(causes)}."
+    )

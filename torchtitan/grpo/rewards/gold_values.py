@@ -1,16 +1,26 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Reads the column ``answer`` of a row: which texts are right answers, and what is none."""
+"""Reads the column ``answer`` of a row: its right answers, and why it may hold none."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from torchtitan.grpo.workers.channel import PLAIN_DATA, unsendable_column
 
 COLUMN = "answer"
 _SHOWN_CHARS = 80
 _LISTS = list | tuple | set | frozenset
 _REMEDY = "Correct or remove the row, or take another column with prompts.rename."
+# Functions of the user may read any value.
+_COMPARING = (
+    "boxed_math",
+    "exact_match",
+    "partial_match",
+    "torchtitan.grpo.rewards.gsm8k:hash_answer_exact",
+    "torchtitan.grpo.rewards.gsm8k.hash_answer_exact",
+)
 
 
 def right_answers(value: Any) -> list[str]:
@@ -28,15 +38,32 @@ def right_answers(value: Any) -> list[str]:
     return _texts(value)
 
 
-def answer_problem(columns: Mapping[str, Any], function: str) -> str | None:
-    """Says why the column ``answer`` of a row holds no right answer; ``None`` if it does.
+def gold_judge(functions: Sequence[str]) -> Callable[[Mapping[str, Any]], str | None]:
+    """Returns what says why the columns of a row cannot be used with these reward functions.
 
-    Every element of a list must be one.
-
-    Args:
-        columns: The columns of the row.
-        function: The reward function that reads it, for the message.
+    A column must hold what can be passed to a reward function, and ``answer`` what the functions that
+    come with the trainer understand. A set whose first row has no column ``answer`` is not judged by
+    it: the reward functions are tried on that row, and the message then names the columns that there
+    are.
     """
+    first: list[Mapping[str, Any]] = []
+    comparing = [function for function in functions if function in _COMPARING]
+
+    def judge(columns: Mapping[str, Any]) -> str | None:
+        if not first:
+            first.append(columns)
+        found = unsendable_column(columns)
+        if found is not None:
+            return f"{found}. {PLAIN_DATA}"
+        if COLUMN not in first[0] or not comparing:
+            return None
+        return answer_problem(columns, comparing[0])
+
+    return judge
+
+
+def answer_problem(columns: Mapping[str, Any], function: str) -> str | None:
+    """Says why ``answer`` holds no right answer; every element of a list must be one."""
     if COLUMN not in columns:
         return f"the column {COLUMN!r} is missing, and {function} compares with it. {_REMEDY}"
     value = _plain(columns[COLUMN])
@@ -46,10 +73,13 @@ def answer_problem(columns: Mapping[str, Any], function: str) -> str | None:
         return None
     what = _describe(wrong[0]) if wrong else "an empty list"
     where = " within a list" if wrong and isinstance(value, _LISTS) else ""
+    remedy = _REMEDY
+    if wrong and isinstance(wrong[0], Mapping) and wrong[0]:
+        path = f"{COLUMN}.{next(iter(wrong[0]))}"
+        remedy = f'Name the value within it, such as prompts.rename = {{ "{path}" = "{COLUMN}" }}.'
     return (
         f"the column {COLUMN!r} is {what}{where}, and {function} compares with it. It must be a text, a "
-        f"number, true or false, or a list of those, of which each is a right answer. "
-        f"{_remedy(wrong[0] if wrong else None)}"
+        f"number, true or false, or a list of those, of which each is a right answer. {remedy}"
     )
 
 
@@ -84,10 +114,3 @@ def _describe(value: Any) -> str:
     if value is None or value != value:
         return "null" if value is None else "NaN"
     return f"{value!r:.{_SHOWN_CHARS}} of type {type(value).__name__}"
-
-
-def _remedy(value: Any) -> str:
-    if isinstance(value, Mapping) and value:
-        path = f"{COLUMN}.{next(iter(value))}"
-        return f'Name the value within it, such as prompts.rename = {{ "{path}" = "{COLUMN}" }}.'
-    return _REMEDY

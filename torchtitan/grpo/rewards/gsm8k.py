@@ -25,11 +25,9 @@ _HASH_LINE = re.compile(rf"^####[ ]+({_NUMBER})[ ]*$", re.MULTILINE)
 def hash_answer_format(
     prompts: Sequence[Any], completions: Sequence[Completion], **_: Any
 ) -> list[float]:
-    """Returns 1 if the only `#### <number>` line is the last line, 1/2 if there is such a line.
+    r"""Returns 1 if the only `#### <number>` line is the last line, 1/2 if there is such a line.
 
-    White space after the last line is ignored.
-
-    Example: ``She has 2 + 3 = 5 apples.\\n#### 5`` earns 1; with a further sentence below,
+    Example: ``She has 2 + 3 = 5 apples.\n#### 5`` earns 1; with a further sentence below,
     or with a second `#### 5` line, 1/2; ``The answer is 5`` and ``#### five`` earn 0.
     """
     return [_format_reward(completion_text(completion)) for completion in completions]
@@ -40,9 +38,8 @@ def hash_answer_exact(
 ) -> list[float | None]:
     """Returns 1 if the last `#### <number>` line has the expected number, else 0.
 
-    Thousands commas and a dollar sign are ignored, and ``5.0`` is ``5``. A completion
-    without such a line earns 0. Of a list of answers any counts; without an answer it returns
-    ``None``.
+    Thousands commas and a dollar sign are ignored, and ``5.0`` is ``5``. Of a list of answers any
+    counts; without an answer it returns ``None``.
 
     Raises:
         ValueError: If an expected answer holds no number.

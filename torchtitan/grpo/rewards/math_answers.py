@@ -61,11 +61,7 @@ class OutOfTime(BaseException):
 
 
 def same_answer(given: str, wanted: str) -> bool:
-    r"""Returns whether a completion's final answer is the expected one.
-
-    Args:
-        given: The final answer, such as the content of a ``\boxed{...}``.
-        wanted: The expected answer.
+    """Returns whether a completion's final answer is the expected one.
 
     Raises:
         OutOfTime: If that takes more than :data:`PROCESSOR_SECONDS` of processor time. Time in which
@@ -127,7 +123,7 @@ def _same_value(given: str, wanted: str) -> bool:
 
 
 def _plain_number(text: str) -> Decimal | None:
-    """The exact value of a decimal number, which math-verify would round."""
+    """Returns the exact value of a decimal number, which math-verify would round."""
     if len(text) > _MAX_PLAIN:
         return None
     power = _TIMES_POWER.fullmatch(text)
@@ -137,7 +133,7 @@ def _plain_number(text: str) -> Decimal | None:
 
 
 def _same_brackets(given: str, wanted: str) -> bool:
-    """A pair in order is no set, whichever order math-verify takes it in."""
+    """Returns whether not one of the two is a pair in order and the other a set."""
     texts = [re.sub(r"\\(?:left|right)\s*", "", text) for text in (given, wanted)]
     kinds = {
         pattern for text in texts for pattern in (_ORDERED, _UNORDERED) if pattern.fullmatch(text)
@@ -238,9 +234,8 @@ def _processor_time(seconds: float) -> Iterator[None]:
 
 @functools.cache
 def _math_verify() -> tuple[Callable[[str], Any], Callable[[Any, Any], bool]]:
-    """Imports math-verify when it is first needed.
-
-    That takes seconds, which must not count as time for a user's answer.
+    """Imports math-verify when it is first needed: that takes seconds, which must not count as time for
+    a user's answer.
     """
     left = signal.setitimer(signal.ITIMER_PROF, 0.0)
     from latex2sympy2_extended import NormalizationConfig

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Finds reward functions by their names in the TOML file, and calls them."""
+"""Finds reward functions by their names in the TOML file, and calls them as TRL does."""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -16,11 +16,7 @@ _WHAT = "reward.functions: reward function"
 
 
 def load_function(path: str) -> RewardFunction:
-    """Finds a reward function.
-
-    Args:
-        path: ``package.module:function``, ``package.module.function``,
-            ``path/to/file.py:function``, or the bare name of a built-in one.
+    """Finds a reward function by a path (see `functions`), or the bare name of a built-in one.
 
     Raises:
         ValueError: If the function cannot be found or imported, or is not callable.
@@ -45,7 +41,7 @@ def call_function(
     completion_ids: list[list[int]],
     columns: dict[str, list[Any]],
 ) -> Any:
-    """Calls a reward function with the keyword arguments that it accepts, as TRL does."""
+    """Calls a reward function with those keyword arguments that it accepts."""
     available: dict[str, Any] = {**columns, "completion_ids": completion_ids}
     available |= {"prompts": prompts, "completions": completions}
     parameters = inspect.signature(function).parameters.values()
@@ -53,6 +49,17 @@ def call_function(
         accepted = {p.name for p in parameters}
         available = {name: value for name, value in available.items() if name in accepted}
     return function(**available)
+
+
+def missing_arguments(function: RewardFunction, columns: Iterable[str]) -> list[str]:
+    """Returns the arguments that a function requires and that are no columns of the prompts."""
+    given = {*columns, "prompts", "completions", "completion_ids"}
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [
+        p.name
+        for p in inspect.signature(function).parameters.values()
+        if p.kind in kinds and p.default is inspect.Parameter.empty and p.name not in given
+    ]
 
 
 _FOREIGN_ARGUMENTS = {
@@ -65,38 +72,19 @@ _FOREIGN_ARGUMENTS = {
 
 
 def foreign_signature(function: RewardFunction, missing: Iterable[str]) -> str:
-    """Returns what to do with a function that has another project's signature; empty if it has not.
-
-    Args:
-        function: The function.
-        missing: Its arguments that are no columns; see :func:`missing_arguments`.
-    """
-    project = next(
-        (_FOREIGN_ARGUMENTS[name] for name in missing if name in _FOREIGN_ARGUMENTS), None
-    )
-    if project is None:
+    """Says what to do with a function that has another project's signature; empty if it has not."""
+    projects = [_FOREIGN_ARGUMENTS[name] for name in missing if name in _FOREIGN_ARGUMENTS]
+    if not projects:
         return ""
-    name = getattr(function, "__name__", "function")
-    if project == "verl":
+    wrapped = "[... for each completion]`"
+    if projects[0] == "verl":
+        name = getattr(function, "__name__", "function")
         wrapped = (
             f"[{name}(None, c, a, None) for c, a in zip(completions, answer)]` (with the names of your "
             "columns; chat completions are lists of messages, whose text is c[-1]['content'])"
         )
-    else:
-        wrapped = "[... for each completion]`"
     return (
-        f"It has the signature of {project}. Here a function is called once for several completions, "
-        "with lists and with the columns by their names, as in TRL. Name one that calls yours: `def "
-        f"reward(prompts, completions, answer, **columns): return {wrapped}."
+        f"It has the signature of {projects[0]}. Here a function is called once for several "
+        "completions, with lists and with the columns by their names, as in TRL. Name one that calls "
+        f"yours: `def reward(prompts, completions, answer, **columns): return {wrapped}."
     )
-
-
-def missing_arguments(function: RewardFunction, columns: Iterable[str]) -> list[str]:
-    """Returns the arguments that a function requires and that are no columns of the prompts."""
-    given = {*columns, "prompts", "completions", "completion_ids"}
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [
-        p.name
-        for p in inspect.signature(function).parameters.values()
-        if p.kind in kinds and p.default is inspect.Parameter.empty and p.name not in given
-    ]

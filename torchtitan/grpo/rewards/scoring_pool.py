@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchtitan.grpo.rewards.scoring_messages import (
+from torchtitan.grpo.rewards.scoring_worker import (
     LoadFunctions,
     Reply,
     Score,
@@ -22,16 +22,9 @@ from torchtitan.grpo.rewards.scoring_messages import (
     decode_reply,
 )
 from torchtitan.grpo.types import Prompt
-from torchtitan.grpo.workers.failures import CallFailed, FailureCount
-from torchtitan.grpo.workers.frames import NotPlainData, Refused, not_passed
-from torchtitan.grpo.workers.surroundings import Surroundings
-from torchtitan.grpo.workers.worker_owner import (
-    OUTPUT_HINT,
-    LoadFailed,
-    WorkerOwner,
-    WorkerProgram,
-)
-from torchtitan.grpo.workers.worker_process import ChannelBroken, WorkerLost, WorkerProcess
+from torchtitan.grpo.workers.channel import NotPlainData, Refused, not_passed
+from torchtitan.grpo.workers.owner import OUTPUT_HINT, CallFailed, WorkerOwner, WorkerProgram
+from torchtitan.grpo.workers.process import ChannelBroken, Surroundings, WorkerLost, WorkerProcess
 
 _Process = WorkerProcess[Reply | Refused]
 
@@ -45,17 +38,15 @@ class RewardError(RuntimeError):
 
 
 class RewardPool:
-    """Scores groups with the reward functions, each worker one group at a time.
+    """Scores groups with the reward functions.
 
     Args:
         functions: Names of the functions, as in ``reward.functions``.
         num_workers: ``reward.num_workers``.
         timeout_seconds: ``reward.timeout_seconds``, the time limit for scoring one group.
-            Importing the functions may take ten times as long.
         max_consecutive_failures: ``reward.max_consecutive_failures``.
-        on_failure: Called with each group that could not be scored. By default the first of each
-            kind is logged.
-        surroundings: What the workers see and may use, see ``[workers]``.
+        on_failure: Called with each group that could not be scored.
+        surroundings: Variables and limits of the workers.
     """
 
     def __init__(
@@ -65,27 +56,26 @@ class RewardPool:
         num_workers: int,
         timeout_seconds: float,
         max_consecutive_failures: int,
-        on_failure: Callable[[CallFailed], None] | None = None,
+        on_failure: Callable[[CallFailed], object] = lambda failure: None,
         surroundings: Surroundings | None = None,
     ) -> None:
         self.functions = list(functions)
         self._num_workers = num_workers
         self._timeout = timeout_seconds
-        self._failures = FailureCount(
-            max_consecutive_failures,
-            "reward.max_consecutive_failures",
-            "groups in a row could not be scored",
-            RewardError,
-            on_failure,
-        )
         self._owner = WorkerOwner(
             WorkerProgram(
                 module="torchtitan.grpo.rewards.scoring_worker",
                 decode_reply=decode_reply,
                 load=LoadFunctions(self.functions),
                 subject=f"the reward functions {', '.join(self.functions)}",
-                timeout_setting="reward.timeout_seconds",
-                timeout_seconds=timeout_seconds,
+                calls="groups in a row could not be scored",
+                timeout_seconds=(timeout_seconds, "reward.timeout_seconds"),
+                max_consecutive_failures=(
+                    max_consecutive_failures,
+                    "reward.max_consecutive_failures",
+                ),
+                error=RewardError,
+                on_failure=on_failure,
                 surroundings=surroundings or Surroundings(),
             )
         )
@@ -95,15 +85,10 @@ class RewardPool:
     @property
     def failures(self) -> Counter[str]:
         """Number of groups that could not be scored, by cause."""
-        return self._failures.by_kind
+        return self._owner.failures
 
     async def start(self) -> None:
-        """Starts the first worker; the others are started when they are first needed.
-
-        Raises:
-            RewardError: If a function cannot be imported, or not within ten times
-                ``reward.timeout_seconds``.
-        """
+        """Starts the first worker; the others are started when they are first needed."""
         self._idle.put_nowait(await self._start_worker())
         for _ in range(self._num_workers - 1):
             self._idle.put_nowait(None)
@@ -114,15 +99,7 @@ class RewardPool:
         which: Sequence[int] | None = None,
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[float | None]:
-        """Calls the functions once, on ``prompt`` and an empty completion.
-
-        Args:
-            prompt: Its text and columns are passed to the functions.
-            which: Positions of the functions to call; ``None`` calls all.
-            columns: Further arguments for the functions, with one value each.
-
-        Returns:
-            What each function gave.
+        """Calls functions once, on a prompt and an empty completion; see :meth:`score`.
 
         Raises:
             RewardError: If a function raises, exceeds the time limit, or returns a value that
@@ -136,11 +113,7 @@ class RewardPool:
             ) from error
 
     async def try_out(self, prompt: Prompt, completion: str, position: int) -> float | None:
-        """Scores one completion with one function; a failure is not counted.
-
-        Raises:
-            ScoringFailed: If the completion cannot be scored.
-        """
+        """Scores one completion with one function; a failure is not counted."""
         ((value,),) = await self._score(prompt, [completion], [[]], [position], None)
         return value
 
@@ -152,7 +125,7 @@ class RewardPool:
         which: Sequence[int] | None = None,
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[Values]:
-        """Scores the completions of one prompt.
+        """Returns for each function its value for each completion of one prompt.
 
         Args:
             prompt: Its text and columns are passed to the functions.
@@ -160,9 +133,6 @@ class RewardPool:
             completion_ids: Token ids of each completion.
             which: Positions of the functions to call; ``None`` calls all.
             columns: Further arguments for the functions, with one value for each completion.
-
-        Returns:
-            A list for each function, which holds its value for each completion.
 
         Raises:
             ScoringFailed: If this group cannot be scored.
@@ -172,9 +142,9 @@ class RewardPool:
         try:
             values = await self._score(prompt, completions, completion_ids, which, columns)
         except ScoringFailed as error:
-            self._failures.record(error)
+            self._owner.record_failure(error)
             raise
-        self._failures.record_success()
+        self._owner.record_success()
         return values
 
     async def close(self) -> None:
@@ -189,9 +159,18 @@ class RewardPool:
         which: Sequence[int] | None,
         columns: Mapping[str, Sequence[Any]] | None,
     ) -> list[Values]:
-        positions = list(which if which is not None else range(len(self.functions)))
-        request = _score_request(prompt, completions, completion_ids, positions)
-        request.columns |= {name: list(values) for name, values in (columns or {}).items()}
+        texts: list[Any] = list(completions)
+        if not isinstance(prompt.text, str):
+            texts = [[{"role": "assistant", "content": text}] for text in completions]
+        count = len(completions)
+        request = Score(
+            which=list(which if which is not None else range(len(self.functions))),
+            prompts=[prompt.text] * count,
+            completions=texts,
+            completion_ids=list(completion_ids),
+            columns={name: [value] * count for name, value in prompt.columns.items()}
+            | {name: list(values) for name, values in (columns or {}).items()},
+        )
         worker = await self._idle.get()
         try:
             if worker is None or worker.is_lost:
@@ -208,8 +187,6 @@ class RewardPool:
     async def _start_worker(self) -> _Process:
         try:
             worker, _ = await self._owner.start()
-        except LoadFailed as error:
-            raise RewardError(str(error)) from error
         except WorkerLost as error:
             raise ScoringFailed("crash", str(error)) from error
         return worker
@@ -219,44 +196,20 @@ class RewardPool:
             return await worker.call_or_kill(request, self._timeout)
         except TimeoutError as error:
             names = ", ".join(self.functions[i] for i in request.which)
-            raise ScoringFailed(
-                "timeout",
+            message = (
                 f"Scoring one group with {names} took longer than reward.timeout_seconds = "
-                f"{self._timeout:g}; its worker was killed.",
-            ) from error
+                f"{self._timeout:g}; its worker was killed."
+            )
+            raise ScoringFailed("timeout", message) from error
         except NotPlainData as error:
-            raise ScoringFailed(
-                "column",
-                not_passed(
-                    prompt.group_id, prompt.text, request.columns, "the reward functions", error
-                ),
-            ) from error
+            message = not_passed(prompt, request.columns, "the reward functions", error)
+            raise ScoringFailed("column", message) from error
         except ChannelBroken as error:
-            raise ScoringFailed(
-                "channel",
+            message = (
                 f"{error} A reward function wrote to a file descriptor that it did not open, or "
-                "closed one. The worker process was killed.",
-            ) from error
+                "closed one. The worker process was killed."
+            )
+            raise ScoringFailed("channel", message) from error
         except WorkerLost as error:
-            raise ScoringFailed(
-                "crash", f"Scoring one group failed: {error} {OUTPUT_HINT}"
-            ) from error
-
-
-def _score_request(
-    prompt: Prompt,
-    completions: Sequence[str],
-    completion_ids: Sequence[list[int]],
-    positions: list[int],
-) -> Score:
-    count = len(completions)
-    texts: list[Any] = list(completions)
-    if not isinstance(prompt.text, str):
-        texts = [[{"role": "assistant", "content": text}] for text in completions]
-    return Score(
-        which=positions,
-        prompts=[prompt.text] * count,
-        completions=texts,
-        completion_ids=list(completion_ids),
-        columns={name: [value] * count for name, value in prompt.columns.items()},
-    )
+            message = f"Scoring one group failed: {error} {OUTPUT_HINT}"
+            raise ScoringFailed("crash", message) from error

@@ -13,6 +13,8 @@ import sys
 import traceback
 from typing import Any
 
+import msgspec
+
 from torchtitan.grpo.functions import describe_error
 from torchtitan.grpo.rewards.reward_loading import (
     RewardFunction,
@@ -21,20 +23,44 @@ from torchtitan.grpo.rewards.reward_loading import (
     load_function,
     missing_arguments,
 )
-from torchtitan.grpo.rewards.scoring_messages import (
-    FunctionsLoaded,
-    LoadFunctions,
-    Reply,
-    Score,
-    Scored,
-    Values,
-    decode_request,
-)
-from torchtitan.grpo.workers.frames import Refused, refused
-from torchtitan.grpo.workers.worker_channel import WorkerChannel
+from torchtitan.grpo.workers.channel import Refused, WorkerChannel, refused
 
 # Rewards are squared and summed over groups, and the result must be finite in float32.
 _LARGEST = 1e12
+
+Values = list[float | None]
+"""One value for each completion; ``None`` if the function does not apply to the completion."""
+
+
+class LoadFunctions(msgspec.Struct, tag=True):
+    """Has the worker import reward functions. This is the first request."""
+
+    functions: list[str]
+
+
+class Score(msgspec.Struct, tag=True):
+    """Has the worker call the functions at these positions with the completions of one prompt."""
+
+    which: list[int]
+    prompts: list[Any]
+    completions: list[Any]
+    completion_ids: list[list[int]]
+    columns: dict[str, list[Any]]
+
+
+class Scored(msgspec.Struct, tag=True):
+    """Reply to both requests: ``values[i]`` is what function ``which[i]`` returned."""
+
+    values: list[Values]
+
+
+Reply = Scored
+
+decode_request = msgspec.msgpack.Decoder(LoadFunctions | Score).decode
+decode_reply = msgspec.msgpack.Decoder(Reply | Refused).decode
+
+
+_Functions = list[tuple[str, RewardFunction]]
 
 
 class BadReward(Exception):
@@ -48,45 +74,42 @@ class BadReward(Exception):
 def main() -> None:
     """Serves requests until the pool closes the channel."""
     channel = WorkerChannel(decode_request)
-    paths: list[str] = []
-    functions: list[RewardFunction] = []
+    functions: _Functions = []
     while (received := channel.read()) is not None:
         call, request = received
         if isinstance(request, LoadFunctions):
-            paths = request.functions
-            reply = _load(paths, functions)
+            reply = _load(request.functions, functions)
         else:
-            reply = _score(request, paths, functions)
+            reply = _score(request, functions)
         channel.reply(call, reply)
 
 
-def _load(paths: list[str], functions: list[RewardFunction]) -> Reply | Refused:
+def _load(paths: list[str], functions: _Functions) -> Reply | Refused:
     try:
-        functions[:] = [load_function(path) for path in paths]
+        functions += [(path, load_function(path)) for path in paths]
     except ValueError as error:
         return refused("load", str(error))
-    return FunctionsLoaded()
+    return Scored([])
 
 
-def _score(request: Score, paths: list[str], functions: list[RewardFunction]) -> Reply | Refused:
+def _score(request: Score, functions: _Functions) -> Reply | Refused:
     values: list[Values] = []
-    for position in request.which:
-        path = paths[position]
+    for path, function in (functions[position] for position in request.which):
         try:
-            values.append(_call(functions[position], path, request))
+            values.append(_call(function, request))
         except BadReward as error:
-            return refused(error.kind, str(error))
+            return refused(f"{path} {error.kind}", f"Reward function {path!r} {error}")
         except Exception as error:  # the user's function may raise anything
             traceback.print_exc(file=sys.stderr)
             return refused(
                 f"{path} raised {type(error).__name__}",
                 f"Reward function {path!r} raised {describe_error(error)}"
-                f"{user_line(error, functions[position])}",
+                f"{_user_line(error, function)}",
             )
     return Scored(values)
 
 
-def user_line(error: BaseException, function: RewardFunction) -> str:
+def _user_line(error: BaseException, function: RewardFunction) -> str:
     """Returns where a reward function raised: the last line of its own file on the way there."""
     frames = traceback.extract_tb(error.__traceback__)
     code = getattr(inspect.unwrap(function), "__code__", None)
@@ -95,13 +118,13 @@ def user_line(error: BaseException, function: RewardFunction) -> str:
     return f" (at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})"
 
 
-def _call(function: RewardFunction, path: str, request: Score) -> Values:
+def _call(function: RewardFunction, request: Score) -> Values:
     missing = missing_arguments(function, request.columns)
     if missing:
         raise BadReward(
-            f"{path} argument",
-            f"Reward function {path!r} needs the argument {missing[0]!r}, which is no column of the "
-            f"prompts. Their columns are {sorted(request.columns)}. "
+            "argument",
+            f"needs the argument {missing[0]!r}, which is no column of the prompts. Their columns are "
+            f"{sorted(request.columns)}. "
             + (
                 foreign_signature(function, missing)
                 or f'Rename one with prompts.rename = {{ column = "{missing[0]}" }}, or give the argument '
@@ -111,24 +134,16 @@ def _call(function: RewardFunction, path: str, request: Score) -> Values:
     result = call_function(
         function, request.prompts, request.completions, request.completion_ids, request.columns
     )
-    return _numbers(result, len(request.completions), path)
-
-
-def _numbers(result: Any, expected: int, path: str) -> Values:
-    """Checks what a function returned, and converts it to numbers."""
+    expected = len(request.completions)
     problem = _shape_problem(result, expected)
     if problem is not None:
-        raise BadReward(
-            f"{path} type",
-            f"Reward function {path!r} must return a list of {expected} numbers, got {problem}",
-        )
+        raise BadReward("type", f"must return a list of {expected} numbers, got {problem}")
     if len(result) != expected:
         raise BadReward(
-            f"{path} count",
-            f"Reward function {path!r} must return one number for each of {expected} completions, "
-            f"got {len(result)}.",
+            "count",
+            f"must return one number for each of {expected} completions, got {len(result)}.",
         )
-    return [_number(value, path) for value in result]
+    return [_number(value) for value in result]
 
 
 def _shape_problem(result: Any, expected: int) -> str | None:
@@ -151,37 +166,28 @@ def _shape_problem(result: Any, expected: int) -> str | None:
         return f"{what} of shape {tuple(shape)}, not ({expected},).{flat}"
     if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__"):
         return f"{what}."
-    row = next((value for value in result if _is_row(value)), None)
-    if row is not None:
-        return f"a {type(result).__name__} that holds {row!r:.100}, a {type(row).__name__}: one number each."
+    for value in result:
+        if isinstance(value, list | tuple) or len(getattr(value, "shape", ())) > 0:
+            return f"{what} that holds {value!r:.100}, a {type(value).__name__}: one number each."
     return None
 
 
-def _is_row(value: Any) -> bool:
-    return isinstance(value, list | tuple) or len(getattr(value, "shape", ())) > 0
-
-
-def _number(value: Any, path: str) -> float | None:
+def _number(value: Any) -> float | None:
     if value is None:
         return None
     # Scalars of numpy and torch are accepted as numbers; strings are not.
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise BadReward(
-            f"{path} type",
-            f"Reward function {path!r} must return numbers (or None), got {value!r:.100} "
-            f"of type {type(value).__name__}.",
+            "type",
+            f"must return numbers (or None), got {value!r:.100} of type {type(value).__name__}.",
         )
     number = float(value)
     if not math.isfinite(number):
-        raise BadReward(
-            f"{path} not finite",
-            f"Reward function {path!r} must return finite numbers, got {value}.",
-        )
+        raise BadReward("not finite", f"must return finite numbers, got {value}.")
     if abs(number) > _LARGEST:
         raise BadReward(
-            f"{path} too large",
-            f"Reward function {path!r} must return numbers between -{_LARGEST:g} and "
-            f"{_LARGEST:g}, got {number:g}.",
+            "too large",
+            f"must return numbers between -{_LARGEST:g} and {_LARGEST:g}, got {number:g}.",
         )
     return number
 

@@ -126,10 +126,7 @@ class Quantity:
 
 
 def read_quantity(answer: str) -> Quantity:
-    r"""Splits an answer into a value and a unit.
-
-    Args:
-        answer: What :func:`~.answer_text.as_latex` returns.
+    r"""Splits an answer in the form of `answer_text` into a value and a unit.
 
     Example: ``5\text{ cm}^2`` has the value ``5`` and the unit ``cm^2``; ``2x`` has no unit.
     """

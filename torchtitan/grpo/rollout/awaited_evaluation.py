@@ -10,18 +10,14 @@ from torchtitan.grpo.rollout.results import EvaluationResult
 
 
 class AwaitedEvaluation:
-    """Matches the answer of an evaluation with its request. There is at most one request at a time.
-
-    Attributes:
-        request: The request; ``None`` if no evaluation is awaited.
-    """
+    """Matches the answer of an evaluation with its request. There is at most one ``request`` at a time."""
 
     def __init__(self) -> None:
         self.request: Evaluate | None = None
         self._num_requests = 0
 
     def make_request(self, version: int, pinned: Sequence[str]) -> Evaluate:
-        """Returns a new request, which alone is awaited from now on."""
+        """Returns a new request, the only one that is awaited from now on."""
         self._num_requests += 1
         self.request = Evaluate(self._num_requests, version, list(pinned))
         return self.request

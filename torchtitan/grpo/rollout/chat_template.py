@@ -1,19 +1,43 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The model's chat template, which must print everything that was said, and always the same way."""
+"""The model's chat template, which must print everything that was said, and always the same way.
 
+A template may loop, or double a string, and nothing in this process could end it. It is therefore
+rendered in another process, with limits of time, memory and text, which also spares this one the import
+of transformers.
+"""
+
+import atexit
+import contextlib
+import functools
 import itertools
+import json
+import os
 import re
+import signal
+import subprocess
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from torchtitan.grpo.rollout.template_process import LimitReached, template_process
+from torchtitan.grpo.system.light_start import LIGHT_PYTHON
+from torchtitan.grpo.workers.process import Surroundings
 
 _numbers = itertools.count()
 _PROBE_WORDS = 400
+_MODULE = "torchtitan.grpo.rollout.template_renderer"
+_CPU_SECONDS = 10.0
+_MEMORY_BYTES = 2**30
+_MOST_CHARACTERS = 2**20  # besides a multiple of those of the messages
+_TIMES_LONGER = 8
+# Of waiting for one answer. The process may import transformers first, on a busy machine.
+_WAIT_SECONDS = 300.0
+_EXIT_SECONDS = 10.0
 _PROBE = re.compile(r"qzv(\d+)k(\d+)q")
 
 Messages = Sequence[dict[str, Any]]
@@ -35,9 +59,6 @@ class ChatTemplate:
         variables: ``prompts.chat_template_kwargs``.
         date: The time that the template takes for now, in ISO format; empty is this moment. It never
             changes, so that a conversation is rendered alike before and after midnight.
-
-    Raises:
-        ValueError: If there is no template, or it does not read a variable.
     """
 
     def __init__(self, path: Path, variables: Mapping[str, Any], date: str = "") -> None:
@@ -54,11 +75,7 @@ class ChatTemplate:
         return self._date[:10] if "strftime_now" in self._source else ""
 
     def render(self, messages: Messages, *, opens_turn: bool = True) -> str:
-        """Returns the text of a conversation.
-
-        Args:
-            messages: The conversation.
-            opens_turn: Whether the start of the assistant's turn follows.
+        """Returns the text of a conversation, and with ``opens_turn`` the start of the assistant's turn.
 
         Raises:
             LeftOut: If the template leaves out what a message says.
@@ -80,7 +97,7 @@ class ChatTemplate:
     def _render(self, messages: Messages, *, opens_turn: bool = True) -> str:
         try:
             return self._ask(list(messages), opens_turn=opens_turn) or ""
-        except LimitReached as error:
+        except _LimitReached as error:
             raise ValueError(
                 f"The chat template of {self._path} must stay within its limits, but it took more than "
                 f"{error} to render {messages!r:.200}. Correct the template, which may loop without "
@@ -149,7 +166,7 @@ class ChatTemplate:
 
 
 def _shape(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a template may tell messages apart by, apart from their text."""
+    """Returns by what else than their text a template may tell messages apart."""
     calls = message.get("tool_calls")
     num_calls = len(calls) if isinstance(calls, list) else 0
     content = message.get("content")
@@ -171,7 +188,7 @@ def _probed(message: Mapping[str, Any], position: int) -> dict[str, Any]:
 
 
 def _words(words: Iterator[str]) -> str:
-    # Lines, because a template might print the first one alone.
+    # Lines, because a template might print only the first one.
     return "\n".join(itertools.islice(words, _PROBE_WORDS))
 
 
@@ -185,3 +202,107 @@ def _probed_call(call: Any, words: Iterator[str]) -> Any:
     if isinstance(function, dict) and "name" in function:
         return call | {"function": function | {"name": next(words)}}
     return call
+
+
+class _LimitReached(ValueError):
+    """A template took too much of what the message names."""
+
+
+class _TemplateProcess:
+    """Renders in a child process, which is started when it is first needed, one text at a time.
+
+    Any thread may use it. The child ends when :meth:`close` is called, or when this process has ended,
+    whose end of the socket then closes.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen | None = None
+        self._connection: Connection | None = None
+
+    def ask(self, request: dict[str, Any]) -> str | None:
+        """Returns the text that the child answers to a request of `template_renderer.py`.
+
+        Raises:
+            _LimitReached: If the template has reached a limit.
+            ValueError: If the template raises, or there is no tokenizer.
+            TimeoutError: If the child does not answer.
+            RuntimeError: If the child ends for another reason, twice.
+        """
+        limits = {
+            "cpu_seconds": _CPU_SECONDS,
+            "memory_bytes": _MEMORY_BYTES,
+            "most_characters": _MOST_CHARACTERS + _TIMES_LONGER * len(str(request["messages"])),
+        }
+        with self._lock:
+            # Somebody else may have ended the child, for example for want of memory.
+            found = self._exchange(request | limits) or self._exchange(request | limits)
+        if found is None:
+            raise RuntimeError(
+                "The process that renders the chat template was ended twice. See the machine's log: "
+                "it may be short of memory."
+            )
+        if "limit" in found:
+            raise _LimitReached(found["limit"])
+        if "error" in found:
+            raise ValueError(found["error"])
+        return found["text"]
+
+    def close(self) -> None:
+        """Ends the child. It is idempotent; a later request starts another one."""
+        with self._lock:
+            self._end()
+
+    def _exchange(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        """Returns the answer, or ``None`` if the child has ended without one."""
+        if self._connection is None:
+            self._connection = self._start()
+        try:
+            self._connection.send(request)
+            if not self._connection.poll(_WAIT_SECONDS):
+                self._end()
+                raise TimeoutError(
+                    f"The process that renders the chat template of {request['path']} did not answer "
+                    f"within {_WAIT_SECONDS:g} s. The machine may be overloaded."
+                )
+            return json.loads(self._connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            status = self._end()
+        if status == -signal.SIGPROF:
+            return {"limit": f"{request['cpu_seconds']:g} s of processor time"}
+        return None
+
+    def _start(self) -> Connection:
+        own, childs = Pipe()
+        environment = Surroundings().environment(os.environ)
+        with childs:
+            self._child = subprocess.Popen(
+                [*LIGHT_PYTHON, _MODULE, str(childs.fileno())],
+                env=environment | {"TRANSFORMERS_VERBOSITY": "error"},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[childs.fileno()],
+                start_new_session=True,
+            )
+        return own
+
+    def _end(self) -> int | None:
+        """Ends the child, and returns its exit status."""
+        child, self._child = self._child, None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if child is None:
+            return None
+        # It has closed its socket, or reads that it is closed; a template that runs does neither.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return child.wait(timeout=1.0)
+        child.kill()
+        return child.wait(timeout=_EXIT_SECONDS)
+
+
+@functools.cache
+def template_process() -> _TemplateProcess:
+    """Returns the process that renders all templates of this one."""
+    process = _TemplateProcess()
+    atexit.register(process.close)
+    return process

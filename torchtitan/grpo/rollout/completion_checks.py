@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What holds of every completion that is trained on, whether a server or a file brought it."""
+"""Rules for every completion that is trained on, whether a server or a file brought it."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -28,14 +28,7 @@ def completion_problem(
     num_context: int = 0,
     new_rows: NewRows = (),
 ) -> str | None:
-    """Returns what is wrong with a completion, as the rest of a sentence, or None.
-
-    See :class:`Generation` for the other arguments.
-
-    Args:
-        ids: [tokens] int, at least one.
-        vocab_size: Of the model.
-    """
+    """Returns what is wrong with a completion, as the rest of a sentence; see :class:`Generation`."""
     num_tokens = len(ids)
     num_inserted = 0 if sampled is None else num_tokens - int(np.count_nonzero(sampled))
     if num_tokens == 0:
@@ -69,13 +62,7 @@ def length_problem(
 
 
 def longest_sequence(num_prompt: int, num_completion: int, new_rows: NewRows) -> int:
-    """Returns the number of tokens of the longest sequence of a rollout.
-
-    Args:
-        num_prompt: Length of the prompt.
-        num_completion: Length of the completion.
-        new_rows: See :data:`NewRows`.
-    """
+    """Returns the number of tokens of the longest sequence of a rollout."""
     borders = [0, *(start for start, _ in new_rows), num_completion]
     lengths = [end - start for start, end in pairwise(borders)]
     return max(num_prompt + lengths[0], *lengths[1:], 0)
@@ -84,14 +71,7 @@ def longest_sequence(num_prompt: int, num_completion: int, new_rows: NewRows) ->
 def rating_problem(
     logprobs: np.ndarray | None, top: TopTokens | None, num_tokens: int, vocab_size: int
 ) -> str | None:
-    """Returns what is wrong with a teacher's rating of a completion, or None.
-
-    Args:
-        logprobs: [tokens] float, of each completion token; None if there is no rating.
-        top: The most likely tokens in the place of each of them; None if there are none.
-        num_tokens: Length of the completion.
-        vocab_size: Of the model.
-    """
+    """Returns what is wrong with a teacher's rating of a completion of ``num_tokens`` tokens."""
     if logprobs is not None and len(logprobs) != num_tokens:
         return (
             f"each of the {num_tokens} completion tokens must have a teacher's logprob, got "

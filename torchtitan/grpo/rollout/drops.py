@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torchtitan.grpo.inference.client import LogprobsError, ServerError
 from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.rollout.ledger import CloseReason
-from torchtitan.grpo.workers.failures import CallFailed
+from torchtitan.grpo.workers.owner import CallFailed
 
 logger = logging.getLogger(__name__)
 

@@ -9,13 +9,15 @@ for the same weights.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.config.evaluation import evaluation_sets, set_key
 from torchtitan.grpo.inference.answers import UNPUSHED_VERSION
 from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, Example, answer_warnings
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
-from torchtitan.grpo.rollout.answer_checks import check_held_out
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments import EnvironmentPool
 from torchtitan.grpo.rollout.evaluation import Evaluator
@@ -24,6 +26,7 @@ from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.fleet import ServerFleet
 from torchtitan.grpo.rollout.session_parts import (
+    evaluation_functions,
     make_codec,
     make_dispatcher,
     make_environment_pool,
@@ -41,10 +44,6 @@ _LOOK_SECONDS = 1.0
 
 class EvaluationSession:
     """Owns what one evaluation without a run needs.
-
-    Args:
-        config: Settings of the rollout process that a run would have.
-        announce: Called with sentences that the user should read now.
 
     :meth:`close` may be called at any time, also after an :meth:`open` that failed.
     """
@@ -64,14 +63,7 @@ class EvaluationSession:
         return self._fleet.servers
 
     async def open(self) -> None:
-        """Starts servers and workers, and opens the held-out prompts.
-
-        Raises:
-            ValueError: If a prompt or a setting is invalid.
-            RewardError: If a reward function cannot be loaded or fails its check.
-            RuntimeError: If a server cannot be used.
-            TimeoutError: If a server does not answer in time.
-        """
+        """Starts servers and workers, and opens the held-out prompts."""
         config = self._config
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._fleet.start())
@@ -164,3 +156,32 @@ class EvaluationSession:
 
 async def _ignore(servers: list[ServerInfo]) -> None:
     """Takes the news that the servers have changed, which concerns the trainer of a run."""
+
+
+async def check_held_out(
+    config: RolloutProcessConfig,
+    pool: RewardPool,
+    held_out: Mapping[str, Sequence[Prompt]],
+    codec: TextCodec,
+    columns: Mapping[str, Sequence[Any]],
+) -> tuple[dict[str, float | None], list[str]]:
+    """Calls the function of each set of held-out prompts once, and checks its answers.
+
+    ``columns`` are further arguments for the functions, with one value each.
+
+    Returns:
+        What each function gives the first prompt with an empty completion, and warnings.
+
+    Raises:
+        RewardError: If a function raises, exceeds the time limit, or returns an unusable value.
+    """
+    scores, warnings = {}, []
+    for name, settings in evaluation_sets(config.evaluation).items():
+        prompts = held_out[name]
+        position = evaluation_functions(config).index(settings.function)
+        (scores[name],) = await pool.check(prompts[0], [position], columns)
+        rows = [Example(f"{settings.path}, row {p.group_id}", p) for p in prompts[:MAX_ROWS]]
+        key = set_key(config.evaluation, name, "path")
+        most = settings.max_new_tokens or config.rollout.max_new_tokens
+        warnings += await answer_warnings(pool, position, rows, key, codec.count, most)
+    return scores, warnings

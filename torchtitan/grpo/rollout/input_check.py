@@ -23,7 +23,7 @@ from torchtitan.grpo.rollout.input_report import describe_inputs
 from torchtitan.grpo.rollout.link_messages import CONFIG_FILE
 from torchtitan.grpo.rollout.session import RolloutSession
 from torchtitan.grpo.system.child import adopt_orphans, end_descendants
-from torchtitan.grpo.workers.worker_owner import OUTPUT_HINT
+from torchtitan.grpo.workers.owner import OUTPUT_HINT
 
 REPORT_FILE = "report.json"
 PROGRESS_FILE = "progress.txt"

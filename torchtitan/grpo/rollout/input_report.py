@@ -57,7 +57,7 @@ def _prompt_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[str]
     for prompts, of_set in zip(inputs.stream.sets, inputs.examples, strict=True):
         first = of_set[0]
         yield f"{prompts.key}: {prompts.path}, {len(prompts)} rows, prompts of at most " + (
-            f"{prompts.max_tokens} tokens"
+            f"{prompts.limits.max_tokens} tokens"
         )
         yield f"  columns: {_columns(prompts, first, config.prompts.column)}"
         if prompts.checked is not None:

@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.rewards.gold_answers import answer_warnings
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
-from torchtitan.grpo.rollout.answer_checks import answer_warnings, check_held_out
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments import EnvironmentPool
 from torchtitan.grpo.rollout.evaluation import Evaluator
+from torchtitan.grpo.rollout.evaluation_session import check_held_out
 from torchtitan.grpo.rollout.ledger import Ledger
 from torchtitan.grpo.rollout.model_match import model_warnings
 from torchtitan.grpo.rollout.producer import Producer
@@ -236,7 +237,8 @@ class RolloutSession:
             prompt = of_set[0].prompt
             inputs.rewards.append(await pool.check(prompt, functions, columns))
             for position in functions:
-                self._warn(await answer_warnings(config, pool, position, of_set, key, codec))
+                most = config.rollout.max_new_tokens
+                self._warn(await answer_warnings(pool, position, of_set, key, codec.count, most))
             if config.rollout.should_accept is not None:
                 await pool.check(prompt, [acceptor_position(config)], {"rewards": [0.0]})
         self._evaluation_pool = pool = make_evaluation_pool(config, self.drops)

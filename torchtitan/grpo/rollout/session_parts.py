@@ -16,7 +16,8 @@ from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.http import HttpConnection
 from torchtitan.grpo.inference.kinds import IDLE_SECONDS, kind_row
 from torchtitan.grpo.inference.urls import checked_urls
-from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, Example, gold_judge
+from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, Example
+from torchtitan.grpo.rewards.gold_values import gold_judge
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rollout.admission import Admission
 from torchtitan.grpo.rollout.drops import DropLog
@@ -39,7 +40,7 @@ from torchtitan.grpo.rollout.teachers import GroupRater, TeacherNeeds, TeacherPo
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import Places, TrajectoryWriter
 from torchtitan.grpo.types import Prompt
-from torchtitan.grpo.workers.surroundings import Surroundings
+from torchtitan.grpo.workers.process import Surroundings
 
 logger = logging.getLogger(__name__)
 

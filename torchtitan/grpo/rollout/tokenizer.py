@@ -3,8 +3,8 @@
 
 """Converts prompts to token IDs and completions to text, without torch.
 
-The fast tokenizer alone reads `tokenizer.json`. If a conversational prompt needs the model's chat
-template, another process renders it; see `template_process.py`.
+Only the fast tokenizer reads `tokenizer.json`. Chat templates are rendered by another process; see
+`chat_template.py`.
 """
 
 import functools
@@ -28,15 +28,13 @@ class TextCodec:
     Args:
         hf_assets_path: Directory that contains ``tokenizer.json``.
         eos_token_ids: Tokens that are removed from the end of a completion before decoding.
-        chat_template_kwargs: Variables for the chat template (``prompts.chat_template_kwargs``).
-        date: What the chat template takes for now, in ISO format; empty is the time of its first use.
+        chat_template_kwargs: ``prompts.chat_template_kwargs``.
+        date: The time that the chat template takes for now, in ISO format; empty is that of its
+            first use.
 
     Attributes:
         prompt_end: The token at the end of chat prompts, if it is one that ends a completion, and
             empty if it is another one. ``None`` before the first chat prompt.
-
-    Raises:
-        ValueError: If there is no readable ``tokenizer.json``.
     """
 
     def __init__(
@@ -83,7 +81,7 @@ class TextCodec:
 
     @functools.cached_property
     def _around(self) -> tuple[list[int], list[int]]:
-        """The special tokens that the tokenizer puts before and after each text."""
+        """Special tokens that the tokenizer puts before and after each text."""
         # A spelling of the vocabulary, because any other text may have no token.
         encoding = self._tokenizer.encode(max(self.vocabulary(), key=len, default=""))
         ids, is_added = encoding.ids, encoding.special_tokens_mask
@@ -98,6 +96,10 @@ class TextCodec:
     def encode_continuation(self, text: str) -> list[int]:
         """Returns the token IDs of text that follows other text, without added special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def count(self, text: str) -> int:
+        """Returns the number of tokens of text that follows other text."""
+        return len(self.encode_continuation(text))
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Returns the token IDs of a conversation and of the start of the assistant's turn."""
@@ -119,29 +121,18 @@ class TextCodec:
         return end or ""
 
     def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
-        """Returns the text of a conversation and of the start of the assistant's turn.
-
-        Raises:
-            ValueError: If the template cannot render the messages.
-        """
+        """Returns the text of a conversation and of the start of the assistant's turn."""
         return self._template.render(messages)
 
     def encode_reply(
         self, messages: Sequence[dict[str, Any]], turn_ids: Sequence[int]
     ) -> list[int]:
-        """Returns the token IDs of a reply to the assistant's turn.
+        """Returns the token IDs of messages after the assistant's turn, and of its next turn's start.
 
-        They include the start of the next assistant turn. The chat template renders an artificial
-        conversation that ends with the given messages, and the text after the assistant's
-        message is used. The tokens of the turn itself stay as the model generated them. The
-        end-of-turn token that the template writes is omitted if the model has generated it.
-
-        Args:
-            messages: Chat messages that follow the assistant's turn.
-            turn_ids: Tokens of the assistant's turn.
-
-        Raises:
-            ValueError: If the template cannot render the messages.
+        The chat template renders an artificial conversation that ends with the given messages, and
+        the text after the assistant's message is used. The tokens of the turn itself stay as the
+        model generated them. The end-of-turn token that the template writes is omitted if the model
+        has generated it.
         """
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
         _, mark, reply = self._template.render([*before, *messages]).rpartition(_TURN)
@@ -158,10 +149,7 @@ class TextCodec:
     def encode_observation(self, text: str, *, has_special_tokens: bool) -> list[int]:
         """Returns the token IDs of text that an environment inserts.
 
-        Args:
-            text: The observation.
-            has_special_tokens: Whether special tokens in the text are encoded as such. Otherwise
-                they are encoded as plain text.
+        Without ``has_special_tokens``, the spelling of a special token is plain text.
         """
         if has_special_tokens:
             return self.encode_continuation(text)

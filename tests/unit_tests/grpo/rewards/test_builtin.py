@@ -15,6 +15,8 @@ from torchtitan.grpo.rewards.builtin import (
 
 def test_exact_match_ignores_white_space_around_the_answer():
     assert exact_match(["q"] * 3, [" 42\n", "42.", "4"], answer=["42", "42", 4]) == [1.0, 0.0, 1.0]
+    conversational = [{"role": "assistant", "content": "42"}]
+    assert exact_match(["q"], [conversational], answer=["42"]) == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -23,9 +25,6 @@ def test_exact_match_ignores_white_space_around_the_answer():
 )
 def test_partial_match_counts_equal_positions_over_the_longer_length(completion, expected):
     assert partial_match(["q"], [completion], answer=["4321"]) == [pytest.approx(expected)]
-
-
-def test_partial_match_of_two_empty_texts_is_one():
     assert partial_match(["q"], [""], answer=[""]) == [1.0]
 
 
@@ -44,44 +43,6 @@ def test_partial_match_of_two_empty_texts_is_one():
 )
 def test_boxed_math_compares_final_answers_as_mathematics(completion, answer, expected):
     assert boxed_math(["q"], [completion], answer=[answer]) == [expected]
-
-
-@pytest.mark.parametrize(
-    ("given", "answer", "expected"),
-    [
-        ("34", "3,4", 0.0),
-        ("3,4", "34", 0.0),
-        ("(1,23)", "(12,3)", 0.0),
-        ("05", "0,5", 0.0),
-        ("0,5", "05", 0.0),
-        ("0.5", "0,5", 0.0),
-        ("1,23", "123", 0.0),
-        ("(1,234)", "1234", 0.0),
-        ("(1,234)", "(1234)", 0.0),
-        ("1234", "(1,234)", 0.0),
-        ("[1,234]", "[1234]", 0.0),
-        (r"\{1,234\}", r"\{1234\}", 0.0),
-        ("1,2,3", "123", 0.0),
-        ("235", r"1\,234", 0.0),
-        ("1,234", "1234", 1.0),
-        ("1234", "1,234", 1.0),
-        ("-1,234", "-1234", 1.0),
-        ("12,345,678.9", "12345678.9", 1.0),
-        ("1,234.50", "1234.5", 1.0),
-        ("1{,}234", "1234", 1.0),
-        (r"1\,234", "1,234", 1.0),
-        (r"10,\!000", "10000", 1.0),
-        (r"\$1,234", "1234", 1.0),
-        ("1,234%", "1234%", 1.0),
-        (r"\frac{1,000}{3}", r"\frac{1000}{3}", 1.0),
-        ("x=1,234", "x=1234", 1.0),
-        ("(1,234)", "(1, 234)", 1.0),
-        ("(1,234, 5)", "(1234, 5)", 1.0),
-        ("3,4", "3, 4", 1.0),
-    ],
-)
-def test_boxed_math_ignores_thousands_separators_and_no_other_comma(given, answer, expected):
-    assert boxed_math(["q"], [rf"\boxed{{{given}}}"], answer=[answer]) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -121,8 +82,3 @@ def test_final_answer_keeps_nested_braces():
 )
 def test_think_answer_tags_wants_the_whole_form(completion, expected):
     assert think_answer_tags(["q"], [completion]) == [expected]
-
-
-def test_conversational_completions_are_read_too():
-    completion = [{"role": "assistant", "content": "42"}]
-    assert exact_match(["q"], [completion], answer=["42"]) == [1.0]

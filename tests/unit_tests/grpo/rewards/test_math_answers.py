@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from torchtitan.grpo.rewards import math_answers
+from torchtitan.grpo.rewards.answer_text import without_thousands_separators
 from torchtitan.grpo.rewards.builtin import boxed_math
 
 # For each kind, pairs that are the same answer, and pairs that are not. The first is the expected one.
@@ -200,10 +201,29 @@ def test_boxed_math_tells_the_same_answer_from_another(gold, given, score):
     assert boxed_math(["q"], [f"so \\boxed{{{given}}}"], answer=[gold]) == [score]
 
 
-def test_each_kind_has_at_least_five_pairs():
-    for kind in SAME | OTHER:
-        assert len(SAME[kind]) + len(OTHER[kind]) >= 10, kind
-    assert len(PAIRS) > 150
+# Numbers with and without their thousands separators.
+SEPARATED = [
+    ("1,234", "1234"), ("1 234", "1234"), ("-1,234", "-1234"), ("12,345,678.9", "12345678.9"), ("100,200,300", "100200300"), ("1,050", "1050"),
+    (r"\$1,234", r"\$1234"), ("1,234%", "1234%"), ("x=1,234", "x=1234"), ("9,999.", "9999."), ("1,234, 5,678", "1234, 5678"),
+    (r"\frac{1,000}{3,000}", r"\frac{1000}{3000}"), ("2^{1,234}", "2^{1234}"), (r"\sqrt[3]{1,000}", r"\sqrt[3]{1000}"),
+    ("1{,}234", "1234"), ("12{,}345{,}678", "12345678"), (r"1\,234\,567", "1234567"), (r"10,\!000", "10000"), (r"10\ 000", "10000"),
+    ("10~000", "10000"), ("1\u202f234", "1234"), (r"(1\,234)", "(1234)"), ("(1{,}234)", "(1234)"),
+    # Elements are told apart by something else than the bare comma.
+    ("(1,234, 5)", "(1234, 5)"), ("[1,234; 5,678)", "[1234; 5678)"), (r"\{1,000, 2,000\}", r"\{1000, 2000\}"),
+]  # fmt: skip
+OTHER_COMMAS = [
+    "3,4", "0,5", "1,23", "1,2345", "1,2,3", "1,234,56", "1234,567", "12,34,567", "0,500", "01,234", "000,000", "1.234,5", "1.234,567",
+    ".123,456", "1,234.567,8", "1,234,-5", "1,234.56,-5", "-5,1,234", "1,234,x", "x,1,234", "x_1,234", "x^2,345", "x1,234", "(1,234)",
+    "[1,234]", "(1,234]", "{1,234}", r"\{1,234\}", "(12,345,678)", r"\left(1,234\right)", "f(1,234)", "((1,234), 5)", "(1, (2,345))",
+    "(1,234", r"1\,23", r"1{,}23", r"1,234\,567", "4 5", "1 23", "12 3456", "", "no number",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [*SEPARATED, *((text, text) for text in OTHER_COMMAS)]
+)
+def test_thousands_separators_go_and_other_commas_stay(text, expected):
+    assert without_thousands_separators(text) == expected
 
 
 FORMS = ["\\boxed{5}", "\\boxed {5}", "\\boxed\n{5}", "\\boxed 5", "\\fbox{5}", "$\\boxed{5}$", "**\\boxed{5}**", "\\boxed{\\boxed{5}}",

@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
+import os.path
 from pathlib import Path
 
 import pytest
@@ -15,18 +16,9 @@ from torchtitan.grpo.rewards.reward_loading import (
 )
 
 
-def test_bare_name_is_a_builtin():
+def test_a_function_is_found_by_its_name_its_module_or_its_file(tmp_path: Path):
     assert load_function("exact_match") is exact_match
-
-
-@pytest.mark.parametrize("path", ["os.path:join", "os.path.join"])
-def test_dotted_path_is_imported(path: str):
-    import os.path
-
-    assert load_function(path) is os.path.join
-
-
-def test_file_is_run(tmp_path: Path):
+    assert load_function("os.path:join") is load_function("os.path.join") is os.path.join
     file = tmp_path / "mine.py"
     file.write_text("def reward(prompts, completions, **kw):\n    return [0.5] * len(prompts)\n")
     assert load_function(f"{file}:reward")(["a"], ["b"]) == [0.5]
@@ -49,17 +41,14 @@ def test_path_that_cannot_be_loaded_is_refused_by_name(path: str, message: str):
     assert repr(path) in str(caught.value)
 
 
-def test_file_that_fails_while_it_runs_is_refused_with_its_error(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [("1 / 0\n", "ZeroDivisionError: division by zero"), ("def reward(:\n", "SyntaxError")],
+)
+def test_a_file_that_cannot_be_run_is_refused_with_its_error(tmp_path: Path, source, error):
     file = tmp_path / "broken.py"
-    file.write_text("1 / 0\n")
-    with pytest.raises(ValueError, match="ZeroDivisionError: division by zero"):
-        load_function(f"{file}:reward")
-
-
-def test_file_with_a_syntax_error_is_refused_with_its_error(tmp_path: Path):
-    file = tmp_path / "broken.py"
-    file.write_text("def reward(:\n")
-    with pytest.raises(ValueError, match="SyntaxError"):
+    file.write_text(source)
+    with pytest.raises(ValueError, match=error):
         load_function(f"{file}:reward")
 
 

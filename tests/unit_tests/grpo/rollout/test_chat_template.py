@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from torchtitan.grpo.rollout import template_process
+from torchtitan.grpo.rollout import chat_template
 from torchtitan.grpo.rollout.chat_template import LeftOut
-from torchtitan.grpo.rollout.environments.conversation import Conversation
+from torchtitan.grpo.rollout.environments.episode import Conversation
 from torchtitan.grpo.rollout.model_match import prompt_notes
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 
@@ -163,8 +163,8 @@ LIMITS = {
 
 @pytest.mark.parametrize("name", LIMITS)
 def test_a_template_is_ended_at_a_limit_and_the_next_one_is_rendered(make, name, monkeypatch):
-    monkeypatch.setattr(template_process, "_CPU_SECONDS", 0.5)
-    monkeypatch.setattr(template_process, "_MEMORY_BYTES", 2**27)
+    monkeypatch.setattr(chat_template, "_CPU_SECONDS", 0.5)
+    monkeypatch.setattr(chat_template, "_MEMORY_BYTES", 2**27)
     template, limit = LIMITS[name]
     with pytest.raises(ValueError, match=rf"chat template of .* more than .* {limit} to render"):
         make(ALL + template).encode_chat([USER])
@@ -180,7 +180,7 @@ def test_macros_without_end_are_refused(make):
 def test_a_child_that_somebody_else_ends_is_started_again(make):
     codec = make(ALL)
     assert codec.render_chat([USER]) == "<user>2 + 3?<end>"
-    child = template_process.template_process()._child
+    child = chat_template.template_process()._child
     assert child is not None
     child.kill()
     child.wait(10)

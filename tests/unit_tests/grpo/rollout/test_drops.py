@@ -14,7 +14,7 @@ from torchtitan.grpo.observe.step_line import dropped
 from torchtitan.grpo.rollout.announcer import Announcer
 from torchtitan.grpo.rollout.drops import DropLog, kind_of_request, run_summary
 from torchtitan.grpo.rollout.rollout_metrics import _NAMES_OF_CLOSED
-from torchtitan.grpo.workers.failures import CallFailed
+from torchtitan.grpo.workers.owner import CallFailed
 
 
 def test_thousands_of_one_kind_are_announced_once() -> None:

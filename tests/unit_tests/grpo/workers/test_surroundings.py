@@ -12,7 +12,7 @@ import pytest
 
 from torchtitan.grpo.rewards.scoring_pool import RewardPool, ScoringFailed
 from torchtitan.grpo.types import Prompt
-from torchtitan.grpo.workers.surroundings import Surroundings
+from torchtitan.grpo.workers.process import Surroundings
 
 FUNCTIONS = """
 import os
@@ -55,24 +55,13 @@ def run_with_pool(
     asyncio.run(run())
 
 
-def test_workers_see_paths_but_no_keys(functions: str, monkeypatch):
+def test_workers_see_paths_and_no_keys_but_those_that_are_named(functions: str, monkeypatch):
     for name in SECRETS:
         monkeypatch.setenv(name, "secret")
 
     async def body(pool: RewardPool) -> None:
-        assert await pool.score(PROMPT, SECRETS, [[1]] * 4) == [[0.0] * 4]
-        assert await pool.score(PROMPT, ["PATH"], [[1]]) == [[1.0]]
-
-    run_with_pool(f"{functions}:is_set", Surroundings(), body)
-
-
-def test_variables_that_are_named_are_passed(functions: str, monkeypatch):
-    for name in SECRETS:
-        monkeypatch.setenv(name, "secret")
-
-    async def body(pool: RewardPool) -> None:
-        scores = await pool.score(PROMPT, SECRETS, [[1]] * 4)
-        assert scores == [[1.0, 0.0, 1.0, 0.0]]
+        scores = await pool.score(PROMPT, [*SECRETS, "PATH"], [[1]] * 5)
+        assert scores == [[1.0, 0.0, 1.0, 0.0, 1.0]]
 
     run_with_pool(f"{functions}:is_set", Surroundings(("WANDB_API_KEY", "AWS_*")), body)
 

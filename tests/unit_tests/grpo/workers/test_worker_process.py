@@ -14,10 +14,11 @@ import msgspec
 import psutil
 import pytest
 
-from torchtitan.grpo.workers.frames import NotPlainData, Refused
-from torchtitan.grpo.workers.worker_owner import LoadFailed, WorkerOwner, WorkerProgram
-from torchtitan.grpo.workers.worker_process import (
+from torchtitan.grpo.workers.channel import NotPlainData, Refused
+from torchtitan.grpo.workers.owner import CallFailed, WorkerOwner, WorkerProgram
+from torchtitan.grpo.workers.process import (
     ChannelBroken,
+    Surroundings,
     WorkerKilled,
     WorkerLost,
     WorkerProcess,
@@ -26,8 +27,7 @@ from torchtitan.grpo.workers.worker_process import (
 TOY_WORKER = """
 import os, subprocess, time
 import msgspec
-from torchtitan.grpo.workers.frames import Refused
-from torchtitan.grpo.workers.worker_channel import WorkerChannel
+from torchtitan.grpo.workers.channel import Refused, WorkerChannel
 
 class Said(msgspec.Struct, tag=True):
     value: object
@@ -69,6 +69,10 @@ class Said(msgspec.Struct, tag=True):
     value: Any
 
 
+class Broken(RuntimeError):
+    """Ends the run."""
+
+
 Toy = WorkerProcess[Said | Refused]
 decode = msgspec.msgpack.Decoder(Said | Refused).decode
 
@@ -84,7 +88,7 @@ def run_with_process(body: Callable[[Toy], Awaitable[None]]) -> list[WorkerLost]
     reasons: list[WorkerLost] = []
 
     async def run() -> None:
-        process = WorkerProcess("toy_worker", decode, reasons.append)
+        process = WorkerProcess("toy_worker", decode, reasons.append, Surroundings())
         try:
             await process.start()
             assert await process.call(("say", "started")) == Said("started")
@@ -98,7 +102,8 @@ def run_with_process(body: Callable[[Toy], Awaitable[None]]) -> list[WorkerLost]
 
 
 def program(load: Any, timeout_seconds: float = 20.0) -> WorkerProgram[Said]:
-    return WorkerProgram("toy_worker", decode, load, "the toy", "toy.timeout", timeout_seconds)
+    limits = (timeout_seconds, "toy.timeout"), (3, "toy.limit")
+    return WorkerProgram("toy_worker", decode, load, "the toy", "toys failed", *limits, Broken)
 
 
 def has_ended(pid: int) -> bool:
@@ -250,6 +255,19 @@ def test_owner_hands_out_loaded_processes_and_kills_them_when_it_is_closed():
     asyncio.run(run())
 
 
+def test_only_failures_in_a_row_end_the_run():
+    owner = WorkerOwner(program(None))
+    for row in range(2):
+        if row:
+            owner.record_success()
+        for _ in range(2):
+            owner.record_failure(CallFailed("timeout", "too slow"))
+    with pytest.raises(Broken) as caught:
+        owner.record_failure(CallFailed("crash", "it ended"))
+    assert str(caught.value) == "3 toys failed (toy.limit = 3). The last reason: it ended"
+    assert dict(owner.failures) == {"timeout": 4, "crash": 1}
+
+
 @pytest.mark.parametrize(
     ("load", "timeout_seconds", "message"),
     [
@@ -261,7 +279,7 @@ def test_owner_hands_out_loaded_processes_and_kills_them_when_it_is_closed():
 def test_owner_reports_why_the_code_cannot_be_loaded(load, timeout_seconds, message):
     async def run() -> None:
         owner = WorkerOwner(program(load, timeout_seconds))
-        with pytest.raises(LoadFailed, match=message):
+        with pytest.raises(Broken, match=message):
             await owner.start()
 
     before = set(psutil.Process().children())

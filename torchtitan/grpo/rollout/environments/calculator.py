@@ -74,10 +74,6 @@ def calculate(expression: str) -> int:
     """Returns the value of an expression of integers, ``+ - *`` and parentheses.
 
     No code is executed: the expression is parsed, and its syntax tree is evaluated node by node.
-
-    Raises:
-        CannotCalculate: If the text is not such an expression, is too long, or contains or yields
-            a number that is too large.
     """
     if len(expression) > _MAX_CHARACTERS:
         raise CannotCalculate(f"more than {_MAX_CHARACTERS} characters")

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchtitan.grpo.rollout.environments.environment_messages import (
+from torchtitan.grpo.rollout.environments.environment_worker import (
     Close,
     CutOff,
     Done,
@@ -34,16 +34,9 @@ from torchtitan.grpo.rollout.environments.environment_messages import (
     decode_reply,
 )
 from torchtitan.grpo.types import Prompt
-from torchtitan.grpo.workers.failures import CallFailed, FailureCount
-from torchtitan.grpo.workers.frames import NotPlainData, Refused, not_passed
-from torchtitan.grpo.workers.surroundings import Surroundings
-from torchtitan.grpo.workers.worker_owner import (
-    OUTPUT_HINT,
-    LoadFailed,
-    WorkerOwner,
-    WorkerProgram,
-)
-from torchtitan.grpo.workers.worker_process import WorkerKilled, WorkerLost, WorkerProcess
+from torchtitan.grpo.workers.channel import NotPlainData, Refused, not_passed
+from torchtitan.grpo.workers.owner import OUTPUT_HINT, CallFailed, WorkerOwner, WorkerProgram
+from torchtitan.grpo.workers.process import Surroundings, WorkerKilled, WorkerLost, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +56,10 @@ class EnvironmentPool:
         factory: ``rollout.environment``.
         options: ``rollout.environment_options``.
         num_workers: ``rollout.environment_workers``.
-        timeout_seconds: ``rollout.environment_timeout_seconds``, the time limit of each call of
-            an environment's method. Loading may take ten times as long.
+        timeout_seconds: ``rollout.environment_timeout_seconds``, of each call of a method.
         max_consecutive_failures: ``rollout.max_consecutive_failures``.
-        on_failure: Called with the error of each episode that failed. By default, the first error
-            of each kind is logged.
-        surroundings: What the workers see and may use; see ``[workers]``.
+        on_failure: Called with the error of each episode that failed.
+        surroundings: Variables and limits of the workers.
 
     Attributes:
         stop_strings: Stop strings of the environments, known once the pool is started.
@@ -82,29 +73,31 @@ class EnvironmentPool:
         num_workers: int = 1,
         timeout_seconds: float = 30.0,
         max_consecutive_failures: int = 32,
-        on_failure: Callable[[CallFailed], None] | None = None,
+        on_failure: Callable[[CallFailed], object] = lambda failure: None,
         surroundings: Surroundings | None = None,
     ) -> None:
         self.stop_strings: list[str] = []
         self.timeout_seconds = timeout_seconds
-        self._failures = FailureCount(
-            max_consecutive_failures,
-            "rollout.max_consecutive_failures",
-            "episodes of rollout.environment in a row failed",
-            EnvironmentsFailing,
-            on_failure,
-        )
         self._owner = WorkerOwner(
             WorkerProgram(
                 module="torchtitan.grpo.rollout.environments.environment_worker",
                 decode_reply=decode_reply,
                 load=LoadEnvironment(factory, dict(options or {})),
                 subject=f"rollout.environment {factory!r}",
-                timeout_setting="rollout.environment_timeout_seconds",
-                timeout_seconds=timeout_seconds,
+                calls="episodes of rollout.environment in a row failed",
+                timeout_seconds=(timeout_seconds, "rollout.environment_timeout_seconds"),
+                max_consecutive_failures=(
+                    max_consecutive_failures,
+                    "rollout.max_consecutive_failures",
+                ),
+                error=EnvironmentsFailing,
+                on_failure=on_failure,
                 surroundings=surroundings or Surroundings(),
             )
         )
+        # They raise EnvironmentsFailing if too many episodes in a row have failed.
+        self.record_failure = self._owner.record_failure
+        self.record_success = self._owner.record_success
         self._num_workers = num_workers
         self._workers: set[_Worker] = set()
         self._starting = asyncio.Lock()
@@ -114,14 +107,10 @@ class EnvironmentPool:
     @property
     def failures(self) -> Counter[str]:
         """Number of episodes that failed, by cause."""
-        return self._failures.by_kind
+        return self._owner.failures
 
     async def start(self) -> None:
-        """Starts the first worker; the others are started when they are first needed.
-
-        Raises:
-            EnvironmentsFailing: If the environment cannot be loaded.
-        """
+        """Starts the first worker; the others are started when they are first needed."""
         await self._start_worker()
 
     async def open(self, prompt: Prompt) -> "RemoteEnvironment":
@@ -130,24 +119,11 @@ class EnvironmentPool:
         Raises:
             EnvironmentFailed: If ``reset`` raised or timed out.
             WorkerLost: If the episode's process has ended.
-            EnvironmentsFailing: If a new process is needed and cannot load the environment.
+            EnvironmentsFailing: If a new process cannot load the environment.
         """
-        worker = await self._worker()
-        remote = RemoteEnvironment(self, worker, next(self._counter))
+        remote = RemoteEnvironment(self, await self._worker(), next(self._counter))
         await remote.reset(prompt)
         return remote
-
-    def record_failure(self, error: EnvironmentFailed) -> None:
-        """Counts an episode that failed.
-
-        Raises:
-            EnvironmentsFailing: If ``rollout.max_consecutive_failures`` episodes in a row have failed.
-        """
-        self._failures.record(error)
-
-    def record_success(self) -> None:
-        """Counts an episode that ended without a failure."""
-        self._failures.record_success()
 
     async def close(self) -> None:
         """Kills the worker processes. This method is idempotent."""
@@ -167,12 +143,8 @@ class EnvironmentPool:
 
     async def _start_worker(self) -> "_Worker":
         worker = _Worker()
-        try:
-            process, reply = await self._owner.start(worker.ended)
-        except LoadFailed as error:
-            raise EnvironmentsFailing(str(error)) from error
+        worker.process, reply = await self._owner.start(worker.ended)
         assert isinstance(reply, EnvironmentLoaded), f"unexpected reply {reply!r}"
-        worker.process = process
         self.stop_strings = reply.stop_strings
         self._workers = {w for w in self._workers if not w.process.is_lost} | {worker}
         return worker
@@ -185,7 +157,7 @@ class EnvironmentPool:
 
 
 class RemoteEnvironment:
-    """Runs an episode in a worker process; see ``protocol.Environment``.
+    """An episode in a worker process; see ``protocol.Environment``.
 
     :meth:`reset`, :meth:`step` and :meth:`cut_off` raise EnvironmentFailed if the environment's
     method raised or timed out, and WorkerLost if the process has ended.
@@ -199,21 +171,24 @@ class RemoteEnvironment:
     async def reset(self, prompt: Prompt) -> None:
         """Makes the environment and begins its episode."""
         ids = prompt.token_ids.tolist()
-        request = Reset(self._episode, prompt.group_id, prompt.text, ids, prompt.columns)
         try:
-            await self._ask(request, "reset")
+            await self._ask(
+                Reset(self._episode, prompt.group_id, prompt.text, ids, prompt.columns), "reset"
+            )
+        except NotPlainData as error:
+            self.close()
+            message = not_passed(prompt, prompt.columns, "the environment", error)
+            raise EnvironmentFailed("column", message) from error
         except BaseException:
             self.close()
             raise
 
     async def step(self, text: str, token_ids: list[int]) -> Observed:
-        """Returns what the environment observes after a turn."""
         reply = await self._ask(Step(self._episode, text, token_ids), "step")
         assert isinstance(reply, Observed), f"unexpected reply {reply!r}"
         return reply
 
     async def cut_off(self) -> float | None:
-        """Returns the last reward of an episode that the environment did not end."""
         reply = await self._ask(CutOff(self._episode), "cut_off")
         assert isinstance(reply, Done), f"unexpected reply {reply!r}"
         return reply.reward
@@ -245,12 +220,6 @@ class RemoteEnvironment:
                 f"The environment's {method} took longer than "
                 f"rollout.environment_timeout_seconds = {seconds:g}.",
             ) from error
-        except NotPlainData as error:
-            assert isinstance(request, Reset), "only the first request holds what the user wrote"
-            message = not_passed(
-                request.index, request.text, request.columns, "the environment", error
-            )
-            raise EnvironmentFailed("column", message) from error
         if isinstance(reply, Refused):
             raise EnvironmentFailed(reply.kind, f"The environment's {method}: {reply.message}")
         return reply

@@ -8,41 +8,99 @@ abandons the episode, and the hanging thread ends with this process.
 """
 
 import asyncio
+import inspect
 import math
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from torchtitan.grpo.functions import describe_error
-from torchtitan.grpo.rollout.environments.environment_loading import (
-    check_environment,
-    load_factory,
-)
-from torchtitan.grpo.rollout.environments.environment_messages import (
-    Close,
-    CutOff,
-    Done,
-    EnvironmentLoaded,
-    EpisodeRequest,
-    LoadEnvironment,
-    Observed,
-    Reply,
-    Request,
-    Reset,
-    Step,
-    decode_request,
-)
+from torchtitan.grpo.functions import describe_error, load_function
 from torchtitan.grpo.rollout.environments.protocol import Observation
 from torchtitan.grpo.types import Prompt
-from torchtitan.grpo.workers.frames import NotPlainData, Refused, refused
-from torchtitan.grpo.workers.worker_channel import WorkerChannel
+from torchtitan.grpo.workers.channel import NotPlainData, Refused, WorkerChannel, refused
 
 # A longer text must be a mistake, because it would exceed any context many times over.
 _MAX_CHARACTERS = 4_000_000
+
+_WHAT = "rollout.environment: environment"
+_MODULE = "torchtitan.grpo.rollout.environments"
+BUILTIN = {
+    "calculator": f"{_MODULE}.calculator:Calculator",
+    "verifiers": f"{_MODULE}.verifiers:VerifiersEnvironment",
+}
+
+
+class LoadEnvironment(msgspec.Struct, tag=True):
+    """Has the worker find the factory and check one environment. This is the first request."""
+
+    factory: str
+    options: dict[str, Any]
+
+
+class Reset(msgspec.Struct, tag=True):
+    """Has the worker make an environment and begin its episode."""
+
+    episode: int
+    index: int
+    text: Any
+    token_ids: list[int]
+    columns: dict[str, Any]
+
+
+class Step(msgspec.Struct, tag=True):
+    """Has the environment read a turn of the model."""
+
+    episode: int
+    text: str
+    token_ids: list[int]
+
+
+class CutOff(msgspec.Struct, tag=True):
+    """Ends an episode that the environment itself has not ended."""
+
+    episode: int
+
+
+class Close(msgspec.Struct, tag=True):
+    """Releases the environment. This is the last request of an episode."""
+
+    episode: int
+
+
+class EnvironmentLoaded(msgspec.Struct, tag=True):
+    """Reply to :class:`LoadEnvironment`."""
+
+    stop_strings: list[str]
+
+
+class Done(msgspec.Struct, tag=True):
+    """Reply to :class:`Reset`, :class:`CutOff` and :class:`Close`."""
+
+    reward: float | None = None
+
+
+class Observed(msgspec.Struct, tag=True):
+    """Reply to :class:`Step`; see ``protocol.Observation``."""
+
+    text: str | None
+    token_ids: list[int] | None
+    messages: list[dict[str, Any]] | None
+    is_done: bool
+    reward: float | None
+    has_special_tokens: bool
+
+
+EpisodeRequest = Reset | Step | CutOff | Close
+Request = LoadEnvironment | EpisodeRequest
+Reply = EnvironmentLoaded | Done | Observed
+
+decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_reply = msgspec.msgpack.Decoder(Reply | Refused).decode
 
 
 class BadObservation(Exception):
@@ -50,10 +108,7 @@ class BadObservation(Exception):
 
 
 class _EpisodeThread:
-    """Runs one episode on a thread of its own.
-
-    Requests arrive one at a time and are answered in order.
-    """
+    """Runs one episode on its own thread. Requests arrive one at a time, and are answered in order."""
 
     def __init__(
         self, episode: int, factory: Callable[[], Any], channel: WorkerChannel[Request]
@@ -63,8 +118,7 @@ class _EpisodeThread:
         self._loop = asyncio.new_event_loop()
         self._requests: asyncio.Queue[tuple[int, EpisodeRequest]] = asyncio.Queue()
         name = f"environment-{episode}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def put(self, call: int, request: EpisodeRequest) -> None:
         """Passes a request to the episode's thread, which answers it."""
@@ -81,7 +135,7 @@ class _EpisodeThread:
             try:
                 self._channel.reply(call, reply)
             except NotPlainData as error:
-                self._channel.reply(call, _refused("bad observation", error))
+                self._channel.reply(call, refused("bad observation", describe_error(error)))
             if isinstance(request, Close):
                 return
 
@@ -89,11 +143,13 @@ class _EpisodeThread:
         try:
             match request:
                 case Reset():
+                    ids = np.array(request.token_ids, np.int32)
                     self._environment = self._factory()
-                    await self._environment.reset(_prompt(request))
+                    await self._environment.reset(
+                        Prompt(request.index, request.text, ids, request.columns)
+                    )
                 case Step():
-                    observation = await self._environment.step(request.text, request.token_ids)
-                    return _observed(observation)
+                    return _observed(await self._environment.step(request.text, request.token_ids))
                 case CutOff():
                     cut_off = getattr(self._environment, "cut_off", None)
                     reward = await cut_off() if cut_off is not None else None
@@ -102,10 +158,10 @@ class _EpisodeThread:
                     if self._environment is not None:
                         await self._environment.close()
         except BadObservation as error:
-            return _refused("bad observation", error)
+            return refused("bad observation", describe_error(error))
         except BaseException as error:  # the user's environment may raise anything
             traceback.print_exc(file=sys.stderr)
-            return _refused(f"raised {type(error).__name__}", error)
+            return refused(f"raised {type(error).__name__}", describe_error(error))
         return Done()
 
 
@@ -131,27 +187,47 @@ def _load(
     call: int, request: LoadEnvironment, channel: WorkerChannel[Request]
 ) -> Callable[[], Any] | None:
     try:
-        factory = load_factory(request.factory, request.options)
-        stop_strings = check_environment(factory(), request.factory)
+        factory = _find_factory(request.factory, request.options)
+        stop_strings = _check_environment(factory(), request.factory)
+    except ValueError as error:  # its text says what to do
+        channel.reply(call, refused("load", describe_error(error).partition(": ")[2]))
+        return None
     except Exception as error:  # the user's factory may raise anything
-        if not isinstance(error, ValueError):
-            traceback.print_exc(file=sys.stderr)
-        text = describe_error(error)
-        if isinstance(error, ValueError):  # its text says what to do
-            text = text.removeprefix(f"{type(error).__name__}: ")
-        channel.reply(call, refused("load", text))
+        traceback.print_exc(file=sys.stderr)
+        channel.reply(call, refused("load", describe_error(error)))
         return None
     channel.reply(call, EnvironmentLoaded(stop_strings))
     return factory
 
 
-def _refused(kind: str, error: BaseException) -> Refused:
-    return refused(kind, describe_error(error))
+def _find_factory(path: str, options: Mapping[str, Any]) -> Callable[[], Any]:
+    """Finds an environment's class, or a function that makes one, and checks its arguments."""
+    factory = load_function(BUILTIN.get(path, path), _WHAT, BUILTIN)
+    try:
+        inspect.signature(factory).bind(**options)
+    except ValueError:  # some callables that are written in C have no signature
+        pass
+    except TypeError as error:
+        raise ValueError(
+            f"{_WHAT} {path!r} does not take rollout.environment_options = {dict(options)}: {error}."
+        ) from error
+    return lambda: factory(**options)
 
 
-def _prompt(request: Reset) -> Prompt:
-    ids = np.array(request.token_ids, np.int32)
-    return Prompt(request.index, request.text, ids, request.columns)
+def _check_environment(environment: Any, path: str) -> list[str]:
+    """Checks an object that a factory has made, and returns its stop strings."""
+    for name in ("reset", "step", "close"):
+        if not inspect.iscoroutinefunction(getattr(environment, name, None)):
+            raise ValueError(
+                f"{_WHAT} {path!r} must make objects with async methods reset, step and close, "
+                f"got a {type(environment).__name__} whose {name} is not an async method."
+            )
+    stop_strings = getattr(environment, "stop_strings", ())
+    if isinstance(stop_strings, str) or not all(isinstance(s, str) and s for s in stop_strings):
+        raise ValueError(
+            f"{_WHAT} {path!r}: stop_strings must be a list of strings, got {stop_strings!r}."
+        )
+    return list(stop_strings)
 
 
 def _observed(observation: Any) -> Observed:

@@ -3,31 +3,43 @@
 
 """Runs one completion with its environment, which can be replaced during the completion.
 
-The completion's tokens determine the state of an episode (see `turns`). After its process was lost,
-or after a resume, a new environment gets the same turns. The new environment must then make the same
-observations that follow these turns in the completion. Otherwise, the completion starts again.
+The completion's tokens determine the state of an episode: the model writes ``3 * 4 =``, the
+environment ``1 2``, the model ``. <eos>``::
+
+    token_ids   3 * 4 = 1 2 . <eos>
+    sampled     1 1 1 1 0 0 1 1
+    turns       [3 * 4 =] observed [1 2], [. <eos>]
+
+A turn ends with each stop token, because no server generates past one, and before each token that was
+not sampled. After its process was lost, or after a resume, a new environment gets the same turns. It
+must then make the same observations that follow these turns in the completion. Otherwise, the
+completion starts again.
+
+A chat template may write earlier turns differently from the model, for example without their thinking
+(``rollout.earlier_turns``). The context of the next turn is then not a continuation of the tokens so
+far, and it begins a new training row, so that the model is trained on each turn with the context with
+which the server generated it.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from torchtitan.grpo.rollout.chat_template import LeftOut
-from torchtitan.grpo.rollout.environments.conversation import Conversation, Shown
-from torchtitan.grpo.rollout.environments.environment_messages import Observed
 from torchtitan.grpo.rollout.environments.environment_pool import (
     EnvironmentFailed,
     EnvironmentPool,
     RemoteEnvironment,
 )
-from torchtitan.grpo.rollout.environments.turns import Turn, observed, turns_of
+from torchtitan.grpo.rollout.environments.environment_worker import Observed
 from torchtitan.grpo.rollout.joining import joined
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.types import Generation, Prompt
-from torchtitan.grpo.workers.worker_process import WorkerLost
-
-__all__ = ["EnvironmentFailed", "Episode", "Episodes", "Followed"]
+from torchtitan.grpo.types import Generation, Prompt, VersionSegment
+from torchtitan.grpo.workers.process import WorkerLost
 
 # If the processes of an episode end more often than this, the episode is assumed to be the cause.
 _MAX_LOST = 2
@@ -35,14 +47,61 @@ _MAX_RESTARTS = 1
 
 
 @dataclass(frozen=True)
-class Followed:
-    """State of a completion after the environment has read a turn.
+class Shown:
+    """The tokens that the model sees after its turn.
 
-    Attributes:
-        generation: The completion with the observation appended; ``None`` if the completion must
-            start again from the prompt.
-        is_over: Whether the completion has ended.
+    They follow the turn, or with ``begins_row`` they are the whole context of the next turn.
     """
+
+    token_ids: list[int]
+    begins_row: bool = False
+
+
+class Conversation:
+    """The messages of one episode, and the text of the row that is being written."""
+
+    def __init__(self, codec: TextCodec, messages: Sequence[dict[str, Any]]) -> None:
+        self._codec = codec
+        self._messages = list(messages)
+        self._row: str | None = None  # rendered when first needed, which may take seconds
+        self._unfinished = ""  # beginning of the assistant's message that later turns continue
+
+    def insert(self, turn_ids: Sequence[int], text: str, inserted: Sequence[int]) -> None:
+        """Adds a turn of the model, and what an environment inserted after it; the message continues."""
+        row = self._codec.render_chat(self._messages) if self._row is None else self._row
+        self._row = row + self._codec.decode_exactly([*turn_ids, *inserted])
+        self._unfinished += text + self._codec.decode_exactly(inserted)
+
+    def reply(
+        self, turn_ids: Sequence[int], text: str, messages: Sequence[dict[str, Any]]
+    ) -> Shown:
+        """Adds a turn of the model and the messages after it.
+
+        If the template continues the text so far, the tokens that the model wrote are kept, and only
+        the added text is tokenized. Otherwise, the whole context of the next turn is tokenized.
+        """
+        codec = self._codec
+        row = codec.render_chat(self._messages) if self._row is None else self._row
+        row += codec.decode_exactly(turn_ids)
+        content, self._unfinished = self._unfinished + text, ""
+        self._messages += [{"role": "assistant", "content": content}, *messages]
+        self._row = rendered = codec.render_chat(self._messages)
+        if rendered.startswith(row):
+            return Shown(codec.encode_continuation(rendered[len(row) :]))
+        return Shown(codec.encode_continuation(rendered), begins_row=True)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The tokens of one turn and of the observation after it; the last turn may have none yet."""
+
+    token_ids: list[int]
+    observed: list[int]
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A completion after the environment has read a turn; ``None`` must start again from the prompt."""
 
     generation: Generation | None
     is_over: bool
@@ -59,10 +118,9 @@ class Episodes:
         pool: Pool in which the environments run.
         codec: The model's tokenizer.
         max_turns: ``rollout.max_turns``.
-        templated: Whether the chat template determines what the model sees of its earlier turns
-            (``rollout.earlier_turns``).
+        templated: Whether the chat template may rewrite earlier turns (``rollout.earlier_turns``).
         stop_token_ids: Token ids that end a turn.
-        vocab_size: Size of the model's vocabulary, which bounds the token ids of observations.
+        vocab_size: Of the model; it bounds the token ids of observations.
     """
 
     def __init__(
@@ -156,9 +214,7 @@ class Episode:
         was_cut = whole.finish_reason == "length"
         longer = replace(whole, finish_reason="length")
         if shown.token_ids:
-            version = whole.segments[-1].version
-            part = observed(shown.token_ids, version, begins_row=shown.begins_row)
-            longer = joined(whole, part)
+            longer = joined(whole, _observed(shown, whole.segments[-1].version))
         # An observation is left out if no turn can follow it.
         if was_cut or len(turns) >= episodes.max_turns or room_behind(longer) <= 0:
             whole = _with_reward(whole, await self._cut_off(turns))
@@ -167,10 +223,7 @@ class Episode:
         return Followed(longer, is_over=False)
 
     async def _observe(self, turns: list[Turn]) -> tuple[Observed, Shown]:
-        """Makes the environment read all turns that it has not read yet.
-
-        Returns the environment's last observation, and what the model sees of it.
-        """
+        """Makes the environment read all turns that it has not read; returns the last observation."""
         while True:
             try:
                 remote = await self._opening
@@ -273,6 +326,37 @@ class Episode:
             raise error
         self._episodes.num_restarts += 1
         self._open_again()
+
+
+def turns_of(generation: Generation, stop_token_ids: Collection[int]) -> list[Turn]:
+    """Returns the turns of a completion; the last one may lack its stop token."""
+    ids = generation.token_ids.tolist()
+    sampled = [True] * len(ids) if generation.sampled is None else generation.sampled.tolist()
+    turns: list[Turn] = []
+    is_open = False
+    for token, is_sampled in zip(ids, sampled, strict=True):
+        if is_sampled:
+            if not is_open:
+                turns.append(Turn([], []))
+            turns[-1].token_ids.append(token)
+            is_open = token not in stop_token_ids
+        else:
+            turns[-1].observed.append(token)
+            is_open = False
+    return turns
+
+
+def _observed(shown: Shown, version: int) -> Generation:
+    """Returns an observation as a part of a completion that is not trained on."""
+    length = len(shown.token_ids)
+    return Generation(
+        token_ids=np.array(shown.token_ids, np.int32),
+        logprobs=np.zeros(length, np.float32),
+        finish_reason="length",
+        segments=(VersionSegment(version, 0, length),),
+        sampled=np.zeros(length, np.bool_),
+        new_rows=((0, length),) if shown.begins_row else (),
+    )
 
 
 def _with_reward(whole: Generation, reward: float | None) -> Generation:

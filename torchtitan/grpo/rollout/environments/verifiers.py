@@ -50,15 +50,7 @@ _T = TypeVar("_T")
 
 
 class VerifiersEnvironment(Environment):
-    """One rollout of an environment of the verifiers package.
-
-    Args:
-        env_id: Name of the environment, as ``verifiers.load_environment`` takes it.
-        arguments: Keyword arguments for the environment.
-
-    Raises:
-        ValueError: If the package is not installed or the environment is not supported.
-    """
+    """One rollout of an environment of the verifiers package, with the environment's arguments."""
 
     def __init__(self, env_id: str, **arguments: Any) -> None:
         self._home = _home(env_id, json.dumps(arguments, sort_keys=True, allow_nan=True))
@@ -86,10 +78,7 @@ class VerifiersEnvironment(Environment):
 
 
 class _Home:
-    """An environment and the one event loop on which all its rollouts run.
-
-    The environment may hold locks and connections, which belong to one event loop.
-    """
+    """An environment and the one event loop to which its locks and connections belong."""
 
     def __init__(self, env_id: str, arguments: dict[str, Any]) -> None:
         self.environment = _load(env_id, arguments)

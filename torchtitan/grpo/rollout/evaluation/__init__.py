@@ -4,11 +4,10 @@
 """Scores held-out prompts: during a run beside its rollouts, and without a run.
 
 `evaluator.py` has completions generated and scored, `spare_room.py` gives them the places that
-rollouts leave free, and `figures.py` and `pass_at_k.py` compute what is reported.
+rollouts leave free, and `figures.py` computes what is reported.
 """
 
-from torchtitan.grpo.rollout.evaluation.evaluator import Evaluator
-from torchtitan.grpo.rollout.evaluation.held_out import HeldOut
+from torchtitan.grpo.rollout.evaluation.evaluator import Evaluator, HeldOut
 from torchtitan.grpo.rollout.evaluation.spare_room import SpareRoom
 
 __all__ = ["Evaluator", "HeldOut", "SpareRoom"]

@@ -7,13 +7,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
+from torchtitan.grpo.config.evaluation import EvaluationSet
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rewards.scoring_pool import RewardPool, ScoringFailed
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments import EnvironmentFailed
 from torchtitan.grpo.rollout.evaluation.figures import summarize_set
-from torchtitan.grpo.rollout.evaluation.held_out import HeldOut
 from torchtitan.grpo.rollout.evaluation.spare_room import SpareRoom
 from torchtitan.grpo.rollout.results import (
     EvaluatedCompletion,
@@ -23,6 +24,7 @@ from torchtitan.grpo.rollout.results import (
 from torchtitan.grpo.rollout.scoring import environment_columns, prompt_text, read_ids
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
 from torchtitan.grpo.types import Generation, Prompt
 
 logger = logging.getLogger(__name__)
@@ -32,16 +34,25 @@ _RETRY_SECONDS = 0.2
 _Scoring = asyncio.Task[EvaluatedPrompt | None]
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """One opened set of held-out prompts.
+
+    ``function`` is the position of its reward function in the pool, and ``writer`` generates its
+    completions.
+    """
+
+    name: str
+    settings: EvaluationSet
+    prompts: Sequence[Prompt]
+    function: int
+    writer: TrajectoryWriter
+
+
 class Evaluator:
     """Evaluates fixed sets of prompts whenever it is called, once at a time.
 
-    Args:
-        sets: The sets, at least one. Their writers must take their places from ``room``.
-        dispatcher: The servers.
-        room: Gives completions the places that rollouts leave free.
-        pool: Runs the reward functions.
-        codec: Tokenizer of the model.
-        drops: Counts and announces completions that get no score.
+    The writers of the sets must take their places from ``room``.
     """
 
     def __init__(
@@ -53,11 +64,8 @@ class Evaluator:
         codec: TextCodec,
         drops: DropLog | None = None,
     ) -> None:
-        self._sets = sets
-        self._dispatcher, self._room = dispatcher, room
-        self._pool = pool
-        self._codec = codec
-        self._drops = drops or DropLog()
+        self._sets, self._dispatcher, self._room = sets, dispatcher, room
+        self._pool, self._codec, self._drops = pool, codec, drops or DropLog()
         self._has_changed = asyncio.Event()
         self._turn = asyncio.Lock()
         dispatcher.listeners.append(self._has_changed.set)
@@ -70,7 +78,7 @@ class Evaluator:
 
         Args:
             version: Oldest policy version that may generate a completion.
-            pinned: URLs of servers that alone generate them, as long as one of them is there.
+            pinned: URLs of the only servers that generate them, as long as one of them is there.
 
         Raises:
             RuntimeError: If no completion of a set received a score.

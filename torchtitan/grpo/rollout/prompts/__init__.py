@@ -3,16 +3,14 @@
 
 """Prompt sets as one endless, shuffled and resumable stream of tokenized prompts.
 
-In reading order: `prompt_set` (the rows of a table as prompts), `row_check` with `checked_rows`,
-`mixture` (several sets), `interleaving` and `epoch_order` (which set and row each index refers to),
-and `prompt_stream`.
+In reading order: `prompt_set` (the rows of a table as prompts), `row_check` (of a set, before training),
+`mixture` (several sets, and the set that each draw goes to), and `prompt_stream` (the row of each draw).
 """
 
-from torchtitan.grpo.rollout.prompts.checked_rows import CheckedRows
 from torchtitan.grpo.rollout.prompts.mixture import PromptMixture, open_mixture
-from torchtitan.grpo.rollout.prompts.prompt_set import PromptLimits, PromptSet, first_prompts
+from torchtitan.grpo.rollout.prompts.prompt_set import CheckedRows, PromptLimits, PromptSet
 from torchtitan.grpo.rollout.prompts.prompt_stream import PromptStream
-from torchtitan.grpo.rollout.prompts.row_check import check_rows
+from torchtitan.grpo.rollout.prompts.row_check import check_rows, first_prompts
 
 __all__ = [
     "CheckedRows",

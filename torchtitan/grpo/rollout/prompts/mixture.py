@@ -1,34 +1,92 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The sets that prompts are drawn from, and their proportions."""
+"""The sets that prompts are drawn from, and their proportions.
+
+The set of a draw is computed from the draw's number, by the divisor method of Sainte-Laguë, which
+apportions the seats of a parliament to parties. Draw ``c`` (counted from 0) of a set of weight ``w``
+has the key ``(2 c + 1) / w``. Draws are taken in the order of their keys, and among equal keys in the
+order of the sets. Invariants for K sets, where set ``i`` has the fraction ``s`` of the total weight,
+after ``p`` draws:
+
+- The set was drawn ``p s`` times, within ``1/2 + K s / 2``.
+- After each period, which is the sum of the weights reduced to the smallest integers, the count
+  is exact.
+- No draw depends on earlier draws. The counts after ``p`` draws are computed in K**2 steps, for
+  any ``p``.
+
+Example: weights 3 and 1 give the order A A B A, repeated forever.
+"""
 
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple
 
 from torchtitan.grpo.config import RolloutProcessConfig
-from torchtitan.grpo.rollout.prompts.interleaving import Interleaving
 from torchtitan.grpo.rollout.prompts.prompt_set import PromptSet
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 
 logger = logging.getLogger(__name__)
 
 
-class PromptMixture:
-    """Prompt sets with weights. A single set is a mixture of one.
+class Draw(NamedTuple):
+    """The set of a draw, and how many earlier draws went to that set."""
 
-    Args:
-        sets: At least one set.
-        weights: One positive number per set. An empty list weights the sets by their sizes, so
-            that all of them end their epochs together.
+    set: int
+    number: int
+
+
+class Interleaving:
+    """The order in which prompts are drawn from several sets.
+
+    The weights are positive and are read as they are written in decimal, so that 0.7 and 0.3 stand
+    in the ratio of exactly 7 to 3.
     """
 
+    def __init__(self, weights: Sequence[float]) -> None:
+        exact = [Fraction(str(weight)) for weight in weights]
+        scale = math.lcm(*(weight.denominator for weight in exact))
+        integers = [int(weight * scale) for weight in exact]
+        divisor = math.gcd(*integers)
+        self.weights = [weight // divisor for weight in integers]
+        self.period = sum(self.weights)
+        # Keys with a common denominator are integers, which compare exactly.
+        common = math.lcm(*self.weights)
+        self._steps = [common // weight for weight in self.weights]
+
+    def at(self, position: int) -> Draw:
+        """Returns the draw that follows the first ``position`` draws."""
+        counts = self.counts(position)
+        next_set = self._next_set(counts)
+        return Draw(next_set, counts[next_set])
+
+    def counts(self, position: int) -> list[int]:
+        """Returns how often each set is drawn from in the first ``position`` draws."""
+        # Between the last key taken and the first key not taken lies a T with
+        # |count - T w / 2| <= 1/2 for every set. The sum over the sets bounds T, and so gives a
+        # lower bound of each count, from which at most one draw per set is missing.
+        shift = 2 * position - len(self.weights)
+        counts = [
+            max(0, -((self.period - weight * shift) // (2 * self.period)))
+            for weight in self.weights
+        ]
+        for _ in range(position - sum(counts)):
+            counts[self._next_set(counts)] += 1
+        return counts
+
+    def _next_set(self, counts: list[int]) -> int:
+        keys = [(2 * count + 1) * step for count, step in zip(counts, self._steps, strict=True)]
+        return keys.index(min(keys))
+
+
+class PromptMixture:
+    """Prompt sets with weights. Without weights, all sets end their epochs together."""
+
     def __init__(self, sets: Sequence[PromptSet], weights: Sequence[float] = ()) -> None:
-        assert not weights or len(weights) == len(sets), (
-            f"{len(weights)} weights for {len(sets)} sets"
-        )
         self.sets = list(sets)
         self.interleaving = Interleaving(weights or [len(prompts) for prompts in sets])
 
@@ -50,24 +108,16 @@ class PromptMixture:
 
 
 def open_mixture(config: RolloutProcessConfig, codec: TextCodec) -> PromptMixture:
-    """Opens ``prompts.path``, or all of ``prompts.paths``.
-
-    Raises:
-        ValueError: If a set is missing, empty or unreadable, or lacks the prompt column.
-    """
+    """Opens ``prompts.path``, or all of ``prompts.paths``; a ValueError names what cannot be used."""
     settings = config.prompts
-    paths, key = (settings.paths, "prompts.paths") if settings.paths else (None, "prompts.path")
+    key = "prompts.paths" if settings.paths else "prompts.path"
+    sets = []
     with ExitStack() as stack:
-        sets = [
-            stack.enter_context(
-                closing(
-                    PromptSet.open(
-                        path, settings.split, config, codec, key, settings.name, set_name
-                    )
-                )
+        for path, set_name in _named(settings.paths) or [(settings.path, None)]:
+            prompts = PromptSet.open(
+                path, settings.split, config, codec, key, settings.name, set_name
             )
-            for path, set_name in (_named(paths) if paths else [(settings.path, None)])
-        ]
+            sets.append(stack.enter_context(closing(prompts)))
         mixture = PromptMixture(sets, settings.weights)
         stack.pop_all()
     for prompts, weight in zip(sets, mixture.interleaving.weights, strict=True):

@@ -5,14 +5,13 @@
 
 import re
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from torchtitan.grpo.config import Prompts, RolloutProcessConfig
-from torchtitan.grpo.rollout.prompts.checked_rows import CheckedRows
 from torchtitan.grpo.rollout.tables import RowError, Table, open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Prompt
@@ -34,7 +33,7 @@ class PromptLimits:
         max_tokens: Prompts with more tokens are left out.
         vocab_size: All token IDs must be below this number.
         source: Settings from which ``max_tokens`` follows, for messages.
-        remedy: What to change if prompts are too long, as a sentence for messages.
+        remedy: A sentence for messages about prompts that are too long.
     """
 
     max_tokens: int
@@ -51,6 +50,43 @@ class PromptLimits:
         return cls(max(1, min(wanted, config.seq_len - 1)), config.vocab_size)
 
 
+@dataclass(frozen=True)
+class CheckedRows:
+    """The findings of a check of a set's rows.
+
+    Attributes:
+        num_tokenized: Prompts that were tokenized, or have too many characters for that.
+        num_fitting: Those of them that are short enough.
+    """
+
+    num_rows: int
+    num_checked: int
+    num_tokenized: int
+    num_fitting: int
+    limits: PromptLimits
+
+    def describe(self) -> str:
+        """Returns how many rows were checked, and how many prompts fit, for one line."""
+        text = f"all {self.num_rows:,} rows checked"
+        if self.num_checked < self.num_rows:
+            text = (
+                f"{self.num_checked:,} of {self.num_rows:,} rows checked, and a bad one among the others "
+                "will be left out"
+            )
+        sampled = "" if self.num_tokenized == self.num_rows else " that were tokenized"
+        return f"{text}; {self.num_fitting:,} of {self.num_tokenized:,} prompts{sampled} fit"
+
+    def warning(self, key: str, path: str) -> str | None:
+        """Returns a warning if most prompts are too long."""
+        if 2 * self.num_fitting >= self.num_tokenized:
+            return None
+        return (
+            f"{key}: only {self.num_fitting:,} of {self.num_tokenized:,} prompts of {path} fit: at most "
+            f"{self.limits.max_tokens} tokens ({self.limits.source}) are taken. The others are left out. "
+            f"{self.limits.remedy}"
+        )
+
+
 class PromptSet:
     """Converts the rows of a table to prompts. Only one thread at a time may use it.
 
@@ -64,8 +100,8 @@ class PromptSet:
             such a column. ``None`` adds no column.
 
     Attributes:
-        checked: What the check of the rows has found; ``None`` before it.
-        too_long_reason: Which prompt is too long, as a sentence. Empty if none was so far.
+        checked: ``None`` before the check of the rows.
+        too_long_reason: A sentence on the first prompt that was too long; empty if none was so far.
     """
 
     def __init__(
@@ -77,11 +113,10 @@ class PromptSet:
         key: str,
         set_name: str | None = None,
     ) -> None:
-        self._table = table
-        self._settings = settings
-        self._codec = codec
-        self._limits = limits
-        self.key = key
+        self._table, self._settings, self._codec = table, settings, codec
+        self.path, self.num_bytes = table.path, table.num_bytes
+        self.where, self.close = table.where, table.close
+        self.limits, self.key = limits, key
         self._set_name = set_name
         self._token_ids: dict[int, np.ndarray] = {}
         self._too_long: set[int] = set()
@@ -100,11 +135,7 @@ class PromptSet:
         name: str | None = None,
         set_name: str | None = None,
     ) -> "PromptSet":
-        """Opens and checks the table at ``path``.
-
-        Raises:
-            ValueError: If the table is missing, empty or unreadable, or lacks the prompt column.
-        """
+        """Opens the table at ``path``; a ValueError says why it cannot be used."""
         settings = config.prompts
         table = open_table(path, split, settings.rename, settings.column, key, name)
         return cls(table, settings, codec, PromptLimits.of(config), key, set_name)
@@ -113,77 +144,32 @@ class PromptSet:
         return len(self._table)
 
     @property
-    def path(self) -> str:
-        """Location of the table, for messages."""
-        return self._table.path
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the table as far as it is known."""
-        return self._table.num_bytes
-
-    @property
-    def limits(self) -> PromptLimits:
-        """The limits that prompts must satisfy."""
-        return self._limits
-
-    @property
     def most_characters(self) -> int:
         """Prompts of more characters are certainly too long, and are not tokenized."""
-        return self._limits.max_tokens * self._codec.longest_token
-
-    @property
-    def max_tokens(self) -> int:
-        """Maximum number of tokens of a prompt."""
-        return self._limits.max_tokens
+        return self.limits.max_tokens * self._codec.longest_token
 
     def prompt(self, row: int, index: int) -> Prompt | None:
         """Returns row ``row`` as prompt ``index`` of the stream, or ``None`` if it is too long.
 
         Raises:
-            RowError: If the row is not a valid prompt, or a token ID is not in the model's vocabulary.
-            ValueError: If the table cannot be read any more, or no prompt can be rendered.
+            RowError: If the row is no prompt, or a token ID is not in the model's vocabulary.
         """
         if row in self._too_long:
             return None
         try:
-            return self._prompt(row, index)
+            columns = dict(self._table.row(row))
+            if self._set_name is not None:
+                columns.setdefault(SET_COLUMN, self._set_name)
+            text = self._text(columns, row)
+            token_ids = self._tokens_of(text, row)
         except RowError as error:
             self._unusable.setdefault(row, "" if self._unusable else str(error))
             raise
-
-    def _prompt(self, row: int, index: int) -> Prompt | None:
-        columns = dict(self._table.row(row))
-        if self._set_name is not None:
-            columns.setdefault(SET_COLUMN, self._set_name)
-        text = self._text(columns, row)
-        token_ids = self._token_ids.get(row)
         if token_ids is None:
-            # First of all, because a tokenizer takes hundreds of bytes for each character.
-            number, most = num_characters(text), self.most_characters
-            if number > most:
-                self._too_long.add(row)
-                self.too_long_reason = self.too_long_reason or (
-                    f"{self._table.where(row)}: the prompt has {number} characters. It is not "
-                    f"tokenized, because {self.max_tokens} tokens ({self._limits.source}) of the "
-                    f"model's longest token hold at most {most}."
-                )
-                return None
-            token_ids = self._tokenize(text, row)
-            if len(token_ids) > self._limits.max_tokens:
-                self._too_long.add(row)
-                self.too_long_reason = self.too_long_reason or self._describe_long(row, token_ids)
-                return None
-            if len(self._token_ids) < _MAX_CACHED_PROMPTS:
-                self._token_ids[row] = token_ids
+            self._too_long.add(row)
+            return None
         columns.pop(self._settings.column)
         return Prompt(group_id=index, text=text, token_ids=token_ids, columns=columns)
-
-    def _describe_long(self, row: int, token_ids: np.ndarray) -> str:
-        return (
-            f"{self._table.where(row)}: the prompt has {len(token_ids)} tokens, and at most "
-            f"{self.max_tokens} are taken ({self._limits.source})."
-        )
 
     def texts(self, first: int, end: int) -> Iterator[tuple[dict[str, Any], PromptText] | RowError]:
         """Yields columns and text of the rows ``first`` to ``end - 1``, or why a row is no prompt.
@@ -191,20 +177,17 @@ class PromptSet:
         Chat messages are not rendered, and nothing is tokenized.
         """
         for row, columns in enumerate(self._table.rows(first, end), start=first):
-            if isinstance(columns, RowError):
-                yield columns
-                continue
             try:
-                yield columns, self._text(columns, row)
+                yield (
+                    columns
+                    if isinstance(columns, RowError)
+                    else (columns, self._text(columns, row))
+                )
             except RowError as error:
                 yield error
 
     def sample(self) -> Prompt:
-        """Returns the first prompt that can be used, for checks of reward functions.
-
-        Raises:
-            ValueError: If there is none.
-        """
+        """Returns the first prompt that can be used, for checks of reward functions."""
         for row in range(len(self)):
             try:
                 prompt = self.prompt(row, row)
@@ -215,18 +198,10 @@ class PromptSet:
         raise self.none_usable_error()
 
     def columns(self, row: int) -> dict[str, Any]:
-        """A row's columns without its prompt, which is neither read nor tokenized.
-
-        Raises:
-            ValueError: If the row cannot be read.
-        """
+        """Returns a row's columns without its prompt, which is not tokenized."""
         columns = dict(self._table.row(row))
         columns.pop(self._settings.column)
         return columns
-
-    def where(self, row: int) -> str:
-        """Names a row in messages."""
-        return self._table.where(row)
 
     @property
     def none_usable(self) -> bool:
@@ -245,161 +220,55 @@ class PromptSet:
         others = f", and {unusable} rows cannot be used (such as {reason})" if unusable else ""
         return ValueError(
             f"{self.key}: none of the {len(self)} prompts in {self.path} is at most "
-            f"{self.max_tokens} tokens long{others}. {self._limits.remedy}"
+            f"{self.limits.max_tokens} tokens long{others}. {self.limits.remedy}"
         )
-
-    def close(self) -> None:
-        """Closes the table."""
-        self._table.close()
 
     def _text(self, columns: dict[str, Any], row: int) -> PromptText:
-        value = columns[self._settings.column]
-        where = self._table.where(row)
-        if isinstance(value, str):
-            self._refuse_chat_settings(where)
-            return self._apply_template(value, columns, where)
-        if fault := _fault_of_messages(value):
-            raise RowError(
-                f"{where}: column {self._settings.column!r} (prompts.column) must be a string, or "
-                f"a list of messages with role and content, {fault}."
-            )
-        if self._settings.template is not None:
-            raise RowError(
-                f"{where}: prompts.template applies to string prompts only, but this prompt is a "
-                "list of chat messages. Remove prompts.template."
-            )
-        value = [m for m in value if m["role"] not in _SYSTEM_ROLES or not _is_blank(m["content"])]
-        if value[-1]["role"] == "assistant":
-            raise RowError(
-                f"{where}: a prompt must end before the turn that the model is to write, but this one "
-                "ends with a message of the assistant. Remove that message from column "
-                f"{self._settings.column!r}, and keep its text in a column of its own if the reward "
-                "needs it."
-            )
-        return self._with_system_prompt(value, where)
-
-    def _with_system_prompt(
-        self, messages: list[dict[str, str]], where: str
-    ) -> list[dict[str, str]]:
-        text = self._settings.chat_settings()["system_prompt"]
-        if text is None:
-            return messages
-        if messages[0]["role"] in _SYSTEM_ROLES:
-            raise RowError(
-                f"{where}: prompts.system_prompt is set, but this prompt begins with a system message "
-                f"of its own, {messages[0]['content']!r:.80}. Remove prompts.system_prompt, or the "
-                "message."
-            )
-        return [{"role": "system", "content": text}, *messages]
-
-    def _refuse_chat_settings(self, where: str) -> None:
-        for key, setting in self._settings.chat_settings().items():
-            if setting:
-                raise RowError(
-                    f"{where}: prompts.{key} needs prompts that are lists of chat messages, but this "
-                    "prompt is a string, to which no chat template is applied. Write the prompt as "
-                    '[{"role": "user", "content": ...}], or use prompts.template and remove '
-                    f"prompts.{key}."
-                )
-
-    def _apply_template(self, value: str, columns: dict[str, Any], where: str) -> str:
-        template = self._settings.template or ""
         try:
-            text = (
-                _Template().format(template, **columns | {"prompt": value}) if template else value
-            )
-        except (KeyError, IndexError, ValueError, AttributeError) as error:
-            raise RowError(
-                f"{where}: prompts.template {template!r} cannot be filled in: "
-                f"{error!r}. It may contain {{prompt}} and the columns {sorted(columns)}. Write "
-                "{{ and }} for literal braces."
-            ) from error
-        if _is_blank(text) or (_is_blank(value) and "{prompt" in template):
-            raise RowError(
-                f"{where}: column {self._settings.column!r} (prompts.column) must hold text, got "
-                f"{value!r:.200}: the prompt has no text. Remove the row."
-            )
-        return text
+            return _text_of(columns, self._settings)
+        except ValueError as error:
+            raise RowError(f"{self.where(row)}: {error}") from error
 
-    def _tokenize(self, text: PromptText, row: int) -> np.ndarray:
-        if isinstance(text, str):
-            token_ids = np.asarray(self._codec.encode(text), dtype=np.int32)
-        else:
-            try:
-                token_ids = np.asarray(self._codec.encode_chat(text), dtype=np.int32)
-            except ValueError as error:
-                raise RowError(f"{self._table.where(row)}: {error}") from error
-        if len(token_ids) == 0:
-            raise RowError(f"{self._table.where(row)}: the prompt has no tokens. Remove the row.")
-        largest = int(token_ids.max())
-        if largest >= self._limits.vocab_size:
-            raise RowError(
-                f"{self._table.where(row)}: the tokenizer produced token id {largest}, but the "
-                f"model's vocabulary has only {self._limits.vocab_size} entries. Check that the "
-                "tokenizer and config.json in model.hf_assets_path belong to the same model."
+    def _tokens_of(self, text: PromptText, row: int) -> np.ndarray | None:
+        """Returns the tokens of a prompt, or ``None`` if it is too long."""
+        if row in self._token_ids:
+            return self._token_ids[row]
+        limits = self.limits
+        # First of all, because a tokenizer takes hundreds of bytes for each character.
+        number, most = num_characters(text), self.most_characters
+        if number > most:
+            self.too_long_reason = self.too_long_reason or (
+                f"{self.where(row)}: the prompt has {number} characters. It is not tokenized, because "
+                f"{limits.max_tokens} tokens ({limits.source}) of the model's longest token hold at most "
+                f"{most}."
             )
+            return None
+        try:
+            token_ids = self._tokenize(text)
+        except ValueError as error:
+            raise RowError(f"{self.where(row)}: {error}") from error
+        if len(token_ids) > limits.max_tokens:
+            self.too_long_reason = self.too_long_reason or (
+                f"{self.where(row)}: the prompt has {len(token_ids)} tokens, and at most "
+                f"{limits.max_tokens} are taken ({limits.source})."
+            )
+            return None
+        if len(self._token_ids) < _MAX_CACHED_PROMPTS:
+            self._token_ids[row] = token_ids
         return token_ids
 
-
-Judge = Callable[[Mapping[str, Any]], str | None]
-"""Says why a row's columns cannot be used; ``None`` if they can."""
-
-
-def first_prompts(
-    prompts: PromptSet, num_prompts: int, judge: Judge = lambda columns: None
-) -> tuple[list[Prompt], int]:
-    """Returns the first ``num_prompts`` prompts in file order (0 means all).
-
-    Args:
-        prompts: The set.
-        num_prompts: Number of rows to read.
-        judge: Judges the columns of each row.
-
-    Returns:
-        The prompts, and the number of prompts that were left out because they are too long.
-
-    Raises:
-        ValueError: If a row cannot be used, or if all prompts are too long.
-    """
-    num_rows = min(num_prompts or len(prompts), len(prompts))
-    usable, bad = [], []
-    for row in range(num_rows):
-        try:
-            prompt = prompts.prompt(row, row)
-        except RowError as error:
-            refuse_bad_rows(prompts, [*bad, str(error)], row + 1)
-            raise
-        problem = None if prompt is None else judge(prompt.columns)
-        if problem is not None:
-            bad.append(f"{prompts.where(row)}: {problem}")
-        elif prompt is not None:
-            usable.append(prompt)
-    refuse_bad_rows(prompts, bad, num_rows)
-    if not usable:
-        raise ValueError(
-            f"{prompts.key}: none of the first {num_rows} prompts in {prompts.path} is at most "
-            f"{prompts.max_tokens} tokens long. Raise prompts.max_prompt_tokens or "
-            "training.seq_len, or evaluate more prompts (evaluation.num_prompts)."
-        )
-    return usable, num_rows - len(usable)
-
-
-def refuse_bad_rows(prompts: PromptSet, bad: Sequence[str], num_checked: int) -> None:
-    """Refuses a set with rows that cannot be used.
-
-    Args:
-        prompts: The set.
-        bad: Why each of these rows cannot be used, in the order of the file.
-        num_checked: Number of rows that were looked at.
-
-    Raises:
-        ValueError: If there is such a row. The message names the first.
-    """
-    if bad:
-        raise ValueError(
-            f"{prompts.key}: {len(bad)} of the {num_checked} rows of {prompts.path} that were checked "
-            f"cannot be used. The first: {bad[0]}"
-        )
+    def _tokenize(self, text: PromptText) -> np.ndarray:
+        codec = self._codec
+        ids = codec.encode(text) if isinstance(text, str) else codec.encode_chat(text)
+        if not ids:
+            raise ValueError("the prompt has no tokens. Remove the row.")
+        if max(ids) >= self.limits.vocab_size:
+            raise ValueError(
+                f"the tokenizer produced token id {max(ids)}, but the model's vocabulary has only "
+                f"{self.limits.vocab_size} entries. Check that the tokenizer and config.json in "
+                "model.hf_assets_path belong to the same model."
+            )
+        return np.asarray(ids, dtype=np.int32)
 
 
 def num_characters(text: PromptText) -> int:
@@ -408,6 +277,68 @@ def num_characters(text: PromptText) -> int:
         return len(text)
     contents = (message["content"] for message in text)
     return sum(len(content) for content in contents if isinstance(content, str))
+
+
+def _text_of(columns: dict[str, Any], settings: Prompts) -> PromptText:
+    """Returns the text of a row, with the template, or its messages, with the system prompt.
+
+    A ValueError says why the row is no prompt, without the row's location.
+    """
+    column = settings.column
+    value = columns[column]
+    if isinstance(value, str):
+        for key, setting in settings.chat_settings().items():
+            if setting:
+                raise ValueError(
+                    f"prompts.{key} needs prompts that are lists of chat messages, but this prompt is a "
+                    "string, to which no chat template is applied. Write the prompt as "
+                    '[{"role": "user", "content": ...}], or use prompts.template and remove '
+                    f"prompts.{key}."
+                )
+        return _filled_in(value, columns, settings)
+    if fault := _fault_of_messages(value):
+        raise ValueError(
+            f"column {column!r} (prompts.column) must be a string, or a list of messages with role and "
+            f"content, {fault}."
+        )
+    if settings.template is not None:
+        raise ValueError(
+            "prompts.template applies to string prompts only, but this prompt is a list of chat messages. "
+            "Remove prompts.template."
+        )
+    messages = [m for m in value if m["role"] not in _SYSTEM_ROLES or not _is_blank(m["content"])]
+    if messages[-1]["role"] == "assistant":
+        raise ValueError(
+            "a prompt must end before the turn that the model is to write, but this one ends with a "
+            f"message of the assistant. Remove that message from column {column!r}, and keep its text in "
+            "another column if the reward needs it."
+        )
+    system_prompt = settings.chat_settings()["system_prompt"]
+    if system_prompt is None:
+        return messages
+    if messages[0]["role"] in _SYSTEM_ROLES:
+        raise ValueError(
+            "prompts.system_prompt is set, but this prompt begins with a system message of its own, "
+            f"{messages[0]['content']!r:.80}. Remove prompts.system_prompt, or the message."
+        )
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def _filled_in(value: str, columns: dict[str, Any], settings: Prompts) -> str:
+    template = settings.template or ""
+    try:
+        text = _Template().format(template, **columns | {"prompt": value}) if template else value
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"prompts.template {template!r} cannot be filled in: {error!r}. It may contain {{prompt}} and "
+            f"the columns {sorted(columns)}. Write {{{{ and }}}} for literal braces."
+        ) from error
+    if _is_blank(text) or (_is_blank(value) and "{prompt" in template):
+        raise ValueError(
+            f"column {settings.column!r} (prompts.column) must hold text, got {value!r:.200}: the prompt has "
+            "no text. Remove the row."
+        )
+    return text
 
 
 def _fault_of_messages(value: Any) -> str | None:
@@ -431,7 +362,7 @@ def _fault_of_messages(value: Any) -> str | None:
 
 
 def _is_blank(content: Any) -> bool:
-    """Whether a prompt, or what a message holds, has no visible text and nothing but text."""
+    """Returns whether a prompt, or the content of a message, has no visible text and nothing else."""
     if isinstance(content, list):
         return all(map(_is_blank, content))
     if isinstance(content, dict):

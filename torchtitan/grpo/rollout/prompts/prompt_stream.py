@@ -8,8 +8,9 @@ Invariants:
 - The index of a prompt determines its set, epoch and row. It depends only on the settings, the
   sizes of the sets and the seed, not on earlier draws.
 - A stream returns ``pending`` in ascending order, then all indices from ``position`` on except
-  those of prompts that are too long and of rows that are no prompts. A stream therefore continues another one exactly if it
-  receives the other's position and the prompts that were returned but not used up.
+  those of prompts that are too long and of rows that are no prompts. A stream therefore continues
+  another one exactly if it receives the other's position and the prompts that were returned but not
+  used up.
 """
 
 import threading
@@ -17,22 +18,44 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from torchtitan.grpo.rollout.prompts.epoch_order import EpochOrder
+import numpy as np
+
 from torchtitan.grpo.rollout.prompts.mixture import PromptMixture
 from torchtitan.grpo.rollout.prompts.prompt_set import PromptSet
 from torchtitan.grpo.rollout.tables import RowError
 from torchtitan.grpo.types import Prompt
 
+# Prompts that a resumed run issues again may belong to the previous epoch.
+_KEPT_EPOCHS = 2
+
+
+class EpochOrder:
+    """Gives each epoch of a set its permutation, derived from the seed.
+
+    ``set_number`` is the set's position in ``prompts.paths``, so that sets of equal size get different
+    orders; 0 for ``prompts.path``.
+    """
+
+    def __init__(self, num_rows: int, *, seed: int, set_number: int, shuffle: bool) -> None:
+        self._num_rows, self._shuffle = num_rows, shuffle
+        self._seed, self._set_number = seed, set_number
+        self._permutations: dict[int, np.ndarray] = {}
+
+    def row(self, draw: int) -> int:
+        """Returns the row for the draw with this number."""
+        epoch, offset = divmod(draw, self._num_rows)
+        if not self._shuffle:
+            return offset
+        if epoch not in self._permutations:
+            if len(self._permutations) == _KEPT_EPOCHS:
+                del self._permutations[min(self._permutations)]
+            rng = np.random.default_rng([self._seed, epoch, self._set_number])
+            self._permutations[epoch] = rng.permutation(self._num_rows)
+        return int(self._permutations[epoch][offset])
+
 
 class Skipped(NamedTuple):
-    """A prompt that the stream has left out.
-
-    Attributes:
-        index: Its index in the stream.
-        reason: Why, as the ledger has it.
-        path: Where its set is.
-        detail: Which row it is and why, as a sentence.
-    """
+    """A prompt that the stream has left out, with the ledger's reason and a sentence on its row."""
 
     index: int
     reason: Literal["too long", "unusable"]
@@ -41,9 +64,7 @@ class Skipped(NamedTuple):
 
 
 class PromptStream:
-    """Returns prompts epoch after epoch, in permutations derived from the seed.
-
-    It is thread-safe.
+    """Returns prompts epoch after epoch. It is thread-safe.
 
     Args:
         prompts: One set or several.
@@ -51,11 +72,8 @@ class PromptStream:
         shuffle: ``prompts.shuffle``.
         position: Index of the first new prompt. Indices count all rows, including those that are
             left out.
-        pending: Indices below ``position`` that were returned earlier and not used up. They are
-            returned first.
-
-    Raises:
-        ValueError: If ``pending`` are not distinct indices below ``position``.
+        pending: Distinct indices below ``position`` that were returned earlier and not used up. They
+            are returned first.
     """
 
     def __init__(
@@ -103,8 +121,7 @@ class PromptStream:
         """Returns the next prompt that can be used; see :meth:`take_skipped` for the others.
 
         Raises:
-            ValueError: If no prompt of a set can be used, if a pending prompt cannot be used any more,
-                or if a table cannot be read any more.
+            ValueError: If no prompt of a set, or a pending prompt, can be used.
         """
         with self._lock:
             if self._pending:
@@ -131,11 +148,7 @@ class PromptStream:
             yield self._skipped.popleft()
 
     def prompt_at(self, index: int) -> Prompt:
-        """Returns a prompt that was returned earlier and is not in ``pending``.
-
-        Raises:
-            ValueError: If its row is invalid or too long.
-        """
+        """Returns a prompt that was returned earlier and is not in ``pending``."""
         with self._lock:
             return self._prompt_at(index)
 
@@ -150,7 +163,7 @@ class PromptStream:
             raise ValueError(
                 f"Prompt {index} was used before this run was resumed, but it is now longer than "
                 "the maximum of "
-                f"{self._set_of(index).max_tokens} "
+                f"{self._set_of(index).limits.max_tokens} "
                 "tokens (prompts.max_prompt_tokens). Resume with the same [prompts], "
                 "training.seq_len and rollout.max_new_tokens as the checkpoint."
             )

@@ -17,17 +17,16 @@ Invariants:
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from torchtitan.grpo.rollout.prompts.checked_rows import CheckedRows
 from torchtitan.grpo.rollout.prompts.prompt_set import (
-    Judge,
+    CheckedRows,
     PromptSet,
     PromptText,
     num_characters,
-    refuse_bad_rows,
 )
 from torchtitan.grpo.rollout.tables import RowError
 from torchtitan.grpo.types import Prompt
@@ -46,6 +45,10 @@ _MOST_SHAPES = 1000
 _PROGRESS_SECONDS = 5.0
 
 
+Judge = Callable[[Mapping[str, Any]], str | None]
+"""Says why a row's columns cannot be used; ``None`` if they can."""
+
+
 def sample_rows(num_rows: int) -> list[int]:
     """Returns the rows of a large set that are checked, in order."""
     spread = np.linspace(0, num_rows - 1, min(num_rows, _SPREAD_ROWS)).astype(np.int64)
@@ -59,16 +62,13 @@ def check_rows(
     fits: Callable[[Prompt], bool] = lambda prompt: True,
     say: Callable[[str], object] = logger.info,
 ) -> CheckedRows:
-    """Checks the rows of a set.
+    """Checks the rows of a set; a ValueError names the first that cannot be used.
 
     Args:
         prompts: The set.
         judge: Judges the columns of each row.
-        fits: Whether a prompt of allowed length fits with what belongs to it.
+        fits: Returns whether a prompt of allowed length fits with what belongs to it.
         say: Told how far the check has come, every few seconds.
-
-    Raises:
-        ValueError: If a row cannot be used.
     """
     progress = _Progress(prompts, say)
     bad: dict[int, str] = {}
@@ -99,13 +99,54 @@ def check_rows(
         if num_tokenized == 1:  # the process that renders has started
             progress = _Progress(prompts, say)
         progress.note(num_tokenized, "tokenized")
-    refuse_bad_rows(prompts, [bad[row] for row in sorted(bad)], num_checked)
-    limits = prompts.limits
+    _refuse_bad_rows(prompts, [bad[row] for row in sorted(bad)], num_checked)
     prompts.checked = CheckedRows(
-        len(prompts), num_checked, num_tokenized, num_fitting,
-        f"{limits.max_tokens} tokens ({limits.source})", limits.remedy,
-    )  # fmt: skip
+        len(prompts), num_checked, num_tokenized, num_fitting, prompts.limits
+    )
     return prompts.checked
+
+
+def first_prompts(
+    prompts: PromptSet, num_prompts: int, judge: Judge = lambda columns: None
+) -> tuple[list[Prompt], int]:
+    """Returns the first ``num_prompts`` prompts in file order (0 means all).
+
+    Returns:
+        The prompts, and the number of prompts that were left out because they are too long.
+
+    Raises:
+        ValueError: If a row cannot be used, or if all prompts are too long.
+    """
+    num_rows = min(num_prompts or len(prompts), len(prompts))
+    usable, bad = [], []
+    for row in range(num_rows):
+        try:
+            prompt = prompts.prompt(row, row)
+        except RowError as error:
+            _refuse_bad_rows(prompts, [*bad, str(error)], row + 1)
+            raise
+        problem = None if prompt is None else judge(prompt.columns)
+        if problem is not None:
+            bad.append(f"{prompts.where(row)}: {problem}")
+        elif prompt is not None:
+            usable.append(prompt)
+    _refuse_bad_rows(prompts, bad, num_rows)
+    if not usable:
+        raise ValueError(
+            f"{prompts.key}: none of the first {num_rows} prompts in {prompts.path} is at most "
+            f"{prompts.limits.max_tokens} tokens long. Raise prompts.max_prompt_tokens or "
+            "training.seq_len, or evaluate more prompts (evaluation.num_prompts)."
+        )
+    return usable, num_rows - len(usable)
+
+
+def _refuse_bad_rows(prompts: PromptSet, bad: Sequence[str], num_checked: int) -> None:
+    """Refuses a set with rows that cannot be used; ``bad`` says why, in the order of the file."""
+    if bad:
+        raise ValueError(
+            f"{prompts.key}: {len(bad)} of the {num_checked} rows of {prompts.path} that were checked "
+            f"cannot be used. The first: {bad[0]}"
+        )
 
 
 def _ranges(prompts: PromptSet) -> Iterator[tuple[int, int]]:
@@ -120,12 +161,7 @@ def _ranges(prompts: PromptSet) -> Iterator[tuple[int, int]]:
 
 
 def _rows_to_tokenize(sizes: dict[int, int], always: set[int]) -> list[int]:
-    """Returns rows that have no more than the allowed number of characters together.
-
-    Args:
-        sizes: Characters of each row that could be read, in the order of the file.
-        always: Rows that are taken in any case.
-    """
+    """Returns rows of at most the allowed number of characters, by their sizes, and those of ``always``."""
     rows, total = list(sizes), sum(sizes.values())
     share = min(1.0, TOKENIZED_CHARACTERS / max(total, 1))
     number = max(1, min(TOKENIZED_ROWS, int(share * len(rows))))

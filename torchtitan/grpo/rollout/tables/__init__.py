@@ -1,13 +1,66 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Tables of prompts, read row by row: JSONL, parquet and Hugging Face data sets.
+"""Tables of prompts: JSONL files, parquet files and Hugging Face data sets.
 
-A *row* is here a row of such a table, and its rows are not held in memory. In reading order:
-`table` (the interface), `opening`, `jsonl` with `line_index`, `parquet`, `hf_dataset`.
+Their rows are not held in memory. `table` is the interface, `jsonl` and `arrow` are the kinds.
 """
 
-from torchtitan.grpo.rollout.tables.opening import open_table
+from collections.abc import Mapping
+from pathlib import Path
+
+from torchtitan.grpo.rollout.tables.arrow import HfDatasetTable, ParquetTable
+from torchtitan.grpo.rollout.tables.jsonl import JsonlTable
 from torchtitan.grpo.rollout.tables.table import RowError, Table
+from torchtitan.grpo.system.files import check_folder, check_regular
 
 __all__ = ["RowError", "Table", "open_table"]
+
+
+def open_table(
+    path: str,
+    split: str,
+    rename: Mapping[str, str],
+    column: str,
+    key: str,
+    name: str | None = None,
+) -> Table:
+    """Opens a table and checks that it has rows with a prompt column.
+
+    Args:
+        path: A ``.jsonl`` or ``.parquet`` file, or the name or directory of a Hugging Face data
+            set. A directory of parquet files counts as a data set.
+        split: Split of a Hugging Face data set.
+        rename: Columns renamed before use, from old to new name.
+        column: The prompt column, after renaming.
+        key: TOML key of ``path``, for messages.
+        name: Configuration of a Hugging Face data set that has several.
+    """
+    if not path:
+        raise ValueError(
+            f"{key} must be the path of a .jsonl or .parquet file or a Hugging Face data set, "
+            "got ''."
+        )
+    file = Path(path)
+    if path.endswith((".jsonl", ".json", ".parquet")) and not file.exists():
+        raise ValueError(
+            f"{key}: {path} cannot be read: the file does not exist. A relative path starts at "
+            f"{Path.cwd()}."
+        )
+    try:
+        if file.is_dir():
+            check_folder(file, below=True)
+        elif file.exists():
+            check_regular(file)
+    except OSError as error:
+        raise ValueError(f"{key}: {error}.") from error
+    if path.endswith(".parquet") and file.is_file():
+        table: Table = ParquetTable(path, rename, column, key)
+    elif path.endswith((".jsonl", ".json")) or file.is_file():
+        table = JsonlTable(path, rename, column, key)
+    else:
+        table = HfDatasetTable(path, split, rename, column, key, name)
+    if len(table) == 0:
+        table.close()
+        raise ValueError(f"{key}: {path} contains no prompts. Use a file with at least one row.")
+    return table

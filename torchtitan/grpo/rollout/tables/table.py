@@ -15,9 +15,12 @@ class RowError(ValueError):
 class Table(ABC):
     """Random access to the rows of a table. Only one thread at a time may use it.
 
+    Methods raise a `RowError` for a row that cannot be used, and another ``ValueError`` if the table
+    cannot be read any more.
+
     Attributes:
         path: Location of the table, for messages.
-        num_bytes: Size of the table as far as it is known, in bytes.
+        num_bytes: Size of the table as far as it is known.
     """
 
     path: str
@@ -28,19 +31,10 @@ class Table(ABC):
 
     @abstractmethod
     def row(self, i: int) -> dict[str, Any]:
-        """Returns row ``i`` with its columns renamed.
-
-        Raises:
-            RowError: If the row cannot be used.
-            ValueError: If the table cannot be read any more.
-        """
+        """Returns row ``i`` with its columns renamed."""
 
     def rows(self, first: int, end: int) -> Iterator[dict[str, Any] | RowError]:
-        """Yields the rows ``first`` to ``end - 1``, or why a row cannot be used.
-
-        Raises:
-            ValueError: If the table cannot be read any more.
-        """
+        """Yields the rows ``first`` to ``end - 1``, or why a row cannot be used."""
         for i in range(first, end):
             try:
                 yield self.row(i)
@@ -55,14 +49,16 @@ class Table(ABC):
         """Closes files. No row can be read afterwards."""
 
 
-def renamed(row: Mapping[str, Any], rename: Mapping[str, str], where: str) -> dict[str, Any]:
+def renamed(
+    row: Mapping[str, Any], rename: Mapping[str, str], column: str, where: str
+) -> dict[str, Any]:
     """Returns the row with its new column names.
 
-    An old name that is no column is a path, such as ``reward_model.ground_truth``. It gives the value within
-    the column a name of its own, and the column stays.
+    An old name that is no column is a path, such as ``reward_model.ground_truth``. It gives the value
+    within the column its name, and the column stays.
 
     Raises:
-        RowError: If a column does not exist, or if a new name is already taken.
+        RowError: If an old name or the prompt column does not exist, or a new name is taken.
     """
     result = {rename.get(name, name): value for name, value in row.items()}
     for old, new in rename.items():
@@ -73,6 +69,11 @@ def renamed(row: Mapping[str, Any], rename: Mapping[str, str], where: str) -> di
             )
         if old not in row:
             result[new] = _within(row, old, where)
+    if column not in result:
+        raise RowError(
+            f"{where}: there is no column {column!r}. Existing columns: {sorted(result)}. Set "
+            "prompts.column, or rename a column to it with prompts.rename."
+        )
     return result
 
 
@@ -98,31 +99,3 @@ def _within(row: Mapping[str, Any], path: str, where: str) -> Any:
                 f"{name!r}, got {found}. Correct the path."
             )
     return value
-
-
-def renamed_or_error(
-    row: Mapping[str, Any], rename: Mapping[str, str], where: str
-) -> dict[str, Any] | RowError:
-    """Returns the row as :func:`renamed` does, or why it cannot be used."""
-    try:
-        return renamed(row, rename, where)
-    except RowError as error:
-        return error
-
-
-def check_column(row: Mapping[str, Any], column: str, where: str) -> None:
-    """Checks that a row has the prompt column.
-
-    Raises:
-        RowError: If the column does not exist.
-    """
-    if column not in row:
-        raise no_such_column(row, column, where)
-
-
-def no_such_column(row: Mapping[str, Any], column: str, where: str) -> RowError:
-    """Returns the error for a row without the prompt column."""
-    return RowError(
-        f"{where}: there is no column {column!r}. Existing columns: {sorted(row)}. Set "
-        "prompts.column, or rename a column to it with prompts.rename."
-    )

@@ -21,15 +21,7 @@ class TeachersFailing(RuntimeError):
 
 
 class GroupRater:
-    """Rates the rollouts of one group at a time.
-
-    Args:
-        pool: The teachers.
-        max_unrated_groups: ``teacher.max_unrated_groups``.
-
-    Attributes:
-        num_waiting: Number of groups that wait for their ratings now.
-    """
+    """Rates the rollouts of one group at a time; ``num_waiting`` groups wait now."""
 
     def __init__(self, pool: TeacherPool, max_unrated_groups: int) -> None:
         self._pool = pool
@@ -42,8 +34,7 @@ class GroupRater:
 
         Raises:
             Unrated: If a rollout got none. The others of the group are not rated any further.
-            TeachersFailing: If this is the last of ``teacher.max_unrated_groups`` such groups in a
-                row.
+            TeachersFailing: If this is the last of ``teacher.max_unrated_groups`` such groups in a row.
         """
         self.num_waiting += 1
         failed: NotRated | None = None
@@ -90,13 +81,9 @@ class GroupRater:
 
 
 def request_parts(lengths: Sequence[int], most_tokens: int) -> list[slice]:
-    """Splits rollouts, in order, into those that share a request.
+    """Splits rollouts of these lengths, in order, into those that share a request.
 
-    ``request_parts([3, 4, 5, 2], 8)`` is ``[0:2, 2:4]``. A longer rollout has a request of its own.
-
-    Args:
-        lengths: Number of tokens of each rollout.
-        most_tokens: Maximum number of tokens of rollouts that share a request.
+    ``request_parts([3, 4, 5, 2], 8)`` is ``[0:2, 2:4]``. A longer rollout is a request by itself.
     """
     begins: list[int] = []
     total = 0

@@ -54,12 +54,9 @@ class TeacherNeeds:
 
 @dataclass(frozen=True)
 class TeacherProbe:
-    """What a teacher that can be used answered.
+    """The logprobs of the probe tokens, and the number of top tokens to ask a teacher for.
 
-    Attributes:
-        logprobs: Logprobs of the probe tokens.
-        num_top: Number of its most likely tokens that it must be asked for, so that at least
-            ``teacher.top_k`` of them are tokens of the student.
+    At least ``teacher.top_k`` of ``num_top`` tokens are tokens of the student.
     """
 
     logprobs: list[float]
@@ -91,21 +88,13 @@ async def check_teacher(client: InferenceClient, needs: TeacherNeeds) -> Teacher
 
 
 async def rate_probe(client: InferenceClient, needs: TeacherNeeds, num_top: int) -> TeacherProbe:
-    """Has a server rate the probe tokens.
-
-    Raises:
-        ServerError: If it does not.
-    """
+    """Has a server rate the probe tokens."""
     (rating,) = await client.rate([needs.probe()], [1], num_top)
     return TeacherProbe(rating.logprobs, num_top)
 
 
 def check_same_model(url: str, first: TeacherProbe, now: TeacherProbe) -> None:
-    """Checks that a teacher rates the probe tokens as at the start.
-
-    Raises:
-        WrongServer: If it does not.
-    """
+    """Raises WrongServer unless a teacher rates the probe tokens as at the start."""
     pairs = list(zip(first.logprobs, now.logprobs, strict=True))
     difference = sum(abs(a - b) for a, b in pairs) / len(pairs)
     if first.num_top != now.num_top:

@@ -34,7 +34,6 @@ from torchtitan.grpo.inference.join_check import WrongServer
 from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.serving.server_state import Server
-from torchtitan.grpo.rollout.teachers.student_tokens import student_tokens
 from torchtitan.grpo.rollout.teachers.teacher_check import (
     TeacherNeeds,
     TeacherProbe,
@@ -70,24 +69,39 @@ class NotRated(RuntimeError):
     """A rollout got no rating. The message says why."""
 
 
+def student_tokens(top: TopTokens, top_k: int, vocab_size: int, url: str) -> TopTokens:
+    """Returns the ``top_k`` most likely tokens that the student has, the most likely one first.
+
+    A teacher may have more tokens than the student: often its vocabulary is the same, and its model
+    has rows that no token uses. The student cannot write them, so they belong to the outcome "any
+    other token", and the most likely ones of the student's vocabulary take their places.
+
+    Raises:
+        ServerError: If a place has fewer tokens of the student.
+    """
+    logprobs = np.where(top.ids < vocab_size, top.logprobs, -np.inf)
+    order = np.argsort(-logprobs, axis=1, kind="stable")[:, :top_k]
+    kept = np.take_along_axis(logprobs, order, axis=1)
+    if kept.shape[1] < top_k or np.isneginf(kept).any():
+        raise ServerError(
+            f"{url}: the teacher must name {top_k} of the {vocab_size} tokens of the trained model at each "
+            f"place (teacher.top_k), but the most likely ones that it named there are fewer."
+        )
+    return TopTokens(np.take_along_axis(top.ids, order, axis=1), kept)
+
+
 @dataclass
 class _Patience:
     """Counts the failures of one rating that others did not share.
 
-    Attributes:
-        own_failures: Failures between which the pool got answers, and refusals, which count more.
-        num_answered: Answers of the pool at the last failure.
+    Those between which the pool got answers count, and refusals count more.
     """
 
     num_answered: int
     own_failures: int = 0
 
     def note(self, error: ServerError, num_answered: int) -> None:
-        """Counts a failure.
-
-        Raises:
-            NotRated: If it was one too many.
-        """
+        """Counts a failure, and raises NotRated if it was one too many."""
         if isinstance(error, RouteError) and error.is_refusal:
             self.own_failures += _REFUSAL_COUNT
         elif num_answered > self.num_answered:
@@ -105,7 +119,7 @@ class TeacherPool:
         settings: ``[teacher]``.
         needs: What each teacher must be.
         drops: Counts and announces ratings that failed.
-        announce: Called with sentences that the user should read now. By default they are logged.
+        announce: Called with sentences that the user should read now.
 
     Attributes:
         num_waiting: Number of rollouts that wait for their rating now.
@@ -156,15 +170,12 @@ class TeacherPool:
 
     @property
     def request_tokens(self) -> int:
-        """Number of tokens up to which rollouts share a request; 0 if each has one of its own."""
+        """Number of tokens up to which rollouts share a request; 0 if they share none."""
         takes_lists = all(t.client.capabilities.rates_lists for t in self._teachers)
         return _REQUEST_TOKENS if takes_lists else 0
 
     async def rate(self, pairs: Sequence[Pair]) -> list[Rating]:
         """Returns the teacher's rating of each rollout, by one request.
-
-        Args:
-            pairs: Token ids of a prompt and of its completion, for each rollout.
 
         Raises:
             NotRated: If no teacher gave them.
@@ -231,12 +242,9 @@ class TeacherPool:
     async def _ready_teacher(self, asked_at: float) -> Server:
         """Waits for a teacher with room, and returns the one that has the most.
 
-        Args:
-            asked_at: When the rating was first asked for. Each has the whole of its time, however
-                long others have waited by then.
-
         Raises:
-            NotRated: If no teacher has answered anything for ``teacher.wait_seconds``.
+            NotRated: If no teacher has answered anything for ``teacher.wait_seconds`` since the
+                rating was first asked for.
         """
         most = self._settings.max_concurrent_requests
         while True:

@@ -3,6 +3,8 @@
 
 """The figures of a set, by hand."""
 
+import itertools
+
 import pytest
 from metric_page import undescribed
 
@@ -12,7 +14,7 @@ from torchtitan.grpo.observe.evaluation_records import (
     evaluation_metrics,
     sample_records,
 )
-from torchtitan.grpo.rollout.evaluation.figures import summarize_set
+from torchtitan.grpo.rollout.evaluation.figures import pass_at_k, summarize_set
 from torchtitan.grpo.rollout.results import (
     EvaluatedCompletion,
     EvaluatedPrompt,
@@ -83,3 +85,14 @@ def test_all_that_is_reported_is_described_and_the_sets_score_is_their_mean():
     lines = list(evaluation_lines(result))
     assert lines[0].startswith("held-out a, exact_match at step 3: 0.475, pass@1 0.500")
     assert "100% of these completions have tokens of newer weights, of up to step 4" in lines[2]
+
+
+@pytest.mark.parametrize("num_samples", range(1, 8))
+def test_pass_at_k_is_the_share_of_all_choices_that_contain_a_completion_that_passed(num_samples):
+    for num_passed in range(num_samples + 1):
+        passed = [i < num_passed for i in range(num_samples)]
+        for k in range(1, num_samples + 1):
+            choices = list(itertools.combinations(passed, k))
+            expected = sum(any(choice) for choice in choices) / len(choices)
+            assert pass_at_k(num_samples, num_passed, k) == pytest.approx(expected, abs=1e-14)
+    assert pass_at_k(100_000, 1, 1) == pytest.approx(1e-5)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.grpo.rollout.prompts.epoch_order import EpochOrder
-from torchtitan.grpo.rollout.prompts.interleaving import Interleaving
+from torchtitan.grpo.rollout.prompts.mixture import Interleaving
+from torchtitan.grpo.rollout.prompts.prompt_stream import EpochOrder
 
 WEIGHT = st.one_of(
     st.integers(1, 1000), st.floats(1e-6, 1e6, allow_nan=False), st.sampled_from([0.1, 0.2, 0.7])

@@ -56,8 +56,8 @@ def prompt_set(
     return PromptSet(rows, table, codec, PromptLimits(max_tokens, vocab_size), "prompts.path")
 
 
-def stream(prompts: PromptSet, shuffle: bool = True, seed: int = 0, position: int = 0):
-    return PromptStream(prompts, seed=seed, shuffle=shuffle, position=position)
+def stream(prompts: PromptSet, shuffle: bool = True):
+    return PromptStream(prompts, seed=0, shuffle=shuffle)
 
 
 def test_row_becomes_tokens_text_and_remaining_columns(codec: TextCodec, write):
@@ -68,29 +68,6 @@ def test_row_becomes_tokens_text_and_remaining_columns(codec: TextCodec, write):
     assert prompt.token_ids.tolist() == [VOCABULARY[c] for c in "2: abc"]
     assert prompt.token_ids.dtype == np.int32
     assert prompt.columns == {"answer": "cab", "level": 2}
-
-
-def test_each_epoch_is_another_permutation_given_by_the_seed(codec: TextCodec, write):
-    prompts = prompt_set(write([{"prompt": c} for c in "abcdefghij"]), codec)
-    source = stream(prompts)
-    drawn = [source.next() for _ in range(30)]
-    assert [prompt.group_id for prompt in drawn] == list(range(30))
-    texts = [prompt.text for prompt in drawn]
-    epochs = [texts[i : i + 10] for i in (0, 10, 20)]
-    assert all(sorted(epoch) == list("abcdefghij") for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
-    again = stream(prompts)
-    assert [again.next().text for _ in range(30)] == texts
-    other = stream(prompts, seed=1)
-    assert [other.next().text for _ in range(10)] != epochs[0]
-
-
-def test_a_stream_that_starts_later_continues_in_the_same_order(codec: TextCodec, write):
-    prompts = prompt_set(write([{"prompt": c} for c in "abcdefghij"]), codec)
-    source = stream(prompts)
-    drawn = [(p.group_id, p.text) for p in (source.next() for _ in range(25))]
-    resumed = stream(prompts, position=13)
-    assert [(p.group_id, p.text) for p in (resumed.next() for _ in range(12))] == drawn[13:]
 
 
 def test_file_order_is_kept_without_shuffling(codec: TextCodec, write):
@@ -130,22 +107,13 @@ def test_bad_file_is_refused_with_its_line(codec: TextCodec, write, text: str, m
         check_rows(prompt_set(write(text), codec))
 
 
-def test_rename_of_a_missing_column_is_refused(codec: TextCodec, write):
-    with pytest.raises(ValueError, match=r"prompts.rename names the column 'q'"):
-        prompt_set(write([{"prompt": "a"}]), codec, rename={"q": "x"})
-
-
-def test_rename_over_another_column_is_refused(codec: TextCodec, write):
-    with pytest.raises(ValueError, match="would overwrite the column 'prompt'"):
-        prompt_set(write([{"prompt": "a", "q": "b"}]), codec, rename={"q": "prompt"})
-
-
 @pytest.mark.parametrize(
     ("row", "settings", "message"),
     [
         ({"prompt": 3}, {}, "must be a string, or a list of messages"),
         ({"prompt": ""}, {}, "the prompt has no text"),
         ({"prompt": "a"}, {"template": "{question}"}, "prompts.template .* cannot be filled in"),
+        ({"prompt": "a9"}, {"vocab_size": 10}, "the model's vocabulary has only 10 entries"),
         (
             {"prompt": [{"role": "user", "content": "a"}]},
             {"template": "{prompt}"},
@@ -156,12 +124,6 @@ def test_rename_over_another_column_is_refused(codec: TextCodec, write):
 def test_row_that_is_no_prompt_is_refused(codec: TextCodec, write, row, settings, message: str):
     prompts = prompt_set(write([row]), codec, **settings)
     with pytest.raises(ValueError, match=message):
-        stream(prompts).next()
-
-
-def test_token_outside_the_models_vocabulary_is_refused(codec: TextCodec, write):
-    prompts = prompt_set(write([{"prompt": "a9"}]), codec, vocab_size=10)
-    with pytest.raises(ValueError, match="the model's vocabulary has only 10 entries"):
         stream(prompts).next()
 
 

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from torchtitan.grpo.config import Prompts
-from torchtitan.grpo.rewards.gold_answers import gold_judge
+from torchtitan.grpo.rewards.gold_values import gold_judge
 from torchtitan.grpo.rollout.prompts import (
     PromptLimits,
     PromptSet,

@@ -1,9 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Tables of prompts are read from large JSONL files and from parquet files."""
+"""Tables of prompts are read from large JSONL files, parquet files and data sets."""
 
+import codecs
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan.grpo.rollout.tables import RowError, open_table
-from torchtitan.grpo.rollout.tables.jsonl import JsonlTable
-from torchtitan.grpo.rollout.tables.line_index import index_lines
-from torchtitan.grpo.rollout.tables.parquet import ParquetTable
+from torchtitan.grpo.rollout.tables.arrow import ParquetTable
+from torchtitan.grpo.rollout.tables.jsonl import JsonlTable, index_lines
 
 
 def write_lines(path: Path, lines: list[str]) -> str:
@@ -33,27 +34,32 @@ def parquet(path: Path, rows: list[dict[str, Any]], group_size: int, **settings:
     return ParquetTable(str(path), {}, "prompt", "prompts.path", **settings)
 
 
-LINE = st.sampled_from([b"", b" ", b"\t \x0b\r", b" " * 9, b'{"a":1}', b"  [2]", b"x" * 11])
+LINE = st.sampled_from([b"", b" ", b"\t \x0b\r", b" " * 9, b'{"prompt":1}', b' {"prompt":2}'])
 
 
-@given(st.lists(LINE, max_size=30), st.booleans(), st.integers(1, 40))
-def test_index_finds_the_lines_that_python_finds(tmp_path_factory, lines, is_ended, block_bytes):
+@given(st.lists(LINE, max_size=30), st.booleans(), st.booleans(), st.integers(1, 40))
+def test_the_lines_of_a_file_are_those_that_python_finds(
+    tmp_path_factory, lines, is_ended, has_mark, block_bytes
+):
     content = b"\n".join(lines) + (b"\n" if is_ended else b"")
     path = tmp_path_factory.mktemp("lines") / "lines"
-    path.write_bytes(content)
+    path.write_bytes((codecs.BOM_UTF8 if has_mark else b"") + content)
     expected = [
-        (number, line.strip())
+        (f"{path}:{number}", json.loads(line))
         for number, line in enumerate(io.BytesIO(content), start=1)
         if line.strip()
     ]
+    table = jsonl(str(path))
+    assert [(table.where(i), table.row(i)) for i in range(len(table))] == expected
+    with path.open("rb", buffering=0) as file:  # wherever the blocks end
+        for one, other in zip(index_lines(file), index_lines_of(path, block_bytes), strict=True):
+            assert one.tolist() == other.tolist()
+    table.close()
+
+
+def index_lines_of(path: Path, block_bytes: int):
     with path.open("rb", buffering=0) as file:
-        index = index_lines(file, block_bytes)
-    found = []
-    for row in range(len(index)):
-        start, length = index.span(row)
-        found.append((index.line_number(row), content[start : start + length].strip()))
-    assert found == expected
-    assert index.num_bytes == len(content)
+        return index_lines(file, block_bytes)
 
 
 def test_file_that_shrinks_is_refused(tmp_path: Path):
@@ -167,3 +173,74 @@ def test_directory_of_parquet_shards_is_a_data_set(tmp_path: Path):
     rows = open_table(str(tmp_path), "train", {}, "prompt", "prompts.path")
     assert [rows.row(i) for i in range(len(rows))] == ROWS[:20]
     assert list(rows.rows(7, 20)) == ROWS[7:20]
+
+
+ROW: dict[str, Any] = {
+    "prompt": "q",
+    "reward_model": {"ground_truth": "21", "style": {"name": "rule"}},
+    "choices": ["a", "b"],
+    "answers": {"text": ["x", "y"]},
+    "answer": {"value": 5},
+    "a.b": "dotted",
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "folder"])
+@pytest.mark.parametrize(
+    ("rename", "expected"),
+    [
+        ({"reward_model.ground_truth": "gold"}, "21"),
+        ({"reward_model.style.name": "gold"}, "rule"),
+        ({"reward_model.style": "gold"}, {"name": "rule"}),
+        ({"choices.1": "gold"}, "b"),
+        ({"answers.text": "gold"}, ["x", "y"]),
+        ({"answers.text.0": "gold"}, "x"),
+        ({"answer.value": "gold"}, 5),
+        ({"a.b": "gold"}, "dotted"),
+        ({"nothing.of.this": "gold"}, None),
+    ],
+)
+def test_a_path_gives_what_is_within_a_column_a_name(tmp_path: Path, name, rename, expected):
+    path = tmp_path / name
+    if name == "rows.jsonl":
+        write_lines(path, [json.dumps(ROW)] * 3)
+    else:  # a folder is a Hugging Face data set
+        file = path / "train.parquet" if name == "folder" else path
+        file.parent.mkdir(exist_ok=True)
+        pq.write_table(pa.Table.from_pylist([ROW] * 3), file)
+    table = open_table(str(path), "train", rename, "prompt", "prompts.path")
+    try:
+        row = table.row(2)
+    finally:
+        table.close()
+    assert row["gold"] == expected and row["prompt"] == "q"
+    if "a.b" not in rename:  # only what is within a column is named, and the column stays
+        assert row["reward_model"] == ROW["reward_model"]
+
+
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        (
+            {"reward_model.truth": "gold"},
+            r"reward_model has no 'truth', got keys \['ground_truth', 'style'\]",
+        ),
+        (
+            {"reward_model.style.name.x": "gold"},
+            r"reward_model\.style\.name has no 'x', got 'rule'",
+        ),
+        ({"choices.2": "gold"}, r"choices has no '2', got \['a', 'b'\]"),
+        ({"q": "gold"}, "prompts.rename names the column 'q', which does not exist"),
+        (
+            {"model.ground_truth": "gold"},
+            r"names the column 'model\.ground_truth', which does not exist",
+        ),
+        ({"prompt.text": "gold"}, r"prompt has no 'text', got 'q'"),
+        ({"reward_model.ground_truth": "choices"}, r"would overwrite the column 'choices'"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_refused(tmp_path: Path, rename, message):
+    path = write_lines(tmp_path / "rows.jsonl", [json.dumps(ROW)])
+    with pytest.raises(ValueError, match=message):
+        open_table(path, "train", rename, "prompt", "prompts.path")

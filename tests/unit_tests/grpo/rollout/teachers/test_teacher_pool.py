@@ -15,7 +15,9 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from torchtitan.grpo.config import Teacher
+from torchtitan.grpo.config.teacher import MAX_TOP_K
 from torchtitan.grpo.inference.client import (
+    MAX_TOP_TOKENS,
     Capabilities,
     InferenceClient,
     PromptRating,
@@ -34,6 +36,7 @@ from torchtitan.grpo.rollout.teachers import (
     teacher_pool,
 )
 from torchtitan.grpo.rollout.teachers.group_rater import request_parts
+from torchtitan.grpo.rollout.teachers.teacher_check import MOST_FURTHER_TOKENS
 from torchtitan.grpo.types import Rollout, TopTokens, VersionSegment
 
 PROMPT, COMPLETION = np.array([3, 4], np.int32), np.array([5, 6, 7], np.int32)
@@ -509,3 +512,8 @@ def test_teachers_must_all_be_the_same_model(model):
             await make(model, first, second).start(5)
 
     asyncio.run(run())
+
+
+def test_a_teacher_is_asked_for_at_most_as_many_tokens_as_servers_return() -> None:
+    """A teacher with further tokens is asked for them besides ``teacher.top_k``."""
+    assert MAX_TOP_K + MOST_FURTHER_TOKENS <= MAX_TOP_TOKENS

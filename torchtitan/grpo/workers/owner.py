@@ -1,15 +1,15 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Starts worker processes, has them load the user's code, and kills them."""
+"""Starts worker processes, has them load the user's code, counts failed calls, and kills them."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from torchtitan.grpo.workers.frames import Refused
-from torchtitan.grpo.workers.surroundings import Surroundings
-from torchtitan.grpo.workers.worker_process import WorkerLost, WorkerProcess
+from torchtitan.grpo.workers.channel import Refused
+from torchtitan.grpo.workers.process import Surroundings, WorkerLost, WorkerProcess
 
 Reply = TypeVar("Reply")
 
@@ -20,21 +20,29 @@ reads files, above all in the first seconds of a run, when everything else start
 OUTPUT_HINT = "Its output is in rollout_process.log."
 
 
-class LoadFailed(RuntimeError):
-    """A worker could not load the user's code, so the run cannot continue."""
+class CallFailed(Exception):
+    """One call of user code failed; failures with the same cause have one ``kind``. The run continues."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 @dataclass(frozen=True)
 class WorkerProgram(Generic[Reply]):
-    """Describes the program that worker processes run.
+    """Describes the user's code, and the program that runs it in worker processes.
 
     Attributes:
         module: Module that each process runs as ``__main__``.
         decode_reply: Decodes the body of a reply.
         load: First request of each process: it loads the user's code.
         subject: What is loaded, for messages, such as ``rollout.environment 'calculator'``.
-        timeout_setting: TOML key of ``timeout_seconds``, for messages.
-        timeout_seconds: Time limit of one call. Loading may take ``LOAD_FACTOR`` times as long.
+        calls: What its calls are, for messages, such as ``groups in a row could not be scored``.
+        timeout_seconds: Time limit of one call, with its TOML key. Loading may take
+            ``LOAD_FACTOR`` times as long.
+        max_consecutive_failures: Failed calls in a row that end the run, with its TOML key.
+        error: What ends the run.
+        on_failure: Called with each failed call.
         surroundings: Environment variables and limits of each process.
     """
 
@@ -42,22 +50,23 @@ class WorkerProgram(Generic[Reply]):
     decode_reply: Callable[[bytes], Reply | Refused]
     load: Any
     subject: str
-    timeout_setting: str
-    timeout_seconds: float
+    calls: str
+    timeout_seconds: tuple[float, str]
+    max_consecutive_failures: tuple[int, str]
+    error: type[RuntimeError]
+    on_failure: Callable[[CallFailed], object] = lambda failure: None
     surroundings: Surroundings = field(default_factory=Surroundings)
 
 
 class WorkerOwner(Generic[Reply]):
-    """Owns the running worker processes of one program.
-
-    Args:
-        program: What the processes run.
-    """
+    """Owns the running worker processes of one program, and counts its failed calls by kind."""
 
     def __init__(self, program: WorkerProgram[Reply]) -> None:
-        self.program = program
+        self._program = program
         self._running: set[WorkerProcess[Reply | Refused]] = set()
         self._is_closed = False
+        self._failures_in_a_row = 0
+        self.failures: Counter[str] = Counter()
 
     async def start(
         self, on_end: Callable[[WorkerLost], None] = lambda reason: None
@@ -71,7 +80,7 @@ class WorkerOwner(Generic[Reply]):
             The process, and its reply to the load request.
 
         Raises:
-            LoadFailed: If the user's code cannot be loaded, or not in time.
+            RuntimeError: The program's ``error``, if the user's code cannot be loaded in time.
             WorkerLost: If the owner is closed.
         """
         if self._is_closed:
@@ -81,7 +90,7 @@ class WorkerOwner(Generic[Reply]):
             self._running.discard(process)
             on_end(reason)
 
-        program = self.program
+        program = self._program
         process = WorkerProcess(program.module, program.decode_reply, ended, program.surroundings)
         self._running.add(process)
         try:
@@ -91,6 +100,22 @@ class WorkerOwner(Generic[Reply]):
             await process.kill()
             raise
 
+    def record_failure(self, failure: CallFailed) -> None:
+        """Counts and reports a failed call; raises the program's ``error`` after too many in a row."""
+        self.failures[failure.kind] += 1
+        self._program.on_failure(failure)
+        self._failures_in_a_row += 1
+        most, key = self._program.max_consecutive_failures
+        if self._failures_in_a_row >= most:
+            raise self._program.error(
+                f"{self._failures_in_a_row} {self._program.calls} ({key} = {most}). The last reason: "
+                f"{failure}"
+            ) from failure
+
+    def record_success(self) -> None:
+        """Ends a row of failures."""
+        self._failures_in_a_row = 0
+
     async def close(self) -> None:
         """Kills all processes, and starts no more. It is idempotent."""
         self._is_closed = True
@@ -98,21 +123,21 @@ class WorkerOwner(Generic[Reply]):
             await process.kill()
 
     async def _load(self, process: WorkerProcess[Reply | Refused]) -> Reply:
-        program = self.program
-        seconds = LOAD_FACTOR * program.timeout_seconds
+        program = self._program
+        limit, key = program.timeout_seconds
         try:
-            reply = await process.call_or_kill(program.load, seconds)
+            reply = await process.call_or_kill(program.load, LOAD_FACTOR * limit)
         except TimeoutError as error:
-            raise LoadFailed(
-                f"Importing {program.subject} took longer than {seconds:g} s, {LOAD_FACTOR} times "
-                f"{program.timeout_setting}. Import less, or raise {program.timeout_setting}."
+            raise program.error(
+                f"Importing {program.subject} took longer than {LOAD_FACTOR * limit:g} s, {LOAD_FACTOR} "
+                f"times {key}. Import less, or raise {key}."
             ) from error
         except WorkerLost as error:
             if self._is_closed:
                 raise
-            raise LoadFailed(
+            raise program.error(
                 f"Importing {program.subject} ended the worker process: {error} {OUTPUT_HINT}"
             ) from error
         if isinstance(reply, Refused):
-            raise LoadFailed(reply.message)
+            raise program.error(reply.message)
         return reply

@@ -1,28 +1,69 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""One worker process and the owner's end of its pipe."""
+"""One worker process, what it may see and use, and the owner's end of its pipe.
+
+User code must not come upon the trainer's keys by accident, such as in a log of ``os.environ``. This is
+no sandbox: a worker runs as the same user, who can read that user's files and processes.
+"""
 
 import asyncio
 import contextlib
-import logging
 import os
+import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from torchtitan.grpo.system.child import die_with_parent
+from torchtitan.grpo.system.environment import RUN_VARIABLE, is_named
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
-from torchtitan.grpo.workers.frames import HEADER, pack_frame
-from torchtitan.grpo.workers.surroundings import Surroundings
+from torchtitan.grpo.workers.channel import HEADER, pack_frame
 
 Reply = TypeVar("Reply")
 
-logger = logging.getLogger(__name__)
+# Everything that a program needs to run and to find files, and nothing that grants access.
+_PASSED = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_*",
+    "PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED",
+    "PYTHONWARNINGS", "PYTHONPYCACHEPREFIX", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV",
+    "LD_LIBRARY_PATH", "LD_PRELOAD", "DYLD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_HOME",
+    "*_NUM_THREADS", "TOKENIZERS_PARALLELISM", "SSL_CERT_FILE", "SSL_CERT_DIR",
+    "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME",
+    "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE",
+    "TRANSFORMERS_OFFLINE", "NLTK_DATA",
+)  # fmt: skip
 
 # A process that closed its pipe is given this long to exit, so that its exit code is known.
 _EXIT_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Environment variables and limits of worker processes, see ``[workers]``; 0 is no limit."""
+
+    pass_variables: Sequence[str] = ()
+    max_memory_gib: float = 0.0
+    max_cpu_seconds: int = 0
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Returns the variables that a worker sees."""
+        names = *_PASSED, RUN_VARIABLE, *self.pass_variables
+        return {name: value for name, value in environ.items() if is_named(name, names)}
+
+    def enter(self) -> None:
+        """Applies the limits. Called in the child, between fork and exec."""
+        die_with_parent(signal.SIGKILL)
+        if self.max_memory_gib:
+            num_bytes = int(self.max_memory_gib * 2**30)
+            resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
+        if self.max_cpu_seconds:
+            # The kernel sends SIGXCPU at the first limit, and SIGKILL at the second.
+            limits = self.max_cpu_seconds, self.max_cpu_seconds + 1
+            resource.setrlimit(resource.RLIMIT_CPU, limits)
 
 
 class WorkerLost(Exception):
@@ -40,13 +81,11 @@ class ChannelBroken(WorkerLost):
 class WorkerProcess(Generic[Reply]):
     """A child process that answers requests, any number of them at a time.
 
-    Every call gets a number of its own, which its reply must carry (see `frames`). Once the
-    process has ended, for whatever reason, all pending calls and all later ones raise
+    Once the process has ended, for whatever reason, all pending calls and all later ones raise
     :class:`WorkerLost`; the process is not started again.
 
     Args:
-        module: Module that the process runs as ``__main__``. It must create a
-            :class:`~torchtitan.grpo.workers.worker_channel.WorkerChannel`.
+        module: Module that the process runs as ``__main__``. It must create a `WorkerChannel`.
         decode: Decodes the body of a reply.
         on_end: Called once, when the process has ended, with the reason.
         surroundings: Environment variables and limits of the process.
@@ -56,10 +95,10 @@ class WorkerProcess(Generic[Reply]):
         self,
         module: str,
         decode: Callable[[bytes], Reply],
-        on_end: Callable[[WorkerLost], None] = lambda reason: None,
-        surroundings: Surroundings | None = None,
+        on_end: Callable[[WorkerLost], None],
+        surroundings: Surroundings,
     ) -> None:
-        self._surroundings = surroundings or Surroundings()
+        self._surroundings = surroundings
         self._module, self._decode, self._on_end = module, decode, on_end
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -73,7 +112,7 @@ class WorkerProcess(Generic[Reply]):
         return self._reason is not None
 
     async def start(self) -> None:
-        """Starts the process in a session of its own."""
+        """Starts the process in its own session."""
         self._process = await asyncio.create_subprocess_exec(
             *LIGHT_PYTHON,
             self._module,
@@ -113,15 +152,10 @@ class WorkerProcess(Generic[Reply]):
             del self._pending[number]
 
     async def call_or_kill(self, request: Any, timeout_seconds: float) -> Reply:
-        """Like :meth:`call`, but kills the process unless it replies in time.
+        """Like :meth:`call`, but kills the process unless it replies in time, with a TimeoutError.
 
         The process is also killed if the caller is cancelled: a worker that serves one request
         at a time would otherwise stay busy with a request that nobody waits for.
-
-        Raises:
-            TimeoutError: If there was no reply within ``timeout_seconds``.
-            NotPlainData: If the request cannot be encoded. The process is not killed then.
-            WorkerLost: If the process has ended or ends before it replies.
         """
         try:
             async with asyncio.timeout(timeout_seconds):
