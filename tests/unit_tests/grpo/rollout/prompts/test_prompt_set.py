@@ -79,7 +79,7 @@ def test_file_order_is_kept_without_shuffling(codec: TextCodec, write):
 def test_long_prompts_are_left_out_and_counted(codec: TextCodec, write):
     prompts = prompt_set(write([{"prompt": "a"}, {"prompt": "a" * 9}]), codec, max_tokens=8)
     source = stream(prompts, shuffle=False)
-    assert [source.next().index for _ in range(3)] == [0, 2, 4]
+    assert [source.next().group_id for _ in range(3)] == [0, 2, 4]
     assert [skipped.index for skipped in source.take_skipped()] == [1, 3]
     assert first_prompts(prompts, 0)[1] == 1
 

@@ -141,7 +141,7 @@ def test_pending_prompts_that_cannot_be_are_refused(codec: TextCodec, pending, m
 def test_pending_prompt_that_has_become_too_long_is_refused(codec: TextCodec):
     prompts = mixture(codec, [["a", LONG]])
     stream = PromptStream(prompts, seed=0, shuffle=False, position=4, pending=[0, 1])
-    assert stream.next().index == 0
+    assert stream.next().group_id == 0
     for _ in range(2):
         with pytest.raises(
             ValueError, match=r"Prompt 1 was used before .* longer than the maximum of 8"
