@@ -42,7 +42,7 @@ from torchtitan.grpo.observe.sample_log import SampleLog
 from torchtitan.grpo.rollout.rollout_metrics import group_metrics
 from torchtitan.grpo.system.rank_watch import RankWatch
 from torchtitan.grpo.system.stop import StopRequest
-from torchtitan.grpo.training.learned import Learned
+from torchtitan.grpo.training.learner import Learned
 from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, ServerInfo, VersionSegment
 from torchtitan.grpo_train import GRPOTrainer
 

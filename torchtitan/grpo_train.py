@@ -51,8 +51,7 @@ from torchtitan.grpo.training.evaluations import Evaluations
 from torchtitan.grpo.training.exports import export_policy
 from torchtitan.grpo.training.guards import Guards
 from torchtitan.grpo.training.held_out_loss import HeldOutLoss, held_out_plan
-from torchtitan.grpo.training.learned import Learned
-from torchtitan.grpo.training.learner import build_learner
+from torchtitan.grpo.training.learner import Learned, build_learner
 from torchtitan.grpo.training.memory_choice import resolve_kept
 from torchtitan.grpo.training.model_spec import build_policy_runner, register_hf_model
 from torchtitan.grpo.training.policy_probe import build_probe

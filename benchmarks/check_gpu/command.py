@@ -17,7 +17,7 @@ from check_gpu.row import Row
 from check_gpu.table import CHECKS, Check
 from torchtitan.grpo import strict_json
 from torchtitan.grpo.command_line.errors import ConfigError
-from torchtitan.grpo.run_folder.source_commit import COMMIT_VARIABLE, source_commit
+from torchtitan.grpo.run_folder.start_record import COMMIT_VARIABLE, source_commit
 
 
 def main(arguments: list[str], checks: Sequence[Check] = CHECKS) -> int:

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from check_gpu.row import Row
-from torchtitan.grpo.run_folder.packages import package_versions
+from torchtitan.grpo.run_folder.start_record import package_versions
 
 NOTE = (
     "The project's continuous integration has no GPU, so it never runs the rows that need one. A "

@@ -16,8 +16,8 @@ from torchtitan.grpo.models.peft_format import export_peft, peft_name
 from torchtitan.grpo.models.shards import local_block, local_tensor
 from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
 from torchtitan.grpo.pipeline.schedule_builder import build_schedule
-from torchtitan.grpo.training.base_reference import base_reference
 from torchtitan.grpo.training.gradient_norm import GradientClipper
+from torchtitan.grpo.training.reference import base_reference
 from torchtitan.grpo.training.runner import ForwardJob, WholeModelRunner
 from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
 

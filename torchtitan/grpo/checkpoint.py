@@ -29,7 +29,7 @@ from torchtitan.grpo.resume.stopped import describe_stop
 from torchtitan.grpo.rollout.link import RolloutFailed
 from torchtitan.grpo.system.file_sums import damaged_files
 from torchtitan.grpo.system.logs import logger
-from torchtitan.grpo.training.optimizer_settings import renew_settings, settings_of
+from torchtitan.grpo.training.lr_schedule import renew_settings, settings_of
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.upstream.checkpoint import MODEL, CheckpointManager, ModelWrapper
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter

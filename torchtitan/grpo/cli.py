@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.command_line.light_tables import without_torch
-from torchtitan.grpo.run_folder.packages import package_versions
+from torchtitan.grpo.run_folder.start_record import package_versions
 
 USAGE = """\
 usage: torchtitan-grpo COMMAND ...

@@ -50,7 +50,7 @@ from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.evaluations import Evaluations
 from torchtitan.grpo.training.exports import export_policy
 from torchtitan.grpo.training.guards import Guards
-from torchtitan.grpo.training.learned import Learned
+from torchtitan.grpo.training.learner import Learned
 from torchtitan.grpo.training.memory_choice import resolve_kept
 from torchtitan.grpo.training.model_spec import build_policy_runner, register_hf_model
 from torchtitan.grpo.training.parts import (

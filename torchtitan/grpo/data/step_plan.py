@@ -27,9 +27,8 @@ from torchtitan.grpo.data.spread import (
     spread_by_cost,
     spread_by_rows,
 )
-from torchtitan.grpo.losses.advantages import informative_samples, num_equal_groups
+from torchtitan.grpo.losses.advantages import informative_samples, num_equal_groups, shape_rewards
 from torchtitan.grpo.losses.aggregation import AggregationKind, token_weights, weight_mass
-from torchtitan.grpo.losses.reward_shaping import shape_rewards
 from torchtitan.grpo.types import Rollout, RolloutGroup
 
 

@@ -3,7 +3,7 @@
 
 """Losses as pure functions, one idea in each file; docs/losses.md has formulas and papers.
 
-`reward_shaping`, `advantages` and `aggregation` compute numbers for each sample, in this order.
+`advantages` (with the shaping of rewards) and `aggregation` compute numbers for each sample, in this order.
 The other files compute tensors of tokens: `objective` combines `policy_terms` (or the user's
 function, `policy_function`), `mismatch` and `kl`, which use `sequences` and `ratios`.
 `loss_metrics` combines their metrics. Logprobs come from `linear_logprobs`.

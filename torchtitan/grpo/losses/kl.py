@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from torchtitan.grpo.losses.ratios import LOG_RATIO_BOUND, held_between, ratio
+from torchtitan.grpo.losses.sequences import LOG_RATIO_BOUND, held_between, ratio
 
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1_straight", "k3_straight"]
 

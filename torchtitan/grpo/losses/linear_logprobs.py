@@ -18,13 +18,14 @@ shows where the logits lie.
 import torch
 from torch.distributed import ProcessGroup
 
-from torchtitan.grpo.losses.logit_slices import (
+from torchtitan.grpo.losses.softmax_slices import (
     KeptLogits,
+    LogitGrads,
     LogitSlices,
+    SoftmaxSums,
     accumulation_dtype,
     slice_width,
 )
-from torchtitan.grpo.losses.softmax_slices import LogitGrads, SoftmaxSums
 
 
 def linear_logprobs(

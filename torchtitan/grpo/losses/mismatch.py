@@ -16,8 +16,7 @@ import torch
 
 from torchtitan.grpo.losses.kl import kl_estimate
 from torchtitan.grpo.losses.loss_metrics import Metric, mean_metric
-from torchtitan.grpo.losses.ratios import ratio
-from torchtitan.grpo.losses.sequences import sequence_means, sequence_sums, spread
+from torchtitan.grpo.losses.sequences import ratio, sequence_means, sequence_sums, spread
 
 MismatchLevel = Literal["token", "sequence", "geometric"]
 MismatchCorrection = Literal["none", "truncate", "mask"]
@@ -75,7 +74,7 @@ def mismatch_ratio(
 
     ``token`` is the ratio of the token, ``sequence`` the product over the trained tokens of its
     sequence, and ``geometric`` their geometric mean, ``exp(mean(log_ratio))``. The logs are
-    summed, and clamped before ``exp`` (see `ratios.py`).
+    summed, and clamped before ``exp`` (see `sequences.py`).
 
     Args:
         log_ratio: [rows, seq] float, 0 where not trained.

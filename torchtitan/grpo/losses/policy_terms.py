@@ -14,8 +14,7 @@ import torch
 
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.losses.loss_metrics import TokenMetric
-from torchtitan.grpo.losses.ratios import held_between, ratio
-from torchtitan.grpo.losses.sequences import sequence_means
+from torchtitan.grpo.losses.sequences import held_between, ratio, sequence_means
 
 
 @dataclass(frozen=True)

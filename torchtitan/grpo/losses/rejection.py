@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from torchtitan.grpo.losses.kl import kl_estimate
-from torchtitan.grpo.losses.ratios import ratio
-from torchtitan.grpo.losses.sequences import sequence_maxima, sequence_means
+from torchtitan.grpo.losses.sequences import ratio, sequence_maxima, sequence_means
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,17 @@
 
 """Softmax over a vocabulary in slices: its sums, and gradients through it.
 
-What is done to every logit is in `softmax_passes.py`; here is what is done to every token.
+What is done to every logit is in `softmax_passes.py`; here is what is done to every token, and which
+logits are kept for the backward pass. The gradient of the weight, [vocab, dim], is written in the
+backward pass only. Where it will be needed, its memory is allocated in the forward pass already, and
+holds the logits of the first slices until then. The backward pass goes over the slices in the same
+order, and reads the logits of a slice before it writes the gradient over them. In float32, with four
+times as many tokens as hidden dims and eight slices, two fit::
+
+    rows of the gradient   | s0 | s1 | s2 | s3 | s4 | s5 | s6 | s7 |
+    logits kept there      | of s0             | of s1             |
+
+With at most as many tokens as hidden dims all logits fit.
 """
 
 import torch
@@ -11,6 +21,111 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from torchtitan.grpo.losses.softmax_passes import new_scratch, raise_maximum, sum_slice, write_grads
+
+# Narrower slices make matrix products slow and save little memory. Multiples of this width begin at
+# addresses that are aligned for matrix products and vector instructions.
+_MIN_SLICE = 128
+_ALIGNMENT_BYTES = 64
+
+
+def accumulation_dtype(hidden: torch.Tensor) -> torch.dtype:
+    """Returns the dtype of logits, softmax and sums."""
+    return torch.promote_types(hidden.dtype, torch.float32)
+
+
+def slice_width(tokens: int, vocab: int, chunk_tokens: int) -> int:
+    """Returns the number of ids in a slice, with at most the logits of ``chunk_tokens`` tokens.
+
+    It is a multiple of 128 and at least 128, unless the whole vocabulary is smaller.
+    """
+    width = chunk_tokens * vocab // max(tokens, 1) // _MIN_SLICE * _MIN_SLICE
+    return min(vocab, max(_MIN_SLICE, width))
+
+
+class LogitSlices:
+    """Computes [tokens, width] logits of one slice of the vocabulary at a time.
+
+    Attributes:
+        hidden: [tokens, dim], in the dtype of the matrix products.
+        weight: [vocab_local, dim], as passed to the constructor.
+        width: Number of ids in a slice; the last slice may have fewer.
+        dtype: Dtype of the logits.
+    """
+
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, width: int) -> None:
+        self.dtype = accumulation_dtype(hidden)
+        # Tensor cores multiply half precision exactly and add in float32. A CPU rounds in between
+        # or is slow at it, so that there the operands are converted, the weight slice by slice.
+        mixed = hidden.is_cuda and hidden.dtype == weight.dtype
+        self.hidden = hidden if mixed else hidden.to(self.dtype)
+        self.weight = weight
+        self.width = width
+
+    def starts(self) -> range:
+        """Returns the first id of each slice; empty if there is nothing to compute."""
+        vocab = len(self.weight) if len(self.hidden) else 0
+        return range(0, vocab, max(self.width, 1))
+
+    def buffer(self, dtype: torch.dtype) -> torch.Tensor:
+        """Allocates uninitialized, flat memory for one number for each logit of a slice."""
+        return self.hidden.new_empty(len(self.hidden) * self.width, dtype=dtype)
+
+    def part_of(self, buffer: torch.Tensor, start: int) -> torch.Tensor:
+        """Returns the part of ``buffer``, [tokens, width], for the slice at ``start``."""
+        tokens, num_ids = len(self.hidden), min(self.width, len(self.weight) - start)
+        return buffer[: tokens * num_ids].view(tokens, num_ids)
+
+    def weight_slice(self, start: int) -> torch.Tensor:
+        """Returns the slice of the weight, [width, dim], in the dtype of the products."""
+        return self.weight[start : start + self.width].to(self.hidden.dtype)
+
+    def compute(self, start: int, out: torch.Tensor) -> None:
+        """Writes the logits of the slice at ``start`` to ``out``, [tokens, width]."""
+        weight = self.weight_slice(start).t()
+        if self.hidden.dtype == out.dtype:
+            torch.mm(self.hidden, weight, out=out)
+        else:
+            torch.mm(self.hidden, weight, out_dtype=out.dtype, out=out)
+
+
+class KeptLogits:
+    """Finds the kept logits of a slice in the memory of the weight's gradient.
+
+    Args:
+        memory: [vocab_local, dim], contiguous, the later memory of the gradient.
+        tokens: Number of tokens whose logits are kept.
+        width: Number of ids in a slice: a multiple of 128, or the whole vocabulary.
+        dtype: Dtype of the logits, which may differ from that of ``memory``.
+    """
+
+    def __init__(self, memory: torch.Tensor, tokens: int, width: int, dtype: torch.dtype) -> None:
+        self._bytes = memory.view(-1).view(torch.uint8)
+        self._vocab, self._tokens, self._width, self._dtype = len(memory), tokens, width, dtype
+        slice_bytes = -(-self._num_bytes(width) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        row_bytes = memory.shape[1] * memory.element_size()
+        # At least as far apart as the rows of the gradient; the module's docstring explains why.
+        self._stride = max(slice_bytes, width * row_bytes)
+
+    @classmethod
+    def reserve(cls, slices: LogitSlices) -> torch.Tensor | None:
+        """Allocates the gradient of ``slices.weight``; returns None if no slice fits into it."""
+        weight, tokens = slices.weight, len(slices.hidden)
+        first = tokens * slices.width * slices.dtype.itemsize
+        if not slices.starts() or first > weight.numel() * weight.element_size():
+            return None
+        return torch.empty_like(weight, memory_format=torch.contiguous_format)
+
+    def find(self, start: int) -> torch.Tensor | None:
+        """Returns the logits [tokens, width] of the slice at ``start``, or None if not kept."""
+        num_ids = min(self._width, self._vocab - start)
+        begin = start // self._width * self._stride
+        end = begin + self._num_bytes(num_ids)
+        if end > len(self._bytes):
+            return None
+        return self._bytes[begin:end].view(self._dtype).view(self._tokens, num_ids)
+
+    def _num_bytes(self, num_ids: int) -> int:
+        return self._tokens * num_ids * self._dtype.itemsize
 
 
 class SoftmaxSums:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.resume.kept_record import RunRecord
-from torchtitan.grpo.run_folder.toml_text import toml_value
+from torchtitan.grpo.run_folder.start_record import toml_value
 
 
 @dataclass(frozen=True)

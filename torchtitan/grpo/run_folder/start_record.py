@@ -7,12 +7,16 @@
 configuration, keys masked) and ``environment.json`` (command, versions, commit, machine).
 """
 
+import json
 import os
 import platform
+import re
 import socket
+import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +24,114 @@ from torchtitan.grpo import strict_json
 from torchtitan.grpo.job_config import SECRETS, JobConfig
 from torchtitan.grpo.run_folder.contents import STARTS_FOLDER
 from torchtitan.grpo.run_folder.launch import launch_id
-from torchtitan.grpo.run_folder.packages import package_versions
-from torchtitan.grpo.run_folder.source_commit import source_commit
-from torchtitan.grpo.run_folder.toml_text import to_toml
 from torchtitan.grpo.types import ServerInfo
+
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_MASK = "***"
+
+
+def to_toml(tables: dict[str, Any]) -> str:
+    """Returns tables of settings as the text of a TOML file.
+
+    TOML has no null, so a key whose value is None stands in a comment. So does a masked key:
+    a run that is started with the file must take it from elsewhere.
+    """
+    lines = []
+    for name, table in tables.items():
+        lines.append(f"[{name}]")
+        lines += [_setting(key, value) for key, value in table.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _setting(key: str, value: Any) -> str:
+    if value is None:
+        return f"# {_key(key)} is not set"
+    if value == _MASK:
+        return f"# {_key(key)} is set; its value is not kept"
+    return f"{_key(key)} = {toml_value(value)}"
+
+
+def toml_value(value: Any) -> str:
+    """Returns one value in TOML's notation; None, which TOML lacks, as ``not set``."""
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)  # inf and nan as well are written as TOML does
+    if isinstance(value, dict):
+        held = ((_key(str(k)), v) for k, v in value.items() if v is not None)
+        return "{" + ", ".join(f"{k} = {toml_value(v)}" for k, v in held) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    # JSON escapes a string as TOML does, but for one control character.
+    return json.dumps(str(value), ensure_ascii=False, allow_nan=False).replace("\x7f", "\\u007f")
+
+
+def _key(key: str) -> str:
+    return key if _BARE_KEY.fullmatch(key) else json.dumps(key, ensure_ascii=False, allow_nan=False)
+
+
+COMMIT_VARIABLE = "TORCHTITAN_GRPO_COMMIT"
+"""Environment variable that names the commit of a source that was copied without its repository."""
+_GIT_SECONDS = 5.0
+
+
+def source_commit() -> str | None:
+    """Returns the commit from git, from :data:`COMMIT_VARIABLE`, or from pip's record."""
+    folder = Path(__file__).resolve().parents[1]
+    return git_commit(folder) or os.environ.get(COMMIT_VARIABLE) or _installed_commit()
+
+
+def git_commit(folder: Path) -> str | None:
+    """Returns the commit of the source, with ``-dirty`` if files differ from it.
+
+    Returns None if ``folder`` is in no repository, as in an installed package.
+    """
+    # An installed package may lie in somebody else's repository, which does not track it.
+    if not _git(folder, "ls-files", "__init__.py"):
+        return None
+    # Without tags, the description is the commit itself and not its distance from a tag.
+    return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True, text=True, timeout=_GIT_SECONDS,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def _installed_commit() -> str | None:
+    """Returns the commit that pip has recorded if the package was installed from a repository's URL."""
+    try:
+        record = metadata.distribution("torchtitan-grpo").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return None
+    return json.loads(record or "{}").get("vcs_info", {}).get("commit_id")
+
+
+_PACKAGES = (
+    *("torchtitan-grpo", "torch", "torchtitan", "transformers", "tokenizers", "safetensors"),
+    *("huggingface_hub", "datasets", "numpy", "pyzmq", "vllm", "sglang"),
+)
+
+
+def package_versions() -> dict[str, str]:
+    """Returns the versions of those packages that are installed, by name."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
 
 _SECRET_OPTIONS = tuple(f"--{table}.{key}" for table, key in SECRETS)
 

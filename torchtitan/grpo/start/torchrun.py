@@ -8,23 +8,56 @@ it prints nothing: each rank says itself what went wrong, and torchrun's own rep
 bury that message.
 """
 
+import contextlib
 import logging
 import os
 import signal
 import socket
 import sys
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher import api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from torchtitan.grpo.errors import FINAL_STATUSES
 from torchtitan.grpo.start import local_rendezvous
-from torchtitan.grpo.start.final_status import respecting_final_statuses
 from torchtitan.grpo.system.private_folders import make_private_folder, remove_private_folder
 from torchtitan.grpo.system.rank_status import REPORTED_FILE, read_status
+
+
+class _Agent(LocalElasticAgent):
+    """An agent that restarts no ranks once one of its ranks has ended for good.
+
+    A guard stops a run so that the user looks at it, and a last checkpoint that found no room would
+    find none again. The agent has no setting for this, so its class is replaced.
+    """
+
+    def _monitor_workers(self, worker_group: Any) -> RunResult:
+        result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
+        statuses = {failure.exitcode for failure in result.failures.values()}
+        if result.state is WorkerState.FAILED and statuses & {*FINAL_STATUSES}:
+            self._remaining_restarts = 0
+        return result
+
+
+@contextlib.contextmanager
+def respecting_final_statuses() -> Iterator[None]:
+    """Makes agents that are launched in the block respect such an end."""
+    upstream = api.LocalElasticAgent
+    api.LocalElasticAgent = _Agent
+    try:
+        yield
+    finally:
+        api.LocalElasticAgent = upstream
+
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Added to the time that ranks have to end, since they report and close after it.

@@ -10,7 +10,7 @@ from torchtitan.grpo.data.planner import StepPlanner
 from torchtitan.grpo.data.step_plan import StepPlan
 from torchtitan.grpo.data.supervised import open_examples
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.losses.supervised import negative_log_likelihood
+from torchtitan.grpo.losses.objective import negative_log_likelihood
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.training.runner import ForwardRunner
 from torchtitan.grpo.types import PromptProgress

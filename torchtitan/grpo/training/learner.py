@@ -3,8 +3,8 @@
 
 """Learns from one batch: scores its rows, computes gradients, and steps the optimizer."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,19 +13,111 @@ from torchtitan.grpo.data.feed import Feed, TrainBatch
 from torchtitan.grpo.data.step_plan import epoch_order
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.losses.loss_metrics import MetricTotals
-from torchtitan.grpo.losses.objective import metric_reductions
-from torchtitan.grpo.training.base_reference import BaseReference
+from torchtitan.grpo.losses.objective import batch_loss_metrics, metric_reductions
 from torchtitan.grpo.training.gradient_norm import GradientClipper
-from torchtitan.grpo.training.gradient_parts import GradientParts
-from torchtitan.grpo.training.guard_rules import Reading
-from torchtitan.grpo.training.guards import Guards, Verdict
-from torchtitan.grpo.training.learned import Learned
+from torchtitan.grpo.training.guards import Guards, Reading, Verdict
 from torchtitan.grpo.training.model_spec import choose_reference
 from torchtitan.grpo.training.rank_role import RankRole
-from torchtitan.grpo.training.reference import Reference
+from torchtitan.grpo.training.reference import BaseReference, Reference
 from torchtitan.grpo.training.runner import ForwardJob, ModelRunner
 from torchtitan.grpo.training.step import Minibatch, MinibatchLoss, ScoredRows, score
 from torchtitan.grpo.upstream.trainer import OptimizersContainer, Trainer
+
+
+class GradientParts:
+    """Adds the gradients of parts up to the gradient of one optimizer step.
+
+    The loss weights of a part's tokens are normalized over that part alone. The gradient of
+    the step is the mean over its parts, weighted by mass (`losses/aggregation.py`)::
+
+        gradient = sum over parts of  mass / total mass * gradient of the part
+
+    The total mass is known only once the last part has arrived. Until then each part is scaled
+    by the ratio of its mass to that of the first part, which keeps the gradients in their usual
+    range; :meth:`finish` then divides by the total.
+
+    Args:
+        totals: Metrics of this rank; those of the parts are added to it.
+    """
+
+    def __init__(self, totals: MetricTotals) -> None:
+        self.totals = totals
+        self._parts: list[TrainBatch] = []
+        self._unit = self._mass = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no part had anything to learn from."""
+        return self._mass == 0
+
+    def scale_of(self, part: TrainBatch) -> float:
+        """Registers a part and returns the factor of its loss; 0 if it is to be left out."""
+        self._parts.append(part)
+        self._mass += part.mass
+        self._unit = self._unit or part.mass
+        return part.mass / self._unit if part.mass else 0.0
+
+    def finish(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Turns the accumulated gradients and sums into those of the whole step, in place."""
+        if self.is_empty:
+            return
+        scale = self._unit / self._mass
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+        self.totals.scale_losses(scale)
+
+    @property
+    def are_rewards_equal(self) -> bool:
+        """Whether no group of any part has two different rewards."""
+        return all(part.samples.are_rewards_equal for part in self._parts)
+
+    def whole(self) -> TrainBatch:
+        """Returns the last part, with the counts of all parts."""
+        return replace(
+            self._parts[-1],
+            num_tokens=sum(part.num_tokens for part in self._parts),
+            num_trained_tokens=sum(part.num_trained_tokens for part in self._parts),
+        )
+
+
+@dataclass(frozen=True)
+class Learned:
+    """Result of the optimizer steps of one batch, on one rank.
+
+    Attributes:
+        batch: The batch. If it came in parts, this is the last part, with the counts of all of them.
+        totals: Metrics of the loss, combined over all ranks.
+        grad_norms: Global gradient norm before clipping, for each optimizer step.
+    """
+
+    batch: TrainBatch
+    totals: MetricTotals
+    grad_norms: list[float]
+
+    def add(self, totals: MetricTotals, grad_norm: float) -> None:
+        """Adds an optimizer step, whether it was taken or skipped.
+
+        Args:
+            totals: Its metrics, combined over all ranks.
+            grad_norm: Its gradient norm before clipping.
+        """
+        self.totals.merge(totals)
+        self.grad_norms.append(grad_norm)
+
+    def metrics(self, step_seconds: float) -> dict[str, float]:
+        """Returns the metrics of the batch.
+
+        Args:
+            step_seconds: Duration of the whole step.
+        """
+        num_updates = max(len(self.grad_norms), 1)
+        return batch_loss_metrics(self.totals, num_updates) | {
+            "grad_norm": sum(self.grad_norms) / num_updates,
+            "data/trained_tokens": float(self.batch.num_trained_tokens),
+            "time/tokens_per_second": self.batch.num_tokens / step_seconds,
+            "time/trained_tokens_per_second": self.batch.num_trained_tokens / step_seconds,
+        }
 
 
 @dataclass(frozen=True)

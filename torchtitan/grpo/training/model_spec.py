@@ -26,10 +26,9 @@ from torchtitan.grpo.pipeline.schedule_builder import build_schedule
 from torchtitan.grpo.pipeline.split import split_model
 from torchtitan.grpo.pipeline.stages import ends_one_at_a_time
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
-from torchtitan.grpo.training.base_reference import BaseReference, base_reference
 from torchtitan.grpo.training.lr_schedule import build_lr_schedulers
 from torchtitan.grpo.training.optimizers import build_optimizers
-from torchtitan.grpo.training.reference import Reference
+from torchtitan.grpo.training.reference import BaseReference, Reference, base_reference
 from torchtitan.grpo.training.runner import ModelRunner, WholeModelRunner
 from torchtitan.grpo.training.stage_runner import PipelineForwardRunner, PipelineRunner, StageLoss
 from torchtitan.grpo.upstream.models import qwen3_train_spec

@@ -28,9 +28,44 @@ from torchtitan.grpo.losses.distillation import (
 )
 from torchtitan.grpo.losses.kl import sample_kl_sums
 from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
-from torchtitan.grpo.losses.objective import LossInputs, objective
+from torchtitan.grpo.losses.objective import LossInputs, objective, weight_sums
 from torchtitan.grpo.training.runner import ForwardJob, ForwardRunner
-from torchtitan.grpo.training.weight_mean import WeightMean
+
+
+class WeightMean:
+    """Computes the mean over all microbatches and ranks, before the first of them is trained.
+
+    Args:
+        config: ``[grpo]``.
+        feed: Sums values over ranks.
+        is_counted: See :class:`RankRole`.
+    """
+
+    def __init__(self, config: GRPO, feed: Feed, *, is_counted: bool) -> None:
+        self._config, self._feed, self._is_counted = config, feed, is_counted
+
+    def of(self, rows: TrainRows, old_logprobs: torch.Tensor | None) -> torch.Tensor:
+        """Returns the mean over the tokens that are kept, a scalar []. Collective over all ranks.
+
+        It is 1 if no token is kept, so that weights of 0 stay 0.
+
+        Args:
+            rows: The rows of this rank in the optimizer step.
+            old_logprobs: [rows, seq], under the policy before the batch's first optimizer step.
+                None on ranks that do not see the output.
+        """
+        sums = torch.zeros(2, dtype=torch.float64)
+        if old_logprobs is not None and self._is_counted:
+            sums += weight_sums(
+                old_logprobs,
+                rows.generator_logprobs,
+                rows.loss_mask,
+                rows.sequence_ids,
+                self._config,
+            ).cpu()
+        total, num_kept = self._feed.all_reduce_sum(sums).tolist()
+        mean = total / num_kept if total > 0 else 1.0
+        return torch.tensor(mean, device=rows.generator_logprobs.device)
 
 
 @dataclass(frozen=True)
@@ -87,7 +122,7 @@ class MinibatchLoss:
     Args:
         scored: The minibatch.
         config: ``[grpo]``.
-        scale: Factor of the loss; see `gradient_parts.py`.
+        scale: Factor of the loss; see `GradientParts`.
         teacher: ``[teacher]``, if rollouts may come with a teacher's ratings.
     """
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.grpo.losses.linear_logprobs import linear_logprobs, packed_linear_logprobs
-from torchtitan.grpo.losses.logit_slices import KeptLogits, slice_width
+from torchtitan.grpo.losses.softmax_slices import KeptLogits, slice_width
 
 TOKENS, VOCAB, DIM = (2, 19), 1031, 16
 

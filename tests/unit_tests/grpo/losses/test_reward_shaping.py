@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from torchtitan.grpo.losses.reward_shaping import shape_rewards
+from torchtitan.grpo.losses.advantages import shape_rewards
 
 
 def shaped(rewards, lengths, **settings):

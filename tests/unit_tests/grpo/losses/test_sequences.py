@@ -4,8 +4,13 @@ import math
 
 import torch
 
-from torchtitan.grpo.losses.ratios import LOG_RATIO_BOUND, ratio
-from torchtitan.grpo.losses.sequences import sequence_means, sequence_sums, spread
+from torchtitan.grpo.losses.sequences import (
+    LOG_RATIO_BOUND,
+    ratio,
+    sequence_means,
+    sequence_sums,
+    spread,
+)
 
 VALUES = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
 IDS = torch.tensor([[0, 0, 1, 1], [0, 1, 2, 2]])

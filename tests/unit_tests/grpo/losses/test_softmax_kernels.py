@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.grpo.losses import softmax_passes
 from torchtitan.grpo.losses.linear_logprobs import packed_linear_logprobs
-from torchtitan.grpo.losses.logit_slices import slice_width
+from torchtitan.grpo.losses.softmax_slices import slice_width
 
 # Without triton, the project's dependency on Linux alone, the passes run everywhere.
 triton = pytest.importorskip("triton", reason="the kernels need triton")

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from torchtitan.grpo.losses.supervised import negative_log_likelihood
+from torchtitan.grpo.losses.objective import negative_log_likelihood
 
 
 def test_two_tokens_of_weight_one_half_give_their_mean_cross_entropy():

@@ -12,9 +12,7 @@ import pytest
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.run_folder.contents import describe_run, next_free_folder
 from torchtitan.grpo.run_folder.replacing import move_aside
-from torchtitan.grpo.run_folder.source_commit import git_commit
-from torchtitan.grpo.run_folder.start_record import record_start, without_keys
-from torchtitan.grpo.run_folder.toml_text import to_toml
+from torchtitan.grpo.run_folder.start_record import git_commit, record_start, to_toml, without_keys
 from torchtitan.grpo.types import ServerInfo
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.command_line.reading import read_config
-from torchtitan.grpo.start.num_ranks import choose_num_ranks
-from torchtitan.grpo.start.train import parse
+from torchtitan.grpo.start.train import choose_num_ranks, parse
 
 LAUNCH = ("--inference.launch", "--inference.kind=vllm")
 

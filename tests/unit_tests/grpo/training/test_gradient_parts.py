@@ -9,7 +9,7 @@ import torch
 from torchtitan.grpo.data.feed import TrainBatch
 from torchtitan.grpo.data.step_plan import SampleTable
 from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
-from torchtitan.grpo.training.gradient_parts import GradientParts
+from torchtitan.grpo.training.learner import GradientParts
 from torchtitan.grpo.types import BatchPart, PromptProgress
 
 NO_SAMPLES = SampleTable(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))

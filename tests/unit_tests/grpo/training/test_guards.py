@@ -9,8 +9,7 @@ import math
 import pytest
 
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.training.guard_rules import Reading
-from torchtitan.grpo.training.guards import GUARDS, Guards, GuardStopped, Verdict
+from torchtitan.grpo.training.guards import GUARDS, Guards, GuardStopped, Reading, Verdict
 
 HEALTHY = Reading(grad_norm=2.0, loss=0.1, entropy=0.5, mismatch_kl=1e-3, reference_kl=0.01)
 # What trips each guard, and what the line says of it.

@@ -11,8 +11,12 @@ import pytest
 import torch
 
 from torchtitan.grpo.job_config import LRScheduler
-from torchtitan.grpo.training.lr_schedule import build_lr_schedulers, schedule_of
-from torchtitan.grpo.training.optimizer_settings import renew_settings, settings_of
+from torchtitan.grpo.training.lr_schedule import (
+    build_lr_schedulers,
+    renew_settings,
+    schedule_of,
+    settings_of,
+)
 from torchtitan.grpo.upstream.trainer import OptimizersContainer
 
 
