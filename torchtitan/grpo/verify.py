@@ -37,13 +37,7 @@ _NEEDED = ("server_version", "policy_version", "steps", "weight_sync_failures")
 
 @dataclass(frozen=True)
 class Check:
-    """One condition and the observation that was made.
-
-    Attributes:
-        what: The condition, in words.
-        found: What was found.
-        holds: Whether the condition holds.
-    """
+    """One condition and the observation that was made, both in words."""
 
     what: str
     found: str
@@ -51,11 +45,7 @@ class Check:
 
 
 def read_summary(run: Path, *more: str) -> dict[str, Any]:
-    """Reads ``summary.json`` of a run, which must have some keys, and those of ``more``.
-
-    Raises:
-        ValueError: If the run has not finished, or had no servers.
-    """
+    """Reads ``summary.json`` of a finished run, which must have some keys, and those of ``more``."""
     file = run / "summary.json"
     summary = read_json(file, file.read_text(errors="replace")) if file.is_file() else {}
     if missing := [key for key in (*_NEEDED, *more) if key not in summary]:
@@ -68,11 +58,7 @@ def read_summary(run: Path, *more: str) -> dict[str, Any]:
 
 
 def read_json(where: Path | str, text: str) -> dict[str, Any]:
-    """Returns a JSON object that a run has written.
-
-    Raises:
-        ValueError: If it is damaged. ``where`` begins the message.
-    """
+    """Returns a JSON object that a run has written; ``where`` begins the message if it is damaged."""
     try:
         found = json.loads(text)
     except ValueError as error:
@@ -83,11 +69,7 @@ def read_json(where: Path | str, text: str) -> dict[str, Any]:
 
 
 def read_prompts(file: Path, number: int) -> list[str]:
-    """Returns the first prompts of a JSONL file.
-
-    Raises:
-        ValueError: If a line has no text in the column ``prompt``.
-    """
+    """Returns the first prompts of a JSONL file."""
     with io.TextIOWrapper(
         open_regular(file), "utf-8-sig"
     ) as lines:  # a byte-order mark is passed over
@@ -152,14 +134,9 @@ async def greedy_completions(
 def compare(
     checkpoint: Path, prompts: list[list[int]], answers: list[Generation], tolerance: float
 ) -> tuple[float, int, int]:
-    """Compares the server's completions with transformers.
+    """Compares the server's greedy completions with transformers.
 
-    Args:
-        checkpoint: Hugging Face directory of the model.
-        prompts: Token ids of the prompts.
-        answers: The server's greedy completions of these prompts.
-        tolerance: Allowed difference of a logprob. A token counts as greedy if its logprob is
-            at most twice this tolerance below the highest one.
+    A token counts as greedy if its logprob is at most twice the tolerance below the highest one.
 
     Returns:
         The largest difference of a token's logprob, the number of tokens that transformers

@@ -3,8 +3,8 @@
 
 """Decides whether a server answers a request: where it comes from, what it carries, and its key.
 
-The embedded server asks these functions itself; vLLM and SGLang ask them through `guard.py`, in
-environments of their own. This module therefore needs the standard library alone.
+The embedded server asks these functions itself; vLLM and SGLang ask them through `guard.py`, in their
+own environments. This module therefore imports little.
 
 A browser on the server's machine can be made to send requests by any page that it shows. Such a
 request names a foreign page in ``Origin``, or a foreign name in ``Host`` (DNS rebinding), or it
@@ -32,7 +32,7 @@ _NO_TYPE = ("", "application/octet-stream")
 
 
 class AuthLevel(Enum):
-    """Names the key that a route needs.
+    """The key that a route needs.
 
     OPEN: No key; for probes. NORMAL: The API key, if one is set. CONTROL: The admin key if one is
     set, in which case the API key does not suffice; else the API key, if one is set.
@@ -51,20 +51,19 @@ class Keys:
     admin_key: str | None = None
 
     def of(self, level: AuthLevel) -> str | None:
-        """Returns the key that a route of this level needs, or ``None`` if it needs none."""
+        """Returns the key that a route of this level needs, if any."""
         if level is AuthLevel.OPEN:
             return None
         return (self.admin_key or self.api_key) if level is AuthLevel.CONTROL else self.api_key
 
 
 def keys_of_environment() -> Keys:
-    """Returns the keys that the environment of this process holds."""
     return Keys(os.environ.get(API_KEY_VARIABLE), os.environ.get(ADMIN_KEY_VARIABLE))
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Says why a request is not answered: an HTTP status, and a message for the caller."""
+    """Why a request is not answered: an HTTP status, and a message for the caller."""
 
     status: int
     message: str
@@ -85,8 +84,8 @@ def refusal(
         keys: Keys of the server.
         method: HTTP method.
         headers: Headers of the request, by lower-case names.
-        local_address: Address of this machine at which the connection arrived; ``None`` if there
-            is none, as for a Unix socket.
+        local_address: Address of this machine at which the connection arrived; ``None`` for a Unix
+            socket.
     """
     is_local = is_loopback(local_address)
     host = headers.get("host", "")
@@ -116,11 +115,9 @@ def _is_bearer(authorization: str, expected: str) -> bool:
 
 
 def require_keys(host: str, environ: Mapping[str, str]) -> None:
-    """Refuses to serve without keys at an address that other machines reach.
+    """Raises ValueError if a server without keys would serve at an address that other machines reach.
 
-    Raises:
-        ValueError: If ``environ`` holds no key for generation. That key is also the one for
-            control routes if there is no other.
+    The key for generation is also the one for control routes if there is no other.
     """
     if not is_loopback(host) and not environ.get(API_KEY_VARIABLE):
         raise ValueError(

@@ -1,26 +1,21 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Checks that every server's answer must pass before it becomes a :class:`Generation`.
+"""Checks that every server's answer must pass, whatever its kind.
 
 A wrong count or a missing version would train the policy on tokens that were not sampled in that
 way. An answer is therefore never repaired: it is exact, or it is refused.
 """
 
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast, get_args
 
 import numpy as np
 
-from torchtitan.grpo.inference.client import LogprobsError, ServerError
+from torchtitan.grpo.inference.client import LogprobsError, ServerError, ServerLoad
 from torchtitan.grpo.inference.http import excerpt
-from torchtitan.grpo.inference.logprob_bounds import (
-    LOWEST_LOGPROB,
-    LOWEST_SAMPLED_LOGPROB,
-    first_bad_logprob,
-    logprob_rule,
-)
 from torchtitan.grpo.types import (
     FinishReason,
     GenerateRequest,
@@ -44,18 +39,31 @@ token with this label means that the update failed half-way."""
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 """Exceptions that reading an answer may raise if it does not have the expected form."""
 
+LOWEST_SAMPLED_LOGPROB = float(np.log(np.finfo(np.float32).tiny))
+"""Bound that the logprob of a sampled token is above, about -87.3 nats, at any temperature.
+
+Samplers draw from a softmax in float32, and logprobs are those after the temperature. A probability
+below the smallest normal number is flushed to 0 on GPUs. Where it is not, random numbers of 24 to 64
+bits cannot choose it: the noise that they are turned into spans 50 nats at most."""
+
+LOWEST_LOGPROB = -9999.0
+"""Bound that the logprob is above of a token that was not sampled, such as in a teacher's rating.
+
+Such a token may be as unlikely as logits can tell. Servers that cannot write minus infinity write
+this number in its place (vLLM does), so that logprobs lie above it."""
+
+HIGHEST_LOGPROB = 1e-3
+"""How far above 0 rounding may put a logprob of 0, in any precision that a server computes in."""
+
 _VERSION_DIGITS = 18
 _ANSWER_BYTES = 2**20
 _ANSWER_BYTES_PER_TOKEN = 1024
 _ANSWER_BYTES_PER_TOP_TOKEN = 128
+_MAX_LOAD = 1e9  # no server has this many requests
 
 
 def parse_version(label: Any, source: str) -> int:
-    """Returns the policy version that a server's version label stands for.
-
-    Raises:
-        ServerError: If the label is not a version. ``source`` begins the message.
-    """
+    """Returns the policy version that a server's version label stands for, else raises ServerError."""
     if label == UNPUSHED_LABEL:
         return UNPUSHED_VERSION
     # int() would accept 3.7, True and " 3" as well.
@@ -78,13 +86,10 @@ def version_or_none(label: Any) -> int | None:
 def version_segments(
     spans: Iterable[Sequence[Any]], num_tokens: int, source: str
 ) -> tuple[VersionSegment, ...]:
-    """Returns the segments of ``(label, start, end)`` spans over ``num_tokens`` tokens.
+    """Returns the segments of ``(label, start, end)`` spans, which must cover ``num_tokens`` tokens.
 
     Empty spans are left out, because a version may be replaced before it has sampled a token.
     Adjacent spans of one version are joined.
-
-    Raises:
-        ServerError: If the spans have gaps, overlap, or do not cover the completion.
     """
     segments: list[VersionSegment] = []
     position, has_gap = 0, False
@@ -131,12 +136,12 @@ def checked_generation(
         source: URL and route, which begin every error message.
         request: The request that was sent.
         sent_id: Id of the request as the server knows it.
-        answered_id: Id in the answer.
+        answered_id: Id in the answer, as all that follow.
         num_prompt_tokens: Number of prompt tokens that the answer states.
         token_ids: Sampled tokens.
         logprobs: Logprob and token id of each sampled token.
         num_completion_tokens: Number of sampled tokens that the answer states.
-        finish_reason: Finish reason in the answer.
+        finish_reason: One of :data:`FinishReason`.
         spans: ``(version label, start, end)`` over the tokens.
 
     Raises:
@@ -183,13 +188,13 @@ def logit_bias(request: GenerateRequest) -> dict[str, dict[str, float]]:
 
 
 def max_answer_bytes(request: GenerateRequest) -> int:
-    """Returns a bound that no correct answer to ``request`` reaches, in bytes."""
+    """Returns a size that no correct answer to ``request`` reaches."""
     num_tokens = len(request.prompt_ids) + request.max_new_tokens
     return _ANSWER_BYTES + _ANSWER_BYTES_PER_TOKEN * num_tokens
 
 
 def max_rating_bytes(sequences: Sequence[Sequence[int]], num_top: int) -> int:
-    """Returns a bound that no correct rating of ``sequences`` reaches, in bytes."""
+    """Returns a size that no correct rating of ``sequences`` reaches."""
     per_token = _ANSWER_BYTES_PER_TOKEN + _ANSWER_BYTES_PER_TOP_TOKEN * num_top
     return _ANSWER_BYTES + per_token * sum(map(len, sequences))
 
@@ -203,9 +208,6 @@ def checked_prompt_logprobs(
         source: URL and route, which begin every error message.
         token_ids: The end of the prompt that was sent.
         entries: Logprob and id of each of these tokens, the first included.
-
-    Raises:
-        ServerError: If the ids are not those that were sent, or a logprob cannot be one.
     """
     if [token for _, token in entries] != list(token_ids):
         raise ServerError(
@@ -220,16 +222,10 @@ def checked_prompt_logprobs(
 def checked_top_tokens(
     source: str, rows: Sequence[Sequence[tuple[Any, Any]]], num_top: int
 ) -> TopTokens:
-    """Returns the most likely tokens of a model at each place of a text.
+    """Returns a model's ``num_top`` most likely tokens at each place of a text.
 
-    Args:
-        source: URL and route, which begin every error message.
-        rows: Logprob and id of each of the most likely tokens, for each place.
-        num_top: Number of tokens that were asked for.
-
-    Raises:
-        ServerError: If a place has another number of tokens or one of them twice, or if an id or a
-            logprob cannot be one.
+    ``rows`` holds logprob and id of each of them, for each place. A place with another number of
+    tokens, or with one of them twice, is refused.
     """
     wrong = {len(row) for row in rows} - {num_top}
     if wrong:
@@ -250,11 +246,7 @@ def checked_top_tokens(
 
 
 def as_object(body: Any, source: str) -> dict[str, Any]:
-    """Returns the answer, which must be a JSON object.
-
-    Raises:
-        ServerError: If it is not. ``source`` begins the message.
-    """
+    """Returns the answer, which must be a JSON object."""
     if not isinstance(body, dict):
         raise ServerError(f"{source} must answer a JSON object, got {excerpt(body)}")
     return body
@@ -263,11 +255,7 @@ def as_object(body: Any, source: str) -> dict[str, Any]:
 def joined_group(
     groups: Mapping[str, WeightGroupInfo], group_name: str, url: str
 ) -> WeightGroupInfo:
-    """Returns the group of that name.
-
-    Raises:
-        ServerError: If the server has not joined it.
-    """
+    """Returns the group of that name, which the server must have joined."""
     if group_name not in groups:
         raise ServerError(f"{url} has not joined weight group {group_name}; join before pushing.")
     return groups[group_name]
@@ -309,3 +297,60 @@ def _require_logprobs(values: Sequence[Any], what: str, lowest: float) -> None:
         raise LogprobsError(
             f"{what} {logprob_rule(lowest)}, got {values[bad]!r:.80} at token {bad}."
         )
+
+
+def first_bad_logprob(values: np.ndarray, lowest: float) -> int | None:
+    """Returns the place of the first of ``values`` [tokens] that cannot be a logprob, or None."""
+    bad = np.flatnonzero(~((values > lowest) & (values <= HIGHEST_LOGPROB)))  # NaN is neither
+    return int(bad[0]) if bad.size else None
+
+
+def logprob_rule(lowest: float) -> str:
+    return f"must be finite, above {lowest:.5g} and not above 0"
+
+
+def checked_load(
+    source: str, running: Sequence[float], waiting: Sequence[float], kv_use: Sequence[float]
+) -> ServerLoad:
+    """Returns the load of a server from the plausible numbers of its engines.
+
+    A server with several engines counts as one: its requests are added up, and the use of its
+    fullest KV cache is taken.
+    """
+    values = [*running, *waiting, *kv_use]
+    if not values or not all(0 <= value < _MAX_LOAD for value in values):  # nor NaN
+        raise ServerError(
+            f"{source} must answer numbers in [0, {_MAX_LOAD:g}), got running requests "
+            f"{running}, waiting requests {waiting} and use of the KV cache {kv_use}."
+        )
+    return ServerLoad(int(sum(running)), int(sum(waiting)), max(kv_use))
+
+
+def to_number(value: Any) -> float:
+    """Returns a JSON value or text as a number, or NaN if it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def card_of(body: Any, source: str) -> dict[str, Any]:
+    """Returns the entry of the served model from the body of ``/v1/models``."""
+    try:
+        card = body["data"][0]
+        if isinstance(card, dict):
+            return card
+    except (LookupError, TypeError):
+        pass
+    raise ServerError(f"{source} must list the served model, got {excerpt(body)}")
+
+
+def first_architecture(config: dict[str, Any]) -> str | None:
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names else None
+
+
+def smallest(*values: Any) -> int | None:
+    """Returns the smallest of those values that are numbers of tokens."""
+    numbers = [value for value in values if type(value) is int and value > 0]
+    return min(numbers, default=None)

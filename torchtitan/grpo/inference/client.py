@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The interface that every kind of inference server implements.
+"""The interface of inference servers, which `vllm/client.py`, `sglang/client.py` and `embedded/client.py` implement.
 
-The rollout process uses it to sample completions, and the trainer's weight synchronization uses
-the rest of it. Both call it from asyncio code. A client holds one HTTP session, which belongs to
-the event loop of its first request.
+The rollout process samples completions with it, and the trainer's weight synchronization uses the
+rest. Both call it from asyncio code. A client holds one HTTP session, which belongs to the event loop
+of its first request.
 """
 
 from abc import ABC, abstractmethod
@@ -36,17 +36,16 @@ class LogprobsError(ServerError):
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What a server tells about itself and its model; ``None`` stands for what it does not tell.
+    """A server's description of itself and its model; ``None`` stands for what it does not tell.
 
     Attributes:
         software: Name and release, such as ``vLLM 0.32.0``, for messages.
-        release: Release number alone.
+        release: Only the release number.
         model_path: Directory or name that the server loaded the model from.
         architecture: Name of the model's class in config.json, such as ``Qwen3ForCausalLM``.
         vocab_size: Number of tokens in the model's vocabulary.
         max_model_len: Longest prompt and completion together, in tokens.
-        problems: Each reason why this project cannot use the server as it was started: a missing
-            option, or a wrong one.
+        problems: Each reason why this project cannot use the server as it was started.
         warnings: What the user should change, although the run can use the server.
     """
 
@@ -62,12 +61,8 @@ class ServerFacts:
 
 @dataclass(frozen=True)
 class ServerLoad:
-    """Holds what a server reports about how busy it is.
-
-    Attributes:
-        running: Number of requests in its batch.
-        waiting: Number of requests in its queue.
-        kv_use: Used part of its KV cache, in [0, 1]; ``None`` if the server does not report it.
+    """How busy a server is: requests in its batch, requests in its queue, and the used part of its KV cache
+    in [0, 1], which is ``None`` if the server does not report it.
     """
 
     running: int
@@ -77,17 +72,17 @@ class ServerLoad:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Describes what a server can do while weights are pushed to it.
+    """What a server can do while weights are pushed to it.
 
     Attributes:
         stops_for: When generation must be paused: from the first bucket to the end of the
-            commit (``transfer``); for the commit alone, because buckets are staged until then
+            commit (``transfer``); only for the commit, because buckets are staged until then
             (``commit``); or never, because the server itself commits between two of its steps
             (``nothing``).
-        verifies_checksums: Whether the server compares the checksums of a bucket.
+        verifies_checksums: Whether the server compares the checksums of a bucket with those sent.
         takes_deltas: Whether the server can apply changes to the weights that it holds.
-        receives_in_parallel: Whether the server receives from several groups at the same time.
-        receives_pieces: Whether the server receives a large bucket in several broadcasts.
+        receives_in_parallel: Whether buckets of different groups may be sent at the same time.
+        receives_pieces: Whether a large bucket may be sent in several broadcasts over NCCL.
         rates_lists: Whether one request can ask for the logprobs of several sequences.
     """
 
@@ -106,12 +101,9 @@ MAX_TOP_TOKENS = 256
 
 @dataclass(frozen=True)
 class PromptRating:
-    """How likely a server's model finds the tokens of a text, each given all before it.
+    """How likely a server's model finds the tokens of a text, each given all before it, at temperature 1.
 
-    Attributes:
-        logprobs: Log-probability of each rated token, at temperature 1.
-        top: The model's most likely tokens at the place of each rated token; ``None`` if none were
-            asked for.
+    ``top`` holds the model's most likely tokens at the place of each rated token, if they were asked for.
     """
 
     logprobs: list[float]
@@ -122,47 +114,44 @@ class InferenceClient(ABC):
     """The trainer's and the rollout process's access to one inference server.
 
     Every method raises :class:`ServerError` if the server cannot do what it was asked, or does
-    not answer within the control timeout that was given at construction. :meth:`generate` and
-    :meth:`rate`, which wait in the server's queue, have a longer timeout, and so have methods that
-    receive or read weights.
+    not answer within the control timeout that was given at construction. Methods that wait in the
+    server's queue, or receive or read weights, have a longer timeout.
 
     Attributes:
         url: Base URL of the server.
-        capabilities: What the server can do. They are those of the kind's row in `kinds.py`
-            until the client finds out more about its server.
+        capabilities: Those of the kind's row in `kinds.py` until the client finds out more.
     """
 
     url: str
     capabilities: Capabilities = Capabilities()
 
+    # The fields of `capabilities`, by the names that their readers use.
     @property
     def stops_for(self) -> Literal["transfer", "commit", "nothing"]:
-        """Tells when generation must be paused for a push; see :class:`Capabilities`."""
         return self.capabilities.stops_for
 
     @property
     def verifies_checksums(self) -> bool:
-        """Tells whether the server compares the checksums of buckets with those sent."""
         return self.capabilities.verifies_checksums
 
     @property
     def takes_deltas(self) -> bool:
-        """Tells whether the server can apply changes to the weights that it holds."""
         return self.capabilities.takes_deltas
 
     @property
     def receives_in_parallel(self) -> bool:
-        """Tells whether buckets of different groups may be sent at the same time."""
         return self.capabilities.receives_in_parallel
 
     @property
     def receives_pieces(self) -> bool:
-        """Tells whether a large bucket may be sent in several broadcasts over NCCL."""
         return self.capabilities.receives_pieces
 
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Samples one completion. If the call is cancelled, aborts the request on the server."""
+        """Samples one completion. If the call is cancelled, aborts the request on the server.
+
+        Implemented by :class:`VLLMClient`, and by :class:`SGLangClient` also for embedded servers.
+        """
 
     @abstractmethod
     async def abort(self, request_id: str | None) -> None:
@@ -172,12 +161,8 @@ class InferenceClient(ABC):
     async def describe(self, temperature: float) -> ServerFacts:
         """Returns what the server tells about itself. Nothing is changed on it.
 
-        Args:
-            temperature: ``rollout.temperature``. A server may report suitable log-probabilities
-                at some temperatures only.
-
-        Raises:
-            WrongKind: If the URL is not that of a server of this kind.
+        A server may report suitable log-probabilities only at some values of ``rollout.temperature``.
+        :class:`WrongKind` is raised if the URL is not that of a server of this kind.
         """
 
     @abstractmethod
@@ -238,24 +223,16 @@ class InferenceClient(ABC):
 
         The trainer must broadcast at the same time. Returns when the server has received the
         bucket or has accepted to receive it. A server that finds the bucket damaged later
-        refuses the commit.
-
-        Args:
-            bucket: Description of the bytes that will be broadcast.
-            group_name: Name of the group; see :class:`WeightGroupInfo`.
-            last: True for the last bucket of the update, if buckets are sent one after another.
-            version: Policy version of the update.
+        refuses the commit. ``last`` marks the last bucket of the update, if buckets are sent one
+        after another.
         """
 
     @abstractmethod
     async def commit_update(self, version: int) -> float:
-        """Makes the server serve the weights that it received.
+        """Makes the server serve the weights that it received, without caches of the old ones.
 
-        Caches that were computed with the old weights are dropped.
-
-        Returns:
-            Seconds for which generation stopped, or 0 if the server does not report them. Such
-            a server must be paused by the caller.
+        Returns the seconds for which generation stopped, or 0 if the server does not report them.
+        Such a server must be paused by the caller.
         """
 
     @abstractmethod
@@ -276,8 +253,7 @@ class InferenceClient(ABC):
 
         Args:
             sequences: Token ids.
-            starts: Position of the first token of each sequence that is rated, at least 1: the
-                first token has nothing before it.
+            starts: Position of the first rated token of each sequence, at least 1.
             num_top: Number of the most likely tokens that are returned for each rated token.
         """
 
@@ -287,5 +263,4 @@ class InferenceClient(ABC):
         return rating.logprobs
 
     @abstractmethod
-    async def close(self) -> None:
-        """Closes the HTTP session."""
+    async def close(self) -> None: ...

@@ -15,12 +15,8 @@ _WITHOUT_TRAINING = 0.9
 
 @dataclass(frozen=True)
 class GpuShare:
-    """What one server gets.
-
-    Attributes:
-        gpus: Its GPUs, named as in ``CUDA_VISIBLE_DEVICES``; empty without GPUs.
-        tensor_parallel_size: Number of workers that the model is divided among.
-        memory: Part of each GPU's memory that the server may use; ``None`` is its own default.
+    """One server's GPUs, named as in ``CUDA_VISIBLE_DEVICES``, its number of workers, and the part of each
+    GPU's memory that it may use, where ``None`` is its own default.
     """
 
     gpus: tuple[str, ...] = ()
@@ -47,9 +43,6 @@ def share_gpus(
             as divide the attention heads.
         memory: ``inference.gpu_memory_utilization``; 0 divides shared GPUs evenly.
         num_heads: Number of the model's attention heads; ``None`` if a server takes one GPU.
-
-    Raises:
-        ValueError: If a server would get fewer GPUs than ``tensor_parallel_size``.
     """
     if not gpus:
         return [GpuShare((), max(1, tensor_parallel_size), memory or None)] * num_servers
@@ -76,13 +69,7 @@ def share_gpus(
 
 
 def part_beside_training(num_servers: int, num_gpus: int, memory: float) -> float:
-    """Returns the part of a GPU's memory that launched servers may take from training.
-
-    Args:
-        num_servers: ``inference.num_servers``.
-        num_gpus: Number of GPUs that servers and training share.
-        memory: ``inference.gpu_memory_utilization``.
-    """
+    """Returns the part of the memory of the GPUs shared with training that launched servers may take."""
     servers_per_gpu = -(-num_servers // num_gpus)
     return memory * servers_per_gpu if memory else _BESIDE_TRAINING
 

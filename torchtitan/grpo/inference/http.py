@@ -28,9 +28,7 @@ _MAX_ANSWER_BYTES = 64 * 2**20
 class RouteError(ServerError):
     """A route did not answer, or answered with a status that its caller does not accept.
 
-    Attributes:
-        status: HTTP status; ``None`` if there was no answer.
-        body: Parsed body of the answer, as in :class:`Answer`; ``None`` if there was no answer.
+    ``status`` and ``body`` (see :class:`Answer`) are ``None`` if there was no answer.
     """
 
     def __init__(self, message: str, status: int | None = None, body: Any = None) -> None:
@@ -51,12 +49,7 @@ class RouteError(ServerError):
 
 @dataclass(frozen=True)
 class Answer:
-    """Holds the status and the body of an HTTP answer.
-
-    Attributes:
-        status: HTTP status.
-        body: Parsed JSON, the text itself if it is not JSON, or ``None`` if it is empty.
-    """
+    """Status and body of an answer: parsed JSON, the text if it is not JSON, or ``None`` if it is empty."""
 
     status: int
     body: Any
@@ -65,14 +58,12 @@ class Answer:
 class HttpConnection:
     """Base URL, keys and HTTP session of one server.
 
-    The session belongs to the event loop of the first request. ``has_keys`` tells whether requests
-    are sent with a key.
+    The session belongs to the event loop of the first request.
 
     Args:
         url: Base URL, ``http://host:port``.
-        api_key: Bearer key of generation routes, and of control routes if ``admin_key`` is
-            ``None``.
-        admin_key: Bearer key of control routes.
+        api_key: Bearer key of generation routes.
+        admin_key: Bearer key of control routes; ``None`` is ``api_key``.
         timeout_seconds: Maximum duration of a request that does not set its own.
         idle_seconds: How long an idle TCP connection is kept for the next request; 0 opens one
             for each request. Servers close idle connections after some seconds and lose a
@@ -99,11 +90,9 @@ class HttpConnection:
         self._turn = asyncio.Lock()
 
     async def get(self, route: str, **options: Any) -> Answer:
-        """Sends a GET request to a control route; see :meth:`request`."""
         return await self.request("GET", route, **options)
 
     async def post(self, route: str, body: Any = None, **options: Any) -> Answer:
-        """Sends JSON in a POST request to a control route; see :meth:`request`."""
         return await self.request("POST", route, body, **options)
 
     async def request(
@@ -123,15 +112,10 @@ class HttpConnection:
             method: HTTP method.
             route: Path and query, beginning with a slash.
             body: Value that is sent as JSON; ``None`` sends no body.
-            scope: Which of the two keys is sent; ``public`` sends no key.
-            timeout_seconds: Maximum duration of the whole exchange; ``None`` is the
-                connection's own.
+            scope: The key that is sent; ``public`` sends none.
+            timeout_seconds: Maximum duration of the whole exchange; ``None`` is the connection's.
             max_bytes: Maximum length of the answer. The rest of a longer one is not read.
-            accept: Statuses besides 2xx that are returned instead of raised.
-
-        Raises:
-            RouteError: If there is no connection or no answer in time, if the status is another
-                one, or if the answer is too long, too slow or not UTF-8.
+            accept: Statuses besides 2xx that are returned instead of raised as :class:`RouteError`.
         """
         timeout = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         subject = f"{method} {self.url}{route}"

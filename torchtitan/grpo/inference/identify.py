@@ -23,11 +23,9 @@ _EXCERPT_CHARS = 120
 
 @dataclass(frozen=True)
 class Identity:
-    """What answers at a URL.
+    """The program that answers at a URL; ``kind`` is ``None`` if this project cannot use it.
 
-    Attributes:
-        kind: Kind of the server. ``None`` if this project cannot use it.
-        software: Name and, if known, release of the program that answers, for messages.
+    ``software`` is its name and, if known, its release, for messages.
     """
 
     kind: ServerKind | None
@@ -35,11 +33,7 @@ class Identity:
 
 
 class WrongKind(ServerError):
-    """A server of another kind answers, or none that this project knows.
-
-    Attributes:
-        found: What answers.
-    """
+    """A server of another kind answers, or none that this project knows."""
 
     def __init__(self, url: str, wanted: ServerKind, found: Identity) -> None:
         super().__init__(
@@ -50,12 +44,7 @@ class WrongKind(ServerError):
 
 
 async def require_kind(http: HttpConnection, wanted: ServerKind) -> Identity:
-    """Returns what answers, which is a server of the kind that is wanted.
-
-    Raises:
-        WrongKind: If it is something else.
-        RouteError: If the key is refused, or if there is no answer.
-    """
+    """Returns what answers; raises :class:`WrongKind` if it is not of the kind that is wanted."""
     found = await identify(http)
     if found.kind != wanted:
         raise WrongKind(http.url, wanted, found)
@@ -63,7 +52,7 @@ async def require_kind(http: HttpConnection, wanted: ServerKind) -> Identity:
 
 
 async def identify(http: HttpConnection) -> Identity:
-    """Finds out which kind of server answers, by routes that each kind alone has.
+    """Finds out which kind of server answers, by routes that only one kind has.
 
     Raises:
         RouteError: If the key is refused, or if there is no answer.
@@ -101,11 +90,7 @@ def _owner(models: dict[str, Any]) -> str | None:
 
 
 async def _answer(http: HttpConnection, route: str) -> Answer:
-    """Returns the answer of a route, also if the server does not have it.
-
-    Raises:
-        RouteError: If the key is refused, if the server fails, or if there is no answer.
-    """
+    """Returns the answer of a route, also if the server does not have it."""
     answer = await http.get(route, scope="generation", accept=_NO_SUCH_ROUTE)
     if answer.status in (401, 403):
         raise RouteError(

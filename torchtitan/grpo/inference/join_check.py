@@ -16,11 +16,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from torchtitan.grpo.inference.access import API_KEY_VARIABLE
+from torchtitan.grpo.inference.answers import first_architecture
 from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerFacts
 from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.inference.identify import WrongKind
 from torchtitan.grpo.inference.kinds import kind_row
-from torchtitan.grpo.inference.model_cards import first_architecture
 from torchtitan.grpo.system.files import read_regular
 from torchtitan.grpo.system.network import is_loopback
 from torchtitan.grpo.types import ServerKind
@@ -48,7 +48,7 @@ class ServerNeeds:
         kind: ``inference.kind``.
         model_path: Directory of the model that is trained.
         num_tokens: Longest prompt and completion together.
-        length_source: Where that number comes from, for messages.
+        length_source: The settings that this number comes from, for messages.
         temperature: ``rollout.temperature``.
         is_launched: Whether the run has started the server itself.
     """
@@ -64,11 +64,7 @@ class ServerNeeds:
 async def check_server(
     client: InferenceClient, needs: ServerNeeds
 ) -> tuple[ServerFacts, list[str]]:
-    """Compares a server that is up with the needs of the run.
-
-    Returns:
-        What the server tells about itself, and warnings: what may be wrong, although it can be
-        used.
+    """Compares a server that is up with the needs of the run; returns its facts, and warnings.
 
     Raises:
         WrongServer: If the run cannot use the server.
@@ -97,13 +93,9 @@ async def check_server(
 def wrong_server(
     url: str, needs: ServerNeeds, problems: Sequence[str], found: ServerKind | None = None
 ) -> WrongServer:
-    """Returns the error for a server that cannot be used.
+    """Returns the error for a server that cannot be used, for these reasons, which are sentences.
 
-    Args:
-        url: URL of the server.
-        needs: What the run needs.
-        problems: The reasons, as sentences.
-        found: Kind of the server, if it is another one that this project can use.
+    ``found`` is the kind of the server, if it is another one that this project can use.
     """
     lines = [f"The server {url} cannot be used by this run:", *(f"  - {p}" for p in problems)]
     if needs.is_launched:
@@ -121,7 +113,6 @@ def wrong_server(
 
 
 def serve_command(kind: ServerKind, url: str, model_path: str) -> str:
-    """Returns the command that starts a suitable server at a URL."""
     parts = urlsplit(url)
     start = ["torchtitan-grpo", "serve", kind]
     if kind_row(kind).environment is not None:
@@ -173,10 +164,7 @@ def release_warnings(url: str, facts: ServerFacts, kind: ServerKind) -> list[str
 
 
 def config_json(model_path: str | None) -> dict[str, Any]:
-    """Returns config.json of a model, or nothing if it cannot be read on this machine.
-
-    The directory of a server's model may be on another machine.
-    """
+    """Returns config.json of a model, or nothing if it cannot be read: it may be on another machine."""
     if model_path is None:
         return {}
     try:

@@ -29,20 +29,18 @@ that the server is just closing is lost, and its completion is sampled again."""
 
 @dataclass(frozen=True)
 class KindRow:
-    """Describes one kind of server to the rest of the package.
+    """One kind of server, as the rest of the package sees it.
 
     Attributes:
         name: Value of ``inference.kind``.
         client: ``module:class`` of the :class:`InferenceClient`. It is constructed with an
             ``HttpConnection``, the row's capabilities and ``request_timeout_seconds``.
-        launcher: ``module:function`` that turns a :class:`ServerSpec` into a
-            :class:`LaunchCommand`.
+        launcher: ``module:function`` that turns a :class:`ServerSpec` into a :class:`LaunchCommand`.
         capabilities: What the servers can do; see :class:`Capabilities`.
-        environment: Folder of the virtual environment that the server needs for itself, or
-            ``None`` if it runs in the trainer's. `scripts/install_<name>.sh` makes the folder.
-        key_options: Command-line options of the server whose value is a secret key. They are
-            refused where a run or a script starts the server, and their values are hidden where a
-            command line is printed.
+        environment: Folder of the server's own virtual environment, which
+            `scripts/install_<name>.sh` makes; ``None`` if it runs in the trainer's.
+        key_options: Command-line options of the server whose value is a secret key. They are refused
+            where a run or a script starts the server, and hidden where a command line is printed.
         nccl_settings: Environment variables of NCCL that the server sets in its own processes,
             unless its environment names other values.
         known_releases: Beginnings of the release numbers of servers that this project is tested
@@ -68,7 +66,6 @@ class KindRow:
         return _load(self.client)
 
     def launch_command(self, spec: ServerSpec) -> LaunchCommand:
-        """Returns how a server of this kind is started."""
         return _load(self.launcher)(spec)
 
 
@@ -119,27 +116,14 @@ KINDS: dict[ServerKind, KindRow] = {row.name: row for row in _ROWS}
 
 
 def kind_row(kind: ServerKind) -> KindRow:
-    """Returns the row of a kind.
-
-    Raises:
-        ValueError: If no row has this name. The message lists the kinds.
-    """
+    """Returns the row of a kind; raises ValueError, which lists the kinds, if there is none."""
     if kind not in KINDS:
         raise ValueError(f"inference.kind must be one of {', '.join(KINDS)}, got {kind!r}.")
     return KINDS[kind]
 
 
 def refuse_keys(kind: ServerKind, arguments: Sequence[str], source: str) -> None:
-    """Refuses further arguments of a server that hold a key.
-
-    Args:
-        kind: Kind of the server.
-        arguments: Further arguments, which are passed on to the server.
-        source: What the user calls these arguments, for the message.
-
-    Raises:
-        ValueError: If an argument is an option whose value is a key.
-    """
+    """Raises ValueError if further arguments of a server, which ``source`` names, hold a key."""
     given = {argument.partition("=")[0] for argument in arguments}
     if found := sorted(given.intersection(kind_row(kind).key_options)):
         raise ValueError(
@@ -170,9 +154,6 @@ def make_client(
         control_timeout_seconds: Maximum duration of one control request.
         request_timeout_seconds: Maximum duration of one completion.
         idle_seconds: See :class:`HttpConnection`.
-
-    Raises:
-        ValueError: If ``kind`` has no row, or ``url`` is not an HTTP URL.
     """
     # Imported here because configuration checks read the table and need no HTTP.
     from torchtitan.grpo.inference.http import HttpConnection

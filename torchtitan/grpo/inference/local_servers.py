@@ -46,7 +46,7 @@ class LaunchedServer:
         spec: Settings that it was started with.
         process: The child process. The server's own workers belong to the child's session.
         log_file: File that holds the server's output.
-        folder: Folder of its temporary files, which ends with it. ``None`` if it has none.
+        folder: Folder of its temporary files, which ends with it, if it has one.
         log_begin: Offset of its first line in the log file, in bytes.
     """
 
@@ -74,7 +74,6 @@ class LaunchedServer:
         stop_servers([self], grace_seconds)
 
     def describe_end(self) -> str:
-        """Returns a message with the exit status and the end of the log."""
         found = remedy(self.log_file, self.log_begin) + first_causes(self.log_file, self.log_begin)
         status = describe_status(self.process.returncode)
         return (
@@ -89,11 +88,9 @@ class LaunchedServer:
         return f"The end of its log {self.log_file}:\n{tail}"
 
     def last_line(self) -> str:
-        """Returns the last line of the log that is not empty."""
         return last_line(self.log_file, self.log_begin)
 
     def log_tail(self) -> str:
-        """Returns the end of what this process has written into the log."""
         return log_tail(self.log_file, self.log_begin)
 
 
@@ -102,12 +99,7 @@ def server_command(
 ) -> tuple[list[str], dict[str, str]]:
     """Returns the command line and the environment that start a server.
 
-    Args:
-        spec: Settings of the server.
-        environ: Environment of this process. It overrides the defaults of the kind's launcher.
-
-    Raises:
-        ValueError: If the kind has no row in `kinds.py`.
+    ``environ``, that of this process, overrides the defaults of the kind's launcher.
     """
     command = kind_row(spec.kind).launch_command(spec)
     defaults = dict(command.defaults)
@@ -133,11 +125,8 @@ def set_random_keys(inference: "Inference", environ: MutableMapping[str, str]) -
     """Sets random keys for the servers that a run launches, unless the user has set keys.
 
     Other users of the machine could otherwise generate on these servers, and replace their weights.
-
-    Args:
-        inference: Table ``[inference]``.
-        environ: Environment of rank 0, from which its clients, the rollout process and the servers
-            take the keys.
+    ``environ`` is that of rank 0, from which its clients, the rollout process and the servers take the
+    keys.
     """
     if not inference.launch:
         return
@@ -166,11 +155,7 @@ def mask_keys(command: Sequence[str]) -> list[str]:
 def server_specs(
     config: "RolloutProcessConfig", environ: Mapping[str, str], ports: Sequence[int]
 ) -> list[ServerSpec]:
-    """Returns the settings of the servers of ``[inference]``, one server for each port.
-
-    Raises:
-        ValueError: If there are not enough GPUs for ``inference.tensor_parallel_size``.
-    """
+    """Returns the settings of the servers of ``[inference]``, one server for each port."""
     inference = config.inference
     device = inference.device if inference.device != "auto" else default_device(environ)
     dtype = inference.dtype
@@ -218,14 +203,12 @@ def server_specs(
 
 
 def _max_running(config: "RolloutProcessConfig", num_servers: int) -> int:
-    """Returns how many completions a server samples at once."""
     if config.rollout.deterministic:
         return 1  # the last bits of a row's logits depend on the number of rows beside it
     return -(-config.rollout.max_concurrent_rollouts // num_servers)
 
 
 def _num_heads(model_path: str) -> int | None:
-    """Returns the number of attention heads in a model's config.json, which has been read before."""
     content = (Path(model_path) / "config.json").read_bytes()
     return json.loads(content).get("num_attention_heads")
 
@@ -234,10 +217,7 @@ def start_servers(config: "RolloutProcessConfig", ports: Sequence[int]) -> list[
     """Starts a server on each port, and returns before the servers are up.
 
     It must be called from the main thread, because the children end with the thread that started
-    them.
-
-    Raises:
-        ValueError: If ``inference.python`` cannot be run, or if there are too few GPUs.
+    them. ValueError is raised if ``inference.python`` cannot be run, or if there are too few GPUs.
     """
     specs = server_specs(config, os.environ, ports)
     folder = Path(config.dump_folder).resolve() / "servers"
@@ -254,11 +234,8 @@ def start_servers(config: "RolloutProcessConfig", ports: Sequence[int]) -> list[
 def start_server(spec: ServerSpec, log_file: Path, *, keep_log: bool = False) -> LaunchedServer:
     """Starts one server; see :func:`start_servers`.
 
-    Args:
-        spec: Settings of the server.
-        log_file: File for the server's output.
-        keep_log: Whether to append to the file, as for a server that is started again. If
-            false, the file is removed first, because it belongs to an earlier run.
+    ``keep_log`` appends to the log, as for a server that is started again. Without it the file is
+    removed first, because it belongs to an earlier run.
     """
     command, environ = server_command(spec, os.environ)
     log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -287,11 +264,10 @@ def start_server(spec: ServerSpec, log_file: Path, *, keep_log: bool = False) ->
 
 
 def _with_temporary_folder(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Returns an environment in which temporary files go to ``folder``.
+    """Returns an environment in which temporary files, such as vLLM's and SGLang's sockets, go to ``folder``.
 
-    vLLM and SGLang leave sockets and other files in it. What torch has compiled stays where later
-    servers find it. Precompiled headers are off, because torch always keeps them in ``TMPDIR``, so
-    each server would compile them anew.
+    What torch has compiled stays where later servers find it. Precompiled headers are off, because
+    torch always keeps them in ``TMPDIR``, so each server would compile them anew.
     """
     torch_defaults = {
         "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",

@@ -36,13 +36,7 @@ class _Stopped(Exception):
 
 
 class Registrar:
-    """Registers one server again and again.
-
-    Args:
-        target: A folder, or the URL of a registry.
-        registration: The server.
-        key: Key of the registry; a folder needs none.
-    """
+    """Registers one server again and again, in a folder or at the URL of a registry, which needs a key."""
 
     def __init__(self, target: str, registration: Registration, key: str | None) -> None:
         self._target, self._registration, self._key = target, registration, key
@@ -91,9 +85,7 @@ def _exchange(
 ) -> None:
     """Sends a request, without a proxy, as the trainer reaches the servers, and follows no redirection.
 
-    Raises:
-        OSError: If there is no answer in time, or one that does not grant the request.
-        http.client.HTTPException: If the answer is no HTTP.
+    Raises OSError if there is no answer in time, or one that does not grant the request.
     """
     address = urlsplit(url)
     is_https = address.scheme == "https"
@@ -133,14 +125,7 @@ def _end(connection: socket.socket) -> None:
 def run_registered(
     command: Sequence[str], environ: Mapping[str, str], registrar: Registrar, url: str
 ) -> int:
-    """Runs a server until it ends or this process is asked to; returns the exit status.
-
-    Args:
-        command: Command line of the server.
-        environ: Environment of the server.
-        registrar: Registers it.
-        url: Where it will answer.
-    """
+    """Runs a server, which will answer at ``url``, until it ends or this process is asked to; returns the status."""
 
     def stop(signum: int, frame: FrameType | None) -> NoReturn:
         for each in (signal.SIGTERM, signal.SIGINT):

@@ -41,7 +41,7 @@ _MAX_SERVERS = 4096
 
 @dataclass(frozen=True)
 class Registration:
-    """What a server tells of itself.
+    """One server, as it describes itself.
 
     Attributes:
         url: Where the trainer reaches it.
@@ -60,7 +60,6 @@ class Registration:
     beat: int = 0
 
     def next(self) -> "Registration":
-        """Returns the registration of the next beat."""
         return replace(self, beat=self.beat + 1)
 
     def is_same_process(self, other: "Registration") -> bool:
@@ -69,11 +68,7 @@ class Registration:
 
 
 def parse_registration(content: bytes) -> Registration:
-    """Reads a registration.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """Reads a registration; raises ValueError if it is none."""
     wanted = "A registration must be a JSON object with url, kind, host, pid, started and beat"
     try:
         values: dict[str, Any] = json.loads(content)
@@ -98,21 +93,13 @@ def registry_folder(inference: "Inference", dump_folder: str) -> str | None:
 
 
 class RegistryFolder:
-    """The folder of the files.
-
-    Args:
-        path: The folder; it is made when something is written.
-    """
+    """The folder of the files, which is made when something is written."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
 
     def write(self, registration: Registration) -> None:
-        """Writes the file of a server, whole or not at all.
-
-        Raises:
-            OSError: If the folder cannot be written.
-        """
+        """Writes the file of a server, whole or not at all."""
         # Whoever can write here is sent prompts and the servers' keys.
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=self._path, prefix=".part-")
@@ -126,11 +113,7 @@ class RegistryFolder:
             raise
 
     def remove(self, registration: Registration) -> None:
-        """Removes the file of a server, unless another process has taken over its URL.
-
-        Raises:
-            OSError: If the folder cannot be written.
-        """
+        """Removes the file of a server, unless another process has taken over its URL."""
         file = self._file(registration.url)
         found = _read(file)
         if found is not None and found.is_same_process(registration):
@@ -160,10 +143,7 @@ _Mark = tuple[str, int, float, int]
 class RegisteredServers:
     """Follows the servers of a folder, as :class:`.urls.UrlsFile` follows those of a file.
 
-    Args:
-        path: ``inference.registry``.
-        kind: Kind of the run's servers; others in the folder belong to another run.
-        clock: Seconds of a clock that never goes back.
+    Servers of another kind than the run's belong to another run. ``clock`` must never go back.
     """
 
     name = "inference.registry"
@@ -178,11 +158,7 @@ class RegisteredServers:
         self._taken: list[str] = []
 
     def read(self) -> list[str]:
-        """Returns the servers that live.
-
-        Raises:
-            ValueError: If there is none.
-        """
+        """Returns the servers that live; raises ValueError if there is none."""
         self._look()
         return checked_urls(self._living(), self.name)
 

@@ -80,10 +80,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(arguments: list[str]) -> tuple[ServerSpec, str | None]:
-    """Returns the server of a command line, and where it registers itself, if anywhere.
-
-    Unknown arguments are passed to the server.
-    """
+    """Returns the server of a command line, with unknown arguments for it, and where it registers itself."""
     parser = _make_parser()
     options, extra = parser.parse_known_args(arguments)
     try:
@@ -124,15 +121,7 @@ def parse_arguments(arguments: list[str]) -> tuple[ServerSpec, str | None]:
 
 
 def choose_host(register: str | None, interface: str | None) -> str:
-    """Returns the address to listen on where ``--host`` leaves it open.
-
-    Args:
-        register: ``--register``.
-        interface: ``--interface``.
-
-    Raises:
-        ValueError: If the address cannot be found.
-    """
+    """Returns the address to listen on where ``--host`` leaves it open."""
     if interface is not None:
         return address_of(interface)
     if register is None:
@@ -150,11 +139,7 @@ def choose_host(register: str | None, interface: str | None) -> str:
 
 
 def check_register(register: str | None, host: str) -> None:
-    """Refuses a registration under an address that nobody can connect to.
-
-    Raises:
-        ValueError: If the server would listen on all interfaces, or a key is missing.
-    """
+    """Refuses a registration under an address that nobody can connect to, or without the run's key."""
     if register is None:
         return
     if host in ("", "0.0.0.0", "::"):
@@ -169,11 +154,7 @@ def check_register(register: str | None, host: str) -> None:
 
 
 def choose_port(host: str, port: int | None, *, may_be_any: bool) -> int:
-    """Returns the port to listen on where ``--port`` leaves it open.
-
-    Raises:
-        ValueError: If ``host`` is none of this host.
-    """
+    """Returns the port to listen on where ``--port`` leaves it open."""
     if port or not (may_be_any or port == 0):
         return port or _PORT
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -192,11 +173,6 @@ def _is_url(register: str) -> bool:
 
 
 def model_config(model_path: str) -> dict[str, Any]:
-    """Reads config.json of a model.
-
-    Raises:
-        ValueError: If there is none, or it cannot be read.
-    """
     folder = Path(model_path)
     if not folder.is_dir():
         raise ValueError(
@@ -207,11 +183,6 @@ def model_config(model_path: str) -> dict[str, Any]:
 
 
 def check_length(max_model_len: int, config: dict[str, Any], model_path: str) -> None:
-    """Refuses sequences that are longer than the model's own limit.
-
-    Raises:
-        ValueError: If they are.
-    """
     own = config.get("max_position_embeddings")
     # With rope scaling, a server may allow more than the number in config.json.
     is_scaled = (config.get("rope_scaling") or {}).get("rope_type", "default") != "default"
@@ -224,11 +195,6 @@ def check_length(max_model_len: int, config: dict[str, Any], model_path: str) ->
 
 
 def check_port(host: str, port: int) -> None:
-    """Refuses a port on which another program listens.
-
-    Raises:
-        ValueError: If the server could not listen there.
-    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -242,11 +208,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def choose_device(device: str) -> str:
-    """Returns ``cpu`` or ``cuda``, and says so if no GPU is visible.
-
-    Raises:
-        ValueError: If CUDA is asked for, and no GPU is visible.
-    """
+    """Returns ``cpu`` or ``cuda``, and says so if no GPU is visible."""
     visible = default_device(os.environ)
     if device == "cuda" and visible != "cuda":
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
@@ -260,11 +222,6 @@ def choose_device(device: str) -> str:
 
 
 def interpreter_of(kind: ServerKind) -> str:
-    """Returns the interpreter that runs servers of a kind.
-
-    Raises:
-        ValueError: If the environment of the kind does not exist.
-    """
     row = KINDS[kind]
     if row.environment is None:
         return sys.executable

@@ -31,12 +31,8 @@ def first_causes(log_file: Path, begin: int = 0) -> str:
     """Returns the lines that name an error and stand before the end of a log, if any.
 
     A server of several processes prints the traceback of each. The cause stands in the first of
-    them, far above the end.
-
-    Args:
-        log_file: The log.
-        begin: Offset, in bytes, of the first line of the server that ended. Before it are those of
-            servers that were started at the same port before.
+    them, far above the end. Before ``begin``, in bytes, are the lines of servers that were started at the
+    same port before.
     """
     causes: dict[str, None] = {}
     for line in map(_without_prefix, _lines(log_file, begin)):
@@ -52,10 +48,7 @@ def first_causes(log_file: Path, begin: int = 0) -> str:
 
 
 def remedy(log_file: Path, begin: int = 0) -> str:
-    """Returns what the user can do about the end of a server, where its log or its disk tells that.
-
-    See :func:`first_causes` for the arguments.
-    """
+    """Returns what the user can do about the end of a server, where its log or its disk tells that."""
     if (free := _free_bytes(log_file)) < _ALMOST_FULL_BYTES:
         return (
             f"The disk of {log_file} is full ({free / 2**20:.1f} MiB are free), so what it wrote may be "
@@ -72,13 +65,13 @@ def remedy(log_file: Path, begin: int = 0) -> str:
 
 
 def last_line(log_file: Path, begin: int = 0) -> str:
-    """Returns the last line of a log that is not empty; see :func:`first_causes` for the arguments."""
+    """Returns the last line of a log that is not empty."""
     lines = [line.strip() for line in log_tail(log_file, begin).splitlines() if line.strip()]
     return lines[-1][-_LINE_CHARS:] if lines else "(nothing yet)"
 
 
 def log_tail(log_file: Path, begin: int = 0) -> str:
-    """Returns the end of a log, for an error message; see :func:`first_causes` for the arguments."""
+    """Returns the end of a log, for an error message."""
     try:
         with log_file.open("rb") as file:
             file.seek(max(begin, log_file.stat().st_size - _TAIL_BYTES))

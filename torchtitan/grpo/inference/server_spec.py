@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Defines the input and the output of each kind's ``launch.py``, which tells how to start it."""
+"""The input and the output of each kind's ``launch.py``, which tells how its servers are started."""
 
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ class ServerSpec:
     """Settings of one server, the same for every kind.
 
     Attributes:
-        kind: Kind of the server: the name of a row of `kinds.py`.
+        kind: Name of a row of `kinds.py`.
         model_path: Hugging Face directory.
         port: Port to listen on.
         device: ``cpu`` or ``cuda``.
@@ -27,16 +27,13 @@ class ServerSpec:
         host: Address to listen on.
         api_key: Key that the server requires on generation routes.
         admin_key: Key that the server requires on control routes.
-        extra_args: Command-line arguments appended last. If an option is given twice, the last
-            one counts.
+        extra_args: Command-line arguments appended last; of an option given twice, the last one counts.
         gpus: GPUs that are visible to the server. If empty, it sees those of this process.
-        tensor_parallel_size: Number of workers that the model is divided among. The embedded server
-            has one.
+        tensor_parallel_size: Number of workers that share the model. The embedded server has one.
         gpu_memory_utilization: Part of each GPU's memory that the server may use; ``None`` leaves
             the server's default. The embedded server takes what it needs.
         seed: Sampling seed; ``None`` leaves the server's default.
-        max_batched_tokens: Token budget of a step; see ``inference.max_batched_tokens``. 0 chooses
-            it.
+        max_batched_tokens: See ``inference.max_batched_tokens``; 0 chooses it.
     """
 
     kind: ServerKind
@@ -60,14 +57,13 @@ class ServerSpec:
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """Describes how one server is started; the launcher of a kind returns it.
+    """How one server is started.
 
     Attributes:
         arguments: Command line, without ``ServerSpec.extra_args``.
         defaults: Environment variables that the user's own environment may override.
-        keys: Further environment variables that hold keys, beside ``TORCHTITAN_GRPO_API_KEY`` and
-            ``TORCHTITAN_GRPO_ADMIN_KEY``, which every server gets. They override the user's
-            environment. Keys are never on a command line, which every user of the machine can list.
+        keys: Environment variables with keys, beside those that every server gets. They override the
+            user's environment. Keys are never on a command line, which every user of the machine can list.
     """
 
     arguments: list[str]

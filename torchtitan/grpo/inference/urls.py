@@ -29,13 +29,8 @@ _Mark = tuple[int, int, int, int]
 def checked_urls(urls: Sequence[str], source: str) -> list[str]:
     """Returns the URLs in one form: in lower case, and without trailing slashes.
 
-    Args:
-        urls: URLs as written by the user.
-        source: TOML key or file that holds them, for the error message.
-
-    Raises:
-        ValueError: If there is no URL, if one is not ``http://host:port``, or if one is
-            repeated.
+    Raises ValueError if there is none, if one is not ``http://host:port``, or if one is repeated. The
+    message begins with ``source``, the TOML key or the file that holds them.
     """
     checked = []
     for url in urls:
@@ -90,11 +85,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def checked_host(host: str) -> str:
-    """Returns a name or an address without port in lower case.
-
-    Raises:
-        ValueError: If it is none. The message is the reason, in words to be appended to a sentence.
-    """
+    """Returns a name or an address without port in lower case; see :func:`split_address`."""
     if ":" in host or re.fullmatch(r"[0-9.]+", host):
         return ipaddress.ip_address(host).compressed
     if _NAME.fullmatch(host.lower()) is None:
@@ -108,21 +99,13 @@ def url_of(host: str, port: int, scheme: str = "http") -> str:
 
 
 def parse_urls(text: str, source: str) -> list[str]:
-    """Returns the URLs of a text with one URL a line. Empty lines and # comments are ignored.
-
-    Raises:
-        ValueError: If :func:`checked_urls` refuses the URLs.
-    """
+    """Returns the URLs of a text with one URL a line. Empty lines and # comments are ignored."""
     lines = (line.strip() for line in text.splitlines())
     return checked_urls([s for s in lines if s and not s.startswith(_COMMENT)], source)
 
 
 def read_urls(path: Path) -> list[str]:
-    """Reads ``inference.urls_file``.
-
-    Raises:
-        ValueError: If the file cannot be read; see also :func:`checked_urls`.
-    """
+    """Reads ``inference.urls_file``."""
     source = f"inference.urls_file ({path})"
     try:
         content = read_regular(path)
@@ -138,9 +121,6 @@ def named_urls(inference: "Inference") -> list[str]:
 
     The list is empty if servers are launched or register themselves, or if ``inference.urls_file`` does
     not exist on this machine, because only rank 0 needs the file.
-
-    Raises:
-        ValueError: If :func:`checked_urls` refuses the URLs, or :func:`read_urls` the file.
     """
     if inference.urls_file is None:
         return checked_urls(inference.urls, "inference.urls") if inference.urls else []
@@ -164,11 +144,9 @@ class UrlsFile:
         self._moving: _Mark | None = None
 
     def read(self) -> list[str]:
-        """Returns the URLs that the file holds now.
+        """Returns the URLs that the file holds now; raises ValueError if it names none.
 
-        Raises:
-            ValueError: If the file names no servers. :meth:`poll` does not report this state of
-                the file again.
+        :meth:`poll` does not report this state of the file again.
         """
         # Before the file is read, so that a write during the read counts as a change.
         self._taken = self._moving = self._mark()
@@ -177,8 +155,7 @@ class UrlsFile:
     def poll(self) -> list[str] | None:
         """Returns the URLs if the file has changed since it was read, else ``None``.
 
-        Raises:
-            ValueError: If the changed file names no servers; raised once for each change.
+        ValueError is raised once for each change to a file that names no servers.
         """
         mark = self._mark()
         stands_still, self._moving = mark == self._moving, mark

@@ -39,7 +39,7 @@ async def wait_until_up(
         check: Called once with the client of each server that is up, and of one that refuses the
             question whether it is. It raises :class:`WrongServer`.
         tell: Called at growing intervals, with a message about each server that is not up yet.
-        kind: Kind of the servers, for these sentences.
+        kind: Kind of the servers, for messages.
         urls_key: Settings that name the servers, for messages.
 
     Raises:

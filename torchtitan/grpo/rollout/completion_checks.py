@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from torchtitan.grpo.inference.answers import UNPUSHED_VERSION
-from torchtitan.grpo.inference.logprob_bounds import (
+from torchtitan.grpo.inference.answers import (
     LOWEST_LOGPROB,
     LOWEST_SAMPLED_LOGPROB,
+    UNPUSHED_VERSION,
     first_bad_logprob,
     logprob_rule,
 )

@@ -138,10 +138,6 @@ def lower_timeouts(dims: "ParallelDims", timeout_seconds: float) -> None:
 
     Upstream's ``set_pg_timeouts`` does the same, but it needs a device index, which a CPU lacks.
     Collective over all ranks.
-
-    Args:
-        dims: Meshes of the run, whose process groups get the timeout.
-        timeout_seconds: Maximum duration of a collective from now on.
     """
     groups = [mesh.get_group() for mesh in dims.get_all_one_dimensional_meshes().values()]
     # No rank may use the shorter timeout while another is still in the slow first step.
@@ -154,10 +150,9 @@ def lower_timeouts(dims: "ParallelDims", timeout_seconds: float) -> None:
 
 
 def gpus_for_servers() -> list[str]:
-    """Returns the GPUs that servers launched on this machine may use.
+    """Returns the GPUs that servers launched on this machine may use, named as in ``CUDA_VISIBLE_DEVICES``.
 
-    They are named as in ``CUDA_VISIBLE_DEVICES``. They are the GPUs that the training ranks of this
-    machine do not use, or all GPUs if there are no others.
+    They are the GPUs that the training ranks of this machine do not use, or all if there are no others.
     """
     if not torch.cuda.is_available():
         return []
@@ -176,5 +171,4 @@ def _num_training_gpus() -> int:
 
 
 def default_backend(device_type: str) -> str:
-    """Returns the backend for collectives on a device: NCCL for CUDA, gloo for CPU."""
     return "nccl" if device_type == "cuda" else "gloo"

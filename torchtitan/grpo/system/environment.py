@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Which environment variables launched servers and the rollout process see.
+"""The environment variables that launched servers and the rollout process see.
 
 Clusters set variables that nobody can list: of modules, caches, networks and schedulers. A child therefore
 sees all but those that hold keys, which are known by their names and values, and those of a rank.
@@ -30,9 +30,7 @@ _PROXY = re.compile(r"_proxy$", re.IGNORECASE)  # needed, even if the address ho
 def without_keys(environ: Mapping[str, str], own: Collection[str] = ()) -> dict[str, str]:
     """Returns what a child process sees of ``environ``.
 
-    Args:
-        environ: Environment of the process that starts it.
-        own: Names of variables that it sees although they may hold keys; may contain ``*``.
+    ``own`` names variables that it sees although they may hold keys, and may contain ``*``.
     """
     return {
         name: value

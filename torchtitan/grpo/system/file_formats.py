@@ -43,13 +43,11 @@ _NEW = "NEW_FILE"
 def other_format(content: bytes, path: str) -> str | None:
     """Says what a file is, and what to do, if its content is not text in UTF-8.
 
+    The sentences begin in small letters, such as ``it is compressed with gzip. Unpack it: ...``.
+
     Args:
         content: The beginning of the file, or a part of it that cannot be read.
         path: The file, for the message.
-
-    Returns:
-        Sentences that begin in small letters, such as ``it is compressed with gzip. Unpack it: ...``;
-        ``None`` if nothing speaks against text in UTF-8.
     """
     names = {"path": shlex.quote(path), "new": _NEW}
     for beginning, what, remedy in _BEGINNINGS:
@@ -75,15 +73,9 @@ def other_format(content: bytes, path: str) -> str | None:
 
 
 def not_json_lines(line: bytes, path: str, *, is_first: bool) -> str | None:
-    """Says why a line is not JSON, where the usual message of a parser would not help.
+    """Says why a line that a parser refuses is not JSON, where its usual message would not help.
 
-    Args:
-        line: The line, which a parser refuses.
-        path: The file, for the message.
-        is_first: Whether it is the first line of the file.
-
-    Returns:
-        Sentences as those of :func:`other_format`; ``None`` if there is nothing to add.
+    The sentences are like those of :func:`other_format`.
     """
     text = line.strip()
     if found := other_format(text, path):

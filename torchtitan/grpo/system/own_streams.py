@@ -19,11 +19,7 @@ _NON_BLOCKING = (
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns a stream that nothing else uses, for the life of the process.
-
-    Raises:
-        RuntimeError: If the driver makes no stream.
-    """
+    """Returns a stream that nothing else uses, for the life of the process."""
     return torch.cuda.ExternalStream(_create(device), device=device)
 
 

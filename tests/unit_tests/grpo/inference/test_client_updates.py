@@ -16,7 +16,6 @@ from aiohttp import web
 
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.inference.kinds import KINDS, make_client
-from torchtitan.grpo.inference.sglang.adapter_formats import RECEIVE_ROUTE
 from torchtitan.grpo.inference.sglang.adapter_note import PROBE, READY, AdapterNote, note_of
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
@@ -286,7 +285,10 @@ def test_sglang_is_asked_once_a_group_whether_it_adds_adapters_and_is_told_which
         with pytest.raises(ServerError, match=r"serve_sglang.sh .* lora.push = 'merged'"):
             await receive_adapters(client)
         assert TAKE_OFF not in server.log, "the old weights are whole, and stay served"
-        server.answers[RECEIVE_ROUTE] = (200, {"success": True, "message": READY})
+        server.answers["/update_weights_from_distributed"] = (
+            200,
+            {"success": True, "message": READY},
+        )
         server.bodies.clear()
         for _ in range(2):
             await receive_adapters(client)
@@ -316,7 +318,7 @@ def test_adapters_of_weights_that_sglang_does_not_have_are_refused() -> None:
         await client.begin_update()
         with pytest.raises(ServerError, match=r"no parameters named \['typo.weight'\]"):
             await client.receive_bucket(bucket, group_name="group", last=True, version=7)
-        assert RECEIVE_ROUTE not in server.log
+        assert "/update_weights_from_distributed" not in server.log
 
     with_client("sglang", test)
 

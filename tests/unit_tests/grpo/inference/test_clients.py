@@ -23,7 +23,7 @@ from torchtitan.grpo.inference.answers import UNPUSHED_VERSION, version_segments
 from torchtitan.grpo.inference.client import LogprobsError, ServerError
 from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.sglang import client as sglang
-from torchtitan.grpo.inference.sglang.parameter_names import unknown_names
+from torchtitan.grpo.inference.sglang.answers import unknown_names
 from torchtitan.grpo.inference.vllm import generation as vllm
 from torchtitan.grpo.types import GenerateRequest, VersionSegment
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo

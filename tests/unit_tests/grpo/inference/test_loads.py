@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from torchtitan.grpo.inference.client import ServerError, ServerLoad
-from torchtitan.grpo.inference.sglang.load import parse_loads
-from torchtitan.grpo.inference.vllm.load import parse_metrics
+from torchtitan.grpo.inference.sglang.answers import parse_loads
+from torchtitan.grpo.inference.vllm.answers import parse_metrics
 
 METRICS = """\
 # HELP python_info Python platform information

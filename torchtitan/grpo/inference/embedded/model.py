@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from torchtitan.grpo.inference.answers import first_architecture
 from torchtitan.grpo.inference.client import PromptRating
 from torchtitan.grpo.inference.embedded.attention import ATTENTION, additive_mask, fused_kernels
 from torchtitan.grpo.inference.embedded.decode_graph import Capture, DecodeGraphs
@@ -28,7 +29,6 @@ from torchtitan.grpo.inference.embedded.step_layout import (
     split_rows,
 )
 from torchtitan.grpo.inference.embedded.uploads import upload
-from torchtitan.grpo.inference.model_cards import first_architecture
 from torchtitan.grpo.system.files import check_folder
 from torchtitan.grpo.types import TopTokens
 from torchtitan.grpo.weight_wire.model_files import WeightFiles

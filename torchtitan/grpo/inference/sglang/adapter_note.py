@@ -19,13 +19,9 @@ READY = "torchtitan_grpo adds adapters to the base weights here."
 
 @dataclass(frozen=True)
 class AdapterNote:
-    """Describes a bucket of adapters beyond names, dtypes and shapes.
+    """A bucket of adapters beyond names, dtypes and shapes; see :class:`BucketSpec`.
 
-    Attributes:
-        index: Number of the bucket in its version, from 0.
-        is_last: Whether the version is whole with this bucket.
-        lora_scale: As in :class:`BucketSpec`.
-        lora_base: As in :class:`BucketSpec`.
+    ``index`` counts the buckets of a version from 0, which is whole with the one that ``is_last``.
     """
 
     index: int
@@ -34,16 +30,11 @@ class AdapterNote:
     lora_base: str
 
     def as_load_format(self) -> str:
-        """Returns the text that stands in place of a load format."""
         return _PREFIX + json.dumps(asdict(self), allow_nan=False)
 
 
 def note_of(load_format: str | None) -> AdapterNote | None:
-    """Returns the note that a load format holds, or ``None`` if it is a load format of SGLang's.
-
-    Raises:
-        ValueError: If the text begins like a note but cannot be read as one.
-    """
+    """Returns the note that a load format holds, or ``None`` if it is a load format of SGLang's."""
     if load_format is None or not load_format.startswith(_PREFIX):
         return None
     try:

@@ -4,7 +4,7 @@
 # SGLang has an environment of its own, which the type checker does not see.
 # pyright: reportMissingImports=false
 
-"""Lets an SGLang server add low-rank adapters that arrive alone to its base weights.
+"""Lets an SGLang server add low-rank adapters, which arrive without other weights, to its base weights.
 
 The adapters come through SGLang's own route and process group, like whole weights. Two hooks of
 SGLang's plugin framework in the scheduler's process make the difference: the first keeps the factors
@@ -89,19 +89,15 @@ class ReceivedAdapters:
     ) -> NamedTensors:
         """Receives one bucket; returns what SGLang is to load.
 
+        For a bucket of whole weights these are its tensors. For buckets of adapters there is nothing to
+        load before the last one, and then all weights of the directory with the adapters added. ValueError
+        is raised, and nothing loaded, if the adapters do not belong to these weights, or a bucket is missing.
+
         Args:
             original: SGLang's method, which receives a bucket and returns its tensors.
             updater: The object of the method.
             load_format: A note about a bucket of adapters, or a load format of SGLang's.
             described: The other arguments of the method: names, dtypes, shapes and group.
-
-        Returns:
-            Nothing for a bucket of adapters that is not the last. For the last, all weights of the
-            directory with the adapters added. For a bucket of whole weights, its tensors.
-
-        Raises:
-            ValueError: If the adapters do not belong to the weights of the directory, or a bucket is
-                missing. Nothing was loaded then.
         """
         if load_format == PROBE:
             return Probed()

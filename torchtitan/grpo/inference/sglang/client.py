@@ -13,20 +13,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchtitan.grpo.inference.answers import (
-    MALFORMED,
     UPDATING_LABEL,
     as_object,
-    checked_generation,
+    card_of,
+    first_architecture,
     joined_group,
-    logit_bias,
     max_answer_bytes,
     max_rating_bytes,
+    smallest,
     version_or_none,
 )
 from torchtitan.grpo.inference.client import (
     Capabilities,
     InferenceClient,
-    LogprobsError,
     PromptRating,
     ServerError,
     ServerFacts,
@@ -34,12 +33,18 @@ from torchtitan.grpo.inference.client import (
 )
 from torchtitan.grpo.inference.http import HttpConnection, RouteError, excerpt
 from torchtitan.grpo.inference.identify import require_kind
-from torchtitan.grpo.inference.model_cards import card_of, first_architecture, smallest
-from torchtitan.grpo.inference.sglang.adapter_formats import RECEIVE_ROUTE, LoadFormats
-from torchtitan.grpo.inference.sglang.group_facts import facts_of_server
-from torchtitan.grpo.inference.sglang.load import parse_loads
-from torchtitan.grpo.inference.sglang.parameter_names import checksum_names, unknown_names
-from torchtitan.grpo.inference.sglang.rating import parse_rating, rating_body
+from torchtitan.grpo.inference.sglang.adapter_note import PROBE, READY, AdapterNote
+from torchtitan.grpo.inference.sglang.answers import (
+    checksum_names,
+    facts_of_server,
+    generate_body,
+    parse_generation,
+    parse_loads,
+    parse_rating,
+    rating_body,
+    server_id,
+    unknown_names,
+)
 from torchtitan.grpo.types import GenerateRequest, Generation, ServerKind
 from torchtitan.grpo.weight_wire.adapter_names import served_weight_of
 from torchtitan.grpo.weight_wire.group_facts import GroupFacts
@@ -49,21 +54,17 @@ logger = logging.getLogger(__name__)
 
 # From this release on, an update is a session with a begin and an end request.
 _FIRST_VERSION_WITH_SESSIONS = (0, 5, 21)
+_RECEIVE_ROUTE = "/update_weights_from_distributed"
 _OUTSIDE_VOCABULARY = 2**31 - 1
 # In the message that refuses a logit bias of a token that is not in the vocabulary.
 _LAST_TOKEN = re.compile(r"keys in \[0, (\d+)\]")
 
 
 class SGLangClient(InferenceClient):
-    """Talks to one SGLang server; see :class:`InferenceClient`.
+    """Talks to one SGLang server; see :class:`InferenceClient` and :class:`KindRow`.
 
     :meth:`pause` retracts running requests: their KV cache is computed again after
     :meth:`resume`, so every token after an update is sampled from the new policy.
-
-    Args:
-        http: Connection to the server, with its keys and control timeout.
-        capabilities: Those of the row in `kinds.py`.
-        request_timeout_seconds: Maximum duration of one completion.
     """
 
     _KIND: ServerKind = "sglang"
@@ -84,7 +85,8 @@ class SGLangClient(InferenceClient):
         self._has_sessions: bool | None = None
         self._parameter_names: frozenset[str] | None = None
         self._update_marked = False
-        self._load_formats = LoadFormats(http)
+        self._adds_adapters = False
+        self._num_adapter_buckets = 0
         self._was_ready = False
 
     async def generate(self, request: GenerateRequest) -> Generation:
@@ -106,7 +108,7 @@ class SGLangClient(InferenceClient):
         return parse_generation(f"{self.url}/generate", request, answer.body)
 
     async def abort(self, request_id: str | None) -> None:
-        body = {"abort_all": True} if request_id is None else {"rid": _rid(request_id)}
+        body = {"abort_all": True} if request_id is None else {"rid": server_id(request_id)}
         await self._http.post("/abort_request", body)
 
     async def _abort_quietly(self, request_id: str) -> None:
@@ -202,7 +204,7 @@ class SGLangClient(InferenceClient):
             timeout_seconds=info.timeout_seconds,
         )
         self._groups[info.group_name] = info
-        self._load_formats.joined()
+        self._adds_adapters = False  # it may have been restarted before
 
     async def leave_weight_groups(self) -> None:
         # Only the groups of this client have known names. The groups of a trainer that has ended
@@ -216,7 +218,7 @@ class SGLangClient(InferenceClient):
 
     async def begin_update(self) -> None:
         self._update_marked = False
-        self._load_formats.begin()
+        self._num_adapter_buckets = 0
         if await self._needs_session():
             await self._close_session()
             await self._http.post("/begin_weight_update", {"selector": "target"})
@@ -244,10 +246,10 @@ class SGLangClient(InferenceClient):
         # would be taken for those of another one with the same size.
         async with self._one_bucket:
             await self._refuse_unknown_names(bucket, group)
-            load_format = await self._load_formats.of(bucket, is_last=last)
+            load_format = await self._load_format(bucket, is_last=last)
             await self._mark_updating()
             await self._http.post(
-                RECEIVE_ROUTE,
+                _RECEIVE_ROUTE,
                 {
                     "names": list(bucket.names),
                     "dtypes": list(bucket.dtypes),
@@ -259,6 +261,32 @@ class SGLangClient(InferenceClient):
                     "weight_version": str(version) if last else None,
                 },
                 timeout_seconds=group.timeout_seconds,
+            )
+
+    async def _load_format(self, bucket: BucketSpec, *, is_last: bool) -> str:
+        """Returns the text that is sent as the load format of the next bucket.
+
+        A server without this project's hooks would wait for other broadcasts than those of adapters,
+        so it is asked before the first of them.
+        """
+        if bucket.lora_scale is None or bucket.lora_base is None:
+            return "flattened_bucket"
+        if not self._adds_adapters:
+            await self._require_adapter_hooks()
+            self._adds_adapters = True
+        index, self._num_adapter_buckets = self._num_adapter_buckets, self._num_adapter_buckets + 1
+        return AdapterNote(index, is_last, bucket.lora_scale, bucket.lora_base).as_load_format()
+
+    async def _require_adapter_hooks(self) -> None:
+        nothing: dict[str, list[str]] = {"names": [], "dtypes": [], "shapes": []}
+        body = {**nothing, "group_name": "", "load_format": PROBE, "flush_cache": False}
+        answer = await self._http.post(_RECEIVE_ROUTE, body, accept=(400,))
+        if READY not in excerpt(answer.body):
+            raise ServerError(
+                f"{self.url} must run SGLang with this project's hooks to add adapters to its base "
+                f"weights, and does not (it answered: {excerpt(answer.body)}). Start it with "
+                "scripts/serve_sglang.sh or `torchtitan-grpo serve sglang`, with SGLang 0.5.23, or set "
+                "lora.push = 'merged'."
             )
 
     async def _refuse_unknown_names(self, bucket: BucketSpec, group: WeightGroupInfo) -> None:
@@ -347,65 +375,6 @@ class SGLangClient(InferenceClient):
         await self._http.close()
 
 
-def generate_body(request: GenerateRequest) -> dict[str, Any]:
-    """Returns the body of ``POST /generate``."""
-    seed = {} if request.seed is None else {"sampling_seed": request.seed}
-    return {
-        "rid": _rid(request.request_id),
-        "input_ids": request.prompt_ids,
-        "return_logprob": True,
-        "logprob_start_len": -1,  # of the completion only
-        "stream": False,
-        "sampling_params": {
-            "max_new_tokens": request.max_new_tokens,
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "top_k": request.top_k,
-            "stop_token_ids": list(request.stop_token_ids),
-            "ignore_eos": request.ignore_eos,
-            **seed,
-            **logit_bias(request),
-        },
-    }
-
-
-def parse_generation(source: str, request: GenerateRequest, body: Any) -> Generation:
-    """Returns a verified generation from an answer to ``POST /generate``.
-
-    Raises:
-        ServerError: If a part of the answer is missing, or its parts contradict each other.
-    """
-    body = as_object(body, source)
-    try:
-        meta = body["meta_info"]
-        token_ids = body["output_ids"]
-        if meta.get("output_token_logprobs") is None:
-            raise LogprobsError(
-                f"{source}: the answer holds no logprobs of its tokens, got {excerpt(body)}"
-            )
-        spans = meta.get("weight_versions")
-        if spans is None:
-            # Older releases report one version, that of the end of the completion.
-            spans = [{"version": meta["weight_version"], "start": 0, "end": len(token_ids)}]
-        return checked_generation(
-            source,
-            request,
-            sent_id=_rid(request.request_id),
-            answered_id=meta["id"],
-            num_prompt_tokens=meta["prompt_tokens"],
-            token_ids=token_ids,
-            logprobs=[(entry[0], entry[1]) for entry in meta["output_token_logprobs"]],
-            num_completion_tokens=meta["completion_tokens"],
-            finish_reason=meta["finish_reason"]["type"],
-            spans=[(span["version"], span["start"], span["end"]) for span in spans],
-        )
-    except MALFORMED as error:
-        raise ServerError(
-            f"{source}: the answer must hold output_ids and meta_info with id, logprobs, finish "
-            f"reason and weight version ({type(error).__name__}: {error}), got {excerpt(body)}"
-        ) from error
-
-
 def release_number(version: Any) -> tuple[int, int, int] | None:
     """Returns ``(0, 5, 23)`` for ``"0.5.23.post1"``, or ``None`` if there is no release number."""
     match = re.match(r"(\d+)\.(\d+)\.(\d+)", version) if isinstance(version, str) else None
@@ -414,8 +383,3 @@ def release_number(version: Any) -> tuple[int, int, int] | None:
     major, minor, patch = (int(part) for part in match.groups())
     # Builds from a checkout have the version 0.0.0.dev.
     return (major, minor, patch) if (major, minor, patch) > (0, 0, 0) else None
-
-
-def _rid(request_id: str) -> str:
-    # SGLang aborts by prefix. With its length in front, no id is a prefix of another one.
-    return f"{len(request_id)}:{request_id}"

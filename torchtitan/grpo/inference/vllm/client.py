@@ -19,9 +19,11 @@ from typing import Any
 
 from torchtitan.grpo.inference.answers import (
     UPDATING_LABEL,
+    card_of,
     joined_group,
     max_answer_bytes,
     max_rating_bytes,
+    smallest,
     version_or_none,
 )
 from torchtitan.grpo.inference.client import (
@@ -35,25 +37,24 @@ from torchtitan.grpo.inference.client import (
 )
 from torchtitan.grpo.inference.http import HttpConnection, RouteError, excerpt
 from torchtitan.grpo.inference.identify import require_kind
-from torchtitan.grpo.inference.model_cards import card_of, smallest
+from torchtitan.grpo.inference.vllm.answers import (
+    GENERATE_ROUTE,
+    REQUEST_ID_PREFIX,
+    generate_body,
+    parse_generation,
+    parse_logprobs,
+    parse_metrics,
+    parse_rating,
+    rating_body,
+    refuses_num_top,
+)
 from torchtitan.grpo.inference.vllm.examine import (
     ALL_OPTIONS,
     NO_ROOM,
     WRONG_LOGPROBS,
     examine,
 )
-from torchtitan.grpo.inference.vllm.generation import (
-    GENERATE_ROUTE,
-    REQUEST_ID_PREFIX,
-    generate_body,
-    parse_generation,
-    parse_logprobs,
-    parse_rating,
-    rating_body,
-    refuses_num_top,
-)
 from torchtitan.grpo.inference.vllm.launch import GROUP_FACTS_METHOD, WORKER_EXTENSION
-from torchtitan.grpo.inference.vllm.load import parse_metrics
 from torchtitan.grpo.types import GenerateRequest, Generation
 from torchtitan.grpo.weight_wire.group_facts import GroupFacts, facts_from_json
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
@@ -69,7 +70,7 @@ NO_EXTENSION = (
 
 
 class VLLMClient(InferenceClient):
-    """Talks to one vLLM server; see :class:`InferenceClient`.
+    """Talks to one vLLM server; see :class:`InferenceClient` and :class:`KindRow`.
 
     Requests that run at :meth:`pause` are kept. :meth:`commit_update` drops their KV cache and
     the prefix cache, so that both are computed again with the new weights after :meth:`resume`.
@@ -78,11 +79,6 @@ class VLLMClient(InferenceClient):
     Buckets are staged while the server generates, if all of its workers have room for a second
     copy of the weights. Whether they have is known, and :attr:`capabilities` is final, when the
     server has joined a group.
-
-    Args:
-        http: Connection to the server, with its keys and control timeout.
-        capabilities: Those of the row in `kinds.py`.
-        request_timeout_seconds: Maximum duration of one completion.
     """
 
     def __init__(
@@ -140,8 +136,7 @@ class VLLMClient(InferenceClient):
 
         If logprobs are computed after everything that shapes sampling, temperature included,
         each token is certain and its logprob is 0. Logprobs of the unshaped distribution cannot
-        both be 0. (``/server_info`` reports the mode as well, but it takes half a minute,
-        because it describes the whole machine.)
+        both be 0. (``/server_info`` reports the mode as well, but takes half a minute.)
         """
         for token in _PROBE_TOKENS:
             name = f"probe-{uuid.uuid4().hex}"

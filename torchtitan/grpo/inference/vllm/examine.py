@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 
 from torchtitan.grpo.inference.http import HttpConnection, excerpt
-from torchtitan.grpo.inference.vllm.generation import GENERATE_ROUTE
+from torchtitan.grpo.inference.vllm.answers import GENERATE_ROUTE
 from torchtitan.grpo.inference.vllm.launch import GUARD
 
 NO_ROOM = "no room to stage"
@@ -45,13 +45,8 @@ _REFUSED = (400, 404, 405, 500)
 
 @dataclass
 class Examined:
-    """What :func:`examine` found.
-
-    Attributes:
-        vocab_size: Size of the model's vocabulary; ``None`` if the server does not tell it.
-        can_generate: Whether the route that takes token ids is open.
-        problems: One text for each option that is missing.
-        warnings: What the user should change, although the server can be used.
+    """What :func:`examine` found: ``vocab_size`` if the server tells it, whether the route that takes token
+    ids is open, one text for each missing option, and what the user should change nevertheless.
     """
 
     vocab_size: int | None = None
@@ -61,11 +56,7 @@ class Examined:
 
 
 async def examine(http: HttpConnection) -> Examined:
-    """Looks for the options of a vLLM server. Nothing is changed on the server.
-
-    Raises:
-        RouteError: If a route does not answer.
-    """
+    """Looks for the options of a vLLM server. Nothing is changed on the server."""
     found = Examined()
     await _examine_generation(http, found)
     if (await http.get("/weight_info", accept=_MISSING)).status != 200:

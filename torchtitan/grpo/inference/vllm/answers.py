@@ -1,19 +1,22 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Requests to vLLM's route for generation, and its answers: token ids, logprobs, and token versions."""
+"""Requests and answers of vLLM's routes for generation and for its load."""
 
+import re
 from typing import Any
 
 from torchtitan.grpo.inference.answers import (
     MALFORMED,
     as_object,
     checked_generation,
+    checked_load,
     checked_prompt_logprobs,
     checked_top_tokens,
     logit_bias,
+    to_number,
 )
-from torchtitan.grpo.inference.client import LogprobsError, PromptRating, ServerError
+from torchtitan.grpo.inference.client import LogprobsError, PromptRating, ServerError, ServerLoad
 from torchtitan.grpo.inference.http import RouteError, excerpt
 from torchtitan.grpo.types import GenerateRequest, Generation
 
@@ -21,6 +24,10 @@ GENERATE_ROUTE = "/inference/v1/generate"
 
 REQUEST_ID_PREFIX = "generate-tokens-"
 """The server prepends this to the id of a request, and aborts by the whole id."""
+_RUNNING = "vllm:num_requests_running"
+_WAITING = "vllm:num_requests_waiting"
+_KV_USE = "vllm:kv_cache_usage_perc"
+_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
 
 
 def generate_body(request: GenerateRequest) -> dict[str, Any]:
@@ -43,7 +50,7 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
             "stop_token_ids": list(request.stop_token_ids),
             "ignore_eos": request.ignore_eos,
             "seed": request.seed,
-            "logprobs": 0,  # of the sampled token alone
+            "logprobs": 0,  # only of the sampled token
             "detokenize": False,
             **logit_bias(request),
         },
@@ -64,11 +71,7 @@ def rating_body(token_ids: list[int], num_top: int) -> dict[str, Any]:
 
 
 def parse_generation(source: str, request: GenerateRequest, body: Any) -> Generation:
-    """Returns a verified generation from an answer of :data:`GENERATE_ROUTE`.
-
-    Raises:
-        ServerError: If a part of the answer is missing, or its parts contradict each other.
-    """
+    """Returns a verified generation from an answer of :data:`GENERATE_ROUTE`."""
     body = as_object(body, source)
     try:
         (choice,) = body["choices"]
@@ -96,11 +99,7 @@ def parse_generation(source: str, request: GenerateRequest, body: Any) -> Genera
 
 
 def parse_logprobs(source: str, body: Any) -> list[float]:
-    """Returns the logprobs of the sampled tokens, whatever their versions.
-
-    Raises:
-        ServerError: If the answer does not hold them.
-    """
+    """Returns the logprobs of the sampled tokens, whatever their versions."""
     try:
         (choice,) = body["choices"]
         return [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
@@ -118,9 +117,6 @@ def parse_rating(
 
     vLLM gives the token itself and the most likely ones in one object for each place, with their
     ranks. The token itself is one entry more unless it is among the most likely ones.
-
-    Raises:
-        ServerError: If the answer is about other tokens, or some are missing.
     """
     rated = token_ids[start:]
     try:
@@ -154,3 +150,18 @@ def refuses_num_top(error: RouteError) -> bool:
         return False
     reason = error.body.get("error")
     return isinstance(reason, dict) and reason.get("param") == "prompt_logprobs"
+
+
+def parse_metrics(source: str, body: Any) -> ServerLoad:
+    """Returns the load from the body of ``/metrics``, in Prometheus' text format."""
+    samples: dict[str, list[float]] = {_RUNNING: [], _WAITING: [], _KV_USE: []}
+    for name, value in _SAMPLE.findall(body if isinstance(body, str) else ""):
+        if name in samples:
+            samples[name].append(to_number(value))
+    missing = [name for name, values in samples.items() if not values]
+    if missing:
+        raise ServerError(
+            f"{source} must hold {', '.join(missing)}, got {excerpt(body)}. Was the server "
+            "started with --disable-log-stats?"
+        )
+    return checked_load(source, samples[_RUNNING], samples[_WAITING], samples[_KV_USE])
