@@ -97,7 +97,7 @@ class HttpConnection:
 
     async def request(
         self,
-        method: Literal["GET", "POST"],
+        method: str,
         route: str,
         body: Any = None,
         *,

@@ -7,32 +7,28 @@
 registry of the trainer's rank 0 (``inference.registry_address``). See `registry.py`.
 """
 
+import asyncio
 import contextlib
-import http.client
-import json
 import signal
-import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from types import FrameType
 from typing import NoReturn
-from urllib.parse import urlsplit
 
+from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.inference.http import HttpConnection
 from torchtitan.grpo.inference.registry import BEAT_SECONDS, Registration, RegistryFolder
 from torchtitan.grpo.system.child import start_child, stop_children
 
 SERVERS_ROUTE = "/servers"
 _REQUEST_SECONDS = 5.0
-_EXCERPT_BYTES = 500
 _STOP_SECONDS = 5.0
 
 
-class _Stopped(Exception):
-    """The process was asked to end."""
+class _Stopped(KeyboardInterrupt):
+    """The process was asked to end. (An event loop would swallow any other exception of a handler.)"""
 
 
 class Registrar:
@@ -47,8 +43,8 @@ class Registrar:
         """Registers the server. A failure is reported once, and the next beat tries again."""
         self._registration = self._registration.next()
         try:
-            self._send("PUT", self._registration)
-        except (OSError, http.client.HTTPException) as error:
+            self._send("PUT")
+        except (OSError, ServerError) as error:
             self._is_registered = False
             if str(error) != self._trouble:
                 self._trouble = str(error)
@@ -64,62 +60,33 @@ class Registrar:
     def leave(self) -> None:
         """Takes the server out of the registry, if it can be reached."""
         try:
-            self._send("DELETE", self._registration)
-        except (OSError, http.client.HTTPException) as error:
+            self._send("DELETE")
+        except (OSError, ServerError) as error:
             _say(
                 f"cannot leave {self._target}: {type(error).__name__}: {error}. It counts as dead in 30 s."
             )
 
-    def _send(self, method: str, registration: Registration) -> None:
-        if not self._target.startswith(("http://", "https://")):
-            folder = RegistryFolder(self._target)
-            (folder.write if method == "PUT" else folder.remove)(registration)
+    def _send(self, method: str) -> None:
+        if self._target.startswith(("http://", "https://")):
+            request(self._target, method, SERVERS_ROUTE, asdict(self._registration), self._key)
             return
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
-        body = json.dumps(asdict(registration), allow_nan=False).encode()
-        _exchange(method, self._target.rstrip("/") + SERVERS_ROUTE, body, headers)
+        folder = RegistryFolder(self._target)
+        (folder.write if method == "PUT" else folder.remove)(self._registration)
 
 
-def _exchange(
-    method: str, url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
-) -> None:
-    """Sends a request, without a proxy, as the trainer reaches the servers, and follows no redirection.
+def request(url: str, method: str, route: str, body: object = None, key: str | None = None) -> None:
+    """Sends a request as the trainer sends its own; raises ServerError if it is not granted in time."""
 
-    Raises OSError if there is no answer in time, or one that does not grant the request.
-    """
-    address = urlsplit(url)
-    is_https = address.scheme == "https"
-    kind = http.client.HTTPSConnection if is_https else http.client.HTTPConnection
-    connection = kind(address.netloc, timeout=_REQUEST_SECONDS)
-    connection.connect()
-    # The timeout of the socket begins anew with each byte of an answer, so a timer ends the connection.
-    deadline = time.monotonic() + _REQUEST_SECONDS
-    limit = threading.Timer(_REQUEST_SECONDS, _end, [connection.sock])
-    limit.name, limit.daemon = "request-limit", True
-    limit.start()
-    too_late = TimeoutError(f"no whole answer within {_REQUEST_SECONDS:g} s")
-    try:
-        connection.request(method, address.path or "/", body, dict(headers or {}))
-        answer = connection.getresponse()
-        text = answer.read(_EXCERPT_BYTES).decode(errors="replace")
-    except (OSError, http.client.HTTPException) as error:
-        if time.monotonic() >= deadline:
-            raise too_late from error
-        raise
-    finally:
-        limit.cancel()
-        connection.close()
-    if time.monotonic() >= deadline:  # the end of the connection may look like the answer's
-        raise too_late
-    if not 200 <= answer.status < 300:
-        where = answer.getheader("Location")
-        pointing = f", a redirection to {where!r:.300}, which is not followed" if where else ""
-        raise OSError(f"it answered {answer.status}{pointing}: {text}")
+    async def send() -> None:
+        connection = HttpConnection(
+            url, api_key=key, admin_key=key, timeout_seconds=_REQUEST_SECONDS
+        )
+        try:
+            await connection.request(method, route, body)
+        finally:
+            await connection.close()
 
-
-def _end(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it has just been closed
-        connection.shutdown(socket.SHUT_RDWR)
+    asyncio.run(send())
 
 
 def run_registered(
@@ -153,8 +120,8 @@ def run_registered(
 
 def _answers(url: str) -> bool:
     try:
-        _exchange("GET", f"{url}/health")
-    except (OSError, http.client.HTTPException):
+        request(url, "GET", "/health")
+    except ServerError:
         return False
     return True
 

@@ -94,8 +94,8 @@ def parse_arguments(arguments: list[str]) -> tuple[ServerSpec, str | None]:
         check_register(options.register, host)
         require_keys(host, os.environ)
         refuse_keys(options.kind, extra, "Further arguments")
-        port = choose_port(host, options.port, may_be_any=options.register is not None)
-        check_port(host, port)
+        any_port = 0 if options.register is not None else _PORT
+        port = open_port(host, any_port if options.port is None else options.port)
         device = choose_device(options.device)
         python = options.python or interpreter_of(options.kind)
     except ValueError as error:
@@ -153,19 +153,20 @@ def check_register(register: str | None, host: str) -> None:
         )
 
 
-def choose_port(host: str, port: int | None, *, may_be_any: bool) -> int:
-    """Returns the port to listen on where ``--port`` leaves it open."""
-    if port or not (may_be_any or port == 0):
-        return port or _PORT
+def open_port(host: str, port: int) -> int:
+    """Returns the port to listen on, which must be free; 0 is any."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
+        if port:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, 0))
-        except OSError as error:
+            probe.bind((host, port))
+            return probe.getsockname()[1]
+        except (OSError, OverflowError) as error:
             raise ValueError(
-                f"--host must be an address of this host, got {host}: {error}."
+                f"--host {host} --port {port} must be free to listen on: {error}. Name an address of "
+                "this host, end the program that listens there, or choose another port with --port."
             ) from error
-        return probe.getsockname()[1]
 
 
 def _is_url(register: str) -> bool:
@@ -192,19 +193,6 @@ def check_length(max_model_len: int, config: dict[str, Any], model_path: str) ->
             f"{model_path}/config.json), got {max_model_len}. Lower it, or leave it out for the "
             "model's own."
         )
-
-
-def check_port(host: str, port: int) -> None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except (OSError, OverflowError) as error:
-            raise ValueError(
-                f"--host {host} --port {port} must be free to listen on: {error}. End the program "
-                "that listens there, or choose another port with --port."
-            ) from error
 
 
 def choose_device(device: str) -> str:

@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 from torchtitan.grpo.inference.answers import UNPUSHED_VERSION, version_segments
 from torchtitan.grpo.inference.client import LogprobsError, ServerError
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.sglang import client as sglang
-from torchtitan.grpo.inference.sglang.answers import unknown_names
-from torchtitan.grpo.inference.vllm import generation as vllm
+from torchtitan.grpo.inference.sglang import answers as sglang
+from torchtitan.grpo.inference.sglang.client import release_number
+from torchtitan.grpo.inference.vllm import answers as vllm
 from torchtitan.grpo.types import GenerateRequest, VersionSegment
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
-GROUP = "group"
+GROUP = WeightGroupInfo("127.0.0.1", 1, 1, 2, "group", "gloo", 5.0)
 REQUEST = GenerateRequest("r-1", [5, 6, 7], 4, temperature=0.8, stop_token_ids=(9,))
 
 SGLANG_ANSWER: dict[str, Any] = {
@@ -122,24 +122,14 @@ BEYOND_THE_END = {"version": "4", "start": 5, "end": 9}
             "sglang",
             [*META, "output_token_logprobs"],
             [[-1.0, 12, None]],
-            "a token id and a logprob for",
+            "a token id and a logprob",
         ),
-        (
-            "sglang",
-            [*META, "output_token_logprobs", 0],
-            [-1.0, 99, None],
-            "do not belong to the sampled",
-        ),
+        ("sglang", [*META, "output_token_logprobs", 0, 1], 99, "do not belong to the sampled"),
         ("sglang", [*META, "output_token_logprobs", 0], [None, 12, None], "finite"),
-        ("sglang", [*META, "output_token_logprobs", 0], [math.nan, 12, None], "finite"),
-        ("sglang", [*META, "output_token_logprobs", 0], [-math.inf, 12, None], "finite"),
-        ("sglang", [*META, "output_token_logprobs", 0], [0.5, 12, None], "not above 0"),
         ("sglang", [*META, "output_token_logprobs", 0], ["-0.5", 12, None], "finite"),
         ("sglang", [*META, "output_token_logprobs", 0], [-(10**400), 12, None], "finite"),
-        ("sglang", [*META, "output_token_logprobs", 0], [-1e300, 12, None], "finite"),
         ("sglang", [*META, "output_token_logprobs"], 7, "must hold output_ids"),
         ("sglang", ["output_ids"], [12, [13], 9], "int32"),
-        ("sglang", ["output_ids"], {"12": 1, "13": 2, "9": 3}, "int32"),
         ("sglang", [*META, "id"], "3:r-2", "under its own id, got '3:r-2'"),
         ("sglang", [*META, "prompt_tokens"], 2, "with 3 prompt tokens, but the answer states 2"),
         ("sglang", [*META, "finish_reason"], {"type": "error"}, "finish reason"),
@@ -147,14 +137,11 @@ BEYOND_THE_END = {"version": "4", "start": 5, "end": 9}
         ("sglang", [*META, "weight_versions", 2, "end"], 2, "cover 3 tokens"),
         ("sglang", [*META, "weight_versions", 0, "start"], 1, "cover 3 tokens"),
         ("sglang", [*META, "weight_versions", 2, "version"], "updating", "broke off half-way"),
-        ("sglang", [*META, "weight_versions", 2, "version"], math.inf, "must be the number"),
         ("sglang", [*META, "weight_versions", 2, "version"], "9" * 5000, "must be the number"),
-        ("sglang", [*META, "weight_versions", 2, "end"], 3.0, "cover 3 tokens"),
         ("sglang", [*META, "weight_versions", 1], BEYOND_THE_END, "cover 3 tokens"),
         ("vllm", ["request_id"], "generate-tokens-r-2", "own id, got 'generate-tokens-r-2'"),
         ("vllm", ["usage", "prompt_tokens"], 4, "with 3 prompt tokens, but the answer states 4"),
         ("vllm", [*CONTENT, 1, "logprob"], math.nan, "finite"),
-        ("vllm", [*CONTENT, 1, "logprob"], 0.5, "not above 0"),
         ("vllm", [*CHOICE, "token_ids"], [12, 13], "a token id and a logprob for each"),
         ("vllm", ["usage", "completion_tokens"], 2, "a token id and a logprob for each"),
         ("vllm", [*CONTENT, 1, "token_id"], 14, "do not belong to the sampled"),
@@ -170,7 +157,7 @@ def test_a_wrong_answer_is_refused(kind: str, path: list[Any], value: Any, messa
         parse("http://host:1/generate", REQUEST, change(answer, path, value))
 
 
-IMPOSSIBLE = [-87.4, -100.0, -104.0, -1e4, -9999.0, -3.4e38, -1e38, -88, -(2**70), 0.01, 1e30]
+IMPOSSIBLE = [-87.4, -9999.0, -3.4e38, -88, -(2**70), 0.01, math.nan]
 
 
 @pytest.mark.parametrize("value", IMPOSSIBLE)
@@ -185,7 +172,7 @@ def test_logprobs_that_no_sampled_token_can_have_are_refused(kind: str, value: f
     assert f"got {value!r} at token 1." in message
 
 
-@pytest.mark.parametrize("value", [0, 0.0, -0.0, 1e-30, 5e-4, -1e-30, -60.0, -87.3, -87])
+@pytest.mark.parametrize("value", [0, 5e-4, -1e-30, -87.3])
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
 def test_logprobs_that_are_rare_are_taken(kind: str, value: float) -> None:
     parse, answer = KINDS[kind]
@@ -200,12 +187,8 @@ def test_token_ids_outside_int32_are_refused(token: int) -> None:
     answer = change(answer, [*META, "output_token_logprobs", 0], [-0.5, token, None])
     with pytest.raises(ServerError, match="int32"):
         sglang.parse_generation("url", REQUEST, answer)
-
-
-def test_more_tokens_than_asked_for_are_refused() -> None:
-    request = GenerateRequest("r-1", [5, 6, 7], max_new_tokens=2)
     with pytest.raises(ServerError, match="1 to 2 tokens, got 3"):
-        sglang.parse_generation("url", request, SGLANG_ANSWER)
+        sglang.parse_generation("url", replace(REQUEST, max_new_tokens=2), SGLANG_ANSWER)
 
 
 def test_a_server_without_spans_has_one_segment_of_its_one_version() -> None:
@@ -215,13 +198,10 @@ def test_a_server_without_spans_has_one_segment_of_its_one_version() -> None:
     assert generation.segments == (VersionSegment(4, 0, 3),)
 
 
-def test_tokens_from_before_the_first_push_are_older_than_any_version() -> None:
+def test_spans_become_segments_of_versions() -> None:
     segments = version_segments([("default", 0, 2), ("0", 2, 3)], 3, "url")
     assert segments == (VersionSegment(UNPUSHED_VERSION, 0, 2), VersionSegment(0, 2, 3))
-    assert UNPUSHED_VERSION < 0
-
-
-def test_neighboring_spans_of_one_version_are_joined() -> None:
+    assert UNPUSHED_VERSION < 0, "tokens from before the first push are older than any version"
     assert version_segments([("2", 0, 1), ("2", 1, 3)], 3, "url") == (VersionSegment(2, 0, 3),)
 
 
@@ -246,15 +226,7 @@ def test_bodies_state_everything_that_shapes_the_distribution() -> None:
 @pytest.mark.parametrize("client", [sglang, vllm])
 @pytest.mark.parametrize(
     ("unknown", "excluded"),
-    [
-        ((), None),
-        ((98,), ["98"]),
-        (tuple(range(98, 128)), [str(i) for i in range(98, 128)]),
-        ((3, 50, 127), ["3", "50", "127"]),
-        (tuple(range(151_669, 151_936)), [str(i) for i in range(151_669, 151_936)]),
-        (tuple(range(1024)), [str(i) for i in range(1024)]),
-        (tuple(range(1025)), None),  # more than vLLM takes
-    ],
+    [((), None), ((98, 127), ["98", "127"]), (tuple(range(1025)), None)],  # vLLM takes 1,024
 )
 def test_ids_that_are_no_token_are_excluded_by_the_server(client, unknown, excluded):
     request = replace(REQUEST, unknown_ids=unknown)
@@ -270,17 +242,9 @@ def test_no_request_id_is_a_prefix_of_another_on_sglang() -> None:
         assert [other for other in rids if other.startswith(one)] == [one]
 
 
-@pytest.mark.parametrize(
-    ("version", "number"),
-    [
-        ("0.5.23", (0, 5, 23)),
-        ("0.5.20.post1", (0, 5, 20)),
-        ("0.0.0.dev1+gabc", None),
-        (None, None),
-    ],
-)
-def test_release_numbers(version: str | None, number: tuple[int, int, int] | None) -> None:
-    assert sglang.release_number(version) == number
+def test_release_numbers() -> None:
+    found = [release_number(v) for v in ("0.5.23", "0.5.20.post1", "0.0.0.dev1+gabc", None)]
+    assert found == [(0, 5, 23), (0, 5, 20), None, None]
 
 
 def test_fused_parameters_know_their_checkpoint_names() -> None:
@@ -299,9 +263,9 @@ def test_fused_parameters_know_their_checkpoint_names() -> None:
         f"{layer}.mlp.experts.7.down_proj.weight",
         "lm_head.weight",  # tied
     ]
-    assert unknown_names(known, held) == []
+    assert sglang.unknown_names(known, held) == []
     wrong = ["model.layers.1.mlp.up_proj.weight", f"{layer}.self_attn.o_proj.weight"]
-    assert unknown_names([*known, *wrong], held) == wrong
+    assert sglang.unknown_names([*known, *wrong], held) == wrong
 
 
 @pytest.mark.parametrize(
@@ -356,19 +320,26 @@ def test_whatever_stands_in_an_answer_it_is_exact_or_a_server_error(kind: str, d
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-async def with_server(handler: Handler, test: Callable[[str], Awaitable[None]]) -> None:
-    """Runs ``test`` against an HTTP server that answers every route by ``handler``."""
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", handler)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        async with asyncio.timeout(60):
-            await test(f"http://127.0.0.1:{runner.addresses[0][1]}")
-    finally:
-        await runner.cleanup()
+def with_client(
+    kind: Any, handler: Handler, test: Callable[[Any], Awaitable[None]], **options: Any
+) -> None:
+    """Runs ``test`` with a client of an HTTP server that answers every route by ``handler``."""
+
+    async def run() -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", handler)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        client = make_client(kind, f"http://127.0.0.1:{runner.addresses[0][1]}/", **options)
+        try:
+            async with asyncio.timeout(60):
+                await test(client)
+        finally:
+            await client.close()
+            await runner.cleanup()
+
+    asyncio.run(run())
 
 
 def test_each_route_is_given_its_own_key() -> None:
@@ -378,13 +349,11 @@ def test_each_route_is_given_its_own_key() -> None:
         seen[request.path] = request.headers.get("Authorization")
         return web.json_response(SGLANG_ANSWER if request.path == "/generate" else {})
 
-    async def test(url: str) -> None:
-        client = make_client("sglang", url, api_key="generation", admin_key="control")
+    async def test(client: Any) -> None:
         await client.generate(REQUEST)
         await client.pause()
-        await client.close()
 
-    asyncio.run(with_server(handler, test))
+    with_client("sglang", handler, test, api_key="generation", admin_key="control")
     assert seen == {"/generate": "Bearer generation", "/pause_generation": "Bearer control"}
 
 
@@ -392,13 +361,12 @@ def test_an_error_names_url_route_status_and_body() -> None:
     async def handler(request: web.Request) -> web.Response:
         return web.Response(status=503, text="loading weights")
 
-    async def test(url: str) -> None:
-        client = make_client("vllm", url + "/")
-        with pytest.raises(ServerError, match=rf"{url}/pause\?mode=keep answered 503: loading"):
+    async def test(client: Any) -> None:
+        message = rf"{client.url}/pause\?mode=keep answered 503: loading"
+        with pytest.raises(ServerError, match=message):
             await client.pause()
-        await client.close()
 
-    asyncio.run(with_server(handler, test))
+    with_client("vllm", handler, test)
 
 
 @pytest.mark.parametrize(
@@ -407,47 +375,24 @@ def test_an_error_names_url_route_status_and_body() -> None:
         (b"[" * 200_000, r"must answer a JSON object, got \[\["),
         (b'{"text": "\xff"}', "must be answered in UTF-8"),
         (b'{"output_ids": [1', "must answer a JSON object, got {"),
-        (b"<html>Bad gateway</html>", "must answer a JSON object, got <html>Bad gateway"),
         (b"", "must answer a JSON object, got null"),
         (b" " * (2**20 + 10_000), "at most 1055744 bytes, and the answer is longer"),
     ],
-    ids=["deep", "no UTF-8", "cut", "html", "empty", "long"],
+    ids=["deep", "no UTF-8", "cut", "empty", "long"],
 )
 @pytest.mark.parametrize(("kind", "route"), GENERATE_ROUTES.items())
 def test_a_reply_that_is_not_an_answer_is_refused_with_its_address(
-    kind: Any, route: str, body: bytes, message: str
+    kind: str, route: str, body: bytes, message: str
 ) -> None:
     async def handler(request: web.Request) -> web.Response:
         return web.Response(body=body, content_type="application/json")
 
-    async def test(url: str) -> None:
-        client = make_client(kind, url)
+    async def test(client: Any) -> None:
         with pytest.raises(ServerError, match=message) as caught:
             await client.generate(replace(REQUEST, temperature=1.0))
-        assert url + route in str(caught.value)
-        await client.close()
+        assert client.url + route in str(caught.value)
 
-    asyncio.run(with_server(handler, test))
-
-
-def test_a_server_that_does_not_answer_is_given_up_after_the_timeout() -> None:
-    async def run() -> None:
-        given_up = asyncio.Event()
-
-        async def handler(request: web.Request) -> web.Response:
-            await given_up.wait()
-            return web.Response()
-
-        async def test(url: str) -> None:
-            client = make_client("vllm", url, control_timeout_seconds=0.2)
-            with pytest.raises(ServerError, match=r"not answered within 0\.2 s"):
-                await client.version()
-            given_up.set()
-            await client.close()
-
-        await with_server(handler, test)
-
-    asyncio.run(run())
+    with_client(kind, handler, test)
 
 
 def test_a_server_that_is_not_there_is_a_server_error() -> None:
@@ -461,45 +406,36 @@ def test_a_server_that_is_not_there_is_a_server_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "generate_route", "abort_route", "expected"),
+    ("kind", "abort_route", "expected"),
     [
-        ("sglang", "/generate", "/abort_request", {"rid": "3:r-1"}),
-        (
-            "vllm",
-            "/inference/v1/generate",
-            "/abort_requests",
-            {"request_ids": ["generate-tokens-r-1"]},
-        ),
+        ("sglang", "/abort_request", {"rid": "3:r-1"}),
+        ("vllm", "/abort_requests", {"request_ids": ["generate-tokens-r-1"]}),
     ],
 )
 def test_a_cancelled_request_is_aborted_on_the_server(
-    kind: Any, generate_route: str, abort_route: str, expected: dict[str, Any]
+    kind: str, abort_route: str, expected: dict[str, Any]
 ) -> None:
-    async def run() -> None:
-        started, aborted = asyncio.Event(), asyncio.Future[Any]()
+    started, aborted = asyncio.Event(), asyncio.Queue[Any]()
+    may_answer = asyncio.Event()
 
-        async def handler(request: web.Request) -> web.Response:
-            if request.path == generate_route:
-                started.set()
-                await aborted
-            elif request.path == abort_route:
-                aborted.set_result(await request.json())
-            return web.json_response({})
+    async def handler(request: web.Request) -> web.Response:
+        if request.path == GENERATE_ROUTES[kind]:
+            started.set()
+            await may_answer.wait()
+        elif request.path == abort_route:
+            aborted.put_nowait(await request.json())
+            may_answer.set()
+        return web.json_response({})
 
-        async def test(url: str) -> None:
-            client = make_client(kind, url)
-            request = GenerateRequest("r-1", [1], 4)
-            task = asyncio.create_task(client.generate(request))
-            await started.wait()
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert await aborted == expected
-            await client.close()
+    async def test(client: Any) -> None:
+        task = asyncio.create_task(client.generate(GenerateRequest("r-1", [1], 4)))
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await aborted.get() == expected
 
-        await with_server(handler, test)
-
-    asyncio.run(run())
+    with_client(kind, handler, test)
 
 
 def test_sglang_before_0_5_21_is_updated_without_a_session() -> None:
@@ -511,20 +447,16 @@ def test_sglang_before_0_5_21_is_updated_without_a_session() -> None:
             return web.Response(status=404)
         return web.json_response({"version": "0.5.20", "weight_version": "3"})
 
-    async def test(url: str) -> None:
-        client = make_client("sglang", url)
-        info = WeightGroupInfo("127.0.0.1", 1, 1, 2, GROUP, "gloo", 5.0)
-        await client.join_weight_group(info)
+    async def test(client: Any) -> None:
+        await client.join_weight_group(GROUP)
         await client.begin_update()
         spec = BucketSpec(("a.weight",), ("float32",), ((2, 2),))
-        await client.receive_bucket(spec, group_name=GROUP, last=True, version=3)
+        await client.receive_bucket(spec, group_name="group", last=True, version=3)
         await client.commit_update(3)
-        await client.close()
 
-    asyncio.run(with_server(handler, test))
+    with_client("sglang", handler, test)
     assert "/update_weights_from_distributed" in routes
-    assert "/begin_weight_update" not in routes
-    assert "/end_weight_update" not in routes
+    assert not {"/begin_weight_update", "/end_weight_update"} & {*routes}
 
 
 def test_unknown_names_are_refused_before_sglang_is_asked_to_receive() -> None:
@@ -535,17 +467,14 @@ def test_unknown_names_are_refused_before_sglang_is_asked_to_receive() -> None:
         checksums = {"model.layers.0.self_attn.qkv_proj.weight": "abc"}
         return web.json_response({"success": True, "ranks": [{"checksums": checksums}]})
 
-    async def test(url: str) -> None:
-        client = make_client("sglang", url)
-        await client.join_weight_group(WeightGroupInfo("127.0.0.1", 1, 1, 2, GROUP, "gloo", 5.0))
+    async def test(client: Any) -> None:
+        await client.join_weight_group(GROUP)
         spec = BucketSpec(("model.layers.9.self_attn.q_proj.weight",), ("float32",), ((2, 2),))
         with pytest.raises(ServerError, match=r"no parameters named .*layers\.9"):
-            await client.receive_bucket(spec, group_name=GROUP, last=True, version=3)
-        await client.close()
+            await client.receive_bucket(spec, group_name="group", last=True, version=3)
 
-    asyncio.run(with_server(handler, test))
-    assert "/update_weights_from_distributed" not in routes
-    assert "/update_weight_version" not in routes
+    with_client("sglang", handler, test)
+    assert not {"/update_weights_from_distributed", "/update_weight_version"} & {*routes}
 
 
 def vllm_answer(request_id: str, logprob: float, token: int) -> dict[str, Any]:
@@ -575,8 +504,7 @@ def test_vllm_with_logprobs_before_temperature_is_refused(mode: str) -> None:
         logprob = -1e-5 if certain else -9.0
         return web.json_response(vllm_answer(request_id, logprob, allowed[0]))
 
-    async def test(url: str) -> None:
-        client = make_client("vllm", url)
+    async def test(client: Any) -> None:
         assert (await client.generate(GenerateRequest("a", [1], 1))).token_ids.tolist() == [7]
         assert not probes  # at temperature 1 both are the same
         warm = [GenerateRequest(name, [1], 1, temperature=0.7) for name in "bcd"]
@@ -585,37 +513,27 @@ def test_vllm_with_logprobs_before_temperature_is_refused(mode: str) -> None:
         else:
             with pytest.raises(ServerError, match="--logprobs-mode processed_logprobs"):
                 await client.generate(warm[0])
-        await client.close()
 
-    asyncio.run(with_server(handler, test))
+    with_client("vllm", handler, test)
     assert probes == [[0], [1]]
 
 
 @pytest.mark.parametrize("kind", GENERATE_ROUTES)
-def test_a_completion_may_take_longer_than_a_control_request(kind: Any) -> None:
+def test_a_completion_may_take_longer_than_a_control_request(kind: str) -> None:
     """The server answers a completion only after a control request has timed out."""
+    timed_out = asyncio.Event()
 
-    async def run() -> None:
-        timed_out = asyncio.Event()
+    async def handler(request: web.Request) -> web.Response:
+        await timed_out.wait()
+        return web.json_response(VLLM_ANSWER if kind == "vllm" else SGLANG_ANSWER)
 
-        async def handler(request: web.Request) -> web.Response:
-            await timed_out.wait()
-            answer = VLLM_ANSWER if kind == "vllm" else SGLANG_ANSWER
-            return web.json_response(answer)
+    async def test(client: Any) -> None:
+        completion = asyncio.create_task(client.generate(replace(REQUEST, temperature=1.0)))
+        with pytest.raises(ServerError, match=r"not answered within 0\.2 s"):
+            await client.version()
+        # The completion was sent first, so its control timeout would have passed as well.
+        await asyncio.sleep(0.2)
+        timed_out.set()
+        assert (await completion).token_ids.tolist() == [12, 13, 9]
 
-        async def test(url: str) -> None:
-            client = make_client(
-                kind, url, control_timeout_seconds=0.2, request_timeout_seconds=60.0
-            )
-            completion = asyncio.create_task(client.generate(replace(REQUEST, temperature=1.0)))
-            with pytest.raises(ServerError, match=r"not answered within 0\.2 s"):
-                await client.version()
-            # The completion was sent first, so its control timeout would have passed as well.
-            await asyncio.sleep(0.2)
-            timed_out.set()
-            assert (await completion).token_ids.tolist() == [12, 13, 9]
-            await client.close()
-
-        await with_server(handler, test)
-
-    asyncio.run(run())
+    with_client(kind, handler, test, control_timeout_seconds=0.2, request_timeout_seconds=60.0)

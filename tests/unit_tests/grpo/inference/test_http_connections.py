@@ -4,6 +4,7 @@
 """Tests when a connection to a server is reused, and when it is not."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -132,3 +133,37 @@ def test_after_an_internal_error_nothing_is_sent_over_that_connection():
 async def wait_until(holds: Callable[[], bool]) -> None:
     while not holds():
         await asyncio.sleep(0.01)
+
+
+class CountingConnection(HttpConnection):
+    """Counts the requests that begin in each turn of the event loop."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, **_SETTINGS)
+        self.turn = 0
+        self.begun: Counter[int] = Counter()
+
+    async def count_turns(self) -> None:
+        while True:
+            await asyncio.sleep(0)
+            self.turn += 1
+
+    def _open_session(self):
+        self.begun[self.turn] += 1
+        return super()._open_session()
+
+
+def test_requests_that_come_at_once_begin_one_a_turn_of_the_loop():
+    async def body() -> None:
+        async with serving(Server()) as connect:
+            connection = CountingConnection(connect(0.0).url)
+            turns = asyncio.create_task(connection.count_turns())
+            try:
+                await asyncio.gather(*(connection.post("/") for _ in range(40)))
+            finally:
+                turns.cancel()
+                await connection.close()
+        assert sum(connection.begun.values()) == 40
+        assert max(connection.begun.values()) == 1
+
+    asyncio.run(body())

@@ -29,18 +29,11 @@ vllm:kv_cache_usage_perc{engine="0",model_name="models/tiny"} 0.25
 SECOND_ENGINE = METRICS.replace('"0"', '"1"').replace("0.25", "1.5e-01")
 
 RANKS: dict[str, Any] = {
-    "timestamp": "2026-01-01T00:00:00+00:00",
-    "version": "0.5.23",
-    "accelerator": None,
-    "num_accelerators": 1,
     "loads": [
         {
-            "timestamp": 12.5,
             "dp_rank": 0,
             "num_running_reqs": 16,
             "num_waiting_reqs": 5,
-            "num_used_tokens": 700,
-            "max_total_num_tokens": 2800,
             "token_usage": 0.25,
         }
     ],
@@ -58,11 +51,9 @@ def test_vllms_metrics_hold_the_load() -> None:
         (METRICS.replace("vllm:num_requests_running", "other"), "must hold vllm:num_requests_run"),
         ("", "--disable-log-stats"),
         (None, "must hold vllm:num_requests_running, vllm:num_requests_waiting, vllm:kv_cache"),
-        ({"detail": "Not Found"}, "must hold .*Not Found"),
         (METRICS.replace("0.25", "NaN"), r"must answer numbers in \[0, 1e"),
         (METRICS.replace(" 5.0", " -1.0"), r"must answer numbers in \[0, 1e"),
         (METRICS.replace(" 5.0", " many"), r"must answer numbers in \[0, 1e"),
-        (METRICS.replace(" 5.0", " 1e308"), r"numbers in \[0, 1e"),
     ],
 )
 def test_metrics_without_a_load_are_refused(body: Any, message: str) -> None:
@@ -81,11 +72,9 @@ def test_sglangs_ranks_hold_the_load() -> None:
     ("change", "message"),
     [
         ({"loads": []}, r"must answer numbers in \[0, 1e"),
-        ({"loads": None}, "must answer loads with"),
         ({"loads": [{"num_running_reqs": 1}]}, "must answer loads with .*num_waiting_reqs"),
         ({"loads": ["busy"]}, "must answer loads with"),
         ({"loads": [{**RANKS["loads"][0], "token_usage": None}]}, r"numbers in \[0, 1e"),
-        ({"loads": [{**RANKS["loads"][0], "num_running_reqs": 10**400}]}, r"numbers in \[0, 1e"),
     ],
 )
 def test_ranks_without_a_load_are_refused(change: dict[str, Any], message: str) -> None:

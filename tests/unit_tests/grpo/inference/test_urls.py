@@ -35,45 +35,26 @@ def test_comments_and_empty_lines_are_passed_over_and_order_is_kept():
     ("text", "message"),
     [
         ("", "here must name at least one server, got none"),
-        ("# nothing\n", "at least one server"),
         ("10.0.0.1:8000", "must look like http://host:port, got '10.0.0.1:8000'"),
-        ("http://a", "got 'http://a'"),
-        (f"{A}/v1", "got 'http://10.0.0.1:8000/v1'"),
         (f"{A} # the first", "got 'http://10.0.0.1:8000 # the first'"),
         (f"{A}\n{B}\n{A}/", f"each server once, got {A} more than once"),
         (f"{A}\n{B}\nHTTPS://B.Example:0443", f"each server once, got {B} more than once"),
         (
-            "http://[::1]:8000\nhttp://[0:0::1]:8000",
-            r"once, got http://\[::1\]:8000 more than once",
-        ),
-        (
             "http://::1:8000",
             r"got 'http://::1:8000': an IPv6 address .* in brackets, as in \[::1\]:8000",
         ),
-        ("http://fe80::1", "in brackets"),
-        ("http://[::1]", "the port is missing"),
         ("http://[::g]:8000", "At least|Only hex digits"),
         ("http://[10.0.0.1]:8000", "At least 3 parts"),
         ("http://a:70000", "got 'http://a:70000': the port must be a number from 1 to 65535"),
-        ("http://a:65536", "the port must be a number"),
         ("http://a:0", "the port must be a number"),
-        ("http://a:-1", "the port must be a number"),
-        ("http://a:http", "the port must be a number"),
-        ("http://a:", "the port must be a number"),
         ("http://a:\uff18\uff10", "the port must be a number"),
         ("http://:8000", "the host is missing"),
-        ("http://", "the port is missing"),
         ("ftp://a:8000", "must begin with http"),
-        ("//a:8000", "must begin with http"),
         ("http://user:secret@a:8000", r"got 'http://\*\*\*@a:8000': keys are set with"),
         ("http://a:8000?x=1", "'\\?x=1' must be left out"),
-        ("http://a:8000#x", "'#x' must be left out"),
-        ("http://a:8000//", "'//' must be left out"),
-        ("http://a b:8000", "holds a space or"),
         ("http://10.0.0.1:8000,http://10.0.0.2:8000", "a space or a comma"),
         ("http://10.0.0.300:8000", "does not appear to be an IPv4"),
         ("http://-a:8000", "'-a' is no name of a host"),
-        (f"http://{'a' * 64}:8000", "is no name of a host"),
     ],
 )
 def test_a_file_that_names_no_servers_is_refused(text: str, message: str):
@@ -88,17 +69,12 @@ def test_a_file_that_names_no_servers_is_refused(text: str, message: str):
         (f"{B}/", B),
         ("HTTP://Node-1.Example.:08000", "http://node-1.example.:8000"),
         ("http://my_service:80", "http://my_service:80"),
-        ("http://localhost:65535", "http://localhost:65535"),
         ("http://[0:0:0:0:0:0:0:1]:1", "http://[::1]:1"),
         ("http://[fe80::1%eth0]:8000", "http://[fe80::1%eth0]:8000"),
     ],
 )
 def test_a_server_has_one_url(url: str, taken: str):
     assert parse_urls(url, "here") == [taken]
-
-
-def test_an_unchanged_file_is_no_news(file: UrlsFile):
-    assert [file.poll() for _ in range(3)] == [None] * 3
 
 
 def test_a_change_is_taken_once_it_stands_still(file: UrlsFile, path: Path):
@@ -135,9 +111,6 @@ def test_what_is_wrong_is_said_once_a_change(file: UrlsFile, path: Path):
     assert file.poll() is None
     path.write_text(B)
     assert [file.poll(), file.poll()] == [None, [B]]
-
-
-def test_a_reading_that_is_asked_for_waits_for_nothing(file: UrlsFile, path: Path):
-    path.write_text(B)
-    assert file.read() == [B]
+    path.write_text(A)
+    assert file.read() == [A], "a reading that is asked for waits for nothing"
     assert [file.poll(), file.poll()] == [None, None]

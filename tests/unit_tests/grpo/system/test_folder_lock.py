@@ -194,11 +194,6 @@ def damaged_long_ago(own, file: Path) -> None:
     os.utime(file, (0, 0))
 
 
-def of_another_release(own, file: Path) -> None:
-    file.write_text('{"pid": "many"}')
-    os.utime(file, (0, 0))
-
-
 def emptied(own, file: Path) -> None:
     file.touch()
 
@@ -207,7 +202,7 @@ def emptied(own, file: Path) -> None:
     "leave",
     [
         killed, killed_and_survived_by_a_child, killed_when_stopped, of_another_boot, of_another_host,
-        damaged_long_ago, of_another_release, emptied, lambda own, file: None,
+        damaged_long_ago, emptied, lambda own, file: None,
     ],
 )  # fmt: skip
 def test_a_dead_holder_does_not(file, own, leave):

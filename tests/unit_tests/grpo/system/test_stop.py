@@ -29,6 +29,8 @@ stop = StopRequest(float(sys.argv[1]))
 print("ready", flush=True)
 assert stop.wait(120)
 print("asked", flush=True)
+if sys.argv[2:]:
+    sys.stdin.readline()
 sys.exit(stop.exit_code)
 """
 # Busy, as in a training step.
@@ -41,24 +43,12 @@ print("ready", flush=True)
 while not stop.requested:
     sum(range(1000))
 """
-# Ends in order once a line of input has come.
-FINISHING = """
-import sys
-from torchtitan.grpo.system.stop import StopRequest
-stop = StopRequest(float(sys.argv[1]))
-print("ready", flush=True)
-assert stop.wait(120)
-print("asked", flush=True)
-sys.stdin.readline()
-print("finished", flush=True)
-sys.exit(stop.exit_code)
-"""
 
 
-def _start(program: str, tmp_path: Path, timeout_seconds: float) -> subprocess.Popen:
+def _start(program: str, tmp_path: Path, timeout_seconds: float, *more: str) -> subprocess.Popen:
     (tmp_path / "program.py").write_text(program)
     process = subprocess.Popen(
-        [*LIGHT_PYTHON, "program", str(timeout_seconds)],
+        [*LIGHT_PYTHON, "program", str(timeout_seconds), *more],
         cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         # Under nohup the tests ignore it, and so would what they start.
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
@@ -105,12 +95,12 @@ def test_a_hangup_that_nobody_asked_for_ends_the_process(tmp_path):
 
 
 def test_a_rank_has_the_whole_timeout_to_end_in_order(tmp_path):
-    process = _start(FINISHING, tmp_path, 120)
+    process = _start(WAITING, tmp_path, 120, "and a line of input")
     process.send_signal(signal.SIGTERM)
     assert process.stdout is not None
     assert process.stdout.readline() == "asked\n"
     time.sleep(0.5)  # longer than a rank without a timeout would live
-    assert process.communicate("\n", timeout=60) == ("finished\n", "")
+    assert process.communicate("\n", timeout=60) == ("", "")
     assert process.returncode == 128 + signal.SIGTERM
 
 

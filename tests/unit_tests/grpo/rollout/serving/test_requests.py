@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from torchtitan.grpo.inference.sglang import client as sglang
-from torchtitan.grpo.inference.vllm import generation as vllm
+from torchtitan.grpo.inference.vllm import answers as vllm
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.types import Prompt
 
