@@ -9,7 +9,7 @@ way. An answer is therefore never repaired: it is exact, or it is refused.
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -23,7 +23,6 @@ from torchtitan.grpo.types import (
     TopTokens,
     VersionSegment,
 )
-from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
 
 UNPUSHED_VERSION = -1
 """Version of tokens that a server sampled before the first push to it. It is lower than every
@@ -250,15 +249,6 @@ def as_object(body: Any, source: str) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ServerError(f"{source} must answer a JSON object, got {excerpt(body)}")
     return body
-
-
-def joined_group(
-    groups: Mapping[str, WeightGroupInfo], group_name: str, url: str
-) -> WeightGroupInfo:
-    """Returns the group of that name, which the server must have joined."""
-    if group_name not in groups:
-        raise ServerError(f"{url} has not joined weight group {group_name}; join before pushing.")
-    return groups[group_name]
 
 
 def _require_own_answer(

@@ -9,6 +9,7 @@ perhaps keys.
 
 import asyncio
 import json
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
@@ -18,8 +19,11 @@ from typing import Any, Literal
 import aiohttp
 
 from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
-from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.inference.client import Capabilities, InferenceClient, ServerError
 from torchtitan.grpo.system.connections import body_seconds
+from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
+
+logger = logging.getLogger(__name__)
 
 _EXCERPT_CHARS = 600
 _MAX_ANSWER_BYTES = 64 * 2**20
@@ -208,6 +212,63 @@ class HttpConnection:
             # trust_env=False: servers are reached directly, not through a proxy.
             self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
         return self._session
+
+
+class HttpClient(InferenceClient):
+    """The part of a client that all kinds have in common."""
+
+    def __init__(
+        self, http: HttpConnection, capabilities: Capabilities, *, request_timeout_seconds: float
+    ) -> None:
+        self.url, self.capabilities = http.url, capabilities
+        self._http = http
+        self._request_timeout_seconds = request_timeout_seconds
+        self._groups: dict[str, WeightGroupInfo] = {}
+        self._one_bucket = asyncio.Lock()
+        self._update_marked = False
+
+    async def _ask_model(
+        self, route: str, body: dict[str, Any], max_bytes: int, request_id: str | None = None
+    ) -> Any:
+        """Returns the answer to a request that waits in the server's queue.
+
+        If nobody waits for the answer any more, a request with an id is aborted on the server.
+        """
+        try:
+            answer = await self._http.post(
+                route,
+                body,
+                scope="generation",
+                timeout_seconds=self._request_timeout_seconds,
+                max_bytes=max_bytes,
+            )
+        except asyncio.CancelledError:
+            if request_id is not None:
+                await asyncio.shield(self._abort_quietly(request_id))
+            raise
+        except RouteError as error:
+            if request_id is not None and error.status is None:
+                await self._abort_quietly(request_id)
+            raise
+        return answer.body
+
+    async def _abort_quietly(self, request_id: str) -> None:
+        try:
+            await self.abort(request_id)
+        except ServerError as error:
+            # Only logged, because the caller raises the error that led here.
+            logger.warning("Request %s could not be aborted: %s", request_id, error)
+
+    def _joined(self, group_name: str) -> WeightGroupInfo:
+        """Returns the group of that name, which the server must have joined."""
+        if group_name not in self._groups:
+            raise ServerError(
+                f"{self.url} has not joined weight group {group_name}; join before pushing."
+            )
+        return self._groups[group_name]
+
+    async def close(self) -> None:
+        await self._http.close()
 
 
 def excerpt(value: Any) -> str:

@@ -168,7 +168,3 @@ def are_gpus_shared() -> bool:
 
 def _num_training_gpus() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def default_backend(device_type: str) -> str:
-    return "nccl" if device_type == "cuda" else "gloo"

@@ -12,7 +12,6 @@ from torchtitan.grpo.system.device import (
     HostMemoryMonitor,
     are_gpus_shared,
     choose_interfaces,
-    default_backend,
     gpus_for_servers,
     settle_device,
 )
@@ -99,7 +98,3 @@ def test_the_memory_monitor_reports_gib_of_this_process():
     stats = HostMemoryMonitor().get_peak_stats()
     assert 0.05 < stats.max_active_gib < 64
     assert 0 < stats.max_active_pct < 100
-
-
-def test_each_device_has_its_backend():
-    assert (default_backend("cuda"), default_backend("cpu")) == ("nccl", "gloo")

@@ -6,7 +6,6 @@
 from dataclasses import replace
 from typing import Any
 
-from torchtitan.grpo.inference.answers import joined_group
 from torchtitan.grpo.inference.client import Capabilities, ServerError
 from torchtitan.grpo.inference.http import Answer, HttpConnection, excerpt
 from torchtitan.grpo.inference.sglang.client import SGLangClient
@@ -51,7 +50,7 @@ class EmbeddedClient(SGLangClient):
     async def receive_bucket(
         self, bucket: BucketSpec, *, group_name: str, last: bool, version: int
     ) -> None:
-        group = joined_group(self._groups, group_name, self.url)
+        group = self._joined(group_name)
         # Counted before anything is awaited, so that the numbers have the order of the calls, which
         # is that of the broadcasts, whichever request arrives first.
         sequence = self._sequences.get(group_name, 0)

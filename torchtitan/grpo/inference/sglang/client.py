@@ -6,8 +6,6 @@
 The embedded server has the same routes and some more; see `inference/embedded/client.py`.
 """
 
-import asyncio
-import logging
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +15,6 @@ from torchtitan.grpo.inference.answers import (
     as_object,
     card_of,
     first_architecture,
-    joined_group,
     max_answer_bytes,
     max_rating_bytes,
     smallest,
@@ -25,13 +22,12 @@ from torchtitan.grpo.inference.answers import (
 )
 from torchtitan.grpo.inference.client import (
     Capabilities,
-    InferenceClient,
     PromptRating,
     ServerError,
     ServerFacts,
     ServerLoad,
 )
-from torchtitan.grpo.inference.http import HttpConnection, RouteError, excerpt
+from torchtitan.grpo.inference.http import HttpClient, HttpConnection, excerpt
 from torchtitan.grpo.inference.identify import require_kind
 from torchtitan.grpo.inference.sglang.adapter_note import PROBE, READY, AdapterNote
 from torchtitan.grpo.inference.sglang.answers import (
@@ -50,8 +46,6 @@ from torchtitan.grpo.weight_wire.adapter_names import served_weight_of
 from torchtitan.grpo.weight_wire.group_facts import GroupFacts
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
-logger = logging.getLogger(__name__)
-
 # From this release on, an update is a session with a begin and an end request.
 _FIRST_VERSION_WITH_SESSIONS = (0, 5, 21)
 _RECEIVE_ROUTE = "/update_weights_from_distributed"
@@ -60,7 +54,7 @@ _OUTSIDE_VOCABULARY = 2**31 - 1
 _LAST_TOKEN = re.compile(r"keys in \[0, (\d+)\]")
 
 
-class SGLangClient(InferenceClient):
+class SGLangClient(HttpClient):
     """Talks to one SGLang server; see :class:`InferenceClient` and :class:`KindRow`.
 
     :meth:`pause` retracts running requests: their KV cache is computed again after
@@ -76,47 +70,22 @@ class SGLangClient(InferenceClient):
     def __init__(
         self, http: HttpConnection, capabilities: Capabilities, *, request_timeout_seconds: float
     ) -> None:
-        self.url = http.url
-        self.capabilities = capabilities
-        self._http = http
-        self._request_timeout_seconds = request_timeout_seconds
-        self._groups: dict[str, WeightGroupInfo] = {}
-        self._one_bucket = asyncio.Lock()
+        super().__init__(http, capabilities, request_timeout_seconds=request_timeout_seconds)
         self._has_sessions: bool | None = None
         self._parameter_names: frozenset[str] | None = None
-        self._update_marked = False
         self._adds_adapters = False
         self._num_adapter_buckets = 0
         self._was_ready = False
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        try:
-            answer = await self._http.post(
-                "/generate",
-                generate_body(request),
-                scope="generation",
-                timeout_seconds=self._request_timeout_seconds,
-                max_bytes=max_answer_bytes(request),
-            )
-        except asyncio.CancelledError:
-            await asyncio.shield(self._abort_quietly(request.request_id))
-            raise
-        except RouteError as error:
-            if error.status is None:
-                await self._abort_quietly(request.request_id)
-            raise
-        return parse_generation(f"{self.url}/generate", request, answer.body)
+        body = await self._ask_model(
+            "/generate", generate_body(request), max_answer_bytes(request), request.request_id
+        )
+        return parse_generation(f"{self.url}/generate", request, body)
 
     async def abort(self, request_id: str | None) -> None:
         body = {"abort_all": True} if request_id is None else {"rid": server_id(request_id)}
         await self._http.post("/abort_request", body)
-
-    async def _abort_quietly(self, request_id: str) -> None:
-        try:
-            await self.abort(request_id)
-        except ServerError as error:
-            # Only logged, because the caller raises the error that led here.
-            logger.warning("Request %s could not be aborted: %s", request_id, error)
 
     async def describe(self, temperature: float) -> ServerFacts:
         identity = await require_kind(self._http, self._KIND)
@@ -237,7 +206,7 @@ class SGLangClient(InferenceClient):
     async def receive_bucket(
         self, bucket: BucketSpec, *, group_name: str, last: bool, version: int
     ) -> None:
-        group = joined_group(self._groups, group_name, self.url)
+        group = self._joined(group_name)
         if bucket.num_changed is not None:
             raise ServerError(
                 f"{self.url} runs SGLang, which cannot apply deltas. Set weight_sync.delta = false."
@@ -353,15 +322,12 @@ class SGLangClient(InferenceClient):
     async def rate(
         self, sequences: Sequence[list[int]], starts: Sequence[int], num_top: int = 0
     ) -> list[PromptRating]:
-        route = "/generate"
-        answer = await self._http.post(
-            route,
+        body = await self._ask_model(
+            "/generate",
             rating_body(sequences, starts, num_top),
-            scope="generation",
-            timeout_seconds=self._request_timeout_seconds,
-            max_bytes=max_rating_bytes(sequences, num_top),
+            max_rating_bytes(sequences, num_top),
         )
-        source, body = self.url + route, answer.body
+        source = f"{self.url}/generate"
         if not isinstance(body, list) or len(body) != len(sequences):
             raise ServerError(
                 f"{source} must answer a list of {len(sequences)} entries, got {excerpt(body)}"
@@ -370,9 +336,6 @@ class SGLangClient(InferenceClient):
             parse_rating(source, token_ids, start, num_top, entry)
             for token_ids, start, entry in zip(sequences, starts, body, strict=True)
         ]
-
-    async def close(self) -> None:
-        await self._http.close()
 
 
 def release_number(version: Any) -> tuple[int, int, int] | None:

@@ -20,7 +20,6 @@ from typing import Any
 from torchtitan.grpo.inference.answers import (
     UPDATING_LABEL,
     card_of,
-    joined_group,
     max_answer_bytes,
     max_rating_bytes,
     smallest,
@@ -28,14 +27,13 @@ from torchtitan.grpo.inference.answers import (
 )
 from torchtitan.grpo.inference.client import (
     Capabilities,
-    InferenceClient,
     LogprobsError,
     PromptRating,
     ServerError,
     ServerFacts,
     ServerLoad,
 )
-from torchtitan.grpo.inference.http import HttpConnection, RouteError, excerpt
+from torchtitan.grpo.inference.http import HttpClient, HttpConnection, RouteError, excerpt
 from torchtitan.grpo.inference.identify import require_kind
 from torchtitan.grpo.inference.vllm.answers import (
     GENERATE_ROUTE,
@@ -69,7 +67,7 @@ NO_EXTENSION = (
 )
 
 
-class VLLMClient(InferenceClient):
+class VLLMClient(HttpClient):
     """Talks to one vLLM server; see :class:`InferenceClient` and :class:`KindRow`.
 
     Requests that run at :meth:`pause` are kept. :meth:`commit_update` drops their KV cache and
@@ -84,15 +82,9 @@ class VLLMClient(InferenceClient):
     def __init__(
         self, http: HttpConnection, capabilities: Capabilities, *, request_timeout_seconds: float
     ) -> None:
-        self.url = http.url
-        self.capabilities = capabilities
-        self._http = http
-        self._request_timeout_seconds = request_timeout_seconds
-        self._groups: dict[str, WeightGroupInfo] = {}
+        super().__init__(http, capabilities, request_timeout_seconds=request_timeout_seconds)
         self._sequences: dict[str, int] = {}
-        self._one_bucket = asyncio.Lock()
         self._logprobs_probe: asyncio.Task[None] | None = None
-        self._update_marked = False
         self._takes_logit_bias = True  # not with speculative decoding
 
     async def generate(self, request: GenerateRequest) -> Generation:
@@ -101,19 +93,13 @@ class VLLMClient(InferenceClient):
         if request.temperature not in (0.0, 1.0):
             await self._require_processed_logprobs(request.prompt_ids)
         try:
-            answer = await self._http.post(
+            body = await self._ask_model(
                 GENERATE_ROUTE,
                 generate_body(request),
-                scope="generation",
-                timeout_seconds=self._request_timeout_seconds,
-                max_bytes=max_answer_bytes(request),
+                max_answer_bytes(request),
+                request.request_id,
             )
-        except asyncio.CancelledError:
-            await asyncio.shield(self._abort_quietly(request.request_id))
-            raise
         except RouteError as error:
-            if error.status is None:
-                await self._abort_quietly(request.request_id)
             if not (request.unknown_ids and error.is_refusal and "logit_bias" in str(error)):
                 raise
             logger.warning(
@@ -122,7 +108,7 @@ class VLLMClient(InferenceClient):
             )  # fmt: skip
             self._takes_logit_bias = False
             return await self.generate(request)
-        return parse_generation(f"{self.url}{GENERATE_ROUTE}", request, answer.body)
+        return parse_generation(f"{self.url}{GENERATE_ROUTE}", request, body)
 
     async def _require_processed_logprobs(self, prompt_ids: list[int]) -> None:
         """Checks once that logprobs are those after temperature; requests wait for the result."""
@@ -161,13 +147,6 @@ class VLLMClient(InferenceClient):
     async def abort(self, request_id: str | None) -> None:
         ids = [] if request_id is None else [REQUEST_ID_PREFIX + request_id]
         await self._http.post("/abort_requests", {"request_ids": ids})
-
-    async def _abort_quietly(self, request_id: str) -> None:
-        try:
-            await self.abort(request_id)
-        except ServerError as error:
-            # Only logged, because the caller raises the error that led here.
-            logger.warning("Request %s could not be aborted: %s", request_id, error)
 
     async def describe(self, temperature: float) -> ServerFacts:
         identity = await require_kind(self._http, "vllm")
@@ -286,7 +265,7 @@ class VLLMClient(InferenceClient):
     async def receive_bucket(
         self, bucket: BucketSpec, *, group_name: str, last: bool, version: int
     ) -> None:
-        group = joined_group(self._groups, group_name, self.url)
+        group = self._joined(group_name)
         info = {**asdict(bucket), "group_name": group_name}
         if self.stops_for == "transfer":
             await self._load_bucket(info, group)
@@ -354,12 +333,10 @@ class VLLMClient(InferenceClient):
 
     async def _rate(self, token_ids: list[int], start: int, num_top: int) -> PromptRating:
         try:
-            answer = await self._http.post(
+            body = await self._ask_model(
                 GENERATE_ROUTE,
                 rating_body(token_ids, num_top),
-                scope="generation",
-                timeout_seconds=self._request_timeout_seconds,
-                max_bytes=max_rating_bytes([token_ids], num_top),
+                max_rating_bytes([token_ids], num_top),
             )
         except RouteError as error:
             if not refuses_num_top(error):
@@ -371,12 +348,12 @@ class VLLMClient(InferenceClient):
                 error.status,
             ) from error
         source = f"{self.url}{GENERATE_ROUTE}"
-        return parse_rating(source, token_ids, start, num_top, answer.body)
+        return parse_rating(source, token_ids, start, num_top, body)
 
     async def close(self) -> None:
         if self._logprobs_probe is not None:
             self._logprobs_probe.cancel()
-        await self._http.close()
+        await super().close()
 
 
 def _field(body: Any, name: str, source: str) -> Any:
