@@ -133,18 +133,15 @@ def checked_generation(
 
     Args:
         source: URL and route, which begin every error message.
-        request: The request that was sent.
-        sent_id: Id of the request as the server knows it.
-        answered_id: Id in the answer, as all that follow.
-        num_prompt_tokens: Number of prompt tokens that the answer states.
+        request: The request that was sent, which the server knows as ``sent_id``.
+        sent_id: See above. All that follows is of the answer.
+        answered_id: Id of the request.
+        num_prompt_tokens: Number of prompt tokens.
         token_ids: Sampled tokens.
-        logprobs: Logprob and token id of each sampled token.
-        num_completion_tokens: Number of sampled tokens that the answer states.
+        logprobs: Logprob and token id of each of them.
+        num_completion_tokens: Their number.
         finish_reason: One of :data:`FinishReason`.
         spans: ``(version label, start, end)`` over the tokens.
-
-    Raises:
-        ServerError: If the parts contradict the request or each other.
     """
     _require_own_answer(source, request, sent_id, answered_id, num_prompt_tokens)
     num_tokens = len(token_ids)
@@ -201,12 +198,9 @@ def max_rating_bytes(sequences: Sequence[Sequence[int]], num_top: int) -> int:
 def checked_prompt_logprobs(
     source: str, token_ids: Sequence[int], entries: Sequence[tuple[float | None, int]]
 ) -> list[float]:
-    """Returns the logprobs of all given prompt tokens but the first of them.
+    """Returns the logprobs of prompt tokens, all but the first of ``token_ids``, the end of the prompt.
 
-    Args:
-        source: URL and route, which begin every error message.
-        token_ids: The end of the prompt that was sent.
-        entries: Logprob and id of each of these tokens, the first included.
+    ``entries`` holds logprob and id of each of these tokens, the first included.
     """
     if [token for _, token in entries] != list(token_ids):
         raise ServerError(
@@ -325,7 +319,6 @@ def to_number(value: Any) -> float:
 
 
 def card_of(body: Any, source: str) -> dict[str, Any]:
-    """Returns the entry of the served model from the body of ``/v1/models``."""
     try:
         card = body["data"][0]
         if isinstance(card, dict):
@@ -341,6 +334,5 @@ def first_architecture(config: dict[str, Any]) -> str | None:
 
 
 def smallest(*values: Any) -> int | None:
-    """Returns the smallest of those values that are numbers of tokens."""
     numbers = [value for value in values if type(value) is int and value > 0]
     return min(numbers, default=None)

@@ -21,7 +21,7 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGrou
 class ServerError(RuntimeError):
     """A server answered with an error, with a wrong answer, or not at all.
 
-    The message names the server's URL and route, what was expected, and what was received.
+    The message names its URL and route, what was expected, and what was received.
     """
 
     @property
@@ -167,25 +167,21 @@ class InferenceClient(ABC):
 
     @abstractmethod
     async def health(self) -> None:
-        """Returns if the server is up, even if it is paused; raises otherwise."""
+        """Returns if the server is up, even if it is paused."""
 
     @abstractmethod
     async def version(self) -> int | None:
-        """Returns the policy version that the server reports, or ``None`` before the first push."""
+        """Returns the policy version that is served, or ``None`` before the first push."""
 
     @abstractmethod
-    async def load(self) -> ServerLoad:
-        """Returns how busy the server is with all of its clients' requests."""
+    async def load(self) -> ServerLoad: ...
 
     @abstractmethod
     async def num_workers(self) -> int:
-        """Returns the number of the server's processes that hold weights (TP x PP)."""
+        """Returns the number of processes that hold weights (TP x PP)."""
 
     async def group_facts(self) -> list[GroupFacts]:
-        """Returns what weight groups over NCCL depend on, for each worker that tells it.
-
-        If the server does not tell it, the list holds one element in which the facts are ``None``.
-        """
+        """Returns what weight groups over NCCL depend on, for each worker; facts are ``None`` if it is not told."""
         return [GroupFacts()]
 
     @abstractmethod
@@ -194,22 +190,19 @@ class InferenceClient(ABC):
 
     @abstractmethod
     async def resume(self) -> None:
-        """Makes a paused server generate again. Does nothing if the server is not paused."""
+        """Makes a server generate again, if it is paused."""
 
     @abstractmethod
     async def join_weight_group(self, info: WeightGroupInfo) -> None:
         """Makes the server join a process group; returns when all members have joined.
 
-        The trainer must join at the same time, from another thread or task. A server may be in
-        several groups, one for each rank that sends weights.
+        The trainer must join at the same time. A server may be in several groups, one for each rank
+        that sends weights.
         """
 
     @abstractmethod
     async def leave_weight_groups(self) -> None:
-        """Drops an open update and makes the server leave its groups.
-
-        Does nothing if there are none. A broadcast that the server waits for is ended.
-        """
+        """Drops an open update, and leaves all groups. A broadcast that the server waits for is ended."""
 
     @abstractmethod
     async def begin_update(self) -> None:
@@ -237,9 +230,9 @@ class InferenceClient(ABC):
 
     @abstractmethod
     async def update_from_disk(self, path: str, version: int) -> float:
-        """Makes the server read and serve the safetensors files of a directory.
+        """Makes the server read and serve the safetensors files of a directory, as an update by itself.
 
-        This is an update by itself. Returns what :meth:`commit_update` returns.
+        Returns what :meth:`commit_update` returns.
         """
 
     @abstractmethod

@@ -45,7 +45,7 @@ class RouteError(ServerError):
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the server refused the request as such, so that repeating it is of no use."""
+        """Whether repeating the request is of no use, because the server refused it as such."""
         if self.status in (408, 429):  # it was sent too slowly, or there were too many
             return False
         return self.status is not None and 300 <= self.status < 500
@@ -181,7 +181,6 @@ class HttpConnection:
             ) from error
 
     async def close(self) -> None:
-        """Closes all connections. A later request opens a new one."""
         sessions = {self._session, *self._num_using} - {None}
         self._session = None
         for session in sessions:

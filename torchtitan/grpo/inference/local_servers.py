@@ -70,7 +70,7 @@ class LaunchedServer:
             note_held(self.process.pid, self.folder)
 
     def stop(self, grace_seconds: float = 3.0) -> None:
-        """Ends the server and all of its workers. Does nothing if it has ended."""
+        """Ends the server and all of its workers."""
         stop_servers([self], grace_seconds)
 
     def describe_end(self) -> str:
@@ -81,7 +81,6 @@ class LaunchedServer:
         )
 
     def describe_log(self) -> str:
-        """Returns a sentence with the end of the log, for an error message."""
         tail = self.log_tail()
         if not tail.strip():
             return f"It has written nothing into its log {self.log_file}."
@@ -277,7 +276,6 @@ def _with_temporary_folder(environ: Mapping[str, str], folder: Path) -> dict[str
 
 
 def stop_servers(servers: Sequence[LaunchedServer], grace_seconds: float = 3.0) -> None:
-    """Ends all servers and their workers at the same time."""
     for server in servers:
         server.note_shared_memory()
     stop_children([server.process for server in servers], grace_seconds)
@@ -287,19 +285,17 @@ def stop_servers(servers: Sequence[LaunchedServer], grace_seconds: float = 3.0) 
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns distinct ports that are free at the moment."""
     with HeldPorts(count) as held:
         return held.ports
 
 
 class HeldPorts:
-    """Distinct free ports that the kernel gives to no other connection while they are held.
+    """Distinct free ports that the kernel gives to no other connection while they are held (on Linux).
 
     A server that has ended must find its port free when it is started again, but the kernel may
-    give the port to any outgoing connection meanwhile. On Linux, a socket that is bound and does
-    not listen prevents this. It does not prevent a server from listening on the port, because
-    all kinds of servers set SO_REUSEADDR, and neither do old connections of the ended server. On
-    other systems the ports are free at first, and they are not held.
+    give the port to any outgoing connection meanwhile. A socket that is bound and does not listen
+    prevents this. It does not prevent a server from listening on the port, because all kinds of servers
+    set SO_REUSEADDR, and neither do old connections of the ended server.
     """
 
     def __init__(self, count: int) -> None:

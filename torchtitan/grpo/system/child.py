@@ -84,14 +84,9 @@ def start_child(
 ) -> subprocess.Popen:
     """Starts ``command`` as a child that ends with this process.
 
-    Call it from a thread that lives as long as the child should, see :func:`die_with_parent`.
-
-    Args:
-        command: Program and arguments.
-        env: Environment of the child; ``None`` inherits this process's.
-        log_file: File to which the child's output is appended, readable only by this user and within
-            the size of `log_limit.py`; ``None`` leaves the output where this process's goes.
-        cwd: Working directory of the child; ``None`` inherits this process's.
+    Call it from a thread that lives as long as the child should, see :func:`die_with_parent`. ``env``
+    and ``cwd`` are by default those of this process. The child's output is appended to ``log_file``,
+    readable only by this user and within the size of `log_limit.py`, or goes where this process's goes.
     """
     output = open_log(log_file) if log_file is not None else None
     try:
@@ -122,14 +117,11 @@ def open_log(path: Path) -> IO[bytes]:
 
 
 def stop_children(children: Sequence[subprocess.Popen], grace_seconds: float = 3.0) -> None:
-    """Ends the children, and all processes in their sessions.
+    """Ends children of :func:`start_child`, and all processes in their sessions.
 
     Python's trackers of shared memory in these sessions are ended last. Once all other processes of
     their program have ended, they remove the shared memory that those have left, and end themselves.
-
-    Args:
-        children: Processes from :func:`start_child`. They may have ended already.
-        grace_seconds: Time between SIGTERM and SIGKILL, for all children together.
+    ``grace_seconds``, for all children together, is the time between SIGTERM and SIGKILL.
     """
     for child in children:
         _signal_session(child, signal.SIGTERM)
@@ -179,7 +171,7 @@ def describe_status(status: int | None) -> str:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of descendants that lose theirs. Does nothing outside Linux.
+    """Makes this process the parent of descendants that lose theirs (on Linux).
 
     A thread asks for the exit status of those that end, which would otherwise stay zombies.
     """

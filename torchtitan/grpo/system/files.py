@@ -32,22 +32,12 @@ class NotRegularError(OSError):
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Refuses what is no regular file, without opening it.
-
-    Raises:
-        NotRegularError: If it is a pipe, a device, a socket, a directory, or a file of the kernel.
-        OSError: If there is no such file, or it cannot be reached.
-    """
+    """Refuses what is no regular file, such as a pipe, a device or a directory, without opening it."""
     _refuse(path, os.stat(path).st_mode)
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a regular file for reading, and never waits for a writer.
-
-    Raises:
-        NotRegularError: See :func:`check_regular`.
-        OSError: If the file cannot be opened.
-    """
+    """Opens a regular file for reading, and never waits for a writer."""
     check_regular(path)
     # Another file may have taken its place by now, and opening a pipe would wait.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -60,23 +50,15 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """Returns the content of a regular file; raises what :func:`open_regular` raises."""
     with open_regular(path) as file:
         return file.read()
 
 
 def check_folder(folder: str | os.PathLike[str], *, below: bool = False) -> None:
-    """Refuses a folder that holds anything but regular files and folders.
+    """Refuses a folder, and with ``below`` those in it, that holds anything but regular files and folders.
 
     For folders whose files a library opens. A link that leads nowhere is left to the library, and a
     folder that does not exist is not refused.
-
-    Args:
-        folder: The folder.
-        below: Whether the folders in it are looked at as well.
-
-    Raises:
-        NotRegularError: If an entry is a pipe, a device, a socket, or a file of the kernel.
     """
     for parent, folders, files in os.walk(folder):
         for name in files:

@@ -65,7 +65,7 @@ class Holder(msgspec.Struct, frozen=True):
         pid: Number of its process there.
         boot: Boot of the machine, see :func:`.network.boot_id`.
         since: When the lock was taken.
-        launch: What started the process, the same when it is started again.
+        launch: Name of the launch of the process, the same when it is started again.
         token: Random, so that the file tells its holder from all others.
     """
 
@@ -89,12 +89,9 @@ class FolderInUse(RunError):
 
 
 class FolderLock:
-    """The lock of one folder.
+    """The lock of one folder, which is a file in it until the release.
 
-    Args:
-        file: The lock's file, which is made in the folder, and removed at the release.
-        setting: How the user names the folder, for messages.
-        launch: See :class:`Holder`.
+    ``setting`` is how the user names the folder, and ``launch`` as in :class:`Holder`.
     """
 
     def __init__(self, file: Path, setting: str, launch: str | None = None) -> None:
@@ -114,10 +111,8 @@ class FolderLock:
     def acquire(self, patience_seconds: float, tell: Callable[[str], None]) -> None:
         """Takes the lock, and waits for a holder that may be about to end.
 
-        Args:
-            patience_seconds: Maximum time, if the holder surely lives. Otherwise it is at least
-                ``SILENCE_SECONDS``.
-            tell: Called with a sentence for the user before a wait.
+        It waits ``patience_seconds`` for one that surely lives, and otherwise at least
+        ``SILENCE_SECONDS``. ``tell`` is called with a sentence for the user before a wait.
 
         Raises:
             FolderInUse: If another process holds it.
@@ -293,11 +288,8 @@ def _try_flock(descriptor: int, mode: int = fcntl.LOCK_EX) -> bool | None:
 class HeldFolders:
     """Locks that this process holds, and the thread that gives their signs of life.
 
-    Args:
-        locks: Locks to take; see :meth:`FolderLock.acquire` for errors.
-        patience_seconds: See :meth:`FolderLock.acquire`.
-        tell: The same.
-        on_lost: Called on the thread with a message if another process has taken a lock over.
+    For errors and arguments see :meth:`FolderLock.acquire`. ``on_lost`` is called on the thread with a
+    message if another process has taken a lock over.
     """
 
     def __init__(

@@ -29,12 +29,9 @@ _SECRET_BYTES = 16
 
 
 def available_bytes(cgroup: Path = _CGROUP) -> int:
-    """Returns how many bytes are free on the host and within the limit of the container.
+    """Returns how many bytes are free on the host and within the limit of the container (cgroup v2).
 
     Files that the kernel has cached count as free.
-
-    Args:
-        cgroup: Folder of the container's limits (cgroup v2).
     """
     free = psutil.virtual_memory().available
     try:
@@ -53,14 +50,8 @@ def pin(tensors: Sequence[torch.Tensor]) -> None:
 
     A GPU's copy engines then reach it without the CPU. Each process must pin its own mapping, before
     the GPU copies to it or from it. It stays pinned until the process ends. Pinning waits for the
-    device, so it belongs to the start of a run.
-
-    Args:
-        tensors: Contiguous tensors on the CPU. Empty ones are passed over.
-
-    Raises:
-        RuntimeError: If the operating system or the driver refuses, for instance because the
-            container may not lock so much memory.
+    device, so it belongs to the start of a run. RuntimeError is raised if the operating system or the
+    driver refuses, for instance because the container may not lock so much memory.
     """
     cudart: Any = torch.cuda.cudart()
     for tensor in tensors:
@@ -86,11 +77,8 @@ def own_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 class SlotOffer:
     """Tells another rank how to reach this rank's slots, in order to write into them.
 
-    Attributes:
-        path: Path of the owner's file on its host, valid while the owner lives.
-        secret: Last bytes of the file. On another host the same path may name another file.
-        slot_bytes: Number of bytes of a slot.
-        num_slots: Number of slots, which follow one another.
+    ``path``, that of the owner's file on its host, is valid while the owner lives. On another host it
+    may name another file, which lacks ``secret`` as its last bytes. The slots follow one another.
     """
 
     path: str
@@ -100,7 +88,6 @@ class SlotOffer:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of the file."""
         return self.slot_bytes * self.num_slots + _SECRET_BYTES
 
     def slots_in(self, memory: mmap.mmap) -> list[torch.Tensor]:

@@ -23,10 +23,7 @@ def boot_id() -> str:
 
 
 def is_loopback(host: str | None) -> bool:
-    """Returns whether an address or a name is reached only from this machine.
-
-    ``None``, the address of a Unix socket, is.
-    """
+    """Whether an address or a name, or ``None`` for a Unix socket, is reached only from this machine."""
     if host is None or host.lower() == "localhost":
         return True
     try:
@@ -42,11 +39,7 @@ def loopback_interface() -> str:
 
 
 def source_address(host: str, port: int) -> str:
-    """Returns this host's address on the route to another host, or to one of its own addresses.
-
-    Raises:
-        OSError: If the name is unknown, or no route leads there.
-    """
+    """Returns this host's address on the route to another host, or to one of its own addresses."""
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     # Connecting a datagram socket sends nothing; the kernel only looks up the route.
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -72,12 +65,7 @@ def interface_of(address: str) -> str | None:
 
 
 def address_of(interface: str) -> str:
-    """Returns the address of an interface, IPv4 before IPv6.
-
-    Raises:
-        ValueError: If there is no such interface, or it has no address. The message lists those
-            that have one.
-    """
+    """Returns the address of an interface, IPv4 before IPv6; ValueError lists those that have one."""
     usable = _addresses(socket.AF_INET6) | _addresses(socket.AF_INET)
     if interface not in usable:
         listed = ", ".join(f"{name} ({own[0]})" for name, own in sorted(usable.items()))

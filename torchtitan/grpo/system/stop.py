@@ -20,7 +20,7 @@ _AGENT_POLL_SECONDS = 1.0
 
 
 class StopRequest:
-    """Turns SIGINT and SIGTERM into a flag that the training loop reads.
+    """Turns SIGINT and SIGTERM into a flag, ``signum``, that the training loop reads.
 
     Under torchrun each rank may receive the signal more than once (from the terminal and from
     torchrun), so a repeated signal has no effect. If torchrun itself has died, this counts as
@@ -31,12 +31,6 @@ class StopRequest:
     Python runs signal handlers on the main thread only, and this thread may be inside a collective
     that waits for a dead rank. The interpreter's own handler also writes to a pipe, however, so the
     thread that reads the pipe always notices the signal and starts the clock.
-
-    Args:
-        timeout_seconds: Maximum time between a signal and the end of the process.
-
-    Attributes:
-        signum: The first signal that was received; ``None`` before.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -55,16 +49,15 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """True once the process has been asked to stop."""
         return self.signum is not None
 
     @property
     def exit_code(self) -> int:
-        """Exit status for a process that a signal ended, by the convention of shells."""
+        """Exit status of a process that a signal ended, by the convention of shells."""
         return 128 + (self.signum or 0)
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Waits for a stop request, at most ``timeout_seconds``; returns whether there was one."""
+        """Waits for a stop request; returns whether there was one in time."""
         deadline = time.monotonic() + timeout_seconds
         while not self.requested and time.monotonic() < deadline:
             time.sleep(0.05)

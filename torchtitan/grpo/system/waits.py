@@ -24,12 +24,7 @@ class Backoff:
 
 
 class Reminders:
-    """Reminders at growing distances: by default after 5, 15, 35, 75 seconds, then each minute.
-
-    Args:
-        first_seconds: Duration of a wait at its first reminder. A shorter wait has none.
-        longest_seconds: Longest distance between two reminders.
-    """
+    """Reminders of a wait at growing distances: by default after 5, 15, 35, 75 seconds, then each minute."""
 
     def __init__(self, first_seconds: float = 5.0, longest_seconds: float = 60.0) -> None:
         self._next = self._distance = first_seconds

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Which requests a server answers: whose, from where, with what content."""
+"""Requests are answered by their key, their origin and their content."""
 
 import asyncio
 import json
@@ -16,7 +16,6 @@ from torchtitan.grpo.system.network import is_loopback
 
 BOTH = Keys("user", "admin")
 NORMAL, CONTROL, OPEN = AuthLevel.NORMAL, AuthLevel.CONTROL, AuthLevel.OPEN
-JSON = {"content-type": "application/json", "content-length": "2"}
 
 
 def status(
@@ -50,73 +49,44 @@ def test_a_route_needs_its_own_key(level, keys, right, wrong) -> None:
     assert status(OPEN, keys) == 200
 
 
-def test_a_server_without_keys_answers_on_loopback_alone() -> None:
-    for level in (NORMAL, CONTROL):
-        assert status(level) == status(level, local="::1") == status(level, local=None) == 200
-        assert status(level, local="10.0.0.5", host="10.0.0.5:8000") == 403
-    assert status(OPEN, local="10.0.0.5", host="10.0.0.5:8000") == 200
-    # A key for control alone leaves generation open.
-    assert status(NORMAL, Keys(None, "admin"), local="10.0.0.5") == 403
+FAR = {"local": "10.0.0.5", "host": "10.0.0.5:8000"}
+JSON = "application/json"
+REQUESTS: list[tuple[int, dict[str, Any]]] = [
+    # A server without keys answers only on loopback; a key for control leaves generation open.
+    *((200, {"level": level, "local": local}) for level in (NORMAL, CONTROL) for local in ("::1", None)),
+    *((403, {"level": level, **FAR}) for level in (NORMAL, CONTROL)),
+    (200, {"level": OPEN, **FAR}),
+    (403, {"level": NORMAL, "keys": Keys(None, "admin"), **FAR}),
+    # Names of this machine are its own. A page can give its own name the address 127.0.0.1, and its
+    # browser then asks this server.
+    *((200, {"host": host}) for host in ("127.1.2.3", "LOCALHOST:1", "[::1]:8000", socket.gethostname())),
+    *((403, {"host": host}) for host in ("evil.example:8000", "10.0.0.5", "localhost.evil.example", "[::1")),
+    (403, {"level": OPEN, "host": "evil.example:8000"}),
+    (200, {"keys": BOTH, "authorization": "Bearer admin", "local": "10.0.0.5", "host": "gpu-7:8000"}),
+    # Other web pages.
+    *((403, {"origin": origin}) for origin in ("http://evil.example", "null", "http://127.0.0.1:9000")),
+    (403, {"level": NORMAL, "method": "OPTIONS", "origin": "http://evil.example"}),
+    (200, {"origin": "http://127.0.0.1:8000"}),
+    (403, {"method": "GET", "sec_fetch_site": "cross-site"}),
+    (200, {"method": "GET", "sec_fetch_site": "none"}),
+    # A body must be JSON, which no page can send without being asked first.
+    (200, {"content_type": JSON, "content_length": "9"}),
+    (200, {"content_type": f'{JSON};charset="utf-8"', "content_length": "9"}),
+    (415, {"content_type": f"{JSON}; charset=utf-16", "content_length": "9"}),
+    (415, {"content_type": "text/plain", "content_length": "0"}),
+    (200, {"method": "GET", "content_type": "text/plain", "content_length": "9"}),
+    (415, {"content_type": "multipart/form-data; boundary=x", "content_length": "9"}),
+    (415, {"content_type": "application/octet-stream", "content_length": "9"}),
+    (200, {"content_type": "application/octet-stream", "content_length": "0"}),
+    (415, {"content_type": "", "content_length": "9"}),
+    (200, {"content_type": "", "content_length": "0"}),
+    (415, {"transfer_encoding": "chunked"}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "host",
-    ["127.0.0.1:8000", "127.1.2.3", "localhost", "LOCALHOST:1", "[::1]:8000", socket.gethostname()],
-)
-def test_names_of_this_machine_are_its_own(host: str) -> None:
-    assert status(host=host) == 200
-
-
-@pytest.mark.parametrize(
-    "host", ["evil.example:8000", "10.0.0.5", "localhost.evil.example", "[::1"]
-)
-def test_a_foreign_name_on_loopback_is_refused(host: str) -> None:
-    """A page can give its own name the address 127.0.0.1, and its browser then asks this server."""
-    assert status(host=host) == 403
-    assert status(OPEN, host=host) == 403
-
-
-def test_any_name_of_a_server_with_keys_reaches_it_over_the_network() -> None:
-    right = {"authorization": "Bearer admin", "host": "gpu-7.cluster:8000"}
-    assert status(CONTROL, BOTH, local="10.0.0.5", **right) == 200
-
-
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:9000"])
-def test_requests_of_other_pages_are_refused(origin: str) -> None:
-    assert status(origin=origin) == 403
-    assert status(NORMAL, method="OPTIONS", origin=origin) == 403
-    assert status(origin="http://127.0.0.1:8000") == 200
-
-
-def test_requests_that_a_browser_calls_cross_site_are_refused() -> None:
-    assert status(method="GET", sec_fetch_site="cross-site") == 403
-    assert status(method="GET", sec_fetch_site="none") == 200
-
-
-@pytest.mark.parametrize(
-    ("kind", "length", "expected"),
-    [
-        ("application/json", "9", 200),
-        ("application/json; charset=UTF-8", "9", 200),
-        ('application/json;charset="utf-8"', "9", 200),
-        ("application/json; charset=klingon", "9", 415),
-        ("application/json; charset=utf-16", "9", 415),
-        ("text/plain", "9", 415),
-        ("text/plain", "0", 415),
-        ("multipart/form-data; boundary=x", "9", 415),
-        ("application/octet-stream", "9", 415),
-        ("application/octet-stream", "0", 200),
-        ("", "9", 415),
-        ("", "0", 200),
-    ],
-)
-def test_a_body_must_be_json(kind: str, length: str, expected: int) -> None:
-    assert status(content_type=kind, content_length=length) == expected
-    assert status(method="GET", content_type=kind, content_length=length) == 200
-
-
-def test_a_body_of_unknown_length_is_a_body() -> None:
-    assert status(transfer_encoding="chunked") == 415
+@pytest.mark.parametrize(("expected", "request_"), REQUESTS)
+def test_requests_are_answered_or_refused(expected: int, request_: dict[str, Any]) -> None:
+    assert status(**request_) == expected
 
 
 def test_loopback_is_recognized() -> None:

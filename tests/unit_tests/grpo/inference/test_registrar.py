@@ -20,17 +20,32 @@ REPOSITORY = Path(__file__).resolve().parents[4]
 MODEL = REPOSITORY / "assets/reverse_digits/model"
 LIGHT = REPOSITORY / "torchtitan/grpo/system/light_start.py"
 PATIENCE_SECONDS = 120.0
+# Stands for the server: it answers every route.
+SERVER = f"""#!{sys.executable}
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
 
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     started: list[subprocess.Popen[bytes]] = []
+    python = tmp_path / "python"
+    python.write_text(SERVER)
+    python.chmod(0o755)
 
     def start(*arguments: str, **environment: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, str(LIGHT), "torchtitan.grpo.inference.serve", "embedded"]
         with (tmp_path / "serve.log").open("ab") as log:
             process = subprocess.Popen(
-                [*command, str(MODEL), "--device", "cpu", "--max-model-len", "64", *arguments],
+                [*command, str(MODEL), "--device", "cpu", "--python", str(python), *arguments],
                 env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
                 stdout=log, stderr=log, cwd=tmp_path,
             )  # fmt: skip
