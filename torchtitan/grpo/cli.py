@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.command_line.light_tables import without_torch
+from torchtitan.grpo.errors import RunError
 from torchtitan.grpo.run_folder.start_record import package_versions
 
 USAGE = """\
@@ -90,25 +91,20 @@ def _check_config(arguments: list[str], *, shows_settings: bool) -> int:
     from torchtitan.grpo.config_checks import check_model
     from torchtitan.grpo.config_manager import load_config
     from torchtitan.grpo.entry import planned, print_dry_run
-    from torchtitan.grpo.models.hf_config import ModelError, read_hf_model
+    from torchtitan.grpo.models.hf_config import read_hf_model
     from torchtitan.grpo.models.hub import locate_models
     from torchtitan.grpo.models.same_model import check_reference
-    from torchtitan.grpo.resume.resumption import CheckpointError
-    from torchtitan.grpo.run_folder.folder import FolderError
 
-    try:
-        config = load_config(arguments)
-        notes = locate_models(config, weights=False)
-        model = read_hf_model(config.model.hf_assets_path)
-        check_model(config, model)
-        if config.grpo.kl_coef > 0:
-            check_reference(config)
-    except ModelError as error:
-        raise ConfigError(str(error)) from error
+    config = load_config(arguments)
+    notes = locate_models(config, weights=False)
+    model = read_hf_model(config.model.hf_assets_path)
+    check_model(config, model)
+    if config.grpo.kl_coef > 0:
+        check_reference(config)
     refused, date = False, ""
     try:
         start, date = planned(config, model)
-    except (CheckpointError, FolderError) as error:  # the settings are right, but not the folder
+    except RunError as error:  # the settings are right, but not the folder
         start, refused = [f"would be refused: {error}"], True
     print("\n".join(notes), end="\n" if notes else "", flush=True)
     status = print_dry_run(config, model, start, date, shows_settings=shows_settings)
@@ -252,6 +248,6 @@ def run(arguments: list[str]) -> int:
         return show_settings(rest)
     try:
         return COMMANDS[name](rest)
-    except ConfigError as error:
+    except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -87,7 +87,7 @@ def evaluate(given: argparse.Namespace, arguments: Sequence[str]) -> int:
         arguments: Settings, as of the ranks of a run.
 
     Raises:
-        ConfigError: If the configuration, the model or the checkpoint cannot be used.
+        RunError: If the configuration, the model, the checkpoint or the folder cannot be used.
     """
     config = load_config(list(arguments))
     held: HeldFolders | None = None
@@ -97,8 +97,6 @@ def evaluate(given: argparse.Namespace, arguments: Sequence[str]) -> int:
         folder = Path(config.job.dump_folder) / FOLDER / name
         held = hold(config, folder)
         return _evaluate(config, given, _subject(config, given, model, folder), folder)
-    except RunError as error:
-        raise ConfigError(str(error)) from error
     finally:
         if held is not None:
             held.close()
@@ -113,9 +111,9 @@ def _evaluate(config: JobConfig, given: argparse.Namespace, subject: Subject, fo
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("The evaluation was stopped.", file=sys.stderr)
         return _STOPPED
-    except (BaseExceptionGroup, ValueError, RuntimeError, TimeoutError) as error:
+    except (BaseExceptionGroup, RunError, ValueError, RuntimeError, TimeoutError) as error:
         cause = first_cause(error)
-        if not isinstance(cause, ValueError | RuntimeError | TimeoutError):
+        if not isinstance(cause, RunError | ValueError | RuntimeError | TimeoutError):
             raise
         print(f"error: {cause}", file=sys.stderr)
         return 1
