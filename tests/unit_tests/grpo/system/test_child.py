@@ -148,11 +148,9 @@ SECONDS = 20.0
 DAEMONS = {
     "background": "{sleep} &",
     "setsid": "setsid {sleep} &",
-    "nohup": "nohup {sleep} >/dev/null 2>&1 &",
     "double fork": "( setsid sh -c '{sleep} & exit' & )",
     "SIGTERM ignored": "setsid sh -c 'trap \"\" TERM HUP INT; {sleep}; {sleep}' &",
     "starts another": "setsid sh -c 'while true; do {sleep} & wait; done' &",
-    "other folder": "cd / && setsid {sleep} </dev/null >/dev/null 2>&1 &",
     "stopped": "setsid {sleep} & sleep 0.1; kill -STOP $!",
     "python": "{python} -c 'import os, time; os.fork() and os._exit(0); os.setsid(); "
     'os.fork() and os._exit(0); os.execvp("sleep", "{sleep}".split())\'',
