@@ -16,13 +16,13 @@ wait for the trainer. The larger of the two is shown.
 import math
 from collections.abc import Mapping
 
-from torchtitan.grpo.rollout.drops import KINDS
+from torchtitan.grpo.rollout.drops import DROP_KINDS
 
 WIDE_COLUMNS = 150
 """Number of columns from which on a terminal shows the long form."""
 
 _DROPPED = (
-    *((kind.metric, kind.words) for kind in KINDS.values()),
+    *((kind.metric, kind.words) for kind in DROP_KINDS.values()),
     ("rollout/cut_rollouts", "answers cut"),
 )
 """Counts of a step that are shown if they are not zero."""

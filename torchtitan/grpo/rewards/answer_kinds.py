@@ -4,7 +4,7 @@
 r"""Answers that are no formulas, although math-verify would read them as such.
 
 ``2024-01-05`` is no difference, ``7:30 PM`` no ratio, ``10110_2`` no variable, and ``east`` no product.
-Each function of :data:`KINDS` takes two answers in the form of :func:`~.answer_text.as_latex` and
+Each function of :data:`ANSWER_KINDS` takes two answers in the form of :func:`~.answer_text.as_latex` and
 returns whether they agree, or ``None`` if they are not of its kind.
 """
 
@@ -176,7 +176,7 @@ def _is_word(part: str) -> bool:
     return len(part) > 2 and re.search("[aeiou]|.y", part) is not None
 
 
-KINDS: tuple[Callable[[str, str], bool | None], ...] = (
+ANSWER_KINDS: tuple[Callable[[str, str], bool | None], ...] = (
     same_date,
     same_time,
     same_based_number,

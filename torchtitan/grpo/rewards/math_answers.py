@@ -20,7 +20,7 @@ from decimal import Decimal
 from types import FrameType
 from typing import Any
 
-from torchtitan.grpo.rewards.answer_kinds import KINDS, without_choice
+from torchtitan.grpo.rewards.answer_kinds import ANSWER_KINDS, without_choice
 from torchtitan.grpo.rewards.answer_text import TEXT, as_latex
 from torchtitan.grpo.rewards.units import Quantity, read_quantity, scaled
 
@@ -78,7 +78,7 @@ def _same(given: str, wanted: str) -> bool:
         return True
     if not given or not wanted:
         return False
-    for kind in KINDS:
+    for kind in ANSWER_KINDS:
         verdict = kind(given, wanted)
         if verdict is not None:
             return verdict

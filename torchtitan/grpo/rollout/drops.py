@@ -45,7 +45,7 @@ def _kind(words: str, phrase: str, metric: str = "", *, elsewhere: bool = False)
     return DropKind(f"rollout/{name}", words, phrase, elsewhere)
 
 
-KINDS: dict[str, DropKind] = {
+DROP_KINDS: dict[str, DropKind] = {
     "reward raised": _kind("rewards raised", "rewards that raised"),
     "reward timed out": _kind("rewards timed out", "rewards that took too long"),
     "reward unusable": _kind("rewards unusable", "rewards that cannot be used"),
@@ -112,7 +112,7 @@ class DropLog:
         """Counts losses, and announces the first.
 
         Args:
-            kind: A key of :data:`KINDS`.
+            kind: A key of :data:`DROP_KINDS`.
             reason: Why they were dropped, as a sentence.
             source: What they have in common, such as a server. The first few sources are each
                 announced.
@@ -122,7 +122,7 @@ class DropLog:
         announced = self._announced[kind]
         if source not in announced and len(announced) < _MAX_ANNOUNCED:
             announced.add(source)
-            self._announce(f"First of the {KINDS[kind].phrase}: {reason}")
+            self._announce(f"First of the {DROP_KINDS[kind].phrase}: {reason}")
 
     def record_scoring(self, failure: CallFailed) -> None:
         """Counts a group that a reward function could not score."""
@@ -150,13 +150,13 @@ class DropLog:
         last, self._last = self._last, self.counts.copy()
         return {
             kind.metric: float(self.counts[name] - last[name])
-            for name, kind in KINDS.items()
+            for name, kind in DROP_KINDS.items()
             if not kind.is_counted_elsewhere
         }
 
 
 def kind_of_request(error: ServerError) -> str:
-    """Returns the key of :data:`KINDS` for a request that failed."""
+    """Returns the key of :data:`DROP_KINDS` for a request that failed."""
     if isinstance(error, LogprobsError):
         return "logprobs unusable"
     if isinstance(error, RouteError):
@@ -166,7 +166,9 @@ def kind_of_request(error: ServerError) -> str:
 
 def run_summary(counts: Mapping[str, int]) -> str:
     """Returns what was dropped in the whole run; empty if nothing was."""
-    found = [f"{counts[name]} {kind.words}" for name, kind in KINDS.items() if counts.get(name)]
+    found = [
+        f"{counts[name]} {kind.words}" for name, kind in DROP_KINDS.items() if counts.get(name)
+    ]
     if not found:
         return ""
     return (
