@@ -23,7 +23,7 @@ from torchtitan.grpo.resume.checkpoint_files import quick_problem
 from torchtitan.grpo.rollout.saved import SavedRolloutsError, read_saved
 from torchtitan.grpo.rollout.saved_checks import check_saved
 from torchtitan.grpo.run_folder.launch import is_restart
-from torchtitan.grpo.system.file_sums import damaged_files
+from torchtitan.grpo.system.files import damaged_files
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.verify import check_run
 from torchtitan.grpo.weight_wire.model_folder import require_undamaged

@@ -27,7 +27,7 @@ from torchtitan.grpo.resume.kept_record import STATE_KEY, CheckpointDamaged, Rec
 from torchtitan.grpo.resume.resumption import Start, describe_start, is_finished, plan_start
 from torchtitan.grpo.resume.stopped import describe_stop
 from torchtitan.grpo.rollout.link import RolloutFailed
-from torchtitan.grpo.system.file_sums import damaged_files
+from torchtitan.grpo.system.files import damaged_files
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.training.lr_schedule import renew_settings, settings_of
 from torchtitan.grpo.types import PromptProgress

@@ -22,7 +22,7 @@ from torchtitan.grpo.models.adapter_merge import lora_scale, with_adapters
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly
 from torchtitan.grpo.models.shards import in_buckets, local_block, local_tensor
 from torchtitan.grpo.models.tied_embeddings import is_tied
-from torchtitan.grpo.system.file_sums import sums_of, write_sums
+from torchtitan.grpo.system.files import sums_of, write_sums
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 from torchtitan.grpo.weight_wire.model_files import EMBEDDING, INDEX_FILE, OUTPUT, WeightFiles

@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchtitan.grpo.system.file_sums import Sums, read_sums, write_sums
-from torchtitan.grpo.system.files import sync_folder
+from torchtitan.grpo.system.files import Sums, read_sums, sync_folder, write_sums
 
 METADATA_FILE = ".metadata"
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.grpo.errors import RunError
-from torchtitan.grpo.system.file_sums import damaged_files
-from torchtitan.grpo.system.files import check_folder, open_regular, read_regular
+from torchtitan.grpo.system.files import check_folder, damaged_files, open_regular, read_regular
 
 SUMS_FILE = "sums_export.json"
 """Sizes and checksums of the files of an exported model, beside them."""

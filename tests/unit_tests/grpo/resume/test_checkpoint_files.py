@@ -17,7 +17,7 @@ from torchtitan.grpo.resume.checkpoint_files import (
     quick_problem,
     remove_incomplete,
 )
-from torchtitan.grpo.system.file_sums import damaged_files
+from torchtitan.grpo.system.files import damaged_files
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
