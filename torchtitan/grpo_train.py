@@ -72,8 +72,6 @@ class GRPOTrainer(Trainer):
     Upstream provides model construction, layouts, optimizer, scheduler and checkpoints.
 
     Args:
-        job_config: The configuration, already validated.
-        hf_model: The model that is trained.
         stop: Set when the process receives SIGINT or SIGTERM.
         watch: Detects lost ranks, and sends the phase of this rank to the others.
     """

@@ -61,9 +61,7 @@ def dry_run(
     """Yields what the run would read and warn of, as it is found, and then how it would be laid out.
 
     Args:
-        config: Checked configuration of the run.
         model: The model that would be trained. Its arguments may be changed.
-        start: Where the run would begin, in lines.
         date: What chat templates would take for now; empty is this moment.
         shows_settings: Whether every setting follows with its value.
 
@@ -175,7 +173,6 @@ def check_inputs(config: RolloutProcessConfig, timeout_seconds: float) -> InputR
     """Opens the inputs of a run in a process like the rollout process.
 
     Args:
-        config: Settings of the rollout process.
         timeout_seconds: Maximum time, after which the process is ended.
     """
     folder = Path(tempfile.mkdtemp(prefix="grpo-check-"))  # mode 0700: there may be keys

@@ -183,9 +183,6 @@ def print_dry_run(
     """Opens what the run would open and prints what was found; returns the exit status.
 
     Args:
-        config: Checked configuration of the run.
-        model: The model that would be trained.
-        start: Where the run would begin, in lines.
         date: What chat templates would take for now; empty is this moment.
         shows_settings: Whether the value of every setting is printed at the end.
     """
@@ -261,9 +258,6 @@ def _report(
     until torchrun ends them. A rank that fails alone prints its error after the wait.
 
     Args:
-        is_rank_zero: Whether this is rank 0.
-        error: What to print.
-        status: Exit status of the process, unless the error has its own.
         wait: Waits for so many seconds; returns True if the rank has been stopped meanwhile.
     """
     if is_rank_zero or not wait(_RANK_ZERO_PATIENCE_SECONDS):

@@ -83,7 +83,6 @@ def evaluate(given: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Evaluates and prints a table; returns the exit status.
 
     Args:
-        given: The parsed :func:`options`.
         arguments: Settings, as of the ranks of a run.
 
     Raises:

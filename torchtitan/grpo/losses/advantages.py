@@ -39,7 +39,6 @@ def shape_rewards(
         positive_scale: Factor of rewards above 0.
         negative_scale: Factor of rewards below 0.
         overlong_buffer: Number of tokens over which the penalty grows; 0 disables the penalty.
-        overlong_penalty: Penalty of a completion of full length.
         max_new_tokens: Full length of a completion, in tokens.
 
     Returns:
@@ -105,7 +104,6 @@ def compute_advantages(
         completion_lengths: [samples] int, trained tokens of each sample.
         kind: ``grpo.advantage``.
         std: Whether the variance is divided by N - 1 (``sample``) or by N (``population``).
-        eps: Number that is added to the standard deviation.
         length_power: Advantages are multiplied by ``(mean length / length) ** power``. The mean
             is over samples with a token; a sample without tokens keeps its advantage.
 

@@ -146,7 +146,6 @@ def sample_sums(
     Args:
         teacher_kl: [rows, seq] float, of :func:`sampled_reverse_kl`; 0 where not trained.
         sample_ids: [rows, seq] int64, index of the sample; below 0 where there is none.
-        num_samples: Number of samples of the batch.
     """
     is_sample = sample_ids >= 0
     sums = torch.zeros(num_samples, dtype=torch.float64, device=teacher_kl.device)
@@ -175,7 +174,6 @@ def with_teacher(
         advantages: [rows, seq] float, those of rewards plus ``coef`` times the baseline; 0 where not
             trained.
         teacher_kl: [rows, seq] float, of :func:`sampled_reverse_kl`; 0 where not trained.
-        coef: ``teacher.coef``.
 
     Returns:
         [rows, seq], ``advantages - coef * teacher_kl``.

@@ -98,14 +98,12 @@ def packed_linear_logprobs(
         temperature: Divisor of the logits, above 0.
         chunk_tokens: Bound of memory, at least 1: at any time there are at most as many logits
             as this many tokens have. Slices are at least 128 ids wide, however.
-        with_entropy: Whether to compute the entropy.
         trains_entropy: Whether the entropy has a gradient. Without it, a gradient that arrives is
             ignored.
         keep_logits: Whether to allocate the weight's gradient, if it is needed, in the forward
             pass and keep logits there. The gradients do not depend on it. Each forward pass
             allocates that memory, so it does not suit several forward passes in a row.
         group: The ranks over which the vocabulary is sharded; None for a whole one.
-        vocab_start: Id of the first row of ``weight``.
         other_ids: [..., k] int, further ids of the whole vocabulary, those of a token different from
             each other; the label may be one of them. An id outside of the vocabulary gets -inf, and
             may be repeated. None for none.
@@ -273,15 +271,7 @@ def _add_input_gradients(
     grad_hidden: torch.Tensor | None,
     grad_weight: torch.Tensor | None,
 ) -> None:
-    """Runs the backward pass over all slices.
-
-    Args:
-        slices: Logits of the tokens.
-        logit_grads: Gradients with respect to them.
-        kept: The logits of some of the slices.
-        grad_hidden: Tensor to add to, or None if not needed.
-        grad_weight: Tensor to overwrite, or None if not needed. It may hold the ``kept`` logits.
-    """
+    """Runs the backward pass over all slices."""
     logit_buffer = slices.buffer(slices.dtype)
     # Where the products have another dtype, the gradients are written in it right away.
     grad_buffer = logit_buffer

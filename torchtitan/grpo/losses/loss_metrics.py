@@ -71,7 +71,6 @@ def token_metric(metric: TokenMetric, loss_mask: torch.Tensor) -> Metric:
     """Reduces values at tokens to the numbers of a microbatch, in float64.
 
     Args:
-        metric: Values and reduction.
         loss_mask: [rows, seq] bool, True on trained tokens.
     """
     values, reduction = metric.values.detach().double(), metric.reduction

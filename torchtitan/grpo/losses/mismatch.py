@@ -126,7 +126,6 @@ def mismatch_weights(
         sequence_ids: [rows, seq] int64.
         correction: ``grpo.mismatch_correction``.
         level: ``grpo.mismatch_level``.
-        cap: Upper bound of the ratio.
         floor: Lower bound of the ratio; 0 bounds nothing.
         veto: ``grpo.mismatch_veto``; 0 disables the veto.
 
@@ -185,7 +184,6 @@ def mismatch_metrics(
     """Returns the ``mismatch/...`` metrics of a microbatch.
 
     Args:
-        mismatch: What :func:`mismatch_weights` returned.
         old_logprobs: [rows, seq] float, detached, 0 where not trained.
         generator_logprobs: [rows, seq] float, 0 where not trained.
         loss_mask: [rows, seq] bool.

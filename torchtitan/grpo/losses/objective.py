@@ -111,8 +111,6 @@ def objective(
     computes in the inputs' dtype, and can be compiled with ``torch.compile(fullgraph=True)``.
 
     Args:
-        inputs: The microbatch.
-        config: ``[grpo]``.
         mean_weight: Scalar [], what the mismatch weights are divided by: their mean over the
             optimizer step (:func:`weight_sums`). None divides by nothing.
         teacher: ``[teacher]``, whose ``top_k`` and ``coef`` count; None without a teacher.
@@ -210,7 +208,6 @@ def batch_loss_metrics(totals: MetricTotals, num_optimizer_steps: int = 1) -> di
 
     Args:
         totals: Combined over microbatches, ranks and optimizer steps.
-        num_optimizer_steps: Optimizer steps of the batch.
     """
     metrics = totals.values(num_optimizer_steps)
     if metrics["policy/entropy"] == 0:  # the entropy of a real distribution is above 0
@@ -310,7 +307,6 @@ def weight_sums(
         generator_logprobs: [rows, seq] float, recorded at sampling time.
         loss_mask: [rows, seq] bool.
         sequence_ids: [rows, seq] int64.
-        config: ``[grpo]``.
 
     Returns:
         [2] float64, the sum of the weights and the number of tokens that are kept. The sums of

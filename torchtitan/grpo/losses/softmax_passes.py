@@ -42,15 +42,11 @@ def _sum_slice(
 
     Args:
         logits: [tokens, width] float32 or float64.
-        start: Id of the first column.
         ids: [tokens, n] int. An id may be outside of the slice.
-        scale: Factor of the logits.
-        with_entropy: Whether to add to ``weighted_sum``.
         maximum: [tokens], the maximum so far, which must be finite.
         exp_sum: [tokens], the first sum.
         weighted_sum: [tokens], the second sum.
         at_ids: [tokens, n], overwritten by the scaled logits of the ids that the slice has.
-        scratch: Memory from :func:`new_scratch`, which is overwritten.
     """
     columns, inside = _columns(ids, start, logits.shape[1])
     at_ids.copy_(torch.where(inside, logits.gather(1, columns) * scale, at_ids))
@@ -101,10 +97,8 @@ def _write_grads(
 
     Args:
         logits: [tokens, width] float32 or float64; may be ``out``.
-        start: Id of the first column.
         ids: [tokens, n] int. The first one of a token may be among the others, which
             differ from each other or are outside of the vocabulary.
-        scale: Factor of the logits.
         normalizer: [tokens].
         offset: [tokens].
         slope: [tokens], or None for 0.

@@ -133,9 +133,6 @@ class SoftmaxSums:
 
     Args:
         ids: [tokens, n] int, whose log-probabilities are computed. Id 0 is the first of the first slice.
-        dtype: Dtype of the logits.
-        temperature: Divisor of the logits.
-        with_entropy: Whether to compute the sum that the entropy needs.
     """
 
     def __init__(
@@ -198,7 +195,6 @@ class LogitGrads:
         entropy: [tokens], used only with ``entropy_grad``.
         logprob_grads: [tokens, n], ``g`` above.
         entropy_grad: [tokens], ``h`` above, or None for 0.
-        temperature: Divisor of the logits.
     """
 
     def __init__(
@@ -222,7 +218,6 @@ class LogitGrads:
         """Writes the gradient of the slice whose first id is ``start``.
 
         Args:
-            start: First id.
             logits: [tokens, width]; may be ``out``.
             out: [tokens, width], in the dtype that the gradient shall have.
         """

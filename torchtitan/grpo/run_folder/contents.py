@@ -35,7 +35,6 @@ def describe_run(config: JobConfig, folder: Path | None = None) -> str | None:
     Logs and empty files, which a run leaves that failed before its first step, do not count.
 
     Args:
-        config: Configuration of the run.
         folder: The folder; None is the dump folder.
     """
     folder = folder or Path(config.job.dump_folder)

@@ -42,9 +42,6 @@ class RunFolder:
 
     It must be closed when nothing is written any more.
 
-    Args:
-        config: Configuration of the run.
-
     Attributes:
         is_restart: Whether the folder holds this run already, written by ranks before these ones.
 
@@ -111,7 +108,6 @@ def hold(config: JobConfig, folder: Path | None = None) -> HeldFolders:
     """Takes the lock of a folder in the dump folder, which is made, for the life of this process.
 
     Args:
-        config: Configuration of the run.
         folder: The folder; None is all that a run writes.
 
     Raises:

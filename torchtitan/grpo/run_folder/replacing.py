@@ -47,7 +47,6 @@ def move_aside(config: JobConfig, *, keep: bool) -> Path | None:
     """Moves what runs have written out of the way of a new one.
 
     Args:
-        config: Configuration of the new run.
         keep: Whether it is not to be removed later.
 
     Returns:

@@ -142,10 +142,7 @@ def record_start(
     """Writes what a run is started with, and returns the folder.
 
     Args:
-        config: Configuration of the run.
-        step: Number of steps that the run has taken so far.
         arguments: Command line, without the program's name.
-        servers: Servers of the run, of which everything that is known is written.
     """
     folder = _make_next(Path(config.job.dump_folder) / STARTS_FOLDER)
     head = f"# Configuration of a run as it was started after {step} steps.\n\n"

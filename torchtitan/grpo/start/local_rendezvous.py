@@ -32,11 +32,7 @@ _TIMEOUT_SECONDS = 300.0
 
 
 class LocalRendezvous(RendezvousHandler):
-    """The rendezvous of the only agent of a run.
-
-    Args:
-        run_id: Name of the run, as torchrun chose it.
-    """
+    """The rendezvous of the only agent of a run."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id

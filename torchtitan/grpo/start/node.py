@@ -61,14 +61,7 @@ class NodeOptions:
 
 @dataclass(frozen=True)
 class Place:
-    """Where this node is.
-
-    Attributes:
-        interface: Interface on which the other nodes reach this one.
-        address: Address of that interface.
-        endpoint: Address and port of the rendezvous.
-        holds_store: Whether the rendezvous is on this node.
-    """
+    """Where this node is."""
 
     interface: str
     address: str

@@ -66,8 +66,6 @@ class NodeRendezvous(RendezvousHandler):
     """See the module.
 
     Args:
-        node: This node.
-        parameters: What torch's agent asks for.
         tell: Called with sentences for the user.
 
     Raises:

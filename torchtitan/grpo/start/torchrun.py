@@ -76,8 +76,6 @@ def run_ranks(
 
     Args:
         arguments: Command line of the ranks.
-        num_ranks: Number of processes.
-        stop_timeout_seconds: ``grpo.stop_timeout_seconds``.
         max_restarts: How often all ranks are started again after one of them has failed.
 
     Returns:
@@ -108,9 +106,6 @@ def run_agent(
     """Runs this node's ranks as ``config`` describes; returns the run's exit status.
 
     See :func:`run_ranks` for the other arguments and the result.
-
-    Args:
-        folder: Folder of the agent's logs.
     """
     logging.disable(logging.CRITICAL)  # the agent's, in this process alone
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -140,13 +135,7 @@ def _pass_on_signals() -> None:
 
 
 def _status_of(error: ChildFailedError, folder: Path) -> int:
-    """Returns the exit status of the rank that failed first, and reports one that a signal ended.
-
-    Args:
-        error: The agent's report.
-        folder: Folder of the agent's logs, where ranks leave their last status. The other ranks of
-            the run, if there are any, have reported already.
-    """
+    """Returns the exit status of the rank that failed first, and reports one that a signal ended."""
     rank, failure = error.get_first_failure()
     if failure.exitcode >= 0:
         return failure.exitcode

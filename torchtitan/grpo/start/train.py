@@ -20,8 +20,6 @@ def choose_num_ranks(config: JobConfig, num_gpus: int, asked: int | None) -> int
     GPU as few as it can have.
 
     Args:
-        config: Configuration of the run.
-        num_gpus: Number of visible GPUs.
         asked: Number that the user asked for; None if the user left it open.
 
     Raises:

@@ -22,24 +22,16 @@ Log = Callable[[int, EvaluationResult, Mapping[str, int]], None]
 
 
 class Evaluations:
-    """Requests evaluations and records their results. Used on rank 0, by the training thread.
+    """Requests evaluations and records their results, on rank 0's training thread.
 
     An evaluation beside training is requested by :meth:`begin` and recorded by the first
-    :meth:`collect` that finds its result; neither waits. One server, if there are several, keeps
-    the evaluated weights meanwhile (``evaluation.pin``), until the result is there or
-    ``evaluation.timeout_seconds`` have passed. If it becomes the last server that can take new
-    weights, it takes them, and :meth:`begin` begins the evaluation again with newer weights after
-    the step. The same happens if the server leaves the run.
-
-    Args:
-        config: Configuration of the run.
-        source: Has the evaluations made.
-        publisher: Keeps a server at the evaluated weights.
-        log: Records an evaluation.
+    :meth:`collect` that finds its result; neither waits. Meanwhile one server, if there are several,
+    keeps the evaluated weights (``evaluation.pin``), for at most ``evaluation.timeout_seconds``. If
+    it becomes the last server that can take new weights, or leaves the run, :meth:`begin` begins the
+    evaluation again with newer weights after the step.
 
     Attributes:
         num_left_out: Number of evaluations that were due while another one was running.
-        num_begun_again: Number of evaluations that were begun again.
     """
 
     def __init__(

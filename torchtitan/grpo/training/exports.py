@@ -23,20 +23,10 @@ def export_policy(
     *,
     is_writer: bool,
 ) -> Path:
-    """Exports the model to ``hf/step-N``, and its adapters, if it has some, to ``peft/step-N``.
+    """Exports the model to ``hf/step-N``, and adapters to ``peft/step-N``; returns the former.
 
-    Collective over all ranks.
-
-    Args:
-        config: Configuration of the run.
-        model_parts: Parts of the model that this rank holds.
-        adapter: State-dict adapter of the model family.
-        source: Hugging Face directory that the run began with.
-        step: Number of steps that the model has been trained for.
-        is_writer: True on rank 0.
-
-    Returns:
-        The Hugging Face directory.
+    Collective over all ranks. ``is_writer`` is True on rank 0, and ``source`` the Hugging Face
+    directory that the run began with.
     """
     folder, name = Path(config.job.dump_folder), f"step-{step}"
     dtype = TORCH_DTYPE_MAP[config.checkpoint.export_dtype]

@@ -21,13 +21,7 @@ from torchtitan.grpo.upstream.parallelism import ParallelDims, dist_utils
 
 
 class GradientClipper:
-    """Clips the gradient of one optimizer step; every rank has one.
-
-    Args:
-        parts: The model, or this rank's stages of it.
-        dims: Parallel dimensions of the run.
-        max_norm: ``training.max_norm``.
-    """
+    """Clips the gradient of one optimizer step; every rank has one."""
 
     def __init__(self, parts: Sequence[nn.Module], dims: ParallelDims, max_norm: float) -> None:
         self._parts, self._dims, self._max_norm = parts, dims, max_norm

@@ -5,12 +5,10 @@
 
 Every rank judges the same numbers by the same rules, and so decides the same without asking the
 others: the metrics of the loss are summed over all ranks first, and the gradient norm is that of
-rank 0. The judgment needs no further value of the device.
+rank 0.
 
-A skipped step advances the policy version like any other, and its unchanged weights are published
-under the new version. Otherwise the servers would stay at the old version, and the staleness bound
-would admit no further prompts: a run at ``rollout.max_head_offpolicyness = 0`` would never
-continue.
+A skipped step advances the policy version like any other, and publishes its unchanged weights.
+Otherwise the staleness bound would admit no further prompts.
 """
 
 import math
@@ -63,11 +61,7 @@ class Reading:
 
 
 class GuardRules:
-    """Finds what is wrong with a reading. Rules whose guard is off are left out.
-
-    Args:
-        config: Configuration of the run.
-    """
+    """Finds what is wrong with a reading. Rules whose guard is off are left out."""
 
     def __init__(self, config: JobConfig) -> None:
         self._guards = config.guards
@@ -170,7 +164,6 @@ class Guards:
     """Judges batches and optimizer steps, and counts what was found.
 
     Args:
-        config: Configuration of the run.
         say: Called with the one line that says what happened. Ranks other than 0 pass a function
             that does nothing.
 
@@ -192,12 +185,9 @@ class Guards:
         self.reason: str | None = None
 
     def judge_rewards(self, step: int, *, are_equal: bool) -> Verdict:
-        """Judges the rewards of a batch before it is trained on.
-
-        With SKIP all optimizer steps of the batch are skipped.
+        """Judges a batch before it is trained on; with SKIP all its optimizer steps are skipped.
 
         Args:
-            step: The batch's step.
             are_equal: Whether no group of the batch has two different rewards.
         """
         action = self._guards.equal_rewards
@@ -214,12 +204,7 @@ class Guards:
         return self._of_rewards
 
     def judge(self, step: int, reading: Reading) -> Verdict:
-        """Judges an optimizer step before it is taken.
-
-        Args:
-            step: The step, which is the number of the batch.
-            reading: What is known of it, the same on every rank.
-        """
+        """Judges an optimizer step before it is taken, from numbers that are the same on every rank."""
         found = dict(self._rules.findings(reading))
         for guard in list(self._in_a_row):
             if guard not in found and guard not in ("equal_rewards", "skipped"):
@@ -239,10 +224,9 @@ class Guards:
         )
 
     def judge_servers(self, step: int, lost_seconds: float) -> bool:
-        """Judges how long rank 0 waits without any server; returns whether the run is to end.
+        """Returns whether the run is to end because rank 0 has waited for a server for too long.
 
         Args:
-            step: The step that rank 0 waits for.
             lost_seconds: How long no server has been able to take work; 0 if one is.
         """
         was_lost = self._is_lost

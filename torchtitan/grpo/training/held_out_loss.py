@@ -19,13 +19,9 @@ from torchtitan.grpo.types import PromptProgress
 class HeldOutLoss:
     """Computes the mean negative log-likelihood of the completion tokens of held-out examples.
 
-    Each rank receives its rows once, in the constructor, and keeps them. All methods are collective
-    over the ranks of the run.
+    Each rank receives its rows in the constructor and keeps them. All methods are collective.
 
     Args:
-        runner: Runs the model.
-        feed: Sends the rows.
-        device: Training device.
         plan: On rank 0, where each example stands; None on the other ranks.
         is_counted: Whether this rank's share of a sum counts; see :class:`RankRole`.
     """
@@ -60,12 +56,6 @@ class HeldOutLoss:
 
 def held_out_plan(config: JobConfig, model: HFModel, num_ranks: int, date: str) -> StepPlan:
     """Reads the held-out examples, and plans where each stands.
-
-    Args:
-        config: Configuration of the run.
-        model: The model that is trained.
-        num_ranks: Data-parallel degree.
-        date: What chat templates take for now.
 
     Raises:
         DataError: If the file cannot be used.

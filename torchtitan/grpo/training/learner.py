@@ -96,21 +96,12 @@ class Learned:
     grad_norms: list[float]
 
     def add(self, totals: MetricTotals, grad_norm: float) -> None:
-        """Adds an optimizer step, whether it was taken or skipped.
-
-        Args:
-            totals: Its metrics, combined over all ranks.
-            grad_norm: Its gradient norm before clipping.
-        """
+        """Adds the metrics (of all ranks) and gradient norm of an optimizer step, taken or skipped."""
         self.totals.merge(totals)
         self.grad_norms.append(grad_norm)
 
     def metrics(self, step_seconds: float) -> dict[str, float]:
-        """Returns the metrics of the batch.
-
-        Args:
-            step_seconds: Duration of the whole step.
-        """
+        """Returns the metrics of the batch."""
         num_updates = max(len(self.grad_norms), 1)
         return batch_loss_metrics(self.totals, num_updates) | {
             "grad_norm": sum(self.grad_norms) / num_updates,
@@ -125,15 +116,9 @@ class Learner:
     """Takes the optimizer steps of a batch; every rank has one.
 
     Attributes:
-        config: ``[grpo]``.
-        runner: Runs the policy.
-        reference: Frozen model of the KL penalty, if there is one.
-        optimizers: Optimizers of the policy.
-        clipper: Clips the policy's gradient.
-        guards: Decide whether an optimizer step is taken.
+        reference: Model of the KL penalty, if there is one.
         feed: Combines numbers of all ranks.
         role: Which rows this rank has, and whether its metrics count.
-        device: Device of the policy.
         enter: Reports the new phase of this rank to the other ranks and to the monitor.
         await_readers: Returns once nothing reads the weights that the optimizer overwrites.
         teacher: ``[teacher]``, if rollouts may come with a teacher's ratings.
@@ -153,14 +138,7 @@ class Learner:
     teacher: Teacher | None = None
 
     def learn(self, batch: TrainBatch, step: int) -> Learned | None:
-        """Takes the optimizer steps of a batch that arrived whole.
-
-        Returns None if a guard ends the run.
-
-        Args:
-            batch: This rank's rows.
-            step: Number of the batch.
-        """
+        """Learns from a batch that arrived whole. Returns None if a guard ends the run."""
         learned = Learned(batch, self._new_totals(), [])
         if self._are_rewards_refused(step, batch.samples.are_rewards_equal):
             return None
@@ -177,14 +155,14 @@ class Learner:
     def learn_in_parts(
         self, batch: TrainBatch | None, step: int, next_part: Callable[[], TrainBatch | None]
     ) -> Learned | None:
-        """Takes the optimizer step of a batch that arrives in parts; see :class:`GradientParts`.
-
-        Returns None if the run is to end before the last part, or if a guard ends it.
+        """Takes the one step of a batch that arrives in parts; see :class:`GradientParts`.
 
         Args:
             batch: This rank's rows of the first part.
-            step: Number of the batch.
             next_part: Returns the next part, or None if the run is to end.
+
+        Returns:
+            None if the run is to end before the last part, or if a guard ends it.
         """
         gradient = GradientParts(self._new_totals())
         while batch is not None:
@@ -255,11 +233,6 @@ class Learner:
         """Clips the gradient and steps the optimizer, unless a guard refuses the step.
 
         Returns False if a guard ends the run. The weights are then as before this optimizer step.
-
-        Args:
-            step: Number of the batch.
-            learned: Receives the metrics.
-            totals: This rank's metrics of the optimizer step.
         """
         self.enter("optimizer step")
         grad_norm = self.clipper.clip()

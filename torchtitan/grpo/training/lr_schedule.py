@@ -31,14 +31,9 @@ def renew_settings(
 ) -> tuple[float, float]:
     """Restores the settings of this run after a checkpoint has replaced them.
 
-    Loading a checkpoint replaces the learning rate, the betas, epsilon, and the weight decay of
-    each group, and the schedulers' base rates. Only the moments and the numbers of steps that the
-    schedulers have taken should come from the checkpoint.
-
-    Args:
-        optimizers: The optimizers, after loading.
-        schedulers: Their schedulers, after loading.
-        settings: What :func:`settings_of` returned before loading.
+    Loading a checkpoint replaces the learning rate, betas, epsilon and weight decay of each group,
+    and the schedulers' base rates. Only the moments and the schedulers' numbers of steps should come
+    from it. ``settings`` is what :func:`settings_of` returned before loading.
 
     Returns:
         The learning rate of the next step, and the one that the checkpoint brought for it.
@@ -73,13 +68,10 @@ def build_lr_schedulers(
     """Builds the schedules of the optimizers.
 
     The warm-up takes precedence, and the decay takes of ``decay_ratio`` what the warm-up leaves.
-    Upstream does the same, but warns, although ``decay_ratio = 1`` with a warm-up means just that.
-    After its end, a schedule holds its last rate; upstream's falls to 0 and then below.
+    Upstream does the same, but warns. After its end, a schedule holds its last rate; upstream's falls
+    to 0 and then below.
 
     Args:
-        optimizers: Optimizers of all model parts.
-        config: ``[lr_scheduler]``.
-        training_steps: ``training.steps``.
         num_steps: Number of steps over which the schedule is laid. None takes
             ``lr_scheduler.total_steps`` or, if it is not set, ``training_steps``.
     """

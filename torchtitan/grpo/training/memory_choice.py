@@ -31,15 +31,10 @@ ASSUMED_BYTES = 79 * _GIB
 
 
 def resolve_kept(config: JobConfig, model: HFModel, device: torch.device) -> None:
-    """Replaces ``auto`` in ``parallelism.fsdp_between_microbatches`` by what fits.
+    """Replaces ``auto`` in ``parallelism.fsdp_between_microbatches`` of ``config`` by what fits.
 
     Collective over all ranks, which must all do the same: the device with the least memory decides.
     Rank 0 logs the choice.
-
-    Args:
-        config: Configuration of the run, which is changed.
-        model: The model that is trained.
-        device: Training device of this rank.
     """
     settings = config.parallelism
     if settings.fsdp_between_microbatches != "auto":
@@ -58,13 +53,7 @@ def resolve_kept(config: JobConfig, model: HFModel, device: torch.device) -> Non
 
 
 def describe_memory(config: JobConfig, model: HFModel, num_ranks: int) -> Iterator[str]:
-    """Yields the estimated memory of a training step, what fits, and what it costs, in lines.
-
-    Args:
-        config: Configuration of the run.
-        model: The model that would be trained.
-        num_ranks: Number of training ranks.
-    """
+    """Yields the estimated memory of a training step, what fits, and what it costs, in lines."""
     has_gpu = torch.cuda.is_available()
     device_bytes = _device_bytes(torch.device("cuda", 0)) if has_gpu else ASSUMED_BYTES
     available = available_bytes(device_bytes, _servers_share(config))
@@ -116,13 +105,7 @@ def _estimate(config: JobConfig, model: HFModel, num_ranks: int) -> TrainingMemo
 
 
 def choose_kept(config: JobConfig, memory: TrainingMemory, available: int) -> Kept:
-    """Returns what ``auto`` keeps between microbatches.
-
-    Args:
-        config: Configuration of the run.
-        memory: The estimate for it.
-        available: Bytes that a training step may fill.
-    """
+    """Returns what ``auto`` keeps between microbatches if a step may fill ``available`` bytes."""
     if config.parallelism.fsdp_reshard_after_forward == "always":
         return "free"
     if config.parallelism.pipeline_parallel_degree > 1:

@@ -196,12 +196,7 @@ class TrainingMemory:
 
 
 def available_bytes(device_bytes: int, servers_share: float = 0.0) -> int:
-    """Returns the part of a device's memory that a training step may fill.
-
-    Args:
-        device_bytes: Memory of the device.
-        servers_share: Fraction that servers on the same device may use.
-    """
+    """Returns the bytes of a device that a training step may fill beside its servers."""
     return int(device_bytes * (1 - _RESERVED - servers_share))
 
 
@@ -218,10 +213,8 @@ def estimate_memory(
     """Returns the memory of a training step.
 
     Args:
-        config: Configuration of the run.
         shapes: Shape of each parameter, by native name, with those of adapters.
         args: Upstream's arguments of the model.
-        num_ranks: Number of training ranks.
     """
     layout = _Layout(config, num_ranks)
     stage = _largest_stage(config, shapes)

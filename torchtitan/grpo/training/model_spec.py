@@ -67,7 +67,6 @@ def scoring_settings(config: JobConfig, head_dim: int | None = None) -> ScoringS
     """Returns the settings with which the models of a run score tokens.
 
     Args:
-        config: Configuration of the run.
         head_dim: Size of the model's attention heads; None if every kernel takes it.
     """
     grpo = config.grpo
@@ -89,11 +88,7 @@ def register_hf_model(
     """Registers the directory under the name and flavor of ``[model]``, and tries its attention.
 
     Args:
-        model: The directory.
-        config: Configuration of the run.
-        device: Training device.
-        schedule_steps: Number of steps over which the learning rate's schedule is laid. None
-            takes ``lr_scheduler.total_steps`` or ``training.steps``.
+        schedule_steps: See ``num_steps`` of :func:`build_lr_schedulers`.
     """
     # Sharded logits stay inside the output layer, so that no loss is computed from them.
     config.parallelism.disable_loss_parallel = True
@@ -136,12 +131,7 @@ def whole_model_runner(model: nn.Module, config: JobConfig) -> WholeModelRunner:
 
 
 def choose_reference(trainer: Trainer, policy: ModelRunner) -> Reference | BaseReference:
-    """Returns the model of the KL penalty: with adapters the policy's base, otherwise a frozen copy.
-
-    Args:
-        trainer: Has built the policy.
-        policy: Runs the policy.
-    """
+    """Returns the model of the KL penalty: with adapters the policy's base, otherwise a frozen copy."""
     config: Any = trainer.job_config
     if config.lora.rank:
         return base_reference(policy, trainer.model_parts, config)
@@ -151,12 +141,10 @@ def choose_reference(trainer: Trainer, policy: ModelRunner) -> Reference | BaseR
 def build_reference(trainer: Trainer) -> Reference:
     """Builds a frozen model in the layout of the policy, with the reference's weights.
 
-    The weights come from ``grpo.ref_model_path`` or, if it is not set, from
-    ``model.hf_assets_path``.
+    They come from ``grpo.ref_model_path`` or, if it is not set, from ``model.hf_assets_path``.
 
     Raises:
-        ModelError: If the directory holds a model that differs from the policy's, or unreadable
-            weights.
+        ModelError: If the directory holds another model than the policy's, or unreadable weights.
     """
     config: Any = trainer.job_config
     settings = config.grpo

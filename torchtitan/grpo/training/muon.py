@@ -36,7 +36,6 @@ def newton_schulz(matrices: torch.Tensor, num_steps: int) -> torch.Tensor:
 
     Args:
         matrices: [..., rows, columns] float, at most one dim of a batch.
-        num_steps: Number of iterations.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]
@@ -68,13 +67,7 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: The parameters, plain or sharded. All ranks of a mesh step the same ones.
-        lr: Learning rate.
         weight_decay: Decoupled weight decay, scaled by ``lr`` without its adjustment.
-        momentum: Decay of the momentum.
-        nesterov: Whether the update looks one step ahead.
-        ns_steps: Iterations of :func:`newton_schulz`.
-        adjust_lr_fn: See :func:`adjusted_rate`.
-        dtype: Dtype of the iteration, and of what is gathered for it.
     """
 
     def __init__(
@@ -137,12 +130,10 @@ class Muon(torch.optim.Optimizer):
 def orthogonalized(update: torch.Tensor, num_steps: int) -> torch.Tensor:
     """Returns :func:`newton_schulz` of whole matrices, sharded as they were.
 
-    Ranks that hold different experts of a batch compute different matrices. All others compute the
-    same ones.
+    Ranks that hold different experts of a batch compute different matrices; all others the same ones.
 
     Args:
         update: [rows, columns] or [experts, rows, columns], plain or sharded.
-        num_steps: Number of iterations.
     """
     if not isinstance(update, DTensor):
         return newton_schulz(update, num_steps)

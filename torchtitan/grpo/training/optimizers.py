@@ -32,14 +32,7 @@ def build_optimizers(
     dims: ParallelDims,
     ft_manager: Any = None,
 ) -> OptimizersContainer:
-    """Returns the optimizers of a model, or of this rank's stages of it.
-
-    Args:
-        model_parts: The model, or its stages.
-        config: ``[optimizer]``.
-        dims: Parallel dimensions of the run.
-        ft_manager: Upstream's, which is not enabled here.
-    """
+    """Returns the optimizers of a model, or of this rank's stages of it."""
     if config.name == "Muon":
         return MuonContainer(model_parts, config)
     return build_optimizers_with_moe_load_balancing(
@@ -52,10 +45,6 @@ class MuonContainer(OptimizersContainer):
 
     AdamW comes first, so that the learning rate that is logged is ``optimizer.lr``. A checkpoint holds
     the states under the parameters' names, and can be loaded under another layout.
-
-    Args:
-        model_parts: The model, or this rank's stages of it.
-        config: ``[optimizer]``.
     """
 
     def __init__(self, model_parts: Sequence[nn.Module], config: Optimizer) -> None:

@@ -27,16 +27,10 @@ from torchtitan.grpo.upstream.trainer import Trainer
 class PolicyProbe:
     """Computes the logprobs of fixed tokens with the current weights, in any layout.
 
-    It runs a forward pass over one set of microbatches, on the training thread of all ranks,
-    and waits for no server.
+    It runs a forward pass on the training thread of all ranks, and waits for no server.
 
     Args:
-        runner: Runs the trained model.
-        model_parts: Parts of the model that this rank holds.
-        feed: Sums values over ranks.
-        tokens: Token ids whose logprobs are computed.
         shape: Number of rows of the forward pass, and their length; see :func:`probe_shape`.
-        device: Training device.
         is_speaker: True on the one rank whose result counts. It must see the model's output.
     """
 
@@ -56,10 +50,7 @@ class PolicyProbe:
         self._num_rated = len(tokens) - 1
 
     def logprobs(self) -> list[float]:
-        """Returns [len(tokens) - 1] logprobs at temperature 1, on every rank.
-
-        Collective over all ranks.
-        """
+        """Returns [len(tokens) - 1] logprobs at temperature 1, on every rank. Collective."""
         with _untempered(self._heads):
             output = self._runner.forward(self._rows)
         rated = torch.zeros(self._num_rated, dtype=torch.float64)
@@ -89,13 +80,7 @@ def probe_shape(
 
     Pipelines accept microbatches of one shape only, that of training, and compiled models and
     FlexAttention would be compiled once more for another one. Other models run a single row, just
-    long enough for the tokens.
-
-    Args:
-        config: Configuration of the run.
-        dims: Meshes of the run; rows must be divisible by their sequence degrees.
-        num_tokens: Number of tokens to be rated.
-        attention: The kernel of the model's attention.
+    long enough for the tokens, and divisible by the sequence degrees of ``dims``.
     """
     training = config.training
     if dims.pp_enabled:

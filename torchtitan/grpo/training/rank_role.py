@@ -33,7 +33,6 @@ def rank_role(dims: ParallelDims, *, has_output: bool) -> RankRole:
     """Returns the role of the current rank.
 
     Args:
-        dims: Meshes of the run.
         has_output: Whether the rank sees the model's output (it holds the last pipeline stage).
     """
     num_batch_ranks, batch_rank = 1, 0

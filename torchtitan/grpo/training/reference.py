@@ -22,12 +22,7 @@ from torchtitan.grpo.training.stage_runner import PipelineForwardRunner, Pipelin
 
 
 class BaseReference(ForwardRunner):
-    """Computes logprobs under the base model, which is in memory already.
-
-    Args:
-        runner: Runs the policy's parts forward.
-        parts: Parts of the policy that this rank holds.
-    """
+    """Computes logprobs under the base model, which is in memory already."""
 
     def __init__(self, runner: ForwardRunner, parts: Sequence[nn.Module]) -> None:
         self._runner, self._parts = runner, list(parts)
@@ -48,13 +43,7 @@ class BaseReference(ForwardRunner):
 def base_reference(
     policy: ModelRunner, parts: Sequence[nn.Module], config: JobConfig
 ) -> BaseReference:
-    """Returns the reference of a policy with adapters.
-
-    Args:
-        policy: Runs the policy.
-        parts: Parts of the policy that this rank holds.
-        config: Configuration of the run.
-    """
+    """Returns the reference of a policy with adapters."""
     if not isinstance(policy, PipelineRunner):
         return BaseReference(policy, parts)
     # Stages of its own, which turn the adapters off also when they run in a gap of a training pass.
@@ -68,12 +57,8 @@ class Reference(ForwardRunner):
     """Computes logprobs under the reference model.
 
     Args:
-        runner: Runs the reference's parts.
-        parts: Parts of the reference model that this rank holds.
-        device: Device on which forward passes run.
         ema: ``grpo.ref_model_ema``.
-        offload: ``grpo.ref_model_offload``. If True, the shards lie in host memory between
-            uses.
+        offload: Whether the shards lie in host memory between uses.
     """
 
     def __init__(
@@ -99,10 +84,9 @@ class Reference(ForwardRunner):
 
     @torch.no_grad()
     def follow(self, policy_parts: Sequence[nn.Module]) -> None:
-        """Moves the weights towards the policy's, as an exponential moving average.
+        """Moves the weights towards the policy's, as an exponential moving average, if ``ema`` is above 0.
 
-        Both models have the same layout, so that each rank updates its own shards. Does nothing
-        if ``ema`` is 0.
+        Both models have the same layout, so that each rank updates its own shards.
         """
         if self.ema == 0:
             return
@@ -113,10 +97,7 @@ class Reference(ForwardRunner):
         self._move(self.home)
 
     def checkpoint_state(self) -> dict[str, Stateful]:
-        """Returns the state that a checkpoint must hold to restore a moving reference.
-
-        The state is empty if the reference does not move: its directory then holds its weights.
-        """
+        """Returns what a checkpoint must hold to restore a moving reference: nothing if it does not move."""
         return {"reference": PartsState(self.parts)} if self.ema > 0 else {}
 
     def _move(self, device: torch.device) -> None:
@@ -130,9 +111,6 @@ class PartsState(Stateful):
 
     Upstream's ``ModelWrapper`` keeps the tensors that exist when it is constructed. A model that
     moves between devices has other tensors by the time it is saved.
-
-    Args:
-        parts: Parts of one model, whose parameter names are distinct.
     """
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:

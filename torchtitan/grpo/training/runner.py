@@ -42,9 +42,7 @@ class ForwardRunner(ABC):
     def forward(self, rows: TrainRows) -> torch.Tensor | None:
         """Returns logprobs and entropies, [rows, seq, 2] float32, without gradients.
 
-        They are 0 where ``rows.scored`` is False.
-
-        Returns None on ranks that do not see the output.
+        They are 0 where ``rows.scored`` is False. None on ranks that do not see the output.
         """
 
 
@@ -53,10 +51,6 @@ class ForwardJob:
 
     A pipeline runs as many of the rows as fit into the gaps of earlier training passes, from the
     first one on. The rest is computed when the logprobs are asked for.
-
-    Args:
-        runner: Runs the model.
-        rows: The rows on the training device.
     """
 
     def __init__(self, runner: ForwardRunner, rows: TrainRows) -> None:
@@ -76,12 +70,7 @@ class ForwardJob:
         return self._rows.select(slice(self._num_done, None))
 
     def add(self, num_rows: int, outputs: list[torch.Tensor]) -> None:
-        """Notes that further rows have been computed.
-
-        Args:
-            num_rows: Number of these rows.
-            outputs: Their outputs, [rows, seq, 2] together; empty if this rank does not see them.
-        """
+        """Adds the [rows, seq, 2] outputs of further rows; they are empty if this rank does not see them."""
         self._num_done += num_rows
         self._outputs += outputs
 
@@ -111,8 +100,6 @@ class ModelRunner(ForwardRunner):
         """Adds the gradients of the rows' loss to the gradients of the parameters.
 
         Args:
-            rows: The rows.
-            loss: Computes their loss.
             waiting: Forward passes of other rows that may run in idle time, the most urgent ones
                 first. Only a pipeline has such time.
         """
@@ -126,8 +113,6 @@ class WholeModelRunner(ModelRunner):
     """Runs a model that is not divided into pipeline stages.
 
     Args:
-        model: A :class:`PackedModel`, parallelized.
-        rows_at_once: ``training.local_batch_size``, the number of rows of a microbatch.
         kept: ``parallelism.fsdp_between_microbatches``, resolved.
     """
 
@@ -164,7 +149,6 @@ def model_inputs(rows: TrainRows, *, trains: bool = False) -> dict[str, Any]:
     """Returns the inputs of a :class:`PackedModel` besides the tokens.
 
     Args:
-        rows: The rows.
         trains: Whether a loss follows. Only then are the logprobs of a teacher's tokens of use.
     """
     has_top = trains and rows.teacher_top_ids is not None

@@ -41,12 +41,7 @@ class StageLoss:
 
 
 class PipelineForwardRunner(ForwardRunner):
-    """Runs the stages of a model forward. Every rank of the pipeline receives the same rows.
-
-    Args:
-        stages: Stages of this rank.
-        config: Configuration of the run.
-    """
+    """Runs the stages of a model forward. Every rank of the pipeline receives the same rows."""
 
     def __init__(self, stages: list[LeanStage], config: JobConfig) -> None:
         self.microbatch_rows = config.parallelism.pipeline_parallel_microbatch_size
@@ -71,13 +66,7 @@ class PipelineForwardRunner(ForwardRunner):
 class PipelineRunner(ModelRunner):
     """Trains the stages of a model. Every rank of the pipeline receives the same rows.
 
-    All rows pass the pipeline in one sequence of microbatches, so that it is filled and emptied
-    once.
-
-    Args:
-        schedule: Schedule over this rank's stages.
-        stage_loss: Loss function that the schedule was built with.
-        config: Configuration of the run.
+    All rows pass the pipeline in one sequence of microbatches, so that it is filled and emptied once.
     """
 
     def __init__(self, schedule: TableSchedule, stage_loss: StageLoss, config: JobConfig) -> None:

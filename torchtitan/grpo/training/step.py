@@ -36,7 +36,6 @@ class WeightMean:
     """Computes the mean over all microbatches and ranks, before the first of them is trained.
 
     Args:
-        config: ``[grpo]``.
         feed: Sums values over ranks.
         is_counted: See :class:`RankRole`.
     """
@@ -120,8 +119,6 @@ class MinibatchLoss:
     its metrics count once.
 
     Args:
-        scored: The minibatch.
-        config: ``[grpo]``.
         scale: Factor of the loss; see `GradientParts`.
         teacher: ``[teacher]``, if rollouts may come with a teacher's ratings.
     """
@@ -142,7 +139,6 @@ class MinibatchLoss:
         Args:
             output: [rows, seq, 2 + k], of these rows: logprobs and entropies, and the logprobs of the
                 teacher's tokens.
-            which: The rows of the minibatch.
         """
         rows = self.scored.rows.select(which)
         top = None
@@ -212,8 +208,6 @@ def score(
             is the proximal policy, and no forward pass is needed unless ``grpo.mismatch_normalize``
             needs all weights before the first gradient.
         reference: The reference model, or None without a KL penalty.
-        config: ``[grpo]``.
-        device: Training device.
         feed: Sums values over ranks.
         is_counted: See :class:`RankRole`.
         teacher: ``[teacher]``, if rollouts may come with a teacher's ratings.

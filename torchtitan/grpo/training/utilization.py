@@ -36,9 +36,6 @@ class Utilization:
     and recomputation are not counted, because they are not work of the model.
 
     Args:
-        config: Configuration of the run.
-        model: The model.
-        num_ranks: Number of training ranks.
         peak_flops: Peak FLOP/s of a rank's device in bfloat16.
     """
 

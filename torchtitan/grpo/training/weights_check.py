@@ -23,10 +23,6 @@ def check_weights(config: JobConfig, model: HFModel) -> tuple[int, list[str]]:
 
     The weights of the reference model are compared as well.
 
-    Args:
-        config: Configuration of the run.
-        model: The model.
-
     Returns:
         Number of tensors of the model, and what the user should know about tensors that are not read.
 
