@@ -5,6 +5,6 @@
 
 `advantages` (with the shaping of rewards) and `aggregation` compute numbers for each sample, in this order.
 The other files compute tensors of tokens: `objective` combines `policy_terms` (or the user's
-function, `policy_function`), `mismatch` and `kl`, which use `sequences` and `ratios`.
+function, `policy_function`), `mismatch` and `kl`, which use `sequences`.
 `loss_metrics` combines their metrics. Logprobs come from `linear_logprobs`.
 """

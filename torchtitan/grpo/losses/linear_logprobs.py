@@ -11,7 +11,7 @@ a slice is then final, so that it is written once and never read.
 
 The forward pass allocates the memory of the weight's gradient and keeps as many logits in it as
 fit; the backward pass computes the others again. The peak memory stays the same, and fewer matrix
-products are computed: none is repeated with at most as many tokens as hidden dims. `logit_slices`
+products are computed: none is repeated with at most as many tokens as hidden dims. `softmax_slices`
 shows where the logits lie.
 """
 
