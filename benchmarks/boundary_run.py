@@ -37,7 +37,7 @@ from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.entry import leave, run
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
-from torchtitan.grpo.observe.clock import StepClock
+from torchtitan.grpo.observe.profiling import StepClock
 from torchtitan.grpo.observe.sample_log import SampleLog
 from torchtitan.grpo.rollout.rollout_metrics import group_metrics
 from torchtitan.grpo.system.rank_watch import RankWatch

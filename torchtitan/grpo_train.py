@@ -38,9 +38,8 @@ from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.entry import leave, run
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
-from torchtitan.grpo.observe.clock import StepClock
 from torchtitan.grpo.observe.metrics_processor import GRPOMetricsProcessor
-from torchtitan.grpo.observe.profiling import profilers
+from torchtitan.grpo.observe.profiling import StepClock, profilers
 from torchtitan.grpo.observe.report import RunOutcome
 from torchtitan.grpo.run_folder.replacing import Removal
 from torchtitan.grpo.run_folder.start_record import record_start

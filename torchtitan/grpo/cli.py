@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchtitan.grpo.command_line.errors import ConfigError
-from torchtitan.grpo.command_line.light_tables import without_torch
+from torchtitan.grpo.command_line import ConfigError, without_torch
 from torchtitan.grpo.errors import RunError
 from torchtitan.grpo.run_folder.start_record import package_versions
 

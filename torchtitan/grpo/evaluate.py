@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torchtitan.grpo import strict_json
-from torchtitan.grpo.command_line.errors import ConfigError
+from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.config_checks import check_model

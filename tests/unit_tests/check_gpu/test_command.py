@@ -16,7 +16,7 @@ from check_gpu.row import Row, RowsFile
 from check_gpu.table import CHECKS, Check
 
 from torchtitan.grpo import cli
-from torchtitan.grpo.command_line.errors import ConfigError
+from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.run_folder import start_record as source_commit
 
 BENCHMARKS = Path(command.__file__).resolve().parents[1]

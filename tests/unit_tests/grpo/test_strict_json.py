@@ -16,11 +16,11 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.monitoring.site import Health, healthz
 from torchtitan.grpo.observe.report import (
     RunOutcome,
+    draw_reward_curve,
     summarize,
     summarize_supervised,
     write_summary,
 )
-from torchtitan.grpo.observe.reward_curve import draw_reward_curve
 from torchtitan.grpo.observe.run_log import RunLog
 from torchtitan.grpo.verify import check_run
 

@@ -5,3 +5,37 @@
 
 Nothing here imports torch, so that a mistake in a file and ``--help`` are answered at once.
 """
+
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torchtitan.grpo.errors import RunError
+
+
+class ConfigError(RunError, ValueError):
+    """A configuration that cannot be used. The message names the key and the remedy."""
+
+
+@contextmanager
+def without_torch() -> Iterator[None]:
+    """Lets the tables of a configuration be imported without torch, which takes seconds.
+
+    Torchtitan's tables are plain data, but their file and package import torch for methods that are
+    not used here. Empty modules stand in for both until the end of the block, where the true ones
+    can be imported. Does nothing if torch has been imported already.
+    """
+    if "torch" in sys.modules or "torchtitan.config" in sys.modules:
+        yield
+        return
+    package = types.ModuleType("torchtitan.config")
+    package.__path__ = [str(Path(p, "config")) for p in sys.modules["torchtitan"].__path__]
+    stand_ins = {"torch": types.ModuleType("torch"), "torchtitan.config": package}
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]

@@ -1,64 +1,45 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Reads ``--table.key value`` and its other spellings; `values.py` has the forms of values.
+"""Reads ``--table.key value`` and its other spellings.
 
 --grpo.group_size 4      --grpo.group_size=4      --grpo.group-size=4
 --inference.launch       --inference.no-launch    --inference.launch=false
+--prompts.paths A,B      --prompts.paths A B      --prompts.paths '["A", "B"]'
 --prompts.rename '{question = "prompt"}'          --prompts.rename.question prompt
---evaluation.sets.gsm8k.num_samples 8
+--evaluation.sets.gsm8k.num_samples 8             --debug.seed none
 """
 
-import dataclasses
+import json
+import tomllib
+import types
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, get_args, get_origin
+from dataclasses import fields, is_dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from torchtitan.grpo.command_line.errors import ConfigError
-from torchtitan.grpo.command_line.keys import all_keys, all_tables, check_keys, hint_for
-from torchtitan.grpo.command_line.other_names import answer_to_value
-from torchtitan.grpo.command_line.values import (
-    ValueReadError,
-    expected,
-    is_flag,
-    is_list,
-    read_value,
+from torchtitan.grpo.command_line import ConfigError
+from torchtitan.grpo.command_line.keys import (
+    all_keys,
+    answer_to_value,
+    check_keys,
+    hint_for,
+    settings,
 )
 
 _REMEDY = "Change it on the command line."
+_NONE = ("none", "None", "null")
+_SIMPLE = {
+    int: ("N", "an integer"),
+    float: ("X", "a number"),
+    bool: ("", "true or false"),
+    str: ("TEXT", "text"),
+    type(None): ("", "none"),
+}
 
-
-@dataclass(frozen=True)
-class Override:
-    """One value from the command line.
-
-    Attributes:
-        path: Names of the tables and of the setting, and the key in a setting that is a table.
-        value: What to set.
-    """
-
-    path: tuple[str, ...]
-    value: Any
-
-
-@dataclass(frozen=True)
-class _Target:
-    """What an argument sets: a setting, or a key in one that is a table."""
-
-    path: tuple[str, ...]
-    type: Any
-    switches_off: bool = False
-
-
-@dataclass
-class _Given:
-    """An argument as it was written: its name with the dashes, and the words behind it."""
-
-    option: str
-    words: list[str]
-    has_equals: bool = False
+Override = tuple[tuple[str, ...], Any]
+"""The names of the tables and of a setting (and of a key in one that is a dict), and its value."""
 
 
 def read_arguments(cls: type, args: list[str]) -> list[Override]:
@@ -68,133 +49,174 @@ def read_arguments(cls: type, args: list[str]) -> list[Override]:
         ConfigError: If an argument is unknown, or its value cannot be that of the setting. The
             message names the first one.
     """
-    keys, tables = all_keys(cls), all_tables(cls)
-    return [_read(given, _target(given.option, keys, tables)) for given in _split(args)]
+    return [value for option, words in _split(args) for value in _read(cls, option, words)]
 
 
-def apply(config: Any, overrides: list[Override]) -> None:
-    """Sets the values in a configuration."""
-    for override in overrides:
-        _set(config, override.path, override.value)
-
-
-def _set(table: Any, path: tuple[str, ...], value: Any) -> None:
-    name, *rest = path
-    if not rest:
-        if dataclasses.is_dataclass(getattr(table, name)):
-            for key, inner in value.items():
-                _set(getattr(table, name), (key,), inner)
-        else:
-            setattr(table, name, value)
-    elif isinstance(inner := getattr(table, name), dict):
-        entry, *within = rest
-        value = {**inner.get(entry, {}), within[0]: value} if within else value
-        setattr(table, name, inner | {entry: value})
-    else:
-        _set(inner, tuple(rest), value)
-
-
-def _split(args: list[str]) -> Iterator[_Given]:
-    current: _Given | None = None
+def _split(args: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yields each option with the words behind it."""
+    option, words = "", list[str]()
     for arg in args:
         if arg.startswith("--") and arg[2:3].isalpha():
-            if current is not None:
-                yield current
+            if option:
+                yield option, words
             option, equals, value = arg.partition("=")
-            current = _Given(option, [value] if equals else [], bool(equals))
-        elif current is None:
+            words = [value] if equals else []
+        elif not option:
             raise ConfigError(
                 f"Unexpected argument {arg!r}: settings are given as --table.key value. {_REMEDY}"
             )
         else:
-            current.words.append(arg)
-    if current is not None:
-        yield current
+            words.append(arg)
+    if option:
+        yield option, words
 
 
-def _target(option: str, keys: dict[str, Any], tables: dict[str, type]) -> _Target:
-    """Returns what an argument sets.
+def _read(cls: type, option: str, words: list[str]) -> Iterator[Override]:
+    path, annotation, is_cleared = _target(cls, option)
+    if is_cleared:
+        if words:
+            raise ConfigError(f"{option} takes no value, got {words[0]!r}. {_REMEDY}")
+        yield path, False
+    elif not words and is_flag(annotation):
+        yield path, True
+    else:
+        _check_number(option, words, list in _origins(annotation), in_words(annotation))
+        try:
+            yield from _converted(path, annotation, _parsed(annotation, words))
+        except ValueError as error:  # of msgspec as well
+            if isinstance(error, ConfigError):
+                raise
+            got = " ".join(words)
+            inner = f" ({error})" if _origins(annotation) & {dict, list} else ""
+            hint = answer_to_value(".".join(path), got) or _REMEDY
+            raise ConfigError(
+                f"{option} must be {in_words(annotation)}, got {got!r}{inner}. {hint}"
+            ) from error
 
-    Raises:
-        ConfigError: If there is no such setting.
-    """
-    key = option[2:].replace("-", "_")
+
+def _target(cls: type, option: str) -> tuple[tuple[str, ...], Any, bool]:
+    """Returns the path that an argument sets, its type, and whether it clears a flag."""
+    keys, key = all_keys(cls), option[2:].replace("-", "_")
     if key in keys:
-        return _Target(tuple(key.split(".")), keys[key])
-    if key in tables:
-        return _Target(tuple(key.split(".")), tables[key])
+        return tuple(key.split(".")), keys[key], False
     table, _, name = key.rpartition(".")
     flag = f"{table}.{name.removeprefix('no_')}"
     if name.startswith("no_") and is_flag(keys.get(flag)):
-        return _Target(tuple(flag.split(".")), keys[flag], switches_off=True)
+        return tuple(flag.split(".")), bool, True
     if inside := _in_dict(option, keys):
-        return inside
+        return *inside, False
     if key.startswith("no_") and is_flag(keys.get(key.removeprefix("no_"))):
-        flag_table, _, flag = option[len("--no-") :].rpartition(".")
-        raise ConfigError(f"Unknown argument {option}. Did you mean --{flag_table}.no-{flag}?")
-    siblings = [k.rpartition(".")[2] for k in keys if k.rpartition(".")[0] == table]
-    raise ConfigError(f"Unknown argument {option}. {hint_for(key, keys, siblings, '--')}")
+        written = option.removeprefix("--no-").rpartition(".")
+        raise ConfigError(
+            f"Unknown argument {option}. Did you mean --{written[0]}.no-{written[2]}?"
+        )
+    known = settings(cls)
+    siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == table]
+    raise ConfigError(f"Unknown argument {option}. {hint_for(key, known, siblings, '--')}")
 
 
-def _in_dict(option: str, keys: dict[str, Any]) -> _Target | None:
+def _in_dict(option: str, keys: dict[str, Any]) -> tuple[tuple[str, ...], Any] | None:
     """Returns the key of a setting that is a dict, as in ``--prompts.rename.old new``."""
     parts = option[2:].split(".")
     for end in range(2, len(parts)):
-        key = ".".join(parts[:end]).replace("-", "_")
-        annotation = keys.get(key)
+        path, within = ".".join(parts[:end]).replace("-", "_").split("."), parts[end:]
+        annotation = keys.get(".".join(path))
         if get_origin(annotation) is dict:
-            inner = (get_args(annotation) or (str, Any))[1]
-            within = parts[end:]
+            inner = get_args(annotation)[1]
             if get_origin(inner) is dict and len(within) > 1:  # a table of tables
                 entry = ".".join(within[1:]).replace("-", "_")
-                return _Target((*key.split("."), within[0], entry), get_args(inner)[1])
-            return _Target((*key.split("."), ".".join(within)), inner)
+                return (*path, within[0], entry), get_args(inner)[1]
+            return (*path, ".".join(within)), inner
     return None
 
 
-def _read(given: _Given, target: _Target) -> Override:
-    words, annotation = given.words, target.type
-    if target.switches_off:
-        if words:
-            raise ConfigError(f"{given.option} takes no value, got {words[0]!r}. {_REMEDY}")
-        return Override(target.path, False)
-    allowed = 1 if not is_list(annotation) else len(words)
-    if len(words) > allowed:
+def _check_number(option: str, words: list[str], is_list: bool, expected: str) -> None:
+    if not words:
         raise ConfigError(
-            f"Unexpected argument {words[allowed]!r} after {given.option} {words[0]}: it takes one "
-            f"value. {_REMEDY}"
+            f"{option} needs a value, {expected}. A value that begins with -- is given as "
+            f"{option}=--value. {_REMEDY}"
         )
-    if not words and is_list(annotation):
+    if len(words) > 1 and not is_list:
         raise ConfigError(
-            f"{given.option} needs a value, {expected(annotation)}. A value that begins with -- is "
-            f"given as {given.option}=--value. {_REMEDY}"
+            f"Unexpected argument {words[1]!r} after {option} {words[0]}: it takes one value. {_REMEDY}"
         )
+
+
+def _parsed(annotation: Any, words: list[str]) -> Any:
+    """Returns words of the command line in the form of a TOML value, with numbers as text."""
+    origins, text = _origins(annotation), " ".join(words)
+    if type(None) in origins and text in _NONE:
+        return None
+    is_array = len(words) == 1 and text.lstrip().startswith("[")
+    if list in origins and not is_array:
+        return [part for word in words if word for part in word.split(",")]
+    if list in origins or dict in origins or is_dataclass(annotation):
+        return _data(text)
+    if Any in origins:
+        try:
+            return _data(text.lower() if text in ("True", "False") else text)
+        except ValueError:
+            return text
+    return text
+
+
+def _data(text: str) -> Any:
+    """Returns the value of a text in the form of TOML or of JSON."""
     try:
-        value = read_value(annotation, words)
-        return Override(target.path, _checked(annotation, value))
-    except ValueReadError as error:
-        hint = answer_to_value(".".join(target.path), " ".join(words))
-        raise ConfigError(f"{given.option} {error}. {hint or _REMEDY}") from error
-    except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"{given.option} must be {expected(annotation)}, got {' '.join(words)!r} "
-            f"({error}). {_REMEDY}"
-        ) from error
+        parsed = tomllib.loads(f"value = {text}")
+        if list(parsed) == ["value"]:
+            return parsed["value"]
+    except tomllib.TOMLDecodeError:
+        pass
+    return json.loads(text)
 
 
-def _checked(annotation: Any, value: Any) -> Any:
-    """Returns the value in the type of its setting; a table only with keys that it has."""
-    if not dataclasses.is_dataclass(annotation):
-        return msgspec.convert(value, type=annotation)
+def _converted(path: tuple[str, ...], annotation: Any, value: Any) -> Iterator[Override]:
+    """Yields a value in the type of its setting; of a table, each value that is given."""
+    if not is_dataclass(annotation):
+        yield path, msgspec.convert(value, type=annotation, strict=False)
+        return
     assert isinstance(annotation, type)
-    check_keys(annotation, value)
-    return _part(msgspec.convert(value, type=annotation), value)
+    check_keys(annotation, msgspec.convert(value, type=dict))
+    for f in fields(annotation):
+        if f.name in value:
+            yield from _converted((*path, f.name), f.type, value[f.name])
 
 
-def _part(table: Any, value: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a table that were given, in their types."""
-    part = {}
-    for key, given in value.items():
-        inner = getattr(table, key)
-        part[key] = _part(inner, given) if dataclasses.is_dataclass(inner) else inner
-    return part
+def members(annotation: Any) -> tuple[Any, ...]:
+    """Returns the members of a union, or the type itself, without ``Annotated``."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    is_union = get_origin(annotation) in (Union, types.UnionType)
+    return get_args(annotation) if is_union else (annotation,)
+
+
+def _origins(annotation: Any) -> set[Any]:
+    return {get_origin(member) or member for member in members(annotation)}
+
+
+def is_flag(annotation: Any) -> bool:
+    """Returns whether a setting is on or off."""
+    return members(annotation) == (bool,)
+
+
+def in_words(annotation: Any) -> str:
+    """Returns what a setting takes, in words."""
+    return " or ".join(_names(member)[1] for member in members(annotation))
+
+
+def metavar(annotation: Any) -> str:
+    """Returns what stands for the value of a setting, such as ``N`` or ``auto|cpu|cuda``."""
+    return _names(members(annotation)[0])[0]
+
+
+def _names(member: Any) -> tuple[str, str]:
+    origin = get_origin(member) or member
+    if origin is Literal:
+        choices = [str(choice) for choice in get_args(member)]
+        return "|".join(choices), f"one of {', '.join(choices)}"
+    if origin is list:
+        return "A,B,...", 'a list, such as A,B or ["A", "B"]'
+    if origin is dict or is_dataclass(origin):
+        return "{key = value}", 'a table, such as {key = "value"}'
+    return _SIMPLE.get(member, ("VALUE", "a value"))

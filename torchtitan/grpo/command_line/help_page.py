@@ -8,12 +8,43 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
-from torchtitan.grpo.command_line.topics import FIRST_TABLES, HEADINGS, OFTEN_SET
-from torchtitan.grpo.command_line.values import alternatives, bare_type, is_flag, is_list, is_table
+from torchtitan.grpo.command_line.arguments import is_flag, metavar
 from torchtitan.grpo.config.bounds import bounds_of
 from torchtitan.grpo.config.field_docs import field_docs, first_sentence
+
+HEADINGS = {
+    "model.hf_assets_path": "The model",
+    "prompts.path": "Prompts",
+    "prompts.single_rank_load": "How a batch is spread over ranks",
+    "reward.functions": "Rewards",
+    "evaluation.path": "Evaluation on held-out prompts",
+    "grpo.group_size": "The batch",
+    "grpo.advantage": "Advantages and shaped rewards",
+    "grpo.policy_loss": "Policy loss",
+    "grpo.old_policy": "Correction of the servers' log-probabilities",
+    "grpo.kl_coef": "KL penalty and reference model",
+    "grpo.entropy_coef": "Entropy bonus and supervised examples",
+    "grpo.logprob_chunk_tokens": "Memory, speed, export and the end of a run",
+    "rollout.max_head_offpolicyness": "Staleness and sampling",
+    "rollout.segment_tokens": "Environments and long completions",
+    "rollout.buffer_size_limit": "Batches and filters",
+    "rollout.max_process_restarts": "Dispatch and failures",
+    "rollout.record": "Record and replay",
+    "inference.kind": "Servers",
+    "weight_sync.transport": "How weights reach the servers",
+    "teacher.urls": "Distillation from a teacher",
+    "sft.path": "Supervised training in place of rollouts",
+    "guards.nonfinite": "What happens when a run goes wrong",
+    "workers.pass_variables": "Processes that run your code",
+    "observe.samples_per_step": "What a run prints and writes",
+}
+"""Headings by the setting that follows. A new user meets the tables in this order."""
+
+FIRST_TABLES = tuple(dict.fromkeys(key.partition(".")[0] for key in HEADINGS))
+# Torchtitan's tables that nearly every run sets, which come before its others.
+OFTEN_SET = ("job", "training", "optimizer", "lr_scheduler", "parallelism", "checkpoint", "debug")
 
 _MAX_WIDTH = 100
 _INDENT = " " * 8
@@ -53,7 +84,6 @@ class Setting:
 
     Attributes:
         key: ``table.name``.
-        type: Its type.
         default: Its default as it is written in TOML.
         doc: Its docstring in one line.
         bounds: The range of its values in words; empty if every value is valid.
@@ -68,6 +98,13 @@ class Setting:
     @property
     def table(self) -> str:
         return self.key.partition(".")[0]
+
+    @property
+    def head(self) -> str:
+        table, _, name = self.key.rpartition(".")
+        name = f"[no-]{name}" if is_flag(self.type) else name
+        default = "" if self.default in _EMPTY else f"({self.default})"
+        return "  " + " ".join(filter(None, [f"--{table}.{name}", metavar(self.type), default]))
 
 
 def help_words(args: list[str]) -> list[str] | None:
@@ -95,8 +132,7 @@ def page(config_type: type, words: list[str]) -> str:
 def settings(config_type: type) -> Iterator[Setting]:
     """Yields all settings, in the order of the page."""
     tables = {f.name: f.type for f in fields(config_type)}
-    first = [*FIRST_TABLES, *OFTEN_SET]
-    for name in [*first, *(name for name in tables if name not in first)]:
+    for name in dict.fromkeys([*FIRST_TABLES, *OFTEN_SET, *tables]):
         yield from _of_table(tables[name], name)
 
 
@@ -118,61 +154,20 @@ def _default(f: Field) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value).replace("'", '"')
 
 
-def metavar(annotation: Any) -> str:
-    """Returns what stands for the value of a setting, such as ``N`` or ``auto|cpu|cuda``."""
-    names = []
-    for member in alternatives(annotation):
-        if get_origin(member) is Literal:
-            names.append("|".join(map(str, get_args(member))))
-        elif is_list(member):
-            names.append("A,B,...")
-        elif is_table(member):
-            names.append("{key = value}")
-        elif member is not type(None):
-            names.append(
-                {int: "N", float: "X", str: "TEXT", bool: ""}.get(bare_type(member), "VALUE")
-            )
-    return names[0]
-
-
-def _head(setting: Setting) -> str:
-    table, _, name = setting.key.rpartition(".")
-    value = metavar(setting.type)
-    if is_flag(setting.type):
-        name = f"[no-]{name}"
-    shown = [
-        f"--{table}.{name}",
-        value,
-        "" if setting.default in _EMPTY else f"({setting.default})",
-    ]
-    return "  " + " ".join(filter(None, shown))
-
-
 def _by_topic(found: list[Setting], width: int) -> Iterator[str]:
     for setting in found:
         if setting.key in HEADINGS:
             yield from ("", HEADINGS[setting.key])
-        yield _head(setting)
-        yield from _wrapped(_opening(setting.doc), width)
-
-
-def _opening(doc: str) -> str:
-    return first_sentence(doc).replace("``", "") if doc else ""
-
-
-def _wrapped(text: str, width: int, indent: str = _INDENT) -> list[str]:
-    return textwrap.wrap(
-        text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
-    )
+        yield setting.head
+        if setting.doc:
+            yield from _wrapped(first_sentence(setting.doc), width)
 
 
 def _by_table(found: list[Setting], width: int) -> Iterator[str]:
-    yield ""
-    yield "Torchtitan's settings (--help TABLE explains a table)"
-    for table in dict.fromkeys(setting.table for setting in found):
-        names = [_name_in_table(s) for s in found if s.table == table]
+    yield from ("", "Torchtitan's settings (--help TABLE explains a table)")
+    for table, of_table in itertools.groupby(found, lambda setting: setting.table):
         yield f"  --{table}."
-        yield from _wrapped(", ".join(names), width)
+        yield from _wrapped(", ".join(map(_name_in_table, of_table)), width)
 
 
 def _name_in_table(setting: Setting) -> str:
@@ -188,9 +183,14 @@ def _in_full(found: list[Setting], word: str, width: int) -> Iterator[str]:
     if not chosen:
         yield f"No setting's name contains {word!r}. --help without a word lists all of them."
     for setting in chosen:
-        yield _head(setting)
-        yield from _wrapped(setting.doc.replace("``", ""), width)
-        facts = [f"Default: {setting.default}."]
-        if setting.bounds:
-            facts.append(f"Valid: {setting.bounds}.")
-        yield from _wrapped(" ".join(facts), width)
+        valid = f" Valid: {setting.bounds}." if setting.bounds else ""
+        yield setting.head
+        yield from _wrapped(setting.doc, width)
+        yield from _wrapped(f"Default: {setting.default}.{valid}", width)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    text = text.replace("``", "")
+    return textwrap.wrap(
+        text, width, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False
+    )

@@ -1,58 +1,51 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Which keys there are, and what is answered to one that there is not."""
+"""The keys of a configuration, and answers to keys and values that it does not have."""
 
 import difflib
 import functools
+import tomllib
 from collections.abc import Collection
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
-from torchtitan.grpo.command_line.errors import ConfigError
-from torchtitan.grpo.command_line.other_names import answer_to
+from torchtitan.grpo.command_line import ConfigError
 
 
 @functools.cache
 def all_keys(cls: type, prefix: str = "") -> dict[str, Any]:
-    """Returns the type of each setting by its key, ``table.name``, without the tables themselves."""
+    """Returns the type of each setting, and of each table, by its key, such as ``grpo.group_size``."""
     keys: dict[str, Any] = {}
     for f in fields(cls):
+        keys[prefix + f.name] = f.type
         if isinstance(f.type, type) and is_dataclass(f.type):
             keys |= all_keys(f.type, f"{prefix}{f.name}.")
-        else:
-            keys[prefix + f.name] = f.type
     return keys
 
 
 @functools.cache
-def all_tables(cls: type, prefix: str = "") -> dict[str, type]:
-    """Returns the class of each table by its key, those inside of others included."""
-    tables: dict[str, type] = {}
-    for f in fields(cls):
-        if isinstance(f.type, type) and is_dataclass(f.type):
-            tables[prefix + f.name] = f.type
-            tables |= all_tables(f.type, f"{prefix}{f.name}.")
-    return tables
+def settings(cls: type) -> dict[str, Any]:
+    """Returns the type of each setting by its key, ``table.name``."""
+    return {key: kind for key, kind in all_keys(cls).items() if not is_dataclass(kind)}
 
 
 def check_keys(cls: type, data: dict[str, Any], prefix: str = "", known: Any = None) -> None:
     """Refuses keys of a TOML file that no table has, and names the nearest key.
 
     Args:
-        cls: The table.
-        data: Its values.
-        prefix: Name of the table with a dot, empty for the whole configuration.
-        known: All keys of the configuration; None reads them from ``cls``.
+        cls: The table of ``data``, whose name is ``prefix`` without its dot.
+        known: All settings of the configuration; None reads them from ``cls``.
 
     Raises:
         ConfigError: If a key is unknown. The message names the first one.
     """
-    known = known or all_keys(cls)
+    known = known or settings(cls)
     table = {f.name: f.type for f in fields(cls)}
     for key, value in data.items():
         if key not in table:
-            named, hint = _nested_hint(f"{prefix}{key}", value, known)
+            named, hint = _nested_answer(f"{prefix}{key}", value, known)
             hint = hint or hint_for(f"{prefix}{key}", known, table)
             raise ConfigError(f"Unknown key {named} in the TOML file. {hint}")
         inner = table[key]
@@ -60,45 +53,61 @@ def check_keys(cls: type, data: dict[str, Any], prefix: str = "", known: Any = N
             check_keys(inner, value, f"{prefix}{key}.", known)
 
 
-def _nested_hint(key: str, value: Any, known: Collection[str]) -> tuple[str, str]:
+def _nested_answer(key: str, value: Any, known: Collection[str]) -> tuple[str, str]:
     """Returns the key that has an answer, the unknown table or a key in it, and the answer."""
-    is_misspelt = difflib.get_close_matches(key, _tables_of(known), n=1) and not answer_to(key)
+    tables = {k.partition(".")[0] for k in known}
+    is_misspelt = difflib.get_close_matches(key, tables, n=1) and not answer_to(key)
     if isinstance(value, dict) and not is_misspelt:
         for name, inner in value.items():
-            named, answer = _nested_hint(f"{key}.{name}", inner, known)
+            named, answer = _nested_answer(f"{key}.{name}", inner, known)
             if answer:
                 return named, answer
     return key, answer_to(key)
-
-
-def _tables_of(known: Collection[str]) -> set[str]:
-    return {key.partition(".")[0] for key in known}
 
 
 def hint_for(key: str, known: Collection[str], siblings: Collection[str], mark: str = "") -> str:
     """Returns the sentence that helps whoever wrote an unknown key.
 
     Args:
-        key: The key that was written.
-        known: All keys that there are.
+        known: All settings that there are.
         siblings: Names in the table that was written.
-        mark: What stands before a key where it was written: ``--``, or nothing.
+        mark: Stands before a key where it was written: ``--``, or nothing.
     """
     if answer := answer_to(key):
         return answer
     table, _, name = key.rpartition(".")
-    if name in {k.rpartition(".")[2] for k in known}:
-        return _elsewhere(key, known)
-    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.5)
-    if near:
-        return f"Did you mean {mark}{table + '.' if table else ''}{near[0]}?"
-    return _elsewhere(key, known)
-
-
-def _elsewhere(key: str, known: Collection[str]) -> str:
-    same_name = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
-    if same_name:
+    if same_name := [k for k in known if k.rpartition(".")[2] == name]:
         near = difflib.get_close_matches(key, same_name, n=2, cutoff=0.0)
         return f"There is {' and '.join(near)}: is it in the wrong table?"
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    return f"The nearest key is {near[0]}."
+    if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.5):
+        return f"Did you mean {mark}{table + '.' if table else ''}{near[0]}?"
+    return f"The nearest key is {difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]}."
+
+
+@functools.cache
+def other_names() -> dict[str, Any]:
+    """Returns what other projects call settings, tables and values, each with its answer."""
+    data = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text())
+    by_key = {key: _by_name(answers) for key, answers in data["values"].items()}
+    return {"names": _by_name(data["names"]), "tables": _by_name(data["tables"]), "values": by_key}
+
+
+def _by_name(answers: dict[str, list[str]]) -> dict[str, str]:
+    return {name: answer for answer, names in answers.items() for name in names}
+
+
+def answer_to(key: str) -> str:
+    """Returns the answer to another project's name for a setting or table; empty if it has none."""
+    key = key.replace("-", "_")
+    parts, names = key.split("."), other_names()["names"]
+    for name in (".".join(parts[i:]) for i in range(len(parts))):
+        if answer := names.get(name):
+            return answer if " " in answer else f"It is called {answer} here."
+    return other_names()["tables"].get(key, "")
+
+
+def answer_to_value(key: str, value: object) -> str:
+    """Returns the answer to another project's name for a value of a setting; mostly empty."""
+    word = str(value).lower().replace("-", "_")
+    answer = other_names()["values"].get(key, {}).get(word, "")
+    return f'It is called "{answer}" here.' if answer and " " not in answer else answer

@@ -14,18 +14,18 @@ from typing import Any
 
 import msgspec
 
-from torchtitan.grpo.command_line.arguments import Override, apply, read_arguments
-from torchtitan.grpo.command_line.errors import ConfigError
-from torchtitan.grpo.command_line.keys import check_keys
-from torchtitan.grpo.command_line.other_names import answer_to_value
+from torchtitan.grpo.command_line import ConfigError
+from torchtitan.grpo.command_line.arguments import Override, read_arguments
+from torchtitan.grpo.command_line.keys import answer_to_value, check_keys
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.system.file_formats import UTF8_MARK, other_format
 from torchtitan.grpo.system.files import open_regular
+from torchtitan.grpo.upstream.configuration import merged_tables
 
 _KEY_VARIABLES = {
-    "inference.api_key": "TORCHTITAN_GRPO_API_KEY",
-    "inference.admin_key": "TORCHTITAN_GRPO_ADMIN_KEY",
-    "teacher.api_key": "TORCHTITAN_GRPO_TEACHER_KEY",
+    ("inference", "api_key"): "TORCHTITAN_GRPO_API_KEY",
+    ("inference", "admin_key"): "TORCHTITAN_GRPO_ADMIN_KEY",
+    ("teacher", "api_key"): "TORCHTITAN_GRPO_TEACHER_KEY",
 }
 
 
@@ -42,24 +42,22 @@ def read_config(args: list[str]) -> JobConfig:
         module = job.get("custom_config_module") if isinstance(job, dict) else None
     cls = _with_custom_tables(module) if module else JobConfig
     overrides = read_arguments(cls, args)
-    _refuse_keys(overrides)
-    config = _from_toml(cls, data)
-    apply(config, overrides)
-    return config
-
-
-def _refuse_keys(overrides: list[Override]) -> None:
-    """Refuses keys on the command line, which `ps` shows and trackers of runs keep."""
+    _refuse_secrets(overrides)
+    check_keys(cls, data)
     for override in overrides:
-        for key, variable in _KEY_VARIABLES.items():
-            table, name = key.split(".")
-            is_inside = override.path == (table,) and name in override.value
-            if override.path == (table, name) or is_inside:
-                raise ConfigError(
-                    f"--{key} must not stand on the command line: every user of the machine can list it, "
-                    f"and wandb keeps it. Set the environment variable {variable}, or {name} in "
-                    f"[{table}] of a TOML file that only you can read (chmod 600)."
-                )
+        _put(data, override)
+    return _converted(cls, data)
+
+
+def _refuse_secrets(overrides: list[Override]) -> None:
+    """Refuses keys on the command line, which `ps` shows and trackers of runs keep."""
+    for path, _ in overrides:
+        if variable := _KEY_VARIABLES.get(path[:2]):
+            raise ConfigError(
+                f"--{'.'.join(path)} must not stand on the command line: every user of the machine "
+                f"can list it, and wandb keeps it. Set the environment variable {variable}, or "
+                f"{path[1]} in [{path[0]}] of a TOML file that only you can read (chmod 600)."
+            )
 
 
 def _last_value(args: list[str], key: str) -> str | None:
@@ -93,30 +91,33 @@ def _read_toml(path: str | None) -> dict[str, Any]:
 
 def _with_custom_tables(module: str) -> type[JobConfig]:
     """Returns the tables merged with those of ``job.custom_config_module``, as torchtitan does."""
-    from torchtitan.grpo.upstream.configuration import ConfigManager
-
     try:
         custom = importlib.import_module(module).JobConfig
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"job.custom_config_module must be a module with a class JobConfig, got {module}: {error}."
         ) from error
-    return ConfigManager._merge_configs(JobConfig, custom)
+    return merged_tables(JobConfig, custom)
 
 
-def _from_toml(cls: type[JobConfig], data: dict[str, Any]) -> JobConfig:
-    check_keys(cls, data)
+def _put(data: dict[str, Any], override: Override) -> None:
+    """Sets a value in the data of a TOML file. A part that should be a table becomes one."""
+    (*tables, name), value = override
+    for table in tables:
+        inner = data.get(table)
+        data[table] = data = dict(inner) if isinstance(inner, dict) else {}
+    data[name] = value
+
+
+def _converted(cls: type[JobConfig], data: dict[str, Any]) -> JobConfig:
     try:
         return msgspec.convert(data, type=cls)
     except msgspec.ValidationError as error:
         message = re.sub(r"`\$\.(.*)`", r"\1", str(error))
-        hint = _hint_for_value(message.rpartition(" ")[2], data)
-        raise ConfigError(f"{message}. {hint}Change the value in the TOML file.") from error
-
-
-def _hint_for_value(key: str, data: dict[str, Any]) -> str:
-    value: Any = data
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    answer = answer_to_value(key, value)
-    return answer and f"{answer} "
+        key, value = message.rpartition(" ")[2], data
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        hint = answer_to_value(key, value)
+        raise ConfigError(
+            f"{message.removesuffix('.')}. {hint}{' ' if hint else ''}Change it."
+        ) from error

@@ -100,7 +100,7 @@ class Evaluation(EvaluationSet):
 def evaluation_sets(evaluation: Evaluation) -> dict[str, EvaluationSet]:
     """Returns the sets of held-out prompts by name, each with all its settings.
 
-    The settings must have been checked (`config_checks/evaluation.py`).
+    The settings must have been checked (`config_checks/prompts.py`).
     """
     common = {f.name: getattr(evaluation, f.name) for f in fields(EvaluationSet)}
     if evaluation.path is not None:

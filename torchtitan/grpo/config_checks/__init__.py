@@ -3,35 +3,40 @@
 
 """Refuses configurations that cannot work, before any process group exists.
 
-Each file checks one subject. `ranges.py` enforces the bounds that stand at the fields of the
-tables; the other files find settings that contradict each other, or that nothing would read. No
-check needs a device.
+`ranges.py` enforces the bounds that stand at the fields of the tables, and `unread.py` finds settings
+that nothing would read. The other files find contradictions, each in one subject. No check needs a
+device.
 """
 
-from torchtitan.grpo.config_checks.checkpoints import check_checkpoints
-from torchtitan.grpo.config_checks.data import check_data, check_lengths, longest_sequence
-from torchtitan.grpo.config_checks.determinism import check_determinism
-from torchtitan.grpo.config_checks.dispatch import check_dispatch
-from torchtitan.grpo.config_checks.environments import check_environments
-from torchtitan.grpo.config_checks.evaluation import check_evaluation
-from torchtitan.grpo.config_checks.filters import check_filters
-from torchtitan.grpo.config_checks.guards import check_guards
+from torchtitan.grpo.config_checks.learning import check_losses, check_supervised, check_teacher
 from torchtitan.grpo.config_checks.lora import check_lora
-from torchtitan.grpo.config_checks.losses import check_losses
-from torchtitan.grpo.config_checks.machine import check_layout, check_machine, check_model
-from torchtitan.grpo.config_checks.observe import check_observe, check_profiling
-from torchtitan.grpo.config_checks.optimizer import check_optimizer
-from torchtitan.grpo.config_checks.prompts import check_prompts
+from torchtitan.grpo.config_checks.observe import check_guards, check_observe, check_profiling
+from torchtitan.grpo.config_checks.prompts import check_evaluation, check_prompts
 from torchtitan.grpo.config_checks.ranges import check_ranges, check_refused, check_required
+from torchtitan.grpo.config_checks.rollouts import (
+    check_data,
+    check_determinism,
+    check_dispatch,
+    check_environments,
+    check_filters,
+    check_lengths,
+    check_stream,
+    longest_sequence,
+)
 from torchtitan.grpo.config_checks.rules import ConfigError
 from torchtitan.grpo.config_checks.servers import (
     check_inference,
     check_weight_sync,
     unused_server_settings,
 )
-from torchtitan.grpo.config_checks.stream import check_stream
-from torchtitan.grpo.config_checks.supervised import check_supervised
-from torchtitan.grpo.config_checks.teacher import check_teacher
+from torchtitan.grpo.config_checks.trainer import (
+    check_checkpoints,
+    check_layout,
+    check_machine,
+    check_model,
+    check_optimizer,
+)
+from torchtitan.grpo.config_checks.unread import check_unread
 from torchtitan.grpo.job_config import JobConfig
 
 __all__ = ["ConfigError", "check_model", "longest_sequence", "unused_server_settings", "validate"]
@@ -48,6 +53,7 @@ def validate(config: JobConfig) -> None:
         check_prompts,
         check_refused,
         check_ranges,
+        check_unread,
         check_losses,
         check_optimizer,
         check_lengths,

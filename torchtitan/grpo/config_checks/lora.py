@@ -6,7 +6,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from torchtitan.grpo.config_checks.rules import check_read, require
+from torchtitan.grpo.config_checks.rules import require
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.pipeline.stages import stage_modules
 from torchtitan.grpo.weight_wire.adapter_names import TARGETS
@@ -14,15 +14,10 @@ from torchtitan.grpo.weight_wire.adapter_names import TARGETS
 if TYPE_CHECKING:
     from torchtitan.grpo.models.hf_config import HFModel
 
-_READ_WITH = (
-    (lambda lora: lora.rank > 0, "lora.rank above 0", ("alpha", "target_modules", "base_dtype", "push")),
-)  # fmt: skip
-
 
 def check_lora(config: JobConfig) -> None:
     """Refuses adapters together with what cannot work with them."""
     lora, grpo, checkpoint = config.lora, config.grpo, config.checkpoint
-    check_read("lora", lora, _READ_WITH)
     if lora.rank == 0:
         return
     unknown = [name for name in lora.target_modules if name not in TARGETS]

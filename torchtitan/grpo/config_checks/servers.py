@@ -4,29 +4,17 @@
 """Checks settings of the servers, and of the push of weights to them."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from torchtitan.grpo import config as grpo_config
-from torchtitan.grpo.config_checks.rules import ConfigError, check_file, check_read, require
+from torchtitan.grpo.config_checks.rules import ConfigError, check_file, require
 from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE
 from torchtitan.grpo.inference.kinds import KINDS, KindRow, kind_row, refuse_keys
 from torchtitan.grpo.inference.registry import registry_folder
 from torchtitan.grpo.inference.urls import checked_host, named_urls, split_address
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.system.network import is_loopback
-
-_INFERENCE_READ_WITH: tuple[
-    tuple[Callable[[grpo_config.Inference], bool], str, tuple[str, ...]], ...
-] = (
-    (
-        lambda inference: inference.launch and inference.kind != "embedded",
-        "inference.launch = true and inference.kind = 'vllm' or 'sglang'",
-        ("tensor_parallel_size", "gpu_memory_utilization"),
-    ),
-)
-"""Keys of ``[inference]`` that are read only if other settings hold."""
 
 
 def check_inference(config: JobConfig) -> None:
@@ -54,7 +42,6 @@ def check_inference(config: JobConfig) -> None:
         raise ConfigError(str(error)) from error
     _check_registry(inference)
     _check_reachable(urls)
-    check_read("inference", inference, _INFERENCE_READ_WITH)
     row = _row_of(inference.kind)
     needs_python = inference.launch and row.environment is not None
     require(
@@ -155,32 +142,9 @@ def unused_server_settings(config: JobConfig) -> list[str]:
     ]
 
 
-_SyncHolds = Callable[[grpo_config.WeightSync], bool]
-
-_SYNC_READ_WITH: tuple[tuple[_SyncHolds, str, tuple[str, ...]], ...] = (
-    (
-        lambda sync: sync.transport != "disk",
-        "weight_sync.transport = 'auto', 'nccl' or 'host'",
-        ("master_address", "delta"),
-    ),
-    (
-        lambda sync: sync.transport == "disk",
-        "weight_sync.transport = 'disk'",
-        ("disk_path",),
-    ),
-    (
-        lambda sync: sync.attest_every > 0,
-        "weight_sync.attest_every above 0",
-        ("attest_tolerance",),
-    ),
-)
-"""Keys of ``[weight_sync]`` that are read only if another setting holds."""
-
-
 def check_weight_sync(config: JobConfig) -> None:
     """Refuses settings of the push that contradict each other, or that the servers cannot do."""
     sync = config.weight_sync
-    check_read("weight_sync", sync, _SYNC_READ_WITH)
     require(
         sync.max_retry_seconds >= sync.retry_seconds,
         f"weight_sync.max_retry_seconds must be at least weight_sync.retry_seconds "

@@ -4,7 +4,7 @@
 """Checks the teacher's ratings in a file of recorded rollouts.
 
 A group has a rating of each of its tokens, or none at all. The settings of the run that replays it must
-be those that a run with a teacher may have; `config_checks/teacher.py` cannot see what a file holds.
+be those that a run with a teacher may have; `config_checks/learning.py` cannot see what a file holds.
 """
 
 from collections.abc import Iterator

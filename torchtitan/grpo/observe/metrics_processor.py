@@ -18,21 +18,21 @@ import torch.distributed as dist
 
 from torchtitan.grpo import strict_json
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.observe.console import Progress
 from torchtitan.grpo.observe.equal_rewards import EqualRewardsWatch
 from torchtitan.grpo.observe.evaluation_records import (
     evaluation_lines,
     evaluation_metrics,
     sample_records,
 )
-from torchtitan.grpo.observe.progress import Progress
 from torchtitan.grpo.observe.rank_monitor import RankMonitor
 from torchtitan.grpo.observe.report import (
     RunOutcome,
+    draw_reward_curve,
     summarize,
     summarize_supervised,
     write_summary,
 )
-from torchtitan.grpo.observe.reward_curve import draw_reward_curve
 from torchtitan.grpo.observe.run_log import RunLog
 from torchtitan.grpo.observe.sample_log import sample_text
 from torchtitan.grpo.observe.trackers import log_samples, wandb_place, wandb_run, without_pipeline

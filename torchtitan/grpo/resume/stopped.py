@@ -8,9 +8,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan.grpo.command_line.launched import LAUNCH_VARIABLE
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.resume.checkpoint_files import is_whole
+from torchtitan.grpo.run_folder.launch import LAUNCH_VARIABLE
 from torchtitan.grpo.run_folder.start_record import without_keys
 
 _MODULE = "torchtitan.grpo_train"

@@ -19,10 +19,15 @@ from pathlib import Path
 
 import msgspec
 
-from torchtitan.grpo.command_line.launched import LAUNCH_ID_VARIABLE
 from torchtitan.grpo.run_folder.contents import STARTS_FOLDER
 from torchtitan.grpo.system.files import write_whole
 from torchtitan.grpo.system.network import boot_id
+
+LAUNCH_VARIABLE = "TORCHTITAN_GRPO_LAUNCH"
+"""Variable in which `scripts/launch_multinode.sh` leaves its command, up to the settings of the run."""
+
+LAUNCH_ID_VARIABLE = "TORCHTITAN_GRPO_LAUNCH_ID"
+"""Variable in which a scheduler that starts whole runs again names the run, the same each time."""
 
 _FILE = f"{STARTS_FOLDER}/launch.json"
 

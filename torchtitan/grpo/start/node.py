@@ -17,9 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from torchtitan.grpo.command_line.errors import ConfigError
-from torchtitan.grpo.command_line.launched import LAUNCH_VARIABLE
-from torchtitan.grpo.command_line.light_tables import without_torch
+from torchtitan.grpo.command_line import ConfigError, without_torch
+from torchtitan.grpo.run_folder.launch import LAUNCH_VARIABLE
 from torchtitan.grpo.system.network import address_of, interface_of, is_loopback, source_address
 from torchtitan.grpo.system.private_folders import make_private_folder, remove_private_folder
 from torchtitan.grpo.system.waits import Reminders

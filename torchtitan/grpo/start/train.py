@@ -7,7 +7,7 @@ import math
 import sys
 from dataclasses import dataclass
 
-from torchtitan.grpo.command_line.errors import ConfigError
+from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.command_line.reading import read_config
 from torchtitan.grpo.job_config import JobConfig
 

@@ -6,7 +6,15 @@
 0.3.0 has none of these dataclasses, and no TOML. A move would copy them into `grpo/config/`.
 """
 
-from torchtitan.config import ConfigManager, JobConfig, Profiling, job_config
-from torchtitan.config.job_config import LRScheduler, Parallelism
+from torchtitan.config import job_config
+from torchtitan.config.job_config import JobConfig, LRScheduler, Parallelism, Profiling
 
-__all__ = ["ConfigManager", "JobConfig", "LRScheduler", "Parallelism", "Profiling", "job_config"]
+__all__ = ["JobConfig", "LRScheduler", "Parallelism", "Profiling", "job_config", "merged_tables"]
+
+
+def merged_tables(ours: type, custom: type) -> type:
+    """Returns a configuration with the tables of both, as ``job.custom_config_module`` wants it."""
+    # Not above: ``--help`` reads the tables without torch, which this import needs.
+    from torchtitan.config import ConfigManager
+
+    return ConfigManager._merge_configs(ours, custom)

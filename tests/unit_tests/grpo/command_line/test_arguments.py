@@ -7,16 +7,16 @@ import json
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from torchtitan.grpo.command_line.errors import ConfigError
-from torchtitan.grpo.command_line.keys import all_keys
+from torchtitan.grpo.command_line import ConfigError
+from torchtitan.grpo.command_line.arguments import is_flag, members
+from torchtitan.grpo.command_line.keys import settings as all_settings
 from torchtitan.grpo.command_line.reading import read_config
-from torchtitan.grpo.command_line.values import alternatives, bare_type, is_flag
 from torchtitan.grpo.job_config import JobConfig
 
-KEYS = all_keys(JobConfig)
+KEYS = all_settings(JobConfig)
 # They name a file and a module that are read at once.
 OPENED = {"job.config_file", "job.custom_config_module"}
 # They are refused on the command line.
@@ -27,7 +27,13 @@ ANY = st.one_of(st.integers(-9, 9), st.booleans(), st.text("abc xyz", min_size=1
 
 def values(annotation: Any) -> st.SearchStrategy:
     """Values of a setting's type."""
-    annotation = bare_type(annotation)
+    if len(of_union := members(annotation)) > 1:
+        if any(
+            get_origin(m) is list for m in of_union
+        ):  # where text would stand for a list as well
+            of_union = tuple(m for m in of_union if m is not str)
+        return st.one_of([st.none() if m is type(None) else values(m) for m in of_union])
+    (annotation,) = of_union
     if get_origin(annotation) is Literal:
         return st.sampled_from(get_args(annotation))
     if get_origin(annotation) is list:
@@ -36,10 +42,6 @@ def values(annotation: Any) -> st.SearchStrategy:
         return st.dictionaries(
             st.text("ab", min_size=1), values(get_args(annotation)[1]), max_size=3
         )
-    if len(members := alternatives(annotation)) > 1:
-        # Text stands for a list where both are allowed.
-        members = [m for m in members if m is not str or get_origin(members[0]) is not list]
-        return st.one_of([st.none() if m is type(None) else values(m) for m in members])
     simple = {
         bool: st.booleans(),
         int: st.integers(-(10**12), 10**12),
@@ -73,6 +75,9 @@ def dashed(key: str) -> str:
 @given(data=st.data())
 def test_what_is_set_is_read_back(key, data):
     value = data.draw(values(KEYS[key]))
+    assume(
+        value != "" or key != "parallelism.context_parallel_load_balancer"
+    )  # torchtitan refuses it
     text = written(value)
     assert read(key, f"--{key}={text}") == value
     assert read(key, f"--{dashed(key)}={text}") == value

@@ -3,10 +3,16 @@
 
 """The page of ``--help`` shows every setting, this project's first."""
 
-from torchtitan.grpo.command_line.help_page import help_words, page, settings
-from torchtitan.grpo.command_line.keys import all_keys
-from torchtitan.grpo.command_line.topics import FIRST_TABLES, HEADINGS, OFTEN_SET
-from torchtitan.grpo.command_line.values import is_flag
+from torchtitan.grpo.command_line.arguments import is_flag
+from torchtitan.grpo.command_line.help_page import (
+    FIRST_TABLES,
+    HEADINGS,
+    OFTEN_SET,
+    help_words,
+    page,
+    settings,
+)
+from torchtitan.grpo.command_line.keys import settings as all_settings
 from torchtitan.grpo.job_config import JobConfig
 
 
@@ -44,7 +50,7 @@ def test_a_word_shows_the_full_text_of_what_it_names():
 
 def test_headings_stand_at_settings_that_there_are():
     keys = [setting.key for setting in settings(JobConfig)]
-    assert sorted(keys) == sorted(all_keys(JobConfig))
+    assert sorted(keys) == sorted(all_settings(JobConfig))
     assert set(HEADINGS) <= set(keys)
     tables = {key.partition(".")[0] for key in keys}
     assert {*FIRST_TABLES, *OFTEN_SET} <= tables

@@ -8,25 +8,27 @@ import typing
 
 import pytest
 
-from torchtitan.grpo.command_line.errors import ConfigError
-from torchtitan.grpo.command_line.keys import all_keys, all_tables
-from torchtitan.grpo.command_line.other_names import (
-    OTHER_NAMES,
-    OTHER_TABLES,
-    OTHER_VALUES,
+from torchtitan.grpo.command_line import ConfigError
+from torchtitan.grpo.command_line.keys import (
+    all_keys,
     answer_to,
     answer_to_value,
+    other_names,
+    settings,
 )
 from torchtitan.grpo.command_line.reading import read_config
 from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.losses.policy_terms import BUILTIN
 
-KEYS, TABLES = all_keys(JobConfig), all_tables(JobConfig)
+KEYS = settings(JobConfig)
+TABLES = set(all_keys(JobConfig)) - set(KEYS)
+NAMES, OTHER_TABLES, VALUES = (other_names()[part] for part in ("names", "tables", "values"))
+ANSWERS = {**NAMES, **OTHER_TABLES}
 
 
 def test_every_answer_names_settings_that_there_are():
-    for name, answer in {**OTHER_NAMES, **OTHER_TABLES}.items():
+    for name, answer in ANSWERS.items():
         for key in re.findall(r"\b([a-z_]+\.[a-z_0-9]+)\b", answer):
             is_setting = key in KEYS or key in ("samples.jsonl", "torchtitan.grpo")
             assert is_setting, f"{name}: {key}"
@@ -52,9 +54,8 @@ NO_VALUES = {"organization/name@revision", "gloo"}
 
 
 def test_every_answer_names_values_that_there_are():
-    given = {**OTHER_NAMES, **OTHER_TABLES}
-    given |= {
-        f"{k} = {v}": answer_to_value(k, v) for k, of_key in OTHER_VALUES.items() for v in of_key
+    given = ANSWERS | {
+        f"{k} = {v}": answer_to_value(k, v) for k, of_key in VALUES.items() for v in of_key
     }
     num_words = 0
     for name, answer in given.items():
@@ -64,7 +65,7 @@ def test_every_answer_names_values_that_there_are():
             assert word in known, f"{name}: {word}"
             num_words += 1
     assert num_words > 40
-    for key, of_key in OTHER_VALUES.items():
+    for key, of_key in VALUES.items():
         assert key in KEYS
         assert not set(of_key) & values_of(key), "what is a value needs no answer"
 
@@ -100,9 +101,9 @@ def test_no_name_hides_a_setting_of_ours():
     # A name that a setting of ours has as well is answered by that setting, unless both may be meant.
     names = {key.rpartition(".")[2] for key in KEYS}
     both = {"delta", "max_concurrent", "model_path", "tensor_parallel_size"}
-    assert set(OTHER_NAMES) & names == both
-    assert not set(OTHER_NAMES) & set(KEYS)
-    assert not (set(OTHER_NAMES) | set(OTHER_TABLES)) & set(TABLES)
+    assert set(NAMES) & names == both
+    assert not set(NAMES) & set(KEYS)
+    assert not (set(NAMES) | set(OTHER_TABLES)) & set(TABLES)
 
 
 @pytest.mark.parametrize(

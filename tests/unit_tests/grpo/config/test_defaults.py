@@ -7,8 +7,8 @@ import tomllib
 
 import pytest
 
-from torchtitan.grpo.config_checks.description import changed_defaults, describe_settings
 from torchtitan.grpo.config_manager import ConfigError, load_config
+from torchtitan.grpo.dry_run import changed_defaults, describe_settings
 
 SMALLEST = """
 [model]

@@ -5,7 +5,7 @@
 
 import pytest
 
-from torchtitan.grpo.command_line.errors import ConfigError
+from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.config_checks import unused_server_settings
 from torchtitan.grpo.config_checks.observe import check_observe
 from torchtitan.grpo.config_checks.servers import check_inference, check_weight_sync

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hub_cache import REVISION, fill_cache
 
-from torchtitan.grpo.command_line.errors import ConfigError
+from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.command_line.reading import read_config
 from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.dry_run import dry_run

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from torchtitan.grpo.command_line.errors import ConfigError
+from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.config_checks import check_model
 from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.inference.embedded.__main__ import build_server, parse_arguments

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from torchtitan.grpo.observe.clock import StepClock
+from torchtitan.grpo.observe.profiling import StepClock
 from torchtitan.grpo.observe.report import mean_over, write_summary
 from torchtitan.grpo.observe.run_log import RunLog
 

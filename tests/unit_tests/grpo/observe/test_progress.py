@@ -19,7 +19,7 @@ PROGRAM = """
 import logging, sys, warnings
 from torchtitan.tools.logging import init_logger, logger
 init_logger()
-from torchtitan.grpo.observe.progress import Progress
+from torchtitan.grpo.observe.console import Progress
 
 def metrics(size):
     return {

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.grpo.command_line.launched import LAUNCH_VARIABLE
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.resume.stopped import describe_stop, resume_command
+from torchtitan.grpo.run_folder.launch import LAUNCH_VARIABLE
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from torchtitan.grpo.command_line.errors import ConfigError
+from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.start.node import find_place, launch_command, parse
 from torchtitan.grpo.system.waits import Reminders
 

@@ -5,7 +5,7 @@
 
 import pytest
 
-from torchtitan.grpo.command_line.errors import ConfigError
+from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.command_line.reading import read_config
 from torchtitan.grpo.start.train import choose_num_ranks, parse
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from torchtitan.grpo.command_line.errors import ConfigError
+from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.command_line.reading import read_config
 from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.data.ptx import _examples

@@ -17,7 +17,7 @@ import pytest
 
 from torchtitan.grpo import verify
 from torchtitan.grpo.cli import run
-from torchtitan.grpo.command_line.errors import ConfigError
+from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.command_line.reading import read_config
 from torchtitan.grpo.config_checks.rules import check_file
 from torchtitan.grpo.data.ptx import PtxStream

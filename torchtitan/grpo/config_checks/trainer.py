@@ -1,20 +1,58 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Checks what the trainer's machine must have, and what the model allows."""
+"""Checks the trainer: checkpoints, the optimizer, and what machine and model must have."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.grpo.config_checks.data import longest_sequence
 from torchtitan.grpo.config_checks.layout import layout_problems, model_layout_problems
 from torchtitan.grpo.config_checks.lora import model_lora_problems
+from torchtitan.grpo.config_checks.rollouts import longest_sequence
 from torchtitan.grpo.config_checks.rules import ConfigError, require
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.job_config import JobConfig, Optimizer
 from torchtitan.grpo.models.hub import is_hub_name
 
 if TYPE_CHECKING:
     from torchtitan.grpo.models.hf_config import HFModel
+
+
+def check_checkpoints(config: JobConfig) -> None:
+    """Refuses ways to write checkpoints that this machine does not have."""
+    if not config.checkpoint.enable:
+        return
+    require(
+        config.checkpoint.keep_latest_k != 1,
+        "checkpoint.keep_latest_k must be 0 (all) or at least 2, because a checkpoint is removed only "
+        "once a newer one is whole, got 1. Set 2.",
+    )
+    if config.checkpoint.async_mode == "async_with_pinned_mem":
+        # Imported here, because torch takes seconds.
+        import torch
+
+        require(
+            torch.cuda.is_available(),
+            'checkpoint.async_mode = "async_with_pinned_mem" needs a GPU, and none is visible. Set '
+            'checkpoint.async_mode = "async", which writes on a thread.',
+        )
+
+
+def check_optimizer(config: JobConfig) -> None:
+    """Refuses settings that nothing would read, or that Muon cannot work with."""
+    optimizer: Optimizer = config.optimizer
+    if optimizer.name != "Muon":
+        return
+    require(
+        not optimizer.early_step_in_backward,
+        "optimizer.early_step_in_backward cannot be combined with optimizer.name = 'Muon', which "
+        "gathers matrices of all ranks in one order. Leave it at false.",
+    )
+    require(
+        optimizer.muon_adjust_lr != "original" or optimizer.muon_lr > 0,
+        "optimizer.muon_lr must be set with optimizer.muon_adjust_lr = 'original', whose updates are "
+        f"not as large as AdamW's, so that optimizer.lr ({optimizer.lr:g}) would not fit both. Set "
+        "optimizer.muon_lr, or take 'match_rms_adamw'.",
+    )
 
 
 def check_machine(config: JobConfig) -> None:

@@ -1,0 +1,220 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Checks what the run learns from: the loss, a teacher, or examples."""
+
+from torchtitan.grpo import config as grpo_config
+from torchtitan.grpo.command_line.keys import answer_to_value
+from torchtitan.grpo.config import Teacher
+from torchtitan.grpo.config_checks.rules import ConfigError, check_file, require
+from torchtitan.grpo.inference.kinds import KINDS
+from torchtitan.grpo.inference.urls import checked_urls, named_urls
+from torchtitan.grpo.job_config import JobConfig
+
+
+def check_losses(config: JobConfig) -> None:
+    """Refuses settings of the loss that contradict each other, or that nothing would read."""
+    _check_comparisons(config)
+    _check_policy_loss(config.grpo)
+    _check_mismatch(config.grpo)
+
+
+def _check_comparisons(config: JobConfig) -> None:
+    """Checks rewards, advantages and aggregation."""
+    grpo, longest = config.grpo, config.rollout.max_new_tokens
+    require(
+        grpo.group_size > 1 or grpo.advantage == "batch_norm" or not config.has_rewards,
+        "grpo.group_size must be at least 2 for advantages relative to the group, got 1. Raise it, "
+        f"or set grpo.advantage = 'batch_norm' (it is {grpo.advantage!r}).",
+    )
+    require(
+        grpo.group_size > 1 or not grpo.filter_zero_advantage,
+        "grpo.filter_zero_advantage leaves out every group of one rollout. Raise grpo.group_size (it "
+        "is 1) or set grpo.filter_zero_advantage = false.",
+    )
+    require(
+        not (grpo.filter_zero_advantage and grpo.kl_coef > 0 and grpo.kl_in == "reward"),
+        "grpo.filter_zero_advantage cannot be used with grpo.kl_coef above 0 "
+        f"({grpo.kl_coef}) and grpo.kl_in = 'reward': groups with equal rewards are left out before "
+        "the penalty, which makes their rewards differ, is known. Set grpo.kl_in = 'loss' or "
+        "grpo.filter_zero_advantage = false.",
+    )
+    require(
+        grpo.advantage != "max_rl"
+        or not ((grpo.kl_coef > 0 and grpo.kl_in == "reward") or grpo.overlong_buffer > 0),
+        "grpo.advantage = 'max_rl' needs rewards of at least 0, so nothing can be subtracted from "
+        f"them: got grpo.overlong_buffer = {grpo.overlong_buffer}, grpo.kl_coef = {grpo.kl_coef} "
+        f"and grpo.kl_in = {grpo.kl_in!r}. Set grpo.overlong_buffer = 0 and grpo.kl_in = 'loss'.",
+    )
+    require(
+        grpo.overlong_buffer <= longest,
+        f"grpo.overlong_buffer must be at most rollout.max_new_tokens ({longest}), got "
+        f"{grpo.overlong_buffer}.",
+    )
+
+
+def _check_policy_loss(grpo: grpo_config.GRPO) -> None:
+    from torchtitan.grpo.losses.objective import metric_reductions
+    from torchtitan.grpo.losses.policy_function import check_policy_function
+
+    try:
+        check_policy_function(grpo)
+        metric_reductions(grpo)  # refuses metrics whose names are those of every loss
+    except ValueError as error:
+        answer = answer_to_value("grpo.policy_loss", grpo.policy_loss)
+        raise ConfigError(f"{error} {answer}".rstrip()) from error
+
+
+def _check_mismatch(grpo: grpo_config.GRPO) -> None:
+    require(
+        grpo.importance_floor < grpo.importance_cap,
+        f"grpo.importance_floor must be below grpo.importance_cap ({grpo.importance_cap}), got "
+        f"{grpo.importance_floor}.",
+    )
+    require(
+        grpo.old_policy == "step_start" or grpo.mismatch_correction != "mask",
+        "grpo.mismatch_correction = 'mask' needs grpo.old_policy = 'step_start': with 'sampling' the "
+        "ratio is taken against the policy that sampled the tokens, and nothing is corrected.",
+    )
+
+
+def check_teacher(config: JobConfig) -> None:
+    """Refuses teachers that cannot rate what is sampled, and settings that would hide their part."""
+    teacher, rollout, grpo = config.teacher, config.rollout, config.grpo
+    _check_used(config)
+    _check_top_k(config)
+    if not teacher.urls:
+        return
+    _check_urls(config)
+    require(
+        config.sft.path is None,
+        "teacher.urls and sft.path cannot be combined: a teacher rates what the trained model samples, "
+        "and supervised training samples nothing. Remove one of them.",
+    )
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+    for key, needed in sampling.items():
+        value = getattr(rollout, key)
+        require(
+            value == needed,
+            f"teacher.urls needs rollout.{key} = {needed:g}, got {value:g}: teachers rate tokens under "
+            "their whole distribution at temperature 1, and the student's tokens must be drawn from "
+            "its own for the divergence to be one.",
+        )
+    require(
+        rollout.earlier_turns == "as_written",
+        'teacher.urls needs rollout.earlier_turns = "as_written", got '
+        f"{rollout.earlier_turns!r}: a teacher reads an episode from its beginning, and not what the "
+        "chat template made of earlier turns later on.",
+    )
+    require(
+        not grpo.filter_zero_advantage,
+        "grpo.filter_zero_advantage cannot be used with teacher.urls: groups with equal rewards would be "
+        "left out, although the teacher's part differs. Set grpo.filter_zero_advantage = false.",
+    )
+    require(
+        not rollout.dynamic_sampling,
+        "rollout.dynamic_sampling cannot be used with teacher.urls: groups with equal rewards would be "
+        "left out, although the teacher's part differs. Set rollout.dynamic_sampling = false.",
+    )
+    # With top_k, the teacher's part is no advantage, and a sequence has one sign.
+    require(
+        grpo.off_policy_mask_threshold == 0 or teacher.top_k > 0,
+        "grpo.off_policy_mask_threshold cannot be used with teacher.urls, got "
+        f"{grpo.off_policy_mask_threshold:g}: it leaves out sequences by the sign of their advantage, and "
+        "with a teacher each token has its own. Set it to 0.",
+    )
+    if config.reward.functions:
+        return
+    require(
+        teacher.coef > 0,
+        "teacher.coef must be above 0 without reward.functions, or nothing would be learned, got "
+        f"{teacher.coef:g}.",
+    )
+    require(
+        grpo.overlong_buffer == 0,
+        "grpo.overlong_buffer is subtracted from rewards and needs reward.functions, got none. Set "
+        "grpo.overlong_buffer = 0.",
+    )
+
+
+def _check_used(config: JobConfig) -> None:
+    """Refuses what decides how a rating teaches, in a run without ratings."""
+    for key in ("coef", "top_k", "max_divergence"):
+        value, default = getattr(config.teacher, key), getattr(Teacher(), key)
+        require(
+            value == default or config.may_be_taught,
+            f"teacher.{key} needs teacher.urls, or rated rollouts in rollout.replay, got {value:g} without "
+            f"a teacher. Name one, or set teacher.{key} = {default:g}.",
+        )
+
+
+def _check_top_k(config: JobConfig) -> None:
+    teacher = config.teacher
+    if teacher.top_k == 0:
+        return
+    require(
+        teacher.max_divergence == 0,
+        "teacher.max_divergence cannot be used with teacher.top_k, got "
+        f"{teacher.max_divergence:g}: it bounds the divergence of the sampled token, and with top_k no "
+        "single token says how much is learned. Set it to 0.",
+    )
+
+
+def _check_urls(config: JobConfig) -> None:
+    teacher = config.teacher
+    require(
+        teacher.kind in KINDS,
+        f"teacher.kind must be one of {', '.join(KINDS)}, got {teacher.kind!r}.",
+    )
+    try:
+        urls = checked_urls(teacher.urls, "teacher.urls")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    shared = set(urls) & set(named_urls(config.inference))
+    require(
+        not shared,
+        f"teacher.urls must be other servers than those of inference.urls, got {sorted(shared)} in both: "
+        "the trained weights are pushed to the latter.",
+    )
+
+
+_FILES = (".jsonl", ".json", ".parquet")
+
+
+def check_supervised(config: JobConfig) -> None:
+    """Refuses supervised training with settings that need rollouts, or another temperature."""
+    sft, grpo, rollout = config.sft, config.grpo, config.rollout
+    if sft.path is None:
+        return
+    for key in ("path", "held_out_path"):
+        path = getattr(sft, key)
+        # Any other path may be the name of a data set, which is looked up when it is opened.
+        if path is not None and path.endswith(_FILES):
+            check_file(f"sft.{key}", path)
+    excluded = {
+        "rollout.replay": rollout.replay is not None,
+        "rollout.record": rollout.record is not None,
+        "rollout.stream = true": rollout.stream,
+        "prompts.single_rank_load = false": not config.prompts.single_rank_load,
+        "grpo.ptx_path": grpo.ptx_path is not None,
+        "grpo.kl_coef above 0": grpo.kl_coef > 0,
+        "grpo.entropy_coef above 0": grpo.entropy_coef > 0,
+        "grpo.num_epochs above 1": grpo.num_epochs > 1,
+    }
+    for setting, is_set in excluded.items():
+        require(
+            not is_set,
+            f"sft.path and {setting} cannot be combined: supervised training has examples and no "
+            "rollouts, and passes over them again by itself. Leave one of them at its default.",
+        )
+    require(
+        rollout.temperature == 1,
+        f"sft.path needs rollout.temperature = 1, got {rollout.temperature}: the trainer computes the "
+        "log-probabilities of all tokens at that temperature, and supervised training would fit the "
+        "tempered distribution instead of the model's own.",
+    )
+    require(
+        sft.examples_per_step >= grpo.num_minibatches,
+        f"sft.examples_per_step must be at least grpo.num_minibatches ({grpo.num_minibatches}), "
+        f"because each minibatch needs an example, got {sft.examples_per_step}.",
+    )

@@ -1,0 +1,230 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Checks batches and rollouts: lengths, filters, streaming, environments, dispatch, and recorded ones."""
+
+from torchtitan.grpo.config_checks.rules import check_file, get, require
+from torchtitan.grpo.functions import split_path
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.rollout.environments.environment_worker import BUILTIN
+
+
+def longest_sequence(config: JobConfig) -> int:
+    """Returns the number of tokens of the longest prompt with the longest completion.
+
+    In supervised training this is the longest example.
+    """
+    seq_len, longest_prompt = config.training.seq_len, config.prompts.max_prompt_tokens
+    if config.sft.path is not None:
+        return min(seq_len, config.sft.max_example_tokens or seq_len)
+    if longest_prompt == 0:
+        return seq_len
+    return min(seq_len, longest_prompt + config.rollout.max_new_tokens)
+
+
+def check_lengths(config: JobConfig) -> None:
+    """Checks that prompts and completions fit into rows and into the servers' sequences."""
+    if config.sft.path is not None:
+        return  # examples that do not fit are left out
+    require(
+        config.rollout.max_new_tokens < config.training.seq_len,
+        f"rollout.max_new_tokens ({config.rollout.max_new_tokens}) must leave room for a prompt in "
+        f"training.seq_len ({config.training.seq_len}). Lower rollout.max_new_tokens or raise "
+        "training.seq_len.",
+    )
+    served, longest = config.inference.max_model_len, longest_sequence(config)
+    require(
+        served == 0 or served >= longest,
+        f"inference.max_model_len must be 0 (training.seq_len) or at least {longest}, got {served}: "
+        "servers must fit the longest prompt (prompts.max_prompt_tokens, or what training.seq_len "
+        "leaves) with rollout.max_new_tokens.",
+    )
+
+
+def check_data(config: JobConfig) -> None:
+    """Checks minibatches, the supervised mix-in, and recorded rollouts."""
+    grpo, rollout = config.grpo, config.rollout
+    require(
+        rollout.record is None or rollout.replay is None,
+        "Set rollout.record or rollout.replay, not both, because replayed rollouts are recorded "
+        f"already, got {rollout.record!r} and {rollout.replay!r}.",
+    )
+    check_file("rollout.replay", rollout.replay)
+    if not config.prompts.single_rank_load:
+        for key in ("rollout.record", "rollout.replay", "grpo.ptx_path"):
+            require(
+                get(config, key) is None,
+                f"prompts.single_rank_load = false and {key} = {get(config, key)!r} cannot be "
+                "combined: the former leaves the tokens in the rollout process, and the latter needs "
+                f"them on rank 0. Remove {key} or set prompts.single_rank_load = true.",
+            )
+    require(
+        grpo.num_minibatches <= grpo.prompts_per_step or not config.has_servers,
+        "grpo.num_minibatches must be at most grpo.prompts_per_step "
+        f"({grpo.prompts_per_step}), because prompt groups stay whole, got {grpo.num_minibatches}.",
+    )
+    check_file("grpo.ptx_path", grpo.ptx_path)
+    require(
+        grpo.ptx_path is None or grpo.ptx_per_step >= grpo.num_minibatches,
+        f"grpo.ptx_per_step must be at least grpo.num_minibatches ({grpo.num_minibatches}), because "
+        f"each minibatch needs a supervised example, got {grpo.ptx_per_step}.",
+    )
+    require(
+        grpo.ptx_path is None or rollout.temperature == 1,
+        f"grpo.ptx_path needs rollout.temperature = 1, got {rollout.temperature}: the trainer "
+        "computes the log-probabilities of all tokens at that temperature, and supervised training "
+        "would fit the tempered distribution instead of the model's own.",
+    )
+
+
+def check_filters(config: JobConfig) -> None:
+    """Refuses filters and buffers under which no batch could be made, or that exclude each other."""
+    rollout, grpo = config.rollout, config.grpo
+    batch = grpo.prompts_per_step * grpo.group_size
+    limit = rollout.buffer_size_limit
+    require(
+        limit == 0 or limit >= batch,
+        "rollout.buffer_size_limit must be 0 (twice a batch) or at least one batch "
+        f"(grpo.prompts_per_step * grpo.group_size = {batch}), got {limit}: a smaller buffer could "
+        "never hold a whole batch.",
+    )
+    require(
+        rollout.min_completion_tokens <= rollout.max_new_tokens,
+        f"rollout.min_completion_tokens must be at most rollout.max_new_tokens "
+        f"({rollout.max_new_tokens}), got {rollout.min_completion_tokens}: no completion would be "
+        "kept.",
+    )
+    require(
+        not (rollout.dynamic_sampling and grpo.filter_zero_advantage),
+        "rollout.dynamic_sampling and grpo.filter_zero_advantage cannot be combined: both leave out "
+        "groups with equal rewards, and groups that the former keeps because of its limit would be "
+        "dropped by the latter. Set one of them.",
+    )
+    require(
+        rollout.overdue not in ("cut", "resume") or rollout.segment_tokens > 0,
+        f'rollout.overdue = "{rollout.overdue}" keeps the finished segments of a completion, but '
+        "with rollout.segment_tokens = 0 completions are generated whole. Set "
+        f"rollout.segment_tokens below rollout.max_new_tokens ({rollout.max_new_tokens}).",
+    )
+    require(
+        rollout.overdue not in ("cut", "resume") or rollout.environment is None,
+        f'rollout.overdue = "{rollout.overdue}" interrupts completions in the middle of a turn and '
+        'cannot be combined with rollout.environment. Set rollout.overdue to "wait" or "drop".',
+    )
+    if rollout.dynamic_sampling:
+        require(
+            grpo.group_size > 1,
+            "rollout.dynamic_sampling compares the rewards of a group and needs grpo.group_size of "
+            "at least 2, got 1.",
+        )
+    if rollout.should_accept is not None:
+        require(
+            bool(rollout.should_accept.strip()),
+            "rollout.should_accept must name a function, got an empty string. Name one, or remove it.",
+        )
+
+
+def check_stream(config: JobConfig) -> None:
+    """Refuses ``rollout.stream`` with settings that need the whole batch before its gradient."""
+    rollout, grpo = config.rollout, config.grpo
+    if not rollout.stream:
+        return
+    most = grpo.prompts_per_step
+    require(
+        rollout.stream_parts <= most,
+        f"rollout.stream_parts must be at most grpo.prompts_per_step ({most}), because prompt groups "
+        f"stay whole, got {rollout.stream_parts}. Lower it, or leave rollout.stream at false.",
+    )
+    needs_all = {
+        f"grpo.num_minibatches = {grpo.num_minibatches}": grpo.num_minibatches > 1,
+        f"grpo.num_epochs = {grpo.num_epochs}": grpo.num_epochs > 1,
+        'grpo.advantage = "batch_norm"': grpo.advantage == "batch_norm",
+        f"grpo.advantage_length_power = {grpo.advantage_length_power:g}": (
+            grpo.advantage_length_power > 0
+        ),
+        "grpo.ptx_path": grpo.ptx_path is not None,
+        "grpo.mismatch_normalize = true": grpo.mismatch_normalize,
+        "prompts.single_rank_load = false": not config.prompts.single_rank_load,
+    }
+    for setting, is_set in needs_all.items():
+        require(
+            not is_set,
+            f"rollout.stream and {setting} cannot be combined: the former computes gradients before "
+            "the batch is complete, and the latter needs the whole batch first. Remove one of them.",
+        )
+
+
+def check_environments(config: JobConfig) -> None:
+    """Checks the environment's name, and refuses settings that need an environment."""
+    rollout, functions = config.rollout, config.reward.functions
+    if rollout.environment is None:
+        require(
+            "environment" not in functions or not config.has_servers,
+            "reward.functions names the built-in 'environment', which returns the reward of "
+            "rollout.environment, but rollout.environment is not set. Set it, or name another "
+            "reward function.",
+        )
+        return
+    if rollout.environment not in BUILTIN:
+        try:
+            split_path(rollout.environment, "rollout.environment", BUILTIN)
+        except ValueError as error:
+            require(False, str(error))
+    require(
+        rollout.environment != "verifiers" or bool(rollout.environment_options.get("env_id")),
+        "rollout.environment = 'verifiers' needs rollout.environment_options = { env_id = ... } "
+        f"with the environment's name in verifiers, got {rollout.environment_options}.",
+    )
+    require(
+        not rollout.ignore_eos or bool(rollout.stop_token_ids),
+        "rollout.environment with rollout.ignore_eos needs rollout.stop_token_ids, because a turn "
+        "ends with a stop token. Set them, or leave rollout.ignore_eos at false.",
+    )
+
+
+def check_dispatch(config: JobConfig) -> None:
+    """Refuses hedging and ordering that could never have an effect."""
+    rollout, inference = config.rollout, config.inference
+    hedge_seconds = rollout.hedge_seconds
+    require(
+        hedge_seconds < rollout.request_timeout_seconds,
+        "rollout.hedge_seconds must be below rollout.request_timeout_seconds "
+        f"({rollout.request_timeout_seconds:g}), after which the completion has failed, got "
+        f"{hedge_seconds:g}.",
+    )
+    if not config.has_servers:
+        return  # nothing is dispatched
+    # The file of inference.urls_file may name more servers later, and more may register.
+    may_grow = any((inference.urls_file, inference.registry, inference.registry_address))
+    num_servers = inference.num_servers if inference.launch else len(inference.urls)
+    require(
+        hedge_seconds == 0 or may_grow or num_servers > 1,
+        f"rollout.hedge_seconds = {hedge_seconds:g} needs a second server, got "
+        f"{num_servers}. Raise inference.num_servers, name more inference.urls, or leave "
+        "rollout.hedge_seconds at 0.",
+    )
+    require(
+        not rollout.longest_first or config.grpo.prompts_per_step > 1,
+        "rollout.longest_first orders the prompts of a batch and has no effect with "
+        f"grpo.prompts_per_step = {config.grpo.prompts_per_step}. Leave it at false.",
+    )
+
+
+def check_determinism(config: JobConfig) -> None:
+    """Refuses ``rollout.deterministic`` with settings under which timing decides what is sampled."""
+    rollout, inference = config.rollout, config.inference
+    if rollout.deterministic:
+        needed = {
+            "rollout.max_head_offpolicyness = 0": rollout.max_head_offpolicyness == 0,
+            "inference.launch = true": inference.launch,
+            'inference.kind = "embedded"': inference.kind == "embedded",
+            "rollout.environment unset": rollout.environment is None,
+            "rollout.dynamic_sampling = false": not rollout.dynamic_sampling,
+            "rollout.stream = false": not rollout.stream,
+        }
+        for setting, holds in needed.items():
+            require(
+                holds,
+                f"rollout.deterministic = true needs {setting}: otherwise what is sampled, or what is "
+                "trained together, depends on timing. Set it, or leave rollout.deterministic at false.",
+            )

@@ -1,0 +1,144 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Refuses settings that are set and would be ignored. One at its default counts as not set."""
+
+from collections.abc import Callable
+
+from torchtitan.grpo.config_checks.rules import get, require
+from torchtitan.grpo.job_config import SECRETS, JobConfig
+
+_Condition = tuple[Callable[[JobConfig], bool], str]
+"""Whether it holds, and its words in a message."""
+
+
+def _is(key: str, *values: object, why: str = "") -> _Condition:
+    words = (
+        f"{', '.join(map(repr, values[:-1]))} or {values[-1]!r}" if values[1:] else repr(*values)
+    )
+    return lambda config: get(config, key) in values, f"{key} = {words}{why}"
+
+
+def _on(key: str) -> _Condition:
+    return lambda config: get(config, key), f"{key} = true"
+
+
+def _above_zero(key: str, why: str = "") -> _Condition:
+    return lambda config: get(config, key) > 0, f"{key} above 0{why}"
+
+
+def _given(key: str) -> _Condition:
+    return lambda config: get(config, key) not in (None, []), key
+
+
+def _not_off(key: str) -> _Condition:
+    return lambda config: get(config, key) != "off", f"{key} other than 'off'"
+
+
+def _both(first: _Condition, second: _Condition) -> _Condition:
+    return lambda c: first[0](c) and second[0](c), f"{first[1]} and {second[1]}"
+
+
+_NORMS = ("group_norm", "leave_one_out_norm", "batch_norm")
+
+_READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
+    "grpo": {
+        _above_zero("grpo.kl_coef"): (
+            *("ref_model_path", "ref_model_ema", "ref_model_offload", "kl_in", "kl_estimator"),
+        ),
+        _is("grpo.advantage", *_NORMS, why=", which divide by a standard deviation"): (
+            "advantage_std",
+        ),
+        _is("grpo.advantage", *_NORMS, "max_rl", why=", which divide by a number"): (
+            "advantage_eps",
+        ),
+        _both(_above_zero("grpo.kl_coef"), _is("grpo.kl_in", "loss")): ("kl_importance",),
+        _is("grpo.policy_loss", "sapo"): ("sapo_temperature", "sapo_temperature_negative"),
+        _is("grpo.policy_loss", "cispo"): ("cispo_two_sided",),
+        _is("grpo.policy_loss", "clip", "gspo"): ("dual_clip",),
+        _is("grpo.aggregation", "constant_length"): ("aggregation_length",),
+        _above_zero("grpo.overlong_buffer"): ("overlong_penalty",),
+        _is("grpo.old_policy", "step_start"): (
+            *("mismatch_level", "importance_cap", "importance_floor", "mismatch_veto"),
+            "mismatch_normalize",
+        ),
+        _is("grpo.mismatch_correction", "truncate", "mask"): (
+            *("importance_cap", "importance_floor", "mismatch_normalize"),
+        ),
+        _given("grpo.ptx_path"): ("ptx_coef", "ptx_per_step"),
+    },
+    "optimizer": {
+        _is("optimizer.name", "Muon"): (
+            *("muon_lr", "muon_momentum", "muon_nesterov", "muon_ns_steps"),
+            *("muon_adjust_lr", "muon_dtype"),
+        ),
+    },
+    "rollout": {
+        _on("rollout.dynamic_sampling"): ("dynamic_sampling_limit",),
+        _above_zero(
+            "rollout.max_head_offpolicyness", " (in synchronous training no group can wait)"
+        ): ("overdue",),
+        _on("rollout.stream"): ("stream_parts",),
+        _given("rollout.environment"): (
+            *("environment_options", "max_turns", "environment_timeout_seconds"),
+            *("environment_workers", "earlier_turns"),
+        ),
+    },
+    "sft": {
+        _given("sft.path"): (
+            *("examples_per_step", "max_example_tokens", "held_out_path", "held_out_interval"),
+        ),
+        _given("sft.held_out_path"): ("held_out_interval",),
+    },
+    "teacher": {
+        _given("teacher.urls"): (
+            *("kind", "model_path", "max_concurrent_requests", "request_timeout_seconds"),
+            *("wait_seconds", "max_unrated_groups", "api_key"),
+        ),
+    },
+    "inference": {
+        _both(_on("inference.launch"), _is("inference.kind", "vllm", "sglang")): (
+            *("tensor_parallel_size", "gpu_memory_utilization"),
+        ),
+    },
+    "weight_sync": {
+        _is("weight_sync.transport", "auto", "nccl", "host"): ("master_address", "delta"),
+        _is("weight_sync.transport", "disk"): ("disk_path",),
+        _above_zero("weight_sync.attest_every"): ("attest_tolerance",),
+    },
+    "guards": {
+        _not_off("guards.grad_norm"): (
+            *("grad_norm_limit", "grad_norm_factor", "grad_norm_window"),
+        ),
+        _above_zero("guards.grad_norm_factor"): ("grad_norm_window",),
+        _not_off("guards.entropy"): ("entropy_floor",),
+        _not_off("guards.mismatch_kl"): ("mismatch_kl_limit",),
+        _not_off("guards.reference_kl"): ("reference_kl_limit",),
+        _not_off("guards.servers_lost"): ("servers_lost_seconds",),
+    },
+    "lora": {
+        _above_zero("lora.rank"): ("alpha", "target_modules", "base_dtype", "push"),
+    },
+}
+"""For each table, conditions and the keys of the table that are read only if they hold."""
+
+
+def check_unread(config: JobConfig) -> None:
+    """Refuses keys that are set although nothing reads them under the other settings."""
+    for name, conditions in _READ_WITH.items():
+        if name == "inference" and not config.has_servers:
+            continue  # a file may name servers for later runs
+        table = getattr(config, name)
+        for (holds, needed), keys in conditions.items():
+            for key in () if holds(config) else keys:
+                _check_default(table, name, key, needed)
+
+
+def _check_default(table: object, name: str, key: str, needed: str) -> None:
+    value, default = getattr(table, key), getattr(type(table)(), key)
+    shown = "a value" if (name, key) in SECRETS else repr(value)
+    require(
+        value == default,
+        f"{name}.{key} needs {needed}, got {shown}, which nothing would read. Set what it needs, or "
+        f"leave {name}.{key} at its default, {default!r}.",
+    )
