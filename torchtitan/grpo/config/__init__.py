@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The TOML tables that this project adds to torchtitan's, one dataclass in one file each.
+"""The TOML tables that this project adds to torchtitan's, one dataclass each.
 
 The tables are plain data and import no torch, so that the rollout process can import them.
 `command_line/` reads a TOML file and the command line into them, and `config_checks/`
@@ -9,19 +9,14 @@ refuses settings that cannot work.
 """
 
 from torchtitan.grpo.config.evaluation import Evaluation
-from torchtitan.grpo.config.grpo import GRPO
-from torchtitan.grpo.config.guards import Guards
+from torchtitan.grpo.config.grpo import GRPO, LoRA
 from torchtitan.grpo.config.inference import Inference
-from torchtitan.grpo.config.lora import LoRA
-from torchtitan.grpo.config.observe import Observe
+from torchtitan.grpo.config.observe import Guards, Observe
 from torchtitan.grpo.config.prompts import Prompts
-from torchtitan.grpo.config.reward import Reward
-from torchtitan.grpo.config.rollout import Rollout
+from torchtitan.grpo.config.rollout import Reward, Rollout, Workers
 from torchtitan.grpo.config.rollout_process import RolloutProcessConfig
-from torchtitan.grpo.config.sft import SFT
-from torchtitan.grpo.config.teacher import Teacher
+from torchtitan.grpo.config.teacher import SFT, Teacher
 from torchtitan.grpo.config.weight_sync import WeightSync
-from torchtitan.grpo.config.workers import Workers
 
 __all__ = [
     "GRPO",

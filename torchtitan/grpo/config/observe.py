@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The ``[observe]`` table: what a run prints and writes."""
+"""The tables ``[observe]`` and ``[guards]``."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -52,3 +52,80 @@ class Observe:
     log_level: Literal["debug", "info", "warning"] = "info"
     """Minimum level of the log messages that rank 0 prints. Other ranks only print warnings and
     errors."""
+
+
+Action = Literal["skip", "stop", "warn", "off"]
+
+
+@dataclass
+class Guards:
+    """``[guards]``: what happens when a run goes wrong.
+
+    docs/how-to/guards.md explains each guard. Guards judge a gradient before its optimizer step,
+    with the same result on every rank. With ``skip``, the optimizer step is skipped: weights and
+    optimizer state do not change, whereas the policy version and the learning-rate schedule
+    advance. With ``stop``, the run ends before the optimizer step with exit status 3 and, with
+    ``checkpoint.enable``, a checkpoint. With ``warn``, the step is taken and a warning is logged;
+    the warning is repeated after 2, 4, 8, ... such steps in a row. With ``off``, nothing is judged.
+    All actions except ``off`` are counted (``guards/...``).
+    """
+
+    nonfinite: Action = "skip"
+    """What happens if the loss, the gradient norm, or another metric of the loss, such as
+    ``mismatch/kl``, is NaN or infinite. An optimizer step with such a gradient would destroy all
+    weights, and such a divergence means that logprobs are wrong."""
+
+    grad_norm: Action = "warn"
+    """What happens if the gradient explodes: its norm is above ``grad_norm_limit``, or above both
+    ``training.max_norm`` and ``grad_norm_factor`` times its running median."""
+
+    grad_norm_limit: Annotated[float, above(0).or_value(0, "off")] = 0.0
+    """Gradient norm, before clipping, above which ``grad_norm`` acts."""
+
+    grad_norm_factor: Annotated[float, above(1).or_value(0, "off")] = 20.0
+    """``grad_norm`` acts if the gradient norm is above this many times the median of the last
+    ``grad_norm_window`` norms. It does not act on a norm that is at most ``training.max_norm``."""
+
+    grad_norm_window: Annotated[int, at_least(2)] = 20
+    """Number of optimizer steps over which the median is computed. ``grad_norm_factor`` has no
+    effect until this start of the run has taken that many optimizer steps."""
+
+    entropy: Action = "warn"
+    """What happens if the policy's mean entropy is below ``entropy_floor``, which means that the
+    policy has stopped exploring. Needs the entropy; see ``grpo.log_entropy``."""
+
+    entropy_floor: Annotated[float, at_least(0)] = 1e-3
+    """Mean entropy, in nats per trained token, below which ``entropy`` acts."""
+
+    equal_rewards: Action = "warn"
+    """What happens if no group had two different rewards for ``observe.equal_rewards_steps``
+    batches in a row, so that nothing is learned from rewards. The optimizer then only follows its
+    momentum. A replay without ``reward.functions`` is not judged, because its rollouts may have
+    been rated by a teacher only."""
+
+    mismatch_kl: Action = "warn"
+    """What happens if ``mismatch/kl``, the divergence between the trainer's policy and the policy
+    that sampled the tokens, is above ``mismatch_kl_limit``."""
+
+    mismatch_kl_limit: Annotated[float, above(0)] = 0.5
+    """Divergence, in nats per trained token, above which ``mismatch_kl`` acts."""
+
+    reference_kl: Action = "warn"
+    """What happens if ``loss/reference_kl``, the divergence from the reference model, is above
+    ``reference_kl_limit``. Has no effect with ``grpo.kl_coef = 0``."""
+
+    reference_kl_limit: Annotated[float, above(0)] = 1.0
+    """Divergence, in nats per trained token, above which ``reference_kl`` acts."""
+
+    servers_lost: Literal["stop", "warn", "off"] = "warn"
+    """What happens if rank 0 waits for rollouts and no server has been able to accept requests for
+    ``servers_lost_seconds``. There is no optimizer step to skip in this case. Without ``stop``, the
+    run continues to wait for at most ``rollout.batch_timeout_seconds``, and then ends with an error
+    and without another checkpoint."""
+
+    servers_lost_seconds: Annotated[float, above(0)] = 60.0
+    """Time without an available server after which ``servers_lost`` acts."""
+
+    max_skipped_steps: Annotated[int, at_least(1)] = 10
+    """Number of optimizer steps skipped in a row after which the run ends, as with ``stop``,
+    because it no longer learns anything."""

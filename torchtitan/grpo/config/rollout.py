@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The ``[rollout]`` table: sampling, and how far generation may run ahead of training."""
+"""The tables ``[rollout]``, ``[reward]`` and ``[workers]``."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -181,3 +181,50 @@ class Rollout:
     rollouts. No servers and no rollout process are started, no rewards are computed, and nothing is
     evaluated. The run ends after ``training.steps``, or at the end of the file. Cannot be combined
     with ``record``."""
+
+
+@dataclass
+class Reward:
+    """``[reward]``: how completions are scored."""
+
+    functions: list[str] = field(default_factory=list)
+    """Reward functions; at least one is required, unless the run uses a teacher, replays
+    recorded rollouts, or trains on supervised examples. Each is named
+    ``package.module:function`` or ``path/to/file.py:function``, or is built in: ``exact_match``,
+    ``partial_match``, ``boxed_math``, ``think_answer_tags``, or ``environment`` (the reward that
+    ``rollout.environment`` returned)."""
+
+    weights: list[float] = field(default_factory=list)
+    """Weight of each function in the sum that is the reward. If it is empty, each function has
+    weight 1."""
+
+    num_workers: Annotated[int, at_least(1)] = 1
+    """Number of processes that score completions."""
+
+    timeout_seconds: Annotated[float, above(0)] = 30.0
+    """Maximum time for scoring one group. After this time, the worker is killed and the group
+    counts as unscored. Importing the functions may take ten times as long."""
+
+    max_consecutive_failures: Annotated[int, at_least(1)] = 8
+    """The run ends with an error after this many groups in a row could not be scored."""
+
+
+@dataclass
+class Workers:
+    """``[workers]``: the processes that run reward functions and environments."""
+
+    pass_variables: list[str] = field(default_factory=list)
+    """Names of additional environment variables that are passed to the workers, such as
+    ``OPENAI_API_KEY``. A name that ends in * stands for all variables that begin with the rest of
+    the name. By default, a worker sees paths, the locale, numbers of threads and the location of
+    Hugging Face's cache, but no key or token of the trainer's environment."""
+
+    max_memory_gib: Annotated[float, above(0).or_value(0, "no limit")] = 0.0
+    """Maximum address space of one worker, in GiB (RLIMIT_AS). Beyond it, Python raises MemoryError
+    in the user's code. Reserved address space counts as well, so a worker that imports torch needs
+    several GiB."""
+
+    max_cpu_seconds: Annotated[int, at_least(1).or_value(0, "no limit")] = 0
+    """Maximum total CPU time of one worker, in seconds (RLIMIT_CPU). A worker that exceeds it is
+    killed, the completions that it was scoring count as failed, and another worker takes its
+    place."""

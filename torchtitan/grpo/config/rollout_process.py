@@ -10,10 +10,8 @@ from torchtitan.grpo.config.evaluation import Evaluation
 from torchtitan.grpo.config.grpo import GRPO
 from torchtitan.grpo.config.inference import Inference
 from torchtitan.grpo.config.prompts import Prompts
-from torchtitan.grpo.config.reward import Reward
-from torchtitan.grpo.config.rollout import Rollout
+from torchtitan.grpo.config.rollout import Reward, Rollout, Workers
 from torchtitan.grpo.config.teacher import Teacher
-from torchtitan.grpo.config.workers import Workers
 from torchtitan.grpo.types import PromptProgress
 
 

@@ -1,11 +1,20 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Filters the messages of torchtitan and torch that reach the console."""
+"""Shows the progress of a run, and filters the messages of torchtitan and torch."""
 
 import logging
+import sys
 import warnings
+from collections.abc import Iterable
+from typing import Literal, TextIO
 
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
+from rich.text import Text
+
+from torchtitan.grpo.observe.step_line import WIDE_COLUMNS, dropped, long_line, short_line
 from torchtitan.grpo.system.logs import init_logger, logger
 
 # Harmless messages that every run would print, some of them on every rank or on a CPU.
@@ -44,3 +53,78 @@ def init_console(level: str, *, is_rank_zero: bool) -> None:
 def _is_news(record: logging.LogRecord) -> bool:
     message = record.getMessage()
     return not any(noise in message for noise in _NOISE)
+
+
+class Progress:
+    """Shows a bar on a terminal, and one line for each step elsewhere.
+
+    The bar has a line above it with the last step, which fits into the terminal's width. While
+    the bar is shown, log messages go through its console: a message that another writer puts on
+    the terminal would otherwise stand in the middle of the bar.
+
+    Args:
+        mode: ``observe.progress``.
+        num_steps: Number of steps of the whole run.
+    """
+
+    def __init__(self, mode: Literal["auto", "bar", "lines", "none"], num_steps: int) -> None:
+        if mode == "auto":
+            mode = "bar" if sys.stdout.isatty() else "lines"
+        self.mode, self.num_steps = mode, num_steps
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._bar: _Bar | None = None
+        self._rerouted: list[tuple[logging.StreamHandler, TextIO]] = []
+        if mode == "bar":
+            self._bar = _Bar(
+                MofNCompleteColumn(), BarColumn(bar_width=24), TimeElapsedColumn(),
+                console=self._console,
+            )  # fmt: skip
+            self._task = self._bar.add_task("", total=num_steps)
+            terminal = sys.stdout, sys.stderr
+            self._bar.start()
+            self._reroute(terminal)
+
+    def update(self, step: int, metrics: dict[str, float]) -> None:
+        """Shows the metrics of a step that has ended."""
+        is_wide = not self._console.is_terminal or self._console.width >= WIDE_COLUMNS
+        line = (long_line if is_wide else short_line)(step, self.num_steps, metrics)
+        left_out = dropped(metrics)
+        if self._bar is not None:
+            self._bar.lines = [line, left_out] if left_out else [line]
+            self._bar.update(self._task, completed=step)
+        elif self.mode == "lines" and is_wide:
+            self._console.print(f"{line}  {left_out}" if left_out else line, markup=False)
+        elif self.mode == "lines":
+            self._console.print(f"{line}\n  {left_out}" if left_out else line, markup=False)
+
+    def print(self, message: str, *, always: bool = False) -> None:
+        """Prints a message above the bar, unless ``mode`` is ``none`` and it is not for always."""
+        if always or self.mode != "none":
+            self._console.print(message, markup=False)
+
+    def close(self) -> None:
+        """Stops the bar, and gives the log its streams back."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        for handler, stream in self._rerouted:
+            handler.setStream(stream)
+        self._rerouted = []
+
+    def _reroute(self, terminal: tuple[TextIO, TextIO]) -> None:
+        """Points the log's handlers to the streams that the bar has put in place of these."""
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream in terminal:
+                self._rerouted.append((handler, handler.stream))
+                handler.setStream(sys.stdout if handler.stream is terminal[0] else sys.stderr)
+
+
+class _Bar(RichProgress):
+    """A bar with lines above it, each cut off at the terminal's width."""
+
+    lines: Iterable[str] = ("waiting for the first step",)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        for line in self.lines:
+            yield Text(line, no_wrap=True, overflow="ellipsis")
+        yield from super().get_renderables()

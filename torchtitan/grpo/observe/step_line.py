@@ -14,7 +14,7 @@ wait for the trainer. The larger of the two is shown.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torchtitan.grpo.rollout.drops import DROP_KINDS
 
@@ -30,61 +30,53 @@ _DROPPED = (
 
 def short_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     """Returns the fields of a step in at most 79 characters."""
-    where = f"{step}/{num_steps}"
-    parts = [where if len(where) <= 9 else str(step)]
-    if "reward/mean" not in metrics:
-        return " ".join([*parts, *_supervised(metrics, 5)])
-    if "teacher/reverse_kl" in metrics and metrics["reward/std"] == 0:
-        parts.append(f"kl {number(metrics['teacher/reverse_kl'], 6)}")
-    else:
-        parts.append(f"rew {number(metrics['reward/mean'], 6)}")
-    if "policy/entropy" in metrics:
-        parts.append(f"ent {number(metrics['policy/entropy'], 4)}")
-    parts.append(f"len {number(metrics['rollout/completion_tokens_mean'], 4)}")
-    parts.append(f"age {number(metrics['staleness/mean_steps'], 4)}")
-    trained = number(metrics["time/trained_tokens_per_second"], 4)
-    generated = metrics.get("rollout/tokens_per_second")
-    if generated is None:  # a replayed run has no servers
-        parts.append(f"trn {trained}/s")
-    else:
-        who, share = who_waits(metrics)
-        short = {"trainer": "trn", "rollouts": "gen"}[who]
-        percent = min(round(100 * share), 99)
-        parts.append(f"gen/trn {number(generated, 4)}/{trained} {short} waits {percent}%")
-    return " ".join(parts)
+    return " ".join(short for short, _ in _fields(step, num_steps, metrics) if short)
 
 
 def long_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     """Returns the fields of a step with whole words, for wide terminals and for files."""
-    parts = [f"step {step:>{len(str(num_steps))}}/{num_steps}"]
-    if "reward/mean" not in metrics:
-        return "  ".join([*parts, *_supervised(metrics, 7)])
-    parts.append(f"reward {number(metrics['reward/mean'], 6)}")
+    return "  ".join(long for _, long in _fields(step, num_steps, metrics) if long)
+
+
+def _fields(step: int, num_steps: int, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """Yields each field in its short and its long form; an empty one is left out of its line."""
+
+    def field(short: str, long: str, key: str, width: int, wide: int) -> tuple[str, str]:
+        value = metrics[key]
+        return f"{short} {number(value, width)}", f"{long} {number(value, wide)}"
+
+    where = f"{step}/{num_steps}"
+    yield where if len(where) <= 9 else str(step), f"step {step:>{len(str(num_steps))}}/{num_steps}"
+    speed = metrics["time/trained_tokens_per_second"]
+    if "reward/mean" not in metrics:  # supervised
+        yield field("loss", "loss", "loss/total", 5, 7)
+        yield field("epoch", "epoch", "sft/epoch", 5, 7)
+        yield f"trained {number(speed, 5)} tok/s", f"trained {number(speed, 7)} tok/s"
+        return
+    reward = field("rew", "reward", "reward/mean", 6, 6)
     if "teacher/reverse_kl" in metrics:
-        parts.append(f"teacher kl {number(metrics['teacher/reverse_kl'], 6)}")
+        divergence = field("kl", "teacher kl", "teacher/reverse_kl", 6, 6)
+        is_alone = metrics["reward/std"] == 0
+        yield ("", reward[1]) if is_alone else reward
+        yield (divergence[0] if is_alone else "", divergence[1])
+    else:
+        yield reward
     if "policy/entropy" in metrics:
-        parts.append(f"entropy {number(metrics['policy/entropy'], 5)}")
-    parts.append(f"length {number(metrics['rollout/completion_tokens_mean'], 5)}")
-    mean, largest = metrics["staleness/mean_steps"], metrics["staleness/max_steps"]
-    parts.append(f"staleness {number(mean, 4)} (max {largest:.0f})")
+        yield field("ent", "entropy", "policy/entropy", 4, 5)
+    yield field("len", "length", "rollout/completion_tokens_mean", 4, 5)
+    short, long = field("age", "staleness", "staleness/mean_steps", 4, 4)
+    yield short, f"{long} (max {metrics['staleness/max_steps']:.0f})"
     generated = metrics.get("rollout/tokens_per_second")
-    if generated is not None:
-        parts.append(f"generated {number(generated, 5)} tok/s")
-    parts.append(f"trained {number(metrics['time/trained_tokens_per_second'], 5)} tok/s")
-    if generated is not None:
-        who, share = who_waits(metrics)
-        parts.append(f"{who} wait{'s' if who == 'trainer' else ''} {100 * share:.0f}%")
-    return "  ".join(parts)
-
-
-def _supervised(metrics: Mapping[str, float], width: int) -> list[str]:
-    """Returns the fields of a step without rollouts."""
-    speed = number(metrics["time/trained_tokens_per_second"], width)
-    return [
-        f"loss {number(metrics['loss/total'], width)}",
-        f"epoch {number(metrics['sft/epoch'], width)}",
-        f"trained {speed} tok/s",
-    ]
+    if generated is None:  # a replayed run has no servers
+        yield f"trn {number(speed, 4)}/s", f"trained {number(speed, 5)} tok/s"
+        return
+    who, share = who_waits(metrics)
+    name, waits = ("trn", "trainer waits") if who == "trainer" else ("gen", "rollouts wait")
+    yield (
+        f"gen/trn {number(generated, 4)}/{number(speed, 4)}",
+        f"generated {number(generated, 5)} tok/s  trained {number(speed, 5)} tok/s",
+    )
+    yield f"{name} waits {min(round(100 * share), 99)}%", f"{waits} {100 * share:.0f}%"
 
 
 def dropped(metrics: Mapping[str, float]) -> str:

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.observe import reward_curve
+from torchtitan.grpo.observe import report as reward_curve
 
 
 @pytest.fixture
