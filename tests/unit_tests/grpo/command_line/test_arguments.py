@@ -3,6 +3,7 @@
 
 """Every setting can be given on the command line, in every spelling."""
 
+import functools
 import json
 from typing import Any, Literal, get_args, get_origin
 
@@ -72,10 +73,22 @@ def dashed(key: str) -> str:
     return key.replace("_", "-")
 
 
-@pytest.mark.parametrize("key", SETTINGS)
-@settings(max_examples=5)
+def test_every_setting_is_read_back_from_one_command_line():
+    defaults, given = {}, []
+    for key in SETTINGS:
+        defaults[key] = value = functools.reduce(getattr, key.split("."), JobConfig())
+        given.append(f"--{dashed(key)}={written(value)}")
+    config = read_config(given)
+    assert {key: functools.reduce(getattr, key.split("."), config) for key in SETTINGS} == defaults
+
+
+ONE_OF_EACH_TYPE = sorted({str(members(KEYS[key])): key for key in SETTINGS}.values())
+
+
+@pytest.mark.parametrize("key", ONE_OF_EACH_TYPE)
+@settings(max_examples=20)
 @given(data=st.data())
-def test_what_is_set_is_read_back(key, data):
+def test_any_value_is_read_back_in_each_spelling(key, data):
     value = data.draw(values(KEYS[key]))
     text = written(value)
     assert read(key, f"--{key}={text}") == value
