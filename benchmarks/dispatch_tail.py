@@ -35,12 +35,12 @@ import numpy as np
 from boundary_stall import REPOSITORY
 from stub_servers import running_stubs
 
+from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.embedded.client import EmbeddedClient
 from torchtitan.grpo.inference.http import HttpConnection
 from torchtitan.grpo.inference.kinds import KINDS
 from torchtitan.grpo.inference.local_servers import LaunchedServer
-from torchtitan.grpo.rollout.longest_first import LongestFirst
-from torchtitan.grpo.rollout.ranker import LengthRanker
+from torchtitan.grpo.rollout.longest_first import LengthRanker, LongestFirst
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.types import GenerateRequest, Generation, Prompt
@@ -103,11 +103,13 @@ async def attested(clients: list[PlannedClient]) -> Dispatcher:
     """Returns a dispatcher whose servers serve version 0, as after the first push."""
     dispatcher = Dispatcher(
         clients,
+        Rollout(
+            request_timeout_seconds=TIMEOUT_SECONDS,
+            max_consecutive_failures=1,
+            max_concurrent_rollouts=NUM_SERVERS * PLACES,
+        ),
         vocab_size=128,
-        request_timeout_seconds=TIMEOUT_SECONDS,
-        max_consecutive_failures=1,
         group_size=GROUP_SIZE,
-        max_concurrent_rollouts=NUM_SERVERS * PLACES,
     )
     for client in clients:
         await client._http.post(
@@ -132,9 +134,7 @@ async def write_batch(
         client.plan = plan
     room = asyncio.Event()
     dispatcher.listeners.append(room.set)
-    order = LongestFirst(
-        PROMPTS, ranker.predict if ranker else lambda _: 0.0, longest_first=ranker is not None
-    )
+    order = LongestFirst(PROMPTS, ranker.predict if ranker else None)
     sampling = Sampling(LONGEST, LONGEST + 32, 1.0, 1.0, -1, (), ignore_eos=True)
     coming, tasks = iter(questions), []
     before = [await num_steps(client) for client in clients]

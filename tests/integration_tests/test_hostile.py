@@ -25,6 +25,7 @@ sys.path.append(str(REPOSITORY / "tests" / "programs"))
 
 from corrupting_proxy import MODES, NO_VERSION, CorruptingProxy, running_beside
 
+from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.local_servers import (
     LaunchedServer,
@@ -115,10 +116,7 @@ async def answers_of(url: str, prompts: list[Prompt]) -> tuple[Dispatcher, list[
     """Requests greedy completions of all prompts at once; returns those that would be trained on."""
     client = make_client("embedded", url, request_timeout_seconds=PATIENCE_SECONDS)
     dispatcher = Dispatcher(
-        [client],
-        vocab_size=VOCAB_SIZE,
-        request_timeout_seconds=PATIENCE_SECONDS,
-        max_consecutive_failures=32,
+        [client], Rollout(request_timeout_seconds=PATIENCE_SECONDS), vocab_size=VOCAB_SIZE
     )
     sampling = Sampling(
         max_new_tokens=12, max_total_tokens=64, temperature=0.0, top_p=1.0, top_k=-1,

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.requests import Sampling
@@ -65,8 +66,12 @@ class LocalServer(InferenceClient):
 
 
 def make(*servers: LocalServer, **settings: Any) -> Dispatcher:
-    defaults: dict[str, Any] = {"request_timeout_seconds": 20.0, "max_consecutive_failures": 32}
-    return Dispatcher(servers, vocab_size=100, **{**defaults, **settings})
+    """Returns a dispatcher, which has windows if ``max_concurrent_rollouts`` is set."""
+    group_size = settings.pop("group_size", 1)
+    is_bounded = "max_concurrent_rollouts" in settings
+    defaults = {"request_timeout_seconds": 20.0, "adaptive_concurrency": is_bounded}
+    config = Rollout(**{**defaults, **settings})
+    return Dispatcher(servers, config, vocab_size=100, group_size=group_size)
 
 
 async def end(tasks: list[asyncio.Task[Generation]], dispatcher: Dispatcher) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from tagged import VOCAB_SIZE
 
+from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
@@ -75,9 +76,12 @@ class Sampler:
         ]
         self._dispatcher = Dispatcher(
             clients,
+            Rollout(
+                request_timeout_seconds=_REQUEST_SECONDS,
+                max_consecutive_failures=10**9,
+                adaptive_concurrency=False,
+            ),
             vocab_size=VOCAB_SIZE,
-            request_timeout_seconds=_REQUEST_SECONDS,
-            max_consecutive_failures=10**9,
         )
         self._ready.set()
         while not self._stop.is_set():

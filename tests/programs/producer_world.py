@@ -8,11 +8,11 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from torchtitan.grpo.config import Prompts
+from torchtitan.grpo.config import GRPO, Prompts, Rollout
 from torchtitan.grpo.config.evaluation import EvaluationSet
 from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerLoad
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
@@ -20,9 +20,9 @@ from torchtitan.grpo.rollout.admission import Admission
 from torchtitan.grpo.rollout.evaluation import Evaluator, HeldOut, SpareRoom
 from torchtitan.grpo.rollout.judging import GroupJudge
 from torchtitan.grpo.rollout.ledger import Ledger
-from torchtitan.grpo.rollout.producer import OverduePolicy, Producer
+from torchtitan.grpo.rollout.longest_first import LengthRanker
+from torchtitan.grpo.rollout.producer import Producer
 from torchtitan.grpo.rollout.prompts import PromptLimits, PromptSet, PromptStream, first_prompts
-from torchtitan.grpo.rollout.ranker import LengthRanker
 from torchtitan.grpo.rollout.rollout_filters import CompletionFilter, WasteBudget
 from torchtitan.grpo.rollout.saved import SavedRollouts
 from torchtitan.grpo.rollout.scoring import Scorer
@@ -35,6 +35,7 @@ from torchtitan.grpo.types import GenerateRequest, Generation, PromptProgress, V
 
 GROUP_SIZE = 3
 GROUPS_PER_BATCH = 2
+GROUPS = GRPO(group_size=GROUP_SIZE, prompts_per_step=GROUPS_PER_BATCH)
 
 REWARD = """
 def by_prompt(prompts, completions, **kw):
@@ -106,7 +107,7 @@ class Settings:
     acceptor: str | None = None
     completion_filter: CompletionFilter | None = None
     waste: WasteBudget | None = None
-    overdue: OverduePolicy = "wait"
+    overdue: Literal["wait", "drop", "cut", "resume"] = "wait"
     num_parts: int = 1
     segment_tokens: int = 0
     saved: SavedRollouts | None = None
@@ -158,9 +159,7 @@ def make_world(file: Path, codec: TextCodec, pool: RewardPool, settings: Setting
     servers = [
         RandomServer(f"http://{i}", rng, settings.failure_rate) for i in range(settings.num_servers)
     ]
-    dispatcher = Dispatcher(
-        servers, vocab_size=128, request_timeout_seconds=30, max_consecutive_failures=1000
-    )
+    dispatcher = Dispatcher(servers, rollout_of(settings), vocab_size=128)
     sampling = Sampling(6, 26, 1.0, 1.0, -1, (1,))
     producer, stream = make_producer(prompts, codec, pool, dispatcher, sampling, settings)
     room = SpareRoom(dispatcher, 0, 12)
@@ -169,10 +168,25 @@ def make_world(file: Path, codec: TextCodec, pool: RewardPool, settings: Setting
         EvaluationSet(path=str(file)),
         first_prompts(prompts, settings.num_held_out)[0],
         settings.evaluation_function,
-        TrajectoryWriter(room, replace(sampling, temperature=0.0)),
+        TrajectoryWriter(room, replace(sampling, temperature=0.0), rollout_of(settings)),
     )
     evaluator = Evaluator([held], dispatcher, room, pool, codec)
     return World(servers, dispatcher, producer, evaluator, stream)
+
+
+def rollout_of(settings: Settings) -> Rollout:
+    return Rollout(
+        max_head_offpolicyness=settings.max_staleness,
+        max_concurrent_rollouts=12,
+        buffer_size_limit=(settings.max_buffered or 10**6) * GROUP_SIZE,
+        request_timeout_seconds=30,
+        max_consecutive_failures=1000,
+        adaptive_concurrency=False,
+        segment_tokens=settings.segment_tokens,
+        overdue=settings.overdue,
+        stream=settings.num_parts > 1,
+        stream_parts=settings.num_parts,
+    )
 
 
 def make_producer(
@@ -194,14 +208,8 @@ def make_producer(
         position=progress.position,
         pending=[index for index in progress.open if index not in kept],
     )
-    admission = Admission(
-        groups_per_batch=GROUPS_PER_BATCH,
-        max_staleness=settings.max_staleness,
-        group_size=GROUP_SIZE,
-        max_concurrent_rollouts=12,
-        max_buffered=settings.max_buffered,
-        start_version=saved.version if saved is not None else 0,
-    )
+    rollout = rollout_of(settings)
+    admission = Admission(GROUPS, rollout, saved.version if saved is not None else 0)
     acceptor = 2 if settings.acceptor is not None else None
     scorer = Scorer(pool, codec, [settings.reward], [2.0], acceptor)
     producer = Producer(
@@ -210,12 +218,10 @@ def make_producer(
         dispatcher,
         GroupJudge(scorer, settings.completion_filter, settings.waste),
         Ledger(progress),
-        TrajectoryWriter(dispatcher, sampling, segment_tokens=settings.segment_tokens),
-        group_size=GROUP_SIZE,
-        num_parts=settings.num_parts,
-        overdue=settings.overdue,
+        TrajectoryWriter(dispatcher, sampling, rollout),
+        GROUPS,
+        rollout,
         saved=saved,
         ranker=settings.ranker,
-        window=GROUPS_PER_BATCH,
     )
     return producer, stream

@@ -1,7 +1,58 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Source of live steps: rank 0 starts the rollout process and requests batches from it."""
+"""Source of live steps: rank 0 starts the rollout process and requests batches from it.
+
+The loops of a run follow: what each consumes, produces and waits for, and what unblocks it. The
+training step waits for no server, except at the start and end of a run, and with
+``grpo.async_weight_update = false``.
+
+On the training ranks::
+
+    training step        consumes   rows of a batch, or of a part of one (`data/feed.py`)
+    `grpo_train.py`      produces   weights in a snapshot slot (`WeightPublisher.publish`)
+                         waits for  rank 0's rows; the copy of its own shards (`fence`)
+                         unblocked  by the feed; by the copy stream
+    feed, on rank 0      consumes   groups from the rollout process (`next_step`, below)
+    `data/feed.py`       produces   rows for each rank, packed and balanced (`data/planner.py`)
+                         waits for  the rollout process, rollout.batch_timeout_seconds
+                         unblocked  by the sender; by a stop or the process's end
+    weight publisher     consumes   filled slots
+    `weight_sync/`       produces   versions that are whole on the source ranks (`leader.py`)
+                         waits for  all ranks' shards; a buffer that no lane sends from any more
+                         unblocked  by the ranks' agents; by lanes that finish
+    lane, per server     consumes   the newest whole version; it skips older ones
+    `weight_sync/lane.py` produces  a served, attested version, and a notice of it or of a loss
+                         waits for  its own server, each time with a timeout
+                         unblocked  by a newer version; by its server, a timeout or a retry
+
+In the rollout process (`rollout/process.py`), all in one event loop::
+
+    producer             consumes   prompts; restored and overdue groups
+    `rollout/producer.py` produces  groups of completions in flight
+                         waits for  room under the staleness bound (`admission.py`); a ready server
+                         unblocked  by notices of versions; by groups that end or are taken
+    dispatcher,          consumes   one completion or segment (`trajectory.py`), with its server
+    per completion       produces   tokens and logprobs under attested versions
+    `rollout/serving/`   waits for  the server; after its loss, another that is not older
+                         unblocked  by an answer, a loss or rollout.request_timeout_seconds
+    judge, per group     consumes   the group's completions
+    `rollout/judging.py` produces   a finished group, or a reason in the ledger
+                         waits for  reward workers; teachers
+                         unblocked  by them; by reward.timeout_seconds
+    sender               consumes   finished groups, by deadline (`Producer.batch`)
+    `rollout/process.py` produces   a batch or a part of one, with the ledger's progress
+                         waits for  rank 0's request; the groups that are due
+                         unblocked  by groups that end; by rollout.overdue
+    supervisor           consumes   ends of launched servers; changes of inference.urls_file
+    `serving/fleet.py`   produces   restarted servers; the new list for dispatcher and lanes
+                         waits for  the next end or change
+                         unblocked  by polls of processes, files and registrations
+    evaluations          consumes   rank 0's request, held-out prompts, places that rollouts leave
+    `rollout/evaluation/` produces  scores of one version
+                         waits for  a server of that version or a newer one
+                         unblocked  by notices of versions; by rollouts that end
+"""
 
 import asyncio
 import os
@@ -55,16 +106,9 @@ def open_step_source(
 ) -> StepSource:
     """Constructs the source of the run's steps, which is not started yet.
 
-    Args:
-        config: Configuration of the run. ``sft.path`` and ``rollout.replay`` choose the source.
-        model: The model that is trained.
-        start_version: Number of batches that the run has been trained on so far.
-        progress: Progress through the prompts so far.
-        date: What chat templates take for now.
-        should_stop: Polled during every wait; the wait ends once it returns True.
-        on_hangup: Registers what SIGHUP calls. With ``inference.urls_file`` it reads that file
-            again.
-        uses_kept_rollouts: Whether the run goes on with the rollouts beside its checkpoint.
+    ``sft.path`` and ``rollout.replay`` choose the source. ``on_hangup`` registers what SIGHUP calls:
+    with ``inference.urls_file`` it reads that file again. The other arguments are those of
+    :class:`RolloutController`.
 
     Raises:
         DataError: If ``grpo.ptx_path``, ``rollout.record``, ``rollout.replay`` or ``sft.path`` is
@@ -299,10 +343,7 @@ class RolloutController(StepSource):
 def ledger_record(step: int, batch: RolloutBatch, groups: Sequence[RolloutGroup]) -> dict[str, Any]:
     """Returns a line of ``ledger.jsonl``, which accounts for the prompts of one batch.
 
-    Args:
-        step: Step in which the batch was trained.
-        batch: The whole batch, or its last part.
-        groups: All groups of the batch.
+    ``batch`` may be the last part of the batch, whose groups are all in ``groups``.
     """
     return {
         "step": step,

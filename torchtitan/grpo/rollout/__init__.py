@@ -4,8 +4,8 @@
 """The rollout process, which turns prompts into scored groups.
 
 In reading order: `link` (rank 0's end of the connection), `process` (the other end), `session`
-and `session_parts` (how the process is built from the configuration), `producer` (the main
-loop), `admission` (the staleness bound), `ledger` (what happened to each prompt), `serving/`
-(which server generates what), `trajectory`, `judging`, `scoring`, `prompts/` over `tables/`,
+(how the process is built from the configuration) with `inputs`, `producer` (the main loop),
+`admission` (the staleness bound), `ledger` (what happened to each prompt), `serving/` (the servers
+and the choice among them), `trajectory`, `judging`, `scoring`, `prompts/` over `tables/`,
 `evaluation`.
 """

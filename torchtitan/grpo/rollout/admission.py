@@ -34,7 +34,7 @@ taken::
 Hence no sample is ever trained at an age above ``eta``, and no group has to be discarded
 because of its age. With ``eta = 0`` training is synchronous and on-policy.
 
-The bound on finished groups that wait (``max_buffered``, at least ``G``) delays only the start
+The bound on finished groups that wait (``rollout.buffer_size_limit``, at least ``G`` groups) delays only the start
 of new groups. It cannot cause a deadlock: the groups that a batch waits for are already running,
 and groups restored from an earlier process continue before any new group starts.
 
@@ -46,6 +46,8 @@ them.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from torchtitan.grpo.config import GRPO, Rollout
 
 
 def part_size(num_groups: int, num_parts: int) -> int:
@@ -64,33 +66,21 @@ class Admission:
     """Tracks the open groups. The module's docstring describes the rules.
 
     Args:
-        groups_per_batch: ``grpo.prompts_per_step``.
-        max_staleness: ``rollout.max_head_offpolicyness``.
-        group_size: Number of completions that a new group puts in flight.
-        max_concurrent_rollouts: Maximum number of completions in flight.
-        max_buffered: No group is started while this many groups are finished and wait for
-            training. It must be at least ``groups_per_batch``. ``None`` sets no bound.
+        grpo: The table ``[grpo]``.
+        rollout: The table ``[rollout]``.
         start_version: Number of batches already trained on. They count as consumed.
     """
 
-    def __init__(
-        self,
-        *,
-        groups_per_batch: int,
-        max_staleness: int,
-        group_size: int,
-        max_concurrent_rollouts: int,
-        max_buffered: int | None = None,
-        start_version: int = 0,
-    ) -> None:
-        assert max_buffered is None or max_buffered >= groups_per_batch, max_buffered
-        self.groups_per_batch = groups_per_batch
-        self.max_staleness = max_staleness
+    def __init__(self, grpo: GRPO, rollout: Rollout, start_version: int = 0) -> None:
+        self.groups_per_batch = grpo.prompts_per_step
+        self.max_staleness = rollout.max_head_offpolicyness
         self.next_batch = start_version
         self._num_taken = 0  # groups already taken of the next batch
-        self._group_size = group_size
-        self._max_concurrent = max_concurrent_rollouts
-        self._max_buffered = max_buffered
+        self._group_size = grpo.group_size
+        self._max_concurrent = rollout.max_concurrent_rollouts
+        # The option counts rollouts, while this class counts whole groups.
+        limit = rollout.buffer_size_limit // grpo.group_size
+        self._max_buffered = limit or 2 * self.groups_per_batch
         self._open: dict[int, _OpenGroup] = {}  # in start order
 
     @property
@@ -119,7 +109,7 @@ class Admission:
 
     def _is_held_back(self, server_version: int) -> bool:
         """Returns whether the staleness bound or the full buffer forbids a new group."""
-        if self._max_buffered is not None and self.num_finished >= self._max_buffered:
+        if self.num_finished >= self._max_buffered:
             return True
         consumed = self.next_batch * self.groups_per_batch + self._num_taken
         room = (server_version + self.max_staleness + 1) * self.groups_per_batch
@@ -135,7 +125,7 @@ class Admission:
         return self._open[group_id].start_version
 
     def overdue(self) -> list[int]:
-        """Returns the unfinished groups that alone hold up the next batch.
+        """Returns the unfinished groups that hold up the next batch, if only they do.
 
         These are the unfinished groups whose deadline is the next batch. The list is empty while
         there are not enough finished groups for the batch anyway. The batch may also have to wait
@@ -149,11 +139,7 @@ class Admission:
         return due if self._num_taken + self.num_finished >= self.groups_per_batch else []
 
     def finish(self, group_id: int, oldest_version: int) -> bool:
-        """Marks a group as ready for training.
-
-        Args:
-            group_id: ID of an open group.
-            oldest_version: Lowest version that generated one of its tokens.
+        """Marks a group as ready for training, whose oldest token is of ``oldest_version``.
 
         Returns:
             ``True`` if the group now waits for training. ``False`` if its tokens are older than the

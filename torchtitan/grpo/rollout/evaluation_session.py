@@ -9,33 +9,19 @@ for the same weights.
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from torchtitan.grpo.config import RolloutProcessConfig
-from torchtitan.grpo.config.evaluation import evaluation_sets, set_key
 from torchtitan.grpo.inference.answers import UNPUSHED_VERSION
 from torchtitan.grpo.inference.client import ServerError
-from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, Example, answer_warnings
-from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rollout.drops import DropLog
-from torchtitan.grpo.rollout.environments import EnvironmentPool
 from torchtitan.grpo.rollout.evaluation import Evaluator
-from torchtitan.grpo.rollout.model_match import prompt_notes
+from torchtitan.grpo.rollout.inputs import Inputs
 from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.fleet import ServerFleet
-from torchtitan.grpo.rollout.session_parts import (
-    evaluation_functions,
-    make_codec,
-    make_dispatcher,
-    make_environment_pool,
-    make_evaluation_pool,
-    make_evaluator,
-    open_held_out,
-)
-from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.types import Prompt, ServerInfo
+from torchtitan.grpo.rollout.session import make_dispatcher, make_evaluator
+from torchtitan.grpo.types import ServerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +35,10 @@ class EvaluationSession:
     """
 
     def __init__(self, config: RolloutProcessConfig, announce: Callable[[str], None]) -> None:
-        self._config, self._announce = config, announce
+        self._config = config
         self._drops = DropLog(announce)
         self._fleet = ServerFleet(config, announce)
-        self._pool: RewardPool | None = None
-        self._environments: EnvironmentPool | None = None
+        self._inputs = Inputs(config, self._drops, warn=announce)
         self._dispatcher: Dispatcher | None = None
         self._evaluator: Evaluator | None = None
 
@@ -67,12 +52,9 @@ class EvaluationSession:
         config = self._config
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._fleet.start())
-            opening = tasks.create_task(self._open_inputs())
-        codec, held_out = opening.result()
-        self._dispatcher = make_dispatcher(config, self._fleet.clients, self._drops)
-        self._evaluator = make_evaluator(
-            config, held_out, codec, self._dispatcher, self._pool, self._environments, self._drops
-        )
+            tasks.create_task(self._inputs.open_evaluation())
+        self._dispatcher = make_dispatcher(config, self._fleet, self._drops)
+        self._evaluator = make_evaluator(config, self._inputs, self._dispatcher, self._drops)
 
     async def evaluate(self) -> EvaluationResult:
         """Evaluates what the servers serve.
@@ -106,33 +88,11 @@ class EvaluationSession:
     async def close(self) -> None:
         """Stops everything that was started, in bounded time."""
         try:
-            if self._pool is not None:
-                await self._pool.close()
-            if self._environments is not None:
-                await self._environments.close()
+            await self._inputs.close()
             if self._dispatcher is not None:
                 await self._dispatcher.close()
         finally:
             await self._fleet.close()
-
-    async def _open_inputs(self) -> tuple[TextCodec, dict[str, list[Prompt]]]:
-        config = self._config
-        codec = await asyncio.to_thread(make_codec, config)
-        held_out = await asyncio.to_thread(open_held_out, config, codec, self._drops)
-        is_chat = any(not isinstance(of_set[0].text, str) for of_set in held_out.values())
-        notes = list(prompt_notes(codec, is_chat=is_chat))
-        self._pool = pool = make_evaluation_pool(config, self._drops)
-        assert pool is not None, "there must be something to evaluate"
-        await pool.start()
-        columns = {}
-        if config.rollout.environment is not None:
-            self._environments = make_environment_pool(config, self._drops)
-            await self._environments.start()
-            columns = {"environment_reward": [0.0]}
-        _, warnings = await check_held_out(config, pool, held_out, codec, columns)
-        for warning in [*notes, *warnings]:
-            self._announce(warning)
-        return codec, held_out
 
     async def _keep_versions(self, dispatcher: Dispatcher) -> None:
         """Tells the dispatcher what each server serves, forever.
@@ -156,32 +116,3 @@ class EvaluationSession:
 
 async def _ignore(servers: list[ServerInfo]) -> None:
     """Takes the news that the servers have changed, which concerns the trainer of a run."""
-
-
-async def check_held_out(
-    config: RolloutProcessConfig,
-    pool: RewardPool,
-    held_out: Mapping[str, Sequence[Prompt]],
-    codec: TextCodec,
-    columns: Mapping[str, Sequence[Any]],
-) -> tuple[dict[str, float | None], list[str]]:
-    """Calls the function of each set of held-out prompts once, and checks its answers.
-
-    ``columns`` are further arguments for the functions, with one value each.
-
-    Returns:
-        What each function gives the first prompt with an empty completion, and warnings.
-
-    Raises:
-        RewardError: If a function raises, exceeds the time limit, or returns an unusable value.
-    """
-    scores, warnings = {}, []
-    for name, settings in evaluation_sets(config.evaluation).items():
-        prompts = held_out[name]
-        position = evaluation_functions(config).index(settings.function)
-        (scores[name],) = await pool.check(prompts[0], [position], columns)
-        rows = [Example(f"{settings.path}, row {p.group_id}", p) for p in prompts[:MAX_ROWS]]
-        key = set_key(config.evaluation, name, "path")
-        most = settings.max_new_tokens or config.rollout.max_new_tokens
-        warnings += await answer_warnings(pool, position, rows, key, codec.count, most)
-    return scores, warnings

@@ -54,12 +54,12 @@ async def check(config: RolloutProcessConfig, say: Callable[[str], object]) -> I
     announced: list[str] = []
     session = RolloutSession(config, announced.append, say)
     try:
-        inputs = await session.open_inputs()
-        lines = describe_inputs(config, inputs, session.stop_strings)
-        return InputReport(lines, [*announced, *session.warnings])
+        await session.open_inputs()
+        lines = describe_inputs(config, session.inputs)
+        return InputReport(lines, [*announced, *session.inputs.warnings])
     except (ValueError, RuntimeError, TimeoutError) as error:
         message = str(error).replace(OUTPUT_HINT, "").strip()
-        return InputReport(warnings=[*announced, *session.warnings], error=message)
+        return InputReport(warnings=[*announced, *session.inputs.warnings], error=message)
     finally:
         await session.close()
 

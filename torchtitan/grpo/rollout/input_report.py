@@ -9,27 +9,19 @@ from typing import Any
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config.evaluation import EvaluationSet, evaluation_sets, set_key
 from torchtitan.grpo.rewards.gold_answers import Example
+from torchtitan.grpo.rollout.inputs import Inputs
 from torchtitan.grpo.rollout.prompts import PromptSet
-from torchtitan.grpo.rollout.session_parts import Inputs, acceptor_position
 from torchtitan.grpo.types import Prompt
 
 _SHOWN_CHARS = 300
 
 
-def describe_inputs(
-    config: RolloutProcessConfig, inputs: Inputs, stop_strings: list[str] | None
-) -> list[str]:
-    """Returns a description of everything that was opened.
-
-    Args:
-        config: Settings of the rollout process.
-        inputs: What was opened.
-        stop_strings: Those of the environment; ``None`` without one.
-    """
+def describe_inputs(config: RolloutProcessConfig, inputs: Inputs) -> list[str]:
+    """Returns a description of everything that was opened."""
     return [
         *_model_lines(config, inputs),
         *_prompt_lines(config, inputs),
-        *_reward_lines(config, inputs, stop_strings),
+        *_reward_lines(config, inputs),
         *_evaluation_lines(config, inputs),
     ]
 
@@ -54,7 +46,9 @@ def _model_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[str]:
 
 
 def _prompt_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[str]:
-    for prompts, of_set in zip(inputs.stream.sets, inputs.examples, strict=True):
+    stream = inputs.stream
+    assert stream is not None, "the inputs of a run are open"
+    for prompts, of_set in zip(stream.sets, inputs.examples, strict=True):
         first = of_set[0]
         yield f"{prompts.key}: {prompts.path}, {len(prompts)} rows, prompts of at most " + (
             f"{prompts.limits.max_tokens} tokens"
@@ -79,10 +73,9 @@ def _first_prompt(where: str, prompt: Prompt, inputs: Inputs) -> Iterator[str]:
     yield f"  first prompt ({where}): {kind}, {len(prompt.token_ids)} tokens: {shown}"
 
 
-def _reward_lines(
-    config: RolloutProcessConfig, inputs: Inputs, stop_strings: list[str] | None
-) -> Iterator[str]:
-    if stop_strings is not None:
+def _reward_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[str]:
+    if inputs.environments is not None:
+        stop_strings = inputs.environments.stop_strings
         ends = f", turns end at {stop_strings}" if stop_strings else ""
         yield f"rollout.environment: {config.rollout.environment}{ends}"
     weights = config.reward.weights or [1.0] * len(config.reward.functions)
@@ -93,7 +86,6 @@ def _reward_lines(
             f"first prompt earns {_numbers(values)}"
         )
     if config.rollout.should_accept is not None:
-        assert acceptor_position(config) > 0, "the acceptor stands behind the rewards"
         yield f"rollout.should_accept: {config.rollout.should_accept}"
 
 

@@ -133,9 +133,11 @@ class RolloutProcess:
             self._session = session = RolloutSession(self._config, self._announcer.announce)
             await session.open()
             self._monitor.health.begin(session)
-            self._monitor.tell_servers(session.servers)
+            self._monitor.tell_servers(session.fleet.servers)
             endpoint = self._holder.endpoint if self._holder is not None else None
-            await self._send(link_messages.Ready(session.servers, endpoint, session.warnings))
+            await self._send(
+                link_messages.Ready(session.fleet.servers, endpoint, session.inputs.warnings)
+            )
             if self._holder is not None:
                 tasks.create_task(self._holder.run())
             # Not earlier, because a slow start-up does not delay other work.
@@ -143,7 +145,7 @@ class RolloutProcess:
             tasks.create_task(self._lag.run())
             tasks.create_task(self._hear_notices(session))
             self._generate(tasks, session.producer.run())
-            self._generate(tasks, session.watch_servers(self._tell_servers))
+            self._generate(tasks, session.fleet.watch(session.dispatcher, self._tell_servers))
             self._generate(tasks, session.dispatcher.watch_loads())
 
     def _generate(
@@ -208,7 +210,7 @@ class RolloutProcess:
             elif isinstance(notice, link_messages.ServerLost):
                 session.dispatcher.set_lost(notice.url, notice.reason)
             else:
-                session.reread_urls()
+                session.fleet.reread_urls()
 
     async def _tell_servers(self, servers: list[ServerInfo]) -> None:
         self._monitor.tell_servers(servers)

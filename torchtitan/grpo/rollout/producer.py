@@ -10,23 +10,20 @@ groups, by new versions on servers, and by batches that the trainer takes. The l
 """
 
 import asyncio
-import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
 
+from torchtitan.grpo.config import GRPO, Rollout
 from torchtitan.grpo.rollout.admission import Admission, part_size
 from torchtitan.grpo.rollout.drops import DropLog
-from torchtitan.grpo.rollout.idle_shares import IdleShares
 from torchtitan.grpo.rollout.joining import as_context
 from torchtitan.grpo.rollout.judging import GroupJudge, Unusable
 from torchtitan.grpo.rollout.kept_groups import EXPIRED, OVERDUE, Cause, KeptGroups
 from torchtitan.grpo.rollout.ledger import CloseReason, Ledger
-from torchtitan.grpo.rollout.longest_first import LongestFirst
+from torchtitan.grpo.rollout.longest_first import LengthRanker, LongestFirst
 from torchtitan.grpo.rollout.prompts import PromptStream
-from torchtitan.grpo.rollout.ranker import LengthRanker
 from torchtitan.grpo.rollout.results import RolloutBatch
-from torchtitan.grpo.rollout.rollout_metrics import RolloutCounts, RolloutMetrics
+from torchtitan.grpo.rollout.rollout_metrics import RolloutCounts, RolloutMetrics, ShareClock
 from torchtitan.grpo.rollout.running_group import RunningGroup
 from torchtitan.grpo.rollout.sample_columns import brief_columns
 from torchtitan.grpo.rollout.saved import SavedRollouts, UnfinishedGroup
@@ -34,10 +31,6 @@ from torchtitan.grpo.rollout.scoring import prompt_text
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
 from torchtitan.grpo.types import BatchPart, Generation, Prompt, RolloutGroup
-
-logger = logging.getLogger(__name__)
-
-OverduePolicy = Literal["wait", "drop", "cut", "resume"]
 
 # No event marks the end of a server's pause after a failure, so the loop polls as well.
 _RETRY_SECONDS = 0.2
@@ -53,14 +46,11 @@ class Producer:
         judge: Filters and reward functions.
         ledger: The state of the prompts. It must start at the position of ``prompts``.
         writer: Generates the completions.
-        group_size: ``grpo.group_size``.
-        num_parts: Number of parts in which a batch is delivered (``rollout.stream_parts``).
-        overdue: ``rollout.overdue``.
+        grpo: The table ``[grpo]``.
+        rollout: The table ``[rollout]``.
         saved: Groups restored from an earlier process. ``prompts`` must not return them again.
         drops: Counts and announces what is dropped.
         ranker: Predicts the length of answers. ``None`` starts prompts in stream order.
-        window: Number of consecutive prompts that are sorted by predicted length. Use the number
-            of prompts in a batch.
     """
 
     def __init__(
@@ -71,14 +61,12 @@ class Producer:
         judge: GroupJudge,
         ledger: Ledger,
         writer: TrajectoryWriter,
+        grpo: GRPO,
+        rollout: Rollout,
         *,
-        group_size: int,
-        num_parts: int = 1,
-        overdue: OverduePolicy = "wait",
         saved: SavedRollouts | None = None,
         drops: DropLog | None = None,
         ranker: LengthRanker | None = None,
-        window: int = 1,
     ) -> None:
         self._prompts = prompts
         self._admission = admission
@@ -87,25 +75,23 @@ class Producer:
         self._ledger = ledger
         self._writer = writer
         self._drops = drops or DropLog()
-        self._group_size = group_size
-        self._num_parts = num_parts
-        self._overdue: OverduePolicy = overdue
+        self._group_size = grpo.group_size
+        self._num_parts = rollout.stream_parts if rollout.stream else 1
+        self._overdue = rollout.overdue
         self._ranker = ranker
-        predict = ranker.predict if ranker is not None else lambda prompt: 0.0
-        self._order = LongestFirst(window, predict, longest_first=ranker is not None)
+        self._order = LongestFirst(grpo.prompts_per_step, ranker.predict if ranker else None)
         self._finished: dict[int, RolloutGroup] = {}
         self._taken: list[RolloutGroup] = []  # earlier parts of an incomplete batch
         self._delivered: RolloutBatch | None = None  # the last whole batch, perhaps not trained
         self._unfinished: dict[int, UnfinishedGroup] = {}
-        self._resumed: list[
-            tuple[Prompt, tuple[Generation, ...]]
-        ] = []  # cancelled, to be restarted
+        # Cancelled groups, to be restarted with these tokens as context.
+        self._resumed: list[tuple[Prompt, tuple[Generation, ...]]] = []
         self._context: dict[int, tuple[Generation, ...]] = {}  # of those being restarted
         self._running: dict[int, RunningGroup] = {}
         self._skipped: dict[int, CloseReason] = {}  # since a prompt was issued last
         self._counts = RolloutCounts()
         self._metrics = RolloutMetrics(prompts.file_names)
-        self._shares = IdleShares()
+        self._idle, self._held_back = ShareClock(), ShareClock()
         self._kept_groups = KeptGroups(admission.groups_per_batch)
         self._is_asked = False  # the trainer waits for a batch
         self._room = asyncio.Event()
@@ -132,9 +118,6 @@ class Producer:
 
         A run that is stopped may not have trained on the batch that was delivered last, or on the
         parts of a batch. These groups count as finished, and are open.
-
-        Args:
-            version: Number of batches trained on.
         """
         unfinished = dict(self._unfinished)  # restored groups that have not continued yet
         for group_id, running in self._running.items():
@@ -301,13 +284,17 @@ class Producer:
                 pass
 
     def _note_shares(self) -> None:
-        """Records whether the servers are idle, and whether the trainer is the reason."""
+        """Records whether the servers are idle, and whether the trainer holds back a new group.
+
+        It does while it is busy with an earlier batch, and a server with room gets no prompt
+        because of the staleness bound or the full buffer.
+        """
         in_flight, servers = self._dispatcher.in_flight, self._dispatcher.servers.values()
         versions = [s.version for s in servers if s.version is not None and s.is_ready()]
-        self._shares.note(
-            is_idle=in_flight == 0 or not versions,
-            is_held_back=not self._is_asked
-            and any(self._admission.waits_for_trainer(v, in_flight) for v in versions),
+        self._idle.set(in_flight == 0 or not versions)
+        self._held_back.set(
+            not self._is_asked
+            and any(self._admission.waits_for_trainer(v, in_flight) for v in versions)
         )
 
     def _start_group(self, prompt: Prompt, server: Server, groups: asyncio.TaskGroup) -> None:
@@ -374,11 +361,7 @@ class Producer:
         self._kept_groups.drop(group_id, cause)
 
     def _relieve_overdue(self) -> bool:
-        """Applies ``rollout.overdue`` to the groups that hold up the next batch.
-
-        Returns:
-            Whether at least one group no longer holds up the batch.
-        """
+        """Applies ``rollout.overdue``; returns whether fewer groups hold up the next batch."""
         if self._overdue == "wait":
             return False
         made_room = False
@@ -439,6 +422,7 @@ class Producer:
             buffered=len(self._finished),
             in_flight=self._dispatcher.in_flight,
         )
-        metrics |= self._shares.take_metrics() | self._drops.take_metrics()
-        metrics |= self._judge.take_metrics()
+        metrics["rollout/idle_fraction"] = self._idle.take()
+        metrics["rollout/wait_trainer_fraction"] = self._held_back.take()
+        metrics |= self._drops.take_metrics() | self._judge.take_metrics()
         return metrics | self._writer.metrics() | self._dispatcher.metrics()

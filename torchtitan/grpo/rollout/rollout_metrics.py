@@ -5,7 +5,7 @@
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -51,8 +51,7 @@ class RolloutCounts:
 class RolloutMetrics:
     """Computes metrics from a batch and from the counts since the last batch.
 
-    Args:
-        file_names: Short names of the files that prompts are from; none if there is one file.
+    ``file_names`` are short names of the files that prompts are from; none if there is one file.
     """
 
     def __init__(self, file_names: Sequence[str] = ()) -> None:
@@ -70,11 +69,8 @@ class RolloutMetrics:
     ) -> dict[str, float]:
         """Returns the metrics of one batch.
 
-        Args:
-            groups: The groups of the batch.
-            counts: Counts over the whole run until now.
-            buffered: Number of finished groups that wait for later batches.
-            in_flight: Number of completions that are being generated now.
+        ``buffered`` groups are finished and wait for later batches, and ``in_flight`` completions
+        are being generated now.
         """
         now = time.monotonic()
         elapsed = max(now - self._last_time, 1e-9)
@@ -98,6 +94,31 @@ class RolloutMetrics:
                 "rollout/inflight_rollouts": float(in_flight),
             }
         )
+
+
+class ShareClock:
+    """Measures for which share of the time a condition holds."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._holds = False
+        self._held_seconds = 0.0
+        self._begin = self._since = now()
+
+    def set(self, holds: bool) -> None:
+        """Records whether the condition holds from now on."""
+        now = self._now()
+        if self._holds:
+            self._held_seconds += now - self._since
+        self._holds, self._since = holds, now
+
+    def take(self) -> float:
+        """Returns the share of the time since the last call, in [0, 1]."""
+        self.set(self._holds)
+        elapsed = self._since - self._begin
+        share = self._held_seconds / elapsed if elapsed > 0 else 0.0
+        self._held_seconds, self._begin = 0.0, self._since
+        return share
 
 
 def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:

@@ -1,50 +1,45 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Starts and stops the parts of the rollout process in the right order."""
+"""Builds the parts of the rollout process from the configuration, and starts and stops them in order."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from torchtitan.grpo.config import RolloutProcessConfig
-from torchtitan.grpo.rewards.gold_answers import answer_warnings
-from torchtitan.grpo.rewards.scoring_pool import RewardPool
+from torchtitan.grpo.config.evaluation import evaluation_sets
+from torchtitan.grpo.inference.access import TEACHER_KEY_VARIABLE
+from torchtitan.grpo.inference.http import HttpConnection
+from torchtitan.grpo.inference.kinds import IDLE_SECONDS, kind_row
+from torchtitan.grpo.inference.urls import checked_urls
+from torchtitan.grpo.rollout.admission import Admission
 from torchtitan.grpo.rollout.drops import DropLog
-from torchtitan.grpo.rollout.environments import EnvironmentPool
-from torchtitan.grpo.rollout.evaluation import Evaluator
-from torchtitan.grpo.rollout.evaluation_session import check_held_out
-from torchtitan.grpo.rollout.ledger import Ledger
-from torchtitan.grpo.rollout.model_match import model_warnings
-from torchtitan.grpo.rollout.producer import Producer
-from torchtitan.grpo.rollout.prompts import PromptStream
-from torchtitan.grpo.rollout.ranker import LengthRanker
-from torchtitan.grpo.rollout.saved import SavedRollouts, SavedRolloutsError, read_saved
-from torchtitan.grpo.rollout.saved_checks import check_saved
-from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
-from torchtitan.grpo.rollout.serving.fleet import ServerFleet, Tell
-from torchtitan.grpo.rollout.session_parts import (
+from torchtitan.grpo.rollout.environments import Episodes
+from torchtitan.grpo.rollout.evaluation import Evaluator, HeldOut, SpareRoom
+from torchtitan.grpo.rollout.inputs import (
     Inputs,
     acceptor_position,
-    make_admission,
+    evaluation_functions,
     make_codec,
-    make_dispatcher,
-    make_environment_pool,
-    make_evaluation_pool,
-    make_evaluator,
-    make_judge,
-    make_reward_pool,
-    make_sampling,
-    make_teacher_pool,
-    make_writer,
-    open_held_out,
-    open_prompts,
 )
-from torchtitan.grpo.rollout.teachers import TeacherPool
+from torchtitan.grpo.rollout.judging import GroupJudge
+from torchtitan.grpo.rollout.ledger import Ledger
+from torchtitan.grpo.rollout.longest_first import LengthRanker
+from torchtitan.grpo.rollout.producer import Producer
+from torchtitan.grpo.rollout.rollout_filters import CompletionFilter, WasteBudget
+from torchtitan.grpo.rollout.saved import SavedRollouts, SavedRolloutsError, read_saved
+from torchtitan.grpo.rollout.saved_checks import check_saved
+from torchtitan.grpo.rollout.scoring import Scorer
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
+from torchtitan.grpo.rollout.serving.fleet import ServerFleet, server_needs
+from torchtitan.grpo.rollout.serving.requests import Sampling
+from torchtitan.grpo.rollout.teachers import GroupRater, TeacherNeeds, TeacherPool
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.types import ServerInfo
+from torchtitan.grpo.rollout.trajectory import Places, TrajectoryWriter
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +54,8 @@ class RolloutSession:
 
     Attributes:
         drops: What was dropped so far.
-        warnings: Findings at the start that the user should know about.
+        fleet: The servers that belong to the run.
+        inputs: The tokenizer, the prompts, the rewards and the environment.
 
     :meth:`close` may be called at any time, including before :meth:`open` and after an
     :meth:`open` that failed.
@@ -82,14 +78,9 @@ class RolloutSession:
             # This progress is newer than the checkpoint's: it also covers work done since then.
             config = replace(config, progress=self._saved.progress)
         self._config = config
-        self._say = say or announce or logger.info
-        self._fleet = ServerFleet(config, announce)
+        self.fleet = ServerFleet(config, announce)
+        self.inputs = Inputs(config, self.drops, say or announce or logger.info)
         self._teachers: TeacherPool | None = None
-        self._pool: RewardPool | None = None
-        self._evaluation_pool: RewardPool | None = None
-        self._environments: EnvironmentPool | None = None
-        self._stream: PromptStream | None = None
-        self.warnings: list[str] = []
 
     def _read_saved(self, config: RolloutProcessConfig) -> SavedRollouts | None:
         """Returns the rollouts kept beside the checkpoint; None without, or if they are damaged."""
@@ -109,16 +100,6 @@ class RolloutSession:
             return None
         return saved
 
-    @property
-    def servers(self) -> list[ServerInfo]:
-        """The servers that belong to the run now."""
-        return self._fleet.servers
-
-    @property
-    def stop_strings(self) -> list[str] | None:
-        """Stop strings of the environment, once the inputs are open; ``None`` without one."""
-        return None if self._environments is None else self._environments.stop_strings
-
     async def open(self) -> None:
         """Starts servers, workers and the producer, and opens the prompts.
 
@@ -132,22 +113,17 @@ class RolloutSession:
         """
         config = self._config
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._fleet.start())
+            tasks.create_task(self.fleet.start())
             tasks.create_task(self._start_teachers())
-            opening = tasks.create_task(self.open_inputs())
-        inputs = opening.result()
-        codec = inputs.codec
-        self.dispatcher = make_dispatcher(config, self._fleet.clients, self.drops)
-        self.producer = self._make_producer(inputs.stream, codec)
-        self.evaluator = make_evaluator(
-            config,
-            inputs.held_out,
-            inputs.codec,
-            self.dispatcher,
-            self._evaluation_pool,
-            self._environments,
-            self.drops,
-        )
+            tasks.create_task(self.open_inputs())
+        self.dispatcher = make_dispatcher(config, self.fleet, self.drops)
+        self.producer = self._make_producer()
+        self.evaluator = make_evaluator(config, self.inputs, self.dispatcher, self.drops)
+
+    async def open_inputs(self) -> None:
+        """Opens and checks the inputs; see :meth:`Inputs.open`."""
+        saved = self._saved.group_ids if self._saved is not None else set()
+        await self.inputs.open([i for i in self._config.progress.open if i not in saved])
 
     async def _start_teachers(self) -> None:
         config = self._config
@@ -156,100 +132,169 @@ class RolloutSession:
             self._teachers = make_teacher_pool(config, codec, self.drops, self._announce)
             await self._teachers.start(config.inference.startup_timeout_seconds)
 
-    def _make_producer(self, stream: PromptStream, codec: TextCodec) -> Producer:
-        config, saved = self._config, self._saved
-        sampling = make_sampling(config)
-        assert self._pool is not None, "the reward pool is opened with the inputs"
-        ranker = None
-        if config.rollout.longest_first:
-            ranker = LengthRanker(first_guess=sampling.max_new_tokens / 2)
+    def _make_producer(self) -> Producer:
+        config, saved, stream = self._config, self._saved, self.inputs.stream
+        rollout = config.rollout
+        assert stream is not None, "the inputs are open"
         return Producer(
             stream,
-            make_admission(config),
+            Admission(config.grpo, rollout, config.start_version),
             self.dispatcher,
-            make_judge(config, self._pool, codec, self._teachers),
+            self._make_judge(),
             Ledger(config.progress, saved.closed if saved is not None else None),
-            make_writer(config, self.dispatcher, sampling, codec, self._environments),
-            group_size=config.grpo.group_size,
-            num_parts=config.rollout.stream_parts if config.rollout.stream else 1,
-            overdue=config.rollout.overdue,
+            make_writer(config, self.inputs, self.dispatcher, Sampling.of_rollouts(config)),
+            config.grpo,
+            rollout,
             saved=saved,
             drops=self.drops,
-            ranker=ranker,
-            window=config.grpo.prompts_per_step,
+            ranker=LengthRanker(rollout.max_new_tokens / 2) if rollout.longest_first else None,
         )
 
-    async def watch_servers(self, tell: Tell) -> None:
-        """Follows changes of the servers; see :meth:`ServerFleet.watch`."""
-        await self._fleet.watch(self.dispatcher, tell)
-
-    def reread_urls(self) -> None:
-        """Reads ``inference.urls_file`` now; see :meth:`ServerFleet.reread_urls`."""
-        self._fleet.reread_urls()
+    def _make_judge(self) -> GroupJudge:
+        config, rollout, pool = self._config, self._config.rollout, self.inputs.pool
+        assert pool is not None, "the inputs are open"
+        scorer = Scorer(
+            pool,
+            self.inputs.codec,
+            config.reward.functions,
+            config.reward.weights,
+            acceptor_position(config),
+            has_environment=rollout.environment is not None,
+        )
+        waste = rater = None
+        if rollout.dynamic_sampling:
+            waste = WasteBudget(int(rollout.dynamic_sampling_limit * config.grpo.prompts_per_step))
+        if self._teachers is not None:
+            rater = GroupRater(self._teachers, config.teacher.max_unrated_groups)
+        return GroupJudge(
+            scorer,
+            CompletionFilter(rollout.min_completion_tokens, rollout.drop_truncated),
+            waste,
+            fewest_rollouts=min(2, config.grpo.group_size),
+            rater=rater,
+        )
 
     async def close(self) -> None:
         """Stops everything that was started, in bounded time."""
         try:
-            if self._stream is not None:
-                await asyncio.to_thread(self._stream.close)
-            for pool in (self._pool, self._evaluation_pool):
-                if pool is not None:
-                    await pool.close()
-            if self._environments is not None:
-                await self._environments.close()
+            await self.inputs.close()
             if self._teachers is not None:
                 await self._teachers.close()
             if hasattr(self, "dispatcher"):
                 await self.dispatcher.close()
         finally:
-            await self._fleet.close()
+            await self.fleet.close()
 
-    async def open_inputs(self) -> Inputs:
-        """Opens the tokenizer, the prompts, the rewards and the environment, and checks them.
 
-        Raises:
-            ValueError: If a prompt or a setting is invalid.
-            RewardError: If a reward function cannot be loaded or fails its check.
-        """
-        config = self._config
-        codec = await asyncio.to_thread(make_codec, config)
-        saved = self._saved.group_ids if self._saved is not None else set()
-        pending = [index for index in config.progress.open if index not in saved]
-        stream, examples = await asyncio.to_thread(open_prompts, config, codec, pending, self._say)
-        self._stream = stream
-        for prompts in stream.sets:
-            if prompts.checked is not None:
-                self._warn(filter(None, [prompts.checked.warning(prompts.key, prompts.path)]))
-        is_chat = any(not isinstance(of_set[0].prompt.text, str) for of_set in examples)
-        self._warn(model_warnings(codec, config, is_chat=is_chat))
-        held_out = await asyncio.to_thread(open_held_out, config, codec, self.drops)
-        self._pool = pool = make_reward_pool(config, self.drops)
-        await pool.start()
-        columns = {}
-        if config.rollout.environment is not None:
-            self._environments = environments = make_environment_pool(config, self.drops)
-            await environments.start()
-            columns = {"environment_reward": [0.0]}
-        inputs = Inputs(codec, stream, examples, held_out)
-        key = "prompts.paths" if config.prompts.paths else "prompts.path"
-        functions = range(len(config.reward.functions))
-        for of_set in examples:
-            prompt = of_set[0].prompt
-            inputs.rewards.append(await pool.check(prompt, functions, columns))
-            for position in functions:
-                most = config.rollout.max_new_tokens
-                self._warn(await answer_warnings(pool, position, of_set, key, codec.count, most))
-            if config.rollout.should_accept is not None:
-                await pool.check(prompt, [acceptor_position(config)], {"rewards": [0.0]})
-        self._evaluation_pool = pool = make_evaluation_pool(config, self.drops)
-        if pool is not None:
-            await pool.start()
-            scores, warnings = await check_held_out(config, pool, held_out, codec, columns)
-            inputs.scores = scores
-            self._warn(warnings)
-        return inputs
+def make_dispatcher(config: RolloutProcessConfig, fleet: ServerFleet, drops: DropLog) -> Dispatcher:
+    return Dispatcher(
+        fleet.clients,
+        config.rollout,
+        vocab_size=config.vocab_size,
+        group_size=config.grpo.group_size,
+        drops=drops,
+    )
 
-    def _warn(self, warnings: Iterable[str]) -> None:
-        for warning in warnings:
-            logger.warning("%s", warning)
-            self.warnings.append(warning)
+
+def make_writer(
+    config: RolloutProcessConfig, inputs: Inputs, places: Places, sampling: Sampling
+) -> TrajectoryWriter:
+    """Returns what generates completions with some sampling settings.
+
+    With an environment, completions also stop where its turns end.
+    """
+    rollout, codec, episodes = config.rollout, inputs.codec, None
+    ends = [*config.eos_token_ids, *rollout.stop_token_ids]
+    sampling = replace(sampling, unknown_ids=codec.unknown_ids(config.vocab_size, ends))
+    if inputs.environments is not None:
+        stop_ids = [*sampling.stop_token_ids, *_turn_ends(inputs.environments.stop_strings, codec)]
+        sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys(stop_ids)))
+        episodes = Episodes(
+            inputs.environments,
+            codec,
+            max_turns=rollout.max_turns,
+            templated=rollout.earlier_turns == "as_templated",
+            stop_token_ids=sampling.stop_token_ids,
+            vocab_size=config.vocab_size,
+        )
+    return TrajectoryWriter(places, sampling, rollout, episodes=episodes)
+
+
+def _turn_ends(stop_strings: list[str], codec: TextCodec) -> list[int]:
+    """Returns the tokens at which an environment's turns end."""
+    tokens = []
+    for text in stop_strings:
+        token = codec.single_token(text)
+        if token is None:
+            raise ValueError(
+                f"A stop string of rollout.environment must be a single token of the model's "
+                f"tokenizer, but {text!r} is encoded as {codec.encode_continuation(text)}. Use "
+                "another stop string, or none, so that turns end with the end of sequence."
+            )
+        tokens.append(token)
+    return tokens
+
+
+def make_evaluator(
+    config: RolloutProcessConfig, inputs: Inputs, dispatcher: Dispatcher, drops: DropLog
+) -> Evaluator | None:
+    """Returns what evaluates the held-out prompts; ``None`` if there are none."""
+    if inputs.evaluation_pool is None:
+        return None
+    room = SpareRoom(
+        dispatcher, config.evaluation.max_concurrent, config.rollout.max_concurrent_rollouts
+    )
+    sets = [
+        HeldOut(
+            name,
+            settings,
+            inputs.held_out[name],
+            evaluation_functions(config).index(settings.function),
+            make_writer(config, inputs, room, Sampling.of_evaluation(config, settings)),
+        )
+        for name, settings in evaluation_sets(config.evaluation).items()
+    ]
+    return Evaluator(sets, dispatcher, room, inputs.evaluation_pool, inputs.codec, drops)
+
+
+def make_teacher_pool(
+    config: RolloutProcessConfig,
+    codec: TextCodec,
+    drops: DropLog,
+    announce: Callable[[str], None] | None,
+) -> TeacherPool:
+    """Makes the teachers of ``[teacher]``, which are not asked for anything yet.
+
+    Raises:
+        ValueError: If a URL is invalid, or the vocabulary has fewer tokens than ``teacher.top_k``.
+    """
+    settings = config.teacher
+    if settings.top_k > config.vocab_size:
+        raise ValueError(
+            f"teacher.top_k must be at most the size of the model's vocabulary, {config.vocab_size}, got "
+            f"{settings.top_k}. Lower it."
+        )
+    row = kind_row(settings.kind)
+    key = settings.api_key or os.environ.get(TEACHER_KEY_VARIABLE)
+    clients = [
+        row.load_client()(
+            HttpConnection(
+                url,
+                api_key=key,
+                admin_key=key,
+                timeout_seconds=config.inference.control_timeout_seconds,
+                idle_seconds=IDLE_SECONDS,
+            ),
+            row.capabilities,
+            request_timeout_seconds=settings.request_timeout_seconds,
+        )
+        for url in checked_urls(settings.urls, "teacher.urls")
+    ]
+    needs = TeacherNeeds(
+        vocabulary=codec.vocabulary(),
+        vocab_size=config.vocab_size,
+        num_tokens=server_needs(config).num_tokens,
+        model_path=settings.model_path,
+        top_k=settings.top_k,
+    )
+    return TeacherPool(clients, settings, needs, drops=drops, announce=announce)

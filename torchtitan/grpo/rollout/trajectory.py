@@ -22,6 +22,7 @@ from typing import Protocol
 
 import numpy as np
 
+from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.environments import EnvironmentFailed, Episode, Episodes
 from torchtitan.grpo.rollout.joining import joined
@@ -34,7 +35,7 @@ _LOOK_SECONDS = 0.05
 
 
 class Places(Protocol):
-    """Gives completions their places on servers; `Dispatcher` has the methods' descriptions."""
+    """Gives completions their places on servers; see the methods of `Dispatcher`."""
 
     def choose(
         self,
@@ -61,7 +62,6 @@ class Trajectory:
     """A completion that is being generated.
 
     Attributes:
-        prompt: The prompt that is answered.
         so_far: The part that is generated. ``None`` before the end of the first segment.
         sample: Number of the completion in its group.
         is_cut: Whether the completion was ended early with the part generated so far.
@@ -108,28 +108,26 @@ class TrajectoryWriter:
     """Starts completions and carries each one to its end.
 
     Args:
-        dispatcher: The places on the servers: the dispatcher of rollouts, or what gives evaluations
-            the places that rollouts leave free.
+        places: The places on the servers: the dispatcher of rollouts, or the places that rollouts
+            leave free for evaluations.
         sampling: Sampling settings of all completions.
-        segment_tokens: ``rollout.segment_tokens``. 0 generates each completion in one segment.
-        wait_seconds: Maximum wait for a server between two segments.
+        config: The table ``[rollout]``.
         episodes: Gives each completion its environment. ``None`` means that a completion has a
             single turn.
     """
 
     def __init__(
         self,
-        dispatcher: Places,
+        places: Places,
         sampling: Sampling,
+        config: Rollout,
         *,
-        segment_tokens: int = 0,
-        wait_seconds: float = 600.0,
         episodes: Episodes | None = None,
     ) -> None:
-        self._dispatcher, self._sampling = dispatcher, sampling
+        self._places, self._sampling = places, sampling
         self._episodes = episodes
-        self._segment_tokens = segment_tokens
-        self._wait_seconds = wait_seconds
+        self._segment_tokens = config.segment_tokens
+        self._wait_seconds = config.request_timeout_seconds
 
     def start(
         self,
@@ -144,16 +142,13 @@ class TrajectoryWriter:
 
         Args:
             prompt: The prompt to answer.
-            server: A server from ``Dispatcher.choose``.
+            server: A server from :meth:`Places.choose`.
             sample: Number of the completion in its group.
             begun: The part of the completion that was generated earlier.
             expected_tokens: Predicted length of the whole completion.
         """
-        if (
-            begun is not None
-            and self._episodes is None
-            and not self._turn_is_unfinished(prompt, begun)
-        ):
+        is_open = begun is None or self._turn_is_unfinished(prompt, begun)
+        if not is_open and self._episodes is None:
             begun = None  # from a run with an environment, while this run has none
         trajectory = Trajectory(prompt, begun, sample)
         # Read here and not in the task below: the server may be lost before the task starts.
@@ -186,15 +181,10 @@ class TrajectoryWriter:
         expected_tokens: float | None,
         episode: Episode | None,
     ) -> Generation:
-        """Generates the rest of a completion.
+        """Generates the rest of a completion, with versions from ``floor`` on.
 
-        Args:
-            trajectory: The completion. Its ``so_far`` holds the part that exists already.
-            floor: Oldest policy version that may generate a segment.
-            server: Server of the first segment.
-            segment: The first segment, in flight. ``None`` if the environment reads a turn first.
-            expected_tokens: Predicted length of the whole completion.
-            episode: The environment of the completion. It is closed at the end.
+        ``segment`` is in flight, or ``None`` if the environment reads a turn first. The episode is
+        closed at the end.
         """
         try:
             while True:
@@ -208,7 +198,7 @@ class TrajectoryWriter:
                 if not self._turn_is_unfinished(trajectory.prompt, whole):
                     if episode is None:
                         return whole
-                    with self._dispatcher.hold():
+                    with self._places.hold():
                         followed = await episode.follow(
                             whole, lambda longer: self._room_behind(trajectory.prompt, longer)
                         )
@@ -243,7 +233,7 @@ class TrajectoryWriter:
                 expected_tokens = max(expected_tokens - len(written), 1.0)
         sampling = self._sampling.of_sample(prompt, trajectory.sample, num_written)
         sampling = replace(sampling, max_new_tokens=segment)
-        return self._dispatcher.submit(prompt, server, sampling, expected_tokens=expected_tokens)
+        return self._places.submit(prompt, server, sampling, expected_tokens=expected_tokens)
 
     def _room(self, trajectory: Trajectory) -> int:
         """Returns the number of tokens that may still be generated."""
@@ -266,7 +256,7 @@ class TrajectoryWriter:
         try:
             async with asyncio.timeout(self._wait_seconds):
                 while True:
-                    server = self._dispatcher.choose(
+                    server = self._places.choose(
                         lambda version: version >= floor, prefer=former.url, has_begun=True
                     )
                     if server is not None:

@@ -10,17 +10,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchtitan.grpo.config import GRPO, Rollout
 from torchtitan.grpo.rollout.admission import Admission
 
 
-def make(groups_per_batch: int, max_staleness: int, start_version: int = 0) -> Admission:
-    return Admission(
-        groups_per_batch=groups_per_batch,
-        max_staleness=max_staleness,
-        group_size=4,
-        max_concurrent_rollouts=1_000_000,
-        start_version=start_version,
+def make(
+    groups_per_batch: int,
+    max_staleness: int,
+    start_version: int = 0,
+    *,
+    max_concurrent: int = 1_000_000,
+    max_buffered: int = 1_000_000,
+) -> Admission:
+    grpo = GRPO(prompts_per_step=groups_per_batch, group_size=4)
+    rollout = Rollout(
+        max_head_offpolicyness=max_staleness,
+        max_concurrent_rollouts=max_concurrent,
+        buffer_size_limit=4 * max_buffered,
     )
+    return Admission(grpo, rollout, start_version)
 
 
 def test_synchronous_training_starts_one_batch_of_groups_for_each_version():
@@ -66,9 +74,7 @@ def test_group_that_is_older_than_attested_is_closed():
 
 
 def test_completions_in_flight_are_bounded():
-    admission = Admission(
-        groups_per_batch=8, max_staleness=1, group_size=4, max_concurrent_rollouts=10
-    )
+    admission = make(groups_per_batch=8, max_staleness=1, max_concurrent=10)
     assert admission.may_start(0, 6)
     assert not admission.may_start(0, 7)
 
@@ -258,13 +264,7 @@ def test_the_bound_holds_for_each_of_ten_thousand_groups(streams: bool):
 
 def test_starts_wait_while_too_many_finished_groups_do():
     admission = make(groups_per_batch=1, max_staleness=5)
-    bounded = Admission(
-        groups_per_batch=1,
-        max_staleness=5,
-        group_size=1,
-        max_concurrent_rollouts=100,
-        max_buffered=2,
-    )
+    bounded = make(groups_per_batch=1, max_staleness=5, max_buffered=2)
     for ledger in (admission, bounded):
         for group_id in range(2):
             ledger.start(group_id, 0)

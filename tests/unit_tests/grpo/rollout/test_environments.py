@@ -16,6 +16,7 @@ import psutil
 import pytest
 from processes import descendants
 
+from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.rollout.environments import (
     EnvironmentFailed,
@@ -200,18 +201,14 @@ def run_world(codec: TextCodec, tmp_path: Path):
                 await pool.start()
                 stop_ids = (EOS, *(codec.encode(text)[0] for text in pool.stop_strings))
                 server = Server(codec, turns)
-                dispatcher = Dispatcher(
-                    [server], vocab_size=128, request_timeout_seconds=30,
-                    max_consecutive_failures=9,
-                )  # fmt: skip
+                config = Rollout(request_timeout_seconds=30, segment_tokens=segment_tokens)
+                dispatcher = Dispatcher([server], config, vocab_size=128)
                 dispatcher.set_version(server.url, 4)
                 episodes = Episodes(
                     pool, codec, max_turns=max_turns, stop_token_ids=stop_ids, vocab_size=128
                 )
-                writer = TrajectoryWriter(
-                    dispatcher, Sampling(max_new_tokens, 400, 1.0, 1.0, -1, stop_ids),
-                    segment_tokens=segment_tokens, wait_seconds=30, episodes=episodes,
-                )  # fmt: skip
+                sampling = Sampling(max_new_tokens, 400, 1.0, 1.0, -1, stop_ids)
+                writer = TrajectoryWriter(dispatcher, sampling, config, episodes=episodes)
                 await body(World(writer, pool, dispatcher, server, codec, episodes))
                 assert dispatcher.in_flight == 0
             finally:

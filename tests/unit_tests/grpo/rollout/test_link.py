@@ -34,7 +34,7 @@ async def batch(version):
     return RolloutBatch([], PromptProgress(version + 10, (version,)), {}, metrics, part)
 
 class Session:
-    servers, warnings, evaluator = [], [], None
+    evaluator = None
 
     def __init__(self, config, announce):
         self.drops = DropLog(announce)
@@ -44,7 +44,8 @@ class Session:
         )
         # The process reads its vital signs about once a second, which a slow host reaches.
         self.dispatcher = SimpleNamespace(watch_loads=for_ever, servers={}, num_tokens=0)
-        self.watch_servers = for_ever
+        self.fleet = SimpleNamespace(servers=[], watch=for_ever)
+        self.inputs = SimpleNamespace(warnings=[])
 
     async def open(self): ...
     async def close(self): ...

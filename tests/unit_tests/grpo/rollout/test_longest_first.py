@@ -1,71 +1,185 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The order in which prompts are started."""
+"""The order in which prompts are started, and the prediction of lengths: wrong ones do no harm."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.grpo.rollout.longest_first import LongestFirst
+from torchtitan.grpo.rollout.longest_first import LengthRanker, LongestFirst
 from torchtitan.grpo.types import Prompt
 
-
-def prompts_of(lengths: list[float]) -> tuple[list[Prompt], dict[int, float]]:
-    prompts = [Prompt(i, "", np.array([i], np.int32), {}) for i in range(len(lengths))]
-    return prompts, dict(enumerate(lengths))
+VOCABULARY = 50_000
+GROUP_SIZE = 8
 
 
-def handed_out(window: int, lengths: list[float], *, longest_first: bool = True) -> list[int]:
-    prompts, by_index = prompts_of(lengths)
-    order = LongestFirst(window, lambda p: by_index[p.group_id], longest_first=longest_first)
-    coming, out = iter(prompts), []
-    for _ in range(len(lengths) // window * window if longest_first else len(lengths)):
+def returned(window: int, lengths: list[float]) -> list[int]:
+    """Returns the order in which prompts of the given lengths are started."""
+    order = LongestFirst(window, lambda prompt: lengths[prompt.group_id])
+    coming, out = iter(range(len(lengths))), []
+    for _ in range(len(lengths) // window * window):
         while (prompt := order.pop()) is None:
-            order.push(next(coming))
+            order.push(Prompt(next(coming), "", np.zeros(1, np.int32), {}))
         out.append(prompt.group_id)
     return out
 
 
-def test_the_example_of_its_docstring():
-    assert handed_out(3, [5, 9, 7, 1, 2, 8]) == [1, 2, 0, 5, 4, 3]
+def test_the_example_of_the_docstring():
+    assert returned(3, [5, 9, 7, 1, 2, 8]) == [1, 2, 0, 5, 4, 3]
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 9), st.lists(st.integers(0, 5), max_size=60))
-def test_each_window_is_handed_out_whole_longest_first_and_stable(window: int, lengths: list[int]):
-    out = handed_out(window, [float(length) for length in lengths])
+def test_each_window_is_returned_whole_longest_first_and_stable(window: int, lengths: list[int]):
+    out = returned(window, [float(length) for length in lengths])
     for start in range(0, len(out), window):
         part = out[start : start + window]
         assert sorted(part) == list(range(start, start + window))
         assert part == sorted(part, key=lambda i: (-lengths[i], i))
 
 
-def test_switched_off_it_hands_out_at_once_and_predicts_nothing():
-    def predict(prompt: Prompt) -> float:
-        raise AssertionError("nobody needs a prediction")
-
-    prompts, _ = prompts_of([1, 2, 3])
-    order = LongestFirst(16, predict, longest_first=False)
-    for prompt in prompts:
+def test_without_predictions_prompts_are_returned_at_once():
+    order = LongestFirst(16, None)
+    for index in range(3):
+        prompt = Prompt(index, "", np.zeros(1, np.int32), {})
         order.push(prompt)
-        assert len(order) == 1
         assert order.pop() is prompt
         assert order.pop() is None
 
 
-def test_a_window_is_predicted_as_it_comes_in_and_waits_until_it_is_complete():
-    prompts, lengths = prompts_of([1, 3, 2])
-    order = LongestFirst(3, lambda p: lengths[p.group_id])
-    for prompt in prompts[:2]:
-        order.push(prompt)
-        assert order.pop() is None
-    assert len(order) == 2
-    order.push(prompts[2])
-    lengths.clear()  # nobody asks again
-    assert [order.pop(), order.pop(), order.pop(), order.pop()] == [
-        prompts[1],
-        prompts[2],
-        prompts[0],
-        None,
-    ]
+class Task:
+    """Prompts of words, each of which makes an answer longer or shorter, or does not.
+
+    Args:
+        effect: Of a word, on the logarithm of the length; its standard deviation.
+        noise: Of an answer.
+        drift: Factor by which all answers grow over 1,000 groups.
+    """
+
+    def __init__(self, *, effect: float, noise: float, drift: float = 1.0, seed: int = 0) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.words = self.rng.choice(VOCABULARY, 60, replace=False)
+        self.effects = self.rng.normal(0, effect, 60)
+        self.template = self.rng.choice(VOCABULARY, 30, replace=False)
+        self.noise, self.drift, self.num_groups = noise, drift, 0
+
+    def prompt(self, index: int = 0) -> tuple[Prompt, float]:
+        """A prompt, and the mean logarithm of its answers' lengths."""
+        chosen = self.rng.choice(60, 12)
+        ids = np.concatenate([self.template, self.words[chosen]]).astype(np.int32)
+        return Prompt(index, "", ids, {}), 5.0 + float(self.effects[chosen].sum())
+
+    def lengths(self, mean_log: float) -> list[int]:
+        grown = np.log(self.drift) * self.num_groups / 1000
+        self.num_groups += 1
+        logs = self.rng.normal(mean_log + grown, self.noise, GROUP_SIZE)
+        return np.maximum(np.exp(logs), 1).astype(int).tolist()
+
+    def teach(self, ranker: LengthRanker, num_groups: int) -> None:
+        for _ in range(num_groups):
+            prompt, mean_log = self.prompt()
+            ranker.observe(prompt, self.lengths(mean_log))
+
+    def spearman(self, ranker: LengthRanker, num_prompts: int = 300) -> float:
+        prompts = [self.prompt() for _ in range(num_prompts)]
+        predicted = [ranker.predict(prompt) for prompt, _ in prompts]
+        return rank_correlation(predicted, [mean_log for _, mean_log in prompts])
+
+
+def rank_correlation(a: list[float], b: list[float]) -> float:
+    ranks = [np.argsort(np.argsort(values, kind="stable"), kind="stable") for values in (a, b)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def test_prompts_it_has_never_seen_are_ranked_by_their_words():
+    task = Task(effect=0.25, noise=0.5)
+    ranker = LengthRanker(first_guess=100)
+    task.teach(ranker, 100)
+    assert task.spearman(ranker) > 0.5
+    task.teach(ranker, 500)
+    # Not 1: there are fewer buckets than words, and some share one.
+    assert task.spearman(ranker) > 0.7
+    assert ranker.skill > 0.4
+
+
+def test_a_policy_that_changes_is_followed():
+    task = Task(effect=0.25, noise=0.5, drift=4.0)
+    ranker = LengthRanker(first_guess=100)
+    task.teach(ranker, 1500)
+    task.effects = -task.effects  # what was long is short now
+    task.teach(ranker, 1500)
+    assert task.spearman(ranker) > 0.5
+
+
+def test_lengths_that_cannot_be_predicted_are_predicted_as_their_mean():
+    task = Task(effect=0.0, noise=1.0)
+    ranker = LengthRanker(first_guess=100)
+    task.teach(ranker, 600)
+    mean = np.exp(5.0 + 0.5)
+    predicted = np.array([ranker.predict(task.prompt()[0]) for _ in range(200)])
+    assert np.abs(predicted / mean - 1).max() < 0.35
+    assert np.std(np.log(predicted)) < 0.05
+
+
+def test_a_prompt_that_comes_again_is_known_by_its_former_answers():
+    rng = np.random.default_rng(3)
+    # The same words in another order, so that the words tell nothing.
+    words = rng.choice(VOCABULARY, 10, replace=False)
+    rows = [rng.permutation(words).astype(np.int32) for _ in range(200)]
+    mean_logs = rng.normal(5, 0.8, len(rows))
+    ranker = LengthRanker(first_guess=100)
+    for epoch in range(3):
+        for index in rng.permutation(len(rows)):
+            prompt = Prompt(epoch * len(rows) + int(index), "", rows[index], {})
+            logs = rng.normal(mean_logs[index], 0.5, GROUP_SIZE)
+            ranker.observe(prompt, np.exp(logs).astype(int).tolist())
+    predicted = [ranker.predict(Prompt(10**6, "", row, {})) for row in rows]
+    assert rank_correlation(predicted, mean_logs.tolist()) > 0.8
+
+
+def test_before_it_has_seen_enough_it_says_the_mean():
+    task = Task(effect=0.5, noise=0.1)
+    ranker = LengthRanker(first_guess=77)
+    first, _ = task.prompt()
+    assert ranker.predict(first) == 77
+    ranker.observe(first, [])
+    assert ranker.predict(first) == 77
+    ranker.observe(first, [10, 30])
+    other, _ = task.prompt()
+    assert ranker.predict(other) == pytest.approx(20)
+    task.teach(ranker, 10)
+    assert ranker.predict(task.prompt()[0]) == pytest.approx(ranker.predict(other))
+
+
+def test_the_same_groups_teach_the_same():
+    predictions = []
+    for _ in range(2):
+        task = Task(effect=0.3, noise=0.3, seed=5)
+        ranker = LengthRanker(first_guess=1)
+        task.teach(ranker, 200)
+        predictions.append([ranker.predict(task.prompt()[0]) for _ in range(20)])
+    assert predictions[0] == predictions[1]
+
+
+def test_its_memory_is_bounded_and_the_longest_unseen_prompt_goes_first():
+    ranker = LengthRanker(first_guess=1, max_prompts=3)
+    prompts = [Prompt(i, "", np.array([i], np.int32), {}) for i in range(4)]
+    for prompt in (*prompts[:3], prompts[0], prompts[3]):
+        ranker.observe(prompt, [5])
+    assert len(ranker._history) == 3
+    keys = list(ranker._history)
+    ranker.observe(prompts[0], [5])
+    assert set(ranker._history) == set(keys)  # it was still there
+    ranker.observe(prompts[1], [5])
+    assert set(ranker._history) != set(keys)  # it was not
+
+
+def test_answers_of_one_token_and_of_many_keep_predictions_finite():
+    rng = np.random.default_rng(0)
+    ranker = LengthRanker(first_guess=1)
+    for i in range(200):
+        prompt = Prompt(i, "", rng.integers(0, 9, 4).astype(np.int32), {})
+        ranker.observe(prompt, [1 if rng.random() < 0.5 else 100_000])
+        assert 0 < ranker.predict(prompt) < 1e8

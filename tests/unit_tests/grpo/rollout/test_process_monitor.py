@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.process_monitor import LoopLag, ProcessHealth
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
@@ -43,9 +44,7 @@ class FixedServer:
 
 def opened(clock: Clock) -> tuple[ProcessHealth, Any, FixedServer]:
     server, health = FixedServer(), ProcessHealth(10.0, 60.0, clock)
-    dispatcher: Any = Dispatcher(
-        [], vocab_size=8, request_timeout_seconds=1.0, max_consecutive_failures=1, group_size=2
-    )
+    dispatcher: Any = Dispatcher([], Rollout(), vocab_size=8)
     dispatcher.servers["http://a:1"] = server
     session: Any = SimpleNamespace(
         dispatcher=dispatcher,

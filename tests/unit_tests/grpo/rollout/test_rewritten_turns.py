@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from torchtitan.grpo import config as tables
 from torchtitan.grpo.data.rollout_rows import sequences_of
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.rollout.chat_template import LeftOut
@@ -108,9 +109,8 @@ def play(
     async def main() -> tuple[Generation, Server, dict[str, float]]:
         pool = EnvironmentPool(f"{tmp_path / 'mine.py'}:Counting", {})
         server = Server(codec, turns)
-        dispatcher = Dispatcher(
-            [server], vocab_size=128, request_timeout_seconds=30, max_consecutive_failures=9
-        )
+        config = tables.Rollout(request_timeout_seconds=30)
+        dispatcher = Dispatcher([server], config, vocab_size=128)
         dispatcher.set_version(server.url, 0)
         try:
             await pool.start()
@@ -118,7 +118,7 @@ def play(
                 pool, codec, max_turns=8, templated=templated, stop_token_ids=(EOS,), vocab_size=128
             )
             sampling = Sampling(max_new, max_total, 1.0, 1.0, -1, (EOS,))
-            writer = TrajectoryWriter(dispatcher, sampling, episodes=episodes)
+            writer = TrajectoryWriter(dispatcher, sampling, config, episodes=episodes)
             messages = [{"role": "user", "content": "7"}]
             ids = np.array(codec.encode_chat(messages), np.int32)
             chosen = dispatcher.choose(lambda version: True)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.rollout.joining import joined
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
@@ -74,17 +75,12 @@ def write(
     """Has one completion written, ``meanwhile`` a coroutine function of the dispatcher."""
 
     async def main() -> Trajectory:
-        dispatcher = Dispatcher(
-            servers, vocab_size=128, request_timeout_seconds=20, max_consecutive_failures=9
-        )
+        config = Rollout(request_timeout_seconds=20, segment_tokens=segment_tokens)
+        dispatcher = Dispatcher(servers, config, vocab_size=128)
         for server in servers:
             dispatcher.set_version(server.url, 0)
-        writer = TrajectoryWriter(
-            dispatcher,
-            Sampling(max_new_tokens, 64, 1.0, 1.0, -1, (STOP,)),
-            segment_tokens=segment_tokens,
-            wait_seconds=20,
-        )
+        sampling = Sampling(max_new_tokens, 64, 1.0, 1.0, -1, (STOP,))
+        writer = TrajectoryWriter(dispatcher, sampling, config)
         chosen = dispatcher.choose(lambda version: True)
         assert chosen is not None
         trajectory = writer.start(PROMPT, chosen, begun=begun)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Sends one request to one server, and interprets its failure.
+"""Sends a request to one server, or to a second one if the first stalls.
 
 A server reports new weights as soon as it has them, slightly before they are attested. A
 completion that was generated under them is held until then. If the weights turn out to be
@@ -13,7 +13,9 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
+from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.serving.requests import check_generation, unknown_ids_in
@@ -21,6 +23,8 @@ from torchtitan.grpo.rollout.serving.server_state import Job, Server
 from torchtitan.grpo.types import GenerateRequest, Generation
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 class ServersFailing(RuntimeError):
@@ -35,9 +39,8 @@ class Attempts:
     """Sends requests and counts their results.
 
     Args:
+        config: The table ``[rollout]``.
         vocab_size: Sampled token IDs must be below this number.
-        request_timeout_seconds: ``rollout.request_timeout_seconds``.
-        max_consecutive_failures: ``rollout.max_consecutive_failures``.
         set_lost: Called with the URL and a reason if a server's weights must be updated again.
         drops: Counts and announces what is dropped.
 
@@ -49,18 +52,16 @@ class Attempts:
 
     def __init__(
         self,
-        *,
+        config: Rollout,
         vocab_size: int,
-        request_timeout_seconds: float,
-        max_consecutive_failures: int,
         set_lost: Callable[[str, str], None],
-        drops: DropLog | None = None,
+        drops: DropLog,
     ) -> None:
         self._vocab_size = vocab_size
-        self._request_timeout = request_timeout_seconds
-        self._max_consecutive_failures = max_consecutive_failures
+        self._request_timeout = config.request_timeout_seconds
+        self._max_consecutive_failures = config.max_consecutive_failures
         self._set_lost = set_lost
-        self._drops = drops or DropLog()
+        self._drops = drops
         self._consecutive_failures = 0
         self.num_failed = 0
         self.num_tokens = 0
@@ -163,12 +164,7 @@ class Attempts:
     async def _until_attested(
         self, server: Server, newest: int, left: asyncio.Future[None]
     ) -> None:
-        """Waits until version ``newest``, which the server reports, is attested.
-
-        Raises:
-            GivenBack: If the server left READY before that.
-            ServerError: If the version was not attested in time.
-        """
+        """Waits until version ``newest``, which the server reports, is attested."""
         deadline = time.monotonic() + self._request_timeout
         while not left.done() and (server.version is None or server.version < newest):
             news = {left, server.next_attestation()}
@@ -203,3 +199,67 @@ class Attempts:
                 f"(rollout.max_consecutive_failures = {self._max_consecutive_failures}), "
                 f"the last on {server.url}: {error}"
             ) from error
+
+
+def is_overdue(
+    server: Server, job: Job, max_new_tokens: int, hedge_seconds: float, now: float
+) -> bool:
+    """Returns whether a second server should get the same request (``rollout.hedge_seconds``).
+
+    See Dean and Barroso, The Tail at Scale (2013, https://doi.org/10.1145/2408776.2408794). In that
+    paper, both servers give the same answer. Here, the answers are two different samples, and the
+    shorter one would usually arrive first, which would bias training towards short answers. A
+    completion is therefore hedged only if its server, at its usual speed, would by now have
+    generated the longest allowed answer.
+    """
+    speed = server.tokens_per_second
+    longest = max_new_tokens / speed if speed else 0.0
+    return now - job.started_at >= max(hedge_seconds, longest)
+
+
+async def first_answer(
+    first: asyncio.Task[_T],
+    start_hedge: Callable[[], asyncio.Task[_T] | None],
+    look_seconds: float,
+) -> tuple[_T, bool]:
+    """Returns the answer of the attempt that succeeds first, and cancels the other attempt.
+
+    A failed attempt is ignored while the other one is running.
+
+    Args:
+        first: The first attempt.
+        start_hedge: Starts the second attempt, or returns ``None`` if it is too early or there is
+            no room. It is called repeatedly until it starts one.
+        look_seconds: Time between two calls of ``start_hedge``.
+
+    Returns:
+        The answer, and whether the second attempt gave it.
+
+    Raises:
+        ServerError: If all attempts failed. The error is :class:`GivenBack` if every attempt
+            failed because its server left READY.
+    """
+    running, hedge = {first}, None
+    failure: ServerError | None = None
+    try:
+        while running:
+            timeout = look_seconds if hedge is None else None
+            done, _ = await asyncio.wait(
+                running, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+            )
+            running -= done
+            errors = {task: task.exception() for task in done}
+            for task, error in errors.items():
+                if error is None:
+                    return task.result(), task is hedge
+                if not isinstance(error, ServerError):
+                    raise error
+                if failure is None or isinstance(failure, GivenBack):
+                    failure = error
+            if running and hedge is None and (hedge := start_hedge()) is not None:
+                running.add(hedge)
+    finally:
+        for task in running:
+            task.cancel()  # this notifies its server
+    assert failure is not None, "an attempt that did not succeed must have failed"
+    raise failure

@@ -23,17 +23,21 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
+from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.rollout.drops import DropLog
-from torchtitan.grpo.rollout.serving.attempts import Attempts, GivenBack, ServersFailing
-from torchtitan.grpo.rollout.serving.completion import Completion
+from torchtitan.grpo.rollout.serving.attempts import (
+    Attempts,
+    GivenBack,
+    ServersFailing,
+    first_answer,
+    is_overdue,
+)
 from torchtitan.grpo.rollout.serving.concurrency import ConcurrencyWindow
-from torchtitan.grpo.rollout.serving.hedging import first_answer, is_overdue
-from torchtitan.grpo.rollout.serving.load_watch import watch_loads
-from torchtitan.grpo.rollout.serving.placement import best_server, holder_of
 from torchtitan.grpo.rollout.serving.requests import Sampling
-from torchtitan.grpo.rollout.serving.server_state import Server
+from torchtitan.grpo.rollout.serving.server_state import Job, Server, best_server
 from torchtitan.grpo.types import Generation, Prompt
 
 __all__ = ["Dispatcher", "Server", "ServersFailing"]
@@ -46,6 +50,29 @@ _CLOSE_SECONDS = 0.7
 _LOOK_SECONDS = 0.05
 # Weight of a new completion's length in the running mean of lengths.
 _LENGTH_GAIN = 0.02
+_LOAD_PERIOD_SECONDS = 1.0
+
+
+@dataclass(eq=False)
+class _Completion:
+    """One completion, from submission to its end; see :meth:`Dispatcher.submit`.
+
+    Attributes:
+        floor: Oldest policy version that may generate the completion.
+        jobs: The completion's job on each server that is generating it. There are two if the
+            completion is hedged, and none while it waits for a server.
+    """
+
+    prompt: Prompt
+    sampling: Sampling
+    floor: int
+    expected_tokens: float
+    allowed: Callable[[Server], bool] | None = None
+    jobs: dict[Server, Job] = field(default_factory=dict)
+
+    @property
+    def is_evaluation(self) -> bool:
+        return self.allowed is not None
 
 
 class Dispatcher:
@@ -53,16 +80,11 @@ class Dispatcher:
 
     Args:
         clients: One client per server.
+        config: The table ``[rollout]``. The caller of :meth:`submit` must respect
+            ``max_concurrent_rollouts``; the dispatcher applies it to the servers' windows and to
+            hedges.
         vocab_size: Sampled token IDs must be below this number.
-        request_timeout_seconds: ``rollout.request_timeout_seconds``.
-        max_consecutive_failures: ``rollout.max_consecutive_failures``.
         group_size: ``grpo.group_size``.
-        max_concurrent_rollouts: ``rollout.max_concurrent_rollouts``. ``None`` sets no bound. The
-            caller of :meth:`submit` must respect the bound. The dispatcher applies it to the
-            servers' windows and to hedges.
-        adaptive_concurrency: ``rollout.adaptive_concurrency``. It has no effect without
-            ``max_concurrent_rollouts``.
-        hedge_seconds: ``rollout.hedge_seconds``.
         drops: Counts and announces requests that fail and answers that are cut.
 
     Attributes:
@@ -79,14 +101,10 @@ class Dispatcher:
     def __init__(
         self,
         clients: Sequence[InferenceClient],
+        config: Rollout,
         *,
         vocab_size: int,
-        request_timeout_seconds: float,
-        max_consecutive_failures: int,
         group_size: int = 1,
-        max_concurrent_rollouts: int | None = None,
-        adaptive_concurrency: bool = True,
-        hedge_seconds: float = 0.0,
         drops: DropLog | None = None,
     ) -> None:
         self.in_flight = 0
@@ -94,18 +112,8 @@ class Dispatcher:
         self.listeners: list[Callable[[], None]] = []
         self.num_hedged = 0
         self.num_hedges_won = 0
-        self._attempts = Attempts(
-            vocab_size=vocab_size,
-            request_timeout_seconds=request_timeout_seconds,
-            max_consecutive_failures=max_consecutive_failures,
-            set_lost=self.set_lost,
-            drops=drops,
-        )
-        self._request_timeout = request_timeout_seconds
-        self._group_size = group_size
-        self._max_concurrent = max_concurrent_rollouts
-        self._is_adaptive = adaptive_concurrency
-        self._hedge_seconds = hedge_seconds
+        self._config, self._group_size = config, group_size
+        self._attempts = Attempts(config, vocab_size, self.set_lost, drops or DropLog())
         self._mean_tokens: float | None = None
         self._is_closed = False
         # Request IDs must be unique on a server that several runs share.
@@ -146,9 +154,7 @@ class Dispatcher:
             client after these tasks have ended.
         """
         server = self.servers.pop(url)
-        server.leave()
-        self._offer_quotas()
-        self._changed()
+        self._leave_ready(server)
         return list(server.requests)
 
     def set_version(self, url: str, version: int) -> None:
@@ -171,9 +177,7 @@ class Dispatcher:
             "Server %s gets no requests until its weights are updated again: %s", url, reason
         )
         self._attempts.last_error = f"{url}: {reason}"
-        server.leave()
-        self._offer_quotas()
-        self._changed()
+        self._leave_ready(server)
 
     def set_down(self, url: str, reason: str) -> None:
         """Records that the server's process has ended.
@@ -191,11 +195,16 @@ class Dispatcher:
             self.servers[url].window = self._window()
 
     async def watch_loads(self) -> None:
-        """Polls the load of all servers forever.
+        """Asks all servers about once per second how busy they are, forever.
 
         If this method is not run, only failed and overdue requests count as pressure on a server.
+        A server that does not answer keeps receiving requests.
         """
-        await watch_loads(self.servers, self._changed)
+        while True:
+            running = [server for server in self.servers.values() if not server.is_down]
+            await asyncio.gather(*(server.ask_load() for server in running))
+            self._changed()
+            await asyncio.sleep(_LOAD_PERIOD_SECONDS)
 
     def metrics(self) -> dict[str, float]:
         """Returns the current state of each server, and the hedges of the whole run.
@@ -211,22 +220,23 @@ class Dispatcher:
             values |= {f"{name}/{key}": value for key, value in server.metrics().items()}
         return values
 
+    def _leave_ready(self, server: Server) -> None:
+        server.leave()
+        for other in self.servers.values():
+            if other.window is not None:
+                other.window.offer(self._quota())
+        self._changed()
+
     def _window(self) -> ConcurrencyWindow | None:
-        if self._max_concurrent is None or not self._is_adaptive:
+        if not self._config.adaptive_concurrency:
             return None
-        return ConcurrencyWindow(
-            floor=self._group_size, ceiling=self._max_concurrent, quota=self._quota()
-        )
+        ceiling = self._config.max_concurrent_rollouts
+        return ConcurrencyWindow(floor=self._group_size, ceiling=ceiling, quota=self._quota())
 
     def _quota(self) -> int:
         """Returns the part of ``max_concurrent_rollouts`` for each server that is not lost."""
         num_servers = sum(not server.is_lost for server in self.servers.values())
-        return -(-(self._max_concurrent or 0) // max(num_servers, 1))
-
-    def _offer_quotas(self) -> None:
-        for server in self.servers.values():
-            if server.window is not None:
-                server.window.offer(self._quota())
+        return -(-self._config.max_concurrent_rollouts // max(num_servers, 1))
 
     # -- completions ------------------------------------------------------------------
 
@@ -239,14 +249,8 @@ class Dispatcher:
     ) -> Server | None:
         """Returns the best server for a group or a completion, or ``None`` if there is none.
 
-        The server must be ready, have a usable version, and have room in its window. Among those
-        with room for a whole group, the server with the least remaining work is chosen.
-
-        Args:
-            usable: Returns whether a server of the given version may be used.
-            prefer: URL of a server that has computed the prefix. It is chosen if it is usable and
-                has room.
-            has_begun: Whether this continues earlier work, which does not wait for room.
+        ``usable`` says whether a server of a version may be used, and ``prefer`` is a URL; see
+        :func:`best_server`.
         """
         return best_server(
             self.ready(usable),
@@ -289,9 +293,9 @@ class Dispatcher:
         if expected_tokens is None:
             longest = float(sampling.max_new_tokens)
             expected_tokens = longest if self._mean_tokens is None else self._mean_tokens
-        completion = Completion(prompt, sampling, server.version, expected_tokens, allowed=allowed)
+        completion = _Completion(prompt, sampling, server.version, expected_tokens, allowed)
         self._place(completion, server)
-        self._enter_flight(completion.is_evaluation)
+        self._count_flight(1, completion.is_evaluation)
         task = asyncio.create_task(self._complete(completion, server))
         task.add_done_callback(lambda _: self._release(completion))
         return task
@@ -302,11 +306,11 @@ class Dispatcher:
 
         The completion's environment is working meanwhile, and no new completion may take its place.
         """
-        self._enter_flight(is_evaluation)
+        self._count_flight(1, is_evaluation)
         try:
             yield
         finally:
-            self._leave_flight(is_evaluation)
+            self._count_flight(-1, is_evaluation)
 
     async def close(self) -> None:
         """Cancels all completions in flight and notifies the servers, in bounded time."""
@@ -325,7 +329,7 @@ class Dispatcher:
             if server.is_ready() and server.version is not None and usable(server.version)
         ]
 
-    def _place(self, completion: Completion, server: Server) -> None:
+    def _place(self, completion: _Completion, server: Server) -> None:
         is_evaluation = completion.is_evaluation
         # The indices of held-out prompts are not group IDs.
         group_id = None if is_evaluation else completion.prompt.group_id
@@ -333,31 +337,30 @@ class Dispatcher:
         completion.jobs[server] = job
 
     def _vacate(
-        self, completion: Completion, server: Server, num_tokens: int | None = None
+        self, completion: _Completion, server: Server, num_tokens: int | None = None
     ) -> None:
         job = completion.jobs.pop(server, None)
         if job is not None:
             server.end_job(job, num_tokens)
 
-    def _release(self, completion: Completion) -> None:
+    def _release(self, completion: _Completion) -> None:
         for server in list(completion.jobs):  # attempts that were cancelled before they began
             self._vacate(completion, server)
-        self._leave_flight(completion.is_evaluation)
+        self._count_flight(-1, completion.is_evaluation)
 
-    def _enter_flight(self, is_evaluation: bool) -> None:
-        self.in_flight += not is_evaluation
-        self.in_flight_evaluation += is_evaluation
-
-    def _leave_flight(self, is_evaluation: bool) -> None:
-        self.in_flight -= not is_evaluation
-        self.in_flight_evaluation -= is_evaluation
-        self._changed()
+    def _count_flight(self, change: int, is_evaluation: bool) -> None:
+        if is_evaluation:
+            self.in_flight_evaluation += change
+        else:
+            self.in_flight += change
+        if change < 0:
+            self._changed()
 
     def _changed(self) -> None:
         for listener in self.listeners:
             listener()
 
-    async def _complete(self, completion: Completion, server: Server) -> Generation:
+    async def _complete(self, completion: _Completion, server: Server) -> Generation:
         num_failures = 0
         while True:
             try:
@@ -369,18 +372,19 @@ class Dispatcher:
                 server = await self._next_server(completion, error)
             self._place(completion, server)
 
-    async def _answer(self, completion: Completion, server: Server) -> Generation:
-        if self._hedge_seconds == 0 or completion.is_evaluation:
+    async def _answer(self, completion: _Completion, server: Server) -> Generation:
+        hedge_seconds = self._config.hedge_seconds
+        if hedge_seconds == 0 or completion.is_evaluation:
             return await self._attempt(completion, server)
         generation, is_hedge = await first_answer(
             asyncio.create_task(self._attempt(completion, server)),
             lambda: self._hedge(completion, server),
-            max(self._hedge_seconds / 4, _LOOK_SECONDS),
+            max(hedge_seconds / 4, _LOOK_SECONDS),
         )
         self.num_hedges_won += is_hedge
         return generation
 
-    async def _attempt(self, completion: Completion, server: Server) -> Generation:
+    async def _attempt(self, completion: _Completion, server: Server) -> Generation:
         """Sends one request to a server where the completion has a job, and ends the job."""
         request_id = f"{self._run_id}-{completion.prompt.group_id}-{next(self._counter)}-"
         request = completion.sampling.request(request_id, completion.prompt)
@@ -397,12 +401,12 @@ class Dispatcher:
         self._mean_tokens = former + _LENGTH_GAIN * (num_tokens - former)
         return generation
 
-    def _hedge(self, completion: Completion, first: Server) -> asyncio.Task[Generation] | None:
+    def _hedge(self, completion: _Completion, first: Server) -> asyncio.Task[Generation] | None:
         """Sends a stalled completion to a second server, or returns ``None`` if it must wait."""
         job, longest = completion.jobs[first], completion.sampling.max_new_tokens
-        if not is_overdue(first, job, longest, self._hedge_seconds, time.monotonic()):
+        if not is_overdue(first, job, longest, self._config.hedge_seconds, time.monotonic()):
             return None
-        if self._max_concurrent is not None and self.in_flight >= self._max_concurrent:
+        if self.in_flight >= self._config.max_concurrent_rollouts:
             return None
         others = self.ready(lambda version: version >= completion.floor)
         second = best_server(server for server in others if server is not first)
@@ -414,24 +418,25 @@ class Dispatcher:
         )  # fmt: skip
         self.num_hedged += 1
         self._place(completion, second)
-        self._enter_flight(is_evaluation=False)
+        self._count_flight(1, is_evaluation=False)
         task = asyncio.create_task(self._attempt(completion, second))
-        task.add_done_callback(lambda _: self._leave_flight(is_evaluation=False))
+        task.add_done_callback(lambda _: self._count_flight(-1, is_evaluation=False))
         return task
 
-    async def _next_server(self, completion: Completion, error: ServerError) -> Server:
+    async def _next_server(self, completion: _Completion, error: ServerError) -> Server:
         """Waits for a ready server whose version is at least the completion's floor.
 
         A server that is generating other completions of the same group is preferred, because it has
         computed the prompt.
         """
-        deadline, floor = time.monotonic() + self._request_timeout, completion.floor
+        seconds, floor = self._config.request_timeout_seconds, completion.floor
+        deadline, group_id = time.monotonic() + seconds, completion.prompt.group_id
         while True:
             ready = self.ready(lambda version: version >= floor)
             if completion.allowed is not None:
                 ready = [server for server in ready if completion.allowed(server)]
-            holder = holder_of(completion.prompt.group_id, ready)
-            server = best_server(ready, prefer=holder, has_begun=True)
+            holders = (s for s in ready if any(job.group_id == group_id for job in s.jobs))
+            server = best_server(ready, prefer=next(holders, None), has_begun=True)
             if server is not None:
                 return server
             if self._is_closed:
@@ -439,7 +444,7 @@ class Dispatcher:
             if time.monotonic() > deadline:
                 raise ServerError(
                     f"No server of policy_version {floor} or newer could retry a completion "
-                    f"within rollout.request_timeout_seconds = {self._request_timeout:g}. The "
+                    f"within rollout.request_timeout_seconds = {seconds:g}. The "
                     f"previous attempt failed: {error}"
                 ) from error
             await asyncio.sleep(_LOOK_SECONDS)

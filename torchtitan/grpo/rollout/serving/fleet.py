@@ -13,12 +13,14 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.config.evaluation import longest_answer
 from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE
 from torchtitan.grpo.inference.client import InferenceClient
-from torchtitan.grpo.inference.join_check import WrongServer, check_server
+from torchtitan.grpo.inference.join_check import ServerNeeds, WrongServer, check_server
 from torchtitan.grpo.inference.kinds import IDLE_SECONDS, make_client
 from torchtitan.grpo.inference.local_servers import (
     HeldPorts,
@@ -29,8 +31,8 @@ from torchtitan.grpo.inference.local_servers import (
 from torchtitan.grpo.inference.registry import RegisteredServers, RegistryFolder, registry_folder
 from torchtitan.grpo.inference.urls import UrlsFile, checked_urls
 from torchtitan.grpo.inference.waiting import wait_until_up
+from torchtitan.grpo.rollout.prompts import PromptLimits
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
-from torchtitan.grpo.rollout.serving.needs import server_needs
 from torchtitan.grpo.rollout.serving.registry_server import RegistryServer
 from torchtitan.grpo.rollout.serving.supervisor import Supervisor
 from torchtitan.grpo.system.waits import Reminders
@@ -55,11 +57,15 @@ class ServerFleet:
 
     Args:
         config: Settings of the rollout process.
-        announce: Called with sentences that the user should read now. They say what the run waits
-            for and why it does not use a server. By default, they are logged as warnings.
+        announce: Called with sentences that the user should read now: for which servers the run
+            waits, and why it does not use a server. By default, they are logged as warnings.
 
     :meth:`close` may be called at any time, also after a :meth:`start` that failed.
     """
+
+    # Set by :meth:`watch`.
+    _dispatcher: Dispatcher
+    _tell: Tell
 
     def __init__(
         self, config: RolloutProcessConfig, announce: Callable[[str], None] | None = None
@@ -136,11 +142,12 @@ class ServerFleet:
         Raises:
             RuntimeError: If the last launched server has ended and is not restarted.
         """
+        self._dispatcher, self._tell = dispatcher, tell
         async with asyncio.TaskGroup() as tasks:
             for supervisor in self._supervisors:
-                tasks.create_task(self._supervise(supervisor, dispatcher, tell))
+                tasks.create_task(self._supervise(supervisor))
             if self._source is not None:
-                tasks.create_task(self._follow(self._source, dispatcher, tell, tasks))
+                tasks.create_task(self._follow(self._source, tasks))
 
     def reread_urls(self) -> None:
         """Reads ``inference.urls_file`` now, even if it does not seem to have changed."""
@@ -207,9 +214,7 @@ class ServerFleet:
             info, _ = self._members[client.url]
             self._members[client.url] = replace(info, software=facts.software), client
 
-    async def _check_late(
-        self, client: InferenceClient, dispatcher: Dispatcher, tell: Tell
-    ) -> None:
+    async def _check_late(self, client: InferenceClient) -> None:
         """Checks a server that joined during the run, and removes it if the run cannot use it."""
         try:
             await wait_until_up([client], [], _LATE_SECONDS, check=self._check)
@@ -218,54 +223,36 @@ class ServerFleet:
         except WrongServer as error:
             self._announce(f"{error}\nThe run continues without this server.")
             del self._checks[client.url]  # otherwise _leave would cancel this task
-            self._leave(client.url, dispatcher)
-            await tell(self.servers)
+            self._leave(client.url)
+            await self._tell(self.servers)
 
-    async def _supervise(self, supervisor: Supervisor, dispatcher: Dispatcher, tell: Tell) -> None:
-        end = await supervisor.run(dispatcher)
-        self._leave(supervisor.client.url, dispatcher)
+    async def _supervise(self, supervisor: Supervisor) -> None:
+        end = await supervisor.run(self._dispatcher)
+        self._leave(supervisor.client.url)
         if not self._members:
             raise RuntimeError(f"The last inference server has ended. {end}")
         logger.error("%d inference servers are left. %s", len(self._members), end)
-        await tell(self.servers)
+        await self._tell(self.servers)
 
-    async def _follow(
-        self,
-        source: UrlsFile | RegisteredServers,
-        dispatcher: Dispatcher,
-        tell: Tell,
-        tasks: asyncio.TaskGroup,
-    ) -> None:
+    async def _follow(self, source: UrlsFile | RegisteredServers, tasks: asyncio.TaskGroup) -> None:
         while True:
-            is_asked = await self._asked_within(_FILE_POLL_SECONDS)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_FILE_POLL_SECONDS):
+                    await self._reread.wait()
+            is_asked = self._reread.is_set()
+            self._reread.clear()
             try:
                 # A thread reads the file, because it may be on a network file system.
                 urls = await asyncio.to_thread(source.read if is_asked else source.poll)
             except ValueError as error:
                 logger.error("%s The set of servers does not change.", error)
                 continue
-            if urls is not None and self._change_to(urls, source.name, dispatcher, tell, tasks):
-                await tell(self.servers)
+            if urls is not None and self._change_to(urls, source.name, tasks):
+                await self._tell(self.servers)
             elif is_asked:
                 logger.info("%s was read again. It names the same servers as before.", source.name)
 
-    async def _asked_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._reread.wait()
-        except TimeoutError:
-            return False
-        self._reread.clear()
-        return True
-
-    def _change_to(
-        self,
-        urls: list[str],
-        source: str,
-        dispatcher: Dispatcher,
-        tell: Tell,
-        tasks: asyncio.TaskGroup,
-    ) -> bool:
+    def _change_to(self, urls: list[str], source: str, tasks: asyncio.TaskGroup) -> bool:
         """Makes ``urls`` the set of servers. Returns ``False`` if it already is.
 
         New servers are checked in ``tasks``, so that an unforeseen error ends the run.
@@ -274,11 +261,11 @@ class ServerFleet:
         gone = [url for url in self._members if url not in urls]
         for url in new:
             client = self._join(url)
-            dispatcher.add(client)
-            self._checks[client.url] = tasks.create_task(self._check_late(client, dispatcher, tell))
+            self._dispatcher.add(client)
+            self._checks[client.url] = tasks.create_task(self._check_late(client))
             logger.info("Server %s joins (%s) and waits for weights.", url, source)
         for url in gone:
-            self._leave(url, dispatcher)
+            self._leave(url)
             logger.info("Server %s leaves (%s).", url, source)
         return bool(new or gone)
 
@@ -299,11 +286,11 @@ class ServerFleet:
         self._members[client.url] = ServerInfo(client.url, inference.kind, joined), client
         return client
 
-    def _leave(self, url: str, dispatcher: Dispatcher) -> None:
+    def _leave(self, url: str) -> None:
         _, client = self._members.pop(url)
         if (check := self._checks.pop(url, None)) is not None:
             check.cancel()
-        requests = dispatcher.remove(url)
+        requests = self._dispatcher.remove(url)
 
         async def close_client() -> None:
             if requests:  # the server is still being notified of their cancellation
@@ -313,6 +300,23 @@ class ServerFleet:
         task = asyncio.create_task(close_client())
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
+
+
+def server_needs(config: RolloutProcessConfig) -> ServerNeeds:
+    """Returns what each server must be, and how long a sequence it must take."""
+    longest = PromptLimits.of(config).max_tokens
+    new = longest_answer(config.evaluation, config.rollout.max_new_tokens)
+    source = f"training.seq_len = {config.seq_len}; prompts.max_prompt_tokens is not set"
+    if config.prompts.max_prompt_tokens:
+        source = f"prompts of {longest} tokens, completions of {new}"
+    return ServerNeeds(
+        kind=config.inference.kind,
+        model_path=config.hf_assets_path,
+        num_tokens=min(config.seq_len, longest + new),
+        length_source=source,
+        temperature=config.rollout.temperature,
+        is_launched=config.inference.launch,
+    )
 
 
 def _changing_source(config: RolloutProcessConfig) -> UrlsFile | RegisteredServers | None:

@@ -27,12 +27,9 @@ _MAX_CONNECTIONS = 512
 
 
 class RegistryServer:
-    """Listens at ``inference.registry_address``.
+    """Listens at ``inference.registry_address``, a ``host:port`` of this host.
 
-    Args:
-        address: ``host:port``, an address of this host.
-        key: Key that every request must carry.
-        folder: Folder to which the registrations are written.
+    Every request must carry the key. Registrations are written to the folder.
     """
 
     def __init__(self, address: str, key: str, folder: RegistryFolder) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.config.evaluation import EvaluationSet
 from torchtitan.grpo.inference.client import LogprobsError, ServerError
 from torchtitan.grpo.rollout.completion_checks import completion_problem
 from torchtitan.grpo.types import GenerateRequest, Generation, Prompt
@@ -32,13 +34,43 @@ class Sampling:
     seed: int | None = None
     unknown_ids: tuple[int, ...] = ()
 
-    def of_sample(self, prompt: Prompt, sample: int, num_written: int) -> "Sampling":
-        """Returns the same settings with the seed of one request for a sample.
+    @classmethod
+    def of_rollouts(cls, config: RolloutProcessConfig) -> "Sampling":
+        rollout = config.rollout
+        return cls(
+            max_new_tokens=rollout.max_new_tokens,
+            max_total_tokens=config.seq_len,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            # Explicit stop tokens end a completion even if EOS is ignored.
+            stop_token_ids=(
+                *(() if rollout.ignore_eos else config.eos_token_ids),
+                *rollout.stop_token_ids,
+            ),
+            ignore_eos=rollout.ignore_eos,
+            seed=config.seed if rollout.deterministic else None,
+        )
 
-        Args:
-            prompt: The prompt that is answered.
-            sample: Number of the sample in its group.
-            num_written: Number of tokens of the sample that exist already.
+    @classmethod
+    def of_evaluation(cls, config: RolloutProcessConfig, settings: EvaluationSet) -> "Sampling":
+        """Returns the settings of a set of held-out prompts."""
+        of_rollouts = cls.of_rollouts(config)
+        return replace(
+            of_rollouts,
+            max_new_tokens=settings.max_new_tokens or of_rollouts.max_new_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            # Greedy decoding draws nothing.
+            seed=of_rollouts.seed if settings.temperature > 0 else None,
+        )
+
+    def of_sample(self, prompt: Prompt, sample: int, num_written: int) -> "Sampling":
+        """Returns the same settings with the seed of one request.
+
+        ``sample`` is the number of the sample in its group, of which ``num_written`` tokens exist
+        already.
         """
         if self.seed is None:
             return self
@@ -79,8 +111,7 @@ def check_generation(
 
     Raises:
         ServerError: If the answer is empty, aborted or too long, has token IDs outside the
-            vocabulary or unknown to the tokenizer, lacks a logprob that a sampled token can have for any
-            token, or does not give the version of each token.
+            vocabulary or unknown to the tokenizer, or lacks the logprob or version of a token.
     """
     num_tokens = len(generation.token_ids)
     if generation.finish_reason == "abort":

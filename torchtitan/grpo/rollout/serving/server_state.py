@@ -1,16 +1,20 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The state of one server, as the dispatcher sees it."""
+"""The state of one server, as the dispatcher sees it, and the choice among servers."""
 
 import asyncio
+import logging
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from torchtitan.grpo.inference.client import InferenceClient, ServerLoad
+from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerLoad
 from torchtitan.grpo.rollout.serving.concurrency import ConcurrencyWindow
 from torchtitan.grpo.types import Generation
+
+logger = logging.getLogger(__name__)
 
 # Time enough to notice that the server has ended, before completions are sent to it once more.
 _FIRST_BACKOFF_SECONDS = 0.5
@@ -19,17 +23,18 @@ _LONGEST_BACKOFF_SECONDS = 5.0
 _RATE_GAIN = 0.1
 # A completion longer than expected is assumed to need this part of its expected length again.
 _OVERDUE_PART = 0.25
+_LOAD_TIMEOUT_SECONDS = 2.0
 
 
 @dataclass(eq=False)
 class Job:
-    """Records one completion that a server is generating.
+    """One completion that a server is generating.
 
     Attributes:
         expected_tokens: Expected number of tokens.
         started_at: Start time on the monotonic clock.
         number: Number of the completion in the server's window. ``None`` without a window.
-        group_id: Group of the completion. ``None`` if the group is not known, or in an evaluation.
+        group_id: Group of the completion. ``None`` in an evaluation.
         is_evaluation: Whether the completion belongs to an evaluation.
     """
 
@@ -47,7 +52,7 @@ class Job:
 
 @dataclass(eq=False)
 class Server:
-    """Records what the dispatcher knows of one server.
+    """The dispatcher's record of one server.
 
     Attributes:
         client: Client for generation.
@@ -112,7 +117,6 @@ class Server:
         return sum(job.remaining_tokens(now, self.tokens_per_second) for job in self.jobs)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the server's number of rollouts and window, and its last reported load."""
         values = {"inflight_rollouts": float(self.load)}
         if self.window is not None:
             values["window"] = float(self.window.size)
@@ -194,6 +198,18 @@ class Server:
         for request in list(self.requests):
             request.cancel()
 
+    async def ask_load(self) -> None:
+        """Asks the server how busy it is. Without an answer in time, its load is unknown."""
+        try:
+            async with asyncio.timeout(_LOAD_TIMEOUT_SECONDS):
+                load = await self.client.load()
+        except (ServerError, TimeoutError) as error:
+            if self.reported is not None:
+                reason = str(error) or f"no answer within {_LOAD_TIMEOUT_SECONDS:.0f} s"
+                logger.info("The load of %s is unknown: %s", self.url, reason)
+            load = None
+        self.report(load)
+
     def report(self, load: ServerLoad | None) -> None:
         """Records the load that the server reports, or ``None`` if it is unknown."""
         self.reported = load
@@ -220,3 +236,38 @@ class Server:
         backoff = _FIRST_BACKOFF_SECONDS * 2 ** min(self.failures_in_a_row, 16)
         self.retry_at = now + min(backoff, _LONGEST_BACKOFF_SECONDS)
         self.failures_in_a_row += 1
+
+
+def best_server(
+    servers: Iterable[Server],
+    *,
+    num_completions: int = 1,
+    prefer: Server | None = None,
+    has_begun: bool = False,
+) -> Server | None:
+    """Returns the server that gets the completions, or ``None`` if no server may take them.
+
+    A server with free room in its window comes first, because a completion that runs is better than
+    one that waits. Among the servers with room, the server with the least expected remaining work in
+    tokens is chosen. This need not be the server with the fewest completions, because some
+    completions are long; see StreamRL (2025, https://arxiv.org/abs/2504.15930). Prompt tokens are
+    left out, because they are computed once per group.
+
+    Args:
+        servers: Servers that are READY and have a usable version.
+        num_completions: Number of completions that are placed together. If no server has room for
+            all of them, the server with the most room is chosen, so that as few as possible wait.
+        prefer: A server that has computed the prefix. It is chosen if it has room.
+        has_begun: Whether the completions, or their group, were started before. Such completions
+            do not wait for room: if no window has room, the least busy server gets them.
+    """
+    candidates = list(servers)
+    with_room = [server for server in candidates if server.free_places() > 0]
+    if prefer in with_room:
+        return prefer
+    if not with_room and not has_begun:
+        return None
+    whole = [server for server in with_room if server.free_places() >= num_completions]
+    if with_room and not whole:
+        return max(with_room, key=lambda server: server.free_places())
+    return min(whole or candidates, key=lambda s: (s.remaining_tokens(), s.load), default=None)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.config.evaluation import EvaluationSet
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
@@ -85,15 +86,14 @@ def run(
     async def main() -> None:
         pool = RewardPool([function], num_workers=1, timeout_seconds=30, max_consecutive_failures=9)
         await pool.start()
-        dispatcher = Dispatcher(
-            servers, vocab_size=128, request_timeout_seconds=5, max_consecutive_failures=99
-        )
+        config = Rollout(request_timeout_seconds=5, max_consecutive_failures=99)
+        dispatcher = Dispatcher(servers, config, vocab_size=128)
         room = SpareRoom(dispatcher, 0, 16)
         once = EvaluationSet(path="once.jsonl")
         often = EvaluationSet(path="often.jsonl", num_samples=4, temperature=0.7, pass_at=[1, 4])
         held = [
-            HeldOut("once", once, prompts, 0, TrajectoryWriter(room, GREEDY)),
-            HeldOut("often", often, prompts, 0, TrajectoryWriter(room, SAMPLED)),
+            HeldOut("once", once, prompts, 0, TrajectoryWriter(room, GREEDY, config)),
+            HeldOut("often", often, prompts, 0, TrajectoryWriter(room, SAMPLED, config)),
         ]
         try:
             await body(Evaluator(held, dispatcher, room, pool, codec, drops), dispatcher)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.client import InferenceClient, ServerLoad
 from torchtitan.grpo.rollout.evaluation import SpareRoom
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
@@ -54,11 +55,8 @@ def run():
             clients = [Holding(f"http://{name}") for name in "abc"[:num_servers]]
             dispatcher = Dispatcher(
                 clients,
+                Rollout(max_concurrent_rollouts=MOST_ROLLOUTS, **settings),
                 vocab_size=100,
-                request_timeout_seconds=20.0,
-                max_consecutive_failures=8,
-                max_concurrent_rollouts=MOST_ROLLOUTS,
-                **settings,
             )
             for client in clients:
                 dispatcher.set_version(client.url, 0)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from producer_world import GROUP_SIZE, GROUPS_PER_BATCH, World
 
-from torchtitan.grpo.rollout.ranker import LengthRanker
+from torchtitan.grpo.rollout.longest_first import LengthRanker
 from torchtitan.grpo.types import BatchPart, GenerateRequest, Generation, Prompt
 
 

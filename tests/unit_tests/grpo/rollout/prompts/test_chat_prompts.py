@@ -20,7 +20,7 @@ from torchtitan.grpo.config import (
     RolloutProcessConfig,
 )
 from torchtitan.grpo.rollout.drops import DropLog
-from torchtitan.grpo.rollout.session_parts import make_codec, open_held_out, open_prompts
+from torchtitan.grpo.rollout.inputs import make_codec, open_held_out, open_prompts
 from torchtitan.grpo.types import Prompt, PromptProgress
 
 # As Qwen3's template does, it opens and closes the thinking part itself if there is to be none.

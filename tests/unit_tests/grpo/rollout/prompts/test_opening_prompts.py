@@ -24,9 +24,9 @@ from torchtitan.grpo.config import (
     RolloutProcessConfig,
 )
 from torchtitan.grpo.rollout.drops import DropLog
+from torchtitan.grpo.rollout.inputs import open_held_out, open_prompts
 from torchtitan.grpo.rollout.prompts import open_mixture
 from torchtitan.grpo.rollout.session import RolloutSession
-from torchtitan.grpo.rollout.session_parts import open_held_out, open_prompts
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import PromptProgress
 
@@ -150,7 +150,7 @@ def test_prose_in_the_answers_is_reported_at_the_start_of_a_run(model, tmp_path)
         session = RolloutSession(config)
         try:
             await session.open_inputs()
-            return session.warnings
+            return session.inputs.warnings
         finally:
             await session.close()
 

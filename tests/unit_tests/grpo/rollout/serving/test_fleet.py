@@ -156,12 +156,7 @@ def test_a_server_that_joins_later_and_cannot_be_used_leaves_again_by_name(tmp_p
         fleet = fleet_of(file=file, announce=announced.append)
         try:
             await fleet.start()
-            dispatcher = Dispatcher(
-                fleet.clients,
-                vocab_size=128,
-                request_timeout_seconds=60,
-                max_consecutive_failures=8,
-            )
+            dispatcher = Dispatcher(fleet.clients, Rollout(), vocab_size=128)
             watching = asyncio.create_task(fleet.watch(dispatcher, tell))
             file.write_text(f"{up}\n{unusable}\n")
             async with asyncio.timeout(120):
@@ -214,12 +209,7 @@ def test_servers_that_register_join_and_those_that_leave_are_let_go_but_for_the_
                 await asyncio.sleep(0.05)
             await starting
             assert [client.url for client in fleet.clients] == [first.url]
-            dispatcher = Dispatcher(
-                fleet.clients,
-                vocab_size=128,
-                request_timeout_seconds=60,
-                max_consecutive_failures=8,
-            )
+            dispatcher = Dispatcher(fleet.clients, Rollout(), vocab_size=128)
             watching = asyncio.create_task(fleet.watch(dispatcher, tell))
             folder.write(second)
             async with asyncio.timeout(120):
@@ -258,12 +248,7 @@ def test_an_unforeseen_error_in_a_late_check_ends_the_watch(tmp_path: Path, monk
         fleet = fleet_of(file=file)
         try:
             await fleet.start()
-            dispatcher = Dispatcher(
-                fleet.clients,
-                vocab_size=128,
-                request_timeout_seconds=60,
-                max_consecutive_failures=8,
-            )
+            dispatcher = Dispatcher(fleet.clients, Rollout(), vocab_size=128)
             monkeypatch.setattr("torchtitan.grpo.rollout.serving.fleet.check_server", fail)
             watching = asyncio.create_task(fleet.watch(dispatcher, tell))
             file.write_text(f"{up}\n{late}\n")

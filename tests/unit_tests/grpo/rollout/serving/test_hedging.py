@@ -13,19 +13,20 @@ import signal
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from forked import ForkServer
 
+from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerLoad
 from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.local_servers import LaunchedServer, free_ports, stop_servers
 from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.inference.waiting import wait_until_up
-from torchtitan.grpo.rollout.serving.attempts import GivenBack
+from torchtitan.grpo.rollout.serving.attempts import GivenBack, first_answer, is_overdue
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
-from torchtitan.grpo.rollout.serving.hedging import first_answer, is_overdue
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.serving.server_state import Job, Server
 from torchtitan.grpo.types import Generation, Prompt
@@ -79,14 +80,10 @@ def clients_of(servers: list[LaunchedServer]) -> list[InferenceClient]:
     return [make_client("embedded", server.url) for server in servers]
 
 
-def dispatcher_of(clients: list[InferenceClient], **settings: float) -> Dispatcher:
-    dispatcher = Dispatcher(
-        clients,
-        vocab_size=128,
-        request_timeout_seconds=LIMIT_SECONDS,
-        max_consecutive_failures=8,
-        **settings,  # type: ignore[arg-type]
-    )
+def dispatcher_of(clients: list[InferenceClient], **settings: Any) -> Dispatcher:
+    group_size = settings.pop("group_size", 1)
+    config = Rollout(request_timeout_seconds=LIMIT_SECONDS, **settings)
+    dispatcher = Dispatcher(clients, config, vocab_size=128, group_size=group_size)
     for client in clients:
         dispatcher.set_version(client.url, 3)
     return dispatcher

@@ -184,7 +184,7 @@ def test_many_that_fail_on_the_only_server_are_tried_again_though_its_window_has
 
 
 def test_loads_are_asked_for_and_those_that_are_not_told_are_not_known(caplog):
-    caplog.set_level("INFO", "torchtitan.grpo.rollout.serving.load_watch")
+    caplog.set_level("INFO", "torchtitan.grpo.rollout.serving.server_state")
 
     async def run() -> None:
         told, silent, wrong = (LocalServer(f"http://{name}:1") for name in ("t", "s", "w"))
