@@ -40,7 +40,7 @@ from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.profiling import StepClock
 from torchtitan.grpo.observe.sample_log import SampleLog
 from torchtitan.grpo.rollout.rollout_metrics import group_metrics
-from torchtitan.grpo.system.rank_watch import RankWatch
+from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.learner import Learned
 from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, ServerInfo, VersionSegment
@@ -226,9 +226,9 @@ class BoundaryTrainer(GRPOTrainer):
     clock: KeepingClock
 
     def __init__(
-        self, config: JobConfig, hf_model: HFModel, stop: StopRequest, watch: RankWatch
+        self, config: JobConfig, hf_model: HFModel, stop: StopRequest, channel: RankChannel
     ) -> None:
-        super().__init__(config, hf_model, stop, watch)
+        super().__init__(config, hf_model, stop, channel)
         self.clock = KeepingClock()
         self.records: list[dict[str, Any]] = []
         self.parts: dict[str, float] = {}

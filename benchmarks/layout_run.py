@@ -31,7 +31,7 @@ from torchtitan.grpo.losses.objective import batch_loss_metrics
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.observe.console import init_console
-from torchtitan.grpo.system.rank_watch import RankWatch
+from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.upstream.trainer import OptimizersContainer
 from torchtitan.grpo.upstream.trainer import train_spec as train_specs
@@ -122,16 +122,16 @@ def run_job(job: dict[str, Any]) -> None:
     result = {}
     for optimizer in ("sgd", "adamw"):
         train_specs._extra_train_specs.clear()
-        watch = RankWatch(60.0, lambda lost: None)
+        channel = RankChannel(60.0, lambda lost: None)
         trainer = WatchedTrainer(
-            config, hf_model, StopRequest(60.0), watch, use_sgd=optimizer == "sgd"
+            config, hf_model, StopRequest(60.0), channel, use_sgd=optimizer == "sgd"
         )
         try:
             trainer.train()
             result[optimizer] = trainer.result()
         finally:
             trainer.close()
-            watch.close()
+            channel.close()
     if dist.get_rank() == 0:
         torch.save(result, job["out"])
 

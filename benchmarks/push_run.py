@@ -35,7 +35,7 @@ from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hf_weights import full_hf_tensors, named_parameters
 from torchtitan.grpo.models.shards import local_tensor
 from torchtitan.grpo.observe.console import init_console
-from torchtitan.grpo.system.rank_watch import RankWatch
+from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.types import ServerInfo
 from torchtitan.grpo.upstream.trainer import train_spec as train_specs
@@ -67,7 +67,7 @@ class Layout:
         # Upstream registers a model once per process, but this process builds several trainers.
         train_specs._extra_train_specs.clear()
         self.trainer = GRPOTrainer(
-            config, hf_model, StopRequest(60.0), RankWatch(60.0, lambda lost: None)
+            config, hf_model, StopRequest(60.0), RankChannel(60.0, lambda lost: None)
         )
         self.trainer._load_weights()
         self.url = str(job["url"])
@@ -138,6 +138,7 @@ class Layout:
             trainer.model_parts,
             trainer.sd_adapter,
             torch.device("cpu"),
+            trainer.channel,
             link if self.is_leader else None,
             [ServerInfo(self.url, "embedded")] if self.is_leader else [],
             trainer.hf_model.vocab_size,

@@ -27,7 +27,7 @@ from torchtitan.grpo.entry import leave, run
 from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
-from torchtitan.grpo.system.rank_watch import RankWatch
+from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo_train import GRPOTrainer
 
@@ -66,11 +66,11 @@ class PushTrainer(GRPOTrainer):
         config: JobConfig,
         hf_model: HFModel,
         stop: StopRequest,
-        watch: RankWatch,
+        channel: RankChannel,
         *,
         job: dict[str, Any],
     ) -> None:
-        super().__init__(config, hf_model, stop, watch)
+        super().__init__(config, hf_model, stop, channel)
         self.job = job
         self.calls = watch_client(config.inference.kind, config.inference.urls[0])
 

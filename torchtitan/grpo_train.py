@@ -44,7 +44,7 @@ from torchtitan.grpo.observe.report import RunOutcome
 from torchtitan.grpo.run_folder.replacing import Removal
 from torchtitan.grpo.run_folder.start_record import record_start
 from torchtitan.grpo.system.logs import logger
-from torchtitan.grpo.system.rank_watch import RankWatch
+from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.evaluations import Evaluations
 from torchtitan.grpo.training.exports import export_policy
@@ -62,7 +62,6 @@ from torchtitan.grpo.upstream.parallelism import ParallelDims
 from torchtitan.grpo.upstream.trainer import Trainer
 from torchtitan.grpo.weight_sync.build import build_publisher
 from torchtitan.grpo.weight_sync.publisher import Publisher, PublisherFailed
-from torchtitan.grpo.weight_sync.unpublished import Unpublished
 
 
 class GRPOTrainer(Trainer):
@@ -72,7 +71,7 @@ class GRPOTrainer(Trainer):
 
     Args:
         stop: Set when the process receives SIGINT or SIGTERM.
-        watch: Detects lost ranks, and sends the phase of this rank to the others.
+        channel: Detects lost ranks, and carries the calls between ranks in the background.
     """
 
     checkpointer: GRPOCheckpointManager
@@ -80,9 +79,9 @@ class GRPOTrainer(Trainer):
     publisher: Publisher
 
     def __init__(
-        self, job_config: JobConfig, hf_model: HFModel, stop: StopRequest, watch: RankWatch
+        self, job_config: JobConfig, hf_model: HFModel, stop: StopRequest, channel: RankChannel
     ) -> None:
-        self.config, self.hf_model, self.stop, self.watch = job_config, hf_model, stop, watch
+        self.config, self.hf_model, self.stop, self.channel = job_config, hf_model, stop, channel
         self.begin = time.perf_counter()
         self.progress = PromptProgress()
         self.stopped = False
@@ -116,7 +115,7 @@ class GRPOTrainer(Trainer):
     def init_distributed(self) -> ParallelDims:
         """Connects the ranks, and finds the checkpoint before the model is built."""
         dims = super().init_distributed()
-        self.watch.start()
+        self.channel.start()
         self.begins = checkpoint.find_start(self.config, self.hf_model)
         steps = self.begins.record.schedule_steps
         register_hf_model(self.hf_model, self.config, self.device, steps)
@@ -125,7 +124,7 @@ class GRPOTrainer(Trainer):
 
     def enter(self, phase: str) -> None:
         """Reports the new phase of this rank to the other ranks and to the monitor."""
-        self.watch.board.enter(phase)
+        self.channel.board.enter(phase)
         self.metrics_processor.monitor.phases.enter(phase)
 
     def _open_held_out(self) -> HeldOutLoss | None:
@@ -166,7 +165,7 @@ class GRPOTrainer(Trainer):
             checkpoint.load_weights(self, self.sd_adapter, self.hf_model)
         if not checkpoint.load(self, self.begins) and not is_adapted:
             checkpoint.load_weights(self, self.sd_adapter, self.hf_model)
-        self.watch.board.complete(self.step)
+        self.channel.board.complete(self.step)
 
     def _start(self) -> None:
         """Starts rollouts, and pushes the trainer's weights before anything is sampled."""
@@ -197,7 +196,7 @@ class GRPOTrainer(Trainer):
         Returns None if the run is to end.
         """
         self.enter("waiting for rollouts")
-        self.watch.raise_if_lost()
+        self.channel.raise_if_lost()
         with self.clock.measure("wait_data"):
             if self.source is None:
                 self.publisher.raise_if_failed()
@@ -209,7 +208,7 @@ class GRPOTrainer(Trainer):
             with self.rank_zero.releasing_others():
                 self.publisher.raise_if_failed()
                 step = self.source.next_step(self.step, self.role.num_batch_ranks)
-                self.watch.raise_if_lost()
+                self.channel.raise_if_lost()
                 self.publisher.raise_if_failed()
             if step is None or self.stop.requested:
                 self.stopped = not self.source.is_exhausted
@@ -245,7 +244,7 @@ class GRPOTrainer(Trainer):
         self.ntokens_seen += learned.batch.num_tokens
         self.progress = learned.batch.progress
         self._log_step(learned, learning_rate)
-        self.watch.board.complete(self.step)
+        self.channel.board.complete(self.step)
         self.metrics_processor.monitor.phases.complete(self.step)
         return True
 
@@ -359,7 +358,7 @@ class GRPOTrainer(Trainer):
         has_failed = hasattr(self, "publisher") and self.publisher.failure is not None
         link = self.source.link if self.source is not None else None
         is_lost = link is not None and self.guards.judge_servers(self.step + 1, link.stuck_seconds)
-        return self.stop.requested or has_failed or is_lost or self.watch.lost is not None
+        return self.stop.requested or has_failed or is_lost or self.channel.lost is not None
 
     def _explain_failure(self, error: BaseException) -> None:
         # A publisher fails if it cannot report a push to a rollout process that has ended.
@@ -368,12 +367,13 @@ class GRPOTrainer(Trainer):
 
     def _build_publisher(self) -> Publisher:
         if not self.config.has_servers:
-            return Unpublished()
+            return Publisher()
         return build_publisher(
             self.config,
             self.model_parts,
             self.sd_adapter,
             self.device,
+            self.channel,
             self.source.link if self.source else None,
             self.source.servers if self.source else [],
             self.hf_model.vocab_size,

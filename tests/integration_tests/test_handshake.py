@@ -28,7 +28,7 @@ from test_transports import MODEL, PATIENCE, Training, ask, wait_until
 
 from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.local_servers import free_ports
-from torchtitan.grpo.weight_sync.first_join import WeightsRefused
+from torchtitan.grpo.weight_sync.lane import WeightsRefused
 from torchtitan.grpo.weight_sync.transports import group_transport
 from torchtitan.grpo.weight_wire.group_facts import NCCL_SETTINGS, GroupFacts
 

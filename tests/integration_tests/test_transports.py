@@ -44,11 +44,11 @@ from torchtitan.grpo.inference.server_spec import ServerSpec  # noqa: E402
 from torchtitan.grpo.inference.waiting import wait_until_up  # noqa: E402
 from torchtitan.grpo.models.hf_config import read_hf_model  # noqa: E402
 from torchtitan.grpo.models.hf_weights import full_hf_tensors, load_hf_weights  # noqa: E402
+from torchtitan.grpo.system.rank_channel import RankChannel  # noqa: E402
 from torchtitan.grpo.training.model_spec import hf_train_spec  # noqa: E402
 from torchtitan.grpo.types import ServerInfo  # noqa: E402
 from torchtitan.grpo.weight_sync.build import build_publisher  # noqa: E402
-from torchtitan.grpo.weight_sync.lane import Lane  # noqa: E402
-from torchtitan.grpo.weight_sync.lane_state import LaneState  # noqa: E402
+from torchtitan.grpo.weight_sync.lane import Lane, LaneState  # noqa: E402
 from torchtitan.grpo.weight_sync.leader import max_alive  # noqa: E402
 
 MODEL = Path(__file__).resolve().parents[2] / "assets/reverse_digits/model"
@@ -204,7 +204,14 @@ class Training:
         )
         infos = [ServerInfo(url, "embedded") for url in urls]
         self.publisher = build_publisher(
-            config, [self.model], self.adapter, torch.device("cpu"), link, infos, 128
+            config,
+            [self.model],
+            self.adapter,
+            torch.device("cpu"),
+            RankChannel(60.0, print),
+            link,
+            infos,
+            128,
         )
 
     def publish(self) -> int:

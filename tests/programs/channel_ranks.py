@@ -5,20 +5,10 @@ import gc
 import weakref
 from typing import Any
 
-import msgspec
 import torch.distributed as dist
-import zmq
-import zmq.asyncio
 
-from torchtitan.grpo.system.rank_channel import (
-    Address,
-    CallFailed,
-    LeaderChannel,
-    _Presence,
-    operation,
-    remote,
-    serve,
-)
+from torchtitan.grpo.system.rank_calls import CallFailed, operation, remote
+from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.weight_wire.group_facts import GroupFacts
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
@@ -83,11 +73,9 @@ class SomeAgent:
         self.calls.append(["close"])
 
 
-async def lead(channel: LeaderChannel) -> dict[str, Any]:
+async def lead(channel: RankChannel) -> dict[str, Any]:
     gc.disable()  # so that an error that is part of a cycle is seen
-    listening = asyncio.create_task(channel.listen())
-    agent = remote(SomeAgent, channel, 1)
-    # The first call comes before the rank has announced itself.
+    agent = remote(SomeAgent, channel, 1, 60.0)
     gathering = asyncio.create_task(agent.gather(1, 7, True))
     await asyncio.sleep(0)  # called first, and so to arrive first
     results: dict[str, Any] = {
@@ -117,8 +105,6 @@ async def lead(channel: LeaderChannel) -> dict[str, Any]:
             await agent.send("http://server", 7, 0, None)
     except TimeoutError:
         results["send"] = "given up"
-    # A stranger who knows the address, but not the secret, is not heard.
-    results["stranger"] = await deceive(channel)
     hanging = asyncio.create_task(agent.send("http://server", 8, 0, None))
     await asyncio.sleep(0)
     await agent.leave("http://server")
@@ -130,29 +116,12 @@ async def lead(channel: LeaderChannel) -> dict[str, Any]:
                 await call
         except CallFailed as error:
             results["gone"].append(str(error))
-    listening.cancel()
-    await asyncio.gather(listening, return_exceptions=True)
-    channel.close()
     return results
 
 
-async def deceive(channel: LeaderChannel) -> str:
-    context = zmq.asyncio.Context()
-    stranger = context.socket(zmq.DEALER)
-    stranger.connect(channel.address.endpoint)
-    for secret in (b"", b"x" * 16, b"x" * 400):
-        await stranger.send_multipart([secret, msgspec.msgpack.encode(_Presence(9, True))])
-    await stranger.send_multipart([b"one frame"])
-    await stranger.send_multipart([channel.address.secret])
-    # What is on its way arrives before the answer to a call that is made after it.
-    await asyncio.sleep(0.2)
-    stranger.close(linger=0)
-    context.term()
-    return "heard" if 9 in channel._peers else "not heard"
-
-
-async def follow(agent: SomeAgent, address: Address) -> None:
-    serving = asyncio.create_task(serve([agent], 1, address))
+async def follow(agent: SomeAgent, channel: RankChannel) -> None:
+    await asyncio.sleep(0.1)  # the first call comes before the rank serves
+    serving = asyncio.create_task(channel.serve([agent]))
     while not agent.calls or agent.calls[-1][0] != "leave":
         await asyncio.sleep(0.01)
         if serving.done():
@@ -163,19 +132,15 @@ async def follow(agent: SomeAgent, address: Address) -> None:
 
 def main(arguments):
     dist.init_process_group("gloo")
-    channel = LeaderChannel(60.0) if dist.get_rank() == 0 else None
-    addresses: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(addresses, channel.address if channel is not None else None)
-    if channel is not None:
+    channel = RankChannel(60.0, lambda lost: None)
+    channel.start()
+    if dist.get_rank() == 0:
         results = asyncio.run(lead(channel))
-        dist.barrier()
-        return results
-
-    async def serve() -> list[list[Any]]:
+    else:
         agent = SomeAgent()
-        await follow(agent, addresses[0])
-        return agent.calls
-
-    calls = asyncio.run(serve())
+        asyncio.run(follow(agent, channel))
+        results = {"calls": agent.calls}
+        channel.close()
     dist.barrier()
-    return {"calls": calls}
+    channel.close()
+    return results

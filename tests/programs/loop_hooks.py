@@ -24,7 +24,7 @@ from tagged import TaggedModel
 
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.weight_sync import build
-from torchtitan.grpo.weight_sync.agent import Agent
+from torchtitan.grpo.weight_sync.gather import Agent
 from torchtitan.grpo.weight_sync.payloads import Bucket, Payload
 from torchtitan.grpo.weight_sync.transports.group_transport import GroupSender
 from torchtitan.grpo.weight_wire.buckets import tensor_bytes

@@ -14,6 +14,7 @@ from build_model import build
 from torchtitan.grpo.inference.embedded.weights import tensor_sha256
 from torchtitan.grpo.models.hf_weights import full_hf_tensors, named_parameters
 from torchtitan.grpo.models.shards import local_tensor
+from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.types import ServerInfo
 from torchtitan.grpo.weight_sync.build import build_publisher
 
@@ -49,8 +50,10 @@ def main(arguments):
         notify_lost=lambda url, reason: None,
         watch=SimpleNamespace(poll=lambda: None),
     )
+    channel = RankChannel(60.0, lambda lost: None)
+    channel.start()
     publisher = build_publisher(
-        built.config, built.parts, built.adapter, torch.device("cpu"),
+        built.config, built.parts, built.adapter, torch.device("cpu"), channel,
         link if is_leader else None, [ServerInfo(url, "embedded")] if is_leader else [], 61,
     )  # fmt: skip
 

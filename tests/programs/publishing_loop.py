@@ -41,6 +41,7 @@ from torchtitan.grpo.attestation import attested_tokens
 from torchtitan.grpo.entry import leave
 from torchtitan.grpo.models.hf_weights import hf_meta, named_parameters
 from torchtitan.grpo.models.shards import local_tensor
+from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.types import ServerInfo
 from torchtitan.grpo.weight_sync.build import build_publisher
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher
@@ -142,6 +143,8 @@ class Trainer:
         loop_hooks.install(self.hooks, self.model, self.expected_shard)
         self.version = settings.start_version
         self.last_slot: int | None = None
+        self.channel = RankChannel(600.0, lambda lost: None)
+        self.channel.start()
         self.publisher = self._build_publisher()
 
     def expected_shard(self, name: str, version: int) -> torch.Tensor:
@@ -163,7 +166,7 @@ class Trainer:
             link = Link(self.listener, self.sampler)
         return build_publisher(
             config, self.built.parts, self.built.adapter, torch.device("cpu"),
-            link, servers if self.is_leader else [], VOCAB_SIZE,  # pyright: ignore
+            self.channel, link, servers if self.is_leader else [], VOCAB_SIZE,  # pyright: ignore
         )  # fmt: skip
 
     def run(self) -> None:

@@ -16,16 +16,16 @@ from torchtitan.grpo.config_checks import check_model
 from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.resume.resumption import CheckpointError
-from torchtitan.grpo.system.rank_watch import RankWatch
+from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.guards import GuardStopped
 from torchtitan.grpo.training.stage_runner import PipelineRunner
 from torchtitan.grpo.upstream.trainer import train_spec as train_specs
-from torchtitan.grpo.weight_sync.unpublished import Unpublished
+from torchtitan.grpo.weight_sync.publisher import Publisher
 from torchtitan.grpo_train import GRPOTrainer
 
 
-class RecordingPublisher(Unpublished):
+class RecordingPublisher(Publisher):
     """Writes down what the trainer asks of a publisher, and hands out slots 0, 1, 2, ..."""
 
     def __init__(self, events: list[str]) -> None:
@@ -98,11 +98,11 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     check_model(config, hf_model)
     # A run registers its model once; this process has several runs.
     train_specs._extra_train_specs.clear()
-    watch = RankWatch(60.0, lambda lost: None)
+    channel = RankChannel(60.0, lambda lost: None)
     try:
-        trainer = RecordedTrainer(config, hf_model, StopRequest(60.0), watch)
+        trainer = RecordedTrainer(config, hf_model, StopRequest(60.0), channel)
     except CheckpointError as refusal:
-        watch.close()
+        channel.close()
         return {"error": str(refusal)}
     stopped = ""
     try:
@@ -111,7 +111,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         stopped = str(stop)
     finally:
         trainer.close()
-        watch.close()
+        channel.close()
     exported = Path(config.job.dump_folder) / "hf" / f"step-{trainer.step}"
     if dist.get_rank() == 0 and not stopped:
         file = next(exported.glob("*.safetensors"))

@@ -30,8 +30,7 @@ from torchtitan.grpo.inference.client import Capabilities, InferenceClient, Serv
 from torchtitan.grpo.inference.vllm.updates import UpdateRequest, WorkerUpdates
 from torchtitan.grpo.models.shards import Assembly, Block, Piece
 from torchtitan.grpo.types import ServerInfo
-from torchtitan.grpo.weight_sync.agent import Agent
-from torchtitan.grpo.weight_sync.gather import Gatherer
+from torchtitan.grpo.weight_sync.gather import Agent, Gatherer
 from torchtitan.grpo.weight_sync.lane import Listeners
 from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts
 from torchtitan.grpo.weight_sync.payloads import PayloadPool
@@ -255,15 +254,11 @@ class PushRig:
 
         agent, sender = Agent(0, gatherer, read, pool), transport.make_sender(0, pool)
 
-        async def close() -> None:
-            await sender.close()
-            await agent.close()
-
         def make_leader(on_change: Callable[[], None]) -> Leader:
-            transport.lead([sender])
             parts = LeaderParts(
-                [agent], [agent], transport, lambda s: self.servers[s.url], _listen, close
-            )
+                [agent], [agent], [sender], [sender, agent], transport,
+                lambda s: self.servers[s.url],
+            )  # fmt: skip
             listeners = Listeners(on_change, lambda *_: None, lambda *_: None)
             attestation = Attestation(0, [], Probes(), Tolerances(1.0, 1.0), 1.0)
             infos = [ServerInfo(url, "vllm") for url in self.servers]
@@ -322,10 +317,6 @@ def _plan(sync: WeightSync, contiguous: bool) -> PushPlan:
     sources = plan_sources(assemblies, _ADAPTER, WIRE, bucket_bytes=40)
     layouts = {s.rank: lay_out_slot(s, _ADAPTER, WIRE, contiguous=contiguous) for s in sources}
     return PushPlan(ALL_PARAMETERS, sources, layouts, WIRE)
-
-
-def _listen() -> "asyncio.Task[None]":
-    return asyncio.create_task(asyncio.Event().wait())  # pyright: ignore[reportReturnType]
 
 
 def single_rank(folder: Path) -> None:

@@ -53,7 +53,7 @@ from torchtitan.grpo.start.train import SETTINGS_FLAG
 from torchtitan.grpo.system.child import die_with_parent
 from torchtitan.grpo.system.device import choose_interfaces
 from torchtitan.grpo.system.logs import logger
-from torchtitan.grpo.system.rank_watch import RankLost, RankWatch
+from torchtitan.grpo.system.rank_channel import RankChannel, RankLost
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.system.store_rounds import separate_rounds
 from torchtitan.grpo.training.weights_check import check_weights
@@ -79,7 +79,7 @@ class RunnableTrainer(Protocol):
         ...
 
 
-TrainerFactory = Callable[[JobConfig, HFModel, StopRequest, RankWatch], RunnableTrainer]
+TrainerFactory = Callable[[JobConfig, HFModel, StopRequest, RankChannel], RunnableTrainer]
 
 
 def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
@@ -205,11 +205,11 @@ def _train(
     separate_rounds()
     stop = StopRequest(config.grpo.stop_timeout_seconds)
     handler = LostRankHandler(config, lambda: stop.requested)
-    watch = RankWatch(config.grpo.lost_rank_seconds, handler)
+    channel = RankChannel(config.grpo.lost_rank_seconds, handler)
     trainer: RunnableTrainer | None = None
     has_failed = True
     try:
-        trainer = make_trainer(config, hf_model, stop, watch)
+        trainer = make_trainer(config, hf_model, stop, channel)
         trainer.train()
         has_failed = False
     except RunFinished:
@@ -218,14 +218,14 @@ def _train(
         return 1
     except RankZeroFailed:
         # Rank 0 must report and close first: torchrun ends all ranks once one has ended.
-        stop.wait(0 if watch.lost else _RANK_ZERO_PATIENCE_SECONDS)
+        stop.wait(0 if channel.lost else _RANK_ZERO_PATIENCE_SECONDS)
         return 1
     except (RunError, TimeoutError) as error:
-        if watch.lost is not None and getattr(error, "exit_status", None) is None:
+        if channel.lost is not None and getattr(error, "exit_status", None) is None:
             return 1  # the error is a consequence
         return _report(is_rank_zero, error, 1, stop.wait)
     except (Exception, CheckpointException) as error:  # the latter is no Exception
-        if watch.wait_lost(_LOSS_PATIENCE_SECONDS):
+        if channel.wait_lost(_LOSS_PATIENCE_SECONDS):
             return 1
         known = known_failure(error, config)
         if known is not None:
@@ -239,7 +239,7 @@ def _train(
     finally:
         if trainer is not None:
             trainer.close()
-        watch.close(failed=has_failed)
+        channel.close(failed=has_failed)
     if stop.requested:
         return stop.exit_code
     dist.destroy_process_group()

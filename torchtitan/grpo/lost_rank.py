@@ -21,8 +21,7 @@ from typing import Any
 from torch._C import _distributed_c10d
 
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.system.rank_status import REPORTED_FILE
-from torchtitan.grpo.system.rank_wire import LostRank
+from torchtitan.grpo.system.rank_status import REPORTED_FILE, LostRank
 
 # Time for the training thread to close what it can after the loss.
 _CLOSE_SECONDS = 6.0

@@ -7,8 +7,7 @@ import pytest
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.lost_rank import _claims_report, describe_lost, describe_next
-from torchtitan.grpo.system.rank_status import Status
-from torchtitan.grpo.system.rank_wire import LostRank
+from torchtitan.grpo.system.rank_status import LostRank, Status
 
 STATUS = Status(3, "node-b", 4711, "forward and backward", 7)
 

@@ -1,268 +1,425 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Lets the leader call methods of objects on other ranks, over ZeroMQ.
+"""A connection of every rank with rank 0, on a background thread of each rank.
 
-A method that may be called is marked with :func:`operation` where it is written. From the
-marked methods and their annotations :func:`remote` makes an object for the leader, and
-:func:`serve` the table of what a rank answers, so no operation is listed twice.
+Two services share it:
 
-The leader listens on the address under which the other ranks reach it, or on loopback if
-all ranks are on one host. Every message carries a secret that the leader drew at the start
-and gave to the ranks over the process group; messages without it are ignored. Calls do not
-wait for one another. A caller that needs a short timeout applies it itself.
+- Every rank learns within a bound that another rank has died, and what that rank was doing.
+  Collectives do not tell: one that waits for a dead rank ends with an error about a connection, or
+  only at its timeout. Each rank sends its status whenever it changes, and once a second. A connection
+  that closes without a farewell means that the process has died; one that stays silent means that
+  the process is frozen or that its host is gone. Rank 0 tells the others which rank it was, and each
+  of them sees by itself if it was rank 0.
+- Rank 0 calls objects on other ranks (`rank_calls.py`). Calls do not wait for one another, and those
+  to a rank that is lost fail at once.
+
+Rank 0 listens where the other ranks reach it, or on loopback if all are on one host. The first
+message on a connection must carry a secret, which rank 0 gives the ranks over the process group.
 """
 
 import asyncio
-import functools
-import inspect
 import itertools
 import secrets
+import socket
+import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar, cast, get_type_hints
+from contextlib import suppress
+from typing import Any
 
 import msgspec
-import zmq
-import zmq.asyncio
+import torch.distributed as dist
 
 from torchtitan.grpo.system.groups import leader_address
+from torchtitan.grpo.system.rank_calls import Answer, Call, CallFailed, Served, operations_of
+from torchtitan.grpo.system.rank_status import LostRank, Status, StatusBoard
 
-T = TypeVar("T")
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-_MARK = "__is_operation__"
-# How long a rank that ends waits until the leader knows of it.
-_LINGER_MILLISECONDS = 200
-# Far above any answer. The connection of a sender of more is closed.
+_BEAT_SECONDS = 1.0
+_CONNECT_SECONDS = 60.0
+_CLOSE_SECONDS = 10.0
+_LINGER_SECONDS = 2.0
+_STRANGER_SECONDS = 10.0
+_MAX_STRANGERS = 64
+_MAX_HELLO_BYTES = 65536
+# Far above any answer.
 _MAX_BYTES = 64 * 2**20
 
 
-def operation(method: Method) -> Method:
-    """Marks a coroutine method that the leader may call on another rank.
-
-    The arguments must be positional, and their types and that of the result must be ones
-    that msgspec encodes.
-    """
-    setattr(method, _MARK, True)
-    return method
+class RankLost(RuntimeError):
+    """Raised on a rank that cannot go on because another one is lost, which has been reported."""
 
 
-def operations_of(interface: type) -> dict[str, Any]:
-    """Returns the result type of each operation of a class, by method name."""
-    methods = inspect.getmembers(interface, lambda member: hasattr(member, _MARK))
-    return {name: get_type_hints(method)["return"] for name, method in methods}
-
-
-class CallFailed(RuntimeError):
-    """A call to another rank failed on that rank. The message is that rank's own."""
-
-
-class _Call(msgspec.Struct):
-    number: int
-    method: str
-    arguments: list[Any]
-
-
-class _Answer(msgspec.Struct, tag=True):
-    number: int
-    result: Any = None
-    error: str | None = None
-    is_os_error: bool = False
-
-
-class _Presence(msgspec.Struct, tag=True):
-    """Says that a rank now answers calls, or that it no longer does."""
-
-    rank: int
-    is_there: bool
-
-
-class Address(msgspec.Struct, frozen=True):
-    """Tells where the leader listens, and the secret that every message must carry."""
-
-    endpoint: str
-    secret: bytes
-
-
-class LeaderChannel:
-    """Holds the leader's end of the channel. Constructed on the training thread, used in the publisher's event loop.
-
-    Args:
-        timeout_seconds: Maximum duration of one call. It must exceed the timeouts that the
-            called methods apply themselves.
+class Message(msgspec.Struct, omit_defaults=True):
+    """One message between a rank and rank 0.
 
     Attributes:
-        address: What the other ranks need to connect.
+        status: Status of the sender.
+        secret: Shows, in the first message of a connection, that the sender is a rank of the run.
+        farewell: Whether the sender ends, so that the end of the connection is no loss.
+        failed: Whether it ends with an error.
+        lost: A rank that rank 0 has lost.
+        call: A call of rank 0.
+        answer: The answer to one.
     """
 
-    def __init__(self, timeout_seconds: float) -> None:
-        self._timeout_seconds = timeout_seconds
-        self._context = zmq.asyncio.Context()
-        # Bound here, so that the port is known before the other ranks are told of it.
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BYTES)
-        port = self._socket.bind_to_random_port(f"tcp://{leader_address()}")
-        self.address = Address(f"tcp://{leader_address()}:{port}", secrets.token_bytes(16))
+    status: Status | None = None
+    secret: bytes = b""
+    farewell: bool = False
+    failed: bool = False
+    lost: LostRank | None = None
+    call: Call | None = None
+    answer: Answer | None = None
+
+
+class _Peer:
+    """One end of a connection. ``status`` is None as long as the other end is a stranger."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self.status: Status | None = None
+        self._heard_at = time.monotonic()
+        self._has_left = self._has_failed = False
+
+    def send(self, message: Message) -> None:
+        """Sends a message without waiting. A peer that does not take it is found by its silence."""
+        if not self._writer.is_closing():
+            body = msgspec.msgpack.encode(message)
+            self._writer.write(len(body).to_bytes(4, "big") + body)
+
+    async def receive(self, max_bytes: int = _MAX_BYTES) -> Message:
+        """Returns the next message; raises any exception if the connection cannot be used any more."""
+        size = int.from_bytes(await self._reader.readexactly(4), "big")
+        if size > max_bytes:
+            raise ValueError(f"A message must have at most {max_bytes} bytes, got {size}.")
+        message = msgspec.msgpack.decode(await self._reader.readexactly(size), type=Message)
+        self._heard_at = time.monotonic()
+        self._has_left |= message.farewell
+        self._has_failed |= message.failed
+        return message
+
+    @property
+    def silent_seconds(self) -> float:
+        return time.monotonic() - self._heard_at
+
+    def loss(self, silent_seconds: float = 0.0) -> LostRank | None:
+        """Returns the loss of this peer, or None if it is a stranger or has ended in order."""
+        if self.status is None or (self._has_left and not self._has_failed):
+            return None
+        return LostRank(self.status, silent_seconds, self._has_failed)
+
+    def close(self) -> None:
+        self._writer.close()
+
+    async def wait_closed(self) -> None:
+        """Waits until what was sent is on its way."""
+        with suppress(OSError):
+            await self._writer.wait_closed()
+
+
+class RankChannel:
+    """This rank's end of the channel, and its status.
+
+    Args:
+        silence_seconds: After so much silence a rank counts as lost.
+        on_lost: Called on the channel's thread when a rank is lost, once.
+
+    Attributes:
+        board: The status of this rank.
+        lost: The rank that was lost first; None while all are there.
+    """
+
+    def __init__(self, silence_seconds: float, on_lost: Callable[[LostRank], None]) -> None:
+        self._silence_seconds, self._on_lost = silence_seconds, on_lost
+        self.lost: LostRank | None = None
+        self._lost_event = threading.Event()  # set when the loss has been reported
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._is_closing = self._has_failed = False
+        self.board = StatusBoard(lambda: self._post(self._tell_status))
+        self._rank, self._is_leader = 0, False
+        self._secret = b""
+        self._all_here = threading.Event()
+        self._num_others = 0
+        # Everything below belongs to the channel's event loop.
+        self._closing = asyncio.Event()
+        self._peers: list[_Peer] = []
+        self._strangers: list[_Peer] = []
         self._numbers = itertools.count()
-        # By number of the call: the answer to come, its type, and the rank that is to answer.
-        self._waiting: dict[int, tuple[asyncio.Future[Any], Any, int]] = {}
-        self._is_closed = False
-        self._peers: dict[int, bytes] = {}
-        self._gone: set[int] = set()
-        self._arrived = asyncio.Event()
+        self._waiting: dict[int, tuple[asyncio.Future[Answer], int]] = {}  # with the rank asked
+        self._open_calls: dict[int, Call] = {}
+        self._deliver: Callable[[Call], None] | None = None
 
-    async def listen(self) -> None:
-        """Receives answers until cancelled."""
-        try:
-            while True:
-                frames = await self._socket.recv_multipart()
-                if len(frames) != 3 or not secrets.compare_digest(frames[1], self.address.secret):
-                    continue  # the sender is not a rank of this run
-                peer, _, body = frames
-                answer = msgspec.msgpack.decode(body, type=_Answer | _Presence)
-                if isinstance(answer, _Answer):
-                    self._settle(answer)
-                elif answer.is_there:
-                    self._peers[answer.rank] = peer
-                    self._arrived.set()
-                else:
-                    self._forget(answer.rank)
-        finally:
-            self._is_closed = True
-            self._arrived.set()
-            for future, _, _ in self._waiting.values():
-                if not future.done():
-                    future.set_exception(CallFailed("The leader no longer listens for answers."))
+    def start(self) -> None:
+        """Connects the ranks. Collective over all ranks, once the process group exists."""
+        self._rank, self._num_others = dist.get_rank(), dist.get_world_size() - 1
+        if self._num_others == 0:
+            return
+        self._is_leader = self._rank == 0
+        where: list[tuple[str, int, bytes] | None] = [None]
+        if self._is_leader:
+            connection = socket.create_server((leader_address(), 0))
+            host, port = connection.getsockname()[:2]
+            where[0] = host, port, secrets.token_bytes(16)
+        dist.broadcast_object_list(where, src=0)
+        assert where[0] is not None
+        host, port, self._secret = where[0]
+        if not self._is_leader:
+            connection = socket.create_connection((host, port), _CONNECT_SECONDS)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._run, args=(self._loop, connection), name="rank-channel", daemon=True
+        )
+        self._thread.start()
+        if self._is_leader and not self._all_here.wait(_CONNECT_SECONDS):
+            raise TimeoutError(
+                f"All {self._num_others} other ranks must connect to rank 0 at {host}:{port} within "
+                f"{_CONNECT_SECONDS:g} s, but {len(self._peers)} have. Look for an error in their "
+                "output."
+            )
 
-    def _forget(self, rank: int) -> None:
-        """Fails the calls of a rank that has ended, because they will not be answered."""
-        self._gone.add(rank)
-        self._arrived.set()
-        for future, _, asked in self._waiting.values():
-            if asked == rank and not future.done():
-                future.set_exception(CallFailed(f"Rank {rank} no longer answers calls."))
+    def raise_if_lost(self) -> None:
+        """Raises :class:`RankLost` if a rank is lost."""
+        if self.lost is not None:
+            raise RankLost(f"Training rank {self.lost.status.rank} is lost.")
 
-    def _settle(self, answer: _Answer) -> None:
-        future, result_type, _ = self._waiting.pop(answer.number, (None, None, None))
-        if future is None or future.done():
-            return  # the caller has given up
-        if answer.error is not None:
-            kind = OSError if answer.is_os_error else CallFailed
-            future.set_exception(kind(answer.error))
-        else:
-            future.set_result(msgspec.convert(answer.result, result_type))
+    def wait_lost(self, timeout_seconds: float) -> bool:
+        """Waits until the loss of a rank has been reported; returns whether that is so.
 
-    async def call(self, rank: int, method: str, result_type: Any, *arguments: Any) -> Any:
-        """Calls a method on another rank and returns its result.
+        If it is, ``on_lost`` has returned, and the caller may end the process.
+        """
+        return self._thread is not None and self._lost_event.wait(timeout_seconds)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Says farewell to the other ranks and ends the thread. Further calls do nothing.
+
+        Args:
+            failed: Whether this rank ends with an error, so that the others cannot go on.
+        """
+        if not self._is_closing:
+            self._is_closing, self._has_failed = True, failed
+            self._post(self._closing.set)
+            if self._thread is not None:
+                self._thread.join(_CLOSE_SECONDS)
+            self.board.close()
+
+    # -- calls, from the event loop of any thread ------------------------------------------
+
+    async def call(
+        self, rank: int, method: str, result_type: Any, timeout_seconds: float, *arguments: Any
+    ) -> Any:
+        """Calls a method on another rank and returns its result; on rank 0.
 
         Raises:
-            CallFailed: If the method raised an exception there, if that rank no longer answers
-                calls, or if nobody listens for its answer any more.
+            CallFailed: If the method raised an exception there, or that rank no longer answers.
             OSError: If the method raised an ``OSError`` there.
             TimeoutError: If the rank did not answer in time.
         """
-        number = next(self._numbers)
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = future, result_type, rank
-        body = msgspec.msgpack.encode(_Call(number, method, list(arguments)))
+        assert self._loop is not None, "the channel must be started before a call"
+        asking = self._ask(rank, method, timeout_seconds, list(arguments))
+        # Not kept in a variable: an error and this frame would keep each other alive.
+        answer = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asking, self._loop))
+        if answer.error is not None:
+            raise (OSError if answer.is_os_error else CallFailed)(answer.error)
+        return msgspec.msgpack.decode(answer.result, type=result_type)
+
+    async def serve(self, served: Sequence[Served]) -> None:
+        """Answers rank 0's calls until cancelled, each as a task of the running event loop.
+
+        Calls that have arrived before wait for it. At the end, calls under way are refused, and the
+        objects are closed.
+
+        Args:
+            served: The objects whose operations are offered. Their names must not collide.
+        """
+        methods = {name: getattr(one, name) for one in served for name in operations_of(type(one))}
+        loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Call]()
+
+        def deliver(call: Call) -> None:
+            with suppress(RuntimeError):  # the loop has ended, so that the call is refused soon
+                loop.call_soon_threadsafe(inbox.put_nowait, call)
+
+        async def answer(call: Call) -> None:
+            try:
+                result = await methods[call.method](*call.arguments)
+                reply = Answer(call.number, msgspec.msgpack.encode(result))
+            except Exception as error:  # the process boundary: rank 0 raises it
+                text = f"rank {self._rank}: {type(error).__name__}: {error}"
+                reply = Answer(call.number, error=text, is_os_error=isinstance(error, OSError))
+            self._post(self._answer, reply)
+
+        self._post(self._begin_serving, deliver)
         try:
-            async with asyncio.timeout(self._timeout_seconds):
-                while rank not in self._peers and not self._is_closed:
-                    self._arrived.clear()
-                    await self._arrived.wait()
-                if self._is_closed:
-                    raise CallFailed(
-                        f"Rank {rank} cannot be asked to {method}: the leader no longer listens."
-                    )
-                if rank in self._gone:
-                    raise CallFailed(f"Rank {rank} no longer answers calls.")
-                await self._socket.send_multipart([self._peers[rank], self.address.secret, body])
+            async with asyncio.TaskGroup() as calls:
+                while True:
+                    call = await inbox.get()
+                    calls.create_task(answer(call), name=call.method)
+        finally:
+            self._post(self._end_serving)
+            for one in served:
+                await one.close()
+
+    def _post(self, call: Callable[..., object], *arguments: Any) -> None:
+        """Runs a function in the channel's event loop, soon."""
+        with suppress(RuntimeError):  # the loop has ended
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(call, *arguments)
+
+    # -- the channel's thread --------------------------------------------------------------
+
+    def _run(self, loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(self._watch(connection))
+
+    async def _watch(self, connection: socket.socket) -> None:
+        if self._is_leader:
+            hearing = await asyncio.start_server(self._admit, sock=connection)
+        else:
+            leader = _Peer(*await asyncio.open_connection(sock=connection))
+            leader.status = Status(0, connection.getpeername()[0], 0)  # until it has sent its own
+            leader.send(Message(self.board.current, self._secret))
+            hearing = asyncio.create_task(self._hear(leader))
+        while not self._closing.is_set():
+            begin = time.monotonic()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_BEAT_SECONDS):
+                    await self._closing.wait()
+            self._tell_status()
+            # If this thread itself was held up, what has arrived meanwhile is heard first.
+            if time.monotonic() - begin < 2 * _BEAT_SECONDS:
+                self._report_silence()
+        if isinstance(hearing, asyncio.Server):
+            hearing.close()
+        self._tell(Message(self.board.current, farewell=True, failed=self._has_failed))
+        peers = [*self._peers, *self._strangers]
+        for peer in peers:
+            peer.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_SECONDS):
+                await asyncio.gather(*(peer.wait_closed() for peer in peers))
+
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serves a connection on rank 0. Nothing is sent to a stranger, and no stranger is a loss.
+
+        A stranger's connection is closed if it does not tell the secret in time, or if it is the
+        oldest of too many, so that strangers use up neither files nor the places of ranks.
+        """
+        stranger = _Peer(reader, writer)
+        self._strangers.append(stranger)
+        if (
+            len(self._strangers) > _MAX_STRANGERS + self._num_others
+        ):  # all ranks may connect at once
+            self._strangers.pop(0).close()
+        status: Status | None = None
+        try:
+            async with asyncio.timeout(_STRANGER_SECONDS):
+                hello = await stranger.receive(_MAX_HELLO_BYTES)
+            if secrets.compare_digest(hello.secret, self._secret):
+                status = hello.status
+        except Exception:  # whatever a stranger may send
+            status = None
+        if stranger in self._strangers:
+            self._strangers.remove(stranger)
+        if status is None or self._is_closing:
+            stranger.close()
+            return
+        stranger.status = status
+        stranger.send(Message(self.board.current))
+        await self._hear(stranger)
+
+    async def _hear(self, peer: _Peer) -> None:
+        """Handles what a rank sends until its connection ends, which may be the loss of that rank."""
+        self._peers.append(peer)
+        if len(self._peers) == self._num_others:
+            self._all_here.set()
+        try:
+            while True:
+                self._take(peer, await peer.receive())
+        except (OSError, EOFError, ValueError, msgspec.MsgspecError):
+            self._peers.remove(peer)
+            peer.close()
+        self._report(peer.loss())
+        if peer.status is not None:
+            self._fail_calls(peer.status.rank)
+
+    def _take(self, peer: _Peer, message: Message) -> None:
+        peer.status = message.status or peer.status
+        self._report(message.lost)
+        if message.answer is not None and message.answer.number in self._waiting:
+            _settle(self._waiting[message.answer.number][0], message.answer)
+        if message.call is not None:
+            self._open_calls[message.call.number] = message.call
+            if self._deliver is not None:
+                self._deliver(message.call)
+
+    def _report_silence(self) -> None:
+        for peer in self._peers:
+            if (seconds := peer.silent_seconds) > self._silence_seconds:
+                self._report(peer.loss(seconds))
+
+    def _report(self, lost: LostRank | None) -> None:
+        if lost is not None and self.lost is None and not self._is_closing:
+            self.lost = lost
+            if self._is_leader:
+                self._tell(Message(lost=lost))
+            self._on_lost(lost)
+            self._lost_event.set()
+
+    def _tell_status(self) -> None:
+        self._tell(Message(self.board.current))
+
+    def _tell(self, message: Message) -> None:
+        for peer in self._peers:
+            peer.send(message)
+
+    # -- calls, in the channel's event loop --------------------------------------------------
+
+    async def _ask(
+        self, rank: int, method: str, timeout_seconds: float, arguments: list[Any]
+    ) -> Answer:
+        number = next(self._numbers)
+        peer = next((p for p in self._peers if p.status and p.status.rank == rank), None)
+        if peer is None:
+            return _no_answer(number, rank)
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future, rank
+        try:
+            peer.send(Message(call=Call(number, method, arguments)))
+            async with asyncio.timeout(timeout_seconds):
                 return await future
         except TimeoutError as error:
             raise TimeoutError(
-                f"Rank {rank} must answer the call of {method} within {self._timeout_seconds:g} s, "
+                f"Rank {rank} must answer the call of {method} within {timeout_seconds:g} s, "
                 "but no answer has arrived. Check that rank's log."
             ) from error
         finally:
-            self._waiting.pop(number, None)
-            del future  # otherwise its error and this frame would keep each other alive
+            del self._waiting[number]
 
-    def close(self) -> None:
-        """Closes the socket."""
-        self._socket.close(linger=0)
-        self._context.term()
+    def _fail_calls(self, rank: int) -> None:
+        """Ends the calls of a rank that is gone, because they will not be answered."""
+        for number, (future, asked) in self._waiting.items():
+            if asked == rank:
+                _settle(future, _no_answer(number, rank))
 
+    def _begin_serving(self, deliver: Callable[[Call], None]) -> None:
+        self._deliver = deliver
+        for call in self._open_calls.values():
+            deliver(call)
 
-class _Remote:
-    def __init__(self, interface: type, channel: LeaderChannel, rank: int) -> None:
-        self.rank = rank
-        for name, result_type in operations_of(interface).items():
-            setattr(self, name, functools.partial(channel.call, rank, name, result_type))
+    def _end_serving(self) -> None:
+        self._deliver = None
+        for number in list(self._open_calls):
+            self._answer(_no_answer(number, self._rank))
 
-
-def remote(interface: type[T], channel: LeaderChannel, rank: int) -> T:
-    """Returns the leader's form of an object on another rank.
-
-    It has the attribute ``rank`` and the operations of ``interface``, and nothing else.
-
-    Args:
-        interface: Class of the object, with methods marked by :func:`operation`.
-        channel: The leader's end of the channel.
-        rank: Rank in the default process group on which the object lives.
-    """
-    return cast(T, _Remote(interface, channel, rank))
+    def _answer(self, answer: Answer) -> None:
+        if self._open_calls.pop(answer.number, None) is not None:
+            self._tell(Message(answer=answer))
 
 
-class Served(Protocol):
-    """An object whose operations a rank offers to the leader."""
-
-    async def close(self) -> None:
-        """Ends what the object has started."""
-        ...
+def _settle(future: asyncio.Future[Answer], answer: Answer) -> None:
+    if not future.done():  # otherwise the caller has given up
+        future.set_result(answer)
 
 
-async def serve(served: Sequence[Served], rank: int, address: Address) -> None:
-    """Answers the leader's calls until cancelled; each call runs as a task of its own.
-
-    The objects are closed at the end.
-
-    Args:
-        served: The objects whose operations are offered. Their names must not collide.
-        rank: Rank of the current process in the default process group.
-        address: Where the leader listens.
-    """
-    methods = {name: getattr(one, name) for one in served for name in operations_of(type(one))}
-    context = zmq.asyncio.Context()
-    channel = context.socket(zmq.DEALER)
-    channel.set_hwm(0)
-    channel.connect(address.endpoint)
-
-    async def announce(is_there: bool) -> None:
-        body = msgspec.msgpack.encode(_Presence(rank, is_there))
-        await channel.send_multipart([address.secret, body])
-
-    async def answer(call: _Call) -> None:
-        try:
-            result = await methods[call.method](*call.arguments)
-            reply = _Answer(call.number, result)
-        except Exception as error:  # the process boundary: the leader raises it
-            text = f"rank {rank}: {type(error).__name__}: {error}"
-            reply = _Answer(call.number, error=text, is_os_error=isinstance(error, OSError))
-        await channel.send_multipart([address.secret, msgspec.msgpack.encode(reply)])
-
-    try:
-        await announce(True)
-        async with asyncio.TaskGroup() as calls:
-            while True:
-                secret, body = await channel.recv_multipart()
-                call = msgspec.msgpack.decode(body, type=_Call)
-                if secrets.compare_digest(secret, address.secret) and call.method in methods:
-                    calls.create_task(answer(call), name=call.method)
-    finally:
-        # The leader, which may end at the same time, need not wait for answers.
-        await announce(False)
-        channel.close(linger=_LINGER_MILLISECONDS)
-        context.term()
-        for one in served:
-            await one.close()
+def _no_answer(number: int, rank: int) -> Answer:
+    return Answer(number, error=f"Rank {rank} no longer answers calls.")

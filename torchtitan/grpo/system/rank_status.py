@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Where a training rank is: its phase and its last completed step, for whoever must report its end.
+"""The phase of a training rank and its last completed step, for whoever must report its end.
 
 Under torchrun's agent, the status also lies in a file beside the rank's error file. It is exact
 even if the rank was killed, so the agent can report the end of a run that had a single rank.
@@ -22,15 +22,7 @@ _FILE_BYTES = 512
 
 
 class Status(msgspec.Struct, frozen=True):
-    """What is known about a rank.
-
-    Attributes:
-        rank: The rank in the run.
-        host: Name of its host.
-        pid: Its process.
-        phase: What it is doing.
-        completed: Last step that it has completed.
-    """
+    """What is known about a rank. ``completed`` is the last step that it has completed."""
 
     rank: int
     host: str
@@ -39,11 +31,24 @@ class Status(msgspec.Struct, frozen=True):
     completed: int = 0
 
     def describe(self) -> str:
-        """Returns the step and the phase in words."""
         return (
             f"in step {self.completed + 1}, phase: {self.phase}; the last completed step is "
             f"{self.completed}"
         )
+
+
+class LostRank(msgspec.Struct, frozen=True):
+    """A rank that is no longer there.
+
+    Attributes:
+        status: What it did last.
+        silent_seconds: For how long it was silent; 0 if its connection was closed.
+        has_reported: Whether it said before that it fails, and so reports the reason itself.
+    """
+
+    status: Status
+    silent_seconds: float = 0.0
+    has_reported: bool = False
 
 
 class StatusBoard:
@@ -61,12 +66,10 @@ class StatusBoard:
         self._write()
 
     def enter(self, phase: str) -> None:
-        """Says what the rank does from now on."""
         if phase != self.current.phase:
             self._change(msgspec.structs.replace(self.current, phase=phase))
 
     def complete(self, step: int) -> None:
-        """Says that a step has been completed."""
         if step != self.current.completed:
             self._change(msgspec.structs.replace(self.current, completed=step))
 

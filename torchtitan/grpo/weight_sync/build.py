@@ -3,10 +3,10 @@
 
 """Builds the weight push from the configuration."""
 
-import asyncio
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,11 +27,11 @@ from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.models.peft_format import AdapterNames
 from torchtitan.grpo.rollout.link import RolloutLink
 from torchtitan.grpo.system.logs import logger
-from torchtitan.grpo.system.rank_channel import Address, LeaderChannel, Served, remote, serve
+from torchtitan.grpo.system.rank_calls import remote
+from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.types import ServerInfo
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
-from torchtitan.grpo.weight_sync.agent import Agent, ReadSnapshot
-from torchtitan.grpo.weight_sync.gather import Gatherer, agree_on_push
+from torchtitan.grpo.weight_sync.gather import Agent, Gatherer, agree_on_push
 from torchtitan.grpo.weight_sync.lane import Listeners
 from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts, max_alive
 from torchtitan.grpo.weight_sync.memory_plan import memory_of, wire_dtype
@@ -42,26 +42,11 @@ from torchtitan.grpo.weight_sync.slot_layout import PushPlan, Shards
 from torchtitan.grpo.weight_sync.slot_memory import SnapshotSlots
 from torchtitan.grpo.weight_sync.slots import SlotTable, SlotVersions
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
-from torchtitan.grpo.weight_sync.transports import make_transport
+from torchtitan.grpo.weight_sync.transports.disk_transport import DiskTransport
+from torchtitan.grpo.weight_sync.transports.group_end import GroupSettings
+from torchtitan.grpo.weight_sync.transports.group_transport import GroupTransport
 from torchtitan.grpo.weight_sync.transports.interface import Sender, Transport
-
-
-@dataclass(frozen=True)
-class _RankParts:
-    """Holds the objects of one rank whose operations the leader calls.
-
-    Attributes:
-        agent: Takes part in copying and gathering versions.
-        sender: Sends versions to servers; ``None`` if this rank is not a source.
-    """
-
-    agent: Agent
-    sender: Sender | None
-
-    @property
-    def served(self) -> list[Served]:
-        """The objects whose operations the leader may call."""
-        return [self.agent] if self.sender is None else [self.sender, self.agent]
+from torchtitan.grpo.weight_wire.version_files import VersionDirectories
 
 
 def build_publisher(
@@ -69,6 +54,7 @@ def build_publisher(
     model_parts: list[nn.Module],
     adapter: BaseStateDictAdapter,
     device: torch.device,
+    channel: RankChannel,
     link: RolloutLink | None,
     servers: list[ServerInfo],
     vocab_size: int,
@@ -80,6 +66,7 @@ def build_publisher(
         model_parts: The parts of the model on this rank.
         adapter: State-dict adapter of the model family.
         device: The training device.
+        channel: This rank's end of the channel with the other ranks.
         link: The link to the rollout process. Only rank 0, which leads, has one.
         servers: On rank 0, the servers to push to.
         vocab_size: Size of the vocabulary from which probe tokens are drawn.
@@ -88,7 +75,7 @@ def build_publisher(
     parameters = dict(named_parameters(model_parts))
     on_gpu = device.type == "cuda"
     plan, adapter = _agree_on_plan(config, parameters, adapter, contiguous=on_gpu)
-    transport = make_transport(config, plan, device)
+    transport = _MAKERS[sync.transport](config, plan, device)
     max_held = _agree_on_held(sync, len(servers))
     if link is not None:  # logged before the memory is allocated
         memory = memory_of(plan, sync, max_held, len(servers)).describe(on_gpu=on_gpu)
@@ -102,23 +89,37 @@ def build_publisher(
         slots.wait_filled(slot, version, _patience_seconds(sync))
         return snapshots.read(slot)
 
-    rank_parts = _make_rank_parts(sync, plan, memory_slots, transport, gatherer, read)
-    channel, address = _make_channel(sync)
+    pool = _make_pool(sync, plan, memory_slots)
+    agent = Agent(dist.get_rank(), gatherer, read, pool)
+    sender = transport.make_sender(agent.rank, pool) if pool is not None else None
     probes, make_leader = Probes(), None
     if link is not None:
-        assert channel is not None and isinstance(slots, SlotTable)
-        make_parts = functools.partial(_leader_parts, config, plan, rank_parts, channel, transport)
+        assert isinstance(slots, SlotTable)
+        parts = _leader_parts(config, plan, agent, sender, channel, transport)
         attestation = _attestation(config, plan, probes, vocab_size)
         make_leader = functools.partial(
-            _make_leader, sync, slots, make_parts, attestation, link, servers
+            _make_leader, sync, slots, parts, attestation, link, servers
         )
+    own = [agent] if sender is None else [sender, agent]
     return WeightPublisher(
         snapshots=snapshots,
         slots=slots,
         probes=probes,
         attest_every=sync.attest_every,
         make_leader=make_leader,
-        follow=lambda: serve(rank_parts.served, dist.get_rank(), address),
+        follow=lambda: channel.serve(own),
+    )
+
+
+def client_for(inference: Inference, server: ServerInfo) -> InferenceClient:
+    """Makes the client of a server, with the configured keys and timeouts."""
+    return make_client(
+        server.kind,
+        server.url,
+        api_key=inference.api_key,
+        admin_key=inference.admin_key,
+        control_timeout_seconds=inference.control_timeout_seconds,
+        idle_seconds=IDLE_SECONDS,
     )
 
 
@@ -129,7 +130,7 @@ def _agree_on_plan(
     *,
     contiguous: bool,
 ) -> tuple[PushPlan, BaseStateDictAdapter]:
-    """Returns the plan of the push, and the adapter that gives the names; collective."""
+    """Returns the plan of the push, and the state-dict adapter that gives the names; collective."""
     selection = ALL_PARAMETERS
     if config.lora.rank and config.lora.push == "adapters":
         selection, adapter = ADAPTERS, AdapterNames(adapter, config.model.hf_assets_path)
@@ -145,18 +146,6 @@ def _agree_on_plan(
     return plan, adapter
 
 
-def client_for(inference: Inference, server: ServerInfo) -> InferenceClient:
-    """Makes the client of a server, with the configured keys and timeouts."""
-    return make_client(
-        server.kind,
-        server.url,
-        api_key=inference.api_key,
-        admin_key=inference.admin_key,
-        control_timeout_seconds=inference.control_timeout_seconds,
-        idle_seconds=IDLE_SECONDS,
-    )
-
-
 def _patience_seconds(sync: WeightSync) -> float:
     """Returns how long ranks wait for one another within one version."""
     return 10 * sync.timeout_seconds + 600
@@ -165,49 +154,21 @@ def _patience_seconds(sync: WeightSync) -> float:
 def _agree_on_held(sync: WeightSync, num_servers: int) -> int:
     """Returns the maximum number of slots that may be HELD; collective.
 
-    Args:
-        sync: The table ``[weight_sync]``.
-        num_servers: Number of servers that rank 0 knows. Others may join later. If more versions
-            then have buffers than slots can be HELD, buckets are copied out of the slots.
+    Servers that join later are not counted. If more versions then have buffers than slots can be
+    HELD, buckets are copied out of the slots.
     """
     max_held = [max_alive(sync, num_servers)]
     dist.broadcast_object_list(max_held, src=0)
     return max_held[0]
 
 
-def _make_rank_parts(
-    sync: WeightSync,
-    plan: PushPlan,
-    slots: SnapshotSlots,
-    transport: Transport[Any],
-    gatherer: Gatherer,
-    read: ReadSnapshot,
-) -> _RankParts:
-    rank, pool, sender = dist.get_rank(), None, None
-    own = plan.source(rank)
-    if own is not None:
-        pool = PayloadPool(
-            [bucket.spec for bucket in own.buckets],
-            [bucket.num_bytes for bucket in own.buckets],
-            sync.checksum,
-            slots.buckets,
-        )
-        sender = transport.make_sender(rank, pool)
-    return _RankParts(Agent(rank, gatherer, read, pool), sender)
-
-
-def _make_channel(sync: WeightSync) -> tuple[LeaderChannel | None, Address]:
-    """Opens the channel over which the leader calls the agents of other ranks; collective.
-
-    Returns:
-        The leader's end of the channel, which only rank 0 has, and the address at which the
-        other ranks connect to it.
-    """
-    channel = LeaderChannel(2 * _patience_seconds(sync)) if dist.get_rank() == 0 else None
-    addresses: list[Address | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(addresses, channel.address if channel is not None else None)
-    assert addresses[0] is not None
-    return channel, addresses[0]
+def _make_pool(sync: WeightSync, plan: PushPlan, slots: SnapshotSlots) -> PayloadPool | None:
+    own = plan.source(dist.get_rank())
+    if own is None:
+        return None
+    specs = [bucket.spec for bucket in own.buckets]
+    sizes = [bucket.num_bytes for bucket in own.buckets]
+    return PayloadPool(specs, sizes, sync.checksum, slots.buckets)
 
 
 def _attestation(config: JobConfig, plan: PushPlan, probes: Probes, vocab_size: int) -> Attestation:
@@ -221,46 +182,75 @@ def _attestation(config: JobConfig, plan: PushPlan, probes: Probes, vocab_size: 
     )
 
 
-def _make_leader(
-    sync: WeightSync,
-    slots: SlotTable,
-    make_parts: Callable[[], LeaderParts],
-    attestation: Attestation,
-    link: RolloutLink,
-    servers: list[ServerInfo],
-    on_change: Callable[[], None],
-) -> Leader:
-    """Makes the leader; called in the event loop in which it will run."""
-    listeners = Listeners(on_change, link.notify_version, link.notify_lost)
-    return Leader(slots, make_parts(), sync, attestation, listeners, servers, link.watch.poll)
-
-
 def _leader_parts(
     config: JobConfig,
     plan: PushPlan,
-    own: _RankParts,
-    channel: LeaderChannel,
+    agent: Agent,
+    sender: Sender | None,
+    channel: RankChannel,
     transport: Transport[Any],
 ) -> LeaderParts:
-    others = range(1, dist.get_world_size())
-    agents = [own.agent, *(remote(Agent, channel, rank) for rank in others)]
-    senders = [
-        own.sender if source.rank == 0 else remote(transport.sender_type, channel, source.rank)
-        for source in plan.sources
-    ]
-    transport.lead(senders)
+    # A call must not end before the timeouts that the called methods apply themselves.
+    timeout_seconds = 2 * _patience_seconds(config.weight_sync)
 
-    async def close() -> None:
-        for one in own.served:
-            await one.close()
-        channel.close()
-        transport.close()
+    def on_rank(interface: type, own: Any, rank: int) -> Any:
+        return own if rank == agent.rank else remote(interface, channel, rank, timeout_seconds)
 
+    source_ranks = [source.rank for source in plan.sources]
+    agents = [on_rank(Agent, agent, rank) for rank in range(dist.get_world_size())]
     return LeaderParts(
         agents=agents,
-        sources=[agents[source.rank] for source in plan.sources],
+        sources=[agents[rank] for rank in source_ranks],
+        senders=[on_rank(transport.sender_type, sender, rank) for rank in source_ranks],
+        own=[agent] if sender is None else [sender, agent],
         transport=transport,
         make_client=lambda server: client_for(config.inference, server),
-        listen=lambda: asyncio.create_task(channel.listen(), name="agents"),
-        close=close,
     )
+
+
+def _make_leader(
+    sync: WeightSync,
+    slots: SlotTable,
+    parts: LeaderParts,
+    attestation: Attestation,
+    link: RolloutLink,
+    servers: Sequence[ServerInfo],
+    on_change: Callable[[], None],
+) -> Leader:
+    listeners = Listeners(on_change, link.notify_version, link.notify_lost)
+    return Leader(slots, parts, sync, attestation, listeners, servers, link.watch.poll)
+
+
+def _make_group_transport(
+    config: JobConfig, plan: PushPlan, device: torch.device
+) -> GroupTransport:
+    sync = config.weight_sync
+    assert sync.transport != "disk", "disk has a row of its own"
+    # The configured address belongs to the host of rank 0. Sources on other hosts find their own.
+    is_on_first_host = dist.get_rank() < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    settings = GroupSettings(
+        master_address=sync.master_address if is_on_first_host else "auto",
+        transport=sync.transport,
+        timeout_seconds=sync.timeout_seconds,
+        device=device,
+        largest_bucket=max(b.num_bytes for source in plan.sources for b in source.buckets),
+        deltas=sync.delta,
+    )
+    return GroupTransport(plan, settings)
+
+
+def _make_disk_transport(config: JobConfig, plan: PushPlan, device: torch.device) -> DiskTransport:
+    sync = config.weight_sync
+    assert sync.disk_path is not None
+    root, model = Path(sync.disk_path), Path(config.model.hf_assets_path)
+    return DiskTransport(plan, lambda: VersionDirectories(root, model), sync.timeout_seconds)
+
+
+_MAKERS: dict[str, Callable[[JobConfig, PushPlan, torch.device], Transport[Any]]] = {
+    # The backend of a process group is chosen for each server when the server joins.
+    "auto": _make_group_transport,
+    "nccl": _make_group_transport,
+    "host": _make_group_transport,
+    "disk": _make_disk_transport,
+}
+"""Makes the transport of each value of ``weight_sync.transport``, on every rank."""

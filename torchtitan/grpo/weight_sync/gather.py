@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Gathers shards on the source ranks into buckets of full tensors with Hugging Face names.
+"""Gathers versions on their source ranks, in full and with Hugging Face names.
 
-Gathering runs on threads of its own on every rank, one for each source to which the rank
+Gathering runs on background threads of every rank, one for each source to which the rank
 contributes, so that sources do not wait for one another. Each thread has a process group of its
 own, because two threads must not issue collectives on one communicator. What each rank sends is
 decided once, at construction; see `plan.py`. If ranks write into their source's memory (see
@@ -15,9 +15,10 @@ NVIDIA does not guarantee progress for NCCL communicators that are used at the s
 communicators of FSDP are in use while a version is gathered.
 """
 
+import asyncio
 import functools
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
@@ -26,8 +27,9 @@ import torch.distributed as dist
 from torchtitan.grpo.models.adapter_merge import AdapterMerge, lora_scale
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly, collecting_group
 from torchtitan.grpo.system.network import boot_id
+from torchtitan.grpo.system.rank_calls import operation
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
-from torchtitan.grpo.weight_sync.payloads import Payload
+from torchtitan.grpo.weight_sync.payloads import Payload, PayloadPool
 from torchtitan.grpo.weight_sync.plan import (
     ALL_PARAMETERS,
     BucketPlan,
@@ -35,12 +37,13 @@ from torchtitan.grpo.weight_sync.plan import (
     SourcePlan,
     plan_sources,
 )
-from torchtitan.grpo.weight_sync.slot_layout import PushPlan, lay_out_slot
+from torchtitan.grpo.weight_sync.slot_layout import PushPlan, Shards, lay_out_slot
 from torchtitan.grpo.weight_sync.slot_memory import SnapshotSlots
 from torchtitan.grpo.weight_sync.sources import SourceLimits
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
 _HOST = torch.device("cpu")
+_POLL_SECONDS = 0.02
 
 
 def agree_on_push(
@@ -100,9 +103,6 @@ class Gatherer:
         slots: The snapshot slots that this rank has allocated or mapped.
         adapter: State-dict adapter of the model family.
         timeout_seconds: Maximum duration of one transfer between ranks.
-
-    Attributes:
-        own: What this rank sends to servers; ``None`` if it is not a source.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Gatherer:
     ) -> None:
         self._adapter, self._slots = adapter, slots
         rank = dist.get_rank()
-        self.own = plan.source(rank)
+        self._own = plan.source(rank)
         self._layout = plan.layouts.get(rank)
         # Every rank must take part in the creation of every group, even if it is not a member.
         self._collectors: list[tuple[SourcePlan, Collector]] = []
@@ -134,14 +134,14 @@ class Gatherer:
     def gather(
         self, slot: int, shards: Mapping[str, torch.Tensor], payload: Payload | None
     ) -> None:
-        """Gathers a version. All ranks take part, and a source fills its payload in order.
+        """Gathers a version from a slot. All ranks take part, and a source fills its payload in order.
 
         Args:
             slot: Slot in which all ranks have their shards of the version.
             shards: This rank's part of each of its parameters.
             payload: The payload to fill on a source rank; ``None`` on other ranks.
         """
-        assert (payload is not None) == (self.own is not None)
+        assert (payload is not None) == (self._own is not None)
         gather_one = functools.partial(self._gather_one, slot, shards, payload)
         if self._threads is None:
             for source, collector in self._collectors:
@@ -160,8 +160,7 @@ class Gatherer:
         source: SourcePlan,
         collector: Collector,
     ) -> None:
-        """Does this rank's part for one source."""
-        if source is not self.own:
+        if source is not self._own:
             # The iteration sends this rank's shards. Nothing is received here.
             for _ in collector.collect(shards):
                 raise AssertionError("only the source rank may receive shards")
@@ -179,8 +178,8 @@ class Gatherer:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _fill_all(self, whole: Iterator[tuple[str, torch.Tensor]], payload: Payload) -> None:
-        assert self.own is not None
-        for index, plan in enumerate(self.own.buckets):
+        assert self._own is not None
+        for index, plan in enumerate(self._own.buckets):
             self._fill(plan, whole, payload.buffers[index])
             payload.filled(index)
         for name, _ in whole:
@@ -207,3 +206,77 @@ class Gatherer:
             if position > begin:
                 merge.target(name, buffer[begin:position].view(full.dtype), assembly.shape)
         assert position == plan.num_bytes, (plan.spec.names, position)
+
+
+class Agent:
+    """What the leader asks of each rank: to copy, gather and drop versions.
+
+    The leader calls its own rank's agent directly, and those of other ranks over the channel. All
+    methods run in the event loop of the publisher's thread. Gathering blocks, so it runs on a
+    separate thread.
+
+    Args:
+        rank: Rank of the current process in the default process group.
+        gatherer: Does this rank's part of gathering shards on source ranks.
+        read_snapshot: Waits until a slot holds a version, and returns this rank's shards of it.
+        pool: Buffers of the versions that this rank sends; ``None`` if it is not a source.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        gatherer: Gatherer,
+        read_snapshot: Callable[[int, int], Shards],
+        pool: PayloadPool | None,
+    ) -> None:
+        self.rank = rank
+        self._gatherer, self._read_snapshot, self._pool = gatherer, read_snapshot, pool
+        self._gathering = ThreadPoolExecutor(1, thread_name_prefix="weight-gather")
+
+    @operation
+    async def wait_copied(self, slot: int, version: int) -> None:
+        """Waits until this rank's shards of a version lie in a slot."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._gathering, self._read_snapshot, slot, version)
+
+    @operation
+    async def gather(self, slot: int, version: int, is_held: bool) -> None:
+        """Takes part in gathering a version. Source ranks keep the version until :meth:`drop`.
+
+        Args:
+            slot: Slot in which all ranks have their shards of the version.
+            version: Policy version.
+            is_held: Whether the slot is not written until the version is dropped, so that the
+                version can be sent from the slot. Otherwise, the slot may be written again once
+                all ranks have returned from this method.
+        """
+        payload = None
+        if self._pool is not None:
+            # The buffers are taken on the event loop, so that a sender that asks for a bucket of
+            # the version after this call finds the version in the pool.
+            payload = self._pool.take(version, slot if is_held else None)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._gathering, self._gather, slot, version, payload)
+
+    def _gather(self, slot: int, version: int, payload: Payload | None) -> None:
+        try:
+            self._gatherer.gather(slot, self._read_snapshot(slot, version), payload)
+        except BaseException as error:
+            if payload is not None:
+                payload.fail(f"{type(error).__name__}: {error}")
+            raise
+
+    @operation
+    async def drop(self, version: int) -> None:
+        """Drops a version, and returns when it is no longer read and its buffers are free."""
+        if self._pool is None:
+            return
+        self._pool.drop(version)
+        # A broadcast that was cancelled by its lane ends no later than the group's timeout.
+        while self._pool.holds(version):
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def close(self) -> None:
+        """Ends the gathering threads. A thread that hangs ends with the process."""
+        self._gatherer.close()
+        self._gathering.shutdown(wait=False, cancel_futures=True)

@@ -1,12 +1,40 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Pushes versions to one server, following the states of `lane_state.py`.
+"""A lane keeps one server at the newest version.
 
 After each push, a lane takes the version that is the newest by then and skips the versions in
 between. A lane waits only for its own server, each time with a timeout, so a slow, stopped or dead
 server does not delay any other server. A lost server gets no work until it has been joined again
 and has confirmed the newest weights.
+
+             +------------------- newer_version --------------------+
+             v                                                      |
+    JOINING ---joined---> SYNCING ---committed---> ATTESTING ---attested---> READY
+       ^                     |                         |                       |
+       |                     | failed                  | failed,               | failed,
+   retry_due                 |                         | version_mismatch      | version_mismatch
+       |                     v                         v                       |
+       +------------------ LOST <-----------------------------------------------+
+
+A failure in JOINING leads to LOST as well, and every state but CLOSED leads to CLOSED when
+the server is removed. A lane joins when it has a version to send. The first push after a
+join sends everything, whatever version the server reports, because the server may be a new
+process.
+
+The state determines what the dispatcher may assume:
+
+- The dispatcher learns of a version at ``attested`` and never before. By then, the server has
+  answered the commit and has afterwards reported the version itself.
+- While the next push of a READY lane is under way, the dispatcher continues to assume the
+  former version. The server generates with the former version until it commits, and it reports
+  the version of every token.
+- The dispatcher learns of a loss at ``failed`` and ``version_mismatch``, before the lane
+  recovers (leaves the groups and ends the pause). The retry is due after the recovery.
+
+The lane of a READY server asks repeatedly for the server's version. A server that was restarted
+answers but serves other weights, and no other check would reveal this until a newer version is
+pushed.
 """
 
 import asyncio
@@ -14,13 +42,12 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 from torchtitan.grpo.attestation import Attestation, AttestationFailed, ServerAttestation
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.system.waits import Backoff, Reminders
-from torchtitan.grpo.weight_sync.first_join import FirstJoin
-from torchtitan.grpo.weight_sync.lane_state import LaneEvent, LaneState, next_state
 from torchtitan.grpo.weight_sync.transports.interface import (
     Connection,
     NotPrepared,
@@ -35,8 +62,116 @@ logger = logging.getLogger(__name__)
 _CHECK_SECONDS = 5.0
 # Interval at which a held lane checks whether another thread has released it.
 _HELD_SECONDS = 0.05
+# More than one refusal of the first weights is allowed, because a server may still be busy with an
+# update that an earlier trainer left behind.
+_MAX_REFUSALS = 3
 _LOSSES = (ServerError, OSError, TimeoutError, RuntimeError)
 """Exceptions that a server may cause in a push. ``RuntimeError`` covers exceptions of torch."""
+
+
+class LaneState(Enum):
+    JOINING = "joining"
+    """The connection to the server is being made."""
+    SYNCING = "syncing"
+    """A version is being sent, up to the answer to the commit."""
+    ATTESTING = "attesting"
+    """The weights that the server serves are being compared with those that were sent."""
+    READY = "ready"
+    """The server serves an attested version, and no push is under way."""
+    LOST = "lost"
+    """The lane recovers from a failure, then waits until it is time to join again."""
+    CLOSED = "closed"
+    """The server was removed from the run."""
+
+
+class LaneEvent(Enum):
+    JOINED = "joined"
+    NEWER_VERSION = "newer_version"
+    COMMITTED = "committed"
+    ATTESTED = "attested"
+    FAILED = "failed"
+    """A request or a transfer failed. The lane records the reason; the next state is LOST."""
+    VERSION_MISMATCH = "version_mismatch"
+    RETRY_DUE = "retry_due"
+    REMOVED = "removed"
+
+
+_NEXT = {
+    (LaneState.JOINING, LaneEvent.JOINED): LaneState.SYNCING,
+    (LaneState.JOINING, LaneEvent.FAILED): LaneState.LOST,
+    (LaneState.SYNCING, LaneEvent.COMMITTED): LaneState.ATTESTING,
+    (LaneState.SYNCING, LaneEvent.FAILED): LaneState.LOST,
+    (LaneState.ATTESTING, LaneEvent.ATTESTED): LaneState.READY,
+    (LaneState.ATTESTING, LaneEvent.FAILED): LaneState.LOST,
+    (LaneState.ATTESTING, LaneEvent.VERSION_MISMATCH): LaneState.LOST,
+    (LaneState.READY, LaneEvent.NEWER_VERSION): LaneState.SYNCING,
+    (LaneState.READY, LaneEvent.FAILED): LaneState.LOST,
+    (LaneState.READY, LaneEvent.VERSION_MISMATCH): LaneState.LOST,
+    (LaneState.LOST, LaneEvent.RETRY_DUE): LaneState.JOINING,
+} | {
+    (state, LaneEvent.REMOVED): LaneState.CLOSED
+    for state in LaneState
+    if state is not LaneState.CLOSED
+}
+
+
+def next_state(state: LaneState, event: LaneEvent) -> LaneState:
+    """Returns the state to which ``event`` leads from ``state``.
+
+    Raises:
+        ValueError: If the event must not happen in this state.
+    """
+    following = _NEXT.get((state, event))
+    if following is None:
+        possible = sorted(e.value for s, e in _NEXT if s is state)
+        raise ValueError(
+            f"A lane that is {state.value} can take {possible or 'no event'}, but got {event.value!r}."
+        )
+    return following
+
+
+class WeightsRefused(RuntimeError):
+    """Raised if a server that was present at the start of the run refuses the run's weights."""
+
+
+class FirstJoin:
+    """Counts the refusals of one server until the server has taken a version.
+
+    Later refusals, and refusals by servers that join during the run, count as losses of the server,
+    and the run continues with other servers.
+
+    Args:
+        url: URL of the server.
+        is_initial: Whether the server was present at the start of the run.
+    """
+
+    def __init__(self, url: str, *, is_initial: bool) -> None:
+        self._url = url
+        self._num_left = _MAX_REFUSALS if is_initial else None
+
+    def succeed(self) -> None:
+        """Records that the server has taken a version."""
+        self._num_left = None
+
+    def fail(self, error: BaseException) -> None:
+        """Records that the server was lost.
+
+        Raises:
+            WeightsRefused: If the server has refused each of the first pushes.
+        """
+        if self._num_left is None:
+            return
+        if not (isinstance(error, ServerError) and error.was_answered):
+            self._num_left = _MAX_REFUSALS
+            return
+        self._num_left -= 1
+        if self._num_left == 0:
+            raise WeightsRefused(
+                f"The server {self._url} must take the weights of this run, but it has refused "
+                f"them {_MAX_REFUSALS} times and has never taken any. The last reason: {error} "
+                "If that does not say what to change, start the server with the model of "
+                "model.hf_assets_path (scripts/serve_vllm.sh, scripts/serve_sglang.sh)."
+            ) from error
 
 
 class VersionMismatch(ServerError):

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Leads the push on rank 0: makes all ranks gather versions, and runs a lane for each server.
+"""Rank 0's loop: makes all ranks gather versions, and runs a lane for each server.
 
     consumes        filled slots
     produces        versions that the source ranks hold, for the lanes
@@ -13,46 +13,53 @@ The leader runs in one event loop, on the publisher's thread.
 
 import asyncio
 import logging
+import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.grpo.attestation import Attestation
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.client import InferenceClient
+from torchtitan.grpo.system.rank_calls import Served
 from torchtitan.grpo.types import ServerInfo
-from torchtitan.grpo.weight_sync.agent import Agent
+from torchtitan.grpo.weight_sync.gather import Agent
 from torchtitan.grpo.weight_sync.lane import Lane, Listeners
 from torchtitan.grpo.weight_sync.slots import SlotTable
-from torchtitan.grpo.weight_sync.transports.interface import Transport
+from torchtitan.grpo.weight_sync.transports.interface import Sender, Transport
 from torchtitan.grpo.weight_sync.versions import Versions
 
 logger = logging.getLogger(__name__)
 
-# Interval at which an idle leader checks whether it should end and whether servers have changed.
+# Interval at which an idle leader checks whether it should end and whether servers have changed,
+# and at which a pin is checked.
 _POLL_SECONDS = 0.2
+# Other servers than the pinned one may lag behind for this time or, if it is longer, for this many
+# times the duration of their last push.
+_PATIENCE_SECONDS = 10.0
+_PATIENCE_PUSHES = 4
 
 
 @dataclass(frozen=True)
 class LeaderParts:
-    """Holds the objects that a leader uses. It is made within the publisher's event loop.
+    """The objects that a leader uses.
 
     Attributes:
         agents: Agents of all ranks, in the order of ranks.
         sources: Agents of the source ranks.
-        transport: Sends versions to servers. Its ``lead`` method has been called.
+        senders: Senders of the source ranks, ascending by rank.
+        own: The agent and, if there is one, the sender of this rank, which the leader closes.
+        transport: Sends versions to servers. The leader closes it.
         make_client: Makes the client of one server.
-        listen: Starts a task that receives the other ranks' answers until it is cancelled.
-        close: Closes the objects above.
     """
 
     agents: Sequence[Agent]
     sources: Sequence[Agent]
+    senders: Sequence[Sender]
+    own: Sequence[Served]
     transport: Transport[Any]
     make_client: Callable[[ServerInfo], InferenceClient]
-    listen: Callable[[], "asyncio.Task[None]"]
-    close: Callable[[], Awaitable[None]]
 
 
 class Leader:
@@ -70,6 +77,7 @@ class Leader:
 
     Attributes:
         lanes: The lanes, one for each server that belongs to the run.
+        pin: Keeps one server at the weights of an evaluation.
         gather_seconds: Duration of gathering the last version.
         error: The error that ended :meth:`run`. It is set before the method has finished closing.
     """
@@ -85,9 +93,10 @@ class Leader:
         changed_servers: Callable[[], list[ServerInfo] | None],
     ) -> None:
         self.lanes: list[Lane] = []
+        self.pin = Pin()
         self.gather_seconds = 0.0
         self.error: BaseException | None = None
-        self._parts = parts
+        self._slots, self._parts = slots, parts
         self._sync, self._attestation, self._listeners = sync, attestation, listeners
         self._servers, self._changed_servers = servers, changed_servers
         self._versions = Versions(slots, max_alive(sync, len(servers)), self._drop)
@@ -105,11 +114,12 @@ class Leader:
 
         The method raises any error that ends a lane or the gathering.
         """
-        listening = self._parts.listen()
-        self._set_servers(self._servers)
+        watching = asyncio.create_task(self._watch_pin(), name="pin")
         try:
+            await self._parts.transport.lead(self._parts.senders)
+            self._set_servers(self._servers)
             while not should_end():
-                self._raise_what_ended(listening)
+                self._raise_what_ended(watching)
                 servers = self._changed_servers()
                 if servers is not None:
                     self._set_servers(servers)
@@ -118,7 +128,13 @@ class Leader:
             self.error = error
             raise
         finally:
-            await self._end(listening)
+            watching.cancel()
+            await self._end()
+
+    async def _watch_pin(self) -> None:
+        while True:
+            self.pin.yield_if_needed(self.lanes, self._slots.published)
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def _gather_next(self) -> None:
         """Gathers the newest version, if a slot is filled and there is room for the version."""
@@ -186,22 +202,92 @@ class Leader:
         self._versions.max_alive = max_alive(self._sync, len(self.lanes))
         self._listeners.on_change()
 
-    def _raise_what_ended(self, listening: "asyncio.Task[None]") -> None:
+    def _raise_what_ended(self, watching: "asyncio.Task[None]") -> None:
         self._versions.raise_if_failed()
-        for task in (listening, *self._tasks.values()):
+        for task in (watching, *self._tasks.values()):
             if task.done():
                 task.result()
 
-    async def _end(self, listening: "asyncio.Task[None]") -> None:
+    async def _end(self) -> None:
         closing = [
             _close_lane(lane, self._tasks[lane.url], self._closing.get(lane.url))
             for lane in self.lanes
         ]
         await asyncio.gather(*closing, *self._closing.values())
         await self._versions.close()
-        listening.cancel()
-        await asyncio.gather(listening, return_exceptions=True)
-        await self._parts.close()
+        for one in self._parts.own:
+            await one.close()
+        self._parts.transport.close()
+
+
+class Pin:
+    """Keeps a server at the weights of an evaluation as long as training does not need the server.
+
+        free --- set ---> pinned --- set(None), or the server is gone ---> free
+                            |
+                            +------- yield_if_needed --------------------> free
+
+    A pinned server takes no new weights, so its rollouts become too old for training. Another server
+    has to take the new weights meanwhile. If no other server takes them, the pin ends, so that
+    training never waits for an evaluation. Any thread may use a pin.
+    """
+
+    def __init__(self) -> None:
+        self._lane: Lane | None = None
+        self._lock = threading.Lock()
+        self._progress = (-1, 0.0)  # newest version of the other servers, and time of its arrival
+
+    @property
+    def url(self) -> str | None:
+        """URL of the pinned server; ``None`` if no server is pinned."""
+        lane = self._lane
+        return lane.url if lane is not None else None
+
+    def set(self, lanes: Sequence[Lane], version: int | None) -> None:
+        """Pins the server with the newest version, and unpins the server that was pinned before.
+
+        Args:
+            lanes: The lanes of all servers.
+            version: The server keeps the first version that is not older than this one. ``None``
+                pins no server.
+        """
+        with self._lock:
+            self._release()
+            # A server that is still starting does not count, because the pinned server would then
+            # have to generate all rollouts.
+            able = [lane for lane in lanes if _is_able(lane)]
+            if version is not None and len(able) >= 2:
+                chosen = max(able, key=lambda lane: lane.version)  # it reaches the version first
+                chosen.held_from, self._lane = version, chosen
+                self._progress = (-1, time.monotonic())
+
+    def yield_if_needed(self, lanes: Sequence[Lane], published: int) -> None:
+        """Ends the pin if no other server takes new weights, of which ``published`` are the newest."""
+        with self._lock:
+            pinned = self._lane
+            if pinned is None:
+                return
+            others = [lane for lane in lanes if lane is not pinned and _is_able(lane)]
+            if pinned not in lanes or not others or self._is_patience_over(others, published):
+                self._release()
+
+    def _is_patience_over(self, others: Sequence[Lane], published: int) -> bool:
+        newest, now = max(lane.version for lane in others), time.monotonic()
+        if newest >= published or newest != self._progress[0]:
+            self._progress = (newest, now)
+            return False
+        pushes = [lane.last_push.push_seconds for lane in others if lane.last_push is not None]
+        patience = max([_PATIENCE_SECONDS, *(_PATIENCE_PUSHES * seconds for seconds in pushes)])
+        return now - self._progress[1] > patience
+
+    def _release(self) -> None:
+        if self._lane is not None:
+            self._lane.held_from, self._lane = None, None
+
+
+def _is_able(lane: Lane) -> bool:
+    """Returns whether a server serves a version, and newer versions can be prepared for it."""
+    return lane.version >= 0 and not lane.is_blocked
 
 
 def max_alive(sync: WeightSync, num_servers: int) -> int:

@@ -24,17 +24,14 @@ import functools
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from torchtitan.grpo.attestation import Probes, is_attested
 from torchtitan.grpo.errors import RunError
 from torchtitan.grpo.system.process_tuning import yield_to_training
-from torchtitan.grpo.weight_sync.lane import Lane
-from torchtitan.grpo.weight_sync.lane_state import LaneState
+from torchtitan.grpo.weight_sync.lane import Lane, LaneState
 from torchtitan.grpo.weight_sync.leader import Leader
-from torchtitan.grpo.weight_sync.pin import Pin
 from torchtitan.grpo.weight_sync.slots import SlotTable, SlotVersions
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
 
@@ -47,62 +44,59 @@ class PublisherFailed(RunError):
     """Raised if an error has ended the publisher's thread. The message names the error."""
 
 
-class Publisher(ABC):
-    """Lets the training thread start weight pushes and ask how they proceed.
+class Publisher:
+    """The publisher of a run without servers, such as a replay: it sends nothing.
 
-    :class:`WeightPublisher` pushes to servers; :class:`Unpublished` takes its place in runs
-    that have no servers. The leader is rank 0.
+    :class:`WeightPublisher` pushes to servers. Both are used by the training thread.
 
     Attributes:
         probes: The trainer's log-probabilities of the probe tokens, by version.
+        failure: The error that ended this rank's part of the push, or ``None`` while it is running.
+        num_failures: Number of times that a server was lost.
     """
 
-    probes: Probes
+    def __init__(self, probes: Probes | None = None) -> None:
+        self.probes = probes or Probes()
 
     @property
-    @abstractmethod
     def failure(self) -> BaseException | None:
-        """The error that ended this rank's part of the push, or ``None`` while it is running."""
+        return None
 
     @property
-    @abstractmethod
     def num_failures(self) -> int:
-        """Number of times that a server was lost."""
+        return 0
 
-    @abstractmethod
     def is_attested(self, version: int) -> bool:
         """Returns whether servers will be asked for log-probabilities under ``version``."""
+        return False
 
-    @abstractmethod
     def reserve_slot(self) -> int:
-        """Returns the slot for the next version. Only the leader reserves slots."""
+        """Returns the slot for the next version; called on rank 0."""
+        return 0
 
-    @abstractmethod
     def fence(self) -> None:
         """Orders the next optimizer step after the last copy of the parameters."""
 
-    @abstractmethod
     def publish(self, version: int, slot: int) -> None:
         """Starts to push the current parameters and returns. Call it after the optimizer step.
 
         Args:
             version: Policy version of the parameters.
-            slot: The slot that the leader reserved for this version, on all ranks.
+            slot: The slot that rank 0 reserved for this version, on all ranks.
         """
 
-    @abstractmethod
     def wait_for(
         self, version: int, timeout_seconds: float, should_stop: Callable[[], bool]
     ) -> None:
-        """Waits until the servers serve ``version`` or a newer one; called on the leader.
+        """Waits until the servers serve ``version`` or a newer one; called on rank 0.
 
         As long as at least one server is present, the method does not wait for lost servers. The
-        wait for a present server has no timeout here, because the server's lane has timeouts of its
-        own. The timeout applies while every server is lost or the version cannot be prepared.
+        wait for a present server has no timeout here, because the server's lane has its own.
 
         Args:
             version: Policy version.
-            timeout_seconds: Maximum time during which no server can take the version.
+            timeout_seconds: Maximum time during which no server can take the version, because every
+                server is lost or the version cannot be prepared.
             should_stop: Ends the wait when it returns True.
 
         Raises:
@@ -111,18 +105,17 @@ class Publisher(ABC):
         """
 
     def pin(self, version: int | None) -> list[str]:
-        """Keeps one of several servers at the first version not older than ``version``.
+        """Keeps one of several servers at the first version not older than ``version``; on rank 0.
 
         The other servers continue to take new versions, because training needs a server with
         current weights. For this reason, the only server of a run is never pinned, and a pin ends
-        by itself when no other server is left or takes new versions. :meth:`pinned` tells whether
-        the pin still holds. This method is called on the leader.
+        by itself when no other server is left or takes new versions.
 
         Args:
             version: Policy version. ``None`` lets every server take new versions again.
 
         Returns:
-            A list with the URL of the pinned server, which is empty if no server is pinned.
+            As :meth:`pinned`.
         """
         return []
 
@@ -130,22 +123,20 @@ class Publisher(ABC):
         """Returns a list with the URL of the server that is pinned now, if there is one."""
         return []
 
-    @abstractmethod
     def metrics(self) -> dict[str, float]:
-        """Returns metrics of the push for the current step. Only the leader has them."""
+        """Returns metrics of the push for the current step; called on rank 0."""
+        return {}
 
     def server_states(self) -> dict[str, dict[str, str | int]]:
-        """Returns the state and the version of each server, by URL.
+        """Returns the state and the version of each server, by URL. Any thread may call this.
 
-        The result is empty on ranks other than the leader. Any thread may call this method.
+        The result is empty on ranks other than rank 0.
         """
         return {}
 
-    @abstractmethod
     def raise_if_failed(self) -> None:
         """Raises :class:`PublisherFailed` if this rank's part of the push has ended."""
 
-    @abstractmethod
     def close(self, timeout_seconds: float = 2.0) -> None:
         """Ends the push. This method is idempotent.
 
@@ -161,14 +152,11 @@ class WeightPublisher(Publisher):
         slots: The record of which versions the slots hold; on rank 0, a :class:`SlotTable`.
         probes: The trainer's log-probabilities of the probe tokens.
         attest_every: ``weight_sync.attest_every``.
-        make_leader: On rank 0, makes the leader in the event loop of the publisher's thread. The
-            leader calls the argument after each change of a lane. ``None`` on other ranks.
+        make_leader: On rank 0, makes the leader. The leader calls the argument after each change of
+            a lane. ``None`` on other ranks.
         follow: On other ranks, does what the leader asks until it is cancelled.
 
     Attributes:
-        snapshots: The snapshots that were passed to the constructor.
-        slots: The slots that were passed to the constructor.
-        is_leader: Whether this is rank 0.
         error: The error that ended the publisher's thread, or ``None``.
     """
 
@@ -182,15 +170,13 @@ class WeightPublisher(Publisher):
         make_leader: Callable[[Callable[[], None]], Leader] | None,
         follow: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
-        self.snapshots, self.slots, self.probes = snapshots, slots, probes
-        self.is_leader = make_leader is not None
+        super().__init__(probes)
+        self.snapshots, self.slots = snapshots, slots
         self.error: BaseException | None = None
-        self._attest_every = attest_every
-        self._make_leader, self._follow = make_leader, follow
-        self._leader: Leader | None = None
-        self._pin = Pin()
+        self._attest_every, self._follow = attest_every, follow
         self._changed = threading.Condition()
         self._closing = threading.Event()
+        self._leader = make_leader(self._notify) if make_leader is not None else None
         self._thread = threading.Thread(target=self._run, name="weight-publisher", daemon=True)
         self._thread.start()
 
@@ -228,10 +214,12 @@ class WeightPublisher(Publisher):
                 self._changed.wait(_POLL_SECONDS)
 
     def pin(self, version: int | None) -> list[str]:
-        return self._pin.set(self.lanes, version)
+        assert self._leader is not None, "only rank 0 pins servers"
+        self._leader.pin.set(self.lanes, version)
+        return self.pinned()
 
     def pinned(self) -> list[str]:
-        url = self._pin.url
+        url = self._leader.pin.url if self._leader is not None else None
         return [url] if url is not None else []
 
     @property
@@ -319,31 +307,16 @@ class WeightPublisher(Publisher):
     def _run(self) -> None:
         yield_to_training()
         try:
-            asyncio.run(self._lead() if self.is_leader else self._serve())
+            asyncio.run(self._lead(self._leader) if self._leader is not None else self._serve())
         except BaseException as error:  # the thread's boundary; the training thread raises it
             if not self._closing.is_set():
                 self.error = error
-                if not self.is_leader:  # the leader's training thread raises it
+                if self._leader is None:  # the leader's training thread raises it
                     logger.error("The weight publisher failed: %s", error)
             self._notify()
 
-    async def _lead(self) -> None:
-        assert self._make_leader is not None
-        leader = self._leader = self._make_leader(self._notify)
-        watching = asyncio.create_task(self._watch_pin(), name="pin")
-        try:
-            await leader.run(self._closing.is_set)
-        finally:
-            watching.cancel()
-            (result,) = await asyncio.gather(watching, return_exceptions=True)
-            if isinstance(result, Exception):
-                logger.error("Watching the pinned server failed: %s", result)
-
-    async def _watch_pin(self) -> None:
-        assert isinstance(self.slots, SlotTable), "only rank 0 pins servers"
-        while True:
-            self._pin.yield_if_needed(self.lanes, self.slots.published)
-            await asyncio.sleep(_POLL_SECONDS)
+    async def _lead(self, leader: Leader) -> None:
+        await leader.run(self._closing.is_set)
 
     async def _serve(self) -> None:
         serving = asyncio.create_task(self._follow(), name="agent")
@@ -360,12 +333,7 @@ class WeightPublisher(Publisher):
 
 
 def lane_metrics(lane: Lane, published: int) -> dict[str, float]:
-    """Returns the metrics of one server, by name.
-
-    Args:
-        lane: The server's lane.
-        published: Newest published version, against which the lag is counted.
-    """
+    """Returns the metrics of one server, whose lag is counted against the ``published`` version."""
     report = lane.last_push
     return {
         "state": float(list(LaneState).index(lane.state)),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan.grpo.weight_sync.agent import Agent
+from torchtitan.grpo.weight_sync.gather import Agent
 from torchtitan.grpo.weight_sync.payloads import Payload, PayloadFailed, PayloadPool
 from torchtitan.grpo.weight_sync.transports import disk_transport
 from torchtitan.grpo.weight_sync.transports.disk_transport import DiskSender

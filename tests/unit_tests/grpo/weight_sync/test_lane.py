@@ -15,8 +15,7 @@ from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.weight_sync import lane as lane_module
-from torchtitan.grpo.weight_sync.first_join import WeightsRefused
-from torchtitan.grpo.weight_sync.lane import Lane, Listeners
+from torchtitan.grpo.weight_sync.lane import Lane, Listeners, WeightsRefused
 from torchtitan.grpo.weight_sync.slots import SlotTable
 from torchtitan.grpo.weight_sync.transports.interface import PushReport
 from torchtitan.grpo.weight_sync.versions import Versions

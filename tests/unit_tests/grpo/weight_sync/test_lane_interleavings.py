@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 
 import pytest
 
-from torchtitan.grpo.weight_sync.lane_state import LaneEvent, LaneState, next_state
+from torchtitan.grpo.weight_sync.lane import LaneEvent, LaneState, next_state
 
 NOTHING, MIXTURE = -1, -2
 NUM_BUCKETS = 2

@@ -5,7 +5,7 @@
 
 import pytest
 
-from torchtitan.grpo.weight_sync.lane_state import LaneEvent, LaneState, next_state
+from torchtitan.grpo.weight_sync.lane import LaneEvent, LaneState, next_state
 
 
 def _after(*events, state=LaneState.JOINING):

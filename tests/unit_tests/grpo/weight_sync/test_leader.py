@@ -42,7 +42,11 @@ class Rank:
 class NoTransport(Any):
     """Keeps nothing of a version."""
 
+    async def lead(self, senders: object) -> None: ...
+
     async def forget(self, version: int) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Rig:
@@ -54,9 +58,7 @@ class Rig:
         self.slots = SlotTable(2, max_held)
         self.slots.filled(self.slots.reserve(), 7)
         self.ending = False
-        parts = LeaderParts(
-            self.ranks, self.ranks[:num_sources], NoTransport(), _no_server, _listen, _nothing
-        )
+        parts = LeaderParts(self.ranks, self.ranks[:num_sources], [], [], NoTransport(), _no_server)
         listeners = Listeners(lambda: None, lambda *_: None, lambda *_: None)
         attestation: Any = None  # there are no lanes
         self.leader = Leader(
@@ -71,14 +73,6 @@ class Rig:
 
 def _no_server(server: object) -> Any:
     raise AssertionError("there are no servers")
-
-
-def _listen() -> "asyncio.Task[None]":
-    return asyncio.create_task(asyncio.Event().wait())  # pyright: ignore[reportReturnType]
-
-
-async def _nothing() -> None:
-    """Nothing to close."""
 
 
 def test_no_rank_gathers_and_no_server_gets_a_version_before_all_ranks_have_copied_it():

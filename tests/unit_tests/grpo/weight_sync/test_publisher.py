@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan.grpo.weight_sync.lane_state import LaneState
+from torchtitan.grpo.weight_sync.lane import LaneState
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher
 from torchtitan.grpo.weight_sync.slots import SlotTable
 

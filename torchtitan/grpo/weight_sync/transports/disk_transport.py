@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from torchtitan.grpo.inference.client import InferenceClient
-from torchtitan.grpo.system.rank_channel import operation
+from torchtitan.grpo.system.rank_calls import operation
 from torchtitan.grpo.weight_sync.payloads import PayloadPool
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan
 from torchtitan.grpo.weight_sync.transports.interface import (
@@ -94,8 +94,9 @@ class DiskTransport(Transport[DiskSender]):
         assert source is not None, f"rank {rank} is not a source"
         return DiskSender(rank, pool, len(source.buckets), self._timeout_seconds)
 
-    def lead(self, senders: Sequence[DiskSender]) -> None:
-        self._senders, self._directories = senders, self._make_directories()
+    async def lead(self, senders: Sequence[DiskSender]) -> None:
+        self._senders = senders
+        self._directories = await asyncio.to_thread(self._make_directories)
 
     def connect(self, client: InferenceClient) -> "DiskConnection":
         return DiskConnection(client, self, self._plan.selection.name, self._timeout_seconds)

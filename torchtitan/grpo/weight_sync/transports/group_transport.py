@@ -27,12 +27,11 @@ from itertools import zip_longest
 
 import torch
 
-from torchtitan.grpo.inference.client import InferenceClient
-from torchtitan.grpo.system.rank_channel import operation
+from torchtitan.grpo.inference.client import InferenceClient, ServerError
+from torchtitan.grpo.system.rank_calls import operation
 from torchtitan.grpo.weight_sync.payloads import Bucket, Payload, PayloadPool
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan
 from torchtitan.grpo.weight_sync.transports.group_end import GroupEnd, GroupSettings
-from torchtitan.grpo.weight_sync.transports.handshake import Handshake
 from torchtitan.grpo.weight_sync.transports.interface import (
     Connection,
     PushReport,
@@ -41,7 +40,12 @@ from torchtitan.grpo.weight_sync.transports.interface import (
 )
 from torchtitan.grpo.weight_wire import sparse
 from torchtitan.grpo.weight_wire.buckets import bucket_bytes
-from torchtitan.grpo.weight_wire.group_facts import GroupFacts, GroupTransportName
+from torchtitan.grpo.weight_wire.group_facts import (
+    BackendChoice,
+    GroupFacts,
+    GroupTransportName,
+    choose_backend,
+)
 from torchtitan.grpo.weight_wire.own_group_facts import own_group_facts
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
@@ -157,6 +161,70 @@ def encode_delta(new: Payload, old: Payload, index: int) -> Bucket:
     return Bucket(replace(spec, num_changed=num_changed, base_version=old.version), payload)
 
 
+class NcclImpossible(ServerError):
+    """Raised if ``weight_sync.transport`` requires NCCL and the server cannot be reached over NCCL."""
+
+
+class Handshake:
+    """Chooses the backend of the groups with a server, the same for all source ranks.
+
+    The choice is made anew whenever the server joins, because a server may return with another
+    version of NCCL or on another GPU. It is logged whenever it changes.
+    """
+
+    def __init__(self, client: InferenceClient, transport: GroupTransportName) -> None:
+        self._client = client
+        self._transport: GroupTransportName = transport
+        self._last: BackendChoice | None = None
+
+    async def backend(self, senders: Sequence[GroupSender]) -> str:
+        """Returns ``nccl`` or ``gloo``.
+
+        Raises:
+            NcclImpossible: If ``weight_sync.transport = "nccl"`` and NCCL cannot work.
+        """
+        if self._transport == "host":
+            return "gloo"
+        ours = await asyncio.gather(*(sender.group_facts() for sender in senders))
+        choice = choose_backend(self._transport, ours, await self._client.group_facts())
+        if choice.backend is None:
+            raise NcclImpossible(
+                f"{self._client.url} cannot receive weights over NCCL, which weight_sync.transport = "
+                f"'nccl' requires: {' '.join(choice.obstacles)} Alternatively, set "
+                "weight_sync.transport = 'auto' or 'host'."
+            )
+        if choice != self._last:
+            self._last = choice
+            self._tell(choice)
+        return choice.backend
+
+    def _tell(self, choice: BackendChoice) -> None:
+        url, is_nccl = self._client.url, choice.backend == "nccl"
+        if choice.obstacles:
+            logger.warning(
+                "%s receives weights from host memory over gloo, because NCCL cannot be used: %s "
+                "Alternatively, set weight_sync.transport = 'host', which does not need NCCL.",
+                url, " ".join(choice.obstacles),
+            )  # fmt: skip
+        elif choice.doubts and not is_nccl:
+            logger.warning(
+                "%s receives weights from host memory over gloo, because it is not known whether "
+                "NCCL can be used: %s Set weight_sync.transport = 'nccl' to use it nevertheless, "
+                "or 'host' to keep host memory without this warning.",
+                url, " ".join(choice.doubts),
+            )  # fmt: skip
+        elif choice.doubts:
+            logger.warning(
+                "%s receives weights over NCCL, as weight_sync.transport = 'nccl' requires, but it "
+                "is not known whether NCCL can be used: %s If the first push fails, set "
+                "weight_sync.transport = 'host'.",
+                url, " ".join(choice.doubts),
+            )  # fmt: skip
+        else:
+            over = "NCCL" if is_nccl else "gloo, from host memory"
+            logger.info("%s receives weights over %s.", url, over)
+
+
 class GroupTransport(Transport[GroupSender]):
     """Sends versions over process groups; see the module's docstring.
 
@@ -180,7 +248,7 @@ class GroupTransport(Transport[GroupSender]):
     def make_sender(self, rank: int, pool: PayloadPool) -> GroupSender:
         return GroupSender(rank, pool, self._settings)
 
-    def lead(self, senders: Sequence[GroupSender]) -> None:
+    async def lead(self, senders: Sequence[GroupSender]) -> None:
         self._senders = senders
 
     def connect(self, client: InferenceClient) -> "GroupConnection":

@@ -128,7 +128,7 @@ class Connection(ABC):
 class Sender(ABC):
     """Does a source rank's part of sending versions.
 
-    The leader calls the methods that subclasses mark with ``rank_channel.operation``. It calls them
+    The leader calls the methods that subclasses mark with ``rank_calls.operation``. It calls them
     directly on its own rank and over the channel on other ranks.
 
     Args:
@@ -167,7 +167,7 @@ class Transport(ABC, Generic[S]):
         """Makes the sender of this rank, which must be a source."""
 
     @abstractmethod
-    def lead(self, senders: Sequence[S]) -> None:
+    async def lead(self, senders: Sequence[S]) -> None:
         """Prepares the transport on rank 0; called once, before the methods below.
 
         Args:

@@ -47,7 +47,7 @@ class Writer:
         self.num_written += 1
 
 
-def make_transport(
+async def make_transport(
     folder: Path, writers: list[Writer], timeout_seconds: float = 10.0
 ) -> DiskTransport:
     source = folder / "source"
@@ -61,7 +61,7 @@ def make_transport(
         lambda: VersionDirectories(folder / "versions", source),
         timeout_seconds,
     )
-    transport.lead(senders)
+    await transport.lead(senders)
     return transport
 
 
@@ -72,7 +72,7 @@ def names_in(folder: Path) -> set[str]:
 def test_the_parts_of_all_sources_become_one_directory_with_checksums(tmp_path):
     async def body() -> None:
         writers = [Writer(0), Writer(2)]
-        transport = make_transport(tmp_path, writers)
+        transport = await make_transport(tmp_path, writers)
         path, num_bytes = await transport.written(4)
         assert num_bytes == 52
         assert path == tmp_path / "versions" / "version-4"
@@ -97,7 +97,7 @@ def test_the_parts_of_all_sources_become_one_directory_with_checksums(tmp_path):
 def test_a_version_is_written_once_for_all_who_ask_and_removed_for_good(tmp_path):
     async def body() -> None:
         writer = Writer(0)
-        transport = make_transport(tmp_path, [writer])
+        transport = await make_transport(tmp_path, [writer])
         writer.may_write.clear()
         asking = [asyncio.create_task(transport.written(1)) for _ in range(3)]
         async with asyncio.timeout(30):
@@ -121,7 +121,7 @@ def test_a_version_is_written_once_for_all_who_ask_and_removed_for_good(tmp_path
 def test_removing_a_version_amid_its_writing_leaves_nothing(tmp_path):
     async def body() -> None:
         writers = [Writer(0), Writer(1)]
-        transport = make_transport(tmp_path, writers)
+        transport = await make_transport(tmp_path, writers)
         writers[1].may_write.clear()
         asking = asyncio.create_task(transport.written(1))
         while not writers[0].num_written:
@@ -138,7 +138,7 @@ def test_removing_a_version_amid_its_writing_leaves_nothing(tmp_path):
 def test_a_version_that_one_source_cannot_write_is_tried_again_once_the_others_are_done(tmp_path):
     async def body() -> None:
         writers = [Writer(0), Writer(1)]
-        transport = make_transport(tmp_path, writers)
+        transport = await make_transport(tmp_path, writers)
         writers[0].error = OSError(28, "No space left on device")
         writers[1].may_write.clear()
         asking = asyncio.create_task(transport.written(1))
@@ -163,7 +163,7 @@ def test_a_part_that_cannot_be_written_is_an_os_error(tmp_path):
 
 def test_a_changed_byte_and_a_missing_tensor_are_noticed_when_read(tmp_path):
     async def body() -> None:
-        transport = make_transport(tmp_path, [Writer(0), Writer(1)])
+        transport = await make_transport(tmp_path, [Writer(0), Writer(1)])
         path, _ = await transport.written(1)
         (path / "model-rank00001.safetensors").unlink()
         with pytest.raises(
@@ -183,7 +183,7 @@ def test_a_changed_byte_and_a_missing_tensor_are_noticed_when_read(tmp_path):
 
 def test_tensors_read_are_copies_of_the_file(tmp_path):
     async def body() -> None:
-        transport = make_transport(tmp_path, [Writer(0)])
+        transport = await make_transport(tmp_path, [Writer(0)])
         path, _ = await transport.written(1)
         tensors = read_safetensors(str(path))
         before = {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
@@ -238,7 +238,7 @@ def test_a_server_that_does_not_load_a_version_in_time_is_named_with_the_setting
 
     async def body() -> None:
         server: Any = Hanging("nothing")
-        connection = DiskConnection(server, make_transport(tmp_path, [Writer(0)]), "all", 0.1)
+        connection = DiskConnection(server, await make_transport(tmp_path, [Writer(0)]), "all", 0.1)
         with pytest.raises(
             TimeoutError, match=r"http://a must load version 3 .*weight_sync.timeout_seconds = 0.1,"
         ):
@@ -253,7 +253,7 @@ def test_a_server_that_stands_still_while_it_loads_a_version_is_resumed_after_it
 ):
     async def body() -> None:
         server: Any = Loading(stops_for)
-        transport = make_transport(tmp_path, [Writer(0)])
+        transport = await make_transport(tmp_path, [Writer(0)])
         connection = DiskConnection(server, transport, "all", 10.0)
         await connection.join()
         assert server.order == [("leave_weight_groups",), ("resume",)]

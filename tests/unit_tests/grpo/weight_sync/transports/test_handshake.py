@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
-from torchtitan.grpo.weight_sync.transports.group_transport import GroupConnection
-from torchtitan.grpo.weight_sync.transports.handshake import Handshake, NcclImpossible
+from torchtitan.grpo.weight_sync.transports.group_transport import (
+    GroupConnection,
+    Handshake,
+    NcclImpossible,
+)
 from torchtitan.grpo.weight_wire.group_facts import NCCL_SETTINGS, GroupFacts
 from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
 

@@ -11,8 +11,10 @@ import socket
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from torchtitan.grpo.system.rank_channel import Message
 from torchtitan.grpo.system.rank_status import Status, StatusBoard, read_status
 
 # A rank may be silent for so long: a short time where the test awaits it, and otherwise longer than
@@ -20,9 +22,9 @@ from torchtitan.grpo.system.rank_status import Status, StatusBoard, read_status
 SHORT_SECONDS, LONG_SECONDS = 2.0, 300.0
 
 PROGRAM = """
-import json, os, pathlib, signal, sys, time
+import json, os, pathlib, signal, socket, sys, time
 import torch.distributed as dist
-from torchtitan.grpo.system.rank_watch import RankWatch
+from torchtitan.grpo.system.rank_channel import RankChannel
 
 folder, ending = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the agent, which sees the end as well
@@ -35,10 +37,15 @@ def lost(what):
     (folder / f"lost-{rank}.tmp").write_text(json.dumps(found))
     (folder / f"lost-{rank}.tmp").rename(folder / f"lost-{rank}")
 
-watch = RankWatch(float(sys.argv[3]), lost)
-watch.start()
 if rank == 0:
-    (folder / "port").write_text(str(watch._listener.getsockname()[1]))
+    create_server = socket.create_server
+    def noting_server(address):
+        server = create_server(address)
+        (folder / "port").write_text(str(server.getsockname()[1]))
+        return server
+    socket.create_server = noting_server
+watch = RankChannel(float(sys.argv[3]), lost)
+watch.start()
 for step in range(1, 4):
     watch.board.enter("forward")
     watch.board.enter("optimizer step")
@@ -89,6 +96,10 @@ def found(folder: Path, *ranks: int) -> list:
     return [json.loads((folder / f"lost-{rank}").read_text()) for rank in ranks]
 
 
+def framed(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "big") + body
+
+
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_is_killed_is_known_to_all_with_its_phase_and_step(ranks, tmp_path, victim):
     os.kill(ranks({}, LONG_SECONDS)[victim], signal.SIGKILL)
@@ -99,21 +110,21 @@ def test_a_rank_that_is_killed_is_known_to_all_with_its_phase_and_step(ranks, tm
 def test_strangers_neither_end_the_watch_nor_use_up_its_files(ranks, tmp_path):
     pids = ranks({}, LONG_SECONDS)
     leader = ("127.0.0.1", int((tmp_path / "port").read_text()))
-    lines = [
-        b'{"secret": "wrong"}\n',
-        '{"secret": "é"}\n'.encode(),
-        b'{"secret": "\\ud83d"}\n',
-        b"\xff\xfe\n",
-        b"[" * 100_000 + b"\n",
-        b'{"status": {"rank": 1, "host": "x", "pid": 1}}\n',
+    status = Status(1, "x", 1)
+    hellos = [
+        framed(msgspec.msgpack.encode(Message(status, b"wrong"))),
+        framed(msgspec.msgpack.encode(Message(status))),
+        framed(msgspec.msgpack.encode({"status": {"rank": 1}, "secret": "text"})),
+        framed(b"\x91" * 60_000),
         b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff\xff\xff\xff",
     ]
     held = [socket.create_connection(leader, 60.0) for _ in range(100)]
-    for line in lines:
+    for hello in hellos:
         stranger = socket.create_connection(leader, 60.0)
         with contextlib.suppress(ConnectionError):
-            stranger.sendall(line)
-            assert stranger.recv(4096) == b"", line
+            stranger.sendall(hello)
+            assert stranger.recv(4096) == b"", hello
         stranger.close()
     with contextlib.suppress(ConnectionError):
         assert held[0].recv(1) == b"", "the oldest is closed for the newest"
