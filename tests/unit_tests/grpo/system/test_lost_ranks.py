@@ -51,6 +51,8 @@ for step in range(1, 4):
     watch.board.enter("optimizer step")
     watch.board.complete(step)
 watch.board.enter("waiting")
+while any(peer.status.phase != "waiting" for peer in watch._peers):
+    time.sleep(0.01)
 (folder / f"ready-{rank}-{os.getpid()}").touch()
 if str(rank) in ending:
     while not (folder / "go").exists():
