@@ -54,8 +54,7 @@ from torchtitan.grpo.training.learner import Learned, build_learner
 from torchtitan.grpo.training.memory_choice import resolve_kept
 from torchtitan.grpo.training.model_spec import build_policy_runner, register_hf_model
 from torchtitan.grpo.training.policy_probe import build_probe
-from torchtitan.grpo.training.rank_role import rank_role
-from torchtitan.grpo.training.rank_zero import RankZeroTurn, patience_seconds
+from torchtitan.grpo.training.ranks import RankZeroTurn, patience_seconds, rank_role
 from torchtitan.grpo.training.utilization import build_utilization
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.upstream.parallelism import ParallelDims

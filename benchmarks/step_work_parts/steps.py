@@ -50,7 +50,7 @@ from torchtitan.grpo.training.memory_estimate import (
     estimate_memory,
 )
 from torchtitan.grpo.training.model_spec import build_policy_runner, hf_train_spec
-from torchtitan.grpo.training.rank_role import rank_role
+from torchtitan.grpo.training.ranks import rank_role
 from torchtitan.grpo.training.weights_check import parameter_shapes
 from torchtitan.grpo.types import BatchPart, PromptProgress
 from torchtitan.grpo.upstream.models import Qwen3ModelArgs, qwen3_train_spec

@@ -1,13 +1,16 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a run loads from its checkpoint, and what it saves. The rest is upstream's.
+"""The state that a run loads from its checkpoint and saves; the rest is upstream's.
 
 `resume/` decides which checkpoint that is, and whether the run can resume from it.
 """
 
 import math
+import os
+import shlex
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +25,12 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.models.hf_weights import load_hf_weights
 from torchtitan.grpo.models.lora import begin_adapters
-from torchtitan.grpo.resume.checkpoint_files import remove_incomplete
+from torchtitan.grpo.resume.checkpoint_files import is_whole, remove_incomplete
 from torchtitan.grpo.resume.kept_record import STATE_KEY, CheckpointDamaged, RecordState
 from torchtitan.grpo.resume.resumption import Start, describe_start, is_finished, plan_start
-from torchtitan.grpo.resume.stopped import describe_stop
 from torchtitan.grpo.rollout.link import RolloutFailed
+from torchtitan.grpo.run_folder.launch import LAUNCH_VARIABLE
+from torchtitan.grpo.run_folder.start_record import without_keys
 from torchtitan.grpo.system.files import damaged_files
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.training.lr_schedule import renew_settings, settings_of
@@ -38,6 +42,10 @@ from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
 # Maximum time that a stopped run waits for its rollouts in flight to be written.
 _ROLLOUTS_SECONDS = 3.0
+_MODULE = "torchtitan.grpo_train"
+_FLAGS = ("--job.overwrite", "--job.no-overwrite", "--job.no_overwrite")
+_FLAG_VALUES = ("true", "false", "True", "False")
+_WITH_VALUE = ("--checkpoint.load_step", "--checkpoint.load-step")
 
 
 class RunFinished(Exception):
@@ -45,14 +53,10 @@ class RunFinished(Exception):
 
 
 def find_start(config: JobConfig, model: HFModel) -> Start:
-    """Decides how the run starts, from checkpoints whose contents have been checked.
+    """Decides how the run starts, from checkpoints whose contents have been checked; see `plan_start`.
 
     Rank 0 has made the folder this run's before. Each rank reads a share of the files. What an
-    interrupted save has left is removed. Collective over all ranks.
-
-    Raises:
-        CheckpointError: See :func:`plan_start`.
-        RunFinished: On all ranks, if rank 0 finds that the run is finished.
+    interrupted save has left is removed. Collective over all ranks, as is RunFinished.
     """
     damaged: dict[int, str] = {}
     while True:
@@ -84,7 +88,7 @@ def find_start(config: JobConfig, model: HFModel) -> Start:
 
 
 class AdapterState(ModelWrapper):
-    """The entry of the model in checkpoints of a run with adapters: the adapters alone.
+    """The entry of the model in checkpoints of a run with LoRA adapters: only the adapters.
 
     The frozen weights are those of ``model.hf_assets_path``, of which the run's record holds a digest.
     """
@@ -105,10 +109,6 @@ def load(trainer: Trainer, start: Start) -> bool:
 
     The settings of this start take effect: what a checkpoint brings of the optimizer's and the
     schedule's is put aside.
-
-    Args:
-        trainer: The trainer that is filled.
-        start: How the run starts.
     """
     checkpointer, config = trainer.checkpointer, trainer.job_config
     assert isinstance(config, JobConfig)
@@ -193,5 +193,76 @@ def progress_state(progress: PromptProgress) -> dict[str, str]:
 
 
 def progress_from(state_dict: dict[str, Any]) -> PromptProgress:
-    """Reads the progress through the prompts from a checkpoint's state."""
     return msgspec.json.decode(state_dict["prompt_progress"], type=PromptProgress)
+
+
+def describe_stop(
+    config: JobConfig, step: int, num_rollouts: int | None, arguments: Sequence[str]
+) -> str:
+    """Returns what to print after a stop request, with the command that goes on.
+
+    ``num_rollouts`` in flight are kept beside the checkpoint; None if they could not be written in time.
+    """
+    folder = Path(config.job.dump_folder) / config.checkpoint.folder
+    checkpoint = folder / f"step-{step}"
+    stopped = f"Stopped after step {step}."
+    if not config.checkpoint.enable or not is_whole(checkpoint):
+        reason = "the run had taken no step" if step == 0 else "checkpoint.enable is false"
+        if config.checkpoint.enable and step:
+            reason = "checkpoint.load_only is set"
+            if not config.checkpoint.load_only:
+                reason = "that failed, as the log says; a new start begins from the one before it"
+        return f"{stopped} No checkpoint was written, because {reason}."
+    kept = "no rollouts were in flight"
+    if num_rollouts is None:
+        kept = "rollouts in flight could not be kept and will be generated again"
+    elif num_rollouts:
+        kept = f"{num_rollouts} rollouts in flight are kept with it"
+    later = any(int(p.name[5:]) > step for p in folder.glob("step-*") if p.name[5:].isdecimal())
+    command = resume_command(config, arguments, step if later else None)
+    return f"{stopped} The checkpoint is {checkpoint}; {kept}. To go on:\n    {command}"
+
+
+def resume_command(config: JobConfig, arguments: Sequence[str], load_step: int | None) -> str:
+    """Returns the command that continues a run from its newest checkpoint, or from ``load_step``."""
+    kept = _without_start(without_keys(arguments))
+    named = {argument.partition("=")[0] for argument in arguments}
+    # What the command line said may hide what the file says, which must not count again.
+    if config.job.overwrite or named & {*_FLAGS}:
+        kept.append("--job.no-overwrite")
+    if load_step is not None:
+        kept.append(f"--checkpoint.load_step={load_step}")
+    elif config.checkpoint.load_step != -1 or named & {*_WITH_VALUE}:
+        kept.append("--checkpoint.load_step=-1")
+    if (launch := os.environ.get(LAUNCH_VARIABLE)) is not None:
+        # It names the configuration itself, and passes the rest on after two dashes.
+        each = "on each node, with its own --nproc and --interface, if these are given."
+        return f"{launch} -- {shlex.join(kept[2:])}\n{each}"
+    return shlex.join([*_launcher(), *kept])
+
+
+def _without_start(arguments: Sequence[str]) -> list[str]:
+    """Returns arguments without those that say where the run was to begin."""
+    kept: list[str] = []
+    before = ""  # the option whose value may follow
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        is_value = before in _WITH_VALUE or (before in _FLAGS and argument in _FLAG_VALUES)
+        is_start = not is_value and name in (*_FLAGS, *_WITH_VALUE)
+        before = argument if is_start else ""  # with "=", its value does not follow
+        if not is_value and not is_start:
+            kept.append(argument)
+    return kept
+
+
+def _launcher() -> list[str]:
+    """Returns the words that start the ranks, up to their arguments, as they were given if that is known."""
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
+    except OSError:
+        words = []
+    if _MODULE in words and words[words.index(_MODULE) - 1] == "-m":
+        words = words[: words.index(_MODULE) + 1]
+        # A script's interpreter stands in front of the script.
+        return words[1:] if len(words) > 1 and words[1].endswith("torchrun") else words
+    return ["torchtitan-grpo", "train", "--nproc", os.environ.get("LOCAL_WORLD_SIZE", "1")]

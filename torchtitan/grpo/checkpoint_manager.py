@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Upstream's checkpoint manager, with checkpoints that are whole or absent, and failures that are told.
+"""Upstream's checkpoint manager, with checkpoints that are whole or absent, and reports of failures.
 
 Upstream ends the run if a checkpoint cannot be written, whether or not its disk will have room again
 at the next one, and it counts interrupted checkpoints among those to keep.
@@ -46,7 +46,7 @@ class LastSaveFailed(SaveFailed):
 
 
 class GRPOCheckpointManager(CheckpointManager):
-    """See the module. An upstream manager becomes one by :func:`adopt`.
+    """An upstream manager becomes one by :func:`adopt`.
 
     Attributes:
         settings: The table ``[checkpoint]``.
@@ -165,11 +165,7 @@ class GRPOCheckpointManager(CheckpointManager):
         return f"The checkpoint {self._saving} could not be written: {reason}. {kept}"
 
     def _end_failed(self, error: BaseException) -> None:
-        """Removes what the failed save has left, and tells of it or raises.
-
-        Raises:
-            SaveFailed: With ``checkpoint.save_failure = "stop"``.
-        """
+        """Removes what the failed save has left, and reports it; raises with `save_failure = "stop"`."""
         # Described first: what is removed gives room.
         self.missing = self._describe_failure(error)
         if dist.get_rank() == 0 and self._saving and not is_whole(Path(self._saving)):

@@ -22,12 +22,7 @@ _ALMOST_FULL_MIB = 1
 
 
 def disk_failure(error: BaseException, dump_folder: str) -> str | None:
-    """Returns the message for an error of the disk, else ``None``.
-
-    Args:
-        error: One exception, without what it arose from.
-        dump_folder: ``job.dump_folder``, where a run writes.
-    """
+    """Returns the message for an exception of the disk that holds ``job.dump_folder``, else ``None``."""
     name = getattr(error, "filename", None)
     path = Path(name) if isinstance(name, str) else Path(dump_folder)
     if no_room := room_problem([error], path):
@@ -47,9 +42,7 @@ def disk_failure(error: BaseException, dump_folder: str) -> str | None:
 def room_problem(errors: list[BaseException], path: Path) -> str | None:
     """Returns why a disk took no more, in one clause, or ``None`` if that is not what is wrong.
 
-    Args:
-        errors: What was raised where a file was written, on one rank or several.
-        path: What was written, or the folder that it was written into.
+    ``errors`` are those of one rank or several; ``path`` is what was written, or its folder.
     """
     numbers, mib = {_number(error) for error in errors}, free_bytes(path) / 2**20
     disk = _disk_of(path)

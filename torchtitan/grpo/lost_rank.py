@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What the surviving ranks do when a rank is lost: one message, a record, and an end within a bound.
+"""Ends a run in which a rank is lost: one message, a record, and an end within a bound.
 
 All ranks of a host know of the loss at the same time. The first one that claims the report prints
 it; the agent of `torchtitan-grpo train` then adds nothing. Each rank writes what its collectives were
 doing (torch's flight recorder), and ends. Its training thread may be inside a collective that never
-returns, so the watching thread ends the process after a few seconds if it has not ended by itself.
+returns, so the channel's thread ends the process after a few seconds if it has not ended by itself.
 """
 
 import os
@@ -30,16 +30,14 @@ _CLOSE_SECONDS = 6.0
 class LostRankHandler:
     """Reports a lost rank and ends this process soon.
 
-    Args:
-        config: Configuration of the run.
-        is_stopping: Whether the run is being stopped, so that ranks that end are no news.
+    ``is_stopping`` tells whether the run is being stopped, so that ranks that end are no news.
     """
 
     def __init__(self, config: JobConfig, is_stopping: Callable[[], bool]) -> None:
         self._config, self._is_stopping = config, is_stopping
 
     def __call__(self, lost: LostRank) -> None:
-        """Is called on the watching thread."""
+        """Is called on the channel's thread."""
         if self._is_stopping():
             return  # the stop has a bound and a message of its own
         is_here = lost.status.host == socket.gethostname()
@@ -57,7 +55,6 @@ def _end_soon() -> None:
 
 
 def describe_lost(lost: LostRank, config: JobConfig) -> str:
-    """Returns the message about a lost rank."""
     status = lost.status
     how = "died"
     if lost.has_reported:

@@ -30,11 +30,7 @@ METADATA_FILE = ".metadata"
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Torch's writer of checkpoint folders, with checksums.
-
-    Args:
-        path: Folder of the checkpoint.
-    """
+    """Torch's writer of checkpoint folders, with checksums."""
 
     def __init__(self, path: str | os.PathLike) -> None:
         super().__init__(path)
@@ -114,12 +110,9 @@ def is_whole(folder: Path) -> bool:
 
 
 def remove_incomplete(checkpoints: Path) -> list[Path]:
-    """Removes what interrupted saves have left, and the folder of checkpoints if it is then empty.
+    """Removes and returns what interrupted saves have left, and the folder of checkpoints if it is empty.
 
     Call it on one rank, while nothing is being saved.
-
-    Returns:
-        The folders that were removed.
     """
     left = [p for p in checkpoints.glob("step-*") if p.is_dir() and not is_whole(p)]
     for folder in left:

@@ -27,14 +27,9 @@ from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 
 
 def find_checkpoint(config: JobConfig, named: str) -> Path:
-    """Returns the folder of a checkpoint of the run in ``job.dump_folder``.
+    """Returns the folder of a whole, undamaged checkpoint of the run in ``job.dump_folder``.
 
-    Args:
-        config: Configuration of the run.
-        named: ``newest``, the number of a step, or a folder.
-
-    Raises:
-        ModelError: If there is no such checkpoint, or it is not whole.
+    ``named`` is ``newest``, the number of a step, or a folder.
     """
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     steps = [step for step in steps_in(folder) if is_whole(folder / f"step-{step}")]
@@ -71,9 +66,6 @@ def export_checkpoint(config: JobConfig, model: HFModel, folder: Path, target: P
         model: The directory with its config and tokenizer. Building the model changes its arguments.
         folder: The checkpoint.
         target: Directory to create. An existing one is replaced.
-
-    Raises:
-        ModelError: If the checkpoint holds another model.
     """
     dtype = TORCH_DTYPE_MAP[config.checkpoint.export_dtype]
     built, adapter_of = build_without_memory(config, model)

@@ -1,14 +1,18 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The record of a run's settings that each checkpoint holds, written and read."""
+"""The record of a run in its checkpoints, and what becomes of settings that differ from it.
+
+A later start needs the record before it has any state. What is set anew counts, except for settings
+that the state in the checkpoint depends on: they are refused, so that nothing is ignored in silence.
+"""
 
 import hashlib
 import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.grpo.errors import RunError
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.run_folder.start_record import toml_value
 from torchtitan.grpo.system.files import open_regular
 
 STATE_KEY = "run_record"
@@ -35,12 +40,7 @@ class CheckpointError(RunError, ValueError):
 
 
 class CheckpointDamaged(CheckpointError):
-    """A checkpoint cannot be read, or its files are not what was written.
-
-    Args:
-        folder: The checkpoint.
-        reason: What is wrong with it, in one line.
-    """
+    """A checkpoint cannot be read, or its files are not what was written, for the ``reason`` in one line."""
 
     def __init__(self, folder: Path, reason: str) -> None:
         super().__init__(
@@ -56,8 +56,6 @@ class RunRecord(msgspec.Struct):
 
     Attributes:
         settings: The configuration, by table and key, with keys masked.
-        num_ranks: Number of training ranks.
-        architecture: Architecture of the model.
         model_sizes: Torchtitan's arguments of the model, by name.
         weights: Digest of samples of the weights in ``model.hf_assets_path``, with which the run
             began; empty if the directory has none.
@@ -127,16 +125,13 @@ class RecordState(Stateful):
         return {"json": self._text}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Does nothing: this run has its own record."""
+        """This run has its own record."""
 
 
 def states_in(folder: Path) -> set[str]:
     """Returns the names of the states that a checkpoint holds, such as ``optimizer``.
 
     A directory that is no checkpoint of torch, such as a Hugging Face directory, has none.
-
-    Raises:
-        CheckpointDamaged: If the checkpoint is damaged.
     """
     if not (folder / ".metadata").is_file():
         return set()
@@ -149,9 +144,6 @@ def read_kept(folder: Path, states: set[str]) -> tuple[int, RunRecord | None]:
     """Returns the step of a whole checkpoint and its record, without a process group.
 
     The record is None if the checkpoint was written before checkpoints had records.
-
-    Raises:
-        CheckpointDamaged: If the checkpoint is damaged.
     """
     wanted: dict[str, Any] = {"train_state": {"step": 0}}
     if STATE_KEY in states:
@@ -173,3 +165,166 @@ def _refusing_damage(folder: Path) -> Iterator[None]:
     except (Exception, CheckpointException) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise CheckpointDamaged(folder, reason) from error
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting, ``table.name``, with another value than in the checkpoint's run."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def describe(self, next_step: int) -> str:
+        """Returns the change and what becomes of it in one line."""
+        if self.key == "training.steps":
+            effect = f"takes effect: the run ends after step {self.new}"
+        elif self.key.startswith("parallelism.fsdp_"):  # when FSDP gathers, and not its shards
+            effect = f"takes effect from step {next_step}"
+        elif self.key.startswith("parallelism.") or self.key == RANKS:
+            effect = "takes effect: the checkpoint is laid out anew"
+        else:
+            effect = f"takes effect from step {next_step}"
+        return f"{self.key}: {_shown(self.old)} -> {_shown(self.new)}, {effect}"
+
+
+RANKS = "number of ranks"
+
+_PROMPT_ORDER = (
+    "the checkpoint's place in the stream of prompts, and the prompts that are open, refer to it"
+)
+_FIXED = {
+    "optimizer.name": "the checkpoint holds the state of that optimizer",
+    "lora.rank": "the checkpoint holds adapters of that rank",
+    "lora.alpha": "the adapters in the checkpoint were trained under that scale",
+    "lora.target_modules": "the checkpoint holds adapters of those layers",
+    "debug.seed": f"it orders the prompts, and {_PROMPT_ORDER}",
+    **dict.fromkeys(
+        ("prompts.path", "prompts.paths", "prompts.weights", "prompts.name", "prompts.split"),
+        _PROMPT_ORDER,
+    ),
+    "prompts.shuffle": _PROMPT_ORDER,
+    "sft.path": _PROMPT_ORDER,
+}
+"""Settings that a resumed run cannot change, with the reason."""
+
+_SCHEDULE_TABLE = "lr_scheduler."
+_RATES = ("optimizer.lr", "optimizer.muon_lr")
+
+_WHERE_AND_HOW = ("job.", "checkpoint.", "metrics.", "observe.", "profiling.", "comm.")
+_KEEPS_ROLLOUTS = {
+    *("balance_batch", "balance_cost", "row_bucket", "single_rank_load"),  # [prompts]
+    *("num_workers", "timeout_seconds", "max_consecutive_failures"),  # [reward]
+}
+_SAMPLING = {
+    *("grpo.group_size", "training.seq_len", "rollout.max_head_offpolicyness"),
+    *("rollout.max_new_tokens", "rollout.temperature", "rollout.top_p", "rollout.top_k"),
+    *("rollout.stop_token_ids", "rollout.ignore_eos", "rollout.max_turns"),
+    *("rollout.environment", "rollout.environment_options", "rollout.min_completion_tokens"),
+    *("rollout.drop_truncated", "rollout.dynamic_sampling", "rollout.should_accept"),
+    *("teacher.urls", "teacher.kind", "teacher.model_path", "teacher.top_k"),
+}
+"""Settings under which the rollouts that are kept beside a checkpoint were made, besides those of
+[prompts] and [reward]."""
+
+
+def changes(record: RunRecord, config: JobConfig, num_ranks: int) -> list[Change]:
+    """Returns the settings that differ from a record, in the order of the tables.
+
+    Where a run writes, and what it logs, is not listed. A setting that the record lacks is new in
+    this version of the program, and counts as having had its default.
+    """
+    defaults = JobConfig().to_dict()
+    found = [Change(RANKS, record.num_ranks, num_ranks)] if record.num_ranks != num_ranks else []
+    for table, values in config.to_dict().items():
+        before = record.settings.get(table, {})
+        for name, new in values.items():
+            key, default = f"{table}.{name}", defaults.get(table, {}).get(name)
+            old = before.get(name, default)
+            if old != _plain(new) and not key.startswith(_WHERE_AND_HOW):
+                found.append(Change(key, old, new))
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def refusal(change: Change, record: RunRecord, config: JobConfig) -> str | None:
+    """Returns why a change is refused and what to do, or None if it takes effect."""
+    reason = _FIXED.get(change.key)
+    if change.key == "debug.seed" and (change.old or 0) == (change.new or 0):
+        return None
+    if change.key == "grpo.ref_model_path" and config.grpo.kl_coef and config.grpo.ref_model_ema:
+        reason = "the checkpoint holds the moving reference model (grpo.ref_model_ema)"
+    if change.key in ("prompts.path", "prompts.paths") and _has_moved(change, record):
+        return None
+    if reason is None:
+        return None
+    return (
+        f"{change.key} must stay {_shown(change.old)} in a run that is resumed, got "
+        f"{_shown(change.new)}: {reason}. Set it back{_NEW_RUN}"
+    )
+
+
+_NEW_RUN = (
+    ", or begin a new run in another job.dump_folder, from an export of this one if you like "
+    "(--model.hf_assets_path <dump_folder>/hf/step-N)."
+)
+
+
+def model_refusal(record: RunRecord, now: RunRecord, path: Path) -> str | None:
+    """Returns why the model in ``path`` cannot continue the run, or None if it can."""
+    began = record.settings["model"]["hf_assets_path"]
+    begin = "model.hf_assets_path must be the model with which this run began"
+    end = f"Name {began}{_NEW_RUN}"
+    if record.architecture != now.architecture:
+        return f"{begin}, {record.architecture} ({began}), got {now.architecture} ({path}). {end}"
+    for name, size in sorted(record.model_sizes.items()):
+        other = now.model_sizes.get(name, size)
+        if other != size and name.rpartition(".")[2] not in _NO_SIZES:
+            return f"{begin}, with {name} = {size} ({began}), got {name} = {other} ({path}). {end}"
+    if record.weights and now.weights and record.weights != now.weights:
+        return (
+            f"{begin} ({began}), got {path}, which holds other weights: a resumed run has the "
+            f"weights of its checkpoint and would ignore them. {end}"
+        )
+    return None
+
+
+_NO_SIZES = {
+    *("_enforced", "max_seq_len", "depth_init", "attn_type", "attn_mask_type", "eos_id"),
+    *("use_grouped_mm", "load_balance_coeff", "_debug_force_load_balance"),
+}
+"""Arguments of torchtitan's models that a run may change, or that say nothing about weights."""
+
+
+def _has_moved(change: Change, record: RunRecord) -> bool:
+    """Whether the files of prompts have other paths, but the same names and sizes."""
+    old, new = ([x] if isinstance(x, str) else list(x) for x in (change.old, change.new))
+    return len(old) == len(new) and all(
+        Path(a).name == Path(b).name
+        and Path(b).is_file()
+        and record.prompt_bytes.get(a) == Path(b).stat().st_size
+        for a, b in zip(old, new, strict=True)
+    )
+
+
+def invalidates_rollouts(found: list[Change]) -> list[str]:
+    """Returns the changed settings under which kept rollouts would no longer be what is trained."""
+    return [change.key for change in found if _is_sampling(change.key)]
+
+
+def _is_sampling(key: str) -> bool:
+    table, _, name = key.partition(".")
+    if table in ("prompts", "reward"):
+        return name not in _KEEPS_ROLLOUTS and name not in ("path", "paths")
+    return key in _SAMPLING
+
+
+def asks_for_another_rate(found: list[Change]) -> bool:
+    return any(c.key in _RATES or c.key.startswith(_SCHEDULE_TABLE) for c in found)
+
+
+def _shown(value: Any) -> str:
+    return str(value) if isinstance(value, Path) else toml_value(value)

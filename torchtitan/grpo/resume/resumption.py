@@ -15,21 +15,19 @@ import msgspec
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
-from torchtitan.grpo.resume.changes import (
+from torchtitan.grpo.resume.checkpoint_files import is_whole, quick_problem
+from torchtitan.grpo.resume.kept_record import (
     Change,
+    CheckpointDamaged,
+    CheckpointError,
+    RunRecord,
     asks_for_another_rate,
     changes,
     invalidates_rollouts,
     model_refusal,
-    refusal,
-)
-from torchtitan.grpo.resume.checkpoint_files import is_whole, quick_problem
-from torchtitan.grpo.resume.kept_record import (
-    CheckpointDamaged,
-    CheckpointError,
-    RunRecord,
     read_kept,
     record_of,
+    refusal,
     states_in,
 )
 from torchtitan.grpo.run_folder.contents import describe_run, next_free_folder, steps_in
@@ -117,7 +115,7 @@ def _start_from(folder: Path, config: JobConfig, model: HFModel, damaged: dict[i
     check_whole(folder, states, needs_reference=_moves_reference(config))
     step, kept = read_kept(folder, states)
     record = record_of(config, model, _own_schedule_steps(config))
-    newer = [n for n in _steps_beside(folder) if n > step and n not in damaged]
+    newer = [n for n in _complete_steps(folder.parent) if n > step and n not in damaged]
     if kept is None:
         return Start(record, step, folder, newer_steps=newer, damaged=damaged)
     found = changes(kept, config, record.num_ranks)
@@ -158,14 +156,7 @@ def checkpoint_folder(
 
     As in torchtitan, that is the one of ``checkpoint.load_step`` or the newest in the folder;
     without a checkpoint there, it is ``checkpoint.initial_load_path`` if that is to be loaded whole.
-
-    Args:
-        config: Configuration of the run.
-        damaged: Checkpoints that are not to be taken, with the reasons, by their steps.
-        is_new: Whether the folder's own checkpoints do not count, because they will be replaced.
-
-    Raises:
-        CheckpointError: If there is no checkpoint of ``checkpoint.load_step``, or if all are damaged.
+    Those that are ``damaged`` do not count, nor does any in a folder that will be replaced (``is_new``).
     """
     settings = config.checkpoint
     if not settings.enable:
@@ -196,26 +187,12 @@ def _complete_steps(folder: Path) -> list[int]:
     return [step for step in steps_in(folder) if is_whole(folder / f"step-{step}")]
 
 
-def _steps_beside(folder: Path) -> list[int]:
-    return _complete_steps(folder.parent)
-
-
 def _listed(steps: list[int]) -> str:
     return ", ".join(f"step {step}" for step in steps) or "none"
 
 
 def check_whole(folder: Path, states: set[str], *, needs_reference: bool) -> None:
-    """Refuses a checkpoint that lacks what a resumed run needs.
-
-    Args:
-        folder: The checkpoint.
-        states: Names of the states that it holds.
-        needs_reference: Whether the run has a reference model that moves.
-
-    Raises:
-        CheckpointError: If the checkpoint lacks the optimizer and the progress of the run, or
-            the reference model that the run needs.
-    """
+    """Refuses a checkpoint that lacks the progress of its run, or the reference model that moves."""
     if "train_state" not in states:
         raise CheckpointError(
             f"A run must resume from a whole checkpoint, got {folder}, which holds the model "
@@ -232,11 +209,7 @@ def check_whole(folder: Path, states: set[str], *, needs_reference: bool) -> Non
 
 
 def check_new_run(config: JobConfig) -> None:
-    """Refuses to begin a new run over an earlier one.
-
-    Raises:
-        CheckpointError: If the dump folder holds a run and ``job.overwrite`` is not set.
-    """
+    """Refuses to begin a new run over an earlier one, unless ``job.overwrite`` is set."""
     earlier = None if config.job.overwrite else describe_run(config)
     if earlier is None:
         return

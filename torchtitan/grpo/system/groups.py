@@ -25,16 +25,9 @@ def new_group(
     timeout_seconds: float,
     ranks: Sequence[int] | None = None,
 ) -> dist.ProcessGroup:
-    """Returns a new process group.
+    """Returns a new process group, of all ranks or of those given.
 
-    Collective over all ranks of the run, members or not. All ranks must create their groups in
-    the same order.
-
-    Args:
-        description: Name of the group in torch's messages.
-        backend: ``gloo`` or ``nccl``.
-        timeout_seconds: Maximum duration of one collective.
-        ranks: Members of the group; ``None`` means all ranks.
+    Collective over all ranks of the run, members or not, and in the same order on all of them.
     """
     # A rank that is not a member gets a placeholder, which it never uses.
     return dist.new_group(  # pyright: ignore[reportReturnType]

@@ -48,14 +48,7 @@ def separate_rounds() -> None:
 def agree_on_round(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> str:
     """Returns a name that all ranks of this round have, and no earlier rank had.
 
-    Args:
-        store: A store that earlier ranks, which have ended, may have used.
-        rank: This rank.
-        world_size: Number of ranks.
-        timeout_seconds: Maximum time until all ranks are there.
-
-    Raises:
-        TimeoutError: On rank 0, if a rank does not come. The store raises on other ranks.
+    Raises TimeoutError on rank 0 if a rank does not come; the store raises on other ranks.
     """
     if rank == 0:
         return _lead(store, world_size, timeout_seconds)

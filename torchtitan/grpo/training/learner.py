@@ -17,7 +17,7 @@ from torchtitan.grpo.losses.objective import batch_loss_metrics, metric_reductio
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.guards import Guards, Reading, Verdict
 from torchtitan.grpo.training.model_spec import choose_reference
-from torchtitan.grpo.training.rank_role import RankRole
+from torchtitan.grpo.training.ranks import RankRole
 from torchtitan.grpo.training.reference import BaseReference, Reference
 from torchtitan.grpo.training.runner import ForwardJob, ModelRunner
 from torchtitan.grpo.training.step import Minibatch, MinibatchLoss, ScoredRows, score

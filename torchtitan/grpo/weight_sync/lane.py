@@ -116,11 +116,7 @@ _NEXT = {
 
 
 def next_state(state: LaneState, event: LaneEvent) -> LaneState:
-    """Returns the state to which ``event`` leads from ``state``.
-
-    Raises:
-        ValueError: If the event must not happen in this state.
-    """
+    """Returns the state to which ``event`` leads from ``state``; ValueError if it must not happen there."""
     following = _NEXT.get((state, event))
     if following is None:
         possible = sorted(e.value for s, e in _NEXT if s is state)
@@ -135,14 +131,10 @@ class WeightsRefused(RuntimeError):
 
 
 class FirstJoin:
-    """Counts the refusals of one server until the server has taken a version.
+    """Counts the refusals of one server that was present at the start, until it has taken a version.
 
-    Later refusals, and refusals by servers that join during the run, count as losses of the server,
-    and the run continues with other servers.
-
-    Args:
-        url: URL of the server.
-        is_initial: Whether the server was present at the start of the run.
+    Without the count, a run whose servers cannot take its weights would ask them forever. Later
+    refusals, and those of servers that join during the run, count as losses of the server.
     """
 
     def __init__(self, url: str, *, is_initial: bool) -> None:
@@ -150,15 +142,10 @@ class FirstJoin:
         self._num_left = _MAX_REFUSALS if is_initial else None
 
     def succeed(self) -> None:
-        """Records that the server has taken a version."""
         self._num_left = None
 
     def fail(self, error: BaseException) -> None:
-        """Records that the server was lost.
-
-        Raises:
-            WeightsRefused: If the server has refused each of the first pushes.
-        """
+        """Records that the server was lost; raises WeightsRefused if it has refused each first push."""
         if self._num_left is None:
             return
         if not (isinstance(error, ServerError) and error.was_answered):
@@ -175,7 +162,7 @@ class FirstJoin:
 
 
 class VersionMismatch(ServerError):
-    """Raised if the server does not serve the weights that were pushed to it."""
+    """The server does not serve the weights that were pushed to it."""
 
 
 @dataclass(frozen=True)
@@ -205,8 +192,6 @@ class Lane:
         is_initial: Whether the server was present at the start of the run.
 
     Attributes:
-        url: Address of the server.
-        state: Current state.
         num_pushes: Number of confirmed pushes.
         num_attested: Number of confirmed pushes that were attested by log-probabilities.
         num_failures: Number of times that the server was lost.
@@ -215,8 +200,7 @@ class Lane:
         last_error: Reason for the last loss, or for the failure to prepare the last version.
         last_push: Report of the last confirmed push.
         held_from: Once the server has confirmed this version or a newer one, no newer version is
-            pushed to it. ``None`` keeps the server at the newest version. Any thread may set this
-            attribute.
+            pushed to it. ``None`` keeps the server at the newest version. Any thread may set this.
     """
 
     def __init__(
@@ -248,7 +232,7 @@ class Lane:
 
     @property
     def version(self) -> int:
-        """Version that the server has confirmed; see :attr:`ServerVersions.confirmed`."""
+        """Version that the server has confirmed; -1 while it is lost."""
         return self._server.confirmed
 
     @property
@@ -281,7 +265,6 @@ class Lane:
             self._listeners.on_version(self.url, self.version)
 
     async def close(self) -> None:
-        """Closes the connection to the server and the client."""
         self._keep_as_base(None)
         self._take(LaneEvent.REMOVED)
         await self._connection.close()
@@ -321,8 +304,7 @@ class Lane:
     async def _prepare(self, version: int) -> bool:
         """Prepares a version on the trainer's side and returns whether this succeeded.
 
-        If preparing failed, the server continues with its current version, and the method waits
-        before it returns.
+        Otherwise the server continues with its current version, and the method waits before it returns.
         """
         try:
             await self._connection.prepare(version)

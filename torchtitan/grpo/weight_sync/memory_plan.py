@@ -41,11 +41,10 @@ class PushMemory:
     Attributes:
         version: Size of one version of the weights, as it is sent.
         slot: Size of one version in the snapshot slots of all ranks that send.
-        num_slots: Number of slots.
         num_held: Number of slots for versions that servers still receive.
         largest_bucket: Size of the largest bucket that is sent to a server.
         num_servers: Number of servers that are known at the start.
-        model: Size of one version of the whole model, even if only adapters are sent.
+        model: Size of one version of the whole model, even if only LoRA adapters are sent.
     """
 
     version: int
@@ -62,11 +61,7 @@ class PushMemory:
         return self.slot * self.num_slots
 
     def describe(self, *, on_gpu: bool) -> Iterator[str]:
-        """Yields one line for each place where memory is held.
-
-        Args:
-            on_gpu: Whether the trainer has GPUs.
-        """
+        """Yields one line for each place where memory is held."""
         if self.version < self.model:
             yield (
                 f"a version of the adapters has {_text(self.version)}, and one of the whole model "
@@ -155,12 +150,7 @@ def predict_memory(
 
 
 def describe_placement(config: JobConfig, num_layers: int) -> Iterator[str]:
-    """Yields a note on the assumed placement of stages if the run chooses the placement later.
-
-    Args:
-        config: Configuration of the run.
-        num_layers: Number of transformer layers of the model.
-    """
+    """Yields a note on the assumed placement of stages if the run chooses the placement later."""
     settings = config.parallelism
     degree = settings.pipeline_parallel_degree
     if degree == 1 or settings.pipeline_parallel_schedule != AUTO:

@@ -29,19 +29,14 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 @dataclass(frozen=True)
 class Bucket:
-    """Holds the bytes of several tensors, as they are sent to a server.
-
-    Attributes:
-        spec: Description of the tensors.
-        payload: [num_bytes] uint8, contiguous.
-    """
+    """The bytes of several tensors, as they are sent to a server: ``payload`` is [num_bytes] uint8."""
 
     spec: BucketSpec
     payload: torch.Tensor
 
 
 class PayloadFailed(RuntimeError):
-    """Raised if a version was not gathered completely or is no longer held."""
+    """A version was not gathered completely, or is no longer held."""
 
 
 class Payload:
@@ -57,10 +52,7 @@ class Payload:
         checksum: Whether checksums are added to the descriptions.
 
     Attributes:
-        version: Policy version.
-        buffers: A uint8 tensor for each bucket.
-        deltas: Buckets that are encoded as changes to another version. The key is the other version
-            and the index of the bucket.
+        deltas: Buckets that are encoded as changes to another version, by that version and the index.
     """
 
     def __init__(
@@ -125,7 +117,6 @@ class _Held:
     """A version that the pool holds.
 
     Attributes:
-        payload: Its buckets.
         is_lent: Whether its buffers belong to a snapshot slot, which the leader releases.
         num_readers: Number of :meth:`PayloadPool.reading` contexts that are open.
         is_dropped: Whether no further reader is admitted.
@@ -138,7 +129,7 @@ class _Held:
 
 
 class PayloadPool:
-    """Holds the buffers of all versions that a source rank holds.
+    """The buffers of all versions that a source rank holds.
 
     The pool makes no decisions: the leader's :class:`Versions` makes it take and drop versions.
     Any thread may call any method except :meth:`take`.
@@ -147,8 +138,7 @@ class PayloadPool:
         specs: Descriptions of the source's buckets.
         sizes: Number of bytes of each bucket.
         checksum: Whether checksums are added to the buckets' descriptions.
-        buckets_in_slot: Returns the buckets that lie in a snapshot slot, or ``None`` if there are
-            none; see :meth:`SnapshotSlots.buckets`.
+        buckets_in_slot: See :meth:`SnapshotSlots.buckets`.
     """
 
     def __init__(
@@ -166,15 +156,9 @@ class PayloadPool:
         self._lock = threading.Lock()
 
     def take(self, version: int, held_slot: int | None = None) -> Payload:
-        """Returns a payload with buffers for a new version, which must be filled.
+        """Returns a payload with buffers for a new version, on the event loop of the publisher's thread.
 
-        This method must be called on the event loop of the publisher's thread. Buffers of a dropped
-        version are reused if there are any.
-
-        Args:
-            version: Policy version.
-            held_slot: Slot of the version, if the slot is not written as long as the version is
-                held. Buckets that lie in the slot are then sent from there.
+        If the slot of the version is held as long as the version, buckets are sent from there.
         """
         in_slot = self._buckets_in_slot(held_slot) if held_slot is not None else None
         buffers = in_slot if in_slot is not None else self._own_buffers()
@@ -193,11 +177,7 @@ class PayloadPool:
 
     @contextmanager
     def reading(self, version: int) -> Iterator[Payload]:
-        """Keeps a version's buffers while a thread reads them.
-
-        Raises:
-            PayloadFailed: If the version has been dropped.
-        """
+        """Keeps a version's buffers while a thread reads them; raises PayloadFailed if it was dropped."""
         with self._lock:
             held = self._held.get(version)
             if held is None or held.is_dropped:
@@ -219,7 +199,6 @@ class PayloadPool:
                 self._maybe_free(held)
 
     def holds(self, version: int) -> bool:
-        """Returns whether the version still has buffers."""
         return version in self._held
 
     def _maybe_free(self, held: _Held) -> None:

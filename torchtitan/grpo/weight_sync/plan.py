@@ -25,21 +25,16 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 @dataclass(frozen=True)
 class ParameterSelection:
-    """A named set of parameters that are pushed together. The set is the same on all ranks.
+    """A named set of parameters that are pushed together, the same on all ranks.
 
-    The plan, the snapshot slots and the push contain exactly these parameters.
-
-    Attributes:
-        name: Name of the selection, for reports.
-        patterns: A parameter is selected if its native name matches one of these patterns, in
-            which ``*`` stands for any characters.
+    The plan, the snapshot slots and the push contain exactly the parameters whose native names match
+    one of ``patterns``, in which ``*`` stands for any characters.
     """
 
     name: str
     patterns: tuple[str, ...]
 
     def includes(self, parameter: str) -> bool:
-        """Returns whether a parameter, given by its native name, is selected."""
         return any(fnmatchcase(parameter, pattern) for pattern in self.patterns)
 
 
@@ -49,13 +44,12 @@ ADAPTERS = ParameterSelection("adapters", tuple(f"*{factor}" for factor in FACTO
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Describes one bucket: which native parameters it needs, and what it holds.
+    """One bucket: which native parameters it needs, and what it holds.
 
     Attributes:
         assemblies: How the bucket's parameters are assembled, in the order of the bytes.
         spec: Hugging Face names, dtypes and shapes, in the order of the bytes.
-        num_bytes_of: Number of bytes that each parameter occupies after its conversion to the
-            Hugging Face layout, by native name.
+        num_bytes_of: Number of bytes of each parameter in the Hugging Face layout, by native name.
     """
 
     assemblies: tuple[Assembly, ...]
@@ -64,13 +58,12 @@ class BucketPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of the payload."""
         return sum(self.num_bytes_of.values())
 
 
 @dataclass(frozen=True)
 class SourcePlan:
-    """Lists what one rank assembles and sends to every server.
+    """What one rank assembles and sends to every server.
 
     Attributes:
         rank: Rank of the source in the default process group.
@@ -84,7 +77,6 @@ class SourcePlan:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes that this source sends of each version."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
 
@@ -95,14 +87,9 @@ def plan_sources(
     bucket_bytes: int,
     limits: SourceLimits = SourceLimits(),  # noqa: B008  (immutable)
 ) -> list[SourcePlan]:
-    """Divides parameters among sources and then into buckets. The plans ascend by rank.
+    """Divides parameters, in the order of the model, among sources and then into buckets.
 
-    Args:
-        assemblies: All parameters, in the order of the model.
-        adapter: State-dict adapter of the model family.
-        wire_dtype: Dtype of the buckets.
-        bucket_bytes: See :func:`plan_buckets`.
-        limits: Limits on the choice of sources.
+    The plans ascend by rank.
     """
     by_source = choose_sources(assemblies, limits)
     return [
@@ -123,8 +110,8 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """Divides parameters into buckets of at most ``bucket_bytes`` bytes.
 
-    A bucket with only one parameter may be larger. Adapters that are sent as a part of their target
-    are in its bucket.
+    A bucket with only one parameter may be larger. LoRA adapters that are sent as a part of their
+    target are in its bucket.
     """
     assemblies = _with_adapters_behind(assemblies)
     metas = {a.name: hf_meta(adapter, a.name, a.shape) for a in assemblies}
@@ -147,7 +134,7 @@ def plan_buckets(
 
 
 def _with_adapters_behind(assemblies: Sequence[Assembly]) -> list[Assembly]:
-    """Returns the parameters with each adapter right behind its target.
+    """Returns the parameters with each LoRA adapter right behind its target.
 
     A bias, which comes after the weight, may begin another bucket.
     """

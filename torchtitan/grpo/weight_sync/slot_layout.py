@@ -33,13 +33,7 @@ _ALIGNMENT = 64  # bytes at which buckets and blocks are aligned: a cache line
 
 @dataclass(frozen=True)
 class Place:
-    """Tells where a whole parameter lies.
-
-    Attributes:
-        shape: Shape of the parameter.
-        bucket: Index of its bucket.
-        begin: Byte of the bucket at which the parameter begins.
-    """
+    """Where a whole parameter lies: from byte ``begin`` of a bucket."""
 
     shape: tuple[int, ...]
     bucket: int
@@ -48,7 +42,7 @@ class Place:
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """Tells where shards and buckets lie in a slot; see the module's docstring.
+    """Where shards and buckets lie in a slot; see the module's docstring.
 
     Attributes:
         dtype: The wire dtype, which all tensors have.
@@ -68,11 +62,7 @@ class SlotLayout:
     num_bytes: int
 
     def buckets_in(self, slot: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the buckets of a slot, as views.
-
-        Args:
-            slot: [num_bytes] uint8.
-        """
+        """Returns the buckets of a slot, [num_bytes] uint8, as views."""
         return [slot[begin:end] for begin, end in self.buckets]
 
     def wholes_in(self, buckets: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -95,9 +85,7 @@ class SlotLayout:
 
 @dataclass(frozen=True)
 class PushPlan:
-    """Tells which rank sends which parameters, and where they lie in the slots.
-
-    The plan is the same on every rank.
+    """Which rank sends which parameters, and where they lie in the slots; the same on every rank.
 
     Attributes:
         selection: The parameters that are pushed.
@@ -141,11 +129,7 @@ def lay_out_slot(
 ) -> SlotLayout:
     """Returns the layout of a source's slots.
 
-    Args:
-        source: What the source sends.
-        adapter: State-dict adapter of the model family.
-        wire_dtype: Dtype of the snapshots and of the buckets.
-        contiguous: Whether every shard must be copied to contiguous memory, as GPUs require.
+    With ``contiguous``, every shard is copied to contiguous memory, as GPUs require.
     """
     end = 0
     buckets, places, blocks = [], {}, {}

@@ -98,7 +98,7 @@ class SnapshotSlots:
 
 
 def _attached(shared: SharedSlots | None, wanted: list[int]) -> dict[int, list[torch.Tensor]]:
-    """Maps the slots of those wanted ranks whose memory can be shared; collective over all ranks."""
+    """Maps the slots of those wanted ranks whose memory can be shared; collective."""
     offers: list[SlotOffer | None] = [None] * dist.get_world_size()
     dist.all_gather_object(offers, shared.offer if shared is not None else None)
     reached = {}
@@ -111,10 +111,7 @@ def _attached(shared: SharedSlots | None, wanted: list[int]) -> dict[int, list[t
 
 
 def _who_reaches(reached: set[int]) -> dict[int, set[int]]:
-    """Returns, for each source, which other ranks have mapped its slots.
-
-    This function is collective over all ranks.
-    """
+    """Returns, for each source, which other ranks have mapped its slots; collective."""
     reached_by: list[set[int]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(reached_by, reached)
     return {

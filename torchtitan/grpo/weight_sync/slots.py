@@ -51,12 +51,9 @@ class SlotState(Enum):
 
 @dataclass(frozen=True)
 class Slots:
-    """The states of all slots.
-
-    The object is immutable: each method that changes a state returns a new object.
+    """The states of all slots, immutable: each method that changes a state returns a new object.
 
     Attributes:
-        states: State of each slot.
         versions: Version with which each slot was last filled; -1 before the first.
         max_held: Maximum number of slots that may be HELD.
         num_superseded: Number of versions that were never taken, because a newer one was filled.
@@ -69,11 +66,7 @@ class Slots:
 
     @classmethod
     def free(cls, num_slots: int, max_held: int = 0) -> Self:
-        """Returns ``num_slots`` free slots and ``max_held`` more.
-
-        Raises:
-            ValueError: If ``num_slots`` is below 2.
-        """
+        """Returns ``num_slots`` free slots, at least 2, and ``max_held`` more."""
         if num_slots < 2:
             raise ValueError(
                 "weight_sync.num_slots must be at least 2, because one slot is sent while another "
@@ -92,7 +85,6 @@ class Slots:
         return (after if free else replace(after, num_superseded=self.num_superseded + 1)), slot
 
     def filled(self, slot: int, version: int) -> Self:
-        """Marks the reserved slot as filled with ``version``."""
         assert self.states[slot] is SlotState.RESERVED, (slot, self)
         versions = self.versions[:slot] + (version,) + self.versions[slot + 1 :]
         return replace(self._with(slot, SlotState.PENDING), versions=versions)
@@ -124,7 +116,6 @@ class Slots:
         return self._with(slot, SlotState.HELD)
 
     def release(self, slot: int) -> Self:
-        """Frees a slot that is no longer read."""
         assert self.states[slot] in (SlotState.SENDING, SlotState.HELD), (slot, self)
         return self._with(slot, SlotState.FREE)
 
@@ -161,18 +152,11 @@ class SlotVersions:
             self._version_in[slot] = self.published = version
 
     def wake(self) -> None:
-        """Wakes all waiting threads, so that they check the record again."""
         with self._changed:
             self._changed.notify_all()
 
     def wait_filled(self, slot: int, version: int, timeout_seconds: float) -> None:
-        """Waits until this rank's training thread has filled a slot with ``version``.
-
-        The training thread of this rank may lag behind the training thread of rank 0.
-
-        Raises:
-            TimeoutError: If the slot does not hold ``version`` within ``timeout_seconds``.
-        """
+        """Waits until this rank's training thread, which may lag behind rank 0's, has filled a slot."""
         with self._changed:
             if not self._changed.wait_for(
                 lambda: self._version_in.get(slot) == version, timeout_seconds
@@ -202,11 +186,9 @@ class SlotTable(SlotVersions):
 
     @property
     def num_superseded(self) -> int:
-        """Number of versions that were never sent, because a newer one was filled."""
         return self._slots.num_superseded
 
     def reserve(self) -> int:
-        """Reserves a slot for the next version; see :meth:`Slots.reserve`."""
         with self._changed:
             self._slots, slot = self._slots.reserve()
             return slot
@@ -229,17 +211,14 @@ class SlotTable(SlotVersions):
             return slot, self._slots.versions[slot]
 
     def can_hold(self) -> bool:
-        """Returns whether the slot that was taken last may be HELD after it has been gathered."""
         with self._changed:
             return self._slots.can_hold()
 
     def hold(self, slot: int) -> None:
-        """Keeps a slot, from which its version is sent to servers, until :meth:`release`."""
         with self._changed:
             self._slots = self._slots.hold(slot)
 
     def release(self, slot: int) -> None:
-        """Frees a slot that is no longer read."""
         with self._changed:
             self._slots = self._slots.release(slot)
 

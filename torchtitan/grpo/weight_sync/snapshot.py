@@ -36,10 +36,6 @@ _HEAD_START_SECONDS = 0.003
 _POLL_SECONDS = 0.002
 
 
-def _no_op() -> None:
-    """Does nothing. It is the callback of a copy for which no thread waits."""
-
-
 class Snapshots:
     """Copies of local shards in the wire dtype.
 
@@ -65,8 +61,8 @@ class Snapshots:
     def copy_into(
         self,
         slot: int,
-        announce: Callable[[], None] = _no_op,
-        wake: Callable[[], None] = _no_op,
+        announce: Callable[[], None] = lambda: None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         """Starts the copy of the current shards and returns; called on the training thread.
 
@@ -85,12 +81,7 @@ class Snapshots:
     def fence(self, timeout_seconds: float = _WAIT_SECONDS) -> None:
         """Orders the training thread's subsequent work after all copies that were started.
 
-        Args:
-            timeout_seconds: Maximum duration of the wait. This method waits only on CPU.
-
-        Raises:
-            RuntimeError: If the last copy failed.
-            TimeoutError: If the last copy did not end in time.
+        Only on CPU does this wait, at most ``timeout_seconds``. It raises if the last copy failed.
         """
         self._copies.fence(timeout_seconds)
 
@@ -100,14 +91,7 @@ class Snapshots:
         return self._copies.stalled_seconds
 
     def read(self, slot: int, timeout_seconds: float = _WAIT_SECONDS) -> Shards:
-        """Waits for the last copy into a slot and returns the slot's shards.
-
-        The gathering thread calls this method.
-
-        Raises:
-            RuntimeError: If the copy failed.
-            TimeoutError: If the copy did not end in time.
-        """
+        """Waits for the last copy into a slot and returns the slot's shards; on the gathering thread."""
         self._copies.wait_for(slot, timeout_seconds)
         return self._slots[slot]
 
@@ -115,7 +99,7 @@ class Snapshots:
         """Waits for copies that were started, and ends the copying thread.
 
         Raises:
-            TimeoutError: If the thread did not end in time. The thread will end with the process.
+            TimeoutError: If the thread did not end in time. It will end with the process.
         """
         self._copies.close(timeout_seconds)
 
@@ -275,7 +259,6 @@ class _StreamCopies:
 
     @property
     def stalled_seconds(self) -> float:
-        """How long the training stream waited in the last fence that it has passed."""
         self._drop_passed()
         return self._stalled_seconds
 
@@ -300,4 +283,4 @@ class _StreamCopies:
             time.sleep(_POLL_SECONDS)
 
     def close(self, timeout_seconds: float) -> None:
-        """Does nothing, because the stream ends with the process."""
+        """The stream ends with the process."""

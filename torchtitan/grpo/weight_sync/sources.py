@@ -24,7 +24,7 @@ from torchtitan.grpo.weight_wire.adapter_names import is_adapter, target_of
 
 @dataclass(frozen=True)
 class SourceLimits:
-    """Tells which ranks may be sources.
+    """Which ranks may be sources.
 
     Attributes:
         max_sources: ``weight_sync.max_sources``; 0 allows every rank.
@@ -36,7 +36,6 @@ class SourceLimits:
     hosts: tuple[int, ...] = ()
 
     def host(self, rank: int) -> int:
-        """Returns the number of a rank's host."""
         return self.hosts[rank] if rank < len(self.hosts) else 0
 
 
@@ -48,10 +47,6 @@ def choose_sources(
     A block that the source holds itself need not be sent. Any other block is sent to the source by
     a rank that holds it, preferably a rank on the source's host, and among several such ranks by the
     rank that has the least to send.
-
-    Args:
-        assemblies: All parameters.
-        limits: See :class:`SourceLimits`.
     """
     families = families_of(assemblies)
     num_ranks = sum(len(family) for family in families)
@@ -97,7 +92,7 @@ def _spread_over_hosts(family: Collection[int], limits: SourceLimits) -> list[in
 
 
 def _assign(assemblies: Sequence[Assembly], sources: Sequence[int]) -> dict[str, int]:
-    """Returns the source of each parameter, by name. An adapter has the source of its target."""
+    """Returns the source of each parameter, by name. A LoRA adapter has the source of its target."""
     num_elements = dict.fromkeys(sorted(sources), 0)
     source_of = {}
     targets = {a.name for a in assemblies if not is_adapter(a.name)}

@@ -57,13 +57,7 @@ class _Version:
 
 @dataclass(frozen=True)
 class TakenSlot:
-    """A slot whose version is to be gathered.
-
-    Attributes:
-        slot: Index of the slot.
-        version: The version in it.
-        is_held: Whether the slot is held until the version is dropped.
-    """
+    """A slot whose version is to be gathered; ``is_held`` if it is held until the version is dropped."""
 
     slot: int
     version: int
@@ -157,14 +151,10 @@ class Versions:
     # -- from the source ranks to the servers --------------------------------------------
 
     def add_server(self) -> "ServerVersions":
-        """Returns the record of a server that has confirmed nothing yet."""
         return ServerVersions(self)
 
     async def newer_than(self, number: int, timeout_seconds: float) -> int | None:
-        """Waits for a version newer than ``number``.
-
-        Returns the newest version, or ``None`` if there is no newer version before the timeout.
-        """
+        """Waits for a version newer than ``number`` and returns the newest, or ``None`` after the timeout."""
         async with self._changed:
             try:
                 async with asyncio.timeout(timeout_seconds):
@@ -240,12 +230,7 @@ class Versions:
 
 
 class ServerVersions:
-    """Records which version one server serves, and which version its next delta may be against.
-
-    Each lane has one such record.
-
-    Args:
-        versions: The record of all versions.
+    """Which version one server serves, and which version its next delta may be against.
 
     Attributes:
         confirmed: Version that the server has confirmed. It is -1 before the first confirmation
@@ -264,7 +249,6 @@ class ServerVersions:
         return self._base if has_base else None
 
     def keep_as_base(self, number: int | None) -> None:
-        """Requests that a version is kept as the base instead of the former base."""
         if number is not None:
             self._versions.want_base(number)
         if self._base is not None:

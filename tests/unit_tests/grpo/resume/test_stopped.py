@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.grpo.checkpoint import describe_stop, resume_command
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.resume.stopped import describe_stop, resume_command
 from torchtitan.grpo.run_folder.launch import LAUNCH_VARIABLE
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from torchtitan.grpo.data.feed import Signal
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.training.rank_zero import RankZeroTurn, patience_seconds
+from torchtitan.grpo.training.ranks import RankZeroTurn, patience_seconds
 
 
 class RecordingFeed:

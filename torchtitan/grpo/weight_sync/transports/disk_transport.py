@@ -47,7 +47,6 @@ class DiskSender(Sender):
 
     @operation
     async def write(self, version: int, directory: str) -> None:
-        """Writes this rank's part of a version into a directory."""
         with self.pool.reading(version) as payload:
             await payload.wait_filled(self._num_buckets - 1, self._timeout_seconds)
             write = functools.partial(self._write, version, Path(directory))
@@ -158,14 +157,7 @@ class DiskTransport(Transport[DiskSender]):
 
 
 class DiskConnection(Connection):
-    """Makes one server load the files of a version.
-
-    Args:
-        client: The server.
-        transport: Writes each version once for all servers.
-        selection: Name of the set of parameters that are pushed.
-        timeout_seconds: Maximum time for the server to load a version.
-    """
+    """Makes one server load the files of a version, which are written once for all servers."""
 
     def __init__(
         self,

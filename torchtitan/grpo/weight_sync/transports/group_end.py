@@ -67,9 +67,7 @@ class GroupSettings:
 
 
 class GroupEnd:
-    """Holds a source rank's end of the process group with one server.
-
-    The source rank has rank 0 in the group; the server's workers have the other ranks.
+    """A source rank's end of the process group with one server, of which it is rank 0.
 
     Args:
         server_url: Address of the server.
@@ -119,7 +117,6 @@ class GroupEnd:
         return self._store is None
 
     async def join(self) -> None:
-        """Joins the group; see :func:`create_weight_group`."""
         await self._on_thread(self._create)
 
     def _create(self) -> None:
@@ -186,10 +183,7 @@ class GroupEnd:
             dist.broadcast(payload, src=0, group=group)
 
     async def leave(self) -> None:
-        """Takes the group down within a few seconds, whatever the server does.
-
-        This method is idempotent.
-        """
+        """Takes the group down within a few seconds, whatever the server does; idempotent."""
         with self._lock:
             if self._is_left:
                 return

@@ -58,13 +58,7 @@ _NUM_AHEAD = 1
 
 
 class GroupSender(Sender):
-    """Broadcasts a source rank's buckets, over a group of its own with each server.
-
-    Args:
-        rank: Rank of the current process in the default process group.
-        pool: The versions that this rank holds.
-        settings: Settings of all groups.
-    """
+    """Broadcasts a source rank's buckets, over one process group with each server."""
 
     def __init__(self, rank: int, pool: PayloadPool, settings: GroupSettings) -> None:
         super().__init__(rank, pool)
@@ -75,13 +69,9 @@ class GroupSender(Sender):
 
     @operation
     async def prepare(self, version: int, index: int, base: int | None) -> BucketSpec:
-        """Waits until a bucket is gathered and returns its description.
+        """Waits until a bucket of this rank is gathered and returns its description.
 
-        Args:
-            version: Policy version.
-            index: Index of the bucket among the buckets of this rank.
-            base: Version against which the bucket is encoded as a delta. ``None`` sends the bucket
-                in full.
+        With ``base``, a version, the bucket is encoded as a delta against it.
         """
         with self.pool.reading(version) as payload:
             await payload.wait_filled(index, self._settings.timeout_seconds)
@@ -100,14 +90,13 @@ class GroupSender(Sender):
 
     @operation
     async def group_facts(self) -> GroupFacts:
-        """Returns the facts about this process on which its groups over NCCL depend."""
         return own_group_facts(self._settings.device)
 
     @operation
     async def open(
         self, server_url: str, world_size: int, backend: str, in_pieces: bool
     ) -> WeightGroupInfo:
-        """Makes a group with a server. No process has joined the group yet.
+        """Makes a group with a server, which no process has joined yet.
 
         A former group with the same server is taken down first.
         """
@@ -134,7 +123,7 @@ class GroupSender(Sender):
 
     @operation
     async def leave(self, server_url: str) -> None:
-        """Takes down the group with a server. Does nothing if there is no such group."""
+        """Takes down the group with a server, if there is one."""
         end = self._ends.pop(server_url, None)
         if end is not None:
             await end.leave()
@@ -162,7 +151,7 @@ def encode_delta(new: Payload, old: Payload, index: int) -> Bucket:
 
 
 class NcclImpossible(ServerError):
-    """Raised if ``weight_sync.transport`` requires NCCL and the server cannot be reached over NCCL."""
+    """``weight_sync.transport`` requires NCCL, and the server cannot be reached over NCCL."""
 
 
 class Handshake:
@@ -178,11 +167,7 @@ class Handshake:
         self._last: BackendChoice | None = None
 
     async def backend(self, senders: Sequence[GroupSender]) -> str:
-        """Returns ``nccl`` or ``gloo``.
-
-        Raises:
-            NcclImpossible: If ``weight_sync.transport = "nccl"`` and NCCL cannot work.
-        """
+        """Returns ``nccl`` or ``gloo``; raises NcclImpossible."""
         if self._transport == "host":
             return "gloo"
         ours = await asyncio.gather(*(sender.group_facts() for sender in senders))
@@ -226,12 +211,7 @@ class Handshake:
 
 
 class GroupTransport(Transport[GroupSender]):
-    """Sends versions over process groups; see the module's docstring.
-
-    Args:
-        plan: What each source rank sends.
-        settings: Settings of all groups.
-    """
+    """Sends versions over process groups; see the module's docstring."""
 
     sender_type = GroupSender
 
@@ -447,7 +427,6 @@ class GroupConnection(Connection):
             del own, other
 
     async def _take_down(self) -> None:
-        """Leaves the groups on this side. Does nothing if there are no groups."""
         self._group_of.clear()
         await asyncio.gather(*(sender.leave(self.client.url) for sender in self._senders))
 

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PushReport:
-    """Describes a push that the server has committed.
+    """A push that the server has committed.
 
     Attributes:
         version: Policy version that the server now serves.
@@ -48,7 +48,7 @@ class PushReport:
 
 
 class NotPrepared(RuntimeError):
-    """Raised if the trainer could not prepare a version. No server has received a request."""
+    """The trainer could not prepare a version. No server has received a request."""
 
 
 class Connection(ABC):
@@ -66,15 +66,11 @@ class Connection(ABC):
 
     @abstractmethod
     async def join(self) -> None:
-        """Joins the connection, so that versions can be pushed.
-
-        Raises:
-            ServerError: If the server cannot join, or does not do so in time.
-        """
+        """Joins the connection, so that versions can be pushed; ServerError if that fails or takes too long."""
 
     @abstractmethod
     async def prepare(self, version: int) -> None:
-        """Prepares a version that will be sent to the servers. Only the trainer's side is involved.
+        """Prepares a version on the trainer's side only.
 
         Raises:
             NotPrepared: If the version could not be prepared. The server is unchanged.
@@ -126,10 +122,10 @@ class Connection(ABC):
 
 
 class Sender(ABC):
-    """Does a source rank's part of sending versions.
+    """A source rank's part of sending versions.
 
-    The leader calls the methods that subclasses mark with ``rank_calls.operation``. It calls them
-    directly on its own rank and over the channel on other ranks.
+    The leader calls the methods that subclasses mark with ``rank_calls.operation``: directly on its own
+    rank, and over the ranks' channel on other ranks.
 
     Args:
         rank: Rank of the current process in the default process group.
@@ -148,9 +144,7 @@ S = TypeVar("S", bound=Sender)
 
 
 class Transport(ABC, Generic[S]):
-    """Defines one way to send versions to servers.
-
-    Every rank constructs the transport from the same configuration.
+    """One way to send versions to servers. Every rank makes it from the same configuration.
 
     Attributes:
         sender_type: Class of the senders.
@@ -164,7 +158,7 @@ class Transport(ABC, Generic[S]):
 
     @abstractmethod
     def make_sender(self, rank: int, pool: PayloadPool) -> S:
-        """Makes the sender of this rank, which must be a source."""
+        pass
 
     @abstractmethod
     async def lead(self, senders: Sequence[S]) -> None:
@@ -177,7 +171,7 @@ class Transport(ABC, Generic[S]):
 
     @abstractmethod
     def connect(self, client: InferenceClient) -> Connection:
-        """Makes the connection to one server, which is not joined yet."""
+        pass
 
     async def forget(self, version: int) -> None:
         """Discards what :meth:`Connection.prepare` made for a version that no lane sends any more."""

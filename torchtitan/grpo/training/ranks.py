@@ -1,18 +1,54 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Work that rank 0 does alone while the other ranks wait.
+"""The parts of ranks: which rows a rank trains, and what only rank 0 does while the others wait.
 
-Rank 0 alone talks to the rollout process and to servers. The other ranks then wait in
+Only rank 0 talks to the rollout process and to servers. The other ranks then wait in
 ``Feed.receive`` for its next signal: to continue, to stop, or to leave because rank 0 failed.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from torchtitan.grpo.data.feed import Feed, Signal
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.system.stop import StopRequest
+from torchtitan.grpo.upstream.parallelism import ParallelDims
+
+# Ranks along these axes of the mesh train the same rows and see the same output.
+_AXES_OF_EQUAL_ROWS = ("tp", "cp")
+
+
+@dataclass(frozen=True)
+class RankRole:
+    """The place of the current rank among the ranks that train.
+
+    Attributes:
+        num_batch_ranks: Data-parallel degree: number of parts that a batch is divided into.
+        batch_rank: Index of this rank's part. Tensor-, context- and pipeline-parallel ranks of
+            one data-parallel group have the same index and receive the same rows.
+        is_counted: True on exactly one of the ranks that receive the same rows. Sums over all
+            ranks (losses, metrics, KL) take only the values of these ranks.
+    """
+
+    num_batch_ranks: int
+    batch_rank: int
+    is_counted: bool
+
+
+def rank_role(dims: ParallelDims, *, has_output: bool) -> RankRole:
+    """Returns the role of the current rank.
+
+    ``has_output`` tells whether it sees the model's output: it holds the last pipeline stage.
+    """
+    num_batch_ranks, batch_rank = 1, 0
+    if dims.dp_enabled:
+        mesh = dims.get_mesh("batch")
+        num_batch_ranks, batch_rank = mesh.size(), mesh.get_local_rank()
+    meshes = [dims.get_optional_mesh(axis) for axis in _AXES_OF_EQUAL_ROWS]
+    is_first = not any(mesh.get_local_rank() for mesh in meshes if mesh is not None)
+    return RankRole(num_batch_ranks, batch_rank, is_counted=has_output and is_first)
 
 
 class RankZeroTurn:
@@ -20,8 +56,8 @@ class RankZeroTurn:
 
     Args:
         feed: Carries rank 0's signals.
-        stop: Stop request of this process. Ranks may receive a signal at different moments, so
-            rank 0's request alone decides.
+        stop: Stop request of this process. Only rank 0's decides, because ranks may receive a signal at
+            different moments.
         explain: Called on rank 0 with the error that ended the work. It may raise a better
             explanation; otherwise the error itself is raised.
     """
