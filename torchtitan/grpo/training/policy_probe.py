@@ -18,7 +18,7 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.logprob_head import LogprobHead
 from torchtitan.grpo.models.packed_attention import PackedAttentionKind
 from torchtitan.grpo.models.packed_model import PackedModel
-from torchtitan.grpo.training.rank_role import RankRole
+from torchtitan.grpo.training.ranks import RankRole
 from torchtitan.grpo.training.runner import ForwardRunner
 from torchtitan.grpo.upstream.parallelism import ParallelDims
 from torchtitan.grpo.upstream.trainer import Trainer
