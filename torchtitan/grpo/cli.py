@@ -13,7 +13,6 @@ from pathlib import Path
 
 from torchtitan.grpo.command_line import ConfigError, without_torch
 from torchtitan.grpo.errors import RunError
-from torchtitan.grpo.run_folder.start_record import package_versions
 
 USAGE = """\
 usage: torchtitan-grpo COMMAND ...
@@ -192,6 +191,8 @@ def check_gpu(arguments: list[str]) -> int:
 
 def versions(arguments: list[str]) -> int:
     """Prints a line for each package that matters."""
+    from torchtitan.grpo.run_folder.start_record import package_versions
+
     print(f"python {platform.python_version()}")
     for name, number in package_versions().items():
         print(f"{name} {number}")
