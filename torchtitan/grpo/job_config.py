@@ -10,9 +10,6 @@ from torchtitan.grpo import config as grpo_config
 from torchtitan.grpo.config.bounds import above, at_least
 from torchtitan.grpo.upstream.configuration import job_config
 
-SECRETS = (("inference", "api_key"), ("inference", "admin_key"), ("teacher", "api_key"))
-"""Table and key of each setting whose value is shown to nobody."""
-
 
 @dataclass
 class Job(job_config.Job):
@@ -215,7 +212,7 @@ class JobConfig(job_config.JobConfig):
     def to_dict(self) -> dict[str, Any]:
         """Returns the configuration as plain data for printing and logging, with keys masked."""
         values = super().to_dict()
-        for table, name in SECRETS:
+        for table, name in grpo_config.SECRETS:
             if values[table][name]:
                 values[table][name] = "***"
         return values

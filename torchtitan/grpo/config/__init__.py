@@ -18,8 +18,12 @@ from torchtitan.grpo.config.rollout_process import RolloutProcessConfig
 from torchtitan.grpo.config.teacher import SFT, Teacher
 from torchtitan.grpo.config.weight_sync import WeightSync
 
+SECRETS = (("inference", "api_key"), ("inference", "admin_key"), ("teacher", "api_key"))
+"""Table and key of each setting whose value is shown to nobody."""
+
 __all__ = [
     "GRPO",
+    "SECRETS",
     "SFT",
     "Evaluation",
     "Guards",

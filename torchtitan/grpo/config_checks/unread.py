@@ -5,8 +5,9 @@
 
 from collections.abc import Callable
 
+from torchtitan.grpo.config import SECRETS
 from torchtitan.grpo.config_checks.rules import get, require
-from torchtitan.grpo.job_config import SECRETS, JobConfig
+from torchtitan.grpo.job_config import JobConfig
 
 _Condition = tuple[Callable[[JobConfig], bool], str]
 """Whether it holds, and its words in a message."""

@@ -6,8 +6,10 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torchtitan.grpo.job_config import JobConfig
+if TYPE_CHECKING:  # `torchtitan-grpo --help` must not import torch
+    from torchtitan.grpo.job_config import JobConfig
 
 STARTS_FOLDER = "starts"
 """Folder in the dump folder with one numbered folder for each start of the run."""
@@ -29,7 +31,7 @@ _WRITTEN = (
 folders have settings, are added by :func:`_patterns`."""
 
 
-def describe_run(config: JobConfig, folder: Path | None = None) -> str | None:
+def describe_run(config: "JobConfig", folder: Path | None = None) -> str | None:
     """Returns what an earlier run has left in a folder, or None if nothing would be lost.
 
     Logs and empty files, which a run leaves that failed before its first step, do not count.
@@ -65,7 +67,7 @@ def next_free_folder(dump_folder: str) -> Path:
     return candidate
 
 
-def written(config: JobConfig) -> Iterator[Path]:
+def written(config: "JobConfig") -> Iterator[Path]:
     """Yields what runs with these settings have written, and nothing else."""
     folder = Path(config.job.dump_folder)
     for base, pattern in _patterns(config):
@@ -75,7 +77,7 @@ def written(config: JobConfig) -> Iterator[Path]:
         yield record
 
 
-def _patterns(config: JobConfig) -> Iterator[tuple[str, str]]:
+def _patterns(config: "JobConfig") -> Iterator[tuple[str, str]]:
     """Yields folders, from the dump folder or absolute, with patterns of what is written there."""
     yield from (("", pattern) for pattern in _WRITTEN)
     comm, profiling = config.comm, config.profiling

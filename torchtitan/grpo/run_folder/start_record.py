@@ -18,13 +18,16 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.grpo import strict_json
-from torchtitan.grpo.job_config import SECRETS, JobConfig
+from torchtitan.grpo.config import SECRETS
 from torchtitan.grpo.run_folder.contents import STARTS_FOLDER
 from torchtitan.grpo.run_folder.launch import launch_id
 from torchtitan.grpo.types import ServerInfo
+
+if TYPE_CHECKING:
+    from torchtitan.grpo.job_config import JobConfig
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _MASK = "***"
@@ -137,7 +140,7 @@ _SECRET_OPTIONS = tuple(f"--{table}.{key}" for table, key in SECRETS)
 
 
 def record_start(
-    config: JobConfig, step: int, arguments: Sequence[str], servers: Sequence[ServerInfo]
+    config: "JobConfig", step: int, arguments: Sequence[str], servers: Sequence[ServerInfo]
 ) -> Path:
     """Writes what a run is started with, and returns the folder.
 
