@@ -88,13 +88,6 @@ class Optimizer(job_config.Optimizer):
     muon_momentum: Annotated[float, at_least(0).below(1)] = 0.95
     """Momentum coefficient of Muon. The default is that of torch and of the Muon post."""
 
-    muon_nesterov: bool = True
-    """Whether Muon uses Nesterov momentum."""
-
-    muon_ns_steps: Annotated[int, at_least(1).below(100)] = 5
-    """Number of Newton-Schulz iterations with which Muon orthogonalizes an update. The default is
-    that of torch."""
-
     muon_adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """How Muon's learning rate depends on the shape of a matrix. ``match_rms_adamw`` (Moonlight)
     makes updates about as large as those of AdamW, so that AdamW's learning rate can be used.

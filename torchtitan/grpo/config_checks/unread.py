@@ -70,8 +70,7 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
     },
     "optimizer": {
         _is("optimizer.name", "Muon"): (
-            *("muon_lr", "muon_momentum", "muon_nesterov", "muon_ns_steps"),
-            *("muon_adjust_lr", "muon_dtype"),
+            *("muon_lr", "muon_momentum", "muon_adjust_lr", "muon_dtype"),
         ),
     },
     "rollout": {

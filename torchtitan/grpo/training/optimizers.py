@@ -103,8 +103,6 @@ def _muon(parameters: list[nn.Parameter], config: Optimizer) -> Muon:
         lr=config.muon_lr or config.lr,
         weight_decay=config.weight_decay,
         momentum=config.muon_momentum,
-        nesterov=config.muon_nesterov,
-        ns_steps=config.muon_ns_steps,
         adjust_lr_fn=config.muon_adjust_lr,
         dtype=TORCH_DTYPE_MAP[config.muon_dtype],
     )
