@@ -1,7 +1,6 @@
 """The console script checks configurations and names what is wrong."""
 
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +8,6 @@ from pathlib import Path
 import pytest
 
 from torchtitan.grpo import cli
-
-# Processor time of a start. A quiet machine takes little more; a busy one takes any time.
-MAX_START_SECONDS = 1.0
 
 
 def test_check_config_prints_the_resolved_configuration(repository, monkeypatch, capsys):
@@ -105,18 +101,14 @@ def test_versions_are_shown(capsys):
     assert "\ntransformers " in out
 
 
-def start(*arguments: str, folder: Path) -> tuple[subprocess.CompletedProcess, float]:
-    """Runs the console script's function in a process; returns it and its processor time."""
+def start(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
     # What the installed script does, with the list of what has been imported at the end.
     program = "import atexit, sys, torchtitan_grpo\n" + (
         "atexit.register(lambda: print('imported torch:', 'torch.cuda' in sys.modules))\n"
         "torchtitan_grpo.main()"
     )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-c", program, *arguments]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return result, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -130,13 +122,12 @@ def start(*arguments: str, folder: Path) -> tuple[subprocess.CompletedProcess, f
         (["train"], 2, "A configuration must be named"),
     ],
 )
-def test_what_needs_no_torch_starts_in_less_than_a_second(arguments, status, said, tmp_path):
-    result, seconds = start(*arguments, folder=tmp_path)
+def test_what_needs_no_torch_starts_without_it(arguments, status, said, tmp_path):
+    result = start(*arguments, folder=tmp_path)
     assert result.returncode == status, result.stderr
     assert said in result.stdout + result.stderr
     assert "imported torch: False" in result.stdout
     assert "Traceback" not in result.stderr
-    assert seconds < MAX_START_SECONDS
 
 
 def test_a_checkpoint_of_adapters_is_not_evaluated(capsys):

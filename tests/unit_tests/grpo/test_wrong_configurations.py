@@ -7,7 +7,6 @@ Each is given to ``--dry-run``, which opens what a run would open, with the run'
 """
 
 import json
-import resource
 import shutil
 import time
 from collections.abc import Callable
@@ -20,9 +19,6 @@ from safetensors.torch import load_file, save_file
 
 from torchtitan.grpo import entry
 
-# A newcomer waits no longer than this for the message. Processor time is measured, because a busy
-# machine is several times slower; the import of torch, about 6 s, comes on top.
-MOST_SECONDS = 9.0
 WEIGHTS = "model.safetensors"
 REWARDS = """
 def key_error(completions, answer):
@@ -70,11 +66,6 @@ def start(repository: Path, tmp_path: Path, monkeypatch, capsys) -> Callable[...
 
 def _no_trainer(*_):
     raise AssertionError("a dry run must not train")
-
-
-def _processor_seconds() -> float:
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def _model_without_weights(folder: Path) -> str:
@@ -127,13 +118,6 @@ def test_settings_of_launched_servers_are_named_where_none_is_launched(start):
 
 
 SETTINGS = {
-    "group_of_one": ({"grpo": "group_size = 1"}, ["grpo.group_size must be at least 2", "Raise"]),
-    "misspelt_key": ({"grpo": "groupsize = 8"}, ["grpo.groupsize", "Did you mean grpo.group_size"]),
-    "other_projects_key": ({"grpo": "beta = 0.04"}, ["grpo.beta", "grpo.kl_coef"]),
-    "completion_longer_than_a_row": (
-        {"rollout": "max_new_tokens = 4096"},
-        ["rollout.max_new_tokens (4096)", "training.seq_len (256)", "Lower"],
-    ),
     "row_longer_than_the_model": (
         {"training": "seq_len = 8192"},
         ["at most 512 tokens", "Lower training.seq_len"],
@@ -218,15 +202,11 @@ def test_the_last_row_is_checked_as_the_first_is(last, message, start, tmp_path)
 
 
 def _expect(start: Callable[..., tuple], tables: dict[str, str], parts: list[str]) -> None:
-    began = _processor_seconds()
     status, _, errors = start(**tables)
-    seconds = _processor_seconds() - began
-    print(f"{seconds:.1f} s: {errors}")
     assert status == 2
     (message,) = errors
     for part in parts:
         assert part in message
-    assert seconds < MOST_SECONDS
 
 
 def test_a_right_configuration_is_listed_with_all_that_was_opened(start, tmp_path, repository):
