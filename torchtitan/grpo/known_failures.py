@@ -22,12 +22,7 @@ _LONG_ROW_TOKENS = 8192
 
 
 def known_failure(error: BaseException, config: JobConfig) -> str | None:
-    """Returns the message for a failure that the user can do something about, else ``None``.
-
-    Args:
-        error: What training raised.
-        config: Configuration of the run.
-    """
+    """Returns the message for a failure of training that the user can do something about."""
     for cause in _chain(error):
         if isinstance(cause, MemoryError | torch.OutOfMemoryError) or (
             isinstance(cause, RuntimeError) and _OUT_OF_MEMORY.search(str(cause))

@@ -34,12 +34,7 @@ _NOISY_WARNINGS = (
 
 
 def init_console(level: str, *, is_rank_zero: bool) -> None:
-    """Sets up torchtitan's logger. Ranks other than 0 report warnings and errors only.
-
-    Args:
-        level: ``observe.log_level``.
-        is_rank_zero: Whether the current process is rank 0.
-    """
+    """Sets up torchtitan's logger. Ranks other than 0 report only warnings and errors."""
     init_logger()
     logger.setLevel(level.upper() if is_rank_zero else "WARNING")
     for handler in logger.handlers:
@@ -61,10 +56,6 @@ class Progress:
     The bar has a line above it with the last step, which fits into the terminal's width. While
     the bar is shown, log messages go through its console: a message that another writer puts on
     the terminal would otherwise stand in the middle of the bar.
-
-    Args:
-        mode: ``observe.progress``.
-        num_steps: Number of steps of the whole run.
     """
 
     def __init__(self, mode: Literal["auto", "bar", "lines", "none"], num_steps: int) -> None:

@@ -22,9 +22,6 @@ class EqualRewardsWatch:
     ones after twice as many steps each. A step with two different rewards in a group starts the
     count again. Groups that ``rollout.dynamic_sampling`` replaced are not in a batch and do not
     count; once its budget is spent, equal groups are in the batch again.
-
-    Args:
-        config: Configuration of the run.
     """
 
     def __init__(self, config: JobConfig) -> None:
@@ -39,8 +36,7 @@ class EqualRewardsWatch:
         """Adds a step, and returns a notice if one is due.
 
         Args:
-            metrics: Metrics of the step.
-            is_chat: Whether the prompts are lists of chat messages. ``None`` if it is unknown.
+            is_chat: Whether the prompts are lists of chat messages; None if it is unknown.
         """
         if not self._first or self._is_taught_alone(metrics):
             return None

@@ -43,14 +43,12 @@ from torchtitan.grpo.upstream.parallelism import ParallelDims
 
 
 class GRPOMetricsProcessor(MetricsProcessor):
-    """Upstream's processor with this project's keys. Rank 0 alone writes files and the console.
+    """Upstream's processor with this project's keys. Only rank 0 writes files and the console.
 
     Attributes:
-        steps: ``metrics.jsonl``, with one record for each step. None on other ranks.
-        evaluations: ``evaluations.jsonl``, with one record for each evaluation. None on other
-            ranks.
-        evaluated: ``evaluation_samples.jsonl``, with some prompts of each evaluation and all their
-            completions. None on other ranks.
+        steps: ``metrics.jsonl``; this and the other two are None on other ranks.
+        evaluations: ``evaluations.jsonl``.
+        evaluated: ``evaluation_samples.jsonl``.
         monitor: What rank 0 serves to whoever watches the run.
     """
 
@@ -87,13 +85,7 @@ class GRPOMetricsProcessor(MetricsProcessor):
     def log_step(
         self, step: int, metrics: dict[str, float], samples: Sequence[dict[str, Any]] = ()
     ) -> None:
-        """Records one step on rank 0; does nothing on other ranks.
-
-        Args:
-            step: Number of the step, from 1.
-            metrics: Its metrics.
-            samples: The step's records of ``samples.jsonl``.
-        """
+        """Records one step, counted from 1, with its records of ``samples.jsonl``, on rank 0."""
         if self._progress is None or self.steps is None:
             return
         stats = self.device_memory_monitor.get_peak_stats()
@@ -119,9 +111,7 @@ class GRPOMetricsProcessor(MetricsProcessor):
 
         Args:
             step: Steps that the run has taken. The evaluated version may be older.
-            result: The evaluation.
-            counts: What evaluations of this process met, by the metric's name without
-                ``evaluation/``.
+            counts: What evaluations met, by the metric's name without ``evaluation/``.
         """
         if self._progress is None or self.evaluations is None or self.evaluated is None:
             return

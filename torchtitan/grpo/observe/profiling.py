@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Where the time of a step goes: the clock of its parts, and the profilers of ``[profiling]``."""
+"""The clock of a step and its parts, and the profilers of ``[profiling]``."""
 
 import time
 import warnings
@@ -63,12 +63,7 @@ _RECORDED = (torch.profiler.ProfilerAction.RECORD, torch.profiler.ProfilerAction
 
 @contextmanager
 def profilers(config: JobConfig, step: int) -> Iterator[list[Any]]:
-    """Runs the profilers that ``[profiling]`` enables; each needs ``step()`` after each step.
-
-    Args:
-        config: Configuration of the run.
-        step: Number of steps that the run has taken so far.
-    """
+    """Runs the profilers that ``[profiling]`` enables; each needs ``step()`` after each step."""
     settings, folder = (
         _within(config.profiling, step, config.training.steps),
         config.job.dump_folder,

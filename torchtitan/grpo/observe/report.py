@@ -23,13 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """Describes how a run ended, apart from what the records of its steps tell.
+    """How a run ended, apart from what the records of its steps tell.
 
     Attributes:
-        step: Number of optimizer steps that the policy has taken.
         seconds: Wall-clock duration of this process's part of the run.
         server_version: Lowest version that a server reports; -1 if none answers.
-        weight_sync_failures: Number of pushes to a server that failed.
         hf_checkpoint: Directory of the exported model.
     """
 
@@ -43,13 +41,7 @@ class RunOutcome:
 def summarize(
     outcome: RunOutcome, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the content of ``summary.json``.
-
-    Args:
-        outcome: How the run ended.
-        steps: Records of ``metrics.jsonl``.
-        evaluations: Records of ``evaluations.jsonl``.
-    """
+    """Returns the content of ``summary.json``."""
     taught = {}
     if any("teacher/reverse_kl" in record for record in steps):
         taught = {
@@ -77,13 +69,7 @@ def summarize(
 def summarize_supervised(
     outcome: RunOutcome, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the content of ``summary.json`` for a run that has no rollouts.
-
-    Args:
-        outcome: How the run ended.
-        steps: Records of ``metrics.jsonl``.
-        evaluations: Records of ``evaluations.jsonl``.
-    """
+    """Returns the content of ``summary.json`` for a run that has no rollouts."""
     return {
         "steps": outcome.step,
         "seconds": round(outcome.seconds, 1),
@@ -121,14 +107,7 @@ Records = Sequence[Mapping[str, Any]]
 def draw_reward_curve(
     folder: Path, steps: Records, evaluations: Records, config: JobConfig
 ) -> Path:
-    """Draws rewards, held-out scores and staleness over steps; returns the path of the picture.
-
-    Args:
-        folder: Where ``reward_curve.png`` is written.
-        steps: Records of ``metrics.jsonl``.
-        evaluations: Records of ``evaluations.jsonl``.
-        config: Configuration of the run, for the title and the names of the rewards.
-    """
+    """Draws rewards, held-out scores and staleness over steps into ``reward_curve.png``."""
     import matplotlib
 
     matplotlib.use("Agg")

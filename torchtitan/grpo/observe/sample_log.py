@@ -21,17 +21,12 @@ Advantages = Mapping[int, Sequence[float | None]]
 
 
 class SampleLog:
-    """Writes a few rollouts of each step to ``samples.jsonl``.
+    """Writes a few rollouts of each step to ``samples.jsonl``, and keeps the ``latest`` records.
 
     Args:
-        path: The file.
         per_step: ``observe.samples_per_step``.
         step: Number of batches that the run has been trained on so far.
-        codec: Tokenizer of the model, which decodes what the model saw; ``None`` if ``per_step``
-            is 0.
-
-    Attributes:
-        latest: The records of the last step.
+        codec: Decodes what the model saw; None if ``per_step`` is 0.
     """
 
     def __init__(self, path: Path, per_step: int, step: int, codec: TextCodec | None) -> None:
@@ -51,7 +46,6 @@ class SampleLog:
             self._log.add(record)
 
     def close(self) -> None:
-        """Closes the file."""
         self._log.close()
 
     def _record(self, group: RolloutGroup, advantages: Advantages) -> dict[str, Any]:

@@ -96,11 +96,8 @@ def who_waits(metrics: Mapping[str, float]) -> tuple[str, float]:
 def number(value: float, width: int) -> str:
     """Returns a number in at most ``width`` characters, with as many digits as fit.
 
-    Example: with a width of 4, 0.5123 is ``0.51``, 1234 is ``1234``, 12345 is ``12k``.
-
-    Args:
-        value: The number. A negative one needs a width of at least 5.
-        width: Number of characters, at least 4.
+    The width is at least 4, and 5 for a negative number. With a width of 4, 0.5123 is ``0.51``,
+    1234 is ``1234``, and 12345 is ``12k``.
     """
     if not math.isfinite(value):
         return str(value)
