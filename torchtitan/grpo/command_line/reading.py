@@ -22,7 +22,7 @@ from torchtitan.grpo.system.file_formats import UTF8_MARK, other_format
 from torchtitan.grpo.system.files import open_regular
 from torchtitan.grpo.upstream.configuration import merged_tables
 
-_KEY_VARIABLES = {
+_KEY_VARIABLES: dict[tuple[str, ...], str] = {
     ("inference", "api_key"): "TORCHTITAN_GRPO_API_KEY",
     ("inference", "admin_key"): "TORCHTITAN_GRPO_ADMIN_KEY",
     ("teacher", "api_key"): "TORCHTITAN_GRPO_TEACHER_KEY",
