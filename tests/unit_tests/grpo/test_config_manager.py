@@ -157,59 +157,6 @@ def test_varlen_attention_is_refused_where_a_gpu_or_a_model_does_not_take_it(loa
         load(*chosen)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--grpo.group_sise", "4"],
-            r"argument --grpo\.group_sise\. Did you mean --grpo\.group_size",
-        ),
-        (["--grpo.group-sise=4"], r"--grpo\.group-sise\. Did you mean --grpo\.group_size"),
-        (["--gpro.group_size=4"], r"--gpro\.group_size\. There is grpo\.group_size"),
-        (["--inference.no-lunch"], r"--inference\.no-lunch\. Did you mean --inference\.launch"),
-        (
-            ["--no-grpo.async_weight_update"],
-            r"--no-grpo\.async_weight_update\. Did you mean --grpo\.no-async_weight_update\?",
-        ),
-        (["--group_size", "4"], r"--group_size\. There is grpo\.group_size"),
-        (["--grpo.group_size=four"], r"--grpo\.group_size must be an integer, got 'four'\. Change"),
-        (["stray"], r"Unexpected argument 'stray' after --job\.config_file .*Change it on the"),
-    ],
-)
-def test_what_the_command_line_gets_wrong_is_said_in_one_line(load, capsys, arguments, message):
-    with pytest.raises(ConfigError, match=message) as error:
-        load(BASE, *arguments)
-    assert "\n" not in str(error.value)
-    assert capsys.readouterr() == ("", "")
-
-
-def test_tables_lists_and_none_are_given_on_the_command_line(load):
-    config = load(
-        BASE + "[debug]\nseed = 3\n",
-        *("--prompts.rename", '{question = "prompt"}', "--prompts.rename.gold=answer"),
-        *("--rollout.environment_options", '{"calls": 2}', "--rollout.environment=calculator"),
-        *("--debug.seed", "none", "--rollout.stop_token_ids", "1,2", "--rollout.top_k", "-1"),
-        *("--inference.launch=false", "--inference.urls=http://a:1,http://b:2"),
-        *("--parallelism.module_fqns_per_model_part", "[]"),
-    )
-    assert config.prompts.rename == {"question": "prompt", "gold": "answer"}
-    assert config.rollout.environment_options == {"calls": 2}
-    assert config.debug.seed is None
-    assert config.rollout.stop_token_ids == [1, 2]
-    assert config.inference.urls == ["http://a:1", "http://b:2"]
-    assert config.parallelism.module_fqns_per_model_part == []
-
-
-def test_both_spellings_of_an_argument_are_known(load):
-    urls = "--inference.urls=http://a:1"
-    for arguments in (
-        ["--inference.no-launch", "--rollout.max-new-tokens=9"],
-        ["--inference.no_launch", "--rollout.max_new_tokens", "9"],
-    ):
-        config = load(BASE, urls, *arguments)
-        assert (config.inference.launch, config.rollout.max_new_tokens) == (False, 9)
-
-
 def test_sequences_longer_than_the_model_was_made_for_are_refused(load):
     args = SimpleNamespace(n_heads=8, hidden_dim=64)
     model = SimpleNamespace(

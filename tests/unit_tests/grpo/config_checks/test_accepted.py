@@ -43,6 +43,7 @@ TWO_SERVERS = "--inference.no-launch --inference.urls=http://127.0.0.1:1,http://
         "--grpo.kl_estimator=k3 --grpo.importance_cap=2 --grpo.ptx_per_step=8",  # the defaults
         "--grpo.group_size=1 --grpo.advantage=batch_norm",
         "--weight_sync.max_versions=2",
+        "--profiling.profile_freq=2",  # the profilers are off
     ],
 )
 def test_settings_that_go_together_are_taken(load, arguments):
