@@ -27,9 +27,11 @@ def rows(fill, num_rows, row_len, top_k):
         name: whole / (3.0 + i)
         for i, name in enumerate(("generator_logprobs", "loss_weights", "ptx_weights"))
     }
+    columns = {}
     if top_k:
-        ints["teacher_top_ids"] = (whole[..., None] + torch.arange(top_k)).to(torch.int32)
-        floats["teacher_top_logprobs"] = ints["teacher_top_ids"] / 7.0
+        columns["teacher_top_ids"] = (whole[..., None] + torch.arange(top_k)).to(torch.int32)
+        columns["teacher_top_logprobs"] = columns["teacher_top_ids"] / 7.0
+        columns["teacher_logprobs"] = whole / 8.0
     return TrainRows(
         **ints,
         **floats,
@@ -37,6 +39,7 @@ def rows(fill, num_rows, row_len, top_k):
         loss_mask=whole % 2 == 0,
         advantages=whole / 4.0,
         sample_ids=whole % 3 - 1,
+        columns=columns,
     )
 
 
@@ -52,7 +55,8 @@ def plan(step):
     of_ranks = [rows(fill + step, 2 * (1 + step), 4, TOP_K[step]) for fill in (10, 20)]
     layout = [[[] for _ in range(dealt.num_rows)] for dealt in of_ranks]
     made = StepPlan([], layout, 4, [3 + step, 0], table, 6, 5, 9, {})
-    vars(made).update(rows_of_rank=of_ranks, top_k=TOP_K[step])  # as if laid out
+    shapes = {name: tensor.shape[2:] for name, tensor in of_ranks[0].columns.items()}
+    vars(made).update(rows_of_rank=of_ranks, column_shapes=shapes)  # as if laid out
     return made
 
 

@@ -5,11 +5,16 @@
 
 The module holds plain data and does not import torch, because the rollout process, the
 inference clients and the training ranks all import it.
+
+A value for each token of a completion is a field of :class:`Generation` or :class:`Rollout` that is
+annotated with its :class:`Column`. Joining, messages, files and packed rows follow from that.
 """
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import numpy as np
 
@@ -110,18 +115,12 @@ class BatchPart(IntEnum):
         return self in (BatchPart.WHOLE, BatchPart.LAST)
 
 
-@dataclass(frozen=True)
-class VersionSegment:
+class VersionSegment(NamedTuple):
     """Tokens ``[start, end)`` of a completion were sampled under ``version``."""
 
     version: int
     start: int
     end: int
-
-
-def num_sampled(token_ids: np.ndarray, sampled: np.ndarray | None) -> int:
-    """Returns the number of trained tokens of a completion, given its ``sampled`` mask."""
-    return len(token_ids) if sampled is None else int(np.count_nonzero(sampled))
 
 
 NewRows = tuple[tuple[int, int], ...]
@@ -179,41 +178,108 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True)
+class Column:
+    """Storage of a value that the tokens of a completion have.
+
+    Attributes:
+        dtype: Type of the array, which has the shape [tokens].
+        fill: Stands for a missing value: of a part of the completion that has none, and in packed
+            rows of every token that is not trained.
+        is_list: Whether each token has a list of values. The shape is then [tokens, k], with
+            ``fill`` behind the end of a shorter list. ``k`` may differ between completions.
+        in_rows: Whether the loss receives it: it is then in ``TrainRows.columns`` and
+            ``LossInputs.columns`` of all batches in which a rollout has it.
+        record_name: Name in files of recorded rollouts if it is another one.
+    """
+
+    dtype: type[np.generic]
+    fill: float = 0
+    is_list: bool = False
+    in_rows: bool = False
+    record_name: str = ""
+
+    def filled(self, num_tokens: int, width: int = 0) -> np.ndarray:
+        """Returns an array without values, with lists of ``width``."""
+        shape = (num_tokens, width) if self.is_list else (num_tokens,)
+        return np.full(shape, self.fill, self.dtype)
+
+    def joined(self, parts: Sequence[tuple[int, np.ndarray | None]]) -> np.ndarray | None:
+        """Joins the values of consecutive parts, each with its number of tokens."""
+        arrays = [array for _, array in parts if array is not None]
+        if not arrays:
+            return None
+        width = max(array.shape[1] for array in arrays) if self.is_list else 0
+        joined = self.filled(sum(number for number, _ in parts), width)
+        end = 0
+        for number, array in parts:
+            begin, end = end, end + number
+            if array is not None:
+                joined[begin:end][..., : array.shape[-1] if self.is_list else None] = array
+        return joined
+
+
+NO_TOKEN = -1
+"""Token id that stands for none in a column of lists of token ids."""
+
+
+@functools.cache
+def columns_of(kind: type["Generation"]) -> dict[str, Column]:
+    """Returns the columns of generations or of rollouts by the names of their fields."""
+    hints = get_type_hints(kind, include_extras=True)
+    marks = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
+    return {name: mark for name, mark in marks.items() if isinstance(mark, Column)}
+
+
+@dataclass(frozen=True)
 class Generation:
     """A server's answer to a :class:`GenerateRequest`, with exact token ids.
 
     Attributes:
-        token_ids: [completion_len] int32, as the server sampled them, the stop token
-            included.
-        logprobs: [completion_len] float32, of each sampled token at sampling time,
-            after temperature. With top-p or top-k, vLLM renormalizes the logprobs over the
-            tokens kept; SGLang and the embedded server do not. In both cases the logprobs
-            differ systematically from those that the trainer computes.
+        token_ids: [tokens] int32, as the server sampled them, the stop token included.
+        logprobs: Logprob of each sampled token at sampling time, after temperature. With top-p or
+            top-k, vLLM renormalizes the logprobs over the tokens kept; SGLang and the embedded
+            server do not. In both cases the logprobs differ systematically from those that the
+            trainer computes.
         finish_reason: See :data:`FinishReason`.
         segments: Policy versions that wrote the tokens, in order and without gaps. Tokens
             inserted by an environment belong to the segment before them.
-        sampled: [completion_len] bool, True for tokens that are trained. False for tokens that
-            an environment inserted, and for tokens of a policy that is too old to learn from
-            (``rollout.overdue``); their logprob is 0. None if all tokens are trained.
+        sampled: True for tokens that are trained. False for tokens that an environment inserted,
+            and for tokens of a policy that is too old to learn from (``rollout.overdue``); their
+            logprob is 0. None if all tokens are trained.
         environment_reward: Sum of the rewards that the environment has given, or None if it
             gave none.
         num_context: Number of tokens that are not trained although a model wrote them.
         new_rows: See :data:`NewRows`.
     """
 
-    token_ids: np.ndarray
-    logprobs: np.ndarray
+    token_ids: Annotated[np.ndarray, Column(np.int32, record_name="completion_ids")]
+    logprobs: Annotated[np.ndarray, Column(np.float32)]
     finish_reason: FinishReason
     segments: tuple[VersionSegment, ...]
-    sampled: np.ndarray | None = None
+    sampled: Annotated[np.ndarray | None, Column(np.bool_, fill=True, record_name="observed")] = (
+        None
+    )
     environment_reward: float | None = None
     num_context: int = 0
     new_rows: NewRows = ()
 
     @property
+    def num_trained(self) -> int:
+        """Number of trained tokens."""
+        sampled = self.sampled
+        return len(self.token_ids) if sampled is None else int(np.count_nonzero(sampled))
+
+    @property
     def num_written(self) -> int:
         """Tokens that the model wrote, trained or not: the completion's length to its reader."""
-        return num_sampled(self.token_ids, self.sampled) + self.num_context
+        return self.num_trained + self.num_context
+
+    @property
+    def oldest_version(self) -> int:
+        """Lowest policy version that wrote a trained token; its age is the staleness."""
+        sampled = self.sampled
+        trained = [s for s in self.segments if sampled is None or sampled[s.start : s.end].any()]
+        return min(segment.version for segment in trained or self.segments)
 
 
 @dataclass(frozen=True)
@@ -234,35 +300,31 @@ class Rollout(Generation):
     """A completion that was scored.
 
     Attributes:
-        prompt_ids: [prompt_len] int32.
+        prompt_ids: [prompt_len] int32, the same array in all rollouts of a group.
         completion: The decoded text, for logs only; it is never tokenized again.
         reward: Weighted sum of the reward functions, or None if scoring failed. A rollout
             without a reward is left out; it never counts as zero.
         reward_components: Value of each reward function, by its name.
-        teacher_logprobs: [completion_len] float32, of each completion token under the teacher
-            (``[teacher]``), at temperature 1; None if no teacher has rated the rollout.
-        teacher_top: The teacher's most likely tokens at each completion token's position; None
-            without ``teacher.top_k``, and if no teacher has rated the rollout.
+        teacher_logprobs: Logprob of each token under the teacher (``[teacher]``), at
+            temperature 1; None if no teacher has rated the rollout.
+        teacher_top_ids: The teacher's ``k`` most likely tokens in the place of each token, all
+            different; None without ``teacher.top_k``, and if no teacher has rated the rollout.
+        teacher_top_logprobs: Their logprobs.
     """
 
     prompt_ids: np.ndarray
     completion: str
     reward: float | None
     reward_components: dict[str, float] = field(default_factory=dict)
-    teacher_logprobs: np.ndarray | None = None
-    teacher_top: TopTokens | None = None
-
-    @property
-    def num_trained(self) -> int:
-        """Number of trained tokens."""
-        return num_sampled(self.token_ids, self.sampled)
-
-    @property
-    def oldest_version(self) -> int:
-        """Lowest policy version that wrote a trained token; its age is the staleness."""
-        sampled = self.sampled
-        trained = [s for s in self.segments if sampled is None or sampled[s.start : s.end].any()]
-        return min(segment.version for segment in trained or self.segments)
+    teacher_logprobs: Annotated[
+        np.ndarray | None, Column(np.float32, fill=np.nan, in_rows=True)
+    ] = None
+    teacher_top_ids: Annotated[
+        np.ndarray | None, Column(np.int32, fill=NO_TOKEN, is_list=True, in_rows=True)
+    ] = None
+    teacher_top_logprobs: Annotated[
+        np.ndarray | None, Column(np.float32, is_list=True, in_rows=True)
+    ] = None
 
 
 @dataclass(frozen=True)

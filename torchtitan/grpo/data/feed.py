@@ -10,6 +10,7 @@ training are not used. With ``prompts.single_rank_load = false`` rank 0 sends on
 and each rank fetches its rollouts from the rollout process.
 """
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from enum import IntEnum
 
@@ -17,18 +18,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.data.packing_list import NUM_COLUMNS, packing_list, rows_from, sources_of
-from torchtitan.grpo.data.rows import TrainRows
+from torchtitan.grpo.data.rows import COLUMNS, Sample, TrainRows, build_rows, sequences_of
 from torchtitan.grpo.data.step_plan import SampleTable, StepPlan
 from torchtitan.grpo.losses.loss_metrics import MetricTotals
 from torchtitan.grpo.rollout.batch_fetch import BatchFetcher
 from torchtitan.grpo.system.groups import new_group
-from torchtitan.grpo.types import BatchPart, PromptProgress
+from torchtitan.grpo.types import BatchPart, PromptProgress, Rollout
 
 # Advantages do not travel: each rank computes them from the table of samples.
 _INT_FIELDS = ("tokens", "positions", "sequence_ids", "labels", "loss_mask", "sample_ids")
 _ADDRESS_BYTES = 256
-_FLOAT_FIELDS = ("generator_logprobs", "loss_weights", "ptx_weights", "teacher_kl")
+_FLOAT_FIELDS = ("generator_logprobs", "loss_weights", "ptx_weights")
+_NO_COLUMN = -1
+_NOTHING = -1
+_LIST_WIDTH = 4
+"""Entries of a sequence in a packing list: its row, source, sample id and part."""
 
 
 class RankZeroFailed(RuntimeError):
@@ -104,8 +108,9 @@ class _Header:
     fetch_version: int = -1
     """Version of the batch that ranks fetch rollouts of; -1 where rank 0 scatters the rows."""
     num_open_prompts: int = 0
-    top_k: int = 0
-    """Number of the teacher's tokens at each position of the rows that rank 0 scatters."""
+    widths: tuple[int, ...] = (_NO_COLUMN,) * len(COLUMNS)
+    """For each of ``COLUMNS`` of the rows that rank 0 scatters the length of a token's list, 0 if it
+    has one value, or -1 if there is no such column."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +186,7 @@ class Feed:
             publish_slot=publish_slot,
             prompt_position=progress.position,
             num_open_prompts=len(progress.open),
-            top_k=plan.top_k if address is None else 0,
+            widths=_widths(plan.column_shapes if address is None else {}),
         )
         self._broadcast_header(header)
         return self._exchange(header, plan, progress, address)
@@ -228,10 +233,11 @@ class Feed:
         return norm
 
     def _broadcast_header(self, header: _Header | None) -> _Header:
-        values = astuple(header or _Header(Signal.READY))
-        tensor = torch.tensor([int(value) for value in values], dtype=torch.int64)
+        *values, widths = astuple(header or _Header(Signal.READY))
+        tensor = torch.tensor([*map(int, values), *widths], dtype=torch.int64)
         dist.broadcast(tensor, src=0, group=self.group)
-        return _Header(*tensor.tolist())
+        found = tensor.tolist()
+        return _Header(*found[: len(values)], widths=tuple(found[len(values) :]))
 
     def _exchange(
         self,
@@ -263,11 +269,13 @@ class Feed:
         fields = {name: tensor.to(torch.int64) for name, tensor in ints.items()}
         fields["loss_mask"] = fields["loss_mask"].bool()
         fields |= self._scatter(_FLOAT_FIELDS, shape, torch.float32, plan)
-        if header.top_k:
-            of_tokens = (*shape, header.top_k)
-            fields |= self._scatter(("teacher_top_ids",), of_tokens, torch.int32, plan)
-            fields |= self._scatter(("teacher_top_logprobs",), of_tokens, torch.float32, plan)
-        return TrainRows(**fields, advantages=torch.zeros(shape))
+        columns = {}
+        for (name, column), width in zip(COLUMNS.items(), header.widths, strict=True):
+            if width != _NO_COLUMN:
+                of_column = (*shape, width) if column.is_list else shape
+                dtype = torch.from_numpy(column.filled(0)).dtype
+                columns |= self._scatter((name,), of_column, dtype, plan)
+        return TrainRows(**fields, advantages=torch.zeros(shape), columns=columns)
 
     def _scatter(
         self,
@@ -288,19 +296,21 @@ class Feed:
     def _fetch_rows(
         self, header: _Header, plan: StepPlan | None, address: FetchAddress | None
     ) -> TrainRows:
-        where = torch.empty(header.num_fetched, NUM_COLUMNS, dtype=torch.int64)
+        where = torch.empty(header.num_fetched, _LIST_WIDTH, dtype=torch.int64)
         weights = torch.empty(header.num_fetched, dtype=torch.float64)
         of_batch_rank = []
         if plan is not None:
             of_batch_rank = [
-                packing_list(rows, plan.sequences, header.num_fetched) for rows in plan.layout
+                _packing_list(rows, plan.sequences, header.num_fetched) for rows in plan.layout
             ]
         for index, out in enumerate((where, weights)):
             of_ranks = [of_batch_rank[r][index] for r in self.batch_rank_of] if plan else None
             dist.scatter(out, of_ranks, src=0, group=self.group)
         client = self._client_for(address)
-        fetched = client.fetch(header.fetch_version, sources_of(where), self._fetch_seconds)
-        return rows_from(where, weights, fetched, num_rows=header.num_rows, row_len=self.row_len)
+        fetched = client.fetch(
+            header.fetch_version, where[where[:, 0] != _NOTHING][:, 1].tolist(), self._fetch_seconds
+        )
+        return _rows_from(where, weights, fetched, num_rows=header.num_rows, row_len=self.row_len)
 
     def _client_for(self, address: FetchAddress | None) -> BatchFetcher:
         """Returns a client of the current rollout process, whose address rank 0 broadcasts."""
@@ -352,8 +362,66 @@ class Feed:
 
 
 def _stack(rows: TrainRows, names: tuple[str, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.stack([getattr(rows, name).to(dtype) for name in names])
+    tensors = rows.tensors()
+    return torch.stack([tensors[name].to(dtype) for name in names])
 
 
 def _num_sequences(rows: list[list[int]]) -> int:
     return sum(map(len, rows))
+
+
+def _widths(shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(sum(shapes[name]) if name in shapes else _NO_COLUMN for name in COLUMNS)
+
+
+def _packing_list(
+    rows: Sequence[Sequence[int]], samples: Sequence[Sample], num_entries: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the packing list of a rank.
+
+    Args:
+        rows: For each row of the rank, the indices of its samples.
+        samples: All samples of the plan, each with its ``source``.
+        num_entries: Length of the tensors: the largest number of samples of any rank.
+
+    Returns:
+        A tensor [num_entries, 4] int64 with the row, source, sample id and part of each sequence,
+        in the order of the rows, and -1 in the entries behind the last sequence. And a tensor
+        [num_entries] float64 with the loss weight of each sequence.
+    """
+    where = torch.full((num_entries, _LIST_WIDTH), _NOTHING, dtype=torch.int64)
+    weights = torch.zeros(num_entries, dtype=torch.float64)
+    entries = [(row, samples[index]) for row, members in enumerate(rows) for index in members]
+    for i, (row, sample) in enumerate(entries):
+        assert sample.source >= 0, (
+            "supervised sequences cannot be fetched: the rollout process does not hold them"
+        )
+        where[i] = torch.tensor([row, sample.source, sample.sample_id, sample.part])
+        weights[i] = sample.loss_weight
+    return where, weights
+
+
+def _rows_from(
+    where: torch.Tensor,
+    weights: torch.Tensor,
+    fetched: Sequence[Rollout],
+    *,
+    num_rows: int,
+    row_len: int,
+) -> TrainRows:
+    """Lays out fetched rollouts in the rows that rank 0 would have sent.
+
+    Args:
+        where: The first tensor of :func:`_packing_list`.
+        weights: Its second tensor.
+        fetched: The rollout of each entry.
+        num_rows: Number of rows of this rank.
+        row_len: ``training.seq_len``.
+    """
+    rows: list[list[int]] = [[] for _ in range(num_rows)]
+    samples = []
+    for i, rollout in enumerate(fetched):
+        rows[int(where[i, 0])].append(i)
+        sequences = sequences_of(rollout, sample_id=int(where[i, 2]), loss_weight=float(weights[i]))
+        samples.append(sequences[int(where[i, 3])])
+    return build_rows(samples, rows, row_len)

@@ -3,12 +3,12 @@
 
 """Records batches of rollouts in a file, from which a run can train on them again.
 
-The file holds JSON lines: a header, then one line for each batch, in the order of training.
-Logprobs are written as float64 numbers that equal the float32 ones exactly, so that reading
-restores the same bits. The most likely tokens of a teacher (``teacher.top_k``), of which there are
-many, are written as base64 of the arrays themselves. Each line begins with the CRC-32 of the rest
-of it; lines of earlier releases have none. If the name ends in ``.gz``, each line is a gzip
-member of its own: a run that ends at any time leaves complete lines, and ``zcat`` shows them.
+The file holds JSON lines: a header, then one line for each batch, in the order of training. The
+columns of rollouts (`types.py`) are lists of numbers, those with lists for each token base64 of the
+arrays. Logprobs are written as float64 numbers that equal the float32 ones exactly, so that reading
+restores the same bits. Each line begins with the CRC-32 of the rest of it, which a line that was
+changed by hand may leave out. If the name ends in ``.gz``, each line is a gzip member of its own: a
+run that ends at any time leaves complete lines, and ``zcat`` shows them.
 """
 
 import gzip
@@ -16,25 +16,21 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast, get_type_hints
 
 import msgspec
 import numpy as np
 
 from torchtitan.grpo.data.files import DataError, decode_line
 from torchtitan.grpo.system.files import check_regular, open_regular
-from torchtitan.grpo.types import (
-    FinishReason,
-    PromptProgress,
-    Rollout,
-    RolloutGroup,
-    TopTokens,
-    VersionSegment,
-)
+from torchtitan.grpo.types import Column, PromptProgress, Rollout, RolloutGroup, columns_of
 
 FORMAT = "torchtitan-grpo-rollouts"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+READABLE_VERSIONS = (3, 4)
 _SUM = re.compile(rb'\{"crc32":(\d+),')
 
 
@@ -53,63 +49,9 @@ class RecordHeader(msgspec.Struct):
     """``None`` in files of format 1, which are refused."""
 
 
-class TopTokensRecord(msgspec.Struct):
-    """A teacher's most likely tokens at each completion token of a rollout.
-
-    Attributes:
-        k: Number of them for each token.
-        ids: [tokens, k] int32, little-endian.
-        logprobs: [tokens, k] float32, little-endian.
-    """
-
-    k: int
-    ids: bytes
-    logprobs: bytes
-
-
-class RolloutRecord(msgspec.Struct):
-    """A rollout; the group holds its prompt.
-
-    Attributes:
-        segments: (version, start, end).
-        observed: Ascending spans (start, end) of completion tokens that are not trained.
-        num_context: Number of tokens in these spans that a model wrote; an environment inserted
-            the others.
-        new_rows: (start, num_context) of each place where the completion goes on in another context.
-        teacher_logprobs: Logprob of each completion token under the teacher; None if no teacher has
-            rated the rollout.
-        teacher_top: The teacher's most likely tokens; None without ``teacher.top_k``.
-    """
-
-    completion_ids: list[int]
-    logprobs: list[float]
-    segments: list[tuple[int, int, int]]
-    reward: float | None
-    finish_reason: FinishReason = "stop"
-    completion: str = ""
-    reward_components: dict[str, float] = msgspec.field(default_factory=dict)
-    observed: list[tuple[int, int]] = msgspec.field(default_factory=list)
-    num_context: int = 0
-    new_rows: list[tuple[int, int]] = msgspec.field(default_factory=list)
-    teacher_logprobs: list[float] | None = None
-    teacher_top: TopTokensRecord | None = None
-
-
-class GroupRecord(msgspec.Struct):
-    """All rollouts of one prompt."""
-
-    group_id: int
-    prompt_ids: list[int]
-    rollouts: list[RolloutRecord]
-    prompt_text: str = ""
-    server_url: str = ""
-    columns: dict[str, Any] = msgspec.field(default_factory=dict)
-    is_chat: bool = False
-    file: str = ""
-
-
-class BatchRecord(msgspec.Struct):
-    """One line of a file of recorded rollouts holds one batch.
+@dataclass(frozen=True)
+class BatchRecord:
+    """One batch.
 
     Attributes:
         version: Policy version that was trained on it.
@@ -119,7 +61,7 @@ class BatchRecord(msgspec.Struct):
 
     version: int
     progress: PromptProgress
-    groups: list[GroupRecord]
+    groups: Sequence[RolloutGroup]
 
 
 class RolloutRecorder:
@@ -162,8 +104,7 @@ class RolloutRecorder:
 
     def write(self, version: int, progress: PromptProgress, groups: Sequence[RolloutGroup]) -> None:
         """Appends one batch to the file."""
-        record = BatchRecord(version, progress, [_group_record(group) for group in groups])
-        line = self._line(record)
+        line = self._line(_batch_fields(BatchRecord(version, progress, groups)))
         while line:
             line = line[self._file.write(line) :]
 
@@ -199,12 +140,12 @@ class RolloutRecorder:
             with partial.open("wb") as file:
                 file.write(self._line(self._header))
                 for batch in kept:
-                    file.write(self._line(batch))
+                    file.write(self._line(_batch_fields(batch)))
             os.replace(partial, self._path)
         finally:
             partial.unlink(missing_ok=True)
 
-    def _line(self, record: RecordHeader | BatchRecord) -> bytes:
+    def _line(self, record: RecordHeader | dict[str, Any]) -> bytes:
         line = _with_sum(msgspec.json.encode(record)) + b"\n"
         return gzip.compress(line, compresslevel=1, mtime=0) if self._path.suffix == ".gz" else line
 
@@ -242,7 +183,7 @@ class RecordReader:
             if number == 1:
                 self._check_header(line, where)
             else:
-                yield where, decode_line(line, BatchRecord, where)
+                yield where, _batch(decode_line(line, _BatchLine, where), where)
         if number == 0:
             raise DataError(f"{self._key}: {self._path} is empty: it has no header.")
 
@@ -267,7 +208,7 @@ class RecordReader:
 
     def _check_header(self, line: bytes, where: str) -> None:
         header = decode_line(line, RecordHeader, where)
-        if (header.format, header.format_version) != (FORMAT, FORMAT_VERSION):
+        if header.format != FORMAT or header.format_version not in READABLE_VERSIONS:
             raise DataError(
                 f"{where}: the format must be {FORMAT} {FORMAT_VERSION}, got {header.format} "
                 f"{header.format_version}. Name a file that rollout.record has written."
@@ -301,100 +242,158 @@ def _check_sum(line: bytes, where: str) -> None:
         )
 
 
-def read_groups(record: BatchRecord) -> list[RolloutGroup]:
-    """Returns the groups of a batch, with arrays as they were recorded."""
-    return [_group(group) for group in record.groups]
+class _Lists(msgspec.Struct):
+    """A column with a list of values for each token, [tokens, k], little-endian."""
+
+    k: int
+    data: bytes
 
 
-def _group_record(group: RolloutGroup) -> GroupRecord:
-    return GroupRecord(
-        group_id=group.group_id,
-        prompt_ids=group.rollouts[0].prompt_ids.tolist(),
-        rollouts=[
-            RolloutRecord(
-                completion_ids=r.token_ids.tolist(),
-                logprobs=r.logprobs.tolist(),
-                segments=[(s.version, s.start, s.end) for s in r.segments],
-                reward=r.reward,
-                finish_reason=r.finish_reason,
-                completion=r.completion,
-                reward_components=r.reward_components,
-                observed=[] if r.sampled is None else _observed_spans(r.sampled),
-                num_context=r.num_context,
-                new_rows=list(r.new_rows),
-                teacher_logprobs=(
-                    None if r.teacher_logprobs is None else r.teacher_logprobs.tolist()
-                ),
-                teacher_top=None if r.teacher_top is None else _top_record(r.teacher_top),
-            )
-            for r in group.rollouts
+class _TopTokens(msgspec.Struct):
+    """Format 3: both columns of a teacher's most likely tokens in one."""
+
+    k: int
+    ids: bytes
+    logprobs: bytes
+
+
+def _line_type(column: Column) -> Any:
+    if column.is_list:
+        return _Lists
+    # Of a mask, the spans [start, end) of the tokens whose value is not the usual one.
+    return {"i": list[int], "f": list[float], "b": list[tuple[int, int]]}[
+        np.dtype(column.dtype).kind
+    ]
+
+
+def _line_fields() -> Iterator[tuple[str, Any] | tuple[str, Any, Any]]:
+    """Yields name, type and perhaps default of the fields of a rollout in a line."""
+    columns, hints = columns_of(Rollout), get_type_hints(Rollout)
+    for field in fields(Rollout):
+        name, kind = field.name, hints[field.name]
+        if column := columns.get(name):
+            name, kind = column.record_name or name, _line_type(column)
+            kind = kind if field.default is MISSING else kind | None
+        if field.default_factory is not MISSING:
+            yield name, kind, msgspec.field(default_factory=field.default_factory)
+        elif field.default is not MISSING:
+            yield name, kind, field.default
+        elif name != "prompt_ids":  # the group has them
+            yield name, kind
+    yield "teacher_top", _TopTokens | None, None
+
+
+_RolloutLine = msgspec.defstruct("_RolloutLine", list(_line_fields()), kw_only=True)
+
+
+class _GroupLine(msgspec.Struct):
+    group_id: int
+    prompt_ids: list[int]
+    rollouts: list[_RolloutLine]  # pyright: ignore[reportInvalidTypeForm]
+    prompt_text: str = ""
+    server_url: str = ""
+    columns: dict[str, Any] = {}
+    is_chat: bool = False
+    file: str = ""
+
+
+class _BatchLine(msgspec.Struct):
+    version: int
+    progress: PromptProgress
+    groups: list[_GroupLine]
+
+
+def _batch_fields(batch: BatchRecord) -> dict[str, Any]:
+    return {
+        "version": batch.version,
+        "progress": batch.progress,
+        "groups": [
+            vars(group)
+            | {
+                "prompt_ids": group.rollouts[0].prompt_ids.tolist(),
+                "rollouts": [_rollout_fields(rollout) for rollout in group.rollouts],
+            }
+            for group in batch.groups
         ],
-        prompt_text=group.prompt_text,
-        server_url=group.server_url,
-        columns=group.columns,
-        is_chat=group.is_chat,
-        file=group.file,
-    )
+    }
 
 
-def _group(record: GroupRecord) -> RolloutGroup:
-    prompt_ids = np.array(record.prompt_ids, dtype=np.int32)
-    rollouts = tuple(
-        Rollout(
-            prompt_ids=prompt_ids,
-            token_ids=np.array(r.completion_ids, dtype=np.int32),
-            logprobs=np.array(r.logprobs, dtype=np.float32),
-            segments=tuple(VersionSegment(*segment) for segment in r.segments),
-            finish_reason=r.finish_reason,
-            completion=r.completion,
-            reward=r.reward,
-            reward_components=r.reward_components,
-            sampled=sampled_mask(r.observed, len(r.completion_ids)) if r.observed else None,
-            num_context=r.num_context,
-            new_rows=tuple(r.new_rows),
-            teacher_logprobs=(
-                None
-                if r.teacher_logprobs is None
-                else np.array(r.teacher_logprobs, dtype=np.float32)
-            ),
-            teacher_top=None if r.teacher_top is None else read_top(r.teacher_top),
-        )
-        for r in record.rollouts
-    )
-    return RolloutGroup(
-        record.group_id, record.prompt_text, rollouts, record.server_url,
-        columns=record.columns, is_chat=record.is_chat, file=record.file,
-    )  # fmt: skip
+def _rollout_fields(rollout: Rollout) -> dict[str, Any]:
+    found = {field.name: getattr(rollout, field.name) for field in fields(rollout)}
+    del found["prompt_ids"]
+    for name, column in columns_of(Rollout).items():
+        values = found.pop(name)
+        if values is None:
+            continue
+        if column.is_list:
+            kept = _Lists(values.shape[1], values.astype(_little_endian(column)).tobytes())
+        elif values.dtype == np.bool_:
+            kept = _spans(values != column.fill)
+        else:
+            kept = values.tolist()
+        found[column.record_name or name] = kept
+    return found
 
 
-def _top_record(top: TopTokens) -> TopTokensRecord:
-    return TopTokensRecord(
-        top.ids.shape[1], top.ids.astype("<i4").tobytes(), top.logprobs.astype("<f4").tobytes()
-    )
+def _batch(line: _BatchLine, where: str) -> BatchRecord:
+    groups = [_group(group, f"{where}, group {group.group_id}") for group in line.groups]
+    return BatchRecord(line.version, line.progress, groups)
 
 
-def read_top(record: TopTokensRecord) -> TopTokens:
-    """Returns the arrays of a teacher's most likely tokens, which are read-only.
-
-    Raises:
-        ValueError: If they are not whole.
-    """
-    ids, logprobs = np.frombuffer(record.ids, "<i4"), np.frombuffer(record.logprobs, "<f4")
-    return TopTokens(
-        ids.astype(np.int32, copy=False).reshape(-1, record.k),
-        logprobs.astype(np.float32, copy=False).reshape(-1, record.k),
-    )
+def _group(line: _GroupLine, where: str) -> RolloutGroup:
+    try:
+        prompt_ids = np.array(line.prompt_ids, np.int32)
+        rollouts = tuple(_rollout(rollout, prompt_ids) for rollout in line.rollouts)
+    except (ValueError, OverflowError) as error:
+        raise DataError(f"{where}: {error}.") from error
+    given = msgspec.structs.asdict(line) | {"rollouts": rollouts}
+    del given["prompt_ids"]
+    return RolloutGroup(**given)
 
 
-def _observed_spans(sampled: np.ndarray) -> list[tuple[int, int]]:
-    """[start, end) of each run of tokens that were not sampled."""
-    borders = np.flatnonzero(np.diff(sampled, prepend=True, append=True))
+def _rollout(line: msgspec.Struct, prompt_ids: np.ndarray) -> Rollout:
+    found = msgspec.structs.asdict(line)
+    if top := found.pop("teacher_top"):
+        found["teacher_top_ids"] = _Lists(top.k, top.ids)
+        found["teacher_top_logprobs"] = _Lists(top.k, top.logprobs)
+    num_tokens = len(found["completion_ids"])
+    for name, column in columns_of(Rollout).items():
+        kept = found.pop(column.record_name or name)
+        if kept is None or (column.dtype is np.bool_ and not kept):
+            found[name] = None
+        elif column.is_list:
+            values = np.frombuffer(kept.data, _little_endian(column))
+            if len(values) != num_tokens * kept.k:
+                raise ValueError(
+                    f"{name} must hold k = {kept.k} values for each of {num_tokens} completion "
+                    f"tokens, got {len(values)}"
+                )
+            found[name] = values.astype(column.dtype, copy=False).reshape(num_tokens, kept.k)
+        elif column.dtype is np.bool_:
+            found[name] = _mask(kept, num_tokens, column)
+        else:
+            found[name] = np.array(kept, column.dtype)
+    return Rollout(**found, prompt_ids=prompt_ids)
+
+
+def _little_endian(column: Column) -> np.dtype[Any]:
+    return np.dtype(column.dtype).newbyteorder("<")
+
+
+def _spans(mask: np.ndarray) -> list[tuple[int, int]]:
+    """Returns [start, end) of each run of True."""
+    borders = np.flatnonzero(np.diff(mask, prepend=False, append=False))
     return [(int(start), int(end)) for start, end in borders.reshape(-1, 2)]
 
 
-def sampled_mask(observed: Sequence[tuple[int, int]], num_tokens: int) -> np.ndarray:
-    """Returns the mask of trained tokens, [tokens] bool, from the spans of those that are not."""
-    sampled = np.ones(num_tokens, np.bool_)
-    for start, end in observed:
-        sampled[start:end] = False
-    return sampled
+def _mask(spans: Sequence[tuple[int, int]], num_tokens: int, column: Column) -> np.ndarray:
+    borders = [0, *(border for span in spans for border in span), num_tokens]
+    if any(start > end for start, end in pairwise(borders)):
+        raise ValueError(
+            f"{column.record_name} must be ascending spans within the {num_tokens} completion "
+            f"tokens, got {list(spans)}"
+        )
+    mask = column.filled(num_tokens)
+    for start, end in spans:
+        mask[start:end] = not column.fill
+    return mask

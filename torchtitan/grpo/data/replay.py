@@ -5,29 +5,19 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
-
-import numpy as np
 
 from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.data.planner import PlannedPart, StepPlanner, open_sample_log
-from torchtitan.grpo.data.record import (
-    BatchRecord,
-    GroupRecord,
-    RecordReader,
-    read_groups,
-    sampled_mask,
-)
-from torchtitan.grpo.data.replayed_ratings import check_rated_group, check_ratings_are_used
+from torchtitan.grpo.data.record import BatchRecord, RecordReader
+from torchtitan.grpo.data.replay_checks import check_batch, check_ratings_are_used
 from torchtitan.grpo.data.step_source import OfflineSource
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.rollout.admission import part_size
-from torchtitan.grpo.rollout.completion_checks import completion_problem, length_problem
 from torchtitan.grpo.rollout.rollout_metrics import group_metrics
 from torchtitan.grpo.system.logs import logger
-from torchtitan.grpo.types import BatchPart, PromptProgress, RolloutGroup, VersionSegment
+from torchtitan.grpo.types import BatchPart, PromptProgress, RolloutGroup
 
 _KEY = "rollout.replay"
 
@@ -116,7 +106,7 @@ class ReplaySource(OfflineSource):
             self._batch = self._seek(version)
             if self._batch is None:
                 return None
-            self._parts = split_groups(read_groups(self._batch), self._num_parts)
+            self._parts = split_groups(self._batch.groups, self._num_parts)
         assert self._batch is not None
         groups = self._parts.pop(0)
         step = self._planner.plan(
@@ -153,80 +143,3 @@ def split_groups(groups: Sequence[RolloutGroup], num_parts: int) -> list[Sequenc
     """Splits a whole batch's groups into at most ``num_parts`` parts, in order."""
     size = part_size(len(groups), num_parts)
     return [groups[begin : begin + size] for begin in range(0, len(groups), size)]
-
-
-def check_batch(batch: BatchRecord, where: str, vocab_size: int, row_len: int) -> None:
-    """Refuses a batch that cannot be trained on.
-
-    Raises:
-        DataError: If the batch is invalid. The message names ``where`` (key, file, line), the
-            group and the rollout.
-    """
-    ids = [group.group_id for group in batch.groups]
-    _require(len(ids) > 0, f"{where}: a batch must have a group, got none.")
-    _require(len(set(ids)) == len(ids), f"{where}: group_id must be unique, got {ids}.")
-    _require(batch.version >= 0, f"{where}: version must be at least 0, got {batch.version}.")
-    borders = [-1, *batch.progress.open, batch.progress.position]
-    _require(
-        all(a < b for a, b in pairwise(borders)),
-        f"{where}: progress.open must be ascending places below progress.position, got "
-        f"{batch.progress}.",
-    )
-    for group in batch.groups:
-        here = f"{where}, group {group.group_id}"
-        _check_group(group, here, vocab_size, row_len)
-        newest = max(version for r in group.rollouts for version, _, _ in r.segments)
-        _require(
-            newest <= batch.version,
-            f"{here}: segments must name versions up to that of the batch ({batch.version}), got "
-            f"{newest}.",
-        )
-
-
-def _check_group(group: GroupRecord, where: str, vocab_size: int, row_len: int) -> None:
-    _check_token_ids(group.prompt_ids, f"{where}, prompt_ids", vocab_size)
-    _require(len(group.rollouts) > 0, f"{where}: a group must have a rollout, got none.")
-    for i, rollout in enumerate(group.rollouts):
-        here = f"{where}, rollout {i}"
-        _check_token_ids(rollout.completion_ids, f"{here}, completion_ids", vocab_size)
-        num_completion = len(rollout.completion_ids)
-        _check_observed(rollout.observed, num_completion, here)
-        new_rows = tuple(rollout.new_rows)
-        problem = completion_problem(
-            np.array(rollout.completion_ids, np.int64),
-            np.array(rollout.logprobs, np.float64),
-            [VersionSegment(*segment) for segment in rollout.segments],
-            vocab_size=vocab_size,
-            sampled=sampled_mask(rollout.observed, num_completion),
-            num_context=rollout.num_context,
-            new_rows=new_rows,
-        )
-        _require(problem is None, f"{here}: {problem}.")
-        problem = length_problem(len(group.prompt_ids), num_completion, new_rows, row_len)
-        _require(problem is None, f"{here}: {problem}. Raise training.seq_len.")
-    check_rated_group(group, where, vocab_size)
-
-
-def _check_observed(spans: Sequence[tuple[int, int]], num_tokens: int, where: str) -> None:
-    borders = [0, *(border for span in spans for border in span), num_tokens]
-    is_ordered = all(start <= end for start, end in pairwise(borders))
-    _require(
-        is_ordered and sum(end - start for start, end in spans) < num_tokens,
-        f"{where}: observed must be ascending spans within the {num_tokens} completion tokens that "
-        f"leave one to train on, got {list(spans)}.",
-    )
-
-
-def _check_token_ids(token_ids: Sequence[int], where: str, vocab_size: int) -> None:
-    _require(len(token_ids) > 0, f"{where}: there must be at least one token id, got none.")
-    low, high = min(token_ids), max(token_ids)
-    _require(
-        low >= 0 and high < vocab_size,
-        f"{where}: token ids must be in [0, {vocab_size}), the model's vocabulary, got "
-        f"{low if low < 0 else high}. Name the model that the file was recorded with.",
-    )
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise DataError(message)

@@ -17,19 +17,19 @@ Example: prompt ``[5, 6]``, completion ``[7, 8]``, both the step's sample 3, row
     sample_ids    3 3 3 3 -1 -1
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
 
-from torchtitan.grpo.types import TopTokens
+from torchtitan.grpo.types import Rollout, columns_of
 
 NO_SAMPLE = -1
 """Sample id of padding and of supervised sequences in ``TrainRows.sample_ids``."""
 
-NO_TOKEN = -1
-"""Token id in ``TrainRows.teacher_top_ids`` where no teacher has rated a trained token."""
+COLUMNS = {name: column for name, column in columns_of(Rollout).items() if column.in_rows}
+"""Columns of rollouts that rows may have."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,7 @@ class Sample:
             if all are. The other tokens, which an environment inserted, are only context.
         source: Position of a rollout among all rollouts of its batch.
         part: Which of the rollout's sequences it is.
-        teacher_kl: [completion_len] float32, the student's logprob minus the teacher's; see
-            `losses/distillation.py`. None if no teacher has rated the rollout.
-        teacher_top: The teacher's most likely tokens in the place of each completion token. None
-            without ``teacher.top_k``, and if no teacher has rated the rollout.
+        columns: Of the rollout's :data:`COLUMNS`, those that it has.
     """
 
     prompt_ids: np.ndarray
@@ -62,8 +59,7 @@ class Sample:
     sampled: np.ndarray | None = None
     source: int = -1
     part: int = 0
-    teacher_kl: np.ndarray | None = None
-    teacher_top: TopTokens | None = None
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -102,14 +98,8 @@ class TrainRows:
             ``grpo.ptx_coef`` included; 0 elsewhere.
         sample_ids: [rows, seq] int64, index in the step's table of samples, on all tokens
             of a rollout; :data:`NO_SAMPLE` elsewhere.
-        teacher_kl: [rows, seq] float32, of the label, the student's logprob minus the teacher's at
-            sampling time; 0 where not trained, and everywhere without a teacher, which is the
-            default.
-        teacher_top_ids: [rows, seq, k] int32, the tokens that are most likely under the teacher in the
-            place of the label; :data:`NO_TOKEN` where not trained or not rated. None without
-            ``teacher.top_k``.
-        teacher_top_logprobs: [rows, seq, k] float32, the teacher's logprobs of these tokens; 0 where
-            there are none. None without ``teacher.top_k``.
+        columns: Those of :data:`COLUMNS` that any rollout has, of the label: [rows, seq] or
+            [rows, seq, k], with the column's ``fill`` where not trained.
         host_mask: [rows, seq] bool, :attr:`scored` in host memory, wherever the other tensors are:
             the host can count these tokens without waiting for a device. By default it is computed.
         host_sequence_ids: [rows, seq] int64, :attr:`sequence_ids` in host memory likewise.
@@ -125,15 +115,11 @@ class TrainRows:
     loss_weights: torch.Tensor
     ptx_weights: torch.Tensor
     sample_ids: torch.Tensor
-    teacher_kl: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
-    teacher_top_ids: torch.Tensor | None = None
-    teacher_top_logprobs: torch.Tensor | None = None
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     host_mask: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
     host_sequence_ids: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
 
     def __post_init__(self) -> None:
-        if self.teacher_kl is None:
-            object.__setattr__(self, "teacher_kl", torch.zeros_like(self.generator_logprobs))
         if self.host_mask is None:
             object.__setattr__(self, "host_mask", self.scored.cpu())
         if self.host_sequence_ids is None:
@@ -149,51 +135,30 @@ class TrainRows:
         return self.tokens.shape[0]
 
     def to(self, device: torch.device) -> "TrainRows":
-        return TrainRows(
-            **{
-                name: tensor if name.startswith("host_") else tensor.to(device, non_blocking=True)
-                for name, tensor in self.tensors().items()
-            }
+        return self._changed(
+            lambda name, tensor: (
+                tensor if name.startswith("host_") else tensor.to(device, non_blocking=True)
+            )
         )
 
     def microbatches(self, size: int) -> list["TrainRows"]:
         """Splits into consecutive microbatches of ``size`` rows."""
-        split = {name: tensor.split(size) for name, tensor in self.tensors().items()}
-        return [
-            TrainRows(**dict(zip(split, parts, strict=True)))
-            for parts in zip(*split.values(), strict=True)
-        ]
+        begins = range(0, self.num_rows, size)
+        return [self.select(slice(begin, begin + size)) for begin in begins]
 
     def select(self, rows: slice) -> "TrainRows":
         """Returns some of the rows, as views."""
-        return TrainRows(**{name: tensor[rows] for name, tensor in self.tensors().items()})
-
-    def with_top_k(self, top_k: int) -> "TrainRows":
-        """Returns these rows with ``teacher.top_k`` tokens of the teacher, or without any if it is 0.
-
-        A batch in which no teacher has rated a rollout has none: then no token is rated.
-
-        Raises:
-            ValueError: If the rollouts have another number of them.
-        """
-        if top_k == 0:
-            return replace(self, teacher_top_ids=None, teacher_top_logprobs=None)
-        shape = (*self.tokens.shape, top_k)
-        if self.teacher_top_ids is None:
-            nowhere = torch.full(shape, NO_TOKEN, dtype=torch.int32, device=self.tokens.device)
-            zeros = torch.zeros(shape, device=self.tokens.device)
-            return replace(self, teacher_top_ids=nowhere, teacher_top_logprobs=zeros)
-        if self.teacher_top_ids.shape != shape:
-            raise ValueError(
-                f"teacher.top_k ({top_k}) must be the number of tokens that the teacher has rated at "
-                f"each position of the rollouts, got {self.teacher_top_ids.shape[-1]}. Set it to that."
-            )
-        return self
+        return self._changed(lambda name, tensor: tensor[rows])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors that there are, by name."""
-        named = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        """Returns all tensors by name."""
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "columns"}
+        return named | dict(self.columns)
+
+    def _changed(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> "TrainRows":
+        changed = {name: change(name, tensor) for name, tensor in self.tensors().items()}
+        columns = {name: changed.pop(name) for name in self.columns}
+        return TrainRows(**changed, columns=columns)
 
     def with_advantages(self, advantages: np.ndarray) -> "TrainRows":
         """Returns these rows with the advantage of its sample at each trained token.
@@ -208,19 +173,49 @@ class TrainRows:
         return replace(self, advantages=torch.where(self.loss_mask, looked_up, 0.0))
 
 
-def top_k_of(samples: Sequence[Sample]) -> int:
-    """Returns the number of the teacher's tokens at each position; 0 if no sample has any.
+def sequences_of(rollout: Rollout, **settings: float) -> list[Sample]:
+    """Returns the sequences of a rollout, in the order of its turns.
 
-    Raises:
-        ValueError: If it differs between samples.
+    A rollout has several if a chat template shows the model other tokens in a later turn than those
+    of the turns before; each later sequence begins with the context that the server was sent as its
+    prompt. All sequences have the rollout's sample id, and with it its advantage and its weight, so
+    that it counts as one sample.
+
+    Args:
+        rollout: The rollout.
+        settings: Further attributes of each sequence, such as its weight.
     """
-    found = {sample.teacher_top.ids.shape[1] for sample in samples if sample.teacher_top}
-    if len(found) > 1:
-        raise ValueError(
-            "All rollouts of a batch must have the same number of a teacher's most likely tokens at "
-            f"each position (teacher.top_k), got {sorted(found)}."
+    ids = rollout.token_ids
+    prompts = [rollout.prompt_ids]
+    begins, ends = [0], []
+    for start, num_context in rollout.new_rows:
+        ends.append(start)
+        prompts.append(ids[start : start + num_context])
+        begins.append(start + num_context)
+    ends.append(len(ids))
+    values = {name: getattr(rollout, name) for name in COLUMNS}
+    columns = {name: array for name, array in values.items() if array is not None}
+    return [
+        Sample(
+            prompt,
+            ids[begin:end],
+            np.asarray(rollout.logprobs)[begin:end],
+            sampled=None if rollout.sampled is None else rollout.sampled[begin:end],
+            part=part,
+            columns={name: array[begin:end] for name, array in columns.items()},
+            **settings,  # pyright: ignore[reportArgumentType]
         )
-    return found.pop() if found else 0
+        for part, (prompt, begin, end) in enumerate(zip(prompts, begins, ends, strict=True))
+    ]
+
+
+def column_shapes(samples: Sequence[Sample]) -> dict[str, tuple[int, ...]]:
+    """Returns the shape at one position of each column that a sample has: () or (k,)."""
+    found: dict[str, tuple[int, ...]] = {}
+    for sample in samples:
+        for name, values in sample.columns.items():
+            found[name] = max(found.get(name, ()), values.shape[1:])
+    return found
 
 
 def build_rows(samples: Sequence[Sample], rows: Sequence[Sequence[int]], row_len: int) -> TrainRows:
@@ -243,11 +238,12 @@ def build_rows(samples: Sequence[Sample], rows: Sequence[Sequence[int]], row_len
         "loss_weights": np.zeros(shape, np.float32),
         "ptx_weights": np.zeros(shape, np.float32),
         "sample_ids": np.full(shape, NO_SAMPLE, np.int64),
-        "teacher_kl": np.zeros(shape, np.float32),
     }
-    if top_k := top_k_of(samples):
-        arrays["teacher_top_ids"] = np.full((*shape, top_k), NO_TOKEN, np.int32)
-        arrays["teacher_top_logprobs"] = np.zeros((*shape, top_k), np.float32)
+    columns = {
+        name: np.full((*shape, *of_token), COLUMNS[name].fill, COLUMNS[name].dtype)
+        for name, of_token in column_shapes(samples).items()
+    }
+    arrays |= columns
     for r, members in enumerate(rows):
         start = 0
         for sequence_id, index in enumerate(members):
@@ -255,7 +251,9 @@ def build_rows(samples: Sequence[Sample], rows: Sequence[Sequence[int]], row_len
             start = _lay_out({k: a[r] for k, a in arrays.items()}, start, samples[index])
         arrays["positions"][r, start:] = np.arange(row_len - start)
         arrays["sequence_ids"][r, start:] = len(members)
-    return TrainRows(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    of_columns = {name: tensors.pop(name) for name in columns}
+    return TrainRows(**tensors, columns=of_columns)
 
 
 def _lay_out(row: dict[str, np.ndarray], start: int, sample: Sample) -> int:
@@ -274,11 +272,9 @@ def _lay_out(row: dict[str, np.ndarray], start: int, sample: Sample) -> int:
         row["loss_mask"][predicted] = is_trained
         row["loss_weights"][predicted] = sample.loss_weight * is_trained
         row["generator_logprobs"][predicted] = sample.generator_logprobs * is_trained
-        if sample.teacher_kl is not None:
-            row["teacher_kl"][predicted] = sample.teacher_kl * is_trained
-        if sample.teacher_top is not None:
-            top = sample.teacher_top
-            where = slice(None) if sample.sampled is None else sample.sampled
-            row["teacher_top_ids"][predicted][where] = top.ids[where]
-            row["teacher_top_logprobs"][predicted][where] = top.logprobs[where]
+        where = slice(None) if sample.sampled is None else sample.sampled
+        for name, values in sample.columns.items():
+            # Behind a shorter list there is nothing.
+            places = (where, *(slice(k) for k in values.shape[1:]))
+            row[name][predicted][places] = values[where]
     return end

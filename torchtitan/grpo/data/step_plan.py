@@ -18,8 +18,7 @@ import numpy as np
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.data.cost import SequenceCost
 from torchtitan.grpo.data.packing import split_evenly
-from torchtitan.grpo.data.rollout_rows import sequences_of
-from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows, top_k_of
+from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows, column_shapes, sequences_of
 from torchtitan.grpo.data.spread import (
     Spread,
     group_rows,
@@ -99,9 +98,9 @@ class StepPlan:
         return [build_rows(self.sequences, rows, self.row_len) for rows in self.layout]
 
     @functools.cached_property
-    def top_k(self) -> int:
-        """Number of the teacher's tokens at each position of the rows; 0 without any."""
-        return top_k_of(self.sequences)
+    def column_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape at one position of each of the rows' columns."""
+        return column_shapes(self.sequences)
 
     @property
     def num_minibatches(self) -> int:

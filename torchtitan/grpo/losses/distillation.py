@@ -106,36 +106,22 @@ def _rest(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 def sampled_reverse_kl(
-    student_logprobs: np.ndarray, teacher_logprobs: np.ndarray, sampled: np.ndarray | None
-) -> np.ndarray:
-    """Returns ``student - teacher`` of each sampled token, [tokens] float32, and 0 elsewhere.
+    student_logprobs: torch.Tensor,
+    teacher_logprobs: torch.Tensor,
+    loss_mask: torch.Tensor,
+    max_divergence: float = 0.0,
+) -> torch.Tensor:
+    """Returns ``student - teacher`` of each trained token that is rated, and 0 elsewhere.
 
     Args:
-        student_logprobs: [tokens] float, recorded at sampling time, at temperature 1.
-        teacher_logprobs: [tokens] float, of the same tokens, at temperature 1.
-        sampled: [tokens] bool, True for tokens that are trained; None if all are.
-
-    Raises:
-        ValueError: If the shapes differ, or a number of a sampled token is not finite.
+        student_logprobs: [rows, seq] float, recorded at sampling time, at temperature 1.
+        teacher_logprobs: [rows, seq] float, of the same tokens, at temperature 1; NaN if not rated.
+        loss_mask: [rows, seq] bool, True on trained tokens.
+        max_divergence: Larger values are clamped to it, on both sides; 0 bounds nothing.
     """
-    student = np.asarray(student_logprobs, np.float32)
-    teacher = np.asarray(teacher_logprobs, np.float32)
-    if student.shape != teacher.shape:
-        raise ValueError(
-            f"Each of the {student.shape} tokens must have a teacher's logprob, got {teacher.shape}."
-        )
-    mask = np.ones(student.shape, np.bool_) if sampled is None else sampled
-    divergence = np.where(mask, student, 0.0) - np.where(mask, teacher, 0.0)
-    if not np.isfinite(divergence).all():
-        raise ValueError("Logprobs of sampled tokens must be finite, of student and teacher alike.")
-    return divergence.astype(np.float32)
-
-
-def bounded(teacher_kl: torch.Tensor, max_divergence: float) -> torch.Tensor:
-    """Clamps divergences to ``[-max_divergence, max_divergence]``; 0 bounds nothing."""
-    if max_divergence == 0:
-        return teacher_kl
-    return teacher_kl.clamp(-max_divergence, max_divergence)
+    is_rated = loss_mask & ~teacher_logprobs.isnan()
+    divergences = torch.where(is_rated, student_logprobs - teacher_logprobs, 0.0)
+    return divergences.clamp(-max_divergence, max_divergence) if max_divergence else divergences
 
 
 def sample_sums(

@@ -21,7 +21,7 @@ before the first of them (:func:`weight_sums`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -84,6 +84,7 @@ class LossInputs:
         ptx_weights: float, above 0 on mixed-in supervised tokens and 0 elsewhere.
         sequence_ids: int64, row-local, from 0 and below ``seq``.
         teacher_top: The teacher's most likely tokens; None without ``teacher.top_k``.
+        columns: Further columns of the rows, [rows, seq] or [rows, seq, k]; see `data/rows.py`.
     """
 
     logprobs: torch.Tensor
@@ -97,6 +98,7 @@ class LossInputs:
     ptx_weights: torch.Tensor
     sequence_ids: torch.Tensor
     teacher_top: TopLogprobs | None = None
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def objective(
@@ -216,7 +218,8 @@ def batch_loss_metrics(totals: MetricTotals, num_optimizer_steps: int = 1) -> di
 
 
 def _check(inputs: LossInputs, config: GRPO, teacher: Teacher | None) -> None:
-    tensors = {f.name: getattr(inputs, f.name) for f in fields(inputs) if f.name != "teacher_top"}
+    others = ("teacher_top", "columns")
+    tensors = {f.name: getattr(inputs, f.name) for f in fields(inputs) if f.name not in others}
     top = inputs.teacher_top
     if top is not None:
         tensors["teacher_top.is_rated"] = top.is_rated
@@ -268,6 +271,7 @@ def _without_untrained(inputs: LossInputs) -> LossInputs:
         ptx_weights=inputs.ptx_weights,
         sequence_ids=inputs.sequence_ids,
         teacher_top=None if top is None else top.only(inputs.loss_mask),
+        columns=inputs.columns,
     )
 
 
@@ -281,6 +285,7 @@ def _policy_inputs(clean: LossInputs, config: GRPO) -> PolicyInputs:
         entropy=clean.entropy,
         loss_mask=clean.loss_mask,
         sequence_ids=clean.sequence_ids,
+        columns=clean.columns,
     )
 
 

@@ -7,7 +7,7 @@ Each function returns the loss of every token; the objective weights and sums th
 at untrained tokens, so that only means over sequences need the mask.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +30,9 @@ class PolicyInputs:
             0 if neither ``grpo.entropy_coef`` nor ``grpo.log_entropy`` is set.
         loss_mask: bool, True on trained tokens.
         sequence_ids: int64, the token's sequence within its row.
+        columns: Further columns of the rollouts that are trained, such as ``teacher_logprobs``,
+            [rows, seq] or [rows, seq, k], with the column's ``fill`` at untrained tokens; see
+            ``Column`` in `types.py`.
     """
 
     logprobs: torch.Tensor
@@ -39,6 +42,7 @@ class PolicyInputs:
     entropy: torch.Tensor
     loss_mask: torch.Tensor
     sequence_ids: torch.Tensor
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from torchtitan.grpo.rollout import group_frames, link_messages
-from torchtitan.grpo.types import RolloutGroup
+from torchtitan.grpo.rollout import link_messages
+from torchtitan.grpo.rollout.codec import Packed, pack, unpack
+from torchtitan.grpo.types import Rollout, RolloutGroup
 
 _POLL_MILLISECONDS = 100
 # Far above any request. The connection of a sender of more is closed.
@@ -36,12 +37,12 @@ class FetchRequest(msgspec.Struct):
 
 
 class FetchAnswer(msgspec.Struct):
-    """The requested rollouts, packed by :func:`group_frames.pack_groups` as one group each.
+    """The requested rollouts, a packed header; their arrays follow.
 
-    ``error`` is set, and ``groups`` empty, if the rollouts cannot be delivered.
+    ``error`` is set, and ``rollouts`` empty, if they cannot be delivered.
     """
 
-    groups: list[group_frames.GroupHeader]
+    rollouts: msgspec.Raw = msgspec.Raw(b"\xc0")
     error: str = ""
 
 
@@ -69,15 +70,13 @@ class BatchHolder:
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.endpoint = f"tcp://{host}:{port}"
         self._version = -1
-        self._held: list[RolloutGroup] = []
+        self._held: list[Rollout] = []
 
     def hold(self, version: int, groups: Sequence[RolloutGroup]) -> None:
-        """Stores the rollouts of a batch, each as its own group, and drops the previous batch."""
+        """Stores the rollouts of a batch and drops the previous batch."""
         self._version = version
         self._held = [
-            RolloutGroup(group.group_id, "", (replace(rollout, completion=""),), "")
-            for group in groups
-            for rollout in group.rollouts
+            replace(rollout, completion="") for group in groups for rollout in group.rollouts
         ]
 
     async def run(self) -> None:
@@ -92,12 +91,11 @@ class BatchHolder:
     def _answer(self, request: FetchRequest) -> tuple[FetchAnswer, list[bytes]]:
         if request.version != self._version:
             return FetchAnswer(
-                [],
-                f"it holds the batch of version {self._version}, and the request is for version "
-                f"{request.version}",
+                error=f"it holds the batch of version {self._version}, and the request is for "
+                f"version {request.version}"
             ), []
-        headers, arrays = group_frames.pack_groups([self._held[i] for i in request.positions])
-        return FetchAnswer(headers), arrays
+        packed = pack([self._held[i] for i in request.positions])
+        return FetchAnswer(packed.header), [packed.arrays]
 
     def close(self) -> None:
         """Closes the socket."""
@@ -122,8 +120,8 @@ class BatchFetcher:
 
     def fetch(
         self, version: int, positions: Sequence[int], timeout_seconds: float
-    ) -> list[RolloutGroup]:
-        """Returns the rollouts at these positions of a batch, each as its own group.
+    ) -> list[Rollout]:
+        """Returns the rollouts at these positions of a batch.
 
         Raises:
             FetchFailed: If the rollouts do not arrive in time, or are no longer held.
@@ -146,7 +144,7 @@ class BatchFetcher:
                 f"The rollout process at {self.endpoint} refused to deliver rollouts: "
                 f"{answer.error}."
             )
-        return group_frames.unpack_groups(answer.groups, arrays)
+        return unpack(Packed(answer.rollouts, arrays[0]), list[Rollout])
 
     def close(self) -> None:
         """Closes the socket."""

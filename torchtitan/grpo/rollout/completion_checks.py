@@ -15,50 +15,54 @@ from torchtitan.grpo.inference.answers import (
     first_bad_logprob,
     logprob_rule,
 )
-from torchtitan.grpo.types import NewRows, TopTokens, VersionSegment
+from torchtitan.grpo.types import Generation, NewRows, Rollout, VersionSegment, columns_of
 
 
-def completion_problem(
-    ids: np.ndarray,
-    logprobs: np.ndarray,
-    segments: Sequence[VersionSegment],
-    *,
-    vocab_size: int,
-    sampled: np.ndarray | None = None,
-    num_context: int = 0,
-    new_rows: NewRows = (),
-) -> str | None:
-    """Returns what is wrong with a completion, as the rest of a sentence; see :class:`Generation`."""
-    num_tokens = len(ids)
-    num_inserted = 0 if sampled is None else num_tokens - int(np.count_nonzero(sampled))
+def rollout_problem(rollout: Rollout, *, vocab_size: int, row_len: int) -> str | None:
+    """Returns what is wrong with a rollout, as the rest of a sentence, or None."""
+    prompt = rollout.prompt_ids
+    if not (len(prompt) and prompt.min() >= 0 and prompt.max() < vocab_size):
+        return f"the prompt must have token ids in [0, {vocab_size}), the model's vocabulary"
+    return (
+        completion_problem(rollout, vocab_size)
+        or length_problem(len(prompt), rollout, row_len)
+        or _rating_problem(rollout, vocab_size)
+    )
+
+
+def completion_problem(one: Generation, vocab_size: int) -> str | None:
+    """Returns what is wrong with a completion, as the rest of a sentence, or None."""
+    ids, num_tokens = one.token_ids, len(one.token_ids)
     if num_tokens == 0:
         return "it has no token"
     if not (ids.min() >= 0 and ids.max() < vocab_size):
         return f"its token ids are {ids.min()} to {ids.max()}, expected 0 to {vocab_size - 1}"
-    if len(logprobs) != num_tokens:
-        return (
-            f"its {len(logprobs)} logprobs are not one for each of {num_tokens} completion tokens"
-        )
-    if (bad := first_bad_logprob(logprobs, LOWEST_SAMPLED_LOGPROB)) is not None:
+    for name, column in columns_of(type(one)).items():
+        values = getattr(one, name)
+        if values is not None and (len(values), values.ndim) != (num_tokens, 1 + column.is_list):
+            return (
+                f"its {len(values)} {name} are not one for each of {num_tokens} completion tokens"
+            )
+    if (bad := first_bad_logprob(one.logprobs, LOWEST_SAMPLED_LOGPROB)) is not None:
         rule = logprob_rule(LOWEST_SAMPLED_LOGPROB)
-        return f"its logprobs {rule}, got {logprobs[bad]} at token {bad}"
-    if not _cover(segments, num_tokens):
-        return f"its version segments {list(segments)!s:.300} do not cover {num_tokens} tokens"
-    if sampled is not None and len(sampled) != num_tokens:
-        return f"its mask of sampled tokens has {len(sampled)} entries for {num_tokens} tokens"
-    if not 0 <= num_context <= num_inserted:
-        return f"num_context must be in [0, {num_inserted}], got {num_context}"
-    return _new_rows_problem(new_rows, num_tokens)
+        return f"its logprobs {rule}, got {one.logprobs[bad]} at token {bad}"
+    if not _cover(one.segments, num_tokens):
+        return f"its version segments {list(one.segments)!s:.300} do not cover {num_tokens} tokens"
+    num_inserted = num_tokens - one.num_trained
+    if not 0 <= one.num_context <= num_inserted:
+        return f"num_context must be in [0, {num_inserted}], got {one.num_context}"
+    return _new_rows_problem(one.new_rows, num_tokens)
 
 
-def length_problem(
-    num_prompt: int, num_completion: int, new_rows: NewRows, row_len: int
-) -> str | None:
+def length_problem(num_prompt: int, one: Generation, row_len: int) -> str | None:
     """Returns that a completion does not fit in a row of ``training.seq_len``, or None if it does."""
-    longest = longest_sequence(num_prompt, num_completion, new_rows)
+    longest = longest_sequence(num_prompt, len(one.token_ids), one.new_rows)
     if longest <= row_len:
         return None
-    return f"prompt and completion must have at most training.seq_len ({row_len}) tokens, got {longest}"
+    return (
+        f"prompt and completion must have at most training.seq_len ({row_len}) tokens, got {longest}; "
+        "raise training.seq_len"
+    )
 
 
 def longest_sequence(num_prompt: int, num_completion: int, new_rows: NewRows) -> int:
@@ -68,29 +72,25 @@ def longest_sequence(num_prompt: int, num_completion: int, new_rows: NewRows) ->
     return max(num_prompt + lengths[0], *lengths[1:], 0)
 
 
-def rating_problem(
-    logprobs: np.ndarray | None, top: TopTokens | None, num_tokens: int, vocab_size: int
-) -> str | None:
-    """Returns what is wrong with a teacher's rating of a completion of ``num_tokens`` tokens."""
-    if logprobs is not None and len(logprobs) != num_tokens:
-        return (
-            f"each of the {num_tokens} completion tokens must have a teacher's logprob, got "
-            f"{len(logprobs)}"
-        )
-    rule = logprob_rule(LOWEST_LOGPROB)
-    if logprobs is not None and (bad := first_bad_logprob(logprobs, LOWEST_LOGPROB)) is not None:
-        return f"teacher_logprobs {rule}, got {logprobs[bad]} at token {bad}"
-    if top is None:
+def _rating_problem(rollout: Rollout, vocab_size: int) -> str | None:
+    rating, rule = rollout.teacher_logprobs, logprob_rule(LOWEST_LOGPROB)
+    if rating is not None and (bad := first_bad_logprob(rating, LOWEST_LOGPROB)) is not None:
+        return f"teacher_logprobs {rule}, got {rating[bad]} at token {bad}"
+    ids, logprobs = rollout.teacher_top_ids, rollout.teacher_top_logprobs
+    if ids is None and logprobs is None:
         return None
-    if not len(top.ids) == len(top.logprobs) == num_tokens:
-        return f"teacher_top must hold k ids and k logprobs for each of the {num_tokens} completion tokens"
-    if not ((top.ids >= 0) & (top.ids < vocab_size)).all():
-        return f"the ids of teacher_top must be in [0, {vocab_size}), the model's vocabulary"
-    if (np.diff(np.sort(top.ids, axis=1), axis=1) == 0).any():
-        return "the ids of teacher_top must be different at each token"
-    if (bad := first_bad_logprob(top.logprobs.ravel(), LOWEST_LOGPROB)) is not None:
-        found = top.logprobs.ravel()[bad]
-        return f"the logprobs of teacher_top {rule}, got {found} at token {bad // top.ids.shape[1]}"
+    if ids is None or logprobs is None or ids.shape != logprobs.shape or not ids.shape[1]:
+        return (
+            "teacher_top_ids and teacher_top_logprobs must have equally many values, at least one, at "
+            "each token"
+        )
+    if not ((ids >= 0) & (ids < vocab_size)).all():
+        return f"teacher_top_ids must be in [0, {vocab_size}), the model's vocabulary"
+    if (np.diff(np.sort(ids, axis=1), axis=1) == 0).any():
+        return "teacher_top_ids must be different at each token"
+    if (bad := first_bad_logprob(logprobs.ravel(), LOWEST_LOGPROB)) is not None:
+        found = logprobs.ravel()[bad]
+        return f"teacher_top_logprobs {rule}, got {found} at token {bad // ids.shape[1]}"
     return None
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from torchtitan.grpo.types import Generation, VersionSegment
+from torchtitan.grpo.types import Generation, VersionSegment, columns_of
 
 
 def joined(before: Generation | None, after: Generation) -> Generation:
@@ -19,24 +19,23 @@ def joined(before: Generation | None, after: Generation) -> Generation:
         return after
     offset = len(before.token_ids)
     segments = list(before.segments)
-    for segment in after.segments:
-        moved = VersionSegment(segment.version, segment.start + offset, segment.end + offset)
-        if segments and segments[-1].version == moved.version:
-            moved = replace(moved, start=segments.pop().start)
+    for version, start, end in after.segments:
+        moved = VersionSegment(version, start + offset, end + offset)
+        if segments and segments[-1].version == version:
+            moved = moved._replace(start=segments.pop().start)
         segments.append(moved)
-    sampled = None
-    if before.sampled is not None or after.sampled is not None:
-        sampled = np.concatenate([_mask(before), _mask(after)])
     rewards = [r for r in (before.environment_reward, after.environment_reward) if r is not None]
-    return Generation(
-        token_ids=np.concatenate([before.token_ids, after.token_ids]),
-        logprobs=np.concatenate([before.logprobs, after.logprobs]),
-        finish_reason=after.finish_reason,
+    columns = {
+        name: column.joined([(len(p.token_ids), getattr(p, name)) for p in (before, after)])
+        for name, column in columns_of(Generation).items()
+    }
+    return replace(
+        after,
         segments=tuple(segments),
-        sampled=sampled,
         environment_reward=sum(rewards) if rewards else None,
         num_context=before.num_context + after.num_context,
         new_rows=(*before.new_rows, *((start + offset, n) for start, n in after.new_rows)),
+        **columns,
     )
 
 
@@ -48,7 +47,3 @@ def as_context(part: Generation) -> Generation:
         sampled=np.zeros(len(part.token_ids), np.bool_),
         num_context=part.num_written,
     )
-
-
-def _mask(part: Generation) -> np.ndarray:
-    return np.ones(len(part.token_ids), np.bool_) if part.sampled is None else part.sampled

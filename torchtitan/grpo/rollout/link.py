@@ -22,14 +22,15 @@ import zmq
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.errors import RunError
 from torchtitan.grpo.inference.server_log import log_tail
-from torchtitan.grpo.rollout import group_frames, link_messages
+from torchtitan.grpo.rollout import link_messages
 from torchtitan.grpo.rollout.awaited_evaluation import AwaitedEvaluation
 from torchtitan.grpo.rollout.child_process import end_process, start_process
+from torchtitan.grpo.rollout.codec import Packed, unpack
 from torchtitan.grpo.rollout.results import EvaluationResult, RolloutBatch
 from torchtitan.grpo.rollout.server_watch import ServerWatch
 from torchtitan.grpo.system.private_folders import make_private_folder, remove_private_folder
 from torchtitan.grpo.system.waits import Reminders
-from torchtitan.grpo.types import ServerInfo
+from torchtitan.grpo.types import RolloutGroup, ServerInfo
 
 _Answer = TypeVar("_Answer")
 
@@ -208,8 +209,7 @@ class RolloutLink:
         batch, frames = answer
         assert batch.version == version, f"got the batch of {batch.version}, expected {version}"
         self._asked_version = None
-        has_arrays = self._config.prompts.single_rank_load
-        groups = group_frames.unpack_groups(batch.groups, frames, has_arrays=has_arrays)
+        groups = unpack(Packed(batch.groups, frames[0]), list[RolloutGroup])
         return RolloutBatch(groups, batch.progress, batch.closed, batch.metrics, batch.part)
 
     @property

@@ -3,13 +3,12 @@
 
 """Messages that rank 0 and the rollout process exchange over ZeroMQ.
 
-A message is a list of frames. The first is a msgpack header. A batch is followed by the raw
-arrays of its groups; see :mod:`.group_frames`.
+A message is a list of frames. The first is a msgpack header. A batch is followed by the arrays of
+its groups; see :mod:`.codec`.
 """
 
 import msgspec
 
-from torchtitan.grpo.rollout import group_frames
 from torchtitan.grpo.rollout.ledger import CloseReason
 from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.types import BatchPart, PromptProgress, ServerInfo
@@ -128,17 +127,17 @@ class EvaluationDone(msgspec.Struct, tag=True):
 
 
 class Batch(msgspec.Struct, tag=True):
-    """Answer to :class:`NextBatch`, followed by the frames of ``pack_groups``.
+    """Answer to :class:`NextBatch`, followed by the arrays of ``groups``, a packed header.
 
-    The frames of token IDs and logprobs are empty if the ranks fetch them. If the batch has several
-    parts, ``progress``, ``closed`` and ``metrics`` are valid only in the part that ends it.
+    If the batch has several parts, ``progress``, ``closed`` and ``metrics`` are valid only in the part
+    that ends it.
     """
 
     version: int
     progress: PromptProgress
     closed: dict[int, CloseReason]
     metrics: dict[str, float]
-    groups: list[group_frames.GroupHeader]
+    groups: msgspec.Raw
     part: BatchPart
 
 

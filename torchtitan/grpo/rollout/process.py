@@ -27,9 +27,10 @@ import zmq
 import zmq.asyncio
 
 from torchtitan.grpo.config import RolloutProcessConfig
-from torchtitan.grpo.rollout import group_frames, link_messages
+from torchtitan.grpo.rollout import link_messages
 from torchtitan.grpo.rollout.announcer import Announcer
 from torchtitan.grpo.rollout.batch_fetch import BatchHolder
+from torchtitan.grpo.rollout.codec import pack, pack_without_arrays
 from torchtitan.grpo.rollout.process_monitor import LoopLag, RolloutMonitor
 from torchtitan.grpo.rollout.saved import SavedRollouts, file_of, remove_others, write_saved
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
@@ -220,13 +221,11 @@ class RolloutProcess:
         waiting = asyncio.ensure_future(session.producer.batch(command.version))
         await self._say_progress(waiting, session.producer.describe, session.dispatcher)
         batch = await waiting
-        headers, frames = group_frames.pack_groups(batch.groups)
-        if self._holder is not None:
+        if self._holder is None:
+            groups = pack(batch.groups)
+        else:
             self._holder.hold(command.version, batch.groups)
-            frames = group_frames.without_arrays(frames)
-            headers = group_frames.with_samples(
-                headers, batch.groups, self._config.samples_per_step
-            )
+            groups = pack_without_arrays(batch.groups, self._config.samples_per_step)
         # The lag since the previous batch is reported once, with the part that ends this one.
         metrics = batch.metrics | self._lag.take_metrics() if batch.part.ends_batch else {}
         answer = link_messages.Batch(
@@ -234,10 +233,10 @@ class RolloutProcess:
             batch.progress,
             batch.closed,
             metrics,
-            headers,
+            groups.header,
             batch.part,
         )
-        await self._send(answer, frames)
+        await self._send(answer, [groups.arrays])
 
     async def _send_evaluation(
         self, session: RolloutSession, command: link_messages.Evaluate

@@ -7,28 +7,28 @@ A resumed run continues with them. Finished groups wait again for their batch, a
 progress keep the completions that exist. Nothing is generated twice, so long answers are not
 at a disadvantage. The file is optional: without it, the prompts are still open in the ledger
 and are generated again. So they are if the file is damaged: it holds a checksum, and
-`saved_checks.py` checks what is read.
+:func:`check_saved` checks what is read.
 """
 
+import math
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
-from torchtitan.grpo.rollout import group_frames
+from torchtitan.grpo.rollout.codec import Packed, pack, unpack
+from torchtitan.grpo.rollout.completion_checks import (
+    completion_problem,
+    length_problem,
+    rollout_problem,
+)
+from torchtitan.grpo.rollout.earlier_saved import unpack_earlier
 from torchtitan.grpo.rollout.ledger import CloseReason
 from torchtitan.grpo.system.files import read_regular
-from torchtitan.grpo.types import (
-    FinishReason,
-    Generation,
-    PromptProgress,
-    RolloutGroup,
-    VersionSegment,
-)
+from torchtitan.grpo.types import Generation, PromptProgress, RolloutGroup
 
 FOLDER = "rollouts"
 """Folder in the dump folder. It holds one file per checkpoint, named after the step."""
@@ -39,7 +39,7 @@ class UnfinishedGroup:
     """A group that is not finished.
 
     Attributes:
-        group_id: Index of the prompt.
+        group_id: That of the prompt.
         start_version: Version that the group was admitted with. Its deadline counts from there.
         generations: The completions that are finished.
         begun: The generated parts of the other completions.
@@ -85,39 +85,16 @@ class SavedRolloutsError(ValueError):
     """Raised if a file of saved rollouts cannot be used. The message says why."""
 
 
-class _Generation(msgspec.Struct):
-    token_ids: bytes
-    logprobs: bytes
-    finish_reason: FinishReason
-    segments: list[tuple[int, int, int]]
-    sampled: bytes | None = None
-    environment_reward: float | None = None
-    num_context: int = 0
-    new_rows: list[tuple[int, int]] = []
-
-
-class _Unfinished(msgspec.Struct):
-    group_id: int
-    start_version: int
-    generations: list[_Generation]
-    begun: list[_Generation]
-
-
-class _Sealed(msgspec.Struct):
-    """What is in a file: a :class:`_File` with its CRC-32. Earlier releases wrote a bare one."""
-
-    crc32: int | None = None
-    content: msgspec.Raw = msgspec.Raw()
-
-
 class _File(msgspec.Struct):
-    version: int
-    position: int
-    open: list[int]
-    closed: dict[int, CloseReason]
-    finished: list[group_frames.GroupHeader]
-    frames: list[bytes]
-    unfinished: list[_Unfinished]
+    """Content of a file, with the CRC-32 of the rest of it.
+
+    ``packed`` encodes a :class:`Packed` of :class:`SavedRollouts`. Files of earlier releases have
+    ``content`` instead.
+    """
+
+    crc32: int
+    packed: bytes = b""
+    content: msgspec.Raw = msgspec.Raw()
 
 
 def file_of(dump_folder: str, step: int) -> Path:
@@ -127,26 +104,8 @@ def file_of(dump_folder: str, step: int) -> Path:
 
 def write_saved(path: Path, saved: SavedRollouts) -> None:
     """Writes the file atomically: it is either complete or unchanged."""
-    headers, frames = group_frames.pack_groups(saved.finished)
-    file = _File(
-        version=saved.version,
-        position=saved.progress.position,
-        open=list(saved.progress.open),
-        closed=saved.closed,
-        finished=headers,
-        frames=frames,
-        unfinished=[
-            _Unfinished(
-                g.group_id,
-                g.start_version,
-                [_packed(one) for one in g.generations],
-                [_packed(one) for one in g.begun],
-            )
-            for g in saved.unfinished
-        ],
-    )
-    content = msgspec.msgpack.encode(file)
-    sealed = msgspec.msgpack.encode(_Sealed(zlib.crc32(content), msgspec.Raw(content)))
+    packed = msgspec.msgpack.encode(pack(saved))
+    sealed = msgspec.msgpack.encode({"crc32": zlib.crc32(packed), "packed": packed})
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     try:
@@ -166,22 +125,14 @@ def read_saved(path: Path, version: int) -> SavedRollouts:
         SavedRolloutsError: If the file is damaged or belongs to another step.
     """
     try:
-        file = msgspec.msgpack.decode(_unsealed(read_regular(path)), type=_File)
-        saved = SavedRollouts(
-            version=file.version,
-            progress=PromptProgress(file.position, tuple(file.open)),
-            closed=file.closed,
-            finished=tuple(group_frames.unpack_groups(file.finished, file.frames)),
-            unfinished=tuple(
-                UnfinishedGroup(
-                    g.group_id,
-                    g.start_version,
-                    tuple(map(_unpacked, g.generations)),
-                    tuple(map(_unpacked, g.begun)),
-                )
-                for g in file.unfinished
-            ),
-        )
+        file = msgspec.msgpack.decode(read_regular(path), type=_File)
+        if file.crc32 != zlib.crc32(file.packed or file.content):
+            raise ValueError("its checksum is not that of its content")
+        if file.packed:
+            packed = msgspec.msgpack.decode(file.packed, type=Packed)
+            saved = unpack(packed, SavedRollouts)
+        else:
+            saved = msgspec.convert(unpack_earlier(file.content), SavedRollouts)
     except (OSError, ValueError, LookupError) as error:  # msgspec's errors are ValueErrors
         raise SavedRolloutsError(f"the file cannot be read: {error}") from error
     if saved.version != version:
@@ -189,15 +140,6 @@ def read_saved(path: Path, version: int) -> SavedRollouts:
             f"it must hold the rollouts of step {version}, got those of step {saved.version}"
         )
     return saved
-
-
-def _unsealed(content: bytes) -> bytes | msgspec.Raw:
-    sealed = msgspec.msgpack.decode(content, type=_Sealed)
-    if not sealed.content:
-        return content
-    if sealed.crc32 != zlib.crc32(sealed.content):
-        raise ValueError("its checksum is not that of its content")
-    return sealed.content
 
 
 def discard_after(dump_folder: str, step: int) -> None:
@@ -215,27 +157,67 @@ def remove_others(dump_folder: str, kept_steps: Sequence[int]) -> None:
             file.unlink(missing_ok=True)
 
 
-def _packed(generation: Generation) -> _Generation:
-    return _Generation(
-        token_ids=np.asarray(generation.token_ids, np.int32).tobytes(),
-        logprobs=np.asarray(generation.logprobs, np.float32).tobytes(),
-        finish_reason=generation.finish_reason,
-        segments=[(s.version, s.start, s.end) for s in generation.segments],
-        sampled=None if generation.sampled is None else generation.sampled.tobytes(),
-        environment_reward=generation.environment_reward,
-        num_context=generation.num_context,
-        new_rows=list(generation.new_rows),
-    )
+def check_saved(
+    saved: SavedRollouts, progress: PromptProgress, *, vocab_size: int, row_len: int
+) -> None:
+    """Refuses rollouts that cannot be those of a run.
+
+    Args:
+        saved: What was read.
+        progress: Progress of the run in the checkpoint, which may be older.
+        vocab_size: Of the model.
+        row_len: ``training.seq_len``.
+
+    Raises:
+        SavedRolloutsError: If prompts would be lost or issued twice, or if a completion would not
+            pass the checks of a server's answer.
+    """
+    for problem in (_ledger_problem(saved, progress), *_problems(saved, vocab_size, row_len)):
+        if problem is not None:
+            raise SavedRolloutsError(problem)
 
 
-def _unpacked(packed: _Generation) -> Generation:
-    return Generation(
-        token_ids=np.frombuffer(packed.token_ids, np.int32),
-        logprobs=np.frombuffer(packed.logprobs, np.float32),
-        finish_reason=packed.finish_reason,
-        segments=tuple(VersionSegment(*segment) for segment in packed.segments),
-        sampled=None if packed.sampled is None else np.frombuffer(packed.sampled, np.bool_),
-        environment_reward=packed.environment_reward,
-        num_context=packed.num_context,
-        new_rows=tuple(packed.new_rows),
+def _ledger_problem(saved: SavedRollouts, progress: PromptProgress) -> str | None:
+    """Returns that the ledger would not be exact: each prompt is trained once, or closed."""
+    found = saved.progress
+    since = range(progress.position, found.position)
+    issued = [*found.open, *saved.closed]
+    # Numbers first: a damaged position can be any.
+    is_exact = (
+        found.position >= progress.position
+        and len(issued) == len(progress.open) + found.position - progress.position
+        and sorted(issued) == sorted([*progress.open, *since])
     )
+    if not is_exact:
+        return "the prompts in it are not those that were open at the checkpoint and those after it"
+    kept = [group.group_id for group in (*saved.finished, *saved.unfinished)]
+    if len(set(kept)) != len(kept) or not set(kept) <= set(found.open):
+        return "it must hold each open prompt once at most, and no other"
+    return None
+
+
+def _problems(saved: SavedRollouts, vocab_size: int, row_len: int) -> Iterator[str | None]:
+    for group in saved.finished:
+        if not group.rollouts:
+            yield f"group {group.group_id} has no rollout"
+        for rollout in group.rollouts:
+            problem = rollout_problem(rollout, vocab_size=vocab_size, row_len=row_len)
+            rewards = [rollout.reward, *rollout.reward_components.values()]
+            if problem := problem or _problem(rollout, saved.version, rewards):
+                yield f"in group {group.group_id}, {problem}"
+    for unfinished in saved.unfinished:
+        if unfinished.start_version > saved.version:
+            yield f"group {unfinished.group_id} began after the checkpoint"
+        for one in (*unfinished.generations, *unfinished.begun):
+            problem = completion_problem(one, vocab_size) or length_problem(0, one, row_len)
+            if problem := problem or _problem(one, saved.version, [one.environment_reward]):
+                yield f"in group {unfinished.group_id}, {problem}"
+
+
+def _problem(one: Generation, version: int, rewards: Sequence[float | None]) -> str | None:
+    newest = max(segment.version for segment in one.segments)
+    if newest > version:
+        return f"version {newest} is newer than the checkpoint"
+    if not all(math.isfinite(reward) for reward in rewards if reward is not None):
+        return f"rewards must be finite, got {rewards}"
+    return None

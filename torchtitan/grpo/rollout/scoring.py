@@ -98,17 +98,11 @@ class Scorer:
             if value is not None
         }
         return Rollout(
+            **vars(generation),
             prompt_ids=prompt.token_ids,
-            token_ids=generation.token_ids,
-            logprobs=generation.logprobs,
-            segments=generation.segments,
-            finish_reason=generation.finish_reason,
             completion=text,
             reward=weighted_sum(values, self._weights) if self._names else 0.0,
             reward_components=components,
-            sampled=generation.sampled,
-            num_context=generation.num_context,
-            new_rows=generation.new_rows,
         )
 
 

@@ -31,8 +31,7 @@ from torchtitan.grpo.rollout.ledger import Ledger
 from torchtitan.grpo.rollout.longest_first import LengthRanker
 from torchtitan.grpo.rollout.producer import Producer
 from torchtitan.grpo.rollout.rollout_filters import CompletionFilter, WasteBudget
-from torchtitan.grpo.rollout.saved import SavedRollouts, SavedRolloutsError, read_saved
-from torchtitan.grpo.rollout.saved_checks import check_saved
+from torchtitan.grpo.rollout.saved import SavedRollouts, SavedRolloutsError, check_saved, read_saved
 from torchtitan.grpo.rollout.scoring import Scorer
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.fleet import ServerFleet, server_needs

@@ -151,8 +151,8 @@ def model_inputs(rows: TrainRows, *, trains: bool = False) -> dict[str, Any]:
     Args:
         trains: Whether a loss follows. Only then are the logprobs of a teacher's tokens of use.
     """
-    has_top = trains and rows.teacher_top_ids is not None
-    top = {"other_ids": rows.teacher_top_ids} if has_top else {}
+    has_top = trains and "teacher_top_ids" in rows.columns
+    top = {"other_ids": rows.columns["teacher_top_ids"]} if has_top else {}
     return top | {
         "scored": ScoredTokens(rows.scored, rows.host_mask),
         "sequence_ids": rows.sequence_ids,

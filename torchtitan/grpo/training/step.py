@@ -16,20 +16,21 @@ import torch
 
 from torchtitan.grpo.config import GRPO, Teacher
 from torchtitan.grpo.data.feed import Feed, TrainBatch
-from torchtitan.grpo.data.rows import NO_TOKEN, TrainRows
+from torchtitan.grpo.data.rows import COLUMNS, TrainRows
 from torchtitan.grpo.data.step_plan import SampleTable
 from torchtitan.grpo.losses.advantages import compute_advantages
 from torchtitan.grpo.losses.distillation import (
     TopLogprobs,
-    bounded,
     group_baselines,
     sample_sums,
+    sampled_reverse_kl,
     with_teacher,
 )
 from torchtitan.grpo.losses.kl import sample_kl_sums
 from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
 from torchtitan.grpo.losses.objective import LossInputs, objective, weight_sums
 from torchtitan.grpo.training.runner import ForwardJob, ForwardRunner
+from torchtitan.grpo.types import NO_TOKEN
 
 
 class WeightMean:
@@ -142,7 +143,7 @@ class MinibatchLoss:
         """
         rows = self.scored.rows.select(which)
         top = None
-        if rows.teacher_top_ids is not None:
+        if "teacher_top_ids" in rows.columns:
             output, of_teacher = output.tensor_split((2,), dim=-1)
             top = _top_logprobs(of_teacher, rows)
         logprobs, entropy = output.unbind(-1)
@@ -159,6 +160,7 @@ class MinibatchLoss:
             ptx_weights=rows.ptx_weights,
             sequence_ids=rows.sequence_ids,
             teacher_top=top,
+            columns=rows.columns,
         )
         mean = self.scored.mean_weight
         loss, self._metrics[which.start] = objective(inputs, self.config, mean, self.teacher)
@@ -170,9 +172,32 @@ class MinibatchLoss:
 
 
 def _top_logprobs(student: torch.Tensor, rows: TrainRows) -> TopLogprobs:
-    assert rows.teacher_top_ids is not None and rows.teacher_top_logprobs is not None
-    is_rated = rows.teacher_top_ids[..., 0] != NO_TOKEN
-    return TopLogprobs(student, rows.teacher_top_logprobs, is_rated)
+    is_rated = rows.columns["teacher_top_ids"][..., 0] != NO_TOKEN
+    return TopLogprobs(student, rows.columns["teacher_top_logprobs"], is_rated)
+
+
+def with_top_k(rows: TrainRows, top_k: int) -> TrainRows:
+    """Returns rows with ``teacher.top_k`` tokens of the teacher, or without any if it is 0.
+
+    Rows in which no teacher has rated a rollout have none: then no token is rated.
+
+    Raises:
+        ValueError: If the rollouts have another number of them.
+    """
+    columns = dict(rows.columns)
+    for name in ("teacher_top_ids", "teacher_top_logprobs"):
+        found = columns.pop(name, None)
+        if top_k and found is None:
+            empty = torch.from_numpy(COLUMNS[name].filled(1, top_k)).to(rows.tokens.device)
+            found = empty.expand(*rows.tokens.shape, top_k)
+        if top_k and found is not None:
+            columns[name] = found
+            if found.shape[-1] != top_k:
+                raise ValueError(
+                    f"teacher.top_k ({top_k}) must be the number of tokens that the teacher has rated "
+                    f"at each position of the rollouts, got {found.shape[-1]}. Set it to that."
+                )
+    return replace(rows, columns=columns)
 
 
 def num_updates(config: GRPO) -> int:
@@ -219,10 +244,9 @@ def score(
     is_normalized = config.mismatch_normalize
     weight_mean = WeightMean(config, feed, is_counted=is_counted) if is_normalized else None
     top_k = 0 if teacher is None else teacher.top_k
-    minibatches = [rows.with_top_k(top_k).to(device) for rows in batch.minibatches]
+    minibatches = [with_top_k(rows, top_k).to(device) for rows in batch.minibatches]
     if top_k:
         teacher = None  # its part is a term of the loss, and none of the advantage
-    minibatches = [_bounded(rows, teacher) for rows in minibatches]
     ref = [_job(reference, rows, config) for rows in minibatches]
     old = [
         _job(policy if scores_old_policy(config) else None, rows, config) for rows in minibatches
@@ -265,34 +289,45 @@ def _advantages(
         length_power=config.advantage_length_power,
     )
     if teacher is not None:
-        baselines = _teacher_baselines(minibatches, samples, feed, is_counted=is_counted)
+        baselines = _teacher_baselines(minibatches, samples, feed, teacher, is_counted=is_counted)
         advantages = advantages + teacher.coef * baselines
     return advantages
 
 
 def _teacher_baselines(
-    minibatches: Sequence[TrainRows], samples: SampleTable, feed: Feed, *, is_counted: bool
+    minibatches: Sequence[TrainRows],
+    samples: SampleTable,
+    feed: Feed,
+    teacher: Teacher,
+    *,
+    is_counted: bool,
 ) -> np.ndarray:
     """Returns what each sample's tokens diverge from the teacher on average, in its group."""
     sums = torch.zeros(len(samples), dtype=torch.float64)
     if is_counted:
         for rows in minibatches:
-            sums += sample_sums(rows.teacher_kl, rows.sample_ids, len(samples)).cpu()
+            teacher_kl = _teacher_kl(rows, teacher)
+            sums += sample_sums(teacher_kl, rows.sample_ids, len(samples)).cpu()
     sums = feed.all_reduce_sum(sums).numpy()
     return group_baselines(sums, samples.completion_lengths, samples.group_ids)
 
 
-def _bounded(rows: TrainRows, teacher: Teacher | None) -> TrainRows:
-    if teacher is None:
-        return rows
-    return replace(rows, teacher_kl=bounded(rows.teacher_kl, teacher.max_divergence))
+def _teacher_kl(rows: TrainRows, teacher: Teacher) -> torch.Tensor:
+    """Returns each trained token's divergence from the teacher, and 0 where nothing is rated."""
+    if "teacher_logprobs" not in rows.columns:
+        return torch.zeros_like(rows.generator_logprobs)
+    ratings = rows.columns["teacher_logprobs"]
+    return sampled_reverse_kl(
+        rows.generator_logprobs, ratings, rows.loss_mask, teacher.max_divergence
+    )
 
 
 def _with_advantages(rows: TrainRows, advantages: np.ndarray, teacher: Teacher | None) -> TrainRows:
     rows = rows.with_advantages(advantages)
     if teacher is None:
         return rows
-    of_tokens = with_teacher(rows.advantages, rows.teacher_kl, coef=teacher.coef)
+    teacher_kl = _teacher_kl(rows, teacher)
+    of_tokens = with_teacher(rows.advantages, teacher_kl, coef=teacher.coef)
     return replace(rows, advantages=of_tokens)
 
 

@@ -1,6 +1,7 @@
 """What is recorded is read back to the bit, whenever and however the run ended."""
 
 import gzip
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -9,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan.grpo.data.files import DataError
-from torchtitan.grpo.data.record import RecordReader, RolloutRecorder, read_groups
-from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, TopTokens, VersionSegment
+from torchtitan.grpo.data.record import RecordReader, RolloutRecorder
+from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, VersionSegment
 
 VOCAB_SIZE = 100
 TEMPERATURE = 0.7
@@ -58,7 +59,7 @@ def test_a_batch_is_read_back_as_it_was(path):
         (1, PromptProgress(20, (3, 7)), 1),
     ]
     expected = group(9, reward=None)
-    found = read_groups(batches[0])[1]
+    found = batches[0].groups[1]
     assert (found.group_id, found.prompt_text, found.server_url) == (
         9,
         "prompt \x00",
@@ -76,21 +77,18 @@ def test_a_batch_is_read_back_as_it_was(path):
 def test_a_teacher_s_rating_keeps_every_bit_and_may_be_absent(path):
     plain, _ = group().rollouts
     rating = np.array([-1 / 3, -1e-8], np.float32)
-    top = TopTokens(
-        np.array([[7, 2**31 - 1], [0, 8]], np.int32),
-        np.array([[-1 / 3, -1e-8], [-2.5, -7.0]], np.float32),
+    top_ids = np.array([[7, 2**31 - 1], [0, 8]], np.int32)
+    top_logprobs = np.array([[-1 / 3, -1e-8], [-2.5, -7.0]], np.float32)
+    rated = replace(
+        plain, teacher_logprobs=rating, teacher_top_ids=top_ids, teacher_top_logprobs=top_logprobs
     )
-    rated = replace(plain, teacher_logprobs=rating, teacher_top=top)
     record(path, [[RolloutGroup(0, "", (rated, plain), "")]]).close()
-    found, unrated = read_groups(read(path)[0])[0].rollouts
-    assert found.teacher_logprobs is not None
-    assert found.teacher_logprobs.tobytes() == rating.tobytes()
-    assert unrated.teacher_logprobs is None
-    assert found.teacher_top is not None
-    for mine, theirs in zip(vars(found.teacher_top).values(), vars(top).values(), strict=True):
+    found, unrated = read(path)[0].groups[0].rollouts
+    for name in ("teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs"):
+        mine, theirs = getattr(found, name), getattr(rated, name)
         assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
         assert mine.tobytes() == theirs.tobytes()
-    assert unrated.teacher_top is None
+        assert getattr(unrated, name) is None
 
 
 @given(sampled=st.lists(st.booleans(), min_size=1, max_size=20))
@@ -101,7 +99,7 @@ def test_what_an_environment_put_in_is_told_apart_again(tmp_path_factory, sample
     mixed = replace(first, sampled=mask)
     path = tmp_path_factory.mktemp("record") / "rollouts.jsonl"
     record(path, [[RolloutGroup(0, "", (mixed, first), "")]]).close()
-    found, plain = read_groups(read(path)[0])[0].rollouts
+    found, plain = read(path)[0].groups[0].rollouts
     assert plain.sampled is None
     # A mask that is True throughout says nothing.
     assert (found.sampled is None) == mask.all()
@@ -120,7 +118,7 @@ def test_numbers_keep_every_bit(tmp_path_factory, logprobs, reward):
     path = tmp_path_factory.mktemp("record") / "rollouts.jsonl"
     original = group(logprobs=logprobs, reward=reward)
     record(path, [[original]]).close()
-    found = read_groups(read(path)[0])[0].rollouts[0]
+    found = read(path)[0].groups[0].rollouts[0]
     expected = original.rollouts[0]
     assert found.logprobs.tobytes() == expected.logprobs.tobytes()
     assert np.float64(found.reward).tobytes() == np.float64(reward).tobytes()
@@ -171,7 +169,7 @@ def test_a_file_of_another_kind_is_refused_with_its_line(tmp_path):
         (b'{"prompt": "a"}\n', r"other\.jsonl:1: .*format"),
         (
             b'{"format": "torchtitan-grpo-rollouts", "format_version": 1, "vocab_size": 100}\n',
-            r"other\.jsonl:1: the format must be torchtitan-grpo-rollouts 3, got .* 1",
+            r"other\.jsonl:1: the format must be torchtitan-grpo-rollouts 4, got .* 1",
         ),
     ):
         path.write_bytes(content)
@@ -240,7 +238,7 @@ def test_a_flipped_bit_anywhere_changes_nothing_or_is_refused_with_its_file(tmp_
             assert str(path) in str(error)
             num_refused += 1
         else:  # a line that is cut off is told where it is replayed
-            assert found == expected[: len(found)]
+            assert [b.version for b in found] == [b.version for b in expected[: len(found)]]
             assert reader.was_cut_off or len(found) == len(expected), position
     assert num_refused > len(positions) * 0.9
 
@@ -257,3 +255,27 @@ def test_lines_of_earlier_releases_have_no_checksum(path):
     with open_file(path, "wb") as file:  # a copy by way of another system
         file.writelines(line.replace(b"\n", b"\r\n") for line in lines)
     assert [batch.groups[0].group_id for batch in read(path)] == [4, 9]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"observed": [[1, 3]]}, "observed must be ascending spans within the 2 completion tokens"),
+        ({"observed": [[1, 1], [0, 1]]}, "observed must be ascending spans"),
+        ({"completion_ids": [1 << 40, 2]}, "out of bounds"),
+        (
+            {"teacher_top_ids": {"k": 3, "data": "AAAAAAAAAAA="}},
+            "teacher_top_ids must hold k = 3 values for each of 2 completion tokens, got 2",
+        ),
+    ],
+)
+def test_columns_that_cannot_be_read_are_refused_with_their_place(tmp_path, changes, message):
+    path = tmp_path / "rollouts.jsonl"
+    record(path, [[group(4)]]).close()
+    header, line = path.read_bytes().splitlines()
+    batch = json.loads(line)
+    del batch["crc32"]
+    batch["groups"][0]["rollouts"][1] |= changes
+    path.write_bytes(b"\n".join([header, json.dumps(batch).encode(), b""]))
+    with pytest.raises(DataError, match=rf"rollouts.jsonl:2, group 4: .*{message}"):
+        read(path)

@@ -1,6 +1,5 @@
 """Recorded batches come again as steps, without any server."""
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +8,8 @@ import torch
 from metric_page import undescribed
 
 from torchtitan.grpo.data.files import DataError
-from torchtitan.grpo.data.record import BatchRecord, GroupRecord, RolloutRecord, RolloutRecorder
-from torchtitan.grpo.data.replay import ReplaySource, check_batch
+from torchtitan.grpo.data.record import RolloutRecorder
+from torchtitan.grpo.data.replay import ReplaySource
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.types import BatchPart, PromptProgress, Rollout, RolloutGroup, VersionSegment
@@ -227,82 +226,3 @@ def test_a_stop_is_not_the_end_of_the_file(record, replay):
     stopped[0] = True
     assert source.next_step(0, 1) is None
     assert not source.is_exhausted
-
-
-def batch(**changes):
-    fields = {"completion_ids": [7, 8], "logprobs": [-1.0, -2.0], "segments": [(0, 0, 2)]}
-    one = RolloutRecord(reward=1.0, **fields | changes)
-    return BatchRecord(0, PromptProgress(), [GroupRecord(3, [5, 6], [one])])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"completion_ids": [7, 100]}, r"file:2, group 3, rollout 0, completion_ids: .*\[0, 100\)"),
-        ({"completion_ids": [-1, 7]}, r"token ids must be in \[0, 100\).*got -1"),
-        ({"completion_ids": []}, r"there must be at least one token id"),
-        ({"logprobs": [-1.0]}, r"its 1 logprobs are not one for each of 2 completion tokens"),
-        *(
-            ({"logprobs": [-1.0, value]}, r"its logprobs must be finite, above -87\.337 .* token 1")
-            for value in (-1e300, -87.4, -104.0, -9999.0, 0.1, 1e30, math.inf, -math.inf, math.nan)
-        ),
-        *(
-            ({"segments": segments}, r"its version segments .* do not cover 2 tokens")
-            for segments in (
-                [],
-                [(0, 0, 1)],
-                [(0, 1, 2)],
-                [(0, 0, 3)],
-                [(0, 0, 1), (0, 0, 2)],
-                [(-2, 0, 2)],
-                [(0, 0, 2), (0, 2, 2)],
-                [(0, 0, -2), (0, -2, 2)],
-            )
-        ),
-        ({"segments": [(0, 0, 1), (1, 1, 2)]}, r"versions up to that of the batch \(0\), got 1"),
-        ({"num_context": 1}, r"num_context must be in \[0, 0\], got 1"),
-        ({"new_rows": [(1, 1)]}, r"new_rows must be ascending places"),
-        ({"new_rows": [(0, 1)]}, r"new_rows must be ascending places"),
-        ({"observed": [(0, 2)]}, r"observed must be ascending spans .* leave one to train on"),
-        ({"observed": [(1, 3)]}, r"observed must be ascending spans within the 2"),
-        ({"observed": [(1, 1), (0, 1)]}, r"observed must be ascending spans"),
-        (
-            {"completion_ids": [7] * 9, "logprobs": [-1.0] * 9, "segments": [(0, 0, 9)]},
-            r"at most training\.seq_len \(10\) tokens, got 11",
-        ),
-    ],
-)
-def test_what_cannot_be_trained_on_is_refused_with_its_place(changes, message):
-    check_batch(batch(), "file:2", vocab_size=100, row_len=10)
-    with pytest.raises(DataError, match=message):
-        check_batch(batch(**changes), "file:2", vocab_size=100, row_len=10)
-
-
-@pytest.mark.parametrize(
-    "progress",
-    [
-        PromptProgress(-1), PromptProgress(3, (3,)), PromptProgress(3, (2, 1)),
-        PromptProgress(3, (1, 1)), PromptProgress(3, (-1, 1)),
-    ],
-)  # fmt: skip
-def test_progress_that_cannot_be_is_refused(progress):
-    one = batch()
-    one.progress = progress
-    with pytest.raises(DataError, match=r"file:2: progress.open must be ascending"):
-        check_batch(one, "file:2", vocab_size=100, row_len=10)
-
-
-def test_groups_must_be_told_apart():
-    twice = batch()
-    twice.groups *= 2
-    with pytest.raises(DataError, match=r"file:2: group_id must be unique, got \[3, 3\]"):
-        check_batch(twice, "file:2", vocab_size=100, row_len=10)
-    with pytest.raises(DataError, match=r"a batch must have a group"):
-        check_batch(BatchRecord(0, PromptProgress(), []), "file:2", vocab_size=100, row_len=10)
-    with pytest.raises(DataError, match=r"a group must have a rollout"):
-        check_batch(
-            BatchRecord(0, PromptProgress(), [GroupRecord(1, [2], [])]),
-            "f",
-            vocab_size=100,
-            row_len=10,
-        )

@@ -4,7 +4,6 @@
 """A rollout of several rows is one sample: it weighs as much, and travels as it is."""
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,20 +11,14 @@ import torch
 
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.data.cost import token_cost
-from torchtitan.grpo.data.packing_list import packing_list, rows_from, sources_of
-from torchtitan.grpo.data.record import RecordReader, RolloutRecorder, read_groups
-from torchtitan.grpo.data.rollout_rows import sequences_of
+from torchtitan.grpo.data.rows import sequences_of
 from torchtitan.grpo.data.step_plan import StepPlan, plan_step
-from torchtitan.grpo.rollout import group_frames
 from torchtitan.grpo.rollout.completion_checks import longest_sequence
 from torchtitan.grpo.rollout.joining import joined
-from torchtitan.grpo.rollout.saved import SavedRollouts, UnfinishedGroup, read_saved, write_saved
 from torchtitan.grpo.types import (
     Generation,
-    PromptProgress,
     Rollout,
     RolloutGroup,
-    TopTokens,
     VersionSegment,
     without_contexts,
 )
@@ -52,7 +45,8 @@ def rollout(reward: float, rows: tuple[tuple[int, int], ...] = ()) -> Rollout:
 def rated(made: Rollout) -> Rollout:
     """Two tokens of a teacher at each position, which tell where they belong."""
     ids = (np.arange(10)[:, None] * 10 + np.arange(2)).astype(np.int32)
-    return dataclasses.replace(made, teacher_top=TopTokens(ids, -ids.astype(np.float32)))
+    logprobs = -ids.astype(np.float32)
+    return dataclasses.replace(made, teacher_top_ids=ids, teacher_top_logprobs=logprobs)
 
 
 def groups(rows: tuple[tuple[int, int], ...], is_rated: bool = False) -> list[RolloutGroup]:
@@ -79,34 +73,13 @@ def test_each_context_begins_a_sequence_with_what_the_server_was_sent():
     assert longest_sequence(2, 10, []) == 12
 
 
-def test_a_teacher_s_tokens_are_divided_as_the_completion_is():
+def test_columns_are_divided_as_the_completion_is():
     first, second = sequences_of(rated(rollout(1.0, ((3, 4),))))
-    assert first.teacher_top is not None and second.teacher_top is not None
-    assert first.teacher_top.ids.tolist() == [[0, 1], [10, 11], [20, 21]]
-    assert second.teacher_top.ids.tolist() == [[70, 71], [80, 81], [90, 91]]
-    assert second.teacher_top.logprobs.tolist() == [[-70, -71], [-80, -81], [-90, -91]]
+    assert first.columns["teacher_top_ids"].tolist() == [[0, 1], [10, 11], [20, 21]]
+    assert second.columns["teacher_top_ids"].tolist() == [[70, 71], [80, 81], [90, 91]]
+    assert second.columns["teacher_top_logprobs"].tolist() == [[-70, -71], [-80, -81], [-90, -91]]
     (whole,) = sequences_of(rollout(1.0))
-    assert whole.teacher_top is None
-
-
-@pytest.mark.parametrize(
-    ("tokens", "position", "logprob", "message"),
-    [
-        (9, 0, 0.0, r"Each of the 10 completion tokens must have .* got \(9, 2\)"),
-        (10, 2, -np.inf, "must be finite"),
-        (10, 9, np.nan, "must be finite"),
-    ],
-)
-def test_tokens_of_a_teacher_that_fit_no_completion_are_refused(tokens, position, logprob, message):
-    logprobs = np.zeros((tokens, 2), np.float32)
-    logprobs[4] = np.nan  # a token of the context, which is not trained
-    made = dataclasses.replace(rollout(1.0), teacher_top=None)
-    top = TopTokens(np.zeros((tokens, 2), np.int32), logprobs)
-    if tokens == 10:
-        sequences_of(dataclasses.replace(made, teacher_top=top))
-    logprobs[position, 1] = logprob
-    with pytest.raises(ValueError, match=message):
-        sequences_of(dataclasses.replace(made, teacher_top=top))
+    assert not whole.columns
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length"])
@@ -125,39 +98,6 @@ def test_a_rollout_weighs_as_much_in_several_rows_as_in_one(aggregation):
                 of_sample.scatter_add_(0, rows.sample_ids[trained], getattr(rows, field)[trained])
             sums.append(of_sample)
         torch.testing.assert_close(*sums)
-
-
-def test_a_rank_that_fetches_its_rollouts_lays_out_the_same_rows():
-    batch = groups(((3, 4),), is_rated=True)
-    made = plan(batch)
-    assert made.top_k == 2
-    flat = [r for group in batch for r in group.rollouts]
-    for rows, expected in zip(made.layout, made.rows_of_rank, strict=True):
-        where, weights = packing_list(rows, made.sequences, 10)
-        fetched = [RolloutGroup(0, "", (flat[i],), "") for i in sources_of(where)]
-        laid = rows_from(where, weights, fetched, num_rows=len(rows), row_len=16)
-        assert laid.teacher_top_ids is not None
-        for name, tensor in laid.tensors().items():
-            assert torch.equal(tensor, expected.tensors()[name]), name
-
-
-def test_rows_survive_processes_files_and_records(tmp_path: Path):
-    made = groups(((3, 4),))
-    headers, frames = group_frames.pack_groups(made)
-    assert group_frames.unpack_groups(headers, frames)[0].rollouts[0].new_rows == ((3, 4),)
-    sampled = np.ones(3, np.bool_)
-    begun = Generation(
-        np.ones(3, np.int32), np.zeros(3, np.float32), "stop", (VersionSegment(0, 0, 3),),
-        sampled=sampled, new_rows=((1, 1),),
-    )  # fmt: skip
-    saved = SavedRollouts(1, PromptProgress(), unfinished=(UnfinishedGroup(0, 0, (), (begun,)),))
-    write_saved(tmp_path / "x", saved)
-    assert read_saved(tmp_path / "x", 1).unfinished[0].begun[0].new_rows == ((1, 1),)
-    recorder = RolloutRecorder(str(tmp_path / "r.jsonl"), 128, 1.0, 0)
-    recorder.write(0, PromptProgress(), made)
-    recorder.close()
-    ((_, batch),) = RecordReader(str(tmp_path / "r.jsonl"), 128, 1.0, "rollout.replay")
-    assert read_groups(batch)[0].rollouts[0].new_rows == ((3, 4),)
 
 
 def test_parts_that_are_joined_keep_their_places():

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from torchtitan.grpo.data.rows import NO_SAMPLE, NO_TOKEN, Sample, TrainRows, build_rows
-from torchtitan.grpo.types import TopTokens
+from torchtitan.grpo.data.rows import NO_SAMPLE, Sample, TrainRows, build_rows
+from torchtitan.grpo.training.step import with_top_k
+from torchtitan.grpo.types import NO_TOKEN
 
 
 def sample(prompt, completion, logprobs, **weights):
@@ -39,49 +40,56 @@ def test_rows_are_aligned_to_the_predicted_token():
     assert not rows.ptx_weights[0].any()
 
 
-def test_a_teacher_s_divergence_stands_at_the_predicted_token():
-    mask = np.array([True, False, True])
-    divergence = np.array([0.5, 9.0, -0.25], np.float32)
-    rated = sample([5, 6], [7, 8, 9], [-1, 0, -2], sample_id=0, sampled=mask, teacher_kl=divergence)
-    rows = build_rows([rated, sample([3], [4], [-3], sample_id=1)], [[0, 1]], 8)
-    assert rows.teacher_kl[0].tolist() == [0, 0.5, 0, -0.25, 0, 0, 0, 0]
-    assert not packed().teacher_kl.any()
-
-
 def rated_rows() -> TrainRows:
-    """One sample with two tokens of a teacher at each position, of which one is context, and others."""
+    """A sample with two tokens of a teacher at each position, of which one is context, and others."""
     ids = np.array([[7, 1], [2, 3], [9, 4]], np.int32)
-    top = TopTokens(ids, np.array([[-0.5, -1], [np.nan, 0], [-2, -3]], np.float32))
+    logprobs = np.array([[-0.5, -1], [np.nan, 0], [-2, -3]], np.float32)
     mask = np.array([True, False, True])
-    rated = sample([5, 6], [7, 8, 9], [-1, 0, -2], sample_id=0, sampled=mask, teacher_top=top)
+    columns = {"teacher_top_ids": ids, "teacher_top_logprobs": logprobs}
+    ratings = {"teacher_logprobs": np.array([-0.5, -9, -0.25], np.float32)}
+    rated = sample(
+        [5, 6], [7, 8, 9], [-1, 0, -2], sample_id=0, sampled=mask, columns=columns | ratings
+    )
     alone = sample([3], [4], [-3], sample_id=1)
-    whole = sample([3], [8], [-3], sample_id=2, teacher_top=TopTokens(ids[:1], top.logprobs[:1]))
+    shorter = {"teacher_top_ids": ids[:1, :1]}
+    whole = sample([3], [8], [-3], sample_id=2, columns=shorter)
     mixed_in = sample([9], [2, 1], None, ptx_weight=0.125)
     return build_rows([rated, alone, whole, mixed_in], [[0, 1], [3, 2]], 8)
 
 
-def test_a_teacher_s_tokens_stand_at_the_predicted_token_and_nowhere_else():
-    rows = rated_rows()
-    assert rows.teacher_top_ids is not None and rows.teacher_top_logprobs is not None
-    nothing = [NO_TOKEN] * 2
+def test_columns_stand_at_the_predicted_token_and_nowhere_else():
+    rows, nothing = rated_rows().columns, [NO_TOKEN] * 2
     expected = [nothing] * 8
     expected[1], expected[3] = [7, 1], [9, 4]
-    assert rows.teacher_top_ids[0].tolist() == expected
-    assert rows.teacher_top_logprobs[0].tolist() == [
+    assert rows["teacher_top_ids"][0].tolist() == expected
+    assert rows["teacher_top_logprobs"][0].tolist() == [
         [0, 0], [-0.5, -1], [0, 0], [-2, -3], [0, 0], [0, 0], [0, 0], [0, 0]
     ]  # fmt: skip
-    assert rows.teacher_top_ids[1].tolist() == [*[nothing] * 3, [7, 1], *[nothing] * 4]
-    assert packed().teacher_top_ids is None and packed().teacher_top_logprobs is None
+    assert rows["teacher_top_ids"][1].tolist() == [*[nothing] * 3, [7, NO_TOKEN], *[nothing] * 4]
+    ratings = rows["teacher_logprobs"]
+    assert ratings[0, [1, 3]].tolist() == [-0.5, -0.25]
+    assert ratings.isnan().sum() == ratings.numel() - 2
+    assert not packed().columns
 
 
-def test_a_teacher_s_tokens_go_where_their_rows_go():
+def test_columns_go_where_their_rows_go():
     rows = rated_rows()
-    assert rows.teacher_top_ids is not None
     for part in (rows.select(slice(1, 2)), rows.microbatches(1)[1], rows.to(torch.device("cpu"))):
-        assert part.teacher_top_ids is not None and part.teacher_top_logprobs is not None
-        assert torch.equal(part.teacher_top_ids[-1], rows.teacher_top_ids[1])
-        assert part.teacher_top_logprobs[-1, 3].tolist() == [-0.5, -1]
-    assert packed().microbatches(1)[1].teacher_top_ids is None
+        assert part.columns.keys() == rows.columns.keys()
+        for name, tensor in part.columns.items():
+            torch.testing.assert_close(tensor[-1], rows.columns[name][1], equal_nan=True)
+
+
+def test_rows_take_the_number_of_tokens_that_the_run_asks_for():
+    rows = rated_rows()
+    assert with_top_k(rows, 2).columns.keys() == rows.columns.keys()
+    assert with_top_k(rows, 0).columns.keys() == {"teacher_logprobs"}
+    unrated = with_top_k(packed(), 3).columns
+    assert unrated["teacher_top_ids"].shape == unrated["teacher_top_logprobs"].shape == (3, 8, 3)
+    assert (unrated["teacher_top_ids"] == NO_TOKEN).all()
+    assert not unrated["teacher_top_logprobs"].any()
+    with pytest.raises(ValueError, match=r"teacher.top_k \(3\) must be the number .* got 2"):
+        with_top_k(rows, 3)
 
 
 def test_the_host_keeps_the_sequences_of_rows_on_a_device():
@@ -91,25 +99,6 @@ def test_the_host_keeps_the_sequences_of_rows_on_a_device():
     for part in (on_device.select(slice(0, 2)), on_device.microbatches(2)[0]):
         assert torch.equal(part.host_sequence_ids, rows.sequence_ids[:2])
         assert torch.equal(part.host_mask, rows.host_mask[:2])
-
-
-def test_rows_take_the_number_of_tokens_that_the_run_asks_for():
-    rows = rated_rows()
-    assert rows.with_top_k(2) is rows
-    assert rows.with_top_k(0).teacher_top_ids is rows.with_top_k(0).teacher_top_logprobs is None
-    unrated = packed().with_top_k(3)
-    assert unrated.teacher_top_ids is not None and unrated.teacher_top_logprobs is not None
-    assert unrated.teacher_top_ids.shape == unrated.teacher_top_logprobs.shape == (3, 8, 3)
-    assert (unrated.teacher_top_ids == NO_TOKEN).all() and not unrated.teacher_top_logprobs.any()
-    with pytest.raises(ValueError, match=r"teacher.top_k \(3\) must be the number .* got 2"):
-        rows.with_top_k(3)
-
-
-def test_samples_with_different_numbers_of_a_teacher_s_tokens_are_refused():
-    tops = [TopTokens(np.zeros((1, k), np.int32), np.zeros((1, k), np.float32)) for k in (2, 4)]
-    samples = [sample([3], [4], [-3], sample_id=i, teacher_top=top) for i, top in enumerate(tops)]
-    with pytest.raises(ValueError, match=r"the same number .* got \[2, 4\]"):
-        build_rows(samples, [[0, 1]], 8)
 
 
 def test_supervised_tokens_have_a_weight_and_no_sample():

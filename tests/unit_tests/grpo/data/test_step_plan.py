@@ -13,7 +13,7 @@ from torchtitan.grpo.data.cost import FlopsCost, token_cost
 from torchtitan.grpo.data.rows import NO_SAMPLE, Sample
 from torchtitan.grpo.data.step_plan import epoch_order, plan_step
 from torchtitan.grpo.losses.advantages import compute_advantages
-from torchtitan.grpo.types import Rollout, RolloutGroup, TopTokens, VersionSegment
+from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
 
 ROW_LEN = 16
 
@@ -28,7 +28,8 @@ def rollout(reward, length=3, version=7, first=0):
         finish_reason="stop",
         completion="",
         reward=reward,
-        teacher_top=TopTokens(ids[:, None] * [5, 7], -ids[:, None] / np.float32([2, 3])),
+        teacher_top_ids=ids[:, None] * np.array([5, 7], np.int32),
+        teacher_top_logprobs=-ids[:, None] / np.array([2, 3], np.float32),
     )
 
 
@@ -278,8 +279,8 @@ def trained_tokens(made):
                 rows.sample_ids, rows.positions, rows.tokens, rows.labels,
                 rows.generator_logprobs, rows.loss_weights, rows.ptx_weights,
             ]  # fmt: skip
-            if rows.teacher_top_ids is not None and rows.teacher_top_logprobs is not None:
-                columns += [*rows.teacher_top_ids.unbind(-1), *rows.teacher_top_logprobs.unbind(-1)]
+            for name in sorted(rows.columns):
+                columns += rows.columns[name].unbind(-1)
             values = torch.stack([column[where].double() for column in columns], dim=1)
             seen += [(m, *token) for token in values.tolist()]
     return sorted(seen)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from torchtitan.grpo import config as tables
-from torchtitan.grpo.data.rollout_rows import sequences_of
+from torchtitan.grpo.data.rows import sequences_of
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.rollout.chat_template import LeftOut
 from torchtitan.grpo.rollout.environments import EnvironmentPool, Episodes

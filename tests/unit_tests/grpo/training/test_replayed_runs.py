@@ -229,9 +229,11 @@ def rate(group: RolloutGroup) -> RolloutGroup:
         replace(
             r,
             teacher_logprobs=(r.logprobs + sign).astype(np.float32),
-            teacher_top=random_top_tokens(len(r.token_ids), seed=int(r.token_ids.sum())),
+            teacher_top_ids=top.ids,
+            teacher_top_logprobs=top.logprobs,
         )
         for r, sign in zip(group.rollouts, signs, strict=True)
+        for top in [random_top_tokens(len(r.token_ids), seed=int(r.token_ids.sum()))]
     ]
     return replace(group, rollouts=tuple(rollouts))
 
@@ -317,10 +319,10 @@ def train_plainly(
                 whole = all_logprobs(model, *token_ids(rollout))
                 logprobs = whole.gather(1, token_ids(rollout)[1][:, None])[:, 0]
                 if algorithm.teacher_top_k:
-                    assert rollout.teacher_top is not None
-                    loss = loss + algorithm.teacher_coef * coarse_reverse_kl(
-                        whole, rollout.teacher_top
-                    )
+                    ids, values = rollout.teacher_top_ids, rollout.teacher_top_logprobs
+                    assert ids is not None and values is not None
+                    kl = coarse_reverse_kl(whole, TopTokens(ids, values))
+                    loss = loss + algorithm.teacher_coef * kl
                 elif algorithm.teacher_coef:
                     advantage = advantage + algorithm.teacher_coef * taught[id(rollout)]
                 ratio = (logprobs - old_lp).exp()

@@ -125,9 +125,7 @@ def check_generation(
             "its tokenizer, or see docs/servers.md"
         )
     else:
-        problem = completion_problem(
-            generation.token_ids, generation.logprobs, generation.segments, vocab_size=vocab_size
-        )
+        problem = completion_problem(generation, vocab_size)
     if problem is not None:
         kind = LogprobsError if "logprobs" in problem else ServerError
         raise kind(f"{url} returned a completion that cannot be used: {problem}.")

@@ -54,7 +54,12 @@ class GroupRater:
         self._unrated_in_a_row = 0
         found = [rating for part in ratings for rating in part.result()]
         return [
-            replace(rollout, teacher_logprobs=logprobs, teacher_top=top)
+            replace(
+                rollout,
+                teacher_logprobs=logprobs,
+                teacher_top_ids=None if top is None else top.ids,
+                teacher_top_logprobs=None if top is None else top.logprobs,
+            )
             for rollout, (logprobs, top) in zip(rollouts, found, strict=True)
         ]
 

@@ -376,10 +376,10 @@ def test_each_completion_token_comes_with_the_teachers_most_likely_tokens(model)
         (rated,) = await GroupRater(pool, max_unrated_groups=2).rate([rollout()])
         assert teacher.num_tops == {3}
         assert rated.teacher_logprobs.tolist() == [-5.0, -6.0, -7.0]
-        assert rated.teacher_top.ids.dtype == np.int32
-        assert rated.teacher_top.ids.tolist() == [[0, 1, 2]] * 3
-        assert rated.teacher_top.logprobs.dtype == np.float32
-        assert rated.teacher_top.logprobs.tolist() == [[-1.0, -2.0, -3.0]] * 3
+        assert rated.teacher_top_ids.dtype == np.int32
+        assert rated.teacher_top_ids.tolist() == [[0, 1, 2]] * 3
+        assert rated.teacher_top_logprobs.dtype == np.float32
+        assert rated.teacher_top_logprobs.tolist() == [[-1.0, -2.0, -3.0]] * 3
 
     asyncio.run(run())
 

@@ -1,0 +1,106 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Records and saved rollouts that an earlier release wrote are read, and give the same rows.
+
+The files in ``earlier`` hold rollouts of several versions and turns, with masks, ratings and missing
+rewards; ``rows.npz`` holds the rows that the earlier release made of the record.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from torchtitan.grpo.config import GRPO
+from torchtitan.grpo.data.cost import token_cost
+from torchtitan.grpo.data.record import RecordReader, RolloutRecorder
+from torchtitan.grpo.data.rows import TrainRows
+from torchtitan.grpo.data.step_plan import plan_step
+from torchtitan.grpo.losses.distillation import sampled_reverse_kl
+from torchtitan.grpo.rollout.saved import check_saved, read_saved, write_saved
+from torchtitan.grpo.types import Generation, PromptProgress, RolloutGroup, VersionSegment
+
+FILES = Path(__file__).parent / "earlier"
+RECORD, SAVED = FILES / "rollouts.jsonl", FILES / "step-2.msgpack"
+
+
+def read(path: Path) -> list:
+    return [batch for _, batch in RecordReader(str(path), 64, 1.0, "rollout.replay")]
+
+
+def rows_of(groups: list[RolloutGroup], version: int) -> list[TrainRows]:
+    plan = plan_step(
+        groups, GRPO(), version=version, num_ranks=2, row_len=20, local_batch_size=1,
+        max_new_tokens=10, balance=True, cost=token_cost, row_bucket=1,
+    )  # fmt: skip
+    return plan.rows_of_rank
+
+
+def assert_equal(found: Generation, expected: Generation) -> None:
+    assert type(found) is type(expected)
+    for field in dataclasses.fields(expected):
+        name, value = field.name, getattr(expected, field.name)
+        other = getattr(found, name)
+        if isinstance(value, np.ndarray):
+            assert (other.dtype, other.shape) == (value.dtype, value.shape), name
+            assert other.tobytes() == value.tobytes(), name
+        else:
+            assert other == value, name
+
+
+@pytest.mark.parametrize("is_written_again", [False, True])
+def test_a_record_gives_the_rows_of_the_release_that_wrote_it(is_written_again, tmp_path):
+    batches, path = read(RECORD), RECORD
+    if is_written_again:
+        path = tmp_path / "rollouts.jsonl.gz"
+        recorder = RolloutRecorder(str(path), 64, 1.0, 0)
+        for batch in batches:
+            recorder.write(batch.version, batch.progress, batch.groups)
+        recorder.close()
+    expected = np.load(FILES / "rows.npz")
+    for step, batch in enumerate(read(path)):
+        for rank, rows in enumerate(rows_of(batch.groups, step + 1)):
+            found = rows.tensors()
+            ratings = found.pop("teacher_logprobs")
+            found["teacher_kl"] = sampled_reverse_kl(
+                rows.generator_logprobs, ratings, rows.loss_mask
+            )
+            prefix = f"{step}/{rank}/"
+            assert {n.removeprefix(prefix) for n in expected if n.startswith(prefix)} == set(found)
+            for name, tensor in found.items():
+                of_earlier = expected[prefix + name]
+                assert tensor.numpy().dtype == of_earlier.dtype, name
+                np.testing.assert_array_equal(tensor.numpy(), of_earlier, err_msg=name)
+
+
+@pytest.mark.parametrize("is_written_again", [False, True])
+def test_saved_rollouts_of_an_earlier_release_are_kept(is_written_again, tmp_path):
+    saved = read_saved(SAVED, 2)
+    if is_written_again:
+        write_saved(tmp_path / "x", saved)
+        saved = read_saved(tmp_path / "x", 2)
+    check_saved(saved, PromptProgress(12, (4, 9, 11)), vocab_size=64, row_len=20)
+    assert (saved.progress, saved.closed) == (PromptProgress(14, (4, 9, 11, 12)), {13: "filtered"})
+    first, second = read(RECORD)
+    recorded = {g.group_id: g for batch in (first, second) for g in batch.groups}
+    assert [group.group_id for group in saved.finished] == [4, 9, 11]
+    for group in saved.finished:
+        same = recorded[group.group_id]
+        named = ("prompt_text", "server_url", "columns", "is_chat", "file")
+        assert all(getattr(group, name) == getattr(same, name) for name in named)
+        for rollout, other in zip(group.rollouts, same.rollouts, strict=True):
+            assert_equal(rollout, other)
+    (unfinished,) = saved.unfinished
+    assert (unfinished.group_id, unfinished.start_version) == (12, 1)
+    (whole,), (begun,) = unfinished.generations, unfinished.begun
+    assert whole.token_ids.tolist() == [50, 38, 5, 49, 23]
+    assert (whole.sampled, whole.environment_reward, whole.finish_reason) == (None, None, "length")
+    assert begun.token_ids.tolist() == [41, 55, 24, 27, 29]
+    assert begun.logprobs.tolist() == pytest.approx(
+        [-4.5352, -3.0269, -2.0348, -4.9626, -2.2920], abs=1e-4
+    )
+    assert begun.sampled is not None and begun.sampled.tolist() == [True, False, True, True, False]
+    assert begun.segments == (VersionSegment(0, 0, 1), VersionSegment(1, 1, 5))
+    assert (begun.num_context, begun.new_rows, begun.environment_reward) == (1, ((1, 2),), 0.5)

@@ -1,0 +1,111 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What is packed is unpacked as it was, and columns follow from the table of `types.py`."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from torchtitan.grpo.rollout.codec import Packed, pack, pack_without_arrays, unpack
+from torchtitan.grpo.rollout.joining import joined
+from torchtitan.grpo.types import (
+    Column,
+    Generation,
+    Rollout,
+    RolloutGroup,
+    VersionSegment,
+    columns_of,
+)
+
+PROMPT = np.array([5, 6], np.int32)
+
+
+def rollout(length: int, num_top: int = 0, *, has_mask: bool = False) -> Rollout:
+    """A rollout with a value in each column, those of a teacher only with ``num_top``."""
+    values = {}
+    for name, column in columns_of(Rollout).items():
+        if (name.startswith("teacher") and num_top == 0) or (name == "sampled" and not has_mask):
+            continue
+        count = length * num_top if column.is_list else length
+        array = np.arange(count).astype(column.dtype)
+        values[name] = array.reshape(length, -1) if column.is_list else array
+    return Rollout(
+        **values,
+        segments=(VersionSegment(0, 0, 1), VersionSegment(1, 1, length)),
+        finish_reason="stop",
+        prompt_ids=PROMPT,
+        completion="färbig",
+        reward=1 / 3,
+        reward_components={"exact": 1.0},
+        num_context=1,
+        new_rows=((1, 1),),
+    )
+
+
+GROUPS = [
+    RolloutGroup(0, "a", (rollout(2, 3), rollout(3, has_mask=True)), "", {"x": [1]}, file="easy"),
+    RolloutGroup(1, "b", (rollout(5, 2),) * 2, "http://a", is_chat=True),
+]
+
+
+def assert_same(found: list[RolloutGroup], expected: list[RolloutGroup]) -> None:
+    for group, other in zip(found, expected, strict=True):
+        plain = dataclasses.replace(other, rollouts=())
+        assert dataclasses.replace(group, rollouts=()) == plain
+        for mine, theirs in zip(group.rollouts, other.rollouts, strict=True):
+            for field in dataclasses.fields(theirs):
+                one, same = getattr(mine, field.name), getattr(theirs, field.name)
+                if isinstance(same, np.ndarray):
+                    assert (one.dtype, one.shape) == (same.dtype, same.shape)
+                    assert one.tobytes() == same.tobytes()
+                    assert one.flags.aligned
+                else:
+                    assert one == same
+
+
+def test_groups_keep_every_bit_and_share_their_prompts():
+    found = unpack(pack(GROUPS), list[RolloutGroup])
+    assert_same(found, GROUPS)
+    assert len({id(r.prompt_ids) for group in found for r in group.rollouts}) == 1
+
+
+@pytest.mark.parametrize("change", [lambda b: b[:-8], lambda b: b + bytes(8)])
+def test_arrays_of_another_length_are_refused(change):
+    packed = pack(GROUPS)
+    with pytest.raises(ValueError):
+        unpack(Packed(packed.header, change(packed.arrays)), list[RolloutGroup])
+
+
+def test_without_arrays_masks_and_samples_stay_and_the_rest_takes_no_memory():
+    packed = pack_without_arrays(GROUPS, num_samples=1)
+    found = unpack(packed, list[RolloutGroup])
+    first, masked, last, _ = (r for group in found for r in group.rollouts)
+    assert first.token_ids.tolist() == [0, 1]
+    assert first.prompt_ids.tolist() == PROMPT.tolist()
+    assert masked.sampled is not None and masked.sampled.tolist() == [False, True, True]
+    assert (len(last.token_ids), last.token_ids.strides, last.token_ids.any()) == (5, (0,), False)
+    assert last.teacher_top_ids is not None and last.teacher_top_ids.shape == (5, 2)
+    assert not first.logprobs.any()
+    assert len(packed.arrays) == 24
+
+
+@pytest.mark.parametrize("name", columns_of(Generation))
+def test_every_column_of_a_generation_is_joined(name):
+    parts = [rollout(2, has_mask=True), rollout(3, has_mask=True)]
+    whole = joined(*parts)
+    values = np.concatenate([getattr(part, name) for part in parts])
+    assert getattr(whole, name).tolist() == values.tolist()
+    assert whole.segments == (VersionSegment(0, 0, 1), VersionSegment(1, 1, 2), *(
+        VersionSegment(0, 2, 3), VersionSegment(1, 3, 5)
+    ))  # fmt: skip
+    assert (whole.num_context, whole.new_rows) == (2, ((1, 1), (3, 1)))
+
+
+def test_what_a_part_lacks_is_filled_in_a_joined_column():
+    mask, lists = Column(np.bool_, fill=True), Column(np.int32, fill=-1, is_list=True)
+    assert mask.joined([(2, None), (1, np.array([False]))]).tolist() == [True, True, False]
+    assert mask.joined([(2, None), (1, None)]) is None
+    short, long = np.array([[7]], np.int32), np.array([[8, 9]], np.int32)
+    assert lists.joined([(1, short), (1, None), (1, long)]).tolist() == [[7, -1], [-1, -1], [8, 9]]

@@ -1,0 +1,114 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Packs dataclasses with arrays, such as groups of rollouts, as a msgpack header and raw arrays.
+
+The packed form travels between processes and is the content of files of saved rollouts. In the
+header, :class:`_Array` stands for an array that follows, in the order of the header. An array that
+several objects share, as rollouts share their prompt, follows once.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from torchtitan.grpo.types import RolloutGroup
+
+_Value = TypeVar("_Value")
+
+_ALIGNMENT = 8
+"""Arrays begin at multiples of it, so that views of them are aligned."""
+
+
+class _Array(msgspec.Struct, array_like=True):
+    """Stands for an array in a header.
+
+    ``shared`` is the position of the same array among those before it, or -1. An array that is
+    not ``sent`` has zeros.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    sent: bool = True
+    shared: int = -1
+
+
+class Packed(msgspec.Struct):
+    """A packed value.
+
+    Attributes:
+        header: Everything but the arrays.
+        arrays: The bytes of the arrays.
+    """
+
+    header: msgspec.Raw
+    arrays: bytes
+
+
+def pack(value: Any, is_sent: Callable[[np.ndarray], bool] = lambda array: True) -> Packed:
+    """Packs a value; arrays for which ``is_sent`` returns False become zeros."""
+    positions: dict[int, int] = {}
+    parts: list[bytes | memoryview] = []
+
+    def describe(array: Any) -> _Array:
+        if not isinstance(array, np.ndarray):
+            raise NotImplementedError(f"a {type(array).__name__} cannot be packed")
+        if id(array) in positions:
+            return _Array("", (), shared=positions[id(array)])
+        positions[id(array)] = len(positions)
+        sent = is_sent(array)
+        if sent and array.nbytes:
+            parts.append(memoryview(np.ascontiguousarray(array)).cast("B"))
+            parts.append(bytes(-array.nbytes % _ALIGNMENT))
+        return _Array(array.dtype.str, array.shape, sent)
+
+    header = msgspec.msgpack.encode(value, enc_hook=describe)
+    return Packed(msgspec.Raw(header), b"".join(parts))
+
+
+def unpack(packed: Packed, kind: type[_Value]) -> _Value:
+    """Reverses :func:`pack`. The arrays are views of the bytes, and therefore read-only.
+
+    Raises:
+        ValueError: If the header is not that of a ``kind``, or the arrays are not its arrays.
+    """
+    found: list[np.ndarray] = []
+    position = 0
+
+    def take(of_type: type, fields: Any) -> np.ndarray:
+        nonlocal position
+        assert of_type is np.ndarray
+        array = msgspec.convert(fields, _Array)
+        if array.shared >= 0:
+            return found[array.shared]
+        dtype = np.dtype(array.dtype)
+        if array.sent:
+            count = int(np.prod(array.shape))
+            view = (
+                np.frombuffer(packed.arrays, dtype, count, position)
+                if count
+                else np.empty(0, dtype)
+            )
+            position += view.nbytes + -view.nbytes % _ALIGNMENT
+            found.append(view.reshape(array.shape))
+        else:  # takes no memory
+            found.append(np.broadcast_to(np.zeros((), dtype), array.shape))
+        return found[-1]
+
+    value = msgspec.msgpack.decode(packed.header, type=kind, dec_hook=take)
+    if position != len(packed.arrays):
+        raise ValueError("its arrays are longer than its header says")
+    return value
+
+
+def pack_without_arrays(groups: Sequence[RolloutGroup], num_samples: int) -> Packed:
+    """Packs groups for a rank that plans them: their arrays become zeros.
+
+    The masks of trained tokens stay, from which the plan follows, and the token ids of the first
+    rollout of the first ``num_samples`` groups, which are logged.
+    """
+    first = [group.rollouts[0] for group in groups[:num_samples]]
+    kept: Collection[int] = {id(a) for r in first for a in (r.prompt_ids, r.token_ids)}
+    return pack(groups, lambda array: array.dtype == np.bool_ or id(array) in kept)
