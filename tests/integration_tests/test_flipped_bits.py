@@ -20,8 +20,7 @@ from torchtitan.grpo.data.replay import check_batch
 from torchtitan.grpo.models.hf_config import ModelError, read_hf_model
 from torchtitan.grpo.observe.run_log import RunLog
 from torchtitan.grpo.resume.checkpoint_files import quick_problem
-from torchtitan.grpo.rollout.saved import SavedRolloutsError, read_saved
-from torchtitan.grpo.rollout.saved_checks import check_saved
+from torchtitan.grpo.rollout.saved import SavedRolloutsError, check_saved, read_saved
 from torchtitan.grpo.run_folder.launch import is_restart
 from torchtitan.grpo.system.files import damaged_files
 from torchtitan.grpo.types import PromptProgress
