@@ -158,7 +158,7 @@ def measure(model: Any, step_tokens: int | None, with_long: bool, arguments) -> 
 
 def warm_up(engine: Engine, arguments: argparse.Namespace) -> None:
     """Fills every row once, one of them with a long prompt, and waits until all requests end."""
-    engine.pause("retract").result(TIMEOUT_SECONDS)
+    engine.pause().result(TIMEOUT_SECONDS)
     for length in [LONG_PROMPT] + [8] * (arguments.running + FREE_ROWS - 1):
         params = SamplingParams(max_new_tokens=1)
         engine.submit([Request("warm", [1] * length, params, frozenset(), False, lambda *_: None)])

@@ -129,7 +129,7 @@ def _decode(
     # All prompts in the first step, so that the second one has all rows.
     engine = Engine(runner, steps.report, max_prefill_tokens=rows * sizes.prompt)
     engine.start()
-    engine.pause("retract").result(_TIMEOUT_SECONDS)
+    engine.pause().result(_TIMEOUT_SECONDS)
     for row in range(rows):
         params = SamplingParams(max_new_tokens=sizes.steps, sampling_seed=row if seeded else None)
         prompt = [(7 * row + i) % sizes.model["vocab_size"] for i in range(sizes.prompt)]

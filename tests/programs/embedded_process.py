@@ -125,9 +125,7 @@ class Client:
 
     async def generate(self, prompt: Any, **more: Any) -> Any:
         sampling = {"max_new_tokens": 8, "ignore_eos": True, **more.pop("sampling", {})}
-        return await self.post(
-            "/generate", input_ids=prompt, return_logprob=True, sampling_params=sampling, **more
-        )
+        return await self.post("/generate", input_ids=prompt, sampling_params=sampling, **more)
 
     async def until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         async def poll() -> dict[str, Any]:
@@ -172,9 +170,7 @@ class Trainer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        # A test may have ended the group already: 400 is as good.
-        await self.client.call("POST", "/end_weight_update", {})
-        await self.client.call("POST", "/destroy_weights_update_group", {"group_name": self.name})
+        await self.client.post("/leave_weight_groups")
         destroy_weight_group(self.group)
 
     def describe(self, tensors: Tensors, **more: Any) -> dict[str, Any]:
@@ -183,6 +179,7 @@ class Trainer:
             "dtypes": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
             "shapes": [list(t.shape) for t in tensors.values()],
             "group_name": self.name,
+            "load_format": "flattened_bucket",
             **more,
         }
 
@@ -190,13 +187,11 @@ class Trainer:
         for tensor in tensors:
             dist.broadcast(tensor.contiguous(), src=0, group=self.group)
 
-    async def send(self, tensors: Tensors, flattened: bool = True, **more: Any) -> None:
-        body = self.describe(tensors, load_format="flattened_bucket" if flattened else None, **more)
+    async def send(self, tensors: Tensors, **more: Any) -> None:
+        body = self.describe(tensors, **more)
         answer = asyncio.create_task(self.client.post("/update_weights_from_distributed", **body))
-        wire = list(tensors.values())
-        if flattened:
-            wire = [torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in wire])]
-        await asyncio.to_thread(self.broadcast, wire)
+        wire = [t.contiguous().view(-1).view(torch.uint8) for t in tensors.values()]
+        await asyncio.to_thread(self.broadcast, [torch.cat(wire)])
         await answer
 
 
@@ -210,8 +205,8 @@ def halves(tensors: Tensors) -> tuple[Tensors, Tensors]:
     return {n: tensors[n] for n in names[:cut]}, {n: tensors[n] for n in names[cut:]}
 
 
-async def serve_weights(client: Client, model: Any, version: str, **options: Any) -> None:
+async def serve_weights(client: Client, model: Any, version: str) -> None:
     async with Trainer(client) as trainer:
         await client.post("/begin_weight_update", selector="target")
-        await trainer.send(weights_of(model), weight_version=version, flush_cache=True, **options)
+        await trainer.send(weights_of(model), weight_version=version)
         await client.post("/end_weight_update")

@@ -139,7 +139,7 @@ def test_imports_of_the_package_count_wherever_they_stand() -> None:
 
 def test_the_whole_package_is_read(graph: Graph) -> None:
     assert "inference.kinds" in graph["verify"]
-    assert "weight_wire.checksum" in graph["weight_wire.buckets"]
+    assert "weight_wire.checksum" in graph["weight_wire.staging"]
     assert any(room_of(target) == "training" for target in graph["grpo_train"])
 
 

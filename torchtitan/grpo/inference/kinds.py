@@ -73,7 +73,7 @@ _ROWS = (
     KindRow(
         name="embedded",
         client="torchtitan.grpo.inference.embedded.client:EmbeddedClient",
-        launcher="torchtitan.grpo.inference.embedded.launch:launch_command",
+        launcher="torchtitan.grpo.inference.embedded.client:launch_command",
         capabilities=Capabilities(
             stops_for="nothing",
             verifies_checksums=True,

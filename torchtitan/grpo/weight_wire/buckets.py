@@ -1,19 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The bytes of buckets, and directories of safetensors files.
+"""The bytes of buckets."""
 
-Servers import this module too, so it needs torch and safetensors alone.
-"""
-
-import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.sparse import delta_bytes
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
@@ -26,9 +19,6 @@ WIRE_DTYPES = {
 
 # In bytes. Vector instructions are slow on tensors that begin elsewhere.
 _ALIGNMENT = 64
-
-CHECKSUMS_FILE = "checksums.json"
-"""``{tensor name: checksum}`` beside the safetensors files of a pushed version."""
 
 
 def tensor_bytes(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[int]:
@@ -101,40 +91,3 @@ def refuse_wrong_dtypes(dtypes: Iterable[str]) -> None:
     wrong = set(dtypes) - WIRE_DTYPES.keys()
     if wrong:
         raise ValueError(f"dtypes must be among {sorted(WIRE_DTYPES)}, got {sorted(wrong)}.")
-
-
-def read_safetensors(directory: str) -> dict[str, torch.Tensor]:
-    """Returns all tensors of a directory's safetensors files, on the CPU.
-
-    Raises:
-        ValueError: If there are none, or if the directory has a ``checksums.json`` with which
-            they disagree.
-    """
-    files = sorted(Path(directory).glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"model_path must hold safetensors files, found none in {directory}.")
-    tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        try:
-            with safe_open(str(file), framework="pt") as opened:
-                # Cloned: a mapped tensor would change, or fail, with the file while it is served.
-                tensors.update({name: opened.get_tensor(name).clone() for name in opened.keys()})  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{file} must be a whole safetensors file: {error}") from error
-    _compare_checksums(Path(directory), tensors)
-    return tensors
-
-
-def _compare_checksums(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
-    file = directory / CHECKSUMS_FILE
-    if not file.is_file():
-        return
-    expected = json.loads(file.read_text())
-    if expected.keys() != tensors.keys():
-        different = sorted(expected.keys() ^ tensors.keys())
-        raise ValueError(f"{file} must name exactly the tensors beside it; {different[:3]} differ.")
-    for name, tensor in tensors.items():
-        if (found := tensor_checksum(tensor)) != expected[name]:
-            raise ValueError(
-                f"{name} must have checksum {expected[name]} according to {file}, got {found}."
-            )

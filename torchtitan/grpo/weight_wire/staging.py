@@ -47,8 +47,8 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 _LEAVE_SECONDS = 5.0
 
 
-class StagingError(RuntimeError):
-    """The update cannot be committed. The weights that are served have not changed."""
+class UpdateError(RuntimeError):
+    """An update was refused or failed. The weights that are served have not changed."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,6 @@ class Staging:
         group: WeightGroup,
         *,
         sequence: int | None = None,
-        flattened: bool = True,
     ) -> "Future[None]":
         """Queues a bucket to be received.
 
@@ -186,12 +185,11 @@ class Staging:
             group: Group over which the bucket is broadcast.
             sequence: Number of the bucket among those of the update over this group, from 0.
                 ``None`` if the caller announces each bucket after the one before has arrived.
-            flattened: Whether all bytes are one broadcast, or each tensor is one.
 
         Raises:
             ValueError: If a tensor was announced before, or a sequence number twice.
         """
-        item = _Announced(lambda item: self._receive(bucket, item, flattened), group)
+        item = _Announced(lambda item: self._receive(bucket, item), group)
         with self._lock:
             again = self._dtypes.keys() & set(bucket.names)
             if again:
@@ -237,7 +235,7 @@ class Staging:
         """Waits for all announced buckets and returns the new tensors, by name.
 
         Raises:
-            StagingError: If a bucket failed, or did not arrive within ``timeout_seconds``.
+            UpdateError: If a bucket failed, or did not arrive within ``timeout_seconds``.
         """
         with self._lock:
             if self._early:
@@ -245,7 +243,7 @@ class Staging:
         if not self._end_threads(timeout_seconds):
             self._fail(f"Not all announced buckets arrived within {timeout_seconds} s.")
         if self._failure is not None:
-            raise StagingError(self._failure)
+            raise UpdateError(self._failure)
         return self._tensors
 
     def drop(self) -> None:
@@ -258,7 +256,7 @@ class Staging:
             waiting = [thread.current for thread in self._threads.values()]
         leave_groups(group for group in waiting if group is not None)
         for item in early:
-            self._settle(item, StagingError("The update was dropped."))
+            self._settle(item, UpdateError("The update was dropped."))
         self._end_threads(_LEAVE_SECONDS)
         self._tensors = {}
         self._buffers.forget()
@@ -299,12 +297,12 @@ class Staging:
             try:
                 thread.current = item.group
                 if self._broken:
-                    raise StagingError(self._failure or "The update was dropped.")
+                    raise UpdateError(self._failure or "The update was dropped.")
                 item.work(item)
             except (RuntimeError, ValueError, OSError) as caught:
                 # Recorded for the commit too: without this bucket it would serve a mixture.
                 self._fail(str(caught))
-                error = StagingError(str(caught))
+                error = UpdateError(str(caught))
                 if self._broken:
                     self._put_early()
             thread.current = None
@@ -329,18 +327,9 @@ class Staging:
                 item.future.set_exception(error)
 
     @torch.no_grad()
-    def _receive(self, bucket: BucketSpec, item: _Announced, flattened: bool) -> None:
+    def _receive(self, bucket: BucketSpec, item: _Announced) -> None:
         assert item.group is not None
         device = self._place.buffer_device(item.group)
-        if not flattened:
-            tensors = [
-                torch.empty(shape, dtype=WIRE_DTYPES[dtype], device=device)
-                for dtype, shape in zip(bucket.dtypes, bucket.shapes, strict=True)
-            ]
-            for tensor in tensors:
-                self._receive_into(tensor, item)
-            self._keep(bucket, tensors)
-            return
         buffer = self._buffers.take(bucket_bytes(bucket), device)
         self._receive_into(buffer, item)
         is_delta = bucket.num_changed is not None
@@ -365,7 +354,7 @@ class Staging:
         if self._failure is not None:
             # Received although the update has failed: a trainer that does not know of the failure
             # yet would otherwise wait in its broadcast until the timeout of the group.
-            raise StagingError(self._failure)
+            raise UpdateError(self._failure)
 
     def _keep(self, bucket: BucketSpec, tensors: list[torch.Tensor]) -> set[int]:
         """Verifies whole tensors and places them; returns the storages in which they lie."""

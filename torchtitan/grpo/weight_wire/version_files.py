@@ -23,15 +23,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from torchtitan.grpo.weight_wire.buckets import CHECKSUMS_FILE, split_bucket
+from torchtitan.grpo.weight_wire.buckets import split_bucket
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
+from torchtitan.grpo.weight_wire.model_files import WeightFiles
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 logger = logging.getLogger(__name__)
 
+CHECKSUMS_FILE = "checksums.json"
+"""``{tensor name: checksum}`` beside the safetensors files of a pushed version."""
 # How long a predecessor that was killed may take to release the lock.
 _LOCK_SECONDS = 15.0
 _POLL_SECONDS = 0.1
@@ -154,3 +157,40 @@ def _locked(root: Path, timeout_seconds: float) -> int:
             logger.warning("%s cannot be locked (%s): no other run may use it.", root, error)
             return handle
         time.sleep(_POLL_SECONDS)
+
+
+def read_weights(folder: str) -> dict[str, torch.Tensor]:
+    """Returns the weights of a directory, on the CPU.
+
+    Raises:
+        ValueError: If there are none, or if the directory has a ``checksums.json`` with which they
+            disagree.
+    """
+    stored, tensors = WeightFiles(Path(folder), "model_path").headers(), {}
+    for file in dict.fromkeys(one.file for one in stored.values()):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                # Cloned: a mapped tensor would change, or fail, with the file while it is served.
+                tensors |= {
+                    name: opened.get_tensor(name).clone()
+                    for name, one in stored.items()
+                    if one.file == file
+                }
+        except SafetensorError as error:
+            raise ValueError(f"{file} must be a whole safetensors file: {error}") from error
+    _compare_checksums(Path(folder) / CHECKSUMS_FILE, tensors)
+    return tensors
+
+
+def _compare_checksums(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    if not file.is_file():
+        return
+    expected = json.loads(file.read_text())
+    if expected.keys() != tensors.keys():
+        different = sorted(expected.keys() ^ tensors.keys())
+        raise ValueError(f"{file} must name exactly the tensors beside it; {different[:3]} differ.")
+    for name, tensor in tensors.items():
+        if (found := tensor_checksum(tensor)) != expected[name]:
+            raise ValueError(
+                f"{name} must have checksum {expected[name]} according to {file}, got {found}."
+            )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from torchtitan.grpo.weight_wire.buffers import BufferPool
-from torchtitan.grpo.weight_wire.staging import Staging, StagingError, StagingPlace
+from torchtitan.grpo.weight_wire.staging import Staging, StagingPlace, UpdateError
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 SECONDS = 10.0
@@ -52,10 +52,10 @@ def test_a_refused_bucket_lets_none_be_received_in_its_place(staging):
     staging.announce(bucket("a", 1), group, sequence=0).result(SECONDS)
     staging.refuse("The second is wrong.")
     later = staging.announce(bucket("c", 3), group, sequence=2)
-    with pytest.raises(StagingError, match="The second is wrong"):
+    with pytest.raises(UpdateError, match="The second is wrong"):
         later.result(SECONDS)
     assert group.sizes == [4]
-    with pytest.raises(StagingError, match="The second is wrong"):
+    with pytest.raises(UpdateError, match="The second is wrong"):
         staging.collect(SECONDS)
 
 
@@ -63,7 +63,7 @@ def test_buckets_that_came_early_are_told_of_a_refusal(staging):
     group = RecordingGroup()
     early = staging.announce(bucket("b", 2), group, sequence=1)
     staging.refuse("The first is wrong.")
-    with pytest.raises(StagingError, match="The first is wrong"):
+    with pytest.raises(UpdateError, match="The first is wrong"):
         early.result(SECONDS)
     assert group.sizes == []
 
@@ -71,10 +71,10 @@ def test_buckets_that_came_early_are_told_of_a_refusal(staging):
 def test_what_came_damaged_was_received_and_so_is_what_follows(staging):
     group = RecordingGroup()
     first = staging.announce(bucket("a", 1, checksum=12345), group, sequence=0)
-    with pytest.raises(StagingError, match="a must have checksum 12345"):
+    with pytest.raises(UpdateError, match="a must have checksum 12345"):
         first.result(SECONDS)
     second = staging.announce(bucket("b", 2), group, sequence=1)
-    with pytest.raises(StagingError, match="a must have checksum 12345"):
+    with pytest.raises(UpdateError, match="a must have checksum 12345"):
         second.result(SECONDS)
     assert group.sizes == [4, 8]
 
@@ -86,7 +86,7 @@ def test_after_damage_buckets_that_overtake_one_another_still_wait_their_turn(st
     third = staging.announce(bucket("c", 3), group, sequence=2)
     second = staging.announce(bucket("b", 2), group, sequence=1)
     for future in (second, third):
-        assert isinstance(future.exception(SECONDS), StagingError)
+        assert isinstance(future.exception(SECONDS), UpdateError)
     assert group.sizes == [4, 8, 12]
 
 
@@ -154,7 +154,7 @@ def test_a_bucket_that_is_not_received_holds_up_no_launch(staging):
         group.arrives.set()
     staging.announce(bucket("a", 4, checksum=1), groups[0], sequence=0)
     failed = staging.announce(bucket("b", 4), groups[1], sequence=0)
-    assert failed.exception(SECONDS) is None or isinstance(failed.exception(), StagingError)
-    with pytest.raises(StagingError, match="checksum"):
+    assert failed.exception(SECONDS) is None or isinstance(failed.exception(), UpdateError)
+    with pytest.raises(UpdateError, match="checksum"):
         staging.collect(SECONDS)
     assert OrderedGroup.launched == ["a", "b"]

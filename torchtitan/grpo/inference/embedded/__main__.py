@@ -16,6 +16,7 @@ import os
 import random
 import signal
 import sys
+import time
 from dataclasses import asdict
 
 import transformers
@@ -25,16 +26,15 @@ from torchtitan.grpo.inference.access import (
     keys_of_environment,
     require_keys,
 )
+from torchtitan.grpo.inference.embedded.bodies import ModelFacts
 from torchtitan.grpo.inference.embedded.decode_graph import CudaCapture
 from torchtitan.grpo.inference.embedded.engine import Engine
-from torchtitan.grpo.inference.embedded.generate_json import ModelFacts
 from torchtitan.grpo.inference.embedded.model import (
     ModelRunner,
     load_model,
     load_tokenizer,
     read_eos_ids,
 )
-from torchtitan.grpo.inference.embedded.repeat_limit import RepeatLimit
 from torchtitan.grpo.inference.embedded.server import EmbeddedServer
 from torchtitan.grpo.inference.embedded.updates import WeightUpdater
 from torchtitan.grpo.inference.embedded.weights import WeightTable
@@ -177,7 +177,7 @@ def build_server(arguments: argparse.Namespace) -> EmbeddedServer:
         ),
         lambda engine: WeightUpdater(engine, table, runner.device, arguments.dist_timeout, path),
         table,
-        ModelFacts(runner.vocab_size, max_model_len, eos_ids, tokenizer),
+        ModelFacts(runner.vocab_size, max_model_len, eos_ids),
         {
             "embedded": True,
             "model_path": path,
@@ -239,6 +239,30 @@ def write_port_file(path: str, port: int) -> None:
     with open(partial, "w") as file:
         file.write(f"{port}\n")
     os.replace(partial, path)
+
+
+class RepeatLimit(logging.Filter):
+    """Lets each statement of the program log a few lines in a period, so that no client fills the log.
+
+    The first line of the next period says how many were left out.
+    """
+
+    def __init__(self, max_lines: int = 20, period_seconds: float = 60.0) -> None:
+        super().__init__()
+        self._max_lines, self._period_seconds = max_lines, period_seconds
+        self._counts: dict[tuple[str, int], tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        statement = (record.pathname, record.lineno)
+        now = time.monotonic()
+        began, count = self._counts.get(statement, (now, 0))
+        if now - began >= self._period_seconds:
+            left_out = max(0, count - self._max_lines)
+            began, count = now, 0
+            if left_out:
+                record.msg = f"{record.msg} ({left_out} such lines were left out before.)"
+        self._counts[statement] = (began, count + 1)
+        return count < self._max_lines
 
 
 def main() -> None:

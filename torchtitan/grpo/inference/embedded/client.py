@@ -1,14 +1,16 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Client of the embedded server, which has SGLang's routes and some additions."""
+"""Client and launcher of the embedded server, which has SGLang's routes and some additions."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from torchtitan.grpo.inference.client import Capabilities, ServerError
 from torchtitan.grpo.inference.http import Answer, HttpConnection, excerpt
+from torchtitan.grpo.inference.server_spec import LaunchCommand, ServerSpec, seed_option
 from torchtitan.grpo.inference.sglang.client import SGLangClient
+from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 from torchtitan.grpo.types import GenerateRequest, Generation
 from torchtitan.grpo.weight_wire.group_facts import GroupFacts, facts_from_json
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
@@ -58,14 +60,7 @@ class EmbeddedClient(SGLangClient):
         await self._http.post(
             "/update_weights_from_distributed",
             {
-                "names": list(bucket.names),
-                "dtypes": list(bucket.dtypes),
-                "shapes": [list(shape) for shape in bucket.shapes],
-                "checksums": None if bucket.checksums is None else list(bucket.checksums),
-                "num_changed": None if bucket.num_changed is None else list(bucket.num_changed),
-                "base_version": bucket.base_version,
-                "lora_scale": bucket.lora_scale,
-                "lora_base": bucket.lora_base,
+                **asdict(bucket),
                 "sequence": sequence,
                 "group_name": group_name,
                 "load_format": "flattened_bucket",
@@ -99,3 +94,16 @@ def swap_seconds(answer: Answer, source: str) -> float:
     if not isinstance(seconds, float):
         raise ServerError(f"{source} must answer swap_seconds, got {excerpt(body)}")
     return seconds
+
+
+def launch_command(spec: ServerSpec) -> LaunchCommand:
+    """Returns the command that starts one embedded server."""
+    command = [spec.python or LIGHT_PYTHON[0], *LIGHT_PYTHON[1:]]
+    command += ["torchtitan.grpo.inference.embedded"]
+    command += ["--model-path", spec.model_path, "--host", spec.host, "--port", str(spec.port)]
+    command += ["--device", spec.device, "--dtype", spec.dtype]
+    command += ["--max-model-len", str(spec.max_model_len)]
+    command += ["--max-running-requests", str(spec.max_running_requests)]
+    command += ["--max-batched-tokens", str(spec.max_batched_tokens)]
+    command += seed_option("--seed", spec)
+    return LaunchCommand(command, {"HF_HUB_OFFLINE": "1"})

@@ -13,10 +13,7 @@ Therefore
     - a pause is complete when its future is done;
     - new weights are never combined with keys and values of old ones: a swap sends every request
       that has a row back to the front of the queue, and its prompt and tokens are computed again.
-      A prompt of which some chunks were computed begins anew, too. The exception is a swap during
-      an ``in_place`` pause, which keeps the old keys and values.
-
-Modes of a pause: ``abort`` ends all requests; ``retract`` and ``in_place`` keep them.
+      A prompt of which some chunks were computed begins anew, too.
 
 Rows stay dense (see `kv_cache.py`): finished rows become holes, new requests fill holes, and the
 last rows move into the remaining ones.
@@ -28,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -39,15 +36,14 @@ from torchtitan.grpo.inference.embedded.prefill import (
     PrefillPlan,
     PrefillQueue,
     default_step_tokens,
+    padded_batches,
 )
-from torchtitan.grpo.inference.embedded.rating import RatingQueue
 from torchtitan.grpo.inference.embedded.request import Request
 from torchtitan.grpo.inference.embedded.sampling import SamplingBatch, sample
-from torchtitan.grpo.inference.embedded.uploads import upload
+from torchtitan.grpo.inference.embedded.step_layout import upload
 
 logger = logging.getLogger(__name__)
 
-PauseMode = Literal["abort", "retract", "in_place"]
 Events = list[tuple[Request, int, bool]]
 """``(request, num_tokens, finished)`` of every request that has changed."""
 
@@ -94,11 +90,12 @@ class Engine:
             step_tokens = default_step_tokens(runner.max_slots, runner.device.type)
         self.step_tokens = step_tokens
         self._queue = PrefillQueue(step_tokens, max_prefill_tokens)
-        self._ratings = RatingQueue(runner, max_prefill_tokens)
+        self._max_prefill_tokens = max_prefill_tokens
+        self._to_rate: list[Request] = []
         self._generator = torch.Generator(runner.device)
         self._generator.manual_seed(seed)
         self.version = version
-        self.pause_mode: PauseMode | None = None
+        self.is_paused = False
         self.failure: BaseException | None = None
         self.num_tokens = 0
         self.num_steps = 0
@@ -162,39 +159,36 @@ class Engine:
         batch = list(requests)
         return self._call(lambda: self._enqueue(batch), only_adds=True)
 
-    def abort(self, prefix: str | None, reason: str = "Aborted by request.") -> "Future[int]":
+    def abort(self, prefix: str | None) -> "Future[int]":
         """Ends the requests whose id begins with ``prefix``, or all if ``None``; counts them."""
-        return self._call(lambda: self._abort(prefix, reason))
+        return self._call(lambda: self._abort(prefix, "Aborted by request."))
 
     def abort_request(self, request: Request) -> "Future[None]":
         """Ends exactly this request. Does nothing if it has finished."""
         return self._call(lambda: self._finish(request, "The client went away."))
 
-    def pause(self, mode: PauseMode) -> "Future[None]":
-        """Stops generation after the current step; see the module's docstring for the modes."""
-        return self._call(lambda: self._pause(mode))
+    def pause(self) -> "Future[None]":
+        """Stops generation after the current step. All requests are kept."""
+        return self._call(lambda: self._set_paused(True))
 
     def resume(self) -> "Future[None]":
         """Ends a pause. Does nothing if the engine is not paused."""
-        return self._call(self._resume)
+        return self._call(lambda: self._set_paused(False))
 
     def set_version(self, version: str) -> "Future[None]":
         """Sets the version to which all further tokens are attributed."""
         return self._call(lambda: self._set_version(version))
 
-    def swap_weights(
-        self, swap: Callable[[], None], version: str | None, *, abort_all: bool = False
-    ) -> "Future[float]":
+    def swap_weights(self, swap: Callable[[], None], version: str) -> "Future[float]":
         """Runs ``swap`` between two steps, and computes keys and values of old weights again.
 
         The future holds the seconds for which the engine stopped.
 
         Args:
             swap: Replaces the parameters. It must not fail half-way.
-            version: Name of the new version; ``None`` keeps the old one.
-            abort_all: Whether to end all requests instead of computing them again.
+            version: Name of the new version.
         """
-        return self._call(lambda: self._swap_weights(swap, version, abort_all))
+        return self._call(lambda: self._swap_weights(swap, version))
 
     def run(self, function: Callable[[], _T]) -> "Future[_T]":
         """Runs ``function`` on the engine's thread between two steps."""
@@ -232,7 +226,7 @@ class Engine:
             self._end()
 
     def _has_work(self) -> bool:
-        return self.pause_mode is None and bool(self._queue.waiting or self.num_running)
+        return not self.is_paused and bool(self._queue.waiting or self.num_running)
 
     def _carry_out_calls(self) -> bool:
         """Waits while there is nothing to do; returns False when closing."""
@@ -281,7 +275,7 @@ class Engine:
         for request in requests:
             request.start_segment(self.version)
             if request.logprob_start is not None:
-                self._ratings.waiting.append(request)
+                self._to_rate.append(request)
             if request.sampling.max_new_tokens == 0:
                 if request.logprob_start is None:
                     self._finish_empty(request)
@@ -295,7 +289,15 @@ class Engine:
 
     def _rate(self) -> None:
         """Rates the prompts that were submitted, each under one version, paused or not."""
-        for request in self._ratings.rate():
+        lengths = [len(request.prompt_ids) for request in self._to_rate]
+        for indices in padded_batches(lengths, self._max_prefill_tokens):
+            batch = [self._to_rate[i] for i in indices]
+            num_top = max(request.num_top for request in batch)
+            ratings = self._runner.rate([request.prompt_ids for request in batch], num_top)
+            for request, rating in zip(batch, ratings, strict=True):
+                request.rating = rating
+        rated, self._to_rate = self._to_rate, []
+        for request in rated:
             if request.sampling.max_new_tokens == 0:
                 self._finish_empty(request)
 
@@ -305,7 +307,7 @@ class Engine:
 
     def _abort(self, prefix: str | None, reason: str) -> int:
         everyone = [r for r in self._rows if r is not None] + list(self._queue.waiting)
-        everyone += self._ratings.waiting  # if the engine has failed
+        everyone += self._to_rate  # if the engine has failed
         chosen = [r for r in everyone if prefix is None or r.request_id.startswith(prefix)]
         for request in chosen:
             self._finish(request, reason)
@@ -327,13 +329,8 @@ class Engine:
         request.row = None
         self._batch = None
 
-    def _pause(self, mode: PauseMode) -> None:
-        if mode == "abort":
-            self._abort(None, "Aborted by pause_generation.")
-        self.pause_mode = mode
-
-    def _resume(self) -> None:
-        self.pause_mode = None
+    def _set_paused(self, is_paused: bool) -> None:
+        self.is_paused = is_paused
 
     def _set_version(self, version: str) -> None:
         self.version = version
@@ -341,18 +338,14 @@ class Engine:
             if request is not None:
                 request.start_segment(version)
 
-    def _swap_weights(self, swap: Callable[[], None], version: str | None, abort: bool) -> float:
+    def _swap_weights(self, swap: Callable[[], None], version: str) -> float:
         started = time.perf_counter()
-        if abort:
-            self._abort(None, "Aborted by a weight update.")
         swap()
         if self._runner.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # its copies on the GPU count as a stop
         self.num_swaps += 1
-        if version is not None:
-            self._set_version(version)
-        if self.pause_mode != "in_place":
-            self._requeue_running()
+        self._set_version(version)
+        self._requeue_running()
         return time.perf_counter() - started
 
     def _requeue_running(self) -> None:

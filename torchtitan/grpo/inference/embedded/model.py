@@ -27,8 +27,8 @@ from torchtitan.grpo.inference.embedded.step_layout import (
     StepLayout,
     WholePart,
     split_rows,
+    upload,
 )
-from torchtitan.grpo.inference.embedded.uploads import upload
 from torchtitan.grpo.system.files import check_folder
 from torchtitan.grpo.types import TopTokens
 from torchtitan.grpo.weight_wire.model_files import WeightFiles

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Decides which tokens of waiting prompts the next step computes.
+"""Decides which tokens of waiting prompts the next step computes, and which prompts are rated together.
 
 Stall-free batching after Sarathi-Serve (https://arxiv.org/abs/2403.02310). Each step computes one
 token of every running request first. What is left of its token budget goes to prompts, in the
@@ -21,7 +21,7 @@ weights have changed, when all of them wait for the same work.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torchtitan.grpo.inference.embedded.request import Request
@@ -192,3 +192,22 @@ def default_step_tokens(max_slots: int, device: str) -> int:
     token costs about as much as one more running request.
     """
     return max_slots + (512 if device == "cuda" else max(16, max_slots // 2))
+
+
+def padded_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Splits sequences into batches of similar lengths; returns the indices of each batch.
+
+    A batch has at most ``max_tokens`` tokens, padding included, unless it is one longer sequence. (A
+    forward over one short sequence takes hardly less time than one over many.)
+
+    >>> padded_batches([2, 6, 3], 8)  # two of 3 tokens; a third one of 6 would make 18
+    [[0, 2], [1]]
+    """
+    batches: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        # The lengths ascend, so that this one is the length of its whole batch.
+        if batches and (len(batches[-1]) + 1) * lengths[i] <= max_tokens:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches

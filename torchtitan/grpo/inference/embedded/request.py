@@ -13,6 +13,9 @@ from torchtitan.grpo.inference.client import PromptRating
 from torchtitan.grpo.inference.embedded.sampling import SamplingParams
 
 
+def _tell_nobody(num_tokens: int, finished: bool) -> None: ...
+
+
 @dataclass(eq=False)
 class Request:
     """A request as the engine sees it.
@@ -32,7 +35,7 @@ class Request:
         stop_ids: Tokens that end the completion, the model's own included.
         prefilled_to: While the prompt is computed in chunks, the number of its tokens that are in the
             slot after the current step; else ``None``.
-        stream: Whether the listener is told of every token, or of the end alone.
+        stream: Whether the listener is told of every token, or only of the end.
         listener: Called with ``(num_tokens, finished)`` on the server's event loop.
         segments: ``(version, start)`` for each version that sampled tokens of the completion.
         shared_prompt_tokens: Number of prompt tokens whose keys and values were computed for
@@ -48,8 +51,8 @@ class Request:
     prompt_ids: list[int]
     sampling: SamplingParams
     stop_ids: frozenset[int]
-    stream: bool
-    listener: Callable[[int, bool], None]
+    stream: bool = False
+    listener: Callable[[int, bool], None] = _tell_nobody
     generator: torch.Generator | None = None
     row: int | None = None
     prefilled_to: int | None = None

@@ -5,39 +5,34 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
+import msgspec
 import torch
+from msgspec import Meta
 
-from torchtitan.grpo.inference.embedded.uploads import upload
 
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """Describes how one completion is sampled.
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Describes how one completion is sampled, as ``sampling_params`` of a request.
 
     Attributes:
         max_new_tokens: Maximum length of the completion; 0 samples nothing.
         temperature: Below 1e-6, sampling is greedy, and logprobs are those of temperature 1.
-        top_p: Nucleus bound in (0, 1]; 1 is off.
-        top_k: Number of most likely tokens kept; -1 is off.
-        min_p: Tokens whose probability is below ``min_p`` times the highest one are excluded,
-            in [0, 1].
+        top_p: Nucleus bound; 1 is off.
+        top_k: Number of most likely tokens kept; below 1 is off.
         stop_token_ids: Tokens that end the completion, besides the model's own.
         ignore_eos: Whether the model's own end-of-sequence tokens do not end the completion.
-        skip_special_tokens: Whether special tokens are left out of the answer's text.
         sampling_seed: Seed of the request's own random numbers, which do not depend on other
             requests; ``None`` uses the engine's random numbers.
     """
 
-    max_new_tokens: int = 128
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
+    max_new_tokens: Annotated[int, Meta(ge=0)] = 128
+    temperature: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] = -1
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    sampling_seed: int | None = None
+    sampling_seed: Annotated[int, Meta(ge=0, lt=2**62)] | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -46,41 +41,23 @@ class SamplingParams:
 
     @property
     def is_filtered(self) -> bool:
-        """Whether top-p, top-k or min-p may exclude tokens."""
-        return not self.is_greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0)
-
-    def validate(self) -> None:
-        """Raises ValueError that names the first field out of range."""
-        checks = (
-            ("max_new_tokens", self.max_new_tokens >= 0, "at least 0"),
-            ("temperature", 0 <= self.temperature <= 1e6, "in [0, 1e6]"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("top_k", self.top_k == -1 or 1 <= self.top_k < 2**31, "-1 (off) or at least 1"),
-            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("sampling_seed", 0 <= (self.sampling_seed or 0) < 2**62, "in [0, 2**62)"),
-        )
-        for name, holds, rule in checks:
-            if not holds:
-                raise ValueError(
-                    f"sampling_params.{name} must be {rule}, got {getattr(self, name)}."
-                )
+        """Whether top-p or top-k may exclude tokens."""
+        return not self.is_greedy and (self.top_p < 1.0 or self.top_k > 0)
 
 
 @dataclass(frozen=True)
 class Filters:
-    """The rows with top-p, top-k or min-p.
+    """The rows with top-p or top-k.
 
     Attributes:
         rows: [filtered] long.
         top_k: [filtered, 1] float64; inf is off.
         top_p: [filtered, 1] float32.
-        min_p: [filtered, 1] float32.
     """
 
     rows: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
-    min_p: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -99,23 +76,6 @@ class SamplingBatch:
     filters: Filters | None = None
     seeded: list[tuple[int, torch.Generator]] = field(default_factory=list)
 
-    @classmethod
-    def build(
-        cls,
-        params: list[SamplingParams],
-        generators: list[torch.Generator | None],
-        device: torch.device,
-    ) -> "SamplingBatch":
-        """Builds the tensors of a batch.
-
-        Args:
-            params: Parameters of each row.
-            generators: Random numbers of each row's own, or ``None``.
-            device: Device of the logits.
-        """
-        columns = upload(cls.columns(params), device, torch.float64)
-        return cls.from_columns(columns, params, generators)
-
     @staticmethod
     def columns(params: list[SamplingParams]) -> list[list[float]]:
         """Returns the numbers of a batch, to be uploaded as float64 for :meth:`from_columns`."""
@@ -126,7 +86,6 @@ class SamplingBatch:
             [i for i, _ in filtered],
             [p.top_k if p.top_k > 0 else float("inf") for _, p in filtered],
             [p.top_p for _, p in filtered],
-            [p.min_p for _, p in filtered],
         ]
 
     @classmethod
@@ -136,13 +95,12 @@ class SamplingBatch:
         params: list[SamplingParams],
         generators: list[torch.Generator | None],
     ) -> "SamplingBatch":
-        """Builds a batch from its uploaded columns; see :meth:`build`."""
-        temperature, greedy, rows, top_k, top_p, min_p = columns
+        """Builds a batch from its uploaded columns and each row's own random numbers, if any."""
+        temperature, greedy, rows, top_k, top_p = columns
         is_plain = all(p.is_greedy or p.temperature == 1.0 for p in params)
         filters = None
         if len(rows):
-            bounds = top_k, top_p.float(), min_p.float()
-            filters = Filters(rows.long(), *(bound.unsqueeze(1) for bound in bounds))
+            filters = Filters(rows.long(), top_k.unsqueeze(1), top_p.float().unsqueeze(1))
         return cls(
             temperature=None if is_plain else temperature.float().unsqueeze(1),
             greedy=greedy.bool() if any(p.is_greedy for p in params) else None,
@@ -168,7 +126,7 @@ def sample(
     Returns:
         Token ids [rows] long, and their logprobs [rows] float32. Logprobs are those after the
         temperature, as the trainer computes them: not renormalized over the tokens that are not
-        excluded, and that top-p, top-k and min-p keep.
+        excluded, and that top-p and top-k keep.
     """
     logits = logits.float()
     if batch.temperature is not None:
@@ -196,7 +154,6 @@ def _filtered(logprobs: torch.Tensor, filters: Filters) -> torch.Tensor:
     forbidden = rank >= filters.top_k
     # A token is kept if the more likely ones have less than top_p together, as for the first.
     forbidden |= (probs.cumsum(-1) - probs) >= filters.top_p
-    forbidden |= probs < probs[:, :1] * filters.min_p
     forbidden[:, 0] = False
     ordered = ordered.masked_fill(forbidden, float("-inf"))
     result = logprobs.clone()

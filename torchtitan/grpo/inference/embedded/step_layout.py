@@ -154,3 +154,18 @@ def split_rows(lengths: Sequence[int], call_positions: int) -> list[RowRange]:
     if lengths:
         ranges.append(RowRange(start, len(lengths), longest))
     return ranges
+
+
+def upload(
+    lists: Sequence[Sequence[float]], device: torch.device, dtype: torch.dtype = torch.long
+) -> list[torch.Tensor]:
+    """Returns each list of numbers as a tensor on the device, all of them parts of one.
+
+    To a GPU they are one copy from pinned memory, for which the host does not wait.
+    """
+    packed = torch.tensor(
+        [number for numbers in lists for number in numbers],
+        dtype=dtype,
+        pin_memory=device.type == "cuda",
+    )
+    return list(packed.to(device, non_blocking=True).split([len(numbers) for numbers in lists]))

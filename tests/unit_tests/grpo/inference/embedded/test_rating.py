@@ -12,7 +12,7 @@ import torch
 from engine_harness import TIMEOUT, Harness, harness, make_model, random_prompt
 
 from torchtitan.grpo.inference.client import PromptRating
-from torchtitan.grpo.inference.embedded.rating import padded_batches
+from torchtitan.grpo.inference.embedded.prefill import padded_batches
 from torchtitan.grpo.inference.embedded.request import Request
 from torchtitan.grpo.inference.embedded.sampling import SamplingParams
 from torchtitan.grpo.inference.embedded.weights import WeightTable

@@ -4,7 +4,6 @@
 """Requests to the embedded server as a process, over HTTP."""
 
 import asyncio
-import json
 import signal
 from pathlib import Path
 
@@ -47,9 +46,6 @@ def test_an_answer_has_the_dialects_shape_and_exact_logprobs(server: Server) -> 
         assert (meta["prompt_tokens"], meta["completion_tokens"]) == (3, 8)
         assert meta["weight_version"] == "shape"
         assert meta["weight_versions"] == [{"version": "shape", "start": 0, "end": 8}]
-        assert answer["text"].replace(" ", "") == "".join(
-            chr(ord("0") + i) for i in answer["output_ids"]
-        )
         expected = reference_logprobs(make_model(1), [1, 2, 3], answer["output_ids"])
         torch.testing.assert_close(served_logprobs(answer), expected, atol=1e-4, rtol=0)
         info = await client.get("/server_info")
@@ -64,7 +60,7 @@ def test_prompt_logprobs_have_sglangs_form_and_need_no_new_token(server: Server)
         prompt = [3, 1, 4, 1, 5, 9, 2, 6] * 40  # longer than the logits kept at once
         for start in (0, 5):
             answer = await client.generate(
-                prompt, logprob_start_len=start, sampling={"max_new_tokens": 0}
+                prompt, logprob_start_len=[start], sampling={"max_new_tokens": 0}
             )
             assert answer["output_ids"] == []
             assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
@@ -74,17 +70,8 @@ def test_prompt_logprobs_have_sglangs_form_and_need_no_new_token(server: Server)
             served = torch.tensor([entry[0] for entry in entries[1:]])
             expected = reference_logprobs(make_model(1), prompt[:1], prompt[1:])[start:]
             torch.testing.assert_close(served, expected, atol=1e-4, rtol=0)
-        answer = await client.generate(prompt, logprob_start_len=len(prompt))
+        answer = await client.generate(prompt)
         assert "input_token_logprobs" not in answer["meta_info"]
-
-    with_client(server, test)
-
-
-def test_batches_and_n_answer_a_list_in_order(server: Server) -> None:
-    async def test(client: Client) -> None:
-        answers = await client.generate([[1], [2, 3]], sampling={"n": 2, "max_new_tokens": 3})
-        assert [a["meta_info"]["prompt_tokens"] for a in answers] == [1, 1, 2, 2]
-        assert all(len(a["output_ids"]) == 3 for a in answers)
 
     with_client(server, test)
 
@@ -102,48 +89,14 @@ def test_a_completion_stops_at_the_models_own_eos(server: Server) -> None:
     with_client(server, test)
 
 
-def test_a_stream_is_cumulative_and_closed_by_done(server: Server) -> None:
-    async def test(client: Client) -> None:
-        body = {
-            "input_ids": [4, 5],
-            "stream": True,
-            "return_logprob": True,
-            "sampling_params": {"max_new_tokens": 20, "ignore_eos": True},
-        }
-        async with client.session.post(client.url + "/generate", json=body) as response:
-            assert response.content_type == "text/event-stream"
-            lines = [line for line in (await response.text()).split("\n\n") if line]
-        assert lines[-1] == "data: [DONE]"
-        events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-        whole = events[-1]
-        assert len(whole["output_ids"]) == len(events) == 20
-        assert whole["meta_info"]["finish_reason"]["type"] == "length"
-        for count, event in enumerate(events, start=1):
-            assert event["output_ids"] == whole["output_ids"][:count]
-            assert len(event["meta_info"]["output_token_logprobs"]) == count
-            assert event is whole or event["meta_info"]["finish_reason"] is None
-
-    with_client(server, test)
-
-
 LONG = {"max_new_tokens": 4000}
 
 
 def test_bad_requests_answer_400_and_the_server_lives(server: Server) -> None:
     async def test(client: Client) -> None:
         assert "[0, 40), got 40" in await client.refused("/generate", input_ids=[1, 40])
-        assert "non-empty" in await client.refused("/generate", input_ids=[])
-        assert "--max-model-len" in await client.refused("/generate", input_ids=[1] * 5000)
-        unknown = {"beam_width": 2}
-        message = await client.refused("/generate", input_ids=[1], sampling_params=unknown)
-        assert "beam_width is not supported" in message
-        headers = {"Content-Type": "application/json"}
-        async with client.session.post(
-            client.url + "/generate", data="{", headers=headers
-        ) as response:
-            assert response.status == 400
         assert "abort_all" in await client.refused("/abort_request")
-        assert "retract" in await client.refused("/pause_generation", mode="later")
+        assert "mode" in await client.refused("/pause_generation", mode="abort")
         await client.generate([1])
 
     with_client(server, test)
@@ -160,17 +113,15 @@ def test_a_running_request_is_aborted_by_its_rid_alone(server: Server) -> None:
         assert answer["meta_info"]["finish_reason"]["type"] == "abort"
         assert len(served_logprobs(answer)) == len(answer["output_ids"]) > 0
         assert not second.done()
-        await client.post("/pause_generation", mode="abort")
+        await client.post("/abort_request", abort_all=True)
         assert (await second)["meta_info"]["finish_reason"]["type"] == "abort"
-        await client.post("/continue_generation")
 
     with_client(server, test)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_frees_its_row(server: Server, stream: bool) -> None:
+def test_a_client_that_goes_away_frees_its_row(server: Server) -> None:
     async def test(client: Client) -> None:
-        task = asyncio.create_task(client.generate([1], stream=stream, sampling=LONG))
+        task = asyncio.create_task(client.generate([1], sampling=LONG))
         await client.until(lambda info: info["num_running"] == 1)
         task.cancel()
         info = await client.until(lambda info: info["num_running"] == 0)
@@ -256,7 +207,7 @@ def test_keys_follow_sglangs_rule_and_sigterm_answers_those_who_wait(
     async def check_keys(client: Client) -> None:
         for route, body, right, wrong in (
             ("/generate", generate, "user", "admin"),
-            ("/flush_cache", {}, "admin", "user"),
+            ("/continue_generation", {}, "admin", "user"),
         ):
             assert (await client.call("POST", route, body))[0] == 401
             assert (await client.call("POST", route, body, key=wrong))[0] == 401
@@ -267,7 +218,7 @@ def test_keys_follow_sglangs_rule_and_sigterm_answers_those_who_wait(
         assert (await client.call("GET", "/metrics"))[0] == 401
 
     async def stop_busy_server(client: Client) -> None:
-        """Sends SIGTERM while one request streams and a broadcast is awaited."""
+        """Sends SIGTERM while a request runs and a broadcast is awaited."""
         client.key = "admin"
         trainer = await Trainer(client).__aenter__()
         await client.post("/begin_weight_update")
@@ -275,16 +226,13 @@ def test_keys_follow_sglangs_rule_and_sigterm_answers_those_who_wait(
         waiting = asyncio.create_task(
             client.call("POST", "/update_weights_from_distributed", chunk)
         )
-        long = {"input_ids": [1], "sampling_params": {**LONG, "ignore_eos": True}, "stream": True}
-        headers = {"Authorization": "Bearer user"}
-        async with client.session.post(
-            client.url + "/generate", json=long, headers=headers
-        ) as response:
-            await response.content.readuntil(b"\n\n")
-            server.process.send_signal(signal.SIGTERM)
-            lines = (await response.text()).strip().split("\n\n")
-        assert lines[-1] == "data: [DONE]"
-        assert "shutting down" in lines[-2]
+        long = {"input_ids": [1], "sampling_params": {**LONG, "ignore_eos": True}}
+        running = asyncio.create_task(client.call("POST", "/generate", long, key="user"))
+        client.key = "user"
+        await client.until(lambda info: info["num_tokens"] > 10)
+        server.process.send_signal(signal.SIGTERM)
+        _, answer = await running
+        assert "shutting down" in answer["meta_info"]["finish_reason"]["message"]
         assert await asyncio.to_thread(server.process.wait, 10) == 0
         # Answered, or cut off: either way it does not hang.
         await asyncio.wait_for(asyncio.wait([waiting]), TIMEOUT)

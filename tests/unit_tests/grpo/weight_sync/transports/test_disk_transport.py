@@ -14,10 +14,9 @@ import torch
 
 from torchtitan.grpo.weight_sync.transports.disk_transport import DiskConnection, DiskTransport
 from torchtitan.grpo.weight_sync.transports.interface import NotPrepared
-from torchtitan.grpo.weight_wire.buckets import read_safetensors
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
-from torchtitan.grpo.weight_wire.version_files import VersionDirectories, write_part
+from torchtitan.grpo.weight_wire.version_files import VersionDirectories, read_weights, write_part
 
 SHAPES = ((3,), (2, 5))  # the second begins at an odd place
 
@@ -82,7 +81,7 @@ def test_the_parts_of_all_sources_become_one_directory_with_checksums(tmp_path):
             "model-rank00000.safetensors",
             "model-rank00002.safetensors",
         }
-        found = read_safetensors(str(path))  # compares the checksums, too
+        found = read_weights(str(path))  # compares the checksums, too
         assert set(found) == {"a0", "b0", "a2", "b2"}
         for writer in writers:
             first, second = writer.bucket[1].split([6, 20])
@@ -150,7 +149,7 @@ def test_a_version_that_one_source_cannot_write_is_tried_again_once_the_others_a
         assert names_in(tmp_path / "versions") == set()
         writers[0].error = None
         path, _ = await transport.written(1)
-        assert set(read_safetensors(str(path))) == {"a0", "b0", "a1", "b1"}
+        assert set(read_weights(str(path))) == {"a0", "b0", "a1", "b1"}
 
     asyncio.run(body())
 
@@ -169,14 +168,14 @@ def test_a_changed_byte_and_a_missing_tensor_are_noticed_when_read(tmp_path):
         with pytest.raises(
             ValueError, match=r"must name exactly the tensors beside it; \['a1', 'b1'\]"
         ):
-            read_safetensors(str(path))
+            read_weights(str(path))
         path, _ = await transport.written(2)
         file = path / "model-rank00000.safetensors"
         damaged = bytearray(file.read_bytes())
         damaged[-1] ^= 1
         file.write_bytes(damaged)
         with pytest.raises(ValueError, match="must have checksum"):
-            read_safetensors(str(path))
+            read_weights(str(path))
 
     asyncio.run(body())
 
@@ -185,7 +184,7 @@ def test_tensors_read_are_copies_of_the_file(tmp_path):
     async def body() -> None:
         transport = await make_transport(tmp_path, [Writer(0)])
         path, _ = await transport.written(1)
-        tensors = read_safetensors(str(path))
+        tensors = read_weights(str(path))
         before = {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
         file = path / "model-rank00000.safetensors"
         file.write_bytes(bytes(file.stat().st_size))  # in place
