@@ -59,7 +59,6 @@ def tolerances_of(wire_dtype: torch.dtype, configured: float) -> Tolerances:
     """Returns the limits of a run.
 
     Args:
-        wire_dtype: Dtype in which weights are sent.
         configured: ``weight_sync.attest_tolerance``; 0 lets each server's bound be measured.
     """
     if configured > 0:

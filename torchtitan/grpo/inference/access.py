@@ -80,10 +80,6 @@ def refusal(
     """Returns why a request is refused, or ``None`` if it is answered.
 
     Args:
-        level: Key that the route needs.
-        keys: Keys of the server.
-        method: HTTP method.
-        headers: Headers of the request, by lower-case names.
         local_address: Address of this machine at which the connection arrived; ``None`` for a Unix
             socket.
     """

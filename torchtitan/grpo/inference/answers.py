@@ -133,14 +133,9 @@ def checked_generation(
 
     Args:
         source: URL and route, which begin every error message.
-        request: The request that was sent, which the server knows as ``sent_id``.
-        sent_id: See above. All that follows is of the answer.
-        answered_id: Id of the request.
         num_prompt_tokens: Number of prompt tokens.
         token_ids: Sampled tokens.
         logprobs: Logprob and token id of each of them.
-        num_completion_tokens: Their number.
-        finish_reason: One of :data:`FinishReason`.
         spans: ``(version label, start, end)`` over the tokens.
     """
     _require_own_answer(source, request, sent_id, answered_id, num_prompt_tokens)

@@ -36,9 +36,7 @@ def share_gpus(
     """Returns the share of each server.
 
     Args:
-        num_servers: ``inference.num_servers``.
         gpus: The GPUs that servers may use.
-        beside_training: Whether training uses these GPUs, too.
         tensor_parallel_size: ``inference.tensor_parallel_size``; 0 takes as many of a server's GPUs
             as divide the attention heads.
         memory: ``inference.gpu_memory_utilization``; 0 divides shared GPUs evenly.

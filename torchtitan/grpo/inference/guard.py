@@ -40,9 +40,7 @@ class RequestGuard:
     """ASGI middleware that asks for the admin key on every route that it does not know.
 
     Args:
-        app: The application behind the guard.
         open_routes: Paths that need no key.
-        generation_routes: Paths, with all paths below them, that need the generation key.
         keys: Keys of the server; ``None`` reads them from the environment.
     """
 

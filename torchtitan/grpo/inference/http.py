@@ -66,7 +66,6 @@ class HttpConnection:
 
     Args:
         url: Base URL, ``http://host:port``.
-        api_key: Bearer key of generation routes.
         admin_key: Bearer key of control routes; ``None`` is ``api_key``.
         timeout_seconds: Maximum duration of a request that does not set its own.
         idle_seconds: How long an idle TCP connection is kept for the next request; 0 opens one
@@ -113,8 +112,6 @@ class HttpConnection:
         """Sends one request and returns the answer.
 
         Args:
-            method: HTTP method.
-            route: Path and query, beginning with a slash.
             body: Value that is sent as JSON; ``None`` sends no body.
             scope: The key that is sent; ``public`` sends none.
             timeout_seconds: Maximum duration of the whole exchange; ``None`` is the connection's.

@@ -42,16 +42,7 @@ class WrongServer(ServerError):
 
 @dataclass(frozen=True)
 class ServerNeeds:
-    """What a run needs of each of its servers.
-
-    Attributes:
-        kind: ``inference.kind``.
-        model_path: Directory of the model that is trained.
-        num_tokens: Longest prompt and completion together.
-        length_source: The settings that this number comes from, for messages.
-        temperature: ``rollout.temperature``.
-        is_launched: Whether the run has started the server itself.
-    """
+    """What a run needs of each of its servers."""
 
     kind: ServerKind
     model_path: str

@@ -146,14 +146,10 @@ def make_client(
     """Returns a client for the server at ``url``.
 
     Args:
-        kind: ``inference.kind``.
         url: Base URL, ``http://host:port``.
         api_key: Key of generation routes; ``None`` reads ``TORCHTITAN_GRPO_API_KEY``.
         admin_key: Key of control routes; ``None`` reads ``TORCHTITAN_GRPO_ADMIN_KEY``. Without
             either, the generation key is sent.
-        control_timeout_seconds: Maximum duration of one control request.
-        request_timeout_seconds: Maximum duration of one completion.
-        idle_seconds: See :class:`HttpConnection`.
     """
     # Imported here because configuration checks read the table and need no HTTP.
     from torchtitan.grpo.inference.http import HttpConnection

@@ -23,10 +23,6 @@ def take_nccl_setting_of(kind: ServerKind, transport: str) -> None:
     trainer keeps NCCL's own default, and such servers receive from host memory.
 
     A value that the user has set stays. Call it before any process group exists.
-
-    Args:
-        kind: ``inference.kind``.
-        transport: ``weight_sync.transport``.
     """
     value = kind_row(kind).nccl_settings.get(SHARING_SETTING)
     if transport != "nccl" or value is None or SHARING_SETTING in os.environ:

@@ -34,13 +34,10 @@ async def wait_until_up(
 
     Args:
         clients: Clients of all servers, launched or not.
-        servers: The launched servers among them, which are matched by their URLs.
         timeout_seconds: ``inference.startup_timeout_seconds``.
         check: Called once with the client of each server that is up, and of one that refuses the
             question whether it is. It raises :class:`WrongServer`.
         tell: Called at growing intervals, with a message about each server that is not up yet.
-        kind: Kind of the servers, for messages.
-        urls_key: Settings that name the servers, for messages.
 
     Raises:
         WrongServer: If a server has not passed the check. The others are not waited for.

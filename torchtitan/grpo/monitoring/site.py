@@ -80,11 +80,7 @@ def metrics(values: Mapping[str, float]) -> web.Response:
 
 
 def exposition(values: Mapping[str, float]) -> bytes:
-    """Returns metrics in Prometheus' text format, with memory, files and CPU time of this process.
-
-    Args:
-        values: Metrics by key, as in docs/metrics.md.
-    """
+    """Returns metrics in Prometheus' text format, with memory, files and CPU time of this process."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Values(values))
     ProcessCollector(registry=registry)

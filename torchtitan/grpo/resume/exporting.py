@@ -62,10 +62,7 @@ def export_checkpoint(config: JobConfig, model: HFModel, folder: Path, target: P
     The optimizer's state is not read. The whole model must fit into host memory.
 
     Args:
-        config: Configuration of the run that wrote the checkpoint.
         model: The directory with its config and tokenizer. Building the model changes its arguments.
-        folder: The checkpoint.
-        target: Directory to create. An existing one is replaced.
     """
     dtype = TORCH_DTYPE_MAP[config.checkpoint.export_dtype]
     built, adapter_of = build_without_memory(config, model)

@@ -76,9 +76,6 @@ def plan_start(
     The newest checkpoint may be damaged; then the one before it is taken.
 
     Args:
-        config: Configuration of the run.
-        model: The model that is trained.
-        damaged: Checkpoints that are known to be damaged, with the reasons, by their steps.
         goes_on: Whether what the folder holds was written by this run, before its launcher started
             the ranks again. It is then not replaced (``job.overwrite``), and never in the way.
 

@@ -43,18 +43,13 @@ def body_seconds(num_bytes: int, most: float = _BODY_SECONDS) -> float:
     """Returns the time from the beginning of a body until more must follow what has arrived of it.
 
     Args:
-        num_bytes: How much has arrived.
         most: Maximum time for the whole body.
     """
     return min(most, _BODY_GRACE_SECONDS + num_bytes / _SLOWEST_BYTES_PER_SECOND)
 
 
 def raise_descriptor_limit(max_connections: int) -> int:
-    """Raises this process's limit of open files as far as it may; returns how many connections fit.
-
-    Args:
-        max_connections: Number of connections that is wanted.
-    """
+    """Raises this process's limit of open files as far as it may; returns how many connections fit."""
     wanted = max_connections + _OTHER_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -75,8 +70,6 @@ class ConnectionLimits:
     """Makes the protocols of all connections, and counts them.
 
     Args:
-        make_inner: Makes the protocol that serves a connection.
-        max_connections: Maximum number of connections.
         header_seconds: Maximum time until the headers of a request are complete.
     """
 
@@ -143,11 +136,7 @@ class ConnectionLimits:
 
 @contextmanager
 def answering(*, has_key: bool = False) -> Iterator[None]:
-    """Marks the connection as busy on which the current task answers a request.
-
-    Args:
-        has_key: Whether the request carries a key that the server asks for.
-    """
+    """Marks the connection as busy on which the current task answers a request."""
     connection = _connection.get()
     if connection is None:  # the server is not behind limits
         yield

@@ -47,7 +47,6 @@ def other_format(content: bytes, path: str) -> str | None:
 
     Args:
         content: The beginning of the file, or a part of it that cannot be read.
-        path: The file, for the message.
     """
     names = {"path": shlex.quote(path), "new": _NEW}
     for beginning, what, remedy in _BEGINNINGS:

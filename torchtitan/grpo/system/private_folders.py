@@ -40,9 +40,6 @@ def make_private_folder(purpose: str) -> Path:
     """Returns a new folder that only this user can enter, and removes those left by killed processes.
 
     Its path is short enough for Unix sockets in it.
-
-    Args:
-        purpose: One word of lower-case letters, which the name shows.
     """
     prefix = f"torchtitan-grpo-{purpose}-{os.getpid()}-"
     parent = tempfile.gettempdir()

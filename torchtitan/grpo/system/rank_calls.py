@@ -83,7 +83,6 @@ def remote(interface: type[T], channel: Caller, rank: int, timeout_seconds: floa
     """Returns rank 0's form of an object of another rank: its ``rank`` and its operations.
 
     Args:
-        interface: Class of the object, with methods marked by :func:`operation`.
         channel: Rank 0's end of the channel.
         rank: Rank on which the object lives.
         timeout_seconds: Maximum duration of a call. It must exceed the timeouts that the called

@@ -86,9 +86,7 @@ class WorkerProcess(Generic[Reply]):
 
     Args:
         module: Module that the process runs as ``__main__``. It must create a `WorkerChannel`.
-        decode: Decodes the body of a reply.
         on_end: Called once, when the process has ended, with the reason.
-        surroundings: Environment variables and limits of the process.
     """
 
     def __init__(

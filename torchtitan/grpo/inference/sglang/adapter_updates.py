@@ -95,7 +95,6 @@ class ReceivedAdapters:
 
         Args:
             original: SGLang's method, which receives a bucket and returns its tensors.
-            updater: The object of the method.
             load_format: A note about a bucket of adapters, or a load format of SGLang's.
             described: The other arguments of the method: names, dtypes, shapes and group.
         """

@@ -37,7 +37,6 @@ class StagingNeeds:
 
         Args:
             parameter_bytes: Size of each parameter that the worker holds.
-            num_workers: Number of the workers.
             deltas: Whether the version before is kept on the host.
         """
         model = sum(parameter_bytes) * num_workers
@@ -48,7 +47,6 @@ class StagingNeeds:
         """Returns whether updates are staged on the host: False if the device has room.
 
         Args:
-            device: The worker's GPU.
             free: Its free bytes.
             free_on_host: Free bytes of host memory.
 

@@ -122,7 +122,6 @@ class WorkerUpdates:
     """The groups of one worker, and at most one open update.
 
     Args:
-        model: See :class:`LoadableModel`.
         device: Device of the model.
     """
 
