@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
+from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.data.cost import SequenceCost, flops_cost, token_cost
 from torchtitan.grpo.data.ptx import PtxStream
 from torchtitan.grpo.data.rows import Sample
-from torchtitan.grpo.data.sample_advantages import advantages_of
 from torchtitan.grpo.data.step_plan import StepPlan, plan_step, staleness_metrics
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.losses.advantages import compute_advantages
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.sample_log import SampleLog
 from torchtitan.grpo.rollout.tokenizer import TextCodec
@@ -72,7 +73,7 @@ class StepPlanner:
         return {
             group_id: values
             for groups, plan in self._parts
-            for group_id, values in advantages_of(groups, plan, config).items()
+            for group_id, values in _advantages_of(groups, plan, config).items()
         }
 
     def plan(
@@ -207,3 +208,30 @@ def _open_ptx(config: JobConfig, model: HFModel) -> PtxStream | None:
         f"out because they are longer than training.seq_len ({config.training.seq_len})."
     )
     return stream
+
+
+def _advantages_of(
+    groups: Sequence[RolloutGroup], plan: StepPlan, config: GRPO
+) -> dict[int, list[float | None]]:
+    """Returns the advantage of each rollout by ``group_id``, as every rank computes it.
+
+    An advantage is None for a rollout that is not trained, and for every rollout if the KL
+    penalty is part of the reward: the penalty is known only after the reference was evaluated.
+    """
+    sizes = [len(group.rollouts) for group in groups]
+    values: list[float | None] = [None] * sum(sizes)
+    if config.kl_coef == 0 or config.kl_in != "reward":
+        advantages = compute_advantages(
+            plan.samples.rewards,
+            plan.samples.group_ids,
+            plan.samples.completion_lengths,
+            kind=config.advantage,
+            std=config.advantage_std,
+            eps=config.advantage_eps,
+            length_power=config.advantage_length_power,
+        )
+        for sequence in plan.sequences:
+            if sequence.source >= 0:
+                values[sequence.source] = float(advantages[sequence.sample_id])
+    rest = iter(values)
+    return {group.group_id: [next(rest) for _ in group.rollouts] for group in groups}
