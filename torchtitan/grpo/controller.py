@@ -139,12 +139,9 @@ class RolloutController(StepSource):
         model: The model that is trained.
         start_version: Number of batches that the run has been trained on so far.
         progress: Progress through the prompts so far.
-        date: What chat templates take for now.
+        date: The time that chat templates show, in ISO format.
         should_stop: Polled during every wait; the wait ends once it returns True.
         uses_kept_rollouts: Whether the run goes on with the rollouts beside its checkpoint.
-
-    Raises:
-        DataError: If ``grpo.ptx_path`` or ``rollout.record`` is unusable.
 
     Attributes:
         is_exhausted: Always False, since the stream of prompts repeats without end.

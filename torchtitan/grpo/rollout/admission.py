@@ -34,8 +34,8 @@ taken::
 Hence no sample is ever trained at an age above ``eta``, and no group has to be discarded
 because of its age. With ``eta = 0`` training is synchronous and on-policy.
 
-The bound on finished groups that wait (``rollout.buffer_size_limit``, at least ``G`` groups) delays only the start
-of new groups. It cannot cause a deadlock: the groups that a batch waits for are already running,
+The bound on finished groups that wait (``rollout.buffer_size_limit``, at least ``G`` groups) delays
+only the start of new groups. It cannot cause a deadlock: the groups that a batch waits for are already running,
 and groups restored from an earlier process continue before any new group starts.
 
 Example: ``G = 1``, ``eta = 2``. Groups 0, 1 and 2 start under version 0 and have deadline 2.
@@ -65,10 +65,7 @@ class _OpenGroup:
 class Admission:
     """Tracks the open groups. The module's docstring describes the rules.
 
-    Args:
-        grpo: The table ``[grpo]``.
-        rollout: The table ``[rollout]``.
-        start_version: Number of batches already trained on. They count as consumed.
+    The first ``start_version`` batches are trained on already and count as consumed.
     """
 
     def __init__(self, grpo: GRPO, rollout: Rollout, start_version: int = 0) -> None:
@@ -127,9 +124,8 @@ class Admission:
     def overdue(self) -> list[int]:
         """Returns the unfinished groups that hold up the next batch, if only they do.
 
-        These are the unfinished groups whose deadline is the next batch. The list is empty while
-        there are not enough finished groups for the batch anyway. The batch may also have to wait
-        because too many groups are due in later batches; those groups are not included.
+        Their deadline is the next batch. The batch may also have to wait because too many groups
+        are due in later batches; those groups are not included.
         """
         due = [
             group_id
@@ -141,10 +137,9 @@ class Admission:
     def finish(self, group_id: int, oldest_version: int) -> bool:
         """Marks a group as ready for training, whose oldest token is of ``oldest_version``.
 
-        Returns:
-            ``True`` if the group now waits for training. ``False`` if its tokens are older than the
-            version that its server was attested to have, for example because the server restarted.
-            The earlier deadline of such a group was never planned for, so the group is closed.
+        Returns ``False`` if its tokens are older than the version that its server was attested to
+        have, for example because the server restarted. The earlier deadline of such a group was
+        never planned for, so the group is closed.
         """
         group = self._open[group_id]
         if oldest_version < group.start_version:
@@ -170,12 +165,9 @@ class Admission:
         return chosen
 
     def take_next(self) -> int | None:
-        """Consumes one more group of the next batch, if one may be taken now.
+        """Consumes one more group of the next batch; ``None`` if the batch must wait.
 
         After the last group of a batch, ``next_batch`` advances to the following batch.
-
-        Returns:
-            The ID of the group, or ``None`` if the batch must wait.
         """
         first = next(iter(self._finished_by_deadline()), None)
         if first is None or not self._leaves_place(self._open[first].deadline):

@@ -82,12 +82,7 @@ class Inputs:
         self.warnings: list[str] = []
 
     async def open(self, pending: Sequence[int]) -> None:
-        """Opens everything. The stream returns the prompts ``pending`` first.
-
-        Raises:
-            ValueError: If a prompt or a setting is invalid.
-            RewardError: If a reward function cannot be loaded or fails its check.
-        """
+        """Opens everything. The stream returns the prompts ``pending`` first."""
         config = self._config
         self.codec = codec = await asyncio.to_thread(make_codec, config)
         self.stream, self.examples = await asyncio.to_thread(

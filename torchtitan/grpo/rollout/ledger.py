@@ -40,9 +40,7 @@ CloseReason = Literal[
 class Ledger:
     """Tracks the state of all issued prompts. See the module's docstring.
 
-    Args:
-        progress: Progress of the run so far.
-        closed: Prompts that an earlier process closed after the last batch.
+    ``closed`` are prompts that an earlier process closed after the last batch.
     """
 
     def __init__(
@@ -62,11 +60,8 @@ class Ledger:
     def issue(self, index: int, skipped: Mapping[int, CloseReason] = MappingProxyType({})) -> None:
         """Records that a prompt was drawn.
 
-        New prompts are issued in ascending order. An index that is passed over is closed.
-
-        Args:
-            index: Index of the prompt.
-            skipped: Why indices were passed over; by default because the prompt is too long.
+        New prompts are issued in ascending order. An index that is passed over is closed, with the reason in
+        ``skipped``, or because the prompt is too long.
         """
         if index in self._to_reissue:
             self._to_reissue.discard(index)
@@ -84,7 +79,9 @@ class Ledger:
 
     def train(self, indices: Iterable[int]) -> None:
         """Records that open prompts were delivered to the trainer."""
-        self._open.difference_update(_all_in(indices, self._open))
+        trained = set(indices)
+        assert trained <= self._open, f"prompts {sorted(trained - self._open)} are not open"
+        self._open -= trained
 
     def take_closed(self) -> dict[int, CloseReason]:
         """Returns the prompts closed since the last call, and forgets them."""
@@ -95,9 +92,3 @@ class Ledger:
     def closed(self) -> dict[int, CloseReason]:
         """The prompts closed since the last :meth:`take_closed`."""
         return dict(self._closed)
-
-
-def _all_in(indices: Iterable[int], known: set[int]) -> set[int]:
-    wanted = set(indices)
-    assert wanted <= known, f"prompts {sorted(wanted - known)} are not open"
-    return wanted

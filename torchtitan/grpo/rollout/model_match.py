@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Whether tokenizer, end of sequence and chat template belong to the model and to each other.
+"""Checks that tokenizer, end of sequence and chat template belong to the model and to each other.
 
 A model directory that was put together from two models loads without an error. What follows is
 silence: a completion that never ends, or a token that the model does not have.
@@ -20,15 +20,9 @@ from torchtitan.grpo.rollout.tokenizer import TextCodec
 def model_warnings(
     codec: TextCodec, config: RolloutProcessConfig, *, is_chat: bool
 ) -> Iterator[str]:
-    """Compares the files of a model directory.
+    """Compares the files of a model directory, and yields what the user should know, with a remedy.
 
-    Args:
-        codec: Tokenizer of the directory.
-        config: Vocabulary size, end-of-sequence tokens and stop tokens of the run.
-        is_chat: Whether the prompts are chat messages, which the chat template renders.
-
-    Yields:
-        What the user should know, with a remedy.
+    ``is_chat`` says whether the prompts are chat messages, which the chat template renders.
 
     Raises:
         ValueError: If chat prompts cannot be rendered.
@@ -53,10 +47,6 @@ def prompt_notes(codec: TextCodec, *, is_chat: bool) -> Iterator[str]:
     """Yields what a reader of the prompts would not expect of their tokens.
 
     A prompt must have been tokenized before.
-
-    Args:
-        codec: The model's tokenizer.
-        is_chat: Whether the prompts are chat messages, which the chat template renders.
 
     Raises:
         ValueError: If chat prompts cannot be rendered.

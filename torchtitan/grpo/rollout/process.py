@@ -18,7 +18,9 @@ import logging
 import os
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,7 +30,6 @@ import zmq.asyncio
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout import link_messages
-from torchtitan.grpo.rollout.announcer import Announcer
 from torchtitan.grpo.rollout.batch_fetch import BatchHolder
 from torchtitan.grpo.rollout.codec import pack, pack_without_arrays
 from torchtitan.grpo.rollout.process_monitor import LoopLag, RolloutMonitor
@@ -50,13 +51,52 @@ _SAVE_SECONDS = 1.5
 _LINGER_MILLISECONDS = 2000
 
 
-class RolloutProcess:
-    """Answers rank 0's commands with the help of a session.
+class Announcer(logging.Handler):
+    """A queue of sentences that rank 0 tells the user. It belongs to the event loop that made it.
 
-    Args:
-        config: Configuration from rank 0.
-        directory: Directory in which the sockets are bound.
+    Errors that other modules log are announced as well, except those with a traceback, which end
+    the process and are reported in another way.
     """
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self._loop = asyncio.get_running_loop()
+        self._texts: deque[str] = deque()
+        self._has_news = asyncio.Event()
+        logging.getLogger("torchtitan.grpo").addHandler(self)
+
+    def announce(self, text: str) -> None:
+        """Logs a sentence and queues it. Any thread may call it."""
+        logger.warning("%s", text)
+        self._queue(text)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info is None:
+            self._queue(record.getMessage())
+
+    async def wait(self, timeout_seconds: float) -> None:
+        """Waits for a sentence, or until the timeout."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_seconds):
+                await self._has_news.wait()
+
+    def take(self) -> list[str]:
+        """Takes all sentences out of the queue."""
+        self._has_news.clear()
+        return [self._texts.popleft() for _ in range(len(self._texts))]
+
+    def close(self) -> None:
+        """Ends the announcement of errors that are logged."""
+        logging.getLogger("torchtitan.grpo").removeHandler(self)
+        super().close()
+
+    def _queue(self, text: str) -> None:
+        self._texts.append(text)
+        self._loop.call_soon_threadsafe(self._has_news.set)
+
+
+class RolloutProcess:
+    """Answers rank 0's commands with the help of a session, over sockets in ``directory``."""
 
     def __init__(self, config: RolloutProcessConfig, directory: Path) -> None:
         self._config = config
@@ -66,7 +106,7 @@ class RolloutProcess:
         self._servers = self._bind(zmq.PUSH, directory / link_messages.SERVERS_SOCKET)
         self._stop = asyncio.Event()
         self._parent = os.getppid()
-        # What needs servers, which may have been sent the same signal as this process.
+        # Tasks that need servers, which may have been sent the same signal as this process.
         self._generating: set[asyncio.Task[None]] = set()
         self._announcer = Announcer()
         self._told_counts: dict[str, int] = {}

@@ -141,15 +141,7 @@ class Producer:
         )
 
     async def run(self) -> None:
-        """Starts groups forever.
-
-        Raises:
-            ValueError: If the prompts cannot be read any more.
-            ServersFailing: If too many requests failed in a row.
-            RewardError: If the reward functions cannot be used any more.
-            TeachersFailing: If too many groups in a row got no rating.
-            NothingKept: If too many groups in a row could not be trained on.
-        """
+        """Starts groups forever. An error of servers, rewards, teachers or prompts ends the run."""
         async with asyncio.TaskGroup() as groups:
             await self._continue_unfinished(groups)
             while True:
@@ -175,10 +167,7 @@ class Producer:
     async def batch(self, version: int) -> RolloutBatch:
         """Waits for the groups that turn ``version`` into ``version + 1``.
 
-        With ``num_parts`` above 1, each call waits for one part of them.
-
-        Raises:
-            RuntimeError: If ``version`` is not the version of the next batch.
+        With ``rollout.stream``, each call waits for one part of them.
         """
         if version != self._admission.next_batch:
             raise RuntimeError(

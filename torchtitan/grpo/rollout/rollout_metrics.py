@@ -30,13 +30,9 @@ class RolloutCounts:
     """Counters over the whole run.
 
     Attributes:
-        failed_requests: Requests that a server did not answer with a usable completion.
-        tokens: Generated tokens.
         cut: Completions that were ended early (``rollout.overdue = "cut"``).
-        resumed: Groups that were restarted with their generated tokens as context
-            (``rollout.overdue = "resume"``).
-        equal: Groups that were left out because all their rewards are equal
-            (``rollout.dynamic_sampling``).
+        resumed: Groups that were restarted with their tokens as context (``rollout.overdue = "resume"``).
+        equal: Groups that were left out by ``rollout.dynamic_sampling``.
         closed: Prompts that were closed without training on them, by reason.
     """
 

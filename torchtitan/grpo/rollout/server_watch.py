@@ -56,8 +56,7 @@ class ServerWatch:
     def poll(self) -> list[ServerInfo] | None:
         """Returns the current servers if they changed since the last call, else ``None``.
 
-        The first call covers all changes since the start of the run. Only one caller may use this
-        method, because each change is reported once.
+        Only one caller may use this method, because each change is reported once.
         """
         with self._lock:
             self._receive()

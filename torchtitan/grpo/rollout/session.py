@@ -46,18 +46,9 @@ logger = logging.getLogger(__name__)
 class RolloutSession:
     """Owns the servers, reward workers, prompts and the producer of one run.
 
-    Args:
-        config: Settings of the rollout process.
-        announce: Called with sentences that the user should read now. By default they are logged.
-        say: Told how far a check of the prompts has come that takes long. By default ``announce``.
-
-    Attributes:
-        drops: What was dropped so far.
-        fleet: The servers that belong to the run.
-        inputs: The tokenizer, the prompts, the rewards and the environment.
-
-    :meth:`close` may be called at any time, including before :meth:`open` and after an
-    :meth:`open` that failed.
+    ``announce`` is called with sentences that the user should read now, and ``say`` with how far a check
+    of the prompts has come that takes long. :meth:`close` may be called at any time, including before
+    :meth:`open` and after an :meth:`open` that failed.
     """
 
     dispatcher: Dispatcher
@@ -100,16 +91,7 @@ class RolloutSession:
         return saved
 
     async def open(self) -> None:
-        """Starts servers, workers and the producer, and opens the prompts.
-
-        Prompts and rewards are checked while the servers start.
-
-        Raises:
-            ValueError: If a prompt or a setting is invalid.
-            RewardError: If a reward function cannot be loaded or fails its check.
-            WrongServer: If a server or a teacher cannot be used by this run.
-            TimeoutError: If a server does not answer in time.
-        """
+        """Starts servers, workers and the producer. Prompts and rewards are checked while servers start."""
         config = self._config
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.fleet.start())
@@ -262,11 +244,7 @@ def make_teacher_pool(
     drops: DropLog,
     announce: Callable[[str], None] | None,
 ) -> TeacherPool:
-    """Makes the teachers of ``[teacher]``, which are not asked for anything yet.
-
-    Raises:
-        ValueError: If a URL is invalid, or the vocabulary has fewer tokens than ``teacher.top_k``.
-    """
+    """Makes the teachers of ``[teacher]``, which are not asked for anything yet."""
     settings = config.teacher
     if settings.top_k > config.vocab_size:
         raise ValueError(

@@ -105,15 +105,10 @@ class Trajectory:
 
 
 class TrajectoryWriter:
-    """Starts completions and carries each one to its end.
+    """Starts completions with the same sampling settings and carries each one to its end.
 
-    Args:
-        places: The places on the servers: the dispatcher of rollouts, or the places that rollouts
-            leave free for evaluations.
-        sampling: Sampling settings of all completions.
-        config: The table ``[rollout]``.
-        episodes: Gives each completion its environment. ``None`` means that a completion has a
-            single turn.
+    ``places`` is the dispatcher for rollouts; evaluations get the places that rollouts leave free.
+    Without ``episodes``, completions have a single turn.
     """
 
     def __init__(

@@ -11,8 +11,8 @@ import pytest
 from torchtitan.grpo.inference.client import LogprobsError, ServerError
 from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.observe.step_line import dropped
-from torchtitan.grpo.rollout.announcer import Announcer
 from torchtitan.grpo.rollout.drops import DropLog, kind_of_request, run_summary
+from torchtitan.grpo.rollout.process import Announcer
 from torchtitan.grpo.rollout.rollout_metrics import _NAMES_OF_CLOSED
 from torchtitan.grpo.workers.owner import CallFailed
 

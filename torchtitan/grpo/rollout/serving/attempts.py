@@ -38,11 +38,7 @@ class GivenBack(ServerError):
 class Attempts:
     """Sends requests and counts their results.
 
-    Args:
-        config: The table ``[rollout]``.
-        vocab_size: Sampled token IDs must be below this number.
-        set_lost: Called with the URL and a reason if a server's weights must be updated again.
-        drops: Counts and announces what is dropped.
+    ``set_lost`` is called with a URL and a reason if a server's weights must be updated again.
 
     Attributes:
         num_failed: Number of requests without a usable answer.
@@ -222,22 +218,15 @@ async def first_answer(
     start_hedge: Callable[[], asyncio.Task[_T] | None],
     look_seconds: float,
 ) -> tuple[_T, bool]:
-    """Returns the answer of the attempt that succeeds first, and cancels the other attempt.
+    """Returns the answer of the attempt that succeeds first, and whether it was the second attempt.
 
-    A failed attempt is ignored while the other one is running.
-
-    Args:
-        first: The first attempt.
-        start_hedge: Starts the second attempt, or returns ``None`` if it is too early or there is
-            no room. It is called repeatedly until it starts one.
-        look_seconds: Time between two calls of ``start_hedge``.
-
-    Returns:
-        The answer, and whether the second attempt gave it.
+    The other attempt is cancelled. A failed attempt is ignored while the other one is running.
+    ``start_hedge`` is called every ``look_seconds`` until it starts the second attempt; it returns
+    ``None`` if it is too early or there is no room.
 
     Raises:
-        ServerError: If all attempts failed. The error is :class:`GivenBack` if every attempt
-            failed because its server left READY.
+        ServerError: If all attempts failed. The error is :class:`GivenBack` if every attempt failed
+            because its server left READY.
     """
     running, hedge = {first}, None
     failure: ServerError | None = None

@@ -55,11 +55,7 @@ Tell = Callable[[list[ServerInfo]], Awaitable[None]]
 class ServerFleet:
     """Holds the clients of all servers, and the processes of the launched ones.
 
-    Args:
-        config: Settings of the rollout process.
-        announce: Called with sentences that the user should read now: for which servers the run
-            waits, and why it does not use a server. By default, they are logged as warnings.
-
+    ``announce`` tells the user for which servers the run waits, and why it does not use a server.
     :meth:`close` may be called at any time, also after a :meth:`start` that failed.
     """
 
@@ -99,8 +95,7 @@ class ServerFleet:
             ValueError: If a URL is invalid, or if the servers' interpreter cannot be run.
             RuntimeError: If a launched server has ended.
             WrongServer: If a server cannot be used by this run.
-            TimeoutError: If a server is not up, or none has registered itself, within
-                ``inference.startup_timeout_seconds``.
+            TimeoutError: If a server is late, or none has registered itself.
         """
         inference = self._config.inference
         if inference.launch:
@@ -133,11 +128,9 @@ class ServerFleet:
         ]
 
     async def watch(self, dispatcher: Dispatcher, tell: Tell) -> None:
-        """Follows changes of the servers, forever.
+        """Follows changes of the servers, forever, and tells the new list after each.
 
-        Args:
-            dispatcher: The dispatcher, which must hold the clients of :meth:`start`.
-            tell: Called with the new list of servers after each change.
+        The dispatcher must hold the clients of :meth:`start`.
 
         Raises:
             RuntimeError: If the last launched server has ended and is not restarted.

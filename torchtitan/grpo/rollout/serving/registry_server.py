@@ -39,11 +39,6 @@ class RegistryServer:
         self._listener: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Starts to listen.
-
-        Raises:
-            ValueError: If the address does not belong to this host or is in use.
-        """
         app = web.Application(middlewares=[answered])
         app.router.add_put("/servers", self._put)
         app.router.add_delete("/servers", self._delete)

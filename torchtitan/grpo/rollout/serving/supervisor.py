@@ -45,12 +45,7 @@ _PROVEN_SECONDS = 600.0  # a server that was up for so long has started well
 
 
 class Supervisor:
-    """Supervises one launched server. See the module's docstring.
-
-    Args:
-        server: A server that has been up. It may have ended since.
-        client: Client of the server.
-        inference: Gives the number of restarts and the pauses between them.
+    """Supervises one launched server, which has been up. See the module's docstring.
 
     Attributes:
         server: The current process, or ``None`` if there is none.
@@ -67,9 +62,6 @@ class Supervisor:
 
     async def run(self, dispatcher: Dispatcher) -> str:
         """Keeps the server running. Returns a description of its end once it is GONE.
-
-        Args:
-            dispatcher: Notified immediately when the server is DOWN.
 
         Raises:
             RuntimeError: If it ends before any server of the run has taken weights.
