@@ -4,7 +4,8 @@
 """Servers in the process of a test, which generate alone, and a dispatcher for them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import functools
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,16 @@ class LocalServer(InferenceClient):
     receive_bucket = commit_update = update_from_disk = rate = close = _none
 
 
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Runs a test in an event loop, for at most two minutes."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 120))
+
+    return run
+
+
 def make(*servers: LocalServer, **settings: Any) -> Dispatcher:
     """Returns a dispatcher, which has windows if ``max_concurrent_rollouts`` is set."""
     group_size = settings.pop("group_size", 1)
@@ -72,6 +83,18 @@ def make(*servers: LocalServer, **settings: Any) -> Dispatcher:
     defaults = {"request_timeout_seconds": 20.0, "adaptive_concurrency": is_bounded}
     config = Rollout(**{**defaults, **settings})
     return Dispatcher(servers, config, vocab_size=100, group_size=group_size)
+
+
+def attested(*servers: LocalServer, **settings: Any) -> Dispatcher:
+    """Returns a dispatcher whose servers are all attested with version 0; see :func:`make`."""
+    dispatcher = make(*servers, **settings)
+    for server in servers:
+        dispatcher.set_version(server.url, 0)
+    return dispatcher
+
+
+def submit(dispatcher: Dispatcher, url: str) -> asyncio.Task[Generation]:
+    return dispatcher.submit(PROMPT, dispatcher.servers[url], SAMPLING)
 
 
 async def end(tasks: list[asyncio.Task[Generation]], dispatcher: Dispatcher) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from local_server import PROMPT, SAMPLING, LocalServer, generation, make
+from local_server import PROMPT, SAMPLING, LocalServer, generation, in_loop, make, submit
 
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
@@ -25,60 +25,52 @@ async def written_ahead(server: LocalServer, dispatcher: Dispatcher) -> asyncio.
 
     server.answer = answer
     dispatcher.set_version(server.url, 3)
-    task = dispatcher.submit(PROMPT, dispatcher.servers[server.url], SAMPLING)
+    task = submit(dispatcher, server.url)
     await asyncio.sleep(0.05)
     assert server.requests
     assert not task.done()
     return task
 
 
-def test_completion_under_weights_not_yet_attested_waits_for_that():
-    async def run() -> None:
-        server = LocalServer("http://a")
-        dispatcher = make(server)
-        task = await written_ahead(server, dispatcher)
-        dispatcher.set_version("http://a", 4)
-        assert (await task).segments[0].version == 4
-        assert len(server.requests) == 1
-
-    asyncio.run(run())
+@in_loop
+async def test_completion_under_weights_not_yet_attested_waits_for_that():
+    server = LocalServer("http://a")
+    dispatcher = make(server)
+    task = await written_ahead(server, dispatcher)
+    dispatcher.set_version("http://a", 4)
+    assert (await task).segments[0].version == 4
+    assert len(server.requests) == 1
 
 
-def test_completion_under_weights_that_turn_out_wrong_is_generated_again():
-    async def run() -> None:
-        server = LocalServer("http://a")
-        dispatcher = make(server)
-        task = await written_ahead(server, dispatcher)
-        dispatcher.set_lost("http://a", "its logprobs are not the trainer's")
-        dispatcher.set_version("http://a", 5)
-        assert (await task).segments[0].version == 5
-        assert len(server.requests) == 2
-
-    asyncio.run(run())
+@in_loop
+async def test_completion_under_weights_that_turn_out_wrong_is_generated_again():
+    server = LocalServer("http://a")
+    dispatcher = make(server)
+    task = await written_ahead(server, dispatcher)
+    dispatcher.set_lost("http://a", "its logprobs are not the trainer's")
+    dispatcher.set_version("http://a", 5)
+    assert (await task).segments[0].version == 5
+    assert len(server.requests) == 2
 
 
-def test_completion_under_weights_that_nobody_attests_fails_at_its_timeout():
-    async def run() -> None:
-        server = LocalServer("http://a")
-        dispatcher = make(server, request_timeout_seconds=0.5)
-        task = await written_ahead(server, dispatcher)
-        with pytest.raises(ServerError, match="version 5, which was not attested within"):
-            await task
-        assert dispatcher.num_failed_requests == len(server.requests) == 2
-        assert "version 5, which was not attested within" in dispatcher.last_error
-
-    asyncio.run(run())
+@in_loop
+async def test_completion_under_weights_that_nobody_attests_fails_at_its_timeout():
+    server = LocalServer("http://a")
+    dispatcher = make(server, request_timeout_seconds=0.5)
+    task = await written_ahead(server, dispatcher)
+    with pytest.raises(ServerError, match="version 5, which was not attested within"):
+        await task
+    assert dispatcher.num_failed_requests == len(server.requests) == 2
+    assert "version 5, which was not attested within" in dispatcher.last_error
 
 
-def test_server_that_answers_with_older_weights_than_attested_gets_no_more_work():
-    async def run() -> None:
-        server = LocalServer("http://a")
-        dispatcher = make(server)
-        dispatcher.set_version("http://a", 4)
-        await dispatcher.submit(PROMPT, dispatcher.servers["http://a"], SAMPLING)
-        assert dispatcher.choose(lambda version: True) is None
-
-    asyncio.run(run())
+@in_loop
+async def test_server_that_answers_with_older_weights_than_attested_gets_no_more_work():
+    server = LocalServer("http://a")
+    dispatcher = make(server)
+    dispatcher.set_version("http://a", 4)
+    await submit(dispatcher, "http://a")
+    assert dispatcher.choose(lambda version: True) is None
 
 
 @pytest.mark.parametrize(
@@ -112,25 +104,23 @@ def test_an_answer_with_a_token_that_the_tokenizer_does_not_have_is_refused(ids,
         (7, True, [(99,), (99,), (99,)]),
     ],
 )
-def test_ids_that_are_no_token_are_excluded_once_one_was_sampled(seed, samples_unknown, sent):
-    async def run() -> None:
-        async def answer(request: GenerateRequest) -> Generation:
-            found = generation(4)
-            if samples_unknown and not request.unknown_ids:
-                found.token_ids[-1] = 99
-            return found
+@in_loop
+async def test_ids_that_are_no_token_are_excluded_once_one_was_sampled(seed, samples_unknown, sent):
+    async def answer(request: GenerateRequest) -> Generation:
+        found = generation(4)
+        if samples_unknown and not request.unknown_ids:
+            found.token_ids[-1] = 99
+        return found
 
-        server = LocalServer("http://a", answer)
-        dispatcher = make(server)
-        dispatcher.set_version("http://a", 4)
-        sampling = replace(SAMPLING, seed=seed, unknown_ids=(99,))
-        for _ in range(3):
-            found = await dispatcher.submit(PROMPT, dispatcher.servers["http://a"], sampling)
-            assert 99 not in found.token_ids
-        assert [request.unknown_ids for request in server.requests] == sent
-        assert dispatcher.num_failed_requests == 0
-
-    asyncio.run(run())
+    server = LocalServer("http://a", answer)
+    dispatcher = make(server)
+    dispatcher.set_version("http://a", 4)
+    sampling = replace(SAMPLING, seed=seed, unknown_ids=(99,))
+    for _ in range(3):
+        found = await dispatcher.submit(PROMPT, dispatcher.servers["http://a"], sampling)
+        assert 99 not in found.token_ids
+    assert [request.unknown_ids for request in server.requests] == sent
+    assert dispatcher.num_failed_requests == 0
 
 
 @pytest.mark.parametrize(

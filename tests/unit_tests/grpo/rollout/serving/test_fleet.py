@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from local_server import in_loop
 
 from torchtitan.grpo.config import (
     GRPO,
@@ -95,48 +96,43 @@ async def healthy_server(
     return runner, runner.addresses[0][1]
 
 
-def test_the_requests_of_a_client_share_a_connection():
+@in_loop
+async def test_the_requests_of_a_client_share_a_connection():
     """A closed connection is a reference cycle, which the garbage collector frees late."""
-
-    async def main() -> None:
-        peers: list[object] = []
-        runner, port = await healthy_server(peers=peers)
-        fleet = fleet_of(f"http://127.0.0.1:{port}")
-        try:
-            await fleet.start()
-            (client,) = fleet.clients
-            for _ in range(5):
-                await client.health()
-        finally:
-            await fleet.close()
-            await runner.cleanup()
-        assert len(peers) > 5
-        assert len(set(peers)) == 1
-
-    asyncio.run(main())
+    peers: list[object] = []
+    runner, port = await healthy_server(peers=peers)
+    fleet = fleet_of(f"http://127.0.0.1:{port}")
+    try:
+        await fleet.start()
+        (client,) = fleet.clients
+        for _ in range(5):
+            await client.health()
+    finally:
+        await fleet.close()
+        await runner.cleanup()
+    assert len(peers) > 5
+    assert len(set(peers)) == 1
 
 
 @pytest.mark.parametrize("down", ["first", "second"])
-def test_one_server_that_is_up_is_not_enough_to_start(unused_port: int, down: str):
-    async def main() -> None:
-        runner, port = await healthy_server()
-        up, missing = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{unused_port}"
-        both = fleet_of(
-            *([missing, up] if down == "first" else [up, missing]), startup_timeout_seconds=3.0
-        )
-        alone = fleet_of(up)
-        try:
-            with pytest.raises(TimeoutError, match=missing):
-                await both.start()
-            await alone.start()
-            assert [server.url for server in alone.servers] == [up]
-            assert [server.software for server in alone.servers] == ["the embedded server"]
-        finally:
-            await both.close()
-            await alone.close()
-            await runner.cleanup()
-
-    asyncio.run(main())
+@in_loop
+async def test_one_server_that_is_up_is_not_enough_to_start(unused_port: int, down: str):
+    runner, port = await healthy_server()
+    up, missing = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{unused_port}"
+    both = fleet_of(
+        *([missing, up] if down == "first" else [up, missing]), startup_timeout_seconds=3.0
+    )
+    alone = fleet_of(up)
+    try:
+        with pytest.raises(TimeoutError, match=missing):
+            await both.start()
+        await alone.start()
+        assert [server.url for server in alone.servers] == [up]
+        assert [server.software for server in alone.servers] == ["the embedded server"]
+    finally:
+        await both.close()
+        await alone.close()
+        await runner.cleanup()
 
 
 def test_a_server_that_joins_later_and_cannot_be_used_leaves_again_by_name(tmp_path: Path):

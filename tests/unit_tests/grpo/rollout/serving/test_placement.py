@@ -8,34 +8,32 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from local_server import PROMPT, SAMPLING, LocalServer, end, generation, make
+from local_server import PROMPT, SAMPLING, LocalServer, attested, end, generation, in_loop, make
 
 from torchtitan.grpo.inference.client import ServerError, ServerLoad
 from torchtitan.grpo.rollout.serving.server_state import Job
 from torchtitan.grpo.types import GenerateRequest, Generation
 
 
-def test_the_server_with_the_least_work_left_is_chosen_not_the_one_with_the_fewest():
-    async def run() -> None:
-        few, many = LocalServer("http://few"), LocalServer("http://many")
-        few.answer = few.hang
-        many.answer = many.hang
-        dispatcher = make(few, many)
-        long = replace(SAMPLING, max_new_tokens=1000)
-        tasks = []
-        for url, expected, count in (("http://few", 900.0, 1), ("http://many", 100.0, 8)):
-            dispatcher.set_version(url, 0)
-            for _ in range(count):
-                server = dispatcher.servers[url]
-                tasks.append(dispatcher.submit(PROMPT, server, long, expected_tokens=expected))
-        assert dispatcher.choose(lambda version: True) is dispatcher.servers["http://many"]
-        tasks.append(
-            dispatcher.submit(PROMPT, dispatcher.servers["http://many"], long, expected_tokens=200)
-        )
-        assert dispatcher.choose(lambda version: True) is dispatcher.servers["http://few"]
-        await end(tasks, dispatcher)
-
-    asyncio.run(run())
+@in_loop
+async def test_the_server_with_the_least_work_left_is_chosen_not_the_one_with_the_fewest():
+    few, many = LocalServer("http://few"), LocalServer("http://many")
+    few.answer = few.hang
+    many.answer = many.hang
+    dispatcher = make(few, many)
+    long = replace(SAMPLING, max_new_tokens=1000)
+    tasks = []
+    for url, expected, count in (("http://few", 900.0, 1), ("http://many", 100.0, 8)):
+        dispatcher.set_version(url, 0)
+        for _ in range(count):
+            server = dispatcher.servers[url]
+            tasks.append(dispatcher.submit(PROMPT, server, long, expected_tokens=expected))
+    assert dispatcher.choose(lambda version: True) is dispatcher.servers["http://many"]
+    tasks.append(
+        dispatcher.submit(PROMPT, dispatcher.servers["http://many"], long, expected_tokens=200)
+    )
+    assert dispatcher.choose(lambda version: True) is dispatcher.servers["http://few"]
+    await end(tasks, dispatcher)
 
 
 def test_work_is_left_less_as_it_is_written_and_never_quite_done():
@@ -66,9 +64,7 @@ def test_a_server_that_has_the_prefix_is_preferred_where_it_may_be_chosen():
 
 def test_a_group_goes_where_it_fits_whole_and_else_where_most_of_it_does():
     servers = [LocalServer(f"http://{name}") for name in "abc"]
-    dispatcher = make(*servers, max_concurrent_rollouts=30, group_size=4)
-    for url in dispatcher.servers:
-        dispatcher.set_version(url, 0)
+    dispatcher = attested(*servers, max_concurrent_rollouts=30, group_size=4)
     a, b, c = dispatcher.servers.values()
     for server, count, tokens in ((a, 8, 1.0), (b, 6, 100.0), (c, 5, 200.0)):
         for _ in range(count):
@@ -83,39 +79,34 @@ def test_a_group_goes_where_it_fits_whole_and_else_where_most_of_it_does():
     assert dispatcher.choose(lambda version: True) is b
 
 
-def test_a_group_that_fails_together_goes_on_together():
-    async def run() -> None:
-        bad, *others = (LocalServer(f"http://{name}") for name in ("bad", "b", "c"))
-        all_there = asyncio.Event()
+@in_loop
+async def test_a_group_that_fails_together_goes_on_together():
+    bad, *others = (LocalServer(f"http://{name}") for name in ("bad", "b", "c"))
+    all_there = asyncio.Event()
 
-        async def fail_together(request: GenerateRequest) -> Generation:
-            if len(bad.requests) == 6:
-                all_there.set()
-            await all_there.wait()
-            raise ServerError("http://bad: connection lost")
+    async def fail_together(request: GenerateRequest) -> Generation:
+        if len(bad.requests) == 6:
+            all_there.set()
+        await all_there.wait()
+        raise ServerError("http://bad: connection lost")
 
-        bad.answer = fail_together
-        for server in others:
-            server.answer = server.hang
-        dispatcher = make(bad, *others)
-        for url in dispatcher.servers:
-            dispatcher.set_version(url, 0)
-        home = dispatcher.servers["http://bad"]
-        prompts = [replace(PROMPT, group_id=i) for i in range(2)]
-        tasks = [dispatcher.submit(prompts[i // 3], home, SAMPLING) for i in range(6)]
-        async with asyncio.timeout(60):
-            while sum(len(server.requests) for server in others) < 6:
-                await asyncio.sleep(0)
-        for server in others:
-            assert len({r.request_id.split("-")[1] for r in server.requests}) == 1
-        await end(tasks, dispatcher)
-
-    asyncio.run(run())
+    bad.answer = fail_together
+    for server in others:
+        server.answer = server.hang
+    dispatcher = attested(bad, *others)
+    home = dispatcher.servers["http://bad"]
+    prompts = [replace(PROMPT, group_id=i) for i in range(2)]
+    tasks = [dispatcher.submit(prompts[i // 3], home, SAMPLING) for i in range(6)]
+    async with asyncio.timeout(60):
+        while sum(len(server.requests) for server in others) < 6:
+            await asyncio.sleep(0)
+    for server in others:
+        assert len({r.request_id.split("-")[1] for r in server.requests}) == 1
+    await end(tasks, dispatcher)
 
 
 def test_a_full_window_takes_no_new_work_and_what_has_begun_goes_on():
-    dispatcher = make(LocalServer("http://a"), max_concurrent_rollouts=6, group_size=2)
-    dispatcher.set_version("http://a", 0)
+    dispatcher = attested(LocalServer("http://a"), max_concurrent_rollouts=6, group_size=2)
     (server,) = dispatcher.servers.values()
     for _ in range(6):
         assert dispatcher.choose(lambda version: True) is server
@@ -128,8 +119,7 @@ def test_a_full_window_takes_no_new_work_and_what_has_begun_goes_on():
     "settings", [{}, {"max_concurrent_rollouts": 4, "adaptive_concurrency": False}]
 )
 def test_without_windows_servers_are_given_what_comes(settings: dict[str, Any]):
-    dispatcher = make(LocalServer("http://a"), **settings)
-    dispatcher.set_version("http://a", 0)
+    dispatcher = attested(LocalServer("http://a"), **settings)
     (server,) = dispatcher.servers.values()
     for _ in range(100):
         server.begin_job(8)
@@ -157,30 +147,27 @@ def test_servers_share_what_is_in_flight_and_a_lost_ones_share_goes_to_the_other
     assert dispatcher.servers["http://a"].window is not windows["http://a"]
 
 
-def test_many_that_fail_on_the_only_server_are_tried_again_though_its_window_has_shrunk():
-    async def run() -> None:
-        server = LocalServer("http://a")
-        broken, first_tries = asyncio.Event(), 20
+@in_loop
+async def test_many_that_fail_on_the_only_server_are_tried_again_though_its_window_has_shrunk():
+    server = LocalServer("http://a")
+    broken, first_tries = asyncio.Event(), 20
 
-        async def die_together(request: GenerateRequest) -> Generation:
-            if len(server.requests) > first_tries:
-                return generation()
-            if len(server.requests) == first_tries:
-                broken.set()
-            await broken.wait()
-            raise ServerError("http://a: connection lost")
+    async def die_together(request: GenerateRequest) -> Generation:
+        if len(server.requests) > first_tries:
+            return generation()
+        if len(server.requests) == first_tries:
+            broken.set()
+        await broken.wait()
+        raise ServerError("http://a: connection lost")
 
-        server.answer = die_together
-        dispatcher = make(server, max_concurrent_rollouts=first_tries, group_size=2)
-        dispatcher.set_version("http://a", 0)
-        home = dispatcher.servers["http://a"]
-        tasks = [dispatcher.submit(PROMPT, home, SAMPLING) for _ in range(first_tries)]
-        assert len(await asyncio.gather(*tasks)) == first_tries
-        assert home.window is not None
-        assert home.window.num_cuts == 1
-        assert home.window.size < first_tries
-
-    asyncio.run(run())
+    server.answer = die_together
+    dispatcher = attested(server, max_concurrent_rollouts=first_tries, group_size=2)
+    home = dispatcher.servers["http://a"]
+    tasks = [dispatcher.submit(PROMPT, home, SAMPLING) for _ in range(first_tries)]
+    assert len(await asyncio.gather(*tasks)) == first_tries
+    assert home.window is not None
+    assert home.window.num_cuts == 1
+    assert home.window.size < first_tries
 
 
 def test_loads_are_asked_for_and_those_that_are_not_told_are_not_known(caplog):
