@@ -29,7 +29,7 @@ from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.entry import leave
 from torchtitan.grpo.losses.objective import batch_loss_metrics
 from torchtitan.grpo.models.hf_config import read_hf_model
-from torchtitan.grpo.models.hf_weights import named_parameters
+from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.observe.console import init_console
 from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.system.stop import StopRequest

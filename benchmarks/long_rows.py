@@ -41,8 +41,7 @@ from ranks import run_ranks
 
 from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES
 from torchtitan.grpo.pipeline.simulate import Simulation, simulate
-from torchtitan.grpo.pipeline.tables.actions import Action, Table
-from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
+from torchtitan.grpo.pipeline.tables.actions import Action, Costs, StageCosts, Table
 
 LAYERS, DIM, FFN, HEAD_DIM = 32, 4096, 11008, 128
 TOKENS = (32768, 65536, 131072)

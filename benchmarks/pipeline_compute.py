@@ -24,7 +24,7 @@ from ranks import run_ranks
 
 from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES
 from torchtitan.grpo.pipeline.simulate import simulate
-from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
+from torchtitan.grpo.pipeline.tables.actions import Costs, StageCosts
 
 RANKS = 2
 SEQ_LEN, REPLAYED_SEQ_LEN = 128, 512

@@ -17,8 +17,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "programs"))
 
 from build_model import build_stages
 
+from torchtitan.grpo.pipeline.build import build_schedule
 from torchtitan.grpo.pipeline.pass_timer import PassTimer
-from torchtitan.grpo.pipeline.schedule_builder import build_schedule
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
 
 FOLDER = "pipeline"

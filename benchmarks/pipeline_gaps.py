@@ -33,8 +33,7 @@ from ranks import run_ranks
 
 from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES
 from torchtitan.grpo.pipeline.simulate import simulate
-from torchtitan.grpo.pipeline.tables.actions import Action, Table
-from torchtitan.grpo.pipeline.tables.costs import Costs
+from torchtitan.grpo.pipeline.tables.actions import Action, Costs, Table
 from torchtitan.grpo.pipeline.tables.gaps import fill_gaps
 
 RATIOS = ((1.0, 1.0, 1.0), (1.0, 2.0, 0.8))

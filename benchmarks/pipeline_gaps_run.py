@@ -14,11 +14,10 @@ import torch.distributed as dist
 from pipeline_schedules_run import DIM, SleepingModule, build
 from torch.distributed.pipelining import PipelineStage
 
-from torchtitan.grpo.pipeline.gap_stage import GapRows
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
-from torchtitan.grpo.pipeline.table_schedule import TableSchedule
-from torchtitan.grpo.pipeline.tables.costs import Costs
-from torchtitan.grpo.pipeline.tables.plain import forward_only
+from torchtitan.grpo.pipeline.table_schedule import GapRows, TableSchedule
+from torchtitan.grpo.pipeline.tables.actions import Costs
+from torchtitan.grpo.pipeline.tables.rules import forward_only
 
 WAYS = ("alone", "filled", "apart", "in gaps")
 

@@ -16,13 +16,11 @@ import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.pipelining import PipelineStage
 
-from torchtitan.grpo.models.deferred_linear import defer_linears
-from torchtitan.grpo.models.weight_grads import WeightGradients
-from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
-from torchtitan.grpo.pipeline.early_recompute import EarlyRecompute
+from torchtitan.grpo.models.weight_grads import WeightGradients, defer_linears
+from torchtitan.grpo.pipeline.lean_stage import DeferredStage, EarlyRecompute
 from torchtitan.grpo.pipeline.schedules import SCHEDULES
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
-from torchtitan.grpo.pipeline.tables.costs import Costs
+from torchtitan.grpo.pipeline.tables.actions import Costs
 
 DIM = 4
 

@@ -32,8 +32,8 @@ from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.entry import leave
 from torchtitan.grpo.inference.embedded.weights import tensor_sha256
 from torchtitan.grpo.models.hf_config import read_hf_model
-from torchtitan.grpo.models.hf_weights import full_hf_tensors, named_parameters
-from torchtitan.grpo.models.shards import local_tensor
+from torchtitan.grpo.models.hf_weights import full_hf_tensors
+from torchtitan.grpo.models.shards import local_tensor, named_parameters
 from torchtitan.grpo.observe.console import init_console
 from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.system.stop import StopRequest

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.grpo.models.lora import begin_adapters
-from torchtitan.grpo.pipeline.schedule_builder import build_schedule
+from torchtitan.grpo.pipeline.build import build_schedule
 from torchtitan.grpo.training.model_spec import whole_model_runner
 from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
 

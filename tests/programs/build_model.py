@@ -9,14 +9,14 @@ import torch.nn as nn
 from varlen_kernel import use_dense_varlen
 
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.decoder import is_tied
 from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
 from torchtitan.grpo.models.hf_weights import load_hf_weights
 from torchtitan.grpo.models.parallelize import parallelize
-from torchtitan.grpo.models.tied_embeddings import is_tied
 from torchtitan.grpo.pipeline.auto import resolve_schedule
+from torchtitan.grpo.pipeline.build import split_model
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
-from torchtitan.grpo.pipeline.split import split_model
-from torchtitan.grpo.pipeline.tables.costs import Costs
+from torchtitan.grpo.pipeline.tables.actions import Costs
 from torchtitan.grpo.training.model_spec import hf_train_spec
 from torchtitan.grpo.upstream.parallelism import ParallelDims, dist_utils
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter

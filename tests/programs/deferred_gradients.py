@@ -10,12 +10,11 @@ from build_model import build_stages
 from sharded_model import rows_of
 from torch.distributed.tensor import DTensor
 
-from torchtitan.grpo.models.hf_weights import named_parameters
+from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.models.split_compile import SplitBackend
 from torchtitan.grpo.models.weight_grads import WeightGradients
-from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
-from torchtitan.grpo.pipeline.lean_stage import LeanStage
-from torchtitan.grpo.pipeline.schedule_builder import build_schedule
+from torchtitan.grpo.pipeline.build import build_schedule
+from torchtitan.grpo.pipeline.lean_stage import DeferredStage, LeanStage
 from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
 from torchtitan.grpo.upstream.models import TransformerBlock
 

@@ -6,8 +6,8 @@ from safetensors.torch import load_file
 from sharded_model import rows_of
 from torch.distributed.tensor import DTensor
 
-from torchtitan.grpo.models.hf_weights import named_parameters
-from torchtitan.grpo.pipeline.schedule_builder import build_schedule
+from torchtitan.grpo.models.shards import named_parameters
+from torchtitan.grpo.pipeline.build import build_schedule
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.runner import WholeModelRunner
 from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss

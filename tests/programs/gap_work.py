@@ -7,8 +7,8 @@ from deferred_gradients import gathered
 from reference_ranks import reference_of
 from sharded_model import rows_of
 
-from torchtitan.grpo.pipeline.gap_stage import GapStage
-from torchtitan.grpo.pipeline.schedule_builder import build_schedule
+from torchtitan.grpo.pipeline.build import build_schedule
+from torchtitan.grpo.pipeline.table_schedule import GapStage
 from torchtitan.grpo.training.runner import ForwardJob
 from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
 

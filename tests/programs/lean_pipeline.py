@@ -6,7 +6,7 @@ from deferred_gradients import gathered
 from sharded_model import rows_of
 from torch.distributed.pipelining import PipelineStage
 
-from torchtitan.grpo.pipeline.schedule_builder import build_schedule
+from torchtitan.grpo.pipeline.build import build_schedule
 from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
 
 

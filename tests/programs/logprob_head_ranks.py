@@ -13,11 +13,19 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torchtitan.grpo.models.logprob_head import replace_output
+from torchtitan.grpo.models.packed_model import ScoringSettings, replace_output
 from torchtitan.grpo.system.device import prepare_fsdp_for_gloo
 
 DIM, VOCAB = 8, 301
-SETTINGS = {"temperature": 0.8, "chunk_tokens": 2, "with_entropy": True, "keep_logits": True}
+SETTINGS = ScoringSettings(
+    attention="sdpa",
+    compiled=False,
+    temperature=0.8,
+    chunk_tokens=2,
+    with_entropy=True,
+    trains_entropy=True,
+    keep_logits=True,
+)
 
 
 class Tail(nn.Module):
@@ -28,7 +36,7 @@ class Tail(nn.Module):
         torch.manual_seed(0)
         self.norm = nn.RMSNorm(DIM)
         self.output = nn.Linear(DIM, VOCAB, bias=False)
-        replace_output(self, **SETTINGS)
+        replace_output(self, SETTINGS)
 
     def forward(self, hidden):
         return self.output(self.norm(hidden))

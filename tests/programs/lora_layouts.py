@@ -10,12 +10,11 @@ from safetensors.torch import load_file
 from sharded_model import rows_of
 from torch.distributed.tensor import DTensor
 
-from torchtitan.grpo.models.hf_weights import full_hf_tensors, named_parameters
-from torchtitan.grpo.models.lora import adapters_of, begin_adapters
-from torchtitan.grpo.models.peft_format import export_peft, peft_name
-from torchtitan.grpo.models.shards import local_block, local_tensor
-from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
-from torchtitan.grpo.pipeline.schedule_builder import build_schedule
+from torchtitan.grpo.models.hf_weights import full_hf_tensors
+from torchtitan.grpo.models.lora import adapters_of, begin_adapters, export_peft, peft_name
+from torchtitan.grpo.models.shards import local_block, local_tensor, named_parameters
+from torchtitan.grpo.pipeline.build import build_schedule
+from torchtitan.grpo.pipeline.lean_stage import DeferredStage
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.reference import base_reference
 from torchtitan.grpo.training.runner import ForwardJob, WholeModelRunner

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.inference.embedded.model import load_model
 from torchtitan.grpo.models.hf_config import read_hf_model
-from torchtitan.grpo.models.hf_weights import load_hf_weights, named_parameters
+from torchtitan.grpo.models.hf_weights import load_hf_weights
+from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.training.weights_check import build_without_memory, check_weights
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets/reverse_digits"

@@ -7,7 +7,7 @@ from build_model import build_stages
 from sharded_model import rows_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan.grpo.pipeline.schedule_builder import build_schedule
+from torchtitan.grpo.pipeline.build import build_schedule
 from torchtitan.grpo.training.runner import WholeModelRunner
 from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
 from torchtitan.grpo.training.step import MinibatchLoss, ScoredRows

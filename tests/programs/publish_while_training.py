@@ -12,8 +12,8 @@ import torch.distributed as dist
 from build_model import build
 
 from torchtitan.grpo.inference.embedded.weights import tensor_sha256
-from torchtitan.grpo.models.hf_weights import full_hf_tensors, named_parameters
-from torchtitan.grpo.models.shards import local_tensor
+from torchtitan.grpo.models.hf_weights import full_hf_tensors
+from torchtitan.grpo.models.shards import local_tensor, named_parameters
 from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.types import ServerInfo
 from torchtitan.grpo.weight_sync.build import build_publisher

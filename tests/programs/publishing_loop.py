@@ -39,8 +39,8 @@ from tagged import VOCAB_SIZE, TaggedModel, factor
 
 from torchtitan.grpo.attestation import attested_tokens
 from torchtitan.grpo.entry import leave
-from torchtitan.grpo.models.hf_weights import hf_meta, named_parameters
-from torchtitan.grpo.models.shards import local_tensor
+from torchtitan.grpo.models.hf_weights import hf_meta
+from torchtitan.grpo.models.shards import local_tensor, named_parameters
 from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.types import ServerInfo
 from torchtitan.grpo.weight_sync.build import build_publisher

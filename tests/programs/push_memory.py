@@ -7,7 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 from build_model import build
 
-from torchtitan.grpo.models.hf_weights import named_parameters
+from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.weight_sync.gather import agree_on_push
 from torchtitan.grpo.weight_sync.leader import max_alive
 from torchtitan.grpo.weight_sync.memory_plan import memory_of, predict_memory, wire_dtype

@@ -12,8 +12,7 @@ from build_model import Built, build
 from sharded_model import rows_of
 
 from torchtitan.grpo.models.hf_config import ModelError
-from torchtitan.grpo.models.hf_weights import named_parameters
-from torchtitan.grpo.models.shards import local_tensor
+from torchtitan.grpo.models.shards import local_tensor, named_parameters
 from torchtitan.grpo.training.model_spec import build_reference, hf_train_spec
 from torchtitan.grpo.training.reference import Reference
 

@@ -6,13 +6,11 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.pipelining import PipelineStage
 
-from torchtitan.grpo.models.deferred_linear import defer_linears
-from torchtitan.grpo.models.weight_grads import WeightGradients
-from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
-from torchtitan.grpo.pipeline.lean_stage import LeanStage
+from torchtitan.grpo.models.weight_grads import WeightGradients, defer_linears
+from torchtitan.grpo.pipeline.lean_stage import DeferredStage, LeanStage
 from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
-from torchtitan.grpo.pipeline.tables.costs import Costs
+from torchtitan.grpo.pipeline.tables.actions import Costs
 
 DIM = 6
 

@@ -15,7 +15,8 @@ from build_model import Built, build
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-from torchtitan.grpo.models.hf_weights import export_hf, named_parameters
+from torchtitan.grpo.models.hf_weights import export_hf
+from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.system.host_memory import SlotOffer, attach
 from torchtitan.grpo.weight_sync import slot_memory
 from torchtitan.grpo.weight_sync.gather import Gatherer, agree_on_push

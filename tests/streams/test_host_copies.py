@@ -11,8 +11,7 @@ import pytest
 import torch
 from recorder import Recorder, Stream
 
-from torchtitan.grpo.pipeline.host_copies import HostCopies
-from torchtitan.grpo.pipeline.offload import ActivationOffload, _Moved
+from torchtitan.grpo.pipeline.offload import ActivationOffload, HostCopies, _Moved
 
 CUDA = torch.device("cuda", 0)
 

@@ -89,9 +89,8 @@ def _check_config(arguments: list[str], *, shows_settings: bool) -> int:
     from torchtitan.grpo.config_checks import check_model
     from torchtitan.grpo.config_manager import load_config
     from torchtitan.grpo.entry import planned, print_dry_run
-    from torchtitan.grpo.models.hf_config import read_hf_model
+    from torchtitan.grpo.models.hf_config import check_reference, read_hf_model
     from torchtitan.grpo.models.hub import locate_models
-    from torchtitan.grpo.models.same_model import check_reference
 
     config = load_config(arguments)
     notes = locate_models(config, weights=False)

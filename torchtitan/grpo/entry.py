@@ -33,9 +33,8 @@ from torchtitan.grpo.inference.nccl_settings import take_nccl_setting_of
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.known_failures import known_failure
 from torchtitan.grpo.lost_rank import LostRankHandler
-from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
+from torchtitan.grpo.models.hf_config import HFModel, check_reference, read_hf_model
 from torchtitan.grpo.models.hub import locate_models
-from torchtitan.grpo.models.same_model import check_reference
 from torchtitan.grpo.observe.console import init_console
 from torchtitan.grpo.resume.resumption import (
     Start,

@@ -40,12 +40,9 @@ _failed: dict[PackedAttentionKind, str] = {}
 def choose_packed_attention(
     config: JobConfig, device_type: str, head_dim: int | None = None
 ) -> PackedAttentionKind:
-    """Resolves ``grpo.packed_attention``, whose documentation describes the choice.
+    """Resolves ``grpo.packed_attention``.
 
-    Args:
-        config: Configuration of the run.
-        device_type: Type of the training device.
-        head_dim: Size of the model's attention heads; None if every kernel takes it.
+    ``head_dim`` is None if every kernel takes the model's heads.
     """
     if config.grpo.packed_attention != "auto":
         return config.grpo.packed_attention
@@ -69,12 +66,7 @@ def _candidates(
 
 
 def varlen_problem(config: JobConfig, head_dim: int | None = None) -> str | None:
-    """Returns what ``varlen`` needs and does not get, as the end of a sentence; None if it can run.
-
-    Args:
-        config: Configuration of the run.
-        head_dim: Size of the model's attention heads; None leaves it out.
-    """
+    """Returns what ``varlen`` needs and does not get, as the end of a sentence; None if it can run."""
     if not torch.cuda.is_available():
         return "a CUDA GPU, and none is visible"
     if (found := torch.cuda.get_device_capability()) < _VARLEN_CAPABILITY:
@@ -90,18 +82,12 @@ def varlen_problem(config: JobConfig, head_dim: int | None = None) -> str | None
 
 
 def try_packed_attention(config: JobConfig, device: torch.device, head_dim: int) -> None:
-    """Tries the kernel that a run will use, so that ``auto`` chooses one that works; logs the choice.
+    """Tries the kernel that a run will use, so that ``auto`` chooses one that works; logs the
+    choice.
 
     Only kernels of CUDA are tried. Every process tries once, before it builds its model. Collective
-    over all ranks, if there are several.
-
-    Args:
-        config: Configuration of the run.
-        device: Training device, which is the current one.
-        head_dim: Size of the model's attention heads.
-
-    Raises:
-        RuntimeError: If the configuration names a kernel that does not work here.
+    over all ranks, if there are several. Raises RuntimeError if the configuration names a kernel
+    that does not work here.
     """
     dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
     kind = choose_packed_attention(config, device.type, head_dim)
@@ -126,7 +112,7 @@ def try_packed_attention(config: JobConfig, device: torch.device, head_dim: int)
 def _failure_anywhere(
     kind: PackedAttentionKind, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> str | None:
-    """Returns how attention fails on this rank or another one; all ranks must take the same kernel."""
+    """Returns how attention fails on any rank; all ranks must take the same kernel."""
     failure = failure_of(kind, device, dtype, head_dim)
     if dist.is_initialized():
         has_failed = torch.tensor(int(failure is not None), device=device)
@@ -141,13 +127,8 @@ def failure_of(
 ) -> str | None:
     """Returns how attention over small packed rows fails; None if its numbers are right.
 
-    Output and gradients are compared with those of float32 on the CPU.
-
-    Args:
-        kind: The kernel. Of ``sdpa`` only the memory-efficient kernel counts.
-        device: Where it runs.
-        dtype: Dtype of queries, keys and values.
-        head_dim: Size of the attention heads.
+    Output and gradients are compared with those of float32 on the CPU. Of ``sdpa`` only the
+    memory-efficient kernel counts.
     """
     seq_len, generator = sum(_TRIED_LENGTHS[0]), torch.Generator().manual_seed(0)
     inputs = [

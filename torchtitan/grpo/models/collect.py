@@ -26,15 +26,8 @@ def agree_on_assembly(
 ) -> list[Assembly]:
     """Exchanges what each rank holds, and returns the same plan on all ranks.
 
-    Collective over all ranks. It must be called on the training thread.
-
-    Args:
-        parameters: Parameters of this rank (sharded or not), by their native names.
-        adapter: State-dict adapter of the model family. Its ``model_args`` describe the whole
-            model.
-
-    Raises:
-        RuntimeError: If all ranks together do not hold the whole model.
+    Collective over all ranks, on the training thread. Raises RuntimeError if all ranks together do
+    not hold the whole model, which the adapter's ``model_args`` describe.
     """
     mine = {name: Held(tuple(p.shape), local_block(p)) for name, p in parameters.items()}
     held_by_rank: list[dict[str, Held]] = [{} for _ in range(dist.get_world_size())]
@@ -45,15 +38,7 @@ def agree_on_assembly(
 
 
 def check_whole(names: Iterable[str], model_args: Any) -> None:
-    """Refuses to send or write a model if no rank holds one of its layers.
-
-    Args:
-        names: Native names of the parameters that all ranks hold together.
-        model_args: Arguments of the whole model.
-
-    Raises:
-        RuntimeError: If modules are missing or unknown; the message names them.
-    """
+    """Raises RuntimeError, which names them, if modules of the whole model are missing or unknown."""
     wanted = {"tok_embeddings", "norm"} | {f"layers.{i}" for i in range(model_args.n_layers)}
     if not getattr(model_args, "enable_weight_tying", False):
         wanted.add("output")
@@ -78,8 +63,8 @@ def collecting_group(
 ) -> dist.ProcessGroup | None:
     """Creates the process group of a receiver and the ranks that send to it.
 
-    Collective over all ranks. Returns None if the receiver is the only member, since nothing
-    needs to be sent then.
+    Collective over all ranks. Returns None if the receiver is the only member, since nothing needs
+    to be sent then.
     """
     if len(members) == 1:
         return None

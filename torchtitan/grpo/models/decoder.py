@@ -3,7 +3,15 @@
 
 """Upstream's Qwen3 model with the parts that other families need: one model for all of them.
 
-It holds the weights exactly as Hugging Face directories do, so that a push only renames them.
+It holds the weights exactly as Hugging Face directories do, so that a push only renames them. Rotary
+position embeddings (https://arxiv.org/abs/2104.09864) are read from ``config.json``; transformers,
+whose configuration it is, computes scaled ones: linear, Llama 3.1's, and YaRN
+(https://arxiv.org/abs/2309.00071).
+
+Of a model with tied embeddings, the first and the last pipeline stage both need the weight, and each
+holds a copy. In the last stage it belongs to an embedding that embeds nothing, as in a whole model, so
+that both copies have the same name in pushes, exports and checkpoints. `training/gradient_norm.py`
+keeps them equal.
 """
 
 from dataclasses import dataclass, field, replace
@@ -11,9 +19,11 @@ from typing import Any, cast
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from torchtitan.grpo.config import LoRA
-from torchtitan.grpo.models.rotary import Rotary
+from torchtitan.grpo.system.device import disable_fsdp_gradient_division
 from torchtitan.grpo.upstream.configuration import JobConfig
 from torchtitan.grpo.upstream.models import (
     Qwen3Model,
@@ -21,6 +31,79 @@ from torchtitan.grpo.upstream.models import (
     Qwen3StateDictAdapter,
     TransformerBlock,
 )
+
+# Scalings whose frequencies do not depend on the length of a sequence.
+SCALINGS = ("linear", "llama3", "yarn")
+_NAMES = ("rope_theta", "rope_type", "type")
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """A model's rotary embedding.
+
+    Attributes:
+        theta: Base of the frequencies.
+        scaling: Name of the scaling and its values; ``default`` is none.
+        frequencies: [head_dim / 2] angle of each pair of channels at position 1, in radians.
+        attention_factor: Multiplies sines and cosines, and so scales the attention's scores.
+    """
+
+    theta: float
+    scaling: str
+    frequencies: tuple[float, ...]
+    attention_factor: float = 1.0
+
+    def table(self, num_positions: int) -> torch.Tensor:
+        """Returns [num_positions, 2 * head_dim] float32: cosines, then sines."""
+        frequencies = torch.tensor(self.frequencies, dtype=torch.float32)
+        positions = torch.arange(num_positions, dtype=torch.float32)
+        half = torch.outer(positions, frequencies)
+        angles = torch.cat([half, half], dim=-1)
+        return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.attention_factor
+
+
+def read_rotary(config: dict[str, Any], head_dim: int) -> Rotary:
+    """Returns the rotary embedding of a ``config.json``, in either of transformers' two spellings.
+
+    Raises ValueError if the scaling is not one of :data:`SCALINGS`, or lacks a value.
+    """
+    parameters = dict(config.get("rope_parameters") or {})
+    parameters |= config.get("rope_scaling") or {}
+    # Version 4 of transformers wrote the base beside the scaling, and first called it `type`.
+    theta = float(parameters.setdefault("rope_theta", config.get("rope_theta", 10000.0)))
+    scaling = parameters.setdefault("rope_type", parameters.get("type", "default"))
+    if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError("partial_rotary_factor must be 1: all channels of a head are rotated.")
+    if scaling == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        return Rotary(theta, scaling, tuple((1.0 / theta**exponents).tolist()))
+    if scaling not in SCALINGS:
+        raise ValueError(
+            f"rope type {scaling!r} is not supported. Supported rope types: default, "
+            f"{', '.join(SCALINGS)}. Remove the rope scaling to train at the model's original length."
+        )
+    frequencies, factor = _scaled(scaling, parameters, config, head_dim)
+    values = {k: v for k, v in sorted(parameters.items()) if k not in _NAMES and v is not None}
+    described = f"{scaling} ({', '.join(f'{name} = {value}' for name, value in values.items())})"
+    return Rotary(theta, described, tuple(frequencies.tolist()), factor)
+
+
+def _scaled(
+    scaling: str, parameters: dict[str, Any], config: dict[str, Any], head_dim: int
+) -> tuple[torch.Tensor, float]:
+    from transformers import PretrainedConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    sizes = ("hidden_size", "num_attention_heads", "max_position_embeddings")
+    known = {key: config[key] for key in sizes}
+    try:
+        described = PretrainedConfig.from_dict(
+            known | {"rope_parameters": parameters, "head_dim": head_dim}
+        )
+        return ROPE_INIT_FUNCTIONS[scaling](described, torch.device("cpu"))
+    except KeyError as error:  # its message lists what is missing
+        raise ValueError(f"rope type {scaling!r} is incomplete: {error.args[0]}") from error
+
 
 _QKV = (("wq", "q_proj"), ("wk", "k_proj"), ("wv", "v_proj"))
 
@@ -42,7 +125,6 @@ class DecoderArgs(Qwen3ModelArgs):
     lora_scale: float = 0.0
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
-        """Takes over what the configuration decides about the model."""
         super().update_from_config(job_config, **kwargs)
         lora: LoRA = job_config.lora  # pyright: ignore[reportAttributeAccessIssue]
         self.lora_scale = lora.alpha / lora.rank if lora.rank else 0.0
@@ -93,3 +175,70 @@ class DecoderAdapter(Qwen3StateDictAdapter):
         for native, hf in _QKV:
             hf_name = f"model.layers.{{}}.self_attn.{hf}.bias"
             self.from_hf_map[hf_name] = f"layers.{{}}.attention.{native}.bias"
+
+
+class OutputEmbedding(nn.Embedding):
+    """Holds the weight of the last stage's output layer under the embedding's name."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return hidden
+
+
+def is_tied(model: nn.Module) -> bool:
+    """Returns whether the whole model, of which this may be a stage, has tied embeddings."""
+    return bool(getattr(model, "enable_weight_tying", False))
+
+
+def embeds_tokens(model: nn.Module) -> bool:
+    """Returns whether the model, or this stage of it, takes tokens and not hidden states."""
+    embeddings = model.tok_embeddings
+    return embeddings is not None and not isinstance(embeddings, OutputEmbedding)
+
+
+def hold_output_embedding(stage: nn.Module) -> None:
+    """Makes the last stage of a tied model the holder of the weight. It is on the meta device."""
+    output: Any = stage.output
+    vocab, dim = output.weight.shape
+    stage.tok_embeddings = OutputEmbedding(vocab, dim, _weight=output.weight)
+    stage.tok_embeddings.weight = output.weight
+
+
+def tie_again(model: nn.Module) -> None:
+    """Ties output layer and embedding again, if this stage has both.
+
+    Tensor parallelism replaces the shared weight with two separate shards.
+    """
+    embeddings: Any = model.tok_embeddings
+    output: Any = model.output
+    if not is_tied(model) or embeddings is None or output is None:
+        return
+    if isinstance(embeddings, OutputEmbedding):  # which was not sharded
+        embeddings.weight = output.weight
+    else:
+        output.weight = embeddings.weight
+
+
+def apply_fsdp_tied(
+    model: nn.Module,
+    dp_mesh: DeviceMesh,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    pp_enabled: bool,
+    reshard_after_forward_policy: str = "default",
+) -> None:
+    """Applies FSDP2, as upstream's ``apply_fsdp``, to a tied, dense model or to a stage of one."""
+    reshards = {"always": True, "never": False, "default": not pp_enabled}
+    config: dict[str, Any] = {
+        "mesh": dp_mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
+        "reshard_after_forward": reshards[reshard_after_forward_policy],
+    }
+    for block in model.layers.values():  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+        fully_shard(block, **config)  # pyright: ignore
+    # The group is used first and last in a forward pass. Resharding it in between would only
+    # gather it twice.
+    ends = [m for m in (model.tok_embeddings, model.norm, model.output) if m is not None]
+    if ends:
+        fully_shard(ends, **(config | {"reshard_after_forward": False}))  # pyright: ignore
+    fully_shard(model, **config)
+    disable_fsdp_gradient_division(model)

@@ -11,8 +11,7 @@ add a family, see `docs/how-to/add-a-model-family.md`.
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.grpo.models.decoder import DecoderArgs
-from torchtitan.grpo.models.rotary import read_rotary
+from torchtitan.grpo.models.decoder import DecoderArgs, read_rotary
 from torchtitan.grpo.upstream.models import MoEArgs
 
 # Values that all families need. A key that config.json lacks is accepted.
@@ -25,13 +24,7 @@ _REFUSED_OTHERWISE: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Family:
-    """Tells how models of one architecture differ from other decoders.
-
-    Attributes:
-        qk_norm: Whether queries and keys are normalized.
-        qkv_bias: Whether the projections of queries, keys and values have biases.
-        has_experts: Whether layers may be mixtures of experts.
-    """
+    """How models of one architecture differ from other decoders."""
 
     qk_norm: bool = False
     qkv_bias: bool = False
@@ -59,13 +52,8 @@ def refusals(config: dict[str, Any]) -> list[str]:
 def decoder_args(family: Family, config: dict[str, Any]) -> DecoderArgs:
     """Returns the model's arguments.
 
-    Args:
-        family: The row of the model's architecture.
-        config: Contents of ``config.json``.
-
-    Raises:
-        KeyError: If ``config.json`` lacks a size.
-        ValueError: If its rotary embedding is not supported.
+    Raises KeyError if ``config.json`` lacks a size, and ValueError if its rotary embedding is not
+    supported.
     """
     num_heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads

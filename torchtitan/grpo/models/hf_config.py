@@ -9,13 +9,17 @@ computes something else than the server does would show only as a mismatch betwe
 trainer's and the sampling-time logprobs.
 """
 
-from dataclasses import dataclass
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.grpo.models.config_sizes import wrong_size
+from tokenizers import Tokenizer
+
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.decoder import DecoderArgs
-from torchtitan.grpo.models.eos_tokens import NoEosTokenError, eos_token_ids
 from torchtitan.grpo.models.families import FAMILIES, decoder_args, refusals
 from torchtitan.grpo.weight_wire.model_folder import (
     ModelError,
@@ -30,17 +34,10 @@ __all__ = ["HFModel", "ModelError", "read_hf_model"]
 
 @dataclass(frozen=True)
 class HFModel:
-    """Describes the model of a Hugging Face directory.
+    """The model of a Hugging Face directory, with its ``architecture`` in ``config.json``.
 
-    Attributes:
-        path: The directory.
-        architecture: Architecture in ``config.json``, such as ``Qwen3ForCausalLM``.
-        model_args: Torchtitan's arguments of the model.
-        vocab_size: Number of rows of the embedding.
-        eos_token_ids: Ids of the tokens that end a completion.
-        max_position_embeddings: Length of the longest sequence that the model was trained for.
-        window: Number of tokens that attention reaches in the layers with the shortest reach; None
-            if all layers reach all tokens.
+    ``window`` is the number of tokens that attention reaches in the layers with the shortest reach;
+    None if all layers reach all tokens.
     """
 
     path: Path
@@ -55,17 +52,11 @@ class HFModel:
 def read_hf_model(
     path: str | Path, *, setting: str = "model.hf_assets_path", may_be_quantised: bool = False
 ) -> HFModel:
-    """Reads a Hugging Face directory.
+    """Reads a Hugging Face directory; ``setting`` is the TOML key that names it.
 
-    Args:
-        path: The directory.
-        setting: TOML key that names the directory, for error messages.
-        may_be_quantised: Whether the weights may be quantised, because only servers read them.
-
-    Raises:
-        ModelError: If ``path`` is not such a directory, was exported and has changed since, its
-            architecture is not supported, it uses a variant that upstream's model lacks, or it names
-            no end-of-sequence token.
+    Only servers read quantised weights. Raises ModelError if ``path`` is not such a directory, was
+    exported and has changed since, has an architecture or a variant that is not supported, or names
+    no end-of-sequence token.
     """
     path = Path(path)
     require_undamaged(path, setting, weights=False)
@@ -126,3 +117,212 @@ def _eos_token_ids(path: Path, setting: str) -> tuple[int, ...]:
             f"{setting} must be a readable Hugging Face model directory; reading the "
             f"end-of-sequence token from {path} failed: {error}"
         ) from error
+
+
+_REQUIRED = {
+    "hidden_size": 1_000_000,
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 100_000,
+    "intermediate_size": 10_000_000,
+    "vocab_size": 100_000_000,
+    "max_position_embeddings": 1_000_000_000,
+}
+"""Largest value of each size that every family has: far above any model, far below what hangs."""
+_OPTIONAL = {
+    "num_key_value_heads": 100_000,
+    "head_dim": 1_000_000,
+    "moe_intermediate_size": 10_000_000,
+    "num_experts": 1_000_000,
+    "num_local_experts": 1_000_000,
+    "num_experts_per_tok": 1_000_000,
+}
+
+
+def wrong_size(config: dict[str, Any]) -> str | None:
+    """Returns what is wrong with the sizes, as the end of a sentence; None if nothing is."""
+    for key, largest in (_REQUIRED | _OPTIONAL).items():
+        value = config.get(key)
+        if value is None and key in _OPTIONAL:
+            continue
+        if type(value) is not int or not 1 <= value <= largest:
+            return f"{key} must be a whole number from 1 to {largest}, got {_shown(value)}"
+    epsilon = config.get("rms_norm_eps")
+    if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 < epsilon < 1:
+        return f"rms_norm_eps must be a number between 0 and 1, got {_shown(epsilon)}"
+    if type(tied := config.get("tie_word_embeddings", False)) is not bool:
+        return f"tie_word_embeddings must be true or false, got {_shown(tied)}"
+    if not isinstance(config.get("layer_types"), list | None):
+        return f"layer_types must be a list or null, got {_shown(config['layer_types'])}"
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(key), dict | None):
+            return f"{key} must be an object or null, got {_shown(config[key])}"
+    return None
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else f"{value!r:.80}"
+
+
+# No weight depends on the longest sequence. Upstream's base of the rotary embedding is not read, and
+# its frequencies follow from base and scaling.
+_IRRELEVANT = frozenset(
+    {"max_seq_len", "rope_theta", "rotary.frequencies", "rotary.attention_factor"}
+)
+# Keys in `config.json` of those torchtitan arguments that have another name there.
+_NAME_IN_CONFIG = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "hidden_dim": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "enable_weight_tying": "tie_word_embeddings",
+    "moe_inter_dim": "moe_intermediate_size",
+    "moe_args.top_k": "num_experts_per_tok",
+    "moe_args.num_experts": "num_experts",
+    "moe_args.route_norm": "norm_topk_prob",
+    "rotary.theta": "rope_theta",
+    "rotary.scaling": "rope_scaling",
+    "dense_layers": "mlp_only_layers",
+}
+
+
+def check_reference(config: JobConfig) -> None:
+    """Refuses a reference that is not the policy's model with other weights.
+
+    Its weights do not reveal its rotary base or its epsilon, and a wrong value would show only as
+    an implausible KL. Both directories are read again, because building a model changes its
+    arguments.
+    """
+    path = config.grpo.ref_model_path
+    if path is None:
+        return
+    policy = read_hf_model(config.model.hf_assets_path)
+    reference = read_hf_model(path, setting="grpo.ref_model_path")
+    found = list(_differences(policy, reference))
+    if found:
+        raise ModelError(
+            f"grpo.ref_model_path ({path}) must hold the model of model.hf_assets_path "
+            f"({policy.path}) with other weights, but their config.json files differ: "
+            f"{'; '.join(found)}. Choose a reference of the same architecture."
+        )
+
+
+def _differences(policy: HFModel, reference: HFModel) -> Iterator[str]:
+    if policy.architecture != reference.architecture:
+        # The arguments of two model families cannot be compared one by one.
+        yield f"architecture {reference.architecture} instead of {policy.architecture}"
+        return
+    if policy.window != reference.window:
+        yield f"sliding_window {reference.window} instead of {policy.window}"
+    wanted, found = _arguments(policy.model_args), _arguments(reference.model_args)
+    for name, value in wanted.items():
+        if found[name] != value:
+            yield f"{_NAME_IN_CONFIG.get(name, name)} {found[name]} instead of {value}"
+
+
+def _arguments(model_args: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns every relevant argument by name; names of nested arguments have a dot."""
+    found: dict[str, Any] = {}
+    for field in fields(model_args):
+        value = getattr(model_args, field.name)
+        if is_dataclass(value):
+            found |= _arguments(value, f"{prefix}{field.name}.")
+        elif prefix + field.name not in _IRRELEVANT:
+            found[prefix + field.name] = value
+    return found
+
+
+class NoEosTokenError(ValueError):
+    """No file names an end-of-sequence token, or one names what cannot be one."""
+
+
+def eos_token_ids(directory: Path) -> tuple[int, ...]:
+    """Returns the ids of the tokens that end a completion; see the module's docstring.
+
+    Raises NoEosTokenError, OSError if a file cannot be read, and ValueError if one is not valid
+    JSON.
+    """
+    looked_at = []
+    for name in ("generation_config.json", "config.json"):
+        if found := ids_in(directory / name):
+            return found
+        looked_at.append(f"{name} (eos_token_id: {_absence(directory / name)})")
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if text := _text_of(directory / name):
+            return (_id_of(text, directory, name),)
+        looked_at.append(f"{name} (eos_token: {_absence(directory / name)})")
+    raise NoEosTokenError(
+        f"{directory} must name the token that ends a completion; none of its files does: "
+        f"{', '.join(looked_at)}. Set eos_token_id in generation_config.json."
+    )
+
+
+def ids_in(file: Path) -> tuple[int, ...]:
+    """Returns the ids that ``eos_token_id`` of one file names; empty if it names none."""
+    value = _read(file).get("eos_token_id")
+    found = value if isinstance(value, list) else [value]
+    if all(token is None for token in found):
+        return ()
+    bound = _num_ids(file.parent)
+    ids = [token for token in found if type(token) is int and 0 <= token < bound]
+    if len(ids) < len(found):
+        raise NoEosTokenError(
+            f"eos_token_id in {file} must be a token id of the model, from 0 to {bound - 1}, or a list "
+            f"of them, got {json.dumps(value, allow_nan=True):.200}. Correct it, or remove it so that the next file "
+            "decides: generation_config.json, then config.json, then the tokenizer's eos_token."
+        )
+    return tuple(dict.fromkeys(ids))
+
+
+def _num_ids(directory: Path) -> int:
+    size = _read(directory / "config.json").get("vocab_size")
+    return size if type(size) is int else sys.maxsize
+
+
+def _read(file: Path) -> dict[str, Any]:
+    content = json.loads(file.read_bytes()) if file.exists() else {}
+    if not isinstance(content, dict):
+        raise NoEosTokenError(f"{file} must hold an object, got a {type(content).__name__}.")
+    return content
+
+
+def _absence(file: Path) -> str:
+    return "not set" if file.exists() else "no such file"
+
+
+def _text_of(file: Path) -> str | None:
+    """Returns a file's ``eos_token``, which some versions of transformers write as an object."""
+    token = _read(file).get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is not None and not isinstance(text, str):
+        raise NoEosTokenError(
+            f"eos_token in {file} must be the text of a token, got {json.dumps(token, allow_nan=True):.200}. Correct it, "
+            "or set eos_token_id in generation_config.json."
+        )
+    return text
+
+
+def _id_of(text: str, directory: Path, source: str) -> int:
+    file = directory / "tokenizer.json"
+    if not file.exists():
+        raise NoEosTokenError(
+            f"{directory / source} names the end-of-sequence token {text!r}, but its id is unknown: "
+            f"there is no {file}. Set eos_token_id in generation_config.json."
+        )
+    try:
+        token_id = Tokenizer.from_file(str(file)).token_to_id(text)
+    except Exception as error:  # the library raises plain Exception
+        raise NoEosTokenError(f"{file} is not a readable tokenizer: {error}.") from error
+    if token_id is None:
+        raise NoEosTokenError(
+            f"{directory / source} names the end-of-sequence token {text!r}, which {file} does not "
+            "contain. Set eos_token_id in generation_config.json."
+        )
+    if token_id >= _num_ids(directory):
+        raise NoEosTokenError(
+            f"{directory / source} names the end-of-sequence token {text!r}, whose id {token_id} must be "
+            f"below the model's vocab_size, {_num_ids(directory)}: no completion could end. Check that "
+            "the tokenizer and config.json belong to the same model."
+        )
+    return token_id

@@ -18,10 +18,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from safetensors.torch import save_file
 
-from torchtitan.grpo.models.adapter_merge import lora_scale, with_adapters
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly
-from torchtitan.grpo.models.shards import in_buckets, local_block, local_tensor
-from torchtitan.grpo.models.tied_embeddings import is_tied
+from torchtitan.grpo.models.decoder import is_tied
+from torchtitan.grpo.models.lora import lora_scale, with_adapters
+from torchtitan.grpo.models.shards import in_buckets, local_block, local_tensor, named_parameters
 from torchtitan.grpo.system.files import sums_of, write_sums
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
@@ -39,23 +39,6 @@ _ASSETS = ("*.json", "*.txt", "*.model", "*.jinja")
 _NOT_COPIED = (".index.json", "adapter_config.json", SUMS_FILE)
 # Size of the buckets of whole parameters that an export collects.
 _EXPORT_BUCKET_BYTES = 256 * 1024**2
-
-
-def named_parameters(model_parts: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the parameters of all parts under their upstream names.
-
-    A parameter that two modules share is yielded once.
-
-    Args:
-        model_parts: Pipeline stages of this rank, or the whole model as the only part.
-    """
-    for part in model_parts:
-        for name, parameter in part.named_parameters():
-            # Activation checkpointing and torch.compile wrap modules, which shows in names.
-            yield (
-                name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""),
-                parameter,
-            )
 
 
 def hf_meta(
@@ -99,16 +82,9 @@ def load_hf_weights(
 ) -> None:
     """Fills the sharded parameters from the safetensors files of a directory.
 
-    Args:
-        model_parts: Parts of the model that this rank holds.
-        adapter: State-dict adapter of the model family.
-        path: The directory.
-        setting: TOML key that names the directory, for error messages.
-
-    Raises:
-        ModelError: If the directory has no readable safetensors file; if a tensor is missing or
-            ambiguous, is no plain weight, or has a shape that contradicts ``config.json``; if its
-            values cannot be those of a model; or if the directory was exported and has changed since.
+    Raises ModelError if the directory has no readable safetensors file; if a tensor is missing or
+    ambiguous, is no plain weight, or has a shape that contradicts ``config.json``; if its values
+    cannot be those of a model; or if the directory was exported and has changed since.
     """
     is_group = dist.is_initialized()
     share = (dist.get_rank(), dist.get_world_size()) if is_group else (0, 1)
@@ -152,17 +128,8 @@ def check_hf_weights(
 ) -> tuple[int, list[str]]:
     """Compares a directory's tensors with those that a model needs, without loading them.
 
-    Args:
-        model: The whole model; it may be on the meta device.
-        adapter: State-dict adapter of the model family.
-        path: The directory.
-        setting: TOML key that names the directory, for error messages.
-
-    Returns:
-        Number of tensors that the model needs, and what the user should know about the others.
-
-    Raises:
-        ModelError: As of :meth:`WeightFiles.check`.
+    The model may be on the meta device. Returns the number of tensors that it needs, and what the
+    user should know about the others. Raises ModelError as :meth:`WeightFiles.check` does.
     """
     needed: dict[str, tuple[int, ...]] = {}
     for name, parameter in named_parameters([model]):
@@ -184,17 +151,8 @@ def export_hf(
 ) -> None:
     """Writes the model as a Hugging Face directory. All ranks call it, and rank 0 writes.
 
-    It collects parameters over the group of all ranks, and must therefore be called on the
-    training thread. The directory appears under its name only when it is complete.
-
-    Args:
-        model_parts: Parts of the model that this rank holds.
-        adapter: State-dict adapter of the model family.
-        source: Directory whose config and tokenizer files are copied.
-        target: Directory to create. An existing one is replaced.
-        dtype: Data type of the weights that are written.
-        is_writer: True on rank 0.
-        max_file_bytes: Size beyond which another safetensors file is started.
+    It collects parameters over the group of all ranks, and must therefore be called on the training
+    thread. See :func:`write_hf`.
     """
     tensors = full_hf_tensors(model_parts, adapter, dtype)
     if is_writer:
@@ -215,12 +173,7 @@ def write_hf(
 ) -> None:
     """Writes whole tensors as a Hugging Face directory, which appears only when it is complete.
 
-    Args:
-        tensors: Hugging Face names and tensors.
-        source: Directory whose config and tokenizer files are copied.
-        target: Directory to create. An existing one is replaced.
-        dtype: Data type of the tensors.
-        max_file_bytes: Size beyond which another safetensors file is started.
+    Config and tokenizer files are copied from ``source``. An existing ``target`` is replaced.
     """
     partial = target.with_name(target.name + ".partial")
     try:
@@ -241,10 +194,8 @@ def full_hf_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the whole model on rank 0: Hugging Face names and tensors, in the model's order.
 
-    Adapters are added to their targets.
-
-    Every rank must iterate to the end; ranks other than 0 receive nothing. A tensor may share
-    memory with its parameter.
+    Adapters are added to their targets. Every rank must iterate to the end; ranks other than 0
+    receive nothing. A tensor may share memory with its parameter.
     """
     parameters = dict(named_parameters(model_parts))
     buckets = in_buckets(

@@ -39,12 +39,7 @@ _NOT_USED = ("consolidated*", "*/*")
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model as it is named on the Hub.
-
-    Attributes:
-        repo: ``organization/name``.
-        revision: Branch, tag or commit; None is the main branch.
-    """
+    """``organization/name``, and a branch, tag or commit; None is the main branch."""
 
     repo: str
     revision: str | None
@@ -57,41 +52,27 @@ class HubModel:
 
 
 def is_hub_name(text: str) -> bool:
-    """Returns whether a text can be the name of a model on the Hub."""
     return HubModel.parse(text) is not None
 
 
 def locate_models(config: JobConfig, *, weights: bool = True) -> list[str]:
-    """Puts folders in place of names on the Hub, in ``[model]`` and for the reference model and the teacher.
+    """Puts folders in place of names on the Hub, for the model, the reference model and the teacher.
 
-    Args:
-        config: The configuration, which is changed.
-        weights: Whether the weights are needed, or the configuration and the tokenizer alone.
-
-    Returns:
-        A sentence for each model that was named as on the Hub: what was taken.
-
-    Raises:
-        ConfigError: If a setting names neither a folder nor a model that can be had.
-        TimeoutError: If the first rank of this host does not answer.
+    Returns a sentence for each model that was named as on the Hub: what was taken. Without
+    ``weights``, the configuration and the tokenizer are enough, as they are for a teacher. Raises
+    ConfigError if a setting names neither a folder nor a model that can be had, and TimeoutError if
+    the first rank of this host does not answer.
     """
+    named: list[tuple[Any, str, str, bool]] = [(config.model, "model", "hf_assets_path", weights)]
+    if config.grpo.kl_coef > 0 and config.grpo.ref_model_path is not None:
+        named.append((config.grpo, "grpo", "ref_model_path", weights))
+    if config.teacher.urls and config.teacher.model_path is not None:
+        named.append((config.teacher, "teacher", "model_path", False))
     notes = []
-    config.model.hf_assets_path, note = locate_model(
-        config.model.hf_assets_path, "model.hf_assets_path", weights=weights
-    )
-    notes += note
-    grpo = config.grpo
-    if grpo.kl_coef > 0 and grpo.ref_model_path is not None:
-        grpo.ref_model_path, note = locate_model(
-            grpo.ref_model_path, "grpo.ref_model_path", weights=weights
-        )
-        notes += note
-    teacher = config.teacher
-    if teacher.urls and teacher.model_path is not None:
-        teacher.model_path, note = locate_model(
-            teacher.model_path, "teacher.model_path", weights=False
-        )
-        notes += note
+    for table, name, key, needs_weights in named:
+        path, found = locate_model(getattr(table, key), f"{name}.{key}", weights=needs_weights)
+        setattr(table, key, path)
+        notes += found
     return notes
 
 

@@ -9,26 +9,44 @@ A target keeps its name and its weight, and gets the layers ``lora_A`` and ``lor
 All other parameters are frozen. Under tensor parallelism ``A`` and ``B`` are divided as their
 target is: ``B`` by rows with a target that is divided by rows of ``W``, ``A`` by columns with one
 that is divided by columns. The other factor is held whole by every rank.
+
+Pushes and exports may add adapters to their targets. This happens with whole tensors, in the dtype
+in which they travel or are written, so that what arrives at a server and what an export holds are
+equal bit for bit.
 """
 
+import json
 import math
+import shutil
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torchtitan.grpo.config import LoRA
-from torchtitan.grpo.models.deferred_linear import DeferredLinear
-from torchtitan.grpo.models.hf_weights import named_parameters
-from torchtitan.grpo.models.shards import local_block, local_tensor
+from torchtitan.grpo.models.collect import Collector, agree_on_assembly
+from torchtitan.grpo.models.shards import local_block, local_tensor, named_parameters
+from torchtitan.grpo.models.weight_grads import DeferredLinear
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
-from torchtitan.grpo.weight_wire.adapter_names import FACTORS, TARGETS, is_adapter
+from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
+from torchtitan.grpo.weight_wire.adapter_names import (
+    FACTORS,
+    PEFT_PREFIX,
+    TARGETS,
+    factor_of,
+    is_adapter,
+    module_of,
+    target_of,
+)
+from torchtitan.grpo.weight_wire.adapters import base_digest
 
 
 class AdaptedLinear(nn.Linear):
@@ -63,12 +81,7 @@ def add_adapters(model: nn.Module, lora: LoRA, dtype: torch.dtype) -> None:
     """Freezes a model, or a stage of one, and gives its targets adapters, in place.
 
     It is called on the meta device after tensor parallelism has divided the model and before
-    anything is wrapped around its layers.
-
-    Args:
-        model: A model with upstream's blocks in ``layers``.
-        lora: The table ``[lora]``.
-        dtype: Dtype of the adapters.
+    anything is wrapped around its layers. ``dtype`` is that of the adapters.
     """
     base_dtype = dtype if lora.base_dtype == "training" else TORCH_DTYPE_MAP[lora.base_dtype]
     _freeze(model, base_dtype)
@@ -145,11 +158,7 @@ def _divided(whole: torch.Tensor, like: DTensor, placements: Sequence[Placement]
 def begin_adapters(model_parts: Sequence[nn.Module], seed: int | None) -> None:
     """Fills the adapters with the values that a run begins with: ``A`` random, ``B`` zero.
 
-    Each whole ``A`` is drawn from a generator of its own, so that it is the same in all layouts.
-
-    Args:
-        model_parts: Parts of the model on this rank.
-        seed: ``debug.seed``.
+    Each whole ``A`` is drawn from its own generator, so that it is the same in all layouts.
     """
     for name, parameter in adapters_of(model_parts).items():
         local = local_tensor(parameter)
@@ -182,3 +191,137 @@ def adapters_off(model_parts: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for module in adapted:
             module.is_adapted = True
+
+
+def lora_scale(adapter: BaseStateDictAdapter) -> float:
+    """Returns ``alpha / rank`` of a model's adapters; 0 if it has none."""
+    return getattr(getattr(adapter, "model_args", None), "lora_scale", 0.0)
+
+
+class AdapterMerge:
+    """Adds the adapters in a stream of whole parameters, in which each follows its target's module."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+        self._module = ""
+        self._targets: dict[str, torch.Tensor] = {}
+        self._rows: torch.Tensor | None = None
+
+    def target(self, name: str, weight: torch.Tensor, shape: Sequence[int]) -> None:
+        """Notes a parameter, whose memory may be changed, until those of another module come."""
+        if module_of(name) != self._module:
+            self._module, self._targets = module_of(name), {}
+        self._targets[name] = weight.view(tuple(shape))
+
+    def add(self, name: str, factor: torch.Tensor) -> None:
+        """Takes a factor of the adapter; with the second one, the target is changed in place."""
+        target = self._targets[target_of(name)]
+        if name.endswith(FACTORS[0]):
+            self._rows = factor
+        else:
+            assert self._rows is not None, f"{name} came before its other factor"
+            target.addmm_(factor, self._rows, alpha=self._scale)
+            self._rows = None
+
+
+def with_adapters(
+    parameters: Iterator[tuple[str, torch.Tensor]], scale: float
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields whole parameters without adapters, which are added to copies of their targets.
+
+    An adapter follows its target's module.
+    """
+    merge = AdapterMerge(scale)
+    held: dict[str, torch.Tensor] = {}
+    for name, full in parameters:
+        if is_adapter(name):
+            if name.endswith(FACTORS[0]):
+                target = target_of(name)
+                held[target] = held[target].clone()  # it may share the memory of what is trained
+                merge.target(target, held[target], held[target].shape)
+            merge.add(name, full)
+            continue
+        if held and module_of(name) != module_of(next(iter(held))):
+            yield from held.items()
+            held = {}
+        held[name] = full
+    yield from held.items()
+
+
+def peft_name(adapter: BaseStateDictAdapter, name: str) -> str:
+    """Returns PEFT's name of an adapter's parameter."""
+    (target,) = adapter.to_hf({target_of(name): torch.empty(0, device="meta")})
+    return PEFT_PREFIX + target.removesuffix(".weight") + factor_of(name)
+
+
+class AdapterNames(BaseStateDictAdapter):
+    """Converts the parameters of adapters to PEFT's names, for a push of adapters.
+
+    By ``base_digest`` a server finds out that it has another base.
+    """
+
+    def __init__(self, adapter: BaseStateDictAdapter, base_model: str) -> None:
+        self._adapter, self.base_digest = adapter, base_digest(base_model)
+        self.model_args = getattr(adapter, "model_args")  # noqa: B009
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {peft_name(self._adapter, name): tensor for name, tensor in state_dict.items()}
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError("adapters are pushed, and not received")
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+        raise NotImplementedError("adapters are pushed, and not received")
+
+
+def peft_config(lora: LoRA, base_model: str) -> dict[str, object]:
+    """Returns the contents of ``adapter_config.json``."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": list(lora.target_modules),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
+
+
+def export_peft(
+    model_parts: list[nn.Module],
+    adapter: BaseStateDictAdapter,
+    lora: LoRA,
+    base_model: str,
+    target: Path,
+    dtype: torch.dtype,
+    *,
+    is_writer: bool,
+) -> None:
+    """Writes the adapters as a PEFT directory. All ranks call it, and rank 0 writes."""
+    parameters = dict(named_parameters(model_parts))
+    assemblies = [a for a in agree_on_assembly(parameters, adapter) if is_adapter(a.name)]
+    shards = {name: local_tensor(p) for name, p in parameters.items() if is_adapter(name)}
+    device = local_tensor(next(iter(parameters.values()))).device
+    collected = Collector([assemblies], dtype, device, group=None).collect(shards)
+    tensors = {
+        peft_name(adapter, name): full.to("cpu").contiguous().clone() for name, full in collected
+    }
+    if is_writer:
+        partial = target.with_name(target.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            config = partial / "adapter_config.json"
+            config.write_text(json.dumps(peft_config(lora, base_model), indent=2, allow_nan=False))
+            weights = partial / "adapter_model.safetensors"
+            save_file(tensors, weights, metadata={"format": "pt"})
+            # The safetensors library lets the owner alone read its files; umask decides about others.
+            weights.chmod(config.stat().st_mode)
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)  # what found no room

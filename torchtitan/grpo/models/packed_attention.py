@@ -6,11 +6,16 @@
 Upstream's document masks find the borders of sequences by the EOS token, which a rollout cut at
 its length limit does not have. Here the borders come from sequence ids. Upstream's models pass
 any mask object on to ``attention.inner_attention``, so it suffices to replace that module. Which
-kernel a run uses is chosen in `models/attention_choice.py`.
+kernel a run uses is chosen in `attention_choice.py`.
+
+Context parallelism exchanges heads by all-to-all, as DeepSpeed Ulysses does
+(https://arxiv.org/abs/2309.14509): each rank holds a part of the sequence outside attention, and the
+whole sequence but a part of the heads inside attention. Both gloo and NCCL support the exchange.
 """
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -19,10 +24,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed import _functional_collectives as funcol
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-
-from torchtitan.grpo.models.ulysses import gather_heads, scatter_heads, shareable_kv_heads
 
 PackedAttentionKind = Literal["varlen", "flex", "sdpa"]
 
@@ -37,10 +41,8 @@ _COMPILED_SEQUENCE_TOKENS, _COMPILED_MIN_BORDERS = 128, 64
 
 
 class DenseMask(BlockMask):
-    """A dense mask that passes upstream's ``isinstance(mask, BlockMask)`` check.
-
-    Attributes:
-        dense: [rows, 1, seq, seq] bool, True where a query may attend to a key.
+    """A dense mask, [rows, 1, seq, seq] bool, that passes upstream's ``isinstance(mask,
+    BlockMask)``.
     """
 
     def __init__(self, dense: torch.Tensor) -> None:
@@ -83,12 +85,9 @@ class PackedAttention(nn.Module):
     """Replaces upstream's ``inner_attention`` in every layout.
 
     Under tensor parallelism the inputs are the heads of this rank (DTensors for Qwen3); under
-    context parallelism they are this rank's part of the sequence.
-
-    Args:
-        kind: ``varlen`` for FlashAttention over sequences of several lengths, on CUDA in 16 bits;
-            ``flex`` for FlexAttention; ``sdpa`` for scaled dot-product attention with a
-            :class:`DenseMask`, on CPU and CUDA.
+    context parallelism they are this rank's part of the sequence. ``varlen`` is FlashAttention over
+    sequences of several lengths, on CUDA in 16 bits; ``sdpa`` takes a :class:`DenseMask`, on CPU
+    and CUDA.
     """
 
     context_group: dist.ProcessGroup | None = None
@@ -109,14 +108,9 @@ class PackedAttention(nn.Module):
     ) -> torch.Tensor:
         """Computes attention within the sequences of packed rows.
 
-        Args:
-            q: [rows, heads, seq, head_dim].
-            k: [rows, kv_heads, seq, head_dim].
-            v: [rows, kv_heads, seq, head_dim].
-            block_mask: The mask of :func:`packed_mask`.
-            scale: Factor of the scores; None for ``1 / sqrt(head_dim)``.
-            enable_gqa: Whether several query heads use one key-value head. Upstream says so, but
-                the shapes do too.
+        ``q`` is [rows, heads, seq, head_dim], ``k`` and ``v`` are [rows, kv_heads, seq, head_dim],
+        and the scale is by default ``1 / sqrt(head_dim)``. ``enable_gqa`` is upstream's; the shapes
+        say the same.
         """
         if isinstance(q, DTensor):
             assert isinstance(k, DTensor) and isinstance(v, DTensor)
@@ -168,7 +162,7 @@ def _attend_densely(
 
 
 def one_head_each(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Repeats key or value heads, [rows, kv_heads, seq, head_dim], so that each query head has one."""
+    """Repeats key or value heads, [rows, kv_heads, seq, head_dim], for each query head to have one."""
     repeats = heads // tensor.shape[1]
     return tensor.repeat_interleave(repeats, dim=1) if repeats > 1 else tensor
 
@@ -199,7 +193,7 @@ def _compiled_flex_attention() -> Callable[..., torch.Tensor]:
 
 @functools.cache
 def _compiled_create_block_mask() -> Callable[..., BlockMask]:
-    """Returns what makes block masks; without compilation it would make a dense mask first."""
+    """Without compilation, ``create_block_mask`` would make a dense mask first."""
     return torch.compile(create_block_mask)
 
 
@@ -284,3 +278,73 @@ def _sequence_borders(sequence_ids: torch.Tensor, count: int, longest: int) -> S
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
+
+
+def context_part(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Returns this rank's part of [rows, seq, ...] along the sequence; without a group, all of it."""
+    if group is None:
+        return tensor
+    return tensor.chunk(group.size(), dim=1)[group.rank()]
+
+
+def scatter_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Exchanges [rows, heads, seq / n, head_dim] for [rows, heads / n, seq, head_dim].
+
+    ``heads`` must be a multiple of n. In memory the heads of a token follow each other, as
+    upstream's projections lay them out: kernels that take tokens of several rows end to end need no
+    further copy.
+    """
+    n = group.size()
+    rows, heads, part, head_dim = tensor.shape
+    by_head = tensor.reshape(rows, n, heads // n, part, head_dim)
+    by_part = _exchange(by_head.transpose(0, 1), group)  # [n, rows, heads / n, part, head_dim]
+    by_token = by_part.permute(1, 0, 3, 2, 4).reshape(rows, n * part, heads // n, head_dim)
+    return by_token.transpose(1, 2)
+
+
+def gather_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Exchanges [rows, heads / n, seq, head_dim] for [rows, heads, seq / n, head_dim]."""
+    n = group.size()
+    rows, heads, seq, head_dim = tensor.shape
+    by_part = tensor.reshape(rows, heads, n, seq // n, head_dim).permute(2, 0, 1, 3, 4)
+    by_head = _exchange(by_part, group)  # [n, rows, heads / n, part, head_dim]
+    return by_head.transpose(0, 1).reshape(rows, n * heads, seq // n, head_dim)
+
+
+def shareable_kv_heads(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    """Repeats key or value heads until their number is divisible by the number of ranks.
+
+    Consecutive query heads use one key head. Repeating each key head in place therefore keeps
+    every query head together with its own key head.
+    """
+    repeats = num_ranks // math.gcd(tensor.shape[1], num_ranks)
+    return tensor.repeat_interleave(repeats, dim=1) if repeats > 1 else tensor
+
+
+def gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Gathers [rows, seq / n, ...] of each rank into [rows, seq, ...] on all ranks.
+
+    Every rank computes the same loss from the whole sequence. The gradient of a rank's part is
+    therefore that part of the whole gradient, and nothing needs to be summed.
+    """
+    if group is None:
+        return tensor
+    return _GatherSequence.apply(tensor, group)  # pyright: ignore[reportReturnType]
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(tensor) for _ in range(group.size())]
+        dist.all_gather(parts, tensor.contiguous(), group=group)
+        return torch.cat(parts, dim=1)
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return context_part(grads[0], ctx.group).contiguous(), None
+
+
+def _exchange(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sends slice i of dimension 0 to rank i; slice i of the result comes from rank i."""
+    return funcol.all_to_all_single_autograd(tensor.contiguous(), None, None, group)

@@ -1,45 +1,45 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The model for packed rows; it returns logprobs instead of logits.
+"""The model for packed rows; it returns log-probabilities of labels instead of logits.
 
 One ``forward`` serves every layout. Each stage builds its own mask from the sequence ids and, under
 context parallelism, takes its own part of the row.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from torchtitan.grpo.models.decoder import Decoder
-from torchtitan.grpo.models.logprob_head import LogprobHead, replace_output
+from torchtitan.grpo.losses.linear_logprobs import packed_linear_logprobs
+from torchtitan.grpo.models.decoder import Decoder, embeds_tokens
 from torchtitan.grpo.models.packed_attention import (
     HostSequences,
     PackedAttention,
     PackedAttentionKind,
+    context_part,
+    gather_sequence,
     packed_mask,
 )
-from torchtitan.grpo.models.scored_tokens import ScoredTokens
-from torchtitan.grpo.models.tied_embeddings import embeds_tokens
-from torchtitan.grpo.models.ulysses import context_part, gather_sequence
 
 
 @dataclass(frozen=True)
 class ScoringSettings:
-    """Settings of how a model scores tokens.
+    """How a model scores tokens.
 
-    Attributes:
-        attention: Kernel that keeps attention inside sequences.
-        compiled: Whether blocks are compiled; see :func:`packed_mask`.
-        temperature: Sampling temperature under which logprobs are computed.
-        chunk_tokens: Number of tokens whose logits exist at the same time.
-        with_entropy: Whether to compute the entropy; otherwise it is 0.
-        trains_entropy: Whether the loss may depend on the entropy; otherwise it has no gradient.
-        keep_logits: Whether to keep logits for the backward pass, in the memory of the output
-            weight's gradient, which is allocated in the forward pass.
+    ``keep_logits`` keeps logits for the backward pass, in the memory of the output weight's
+    gradient, which is allocated in the forward pass. ``chunk_tokens`` is the number of tokens whose
+    logits exist at the same time. Without ``with_entropy`` the entropy is 0; without
+    ``trains_entropy`` it has no gradient. ``compiled`` blocks need masks of fixed sizes, see
+    :func:`packed_mask`.
     """
 
     attention: PackedAttentionKind
@@ -49,6 +49,159 @@ class ScoringSettings:
     with_entropy: bool
     trains_entropy: bool
     keep_logits: bool
+
+
+class ScoredTokens:
+    """A mask of tokens that the host knows as well as the device, [rows, seq] bool in both.
+
+    The number of tokens decides the shapes of the output layer's tensors. A device would have to be
+    waited for to learn it, in every microbatch. This is neither a tensor nor a container that FSDP
+    knows, so that it reaches the model as it is: FSDP would move a tensor to the device.
+    """
+
+    def __init__(self, mask: torch.Tensor, host_mask: torch.Tensor) -> None:
+        self._mask, self._host_mask = mask, host_mask
+
+    def positions(self, part: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
+        """Returns the tokens of a part of the rows, [tokens] int64; None if they are all of them.
+
+        ``part`` cuts [rows, seq_local] out of [rows, seq]. Positions count its tokens row by row.
+        """
+        host_part = part(self._host_mask)
+        count = int(np.count_nonzero(host_part.numpy()))
+        if count == host_part.numel():
+            return None
+        return torch.nonzero_static(part(self._mask).flatten(), size=count).squeeze(1)
+
+
+class LogprobHead(nn.Linear):
+    """Maps hidden states to (log-probability, entropy), as the last layer of a model.
+
+    Its parameter ``weight`` [vocab, dim] is that of an ``nn.Linear``, so that state-dict keys
+    and upstream's ``ColwiseParallel`` and FSDP plans apply to it. Labels are not an input of
+    the model's ``forward``; they are set around it::
+
+        with model.output.labeled(labels):
+            packed = model(tokens)  # [rows, seq, 2]
+
+    Each token may have further ids whose log-probabilities are computed as well.
+
+    Under tensor parallelism the weight is a ``DTensor`` sharded by vocabulary and the hidden
+    states are replicated. The result is replicated, and no logits are sent between ranks.
+    """
+
+    def __init__(self, output: nn.Linear, settings: ScoringSettings) -> None:
+        super().__init__(output.in_features, output.out_features, bias=False, device="meta")
+        # The parameter object is kept, and with it weight tying, device and dtype.
+        self.weight = output.weight
+        self.settings = settings
+        self.temperature = settings.temperature
+        self._labels: torch.Tensor | None = None
+        self._positions: torch.Tensor | None = None
+        self._other_ids: torch.Tensor | None = None
+
+    @contextmanager
+    def labeled(
+        self,
+        labels: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        other_ids: torch.Tensor | None = None,
+    ) -> Iterator[None]:
+        """Makes forward passes inside the context score labels.
+
+        Args:
+            labels: [rows, seq] int.
+            positions: [tokens] int64, the tokens to score, counted row by row; None for all.
+            other_ids: [rows, seq, k] int, further ids of each token; see
+                :func:`packed_linear_logprobs`. None for none.
+        """
+        outer = self._labels, self._positions, self._other_ids
+        self._labels, self._positions, self._other_ids = labels, positions, other_ids
+        try:
+            yield
+        finally:
+            self._labels, self._positions, self._other_ids = outer
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Maps [rows, seq, dim] to [rows, seq, 2 + k] float32.
+
+        They are log-probability, entropy or 0, and the log-probabilities of ``k`` other ids, all 0
+        where nothing is scored.
+        """
+        if self._labels is None:
+            raise RuntimeError("The output layer needs labels: call it inside `labeled(labels)`.")
+        if not isinstance(self.weight, DTensor):
+            return self._score(hidden, self.weight, self._labels)
+        return self._score_sharded(hidden, self.weight, self._labels)
+
+    def _score_sharded(
+        self, hidden: torch.Tensor, weight: DTensor, labels: torch.Tensor
+    ) -> torch.Tensor:
+        mesh = weight.device_mesh
+        if mesh.ndim != 1 or weight.placements != (Shard(0),):
+            raise ValueError(
+                "The output weight must be sharded by vocabulary over the tensor-parallel mesh "
+                f"alone, got {weight.placements} over {mesh}."
+            )
+        if not isinstance(hidden, DTensor) or hidden.placements != (Replicate(),):
+            got = hidden.placements if isinstance(hidden, DTensor) else "a plain tensor"
+            raise ValueError(
+                "Hidden states must be a replicated DTensor if the output weight is a DTensor, got "
+                f"{got}. Parallelize the output layer with ColwiseParallel."
+            )
+        _, offset = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
+        packed = self._score(
+            # Each rank's part of the vocabulary yields a part of this gradient; DTensor sums them.
+            hidden.to_local(grad_placements=[Partial()]),
+            weight.to_local(),
+            labels.to_local() if isinstance(labels, DTensor) else labels,
+            mesh.get_group(),
+            offset[0],
+        )
+        return DTensor.from_local(packed, mesh, [Replicate()], run_check=False)
+
+    def _score(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        group: dist.ProcessGroup | None = None,
+        vocab_start: int = 0,
+    ) -> torch.Tensor:
+        shape, positions, other_ids = labels.shape, self._positions, self._other_ids
+        if positions is not None:
+            hidden = hidden.flatten(0, 1).index_select(0, positions)
+            labels = labels.flatten().index_select(0, positions)
+            if other_ids is not None:
+                other_ids = other_ids.flatten(0, 1).index_select(0, positions)
+        packed = packed_linear_logprobs(
+            hidden,
+            weight,
+            labels,
+            temperature=self.temperature,
+            chunk_tokens=self.settings.chunk_tokens,
+            with_entropy=self.settings.with_entropy,
+            trains_entropy=self.settings.trains_entropy,
+            keep_logits=self.settings.keep_logits,
+            group=group,
+            vocab_start=vocab_start,
+            other_ids=other_ids,
+        )
+        if positions is None:
+            return packed
+        # Not a view: FSDP2 cannot hook the outputs of a module that are views.
+        where = (positions // shape[1], positions % shape[1])
+        return packed.new_zeros(*shape, packed.shape[-1]).index_put(where, packed)
+
+
+def replace_output(model: nn.Module, settings: ScoringSettings) -> None:
+    """Replaces ``model.output``, if this stage has one, before the model is parallelized or wrapped."""
+    output = getattr(model, "output", None)
+    if output is None:
+        return
+    if type(output) is not nn.Linear or output.bias is not None:
+        raise ValueError(f"model.output must be an nn.Linear without bias, got {output}.")
+    model.output = LogprobHead(output, settings)
 
 
 class PackedModel(nn.Module):
@@ -61,17 +214,9 @@ class PackedModel(nn.Module):
         self.settings = settings
         for block in self.layers.values():  # pyright: ignore
             block.attention.inner_attention = PackedAttention(settings.attention)  # pyright: ignore
-        replace_output(
-            self,
-            temperature=settings.temperature,
-            chunk_tokens=settings.chunk_tokens,
-            with_entropy=settings.with_entropy,
-            trains_entropy=settings.trains_entropy,
-            keep_logits=settings.keep_logits,
-        )
+        replace_output(self, settings)
 
     def split_context(self, group: dist.ProcessGroup) -> None:
-        """Turns on context parallelism over ``group``."""
         self.context_group = group
         for module in self.modules():
             if isinstance(module, PackedAttention):
@@ -92,13 +237,11 @@ class PackedModel(nn.Module):
 
         Args:
             tokens: [rows, seq] int; on later stages the hidden states of the previous stage.
-            sequence_ids: [rows, seq] int, see :func:`packed_mask`.
+            sequence_ids: [rows, seq] int, see :func:`packed_mask`, as ``host_sequences``.
             positions: [rows, seq] int, starting at 0 in each sequence.
             labels: [rows, seq] int, tokens whose logprobs are computed.
-            host_sequences: The sequences as the host knows them; see :func:`packed_mask`.
             scored: The positions at which they are computed; None for all.
-            other_ids: [rows, seq, k] int, further tokens at each position whose logprobs are computed;
-                None for none.
+            other_ids: [rows, seq, k] int, further tokens whose logprobs are computed.
 
         Returns:
             [rows, seq, 2 + k] float32: logprobs of the labels, entropies, and logprobs of the further

@@ -11,7 +11,7 @@ averaging them, and tensor parallelism accepts the positions of packed rows.
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.nn as nn
@@ -19,19 +19,18 @@ import torch.utils.checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from torchtitan.grpo.config import LoRA
-from torchtitan.grpo.models.between_microbatches import keeps_parameters
-from torchtitan.grpo.models.lora import add_adapters
-from torchtitan.grpo.models.moe_gradients import sum_moe_gradients
-from torchtitan.grpo.models.packed_model import PackedModel
-from torchtitan.grpo.models.tied_embeddings import (
+from torchtitan.grpo.models.decoder import (
     apply_fsdp_tied,
     embeds_tokens,
     is_tied,
     tie_again,
 )
+from torchtitan.grpo.models.lora import add_adapters
+from torchtitan.grpo.models.moe import sum_moe_gradients
+from torchtitan.grpo.models.packed_model import PackedModel
 from torchtitan.grpo.system.device import disable_fsdp_gradient_division, prepare_fsdp_for_gloo
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.upstream.configuration import JobConfig
@@ -55,14 +54,9 @@ def parallelize(
 ) -> nn.Module:
     """Applies tensor, expert, context and data parallelism to the model, in place.
 
-    Activation checkpointing and compilation are applied before data parallelism, as upstream
-    does.
-
-    Args:
-        model: A :class:`PackedModel` or a pipeline stage of one, on the meta device.
-        dims: Meshes of the run.
-        config: Configuration of the run, already validated.
-        compile_backend: Backend for compiled blocks instead of that of ``[compile]``.
+    Activation checkpointing and compilation are applied before data parallelism, as upstream does.
+    The model is a :class:`PackedModel` or a pipeline stage of one, on the meta device.
+    ``compile_backend`` replaces that of ``[compile]``.
     """
     assert isinstance(model, PackedModel)
     if dims.tp_enabled or dims.ep_enabled:
@@ -93,7 +87,6 @@ def parallelize(
 
 
 def compiles_model(config: JobConfig) -> bool:
-    """Returns whether blocks are compiled."""
     return config.compile.enable and "model" in config.compile.components
 
 
@@ -115,9 +108,8 @@ def _checkpoint_no_profiler_marks() -> None:
 def _wait_for_embeddings(model: PackedModel) -> None:
     """Waits for the collective that tensor parallelism starts on the embeddings' output.
 
-    A compiled block accepts the tensor that represents the unfinished collective but computes
-    no gradient for it, so that the embedding would never be trained. Copying the tensor waits
-    for the collective.
+    A compiled block accepts the tensor that represents the unfinished collective but computes no
+    gradient for it, so that the embedding would never be trained. Copying the tensor waits.
     """
 
     def wait(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
@@ -194,7 +186,6 @@ def _reshard_policy(config: JobConfig) -> str:
 
 
 def _is_mixed(config: JobConfig) -> bool:
-    """Returns whether the forward pass computes in another dtype than that of the weights."""
     lora: LoRA = config.lora  # pyright: ignore[reportAttributeAccessIssue]
     kept = {config.training.dtype}
     if lora.rank and lora.base_dtype != "training":
@@ -218,3 +209,52 @@ def _apply_replication(
         mesh.size() > 1
     ):  # FSDP2 would divide by 1 what nothing divides, in a pass over all gradients
         disable_fsdp_gradient_division(model)
+
+
+Kept = Literal["free", "keep_parameters", "keep_all"]
+"""The values of ``parallelism.fsdp_between_microbatches``, of which ``auto`` chooses one."""
+
+
+def keeps_parameters(kept: str) -> bool:
+    return kept in ("keep_parameters", "keep_all")
+
+
+class BetweenMicrobatches:
+    """Tells FSDP2 what to keep between microbatches; does nothing if FSDP2 is not applied.
+
+    Left to itself, FSDP2 gathers and casts every parameter for each microbatch, and reduces the
+    gradients after each. Whole parameters and gradients that are kept in between cost memory, and
+    save this work for all microbatches but one, on a single rank as well, where FSDP2 casts without
+    gathering.
+
+    ``set_is_last_backward`` stays as it is. It would only delay the wait for the reductions of a
+    microbatch, and FSDP2 would then prefetch the last parameters of the previous microbatch at the
+    end of each backward pass.
+    """
+
+    def __init__(self, model: nn.Module, kept: Kept) -> None:
+        assert kept in get_args(Kept), f"{kept!r} is not resolved"
+        self._root = model if isinstance(model, FSDPModule) else None
+        self._sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self.keeps_parameters = keeps_parameters(kept)
+        self._keeps_gradients = kept == "keep_all"
+        if self._root is not None:
+            self._root.set_reshard_after_backward(not self.keeps_parameters)
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """Sets whether the gradients of the next backward pass are reduced.
+
+        With the last one of a sequence of microbatches, what the earlier ones have left is reduced.
+        """
+        if self._root is None:
+            return
+        if self._keeps_gradients:
+            self._root.set_requires_gradient_sync(is_last)
+        else:
+            # Sums that replicas have not exchanged yet take no more memory than exchanged ones.
+            self._root.set_requires_all_reduce(is_last)
+
+    def forget_parameters(self) -> None:
+        """Frees gathered parameters, which would be outdated after the next optimizer step."""
+        for module in self._sharded:
+            module.reshard()

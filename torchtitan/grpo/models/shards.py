@@ -14,10 +14,11 @@ reads or writes weights needs no other knowledge of the layout. Invariants of th
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
@@ -27,23 +28,16 @@ _TOP_LEVEL = ("tok_embeddings", "layers", "norm", "output")
 
 @dataclass(frozen=True)
 class Block:
-    """Describes a rectangular part of a tensor.
-
-    Attributes:
-        offset: Index of its first element in each dimension of the tensor.
-        shape: Size of the block in each dimension.
-    """
+    """A rectangular part of a tensor: index of its first element, and size, in each dimension."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """The number of elements of the block."""
         return math.prod(self.shape)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Returns this part of a tensor, as a view."""
         return whole[tuple(slice(o, o + s) for o, s in zip(self.offset, self.shape, strict=True))]
 
 
@@ -82,8 +76,18 @@ def block_of(
     return Block(tuple(offset), tuple(size))
 
 
+def named_parameters(model_parts: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the parameters of all parts under their upstream names, shared ones once."""
+    for part in model_parts:
+        for name, parameter in part.named_parameters():
+            # Activation checkpointing and torch.compile wrap modules, which shows in names.
+            yield (
+                name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""),
+                parameter,
+            )
+
+
 def local_block(parameter: torch.Tensor) -> Block:
-    """Returns the block of a parameter that this rank holds."""
     if not isinstance(parameter, DTensor):
         return Block((0,) * parameter.ndim, tuple(parameter.shape))
     mesh = parameter.device_mesh
@@ -102,14 +106,19 @@ def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def divided_like(weight: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's elements as a tensor that is divided as a weight is, if it is."""
+    if not isinstance(weight, DTensor):
+        return local
+    return DTensor.from_local(
+        local, weight.device_mesh, weight.placements, run_check=False,
+        shape=weight.shape, stride=weight.stride(),
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Held:
-    """The part of one parameter that a rank holds.
-
-    Attributes:
-        shape: Shape of the whole parameter.
-        block: The part.
-    """
+    """The part of one parameter, of this whole shape, that a rank holds."""
 
     shape: tuple[int, ...]
     block: Block
@@ -117,13 +126,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Piece:
-    """A block, and the rank that sends it.
-
-    Attributes:
-        rank: The rank that sends the block.
-        block: The block.
-        replicas: The other ranks that hold the same block, ascending.
-    """
+    """A block, the rank that sends it, and the other ranks that hold it, ascending."""
 
     rank: int
     block: Block
@@ -131,7 +134,6 @@ class Piece:
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """All ranks that hold the block, ascending."""
         return tuple(sorted((self.rank, *self.replicas)))
 
     def sent_by(self, rank: int) -> "Piece":
@@ -141,13 +143,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Assembly:
-    """Describes how a whole parameter is assembled from blocks.
-
-    Attributes:
-        name: Native name of the parameter.
-        shape: Shape of the whole parameter.
-        pieces: Blocks that make up the parameter; none of them is empty.
-    """
+    """The blocks, none of them empty, that make up a whole parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -155,18 +151,13 @@ class Assembly:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole parameter."""
         return math.prod(self.shape)
 
 
 def plan_assembly(held_by_rank: Sequence[Mapping[str, Held]]) -> list[Assembly]:
     """Decides which rank sends which block of which parameter, for the whole model.
 
-    Args:
-        held_by_rank: For each rank, the parts of parameters that it holds, by name.
-
-    Raises:
-        RuntimeError: If the blocks do not make up a parameter, or ranks disagree on its shape.
+    Raises RuntimeError if the blocks do not make up a parameter, or ranks disagree on its shape.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     holders: dict[str, dict[Block, list[int]]] = {}

@@ -4,7 +4,7 @@
 """Compiles blocks whose weight gradients can be computed later than their input's gradient.
 
 The backward pass of a compiled block is one graph. It runs no Python, so that linear layers in it
-cannot hand anything to a store, as those of `deferred_linear.py` do. Here, a backend around
+cannot hand anything to a store, as those of `weight_grads.py` do. Here, a backend around
 inductor removes from this graph each matrix product that gives the gradient of a linear layer's
 weight, and makes the graph return the two factors instead:
 
@@ -39,6 +39,7 @@ from torch._functorch.partitioners import _extract_graph_with_inputs_outputs
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.distributed.tensor import DTensor
 
+from torchtitan.grpo.models.shards import divided_like
 from torchtitan.grpo.models.weight_grads import WeightGradients
 from torchtitan.grpo.system.logs import logger
 
@@ -63,10 +64,8 @@ View = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 class SplitGraph:
     """What became of one backward graph.
 
-    Attributes:
-        linears: Number of linear layers in the forward graph.
-        deferred: Number of weight gradients that left the backward graph.
-        products: Number of matrix products that remain in it.
+    The forward graph has ``linears`` linear layers, ``deferred`` weight gradients left the backward
+    graph, and ``products`` matrix products remain in it.
     """
 
     linears: int
@@ -75,11 +74,7 @@ class SplitGraph:
 
 
 class SplitBackend:
-    """A backend of torch.compile: inductor, without the products that give weight gradients.
-
-    Args:
-        store: Store of the pipeline's deferred gradients.
-    """
+    """A backend of torch.compile: inductor, without the products that give weight gradients."""
 
     def __init__(self, store: WeightGradients) -> None:
         self.store = store
@@ -150,13 +145,7 @@ class SplitBackend:
 
 @dataclass(frozen=True)
 class _Found:
-    """A gradient that is a product behind views.
-
-    Attributes:
-        product: The node of the product.
-        views: The views, in the order in which they are applied to it.
-        grad: The node of the gradient.
-    """
+    """A gradient that is a product behind views, in the order in which they are applied to it."""
 
     product: fx.Node
     views: tuple[View, ...]
@@ -188,16 +177,12 @@ class _Cut:
 
 @dataclass(frozen=True)
 class _Factors:
-    """What a stand-in carries."""
-
     left: torch.Tensor
     right: torch.Tensor
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class _Tap(torch.autograd.Function):
-    """Passes a parameter to a compiled graph; its backward hands factors over to the store."""
-
     @staticmethod
     def forward(ctx, parameter, store):  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.parameter, ctx.store = parameter, store
@@ -211,13 +196,7 @@ class _Tap(torch.autograd.Function):
             return grad, None
 
         def multiply(output_grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-            gradient = factors.multiply(output_grad, input)
-            if not isinstance(grad, DTensor):
-                return gradient
-            return DTensor.from_local(
-                gradient, grad.device_mesh, grad.placements, run_check=False,
-                shape=grad.shape, stride=grad.stride(),
-            )  # fmt: skip
+            return divided_like(grad, factors.multiply(output_grad, input))
 
         if not ctx.store.is_catching:
             return multiply(factors.left, factors.right), None

@@ -1,11 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Stores the tensors from which weight gradients are computed later.
+"""Weight gradients that are computed later than the gradients of their layers' inputs.
 
 Zero-bubble schedules run the backward pass of a stage in two actions, I and W. In this package, I is
-a whole backward pass in which linear layers put their input and the gradient of their output into
-the store. W takes these tensors out and multiplies them. The store keeps the following invariants:
+a whole backward pass in which linear layers and experts put their input and the gradient of their
+output into a store, so that activation checkpoints recompute each block once. W takes these tensors
+out and multiplies them. The store keeps the following invariants:
 
 - After each ``put``, the stored tensors occupy at most ``max_pending_bytes``. If they occupy more,
   the oldest products are computed immediately, and the W action to which they belong has less to do.
@@ -17,9 +18,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+import torch.nn as nn
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
+
+from torchtitan.grpo.models.shards import divided_like, local_tensor
+from torchtitan.grpo.upstream.models import GroupedExperts, indices_padding_wrapper
 
 Key = tuple[int, int]
 """Stage and microbatch of a backward pass."""
@@ -33,28 +41,13 @@ Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def multiply_linear(output_grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    """Returns the gradient [out, in] of a linear layer's weight.
-
-    Args:
-        output_grad: [..., out].
-        input: [..., in].
-    """
+    """Returns the gradient [out, in] of a linear layer's weight, from [..., out] and [..., in]."""
     # Operands and their order are the same as in autograd, so that the result is bitwise equal.
     return output_grad.flatten(0, -2).t().mm(input.flatten(0, -2))
 
 
 @dataclass(frozen=True)
 class _Product:
-    """The factors of one weight's gradient.
-
-    Attributes:
-        weight: The parameter.
-        input: The layer's input.
-        output_grad: The gradient of the layer's output.
-        add: Adds the product to the parameter's gradient.
-        multiply: Multiplies the factors.
-    """
-
     weight: torch.Tensor
     input: torch.Tensor
     output_grad: torch.Tensor
@@ -66,13 +59,10 @@ class _Product:
 
 
 class WeightGradients:
-    """The pending products of all stages of a rank.
+    """The pending products of all stages of a rank; ``max_pending_bytes`` None sets no bound.
 
-    The store does not belong to a particular thread, because backward passes on a GPU run in a thread
-    of the device.
-
-    Args:
-        max_pending_bytes: Bound on the memory that pending products may hold. None sets no bound.
+    The store does not belong to a particular thread, because backward passes on a GPU run in a
+    thread of the device.
     """
 
     def __init__(self, max_pending_bytes: int | None = None) -> None:
@@ -84,15 +74,14 @@ class WeightGradients:
 
     @property
     def is_catching(self) -> bool:
-        """Whether linear layers must put their factors into the store."""
         return self._catching is not None
 
     @contextmanager
     def catching(self, key: Key, add: AddGradient) -> Iterator[None]:
         """Makes forward and backward passes inside the context use the store.
 
-        A checkpoint recomputes its block in the backward pass, so the backward pass must also run in
-        such a context.
+        A checkpoint recomputes its block in the backward pass, which must therefore run in one,
+        too.
         """
         assert self._catching is None, "a pass of a stage began inside the pass of another stage"
         self._catching = key, add
@@ -120,12 +109,10 @@ class WeightGradients:
         self.peak_bytes = max(self.peak_bytes, self.pending_bytes)
 
     def run(self, key: Key) -> None:
-        """Computes the pending weight gradients of a stage and microbatch."""
         while key in self._pending:
             self._run_first(key)
 
     def waits(self, key: Key) -> bool:
-        """Returns whether weight gradients of a stage and microbatch are pending."""
         return key in self._pending
 
     def check_empty(self) -> None:
@@ -158,3 +145,165 @@ class WeightGradients:
                 self._holders[storage._cdata] = after
             else:
                 del self._holders[storage._cdata]
+
+
+class DeferredLinear(nn.Linear):
+    """An ``nn.Linear`` that shares the parameters of another and may defer its weight's gradient.
+
+    While the store does not catch gradients, this is an ordinary linear layer. The gradient of a
+    bias is a cheap sum and is never deferred.
+    """
+
+    def __init__(self, linear: nn.Linear, store: WeightGradients) -> None:
+        super().__init__(
+            linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta"
+        )
+        self.weight, self.bias = linear.weight, linear.bias
+        self.store = store
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        is_trained = torch.is_grad_enabled() and input.requires_grad and self.weight.requires_grad
+        if not (is_trained and self.store.is_catching):
+            return super().forward(input)
+        return deferred(
+            lambda tapped: F.linear(tapped, self.weight.detach(), self.bias),
+            input,
+            partial(self.store.put, self.weight),
+        )
+
+
+def deferred(
+    product: Callable[[torch.Tensor], torch.Tensor],
+    input: torch.Tensor,
+    put: Callable[[torch.Tensor, torch.Tensor], None],
+) -> torch.Tensor:
+    """Returns a layer's output; its backward pass hands over the factors of a weight's gradient.
+
+    ``product`` computes the output without a gradient of the weight. ``put`` is called in the
+    backward pass with the input and the gradient of the output.
+    """
+    caught: list[torch.Tensor] = []
+    # The product itself is torch's own. Inside a function of ours, a checkpoint that is
+    # recomputed could not stop before the last product of its block.
+    tapped: Any = _Tap.apply(input, caught, put)
+    output = product(tapped)
+    output.register_hook(caught.append)  # pyright: ignore[reportArgumentType]
+    return output
+
+
+class _Tap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input, caught, put):  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(input)
+        # A parameter that a checkpoint saved comes back as a detached stand-in, whose gradient
+        # nobody reads. The parameter is therefore not among the saved tensors, but in `put`.
+        ctx.caught, ctx.put = caught, put
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (input,) = ctx.saved_tensors
+        ctx.put(input, ctx.caught.pop())
+        return grad, None, None
+
+
+def defer_linears(model: nn.Module, store: WeightGradients) -> None:
+    """Replaces every layer that is exactly an ``nn.Linear``, in place.
+
+    Subclasses, such as the output layer, compute in another way and stay as they are.
+    """
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear:
+                setattr(parent, name, DeferredLinear(child, store))
+
+
+class DeferredExperts(GroupedExperts):
+    """Upstream's experts, which may defer the gradients of their weights; see
+    :func:`defer_experts`.
+    """
+
+    store: WeightGradients
+
+    def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        is_trained = torch.is_grad_enabled() and x.requires_grad and self.w1.requires_grad
+        if not (is_trained and self.store.is_catching):
+            return super().forward(x, num_tokens_per_expert)
+        if not self.use_grouped_mm:
+            return self._run_in_a_loop(x, num_tokens_per_expert.tolist())
+        # Expert parallelism pads the groups itself.
+        names = self.w1.device_mesh.mesh_dim_names if isinstance(self.w1, DTensor) else ()
+        pads = "ep" not in (names or ())
+        run = indices_padding_wrapper(self._run_grouped) if pads else self._run_grouped
+        return run(*map(local_tensor, (self.w1, self.w2, self.w3)), x, num_tokens_per_expert)
+
+    def _run_in_a_loop(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        num_tokens = sum(counts)
+
+        def product(input: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+            experts = local_tensor(weight).transpose(-2, -1)
+
+            def multiply_all(tapped: torch.Tensor) -> torch.Tensor:
+                parts = zip(tapped.split(counts), experts, strict=True)
+                return torch.cat([tokens.matmul(expert) for tokens, expert in parts])
+
+            def gradient(output_grad: torch.Tensor, tapped: torch.Tensor) -> torch.Tensor:
+                parts = zip(output_grad.split(counts), tapped.split(counts), strict=True)
+                # The operands and their order are autograd's, for the same bits.
+                return torch.stack([tokens.t().mm(grad).t() for grad, tokens in parts])
+
+            return self._deferred(multiply_all, input, weight, gradient)
+
+        tokens = x[:num_tokens]
+        pairs = zip(*(product(tokens, w).split(counts) for w in (self.w1, self.w3)), strict=True)
+        # One expert at a time, as upstream does it: a CPU rounds the end of a tensor differently.
+        out = product(torch.cat([F.silu(gate) * up for gate, up in pairs]), self.w2)
+        # Expert parallelism pads the tokens, which a loop does not need.
+        return torch.vstack((out, out.new_zeros(len(x) - num_tokens, out.shape[-1])))
+
+    def _run_grouped(
+        self,
+        _w1: torch.Tensor,
+        _w2: torch.Tensor,
+        _w3: torch.Tensor,
+        x: torch.Tensor,
+        num_tokens_per_expert: torch.Tensor,
+    ) -> torch.Tensor:
+        """Computes all experts by grouped products. Upstream's wrapper passes the weights."""
+        ends = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)
+
+        def product(input: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+            experts = local_tensor(weight).bfloat16().transpose(-2, -1)
+
+            def gradient(output_grad: torch.Tensor, tapped: torch.Tensor) -> torch.Tensor:
+                return torch._grouped_mm(output_grad.transpose(-2, -1), tapped, offs=ends)
+
+            return self._deferred(
+                lambda tapped: torch._grouped_mm(tapped, experts, offs=ends),
+                input.bfloat16(),
+                weight,
+                gradient,
+            )
+
+        hidden = F.silu(product(x, self.w1)) * product(x, self.w3)
+        return product(hidden, self.w2).type_as(x)
+
+    def _deferred(
+        self,
+        product: Callable[[torch.Tensor], torch.Tensor],
+        input: torch.Tensor,
+        weight: nn.Parameter,
+        gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        def multiply(output_grad: torch.Tensor, tapped: torch.Tensor) -> torch.Tensor:
+            return divided_like(weight, gradient(output_grad, tapped).to(weight.dtype))
+
+        return deferred(product, input, partial(self.store.put, weight, multiply=multiply))
+
+
+def defer_experts(model: nn.Module, store: WeightGradients) -> None:
+    """Makes every group of experts of a model defer its weights' gradients, in place."""
+    for module in model.modules():
+        if type(module) is GroupedExperts:
+            module.__class__ = DeferredExperts
+            module.store = store  # pyright: ignore[reportArgumentType]

@@ -11,26 +11,38 @@ backward passes. If the configuration fixes the number of stages, that number of
 only schedules that can run it are considered.
 """
 
+import gc
+import math
+import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.pipeline.choice import describe, finalists, predict
+from torchtitan.grpo.models.packed_attention import HostSequences
+from torchtitan.grpo.pipeline.build import split_model
+from torchtitan.grpo.pipeline.choice import assumed_costs, costs_for, describe, finalists, predict
 from torchtitan.grpo.pipeline.draw import draw_picture, draw_text
+from torchtitan.grpo.pipeline.lean_stage import LeanStage
+from torchtitan.grpo.pipeline.pass_timer import Part, PassTimer
 from torchtitan.grpo.pipeline.schedules import (
     AUTO,
     SCHEDULES,
+    Schedule,
     assumed_microbatches,
     candidates,
     measured_with,
 )
 from torchtitan.grpo.pipeline.stages import fixes_stages, stage_modules
-from torchtitan.grpo.pipeline.tables.costs import Costs
-from torchtitan.grpo.pipeline.trial import Trial
+from torchtitan.grpo.pipeline.table_schedule import TableSchedule
+from torchtitan.grpo.pipeline.tables.actions import Costs, StageCosts
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.upstream.parallelism import ParallelDims
 
@@ -40,19 +52,11 @@ def resolve_schedule(
 ) -> Costs | None:
     """Replaces ``auto`` in the configuration by the fastest schedule that fits.
 
-    The function is collective over all ranks of the run. Rank 0 logs the reason for the choice, and
-    writes it with pictures to ``pipeline_schedule.txt`` and ``pipeline_schedule.png`` in the run's
-    folder.
-
-    Args:
-        model: The whole model, on the meta device. It is not changed.
-        dims: Parallel dimensions of the run.
-        config: Configuration of the run. ``parallelism.pipeline_parallel_schedule`` is changed.
-        device: Device on which the stages compute.
-
-    Returns:
-        The measured costs of all stages, or None if the configuration names a schedule. There are two
-        stages on each rank, unless the configuration fixes their number.
+    Collective over all ranks of the run. Rank 0 logs the reason for the choice, and writes it with
+    pictures to ``pipeline_schedule.txt`` and ``pipeline_schedule.png`` in the run's folder. The
+    whole model is on the meta device and is not changed. Returns the measured costs of all stages,
+    or None if the configuration names a schedule. There are two stages on each rank, unless the
+    configuration fixes their number.
     """
     settings = config.parallelism
     if settings.pipeline_parallel_schedule != AUTO:
@@ -82,3 +86,179 @@ def resolve_schedule(
         titles = {f"{name}: idle {s.bubble:.1%}": (t, s) for name, (t, s) in tried.items()}
         draw_picture(titles, Path(folder, "pipeline_schedule.png"), "seconds")
     return costs
+
+
+_PASSES = range(3, 11)
+"""Possible numbers of measured passes. Shorter passes are run more often than longer ones."""
+_SECONDS = 1.0
+"""Time that the measured passes of a schedule should take together, within these numbers."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Builds the stages that a schedule needs, and runs microbatches of random tokens.
+
+    All methods are collective over all ranks of the run and return the same result on each rank.
+    Each method frees its stages before it returns. The whole model, on the meta device, is not
+    changed. While a schedule is tried, the configuration contains its name.
+    """
+
+    model: nn.Module
+    dims: ParallelDims
+    config: JobConfig
+    device: torch.device
+
+    def measure_costs(self, row: Schedule) -> Costs:
+        """Measures passes and a hop with a schedule that computes I and W separately."""
+        with self._stages(row) as stages:
+            degree = self.config.parallelism.pipeline_parallel_degree
+            schedule = self._schedule(row, stages, assumed_costs(self.config, len(stages)))
+            self._run(schedule, 2 * degree)
+            timer = PassTimer(self.device)
+            for stage in stages:
+                stage.timer = timer
+            self._run(schedule, 2 * degree)
+            measure_hops(stages, timer)
+            return _costs_of_all(timer, len(stages), degree)
+
+    def measure_pass(self, row: Schedule, measured: Costs, num_microbatches: int) -> float:
+        """Returns the median time, in seconds, that the slowest rank takes for a whole pass.
+
+        The costs are those of :meth:`measure_costs`, and shape the table.
+        """
+        with self._stages(row) as stages:
+            costs = costs_for(row, measured, self.config.parallelism.pipeline_parallel_degree)
+            schedule = self._schedule(row, stages, costs)
+            # The first pass infers shapes, opens connections and compiles.
+            self._run(schedule, num_microbatches)
+            warm = self._seconds_of_pass(schedule, num_microbatches)
+            count = min(max(math.ceil(_SECONDS / warm), _PASSES.start), _PASSES.stop - 1)
+            return statistics.median(
+                self._seconds_of_pass(schedule, num_microbatches) for _ in range(count)
+            )
+
+    @contextmanager
+    def _stages(self, row: Schedule) -> Iterator[list[LeanStage]]:
+        settings = self.config.parallelism
+        before, settings.pipeline_parallel_schedule = settings.pipeline_parallel_schedule, row.name
+        is_cuda = self.device.type == "cuda"
+        try:
+            with torch.random.fork_rng(devices=[self.device] if is_cuda else []):
+                stages, parts = split_model(self.model, self.dims, self.config, self.device)
+                for part in parts:
+                    part.to_empty(device=self.device)
+                    with torch.no_grad():
+                        part.init_weights(buffer_device=None)  # pyright: ignore
+                yield stages
+        finally:
+            settings.pipeline_parallel_schedule = before
+            del stages[:], parts[:]
+            gc.collect()
+            if is_cuda:
+                torch.cuda.empty_cache()
+
+    def _schedule(self, row: Schedule, stages: list[LeanStage], costs: Costs) -> TableSchedule:
+        degree, per_rank = self.config.parallelism.pipeline_parallel_degree, len(stages)
+        return TableSchedule(
+            list(stages),
+            lambda count: row.make_table(degree, count, per_rank, costs),
+            costs,
+            lambda output, _: output.sum(),
+        )
+
+    def _seconds_of_pass(self, schedule: TableSchedule, num_microbatches: int) -> float:
+        dist.barrier()
+        begin = time.perf_counter()
+        self._run(schedule, num_microbatches)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, time.perf_counter() - begin)
+        return max(of_ranks)
+
+    def _run(self, schedule: TableSchedule, num_microbatches: int) -> None:
+        """Runs a pass of microbatches whose rows contain one sequence each."""
+        config = self.config
+        shape = (config.parallelism.pipeline_parallel_microbatch_size, config.training.seq_len)
+        vocab_size: int = self.model.model_args.vocab_size  # pyright: ignore
+        tokens = torch.randint(vocab_size, shape, device=self.device)
+        whole_rows = torch.zeros(shape, dtype=torch.int64)
+        named = {
+            "sequence_ids": whole_rows.to(self.device),
+            "host_sequences": HostSequences(whole_rows),
+            "positions": torch.arange(shape[1], device=self.device).expand(shape),
+            "labels": tokens,
+        }
+        has_input = any(stage.is_first for stage in schedule.stages)
+        has_output = any(stage.is_last for stage in schedule.stages)
+        schedule.run(
+            [(tokens,) if has_input else ()] * num_microbatches,
+            [named] * num_microbatches,
+            [torch.zeros(1)] * num_microbatches if has_output else None,
+        )
+        for stage in schedule.stages:
+            stage.submod.zero_grad()
+
+
+def _costs_of_all(timer: PassTimer, stages_per_rank: int, num_ranks: int) -> Costs:
+    """Returns the times of all stages, averaged over the ranks that hold the same stage.
+
+    The time of a hop is averaged over all neighboring ranks. All ranks use these averages, because
+    FSDP's collectives connect the pipelines and all ranks must therefore choose the same schedule.
+    """
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (timer.medians(), timer.median_hop()))
+    hops = [hop for _, hop in of_ranks if hop is not None]
+
+    def mean(stage: int, kind: Part) -> float:
+        found = [times[stage, kind] for times, _ in of_ranks if (stage, kind) in times]
+        assert found or kind == "R", f"No rank has measured {kind} of stage {stage}."
+        return sum(found) / len(found) if found else 0.0
+
+    memory = 1 / stages_per_rank
+
+    def costs(stage: int) -> StageCosts:
+        forward, recompute, rest, weight_grad = (mean(stage, kind) for kind in ("F", "R", "I", "W"))
+        return StageCosts(
+            forward, recompute + rest, weight_grad,
+            activation=memory, pending=memory, recompute=recompute,
+        )  # fmt: skip
+
+    stages = tuple(costs(stage) for stage in range(stages_per_rank * num_ranks))
+    return Costs(stages, hop=sum(hops) / len(hops))
+
+
+_NUM_EXCHANGES = 64
+
+
+def measure_hops(stages: list[LeanStage], timer: PassTimer) -> None:
+    """Sends tensors of the size that stages exchange to the neighboring ranks and back.
+
+    Collective over the pipeline's ranks, whose stages have run before. Of two neighbors, the rank
+    with the lower number measures. No rank exchanges tensors with both neighbors at the same time,
+    so that the measured times are those of an idle connection.
+    """
+    rank, num_ranks = stages[0].group_rank, stages[0].group_size
+    tensor = stages[0].example_of_exchanges()
+    for first in (0, 1):  # the ranks 0 and 1, 2 and 3, ..., and then 1 and 2, 3 and 4, ...
+        begins = (rank - first) % 2 == 0
+        neighbor = rank + 1 if begins else rank - 1
+        if not 0 <= neighbor < num_ranks:
+            continue
+        _exchange(tensor, neighbor, stages[0].group, begins=begins)  # opens the connection
+        for _ in range(_NUM_EXCHANGES):
+            if begins:
+                with timer.measure_round_trip():
+                    _exchange(tensor, neighbor, stages[0].group, begins=True)
+            else:
+                _exchange(tensor, neighbor, stages[0].group, begins=False)
+
+
+def _exchange(
+    tensor: torch.Tensor, neighbor: int, group: dist.ProcessGroup | None, *, begins: bool
+) -> None:
+    if begins:
+        dist.send(tensor, group=group, group_dst=neighbor)
+    dist.recv(tensor, group=group, group_src=neighbor)
+    if not begins:
+        dist.send(tensor, group=group, group_dst=neighbor)

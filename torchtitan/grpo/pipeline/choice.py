@@ -5,10 +5,27 @@
 
 from collections.abc import Mapping, Sequence
 
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.pipeline.schedules import AUTO_CANDIDATES, SCHEDULES, Schedule
 from torchtitan.grpo.pipeline.simulate import Simulation, simulate
-from torchtitan.grpo.pipeline.tables.actions import Table
-from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
+from torchtitan.grpo.pipeline.tables.actions import Costs, StageCosts, Table
+
+_TIMES = {"none": (1.0, 1.0, 1.0), "full": (1.0, 2.0, 0.8), "selective": (1.0, 1.5, 0.8)}
+"""Relative times of F, I and W, by ``activation_checkpoint.mode``.
+
+I includes the recomputation of checkpointed blocks. W is slightly shorter, because norms and attention
+do not take part in it.
+"""
+
+
+def assumed_times(config: JobConfig) -> tuple[float, float, float]:
+    return _TIMES.get(config.activation_checkpoint.mode, _TIMES["selective"])
+
+
+def assumed_costs(config: JobConfig, stages_per_rank: int) -> Costs:
+    degree = config.parallelism.pipeline_parallel_degree
+    return Costs.uniform(degree, stages_per_rank, assumed_times(config))
+
 
 _NEAR = 1.2
 """A schedule is not tried if its predicted time exceeds that of the fastest one by this factor."""
@@ -17,15 +34,9 @@ _NEAR = 1.2
 def predict(
     costs: Costs, num_ranks: int, num_microbatches: int, rows: Sequence[Schedule]
 ) -> dict[str, tuple[Table, Simulation]]:
-    """Simulates schedules.
+    """Simulates schedules. Each of them places these stages on ranks in its own way.
 
-    Args:
-        costs: Costs of the stages, from the first layers to the last. Each schedule places these
-            stages on ranks in its own way. If there are two stages for each rank, a schedule with
-            one stage on each rank joins neighboring stages.
-        num_ranks: Number of ranks.
-        num_microbatches: Number of microbatches.
-        rows: The schedules.
+    If there are two stages for each rank, a schedule with one stage on each rank joins neighbors.
     """
     tried = {}
     for row in rows:
@@ -37,14 +48,9 @@ def predict(
 
 
 def choose(tried: dict[str, tuple[Table, Simulation]], memory: float, num_ranks: int) -> str:
-    """Returns the fastest schedule within the bound on memory.
+    """Returns the fastest schedule within the bound on memory, a share of what 1F1B holds.
 
     If no schedule is within the bound, the result is the schedule that holds the least memory.
-
-    Args:
-        tried: Simulations, with memory in microbatches of a rank's layers.
-        memory: Bound on the memory, as a share of the memory that 1F1B holds.
-        num_ranks: Number of ranks.
     """
     fitting = _fitting(tried, memory, num_ranks)
     if fitting:
@@ -58,14 +64,9 @@ def finalists(
 ) -> list[str]:
     """Returns the schedules that are worth a trial, the one with the shortest predicted time first.
 
-    These are the zero-bubble schedule with the shortest predicted time for each placement of stages,
-    and the schedules that do not split backward passes. A zero-bubble schedule is left out if it is
-    predicted to be slower than 1F1B or Interleaved1F1B and these are within the bound.
-
-    Args:
-        tried: Simulations, with memory in microbatches of a rank's layers.
-        memory: Bound on the memory, as a share of the memory that 1F1B holds.
-        num_ranks: Number of ranks.
+    These are the zero-bubble schedule with the shortest predicted time for each placement of
+    stages, and the schedules that do not split backward passes. A zero-bubble schedule is left out
+    if it is predicted to be slower than 1F1B or Interleaved1F1B and these are within the bound.
     """
     makespans = {name: tried[name][1].makespan for name in _fitting(tried, memory, num_ranks)}
     if not makespans:
@@ -91,7 +92,6 @@ def finalists(
 def _fitting(
     tried: dict[str, tuple[Table, Simulation]], memory: float, num_ranks: int
 ) -> list[str]:
-    """Returns the schedules that are within the bound on memory; see :func:`choose`."""
     return [
         name
         for name, (_, simulation) in tried.items()
@@ -106,15 +106,7 @@ def describe(
     costs: Costs,
     num_microbatches: int,
 ) -> str:
-    """Returns a text that explains why a schedule was chosen.
-
-    Args:
-        tried: Simulations of all schedules.
-        seconds: Measured times of the schedules that ran.
-        chosen: The chosen schedule.
-        costs: Measured costs of the stages.
-        num_microbatches: Number of microbatches in the simulations and in the measured passes.
-    """
+    """Returns a text that explains why a schedule was chosen; ``seconds`` are the measured times."""
     stages = costs.stages
     times = (
         f"{1000 * sum(times) / len(stages):.3g}"
@@ -140,13 +132,7 @@ def describe(
 
 
 def costs_for(row: Schedule, costs: Costs, num_ranks: int) -> Costs:
-    """Returns the costs of a schedule's stages, derived from the measured costs.
-
-    Args:
-        row: The schedule.
-        costs: Costs of a number of stages that the schedule allows, or of two stages on each rank.
-        num_ranks: Number of ranks.
-    """
+    """Returns the costs of a schedule's stages, of which the measured ones may be halves."""
     if row.allows_stages(len(costs.stages), num_ranks):
         return costs
     pairs = zip(costs.stages[::2], costs.stages[1::2], strict=True)

@@ -36,12 +36,8 @@ _DIGIT_WIDTH = 0.0024
 def draw_text(table: Table, simulation: Simulation, width: int = 100) -> str:
     """Returns one line for each rank, in which each column stands for a unit of time.
 
-    The letters are F, I, W, B and G, in lower case for a rank's later stages. A dot marks idle time.
-
-    Args:
-        table: The passes.
-        simulation: The simulation of the table, which gives the times of the passes.
-        width: Number of columns for the whole makespan.
+    The letters are F, I, W, B and G, in lower case for a rank's later stages. A dot marks idle
+    time.
     """
     lines = []
     for rank, actions in enumerate(table.actions):
@@ -65,10 +61,7 @@ def is_first_stage(table: Table, action: Action) -> bool:
 def draw_picture(pictures: dict[str, tuple[Table, Simulation]], file: Path, unit: str = "") -> Path:
     """Writes a picture that shows schedules below each other, over the same time axis.
 
-    Args:
-        pictures: Tables and their simulations, by title.
-        file: File to which the picture is written. The suffix determines the format.
-        unit: Unit of the time axis.
+    The suffix of the file determines the format.
     """
     import matplotlib
 

@@ -1,29 +1,113 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A pipeline stage that holds the memory of its exchanges only as long as it is needed.
+"""Pipeline stages that hold the memory of their exchanges only as long as it is needed.
 
 Before release 2.15, torch's stage allocates a buffer for every microbatch of a step before the first
 one arrives, and torch's runtime keeps every tensor that was sent until the step has ended. This
 memory grows with the number of microbatches, whereas a schedule bounds the number of activations
 that a rank holds at the same time. From 2.15 on, torch's stage allocates and frees as this one does;
 what remains is that a pass may have any number of microbatches.
+
+A deferred stage computes the weight gradients of its layers in the W action. Torch's own split of the
+backward pass traverses the graph once for the inputs and once more for each group of parameters. It
+recomputes checkpointed blocks every time. Under FSDP2, before release 2.15, it accumulates the
+gradients of microbatches in the dtype of the parameters instead of the dtype of the reduction.
 """
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.stage import _RecvInfo
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import GraphExecGroup
 
-from torchtitan.grpo.pipeline.early_recompute import EarlyRecompute
-from torchtitan.grpo.pipeline.offload_plan import OffloadPlan
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.weight_grads import WeightGradients
+from torchtitan.grpo.pipeline.offload import OffloadPlan
 from torchtitan.grpo.pipeline.pass_timer import Part, PassTimer
+
+
+def num_early_blocks(config: JobConfig) -> int:
+    """Returns how many blocks of a stage may be recomputed early; -1 means all blocks.
+
+    The result is 0 where it is impossible: without activation checkpointing, if the checkpoints are
+    part of compiled code, and if parameters are freed after the forward pass. In the last case,
+    FSDP gathers the parameters again only when a gradient arrives.
+    """
+    is_compiled = config.compile.enable and "model" in config.compile.components
+    is_checkpointed = config.activation_checkpoint.mode in ("full", "selective")
+    frees_parameters = config.parallelism.fsdp_reshard_after_forward == "always"
+    if is_compiled or not is_checkpointed or frees_parameters:
+        return 0
+    return config.grpo.recompute_early_blocks
+
+
+class EarlyRecompute:
+    """The checkpointed blocks of one stage that can be recomputed early.
+
+    ``num_blocks`` are counted from the last one; -1 means all. The activations of these blocks
+    exist at the same time. Recomputing only the last block takes no additional memory, because its
+    activations are the first ones that the backward pass needs.
+    """
+
+    def __init__(self, stage_module: nn.Module, num_blocks: int) -> None:
+        blocks = [m for m in stage_module.modules() if isinstance(m, CheckpointWrapper)]
+        for block in blocks if num_blocks < 0 else blocks[max(0, len(blocks) - num_blocks) :]:
+            block._checkpoint_wrapped_module.register_forward_pre_hook(self._mark)
+        self._marks: dict[int, list[Any]] = {}
+        self._marking: list[Any] | None = None
+
+    @contextmanager
+    def marking(self, microbatch: int) -> Iterator[None]:
+        """Marks the forward pass in the context, so that it can be recomputed early."""
+        self._marking = self._marks.setdefault(microbatch, [])
+        try:
+            yield
+        finally:
+            self._marking = None
+
+    def recompute(self, microbatch: int) -> GraphExecGroup:
+        """Recomputes the blocks. The backward pass must run in the group that is returned."""
+        group = GraphExecGroup()
+        with group:
+            for mark in reversed(self._marks.pop(microbatch)):
+                _ = mark.saved_tensors
+        return group
+
+    def forget(self) -> None:
+        self._marks.clear()
+
+    def _mark(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Marks the block's first input. A recomputation also marks it, but this mark is not used."""
+        if not torch.is_grad_enabled():
+            return None
+        marks = [] if self._marking is None else self._marking
+        return (_Mark.apply(inputs[0], marks), *inputs[1:])
+
+
+class _Mark(torch.autograd.Function):
+    """Passes a tensor through and saves an empty tensor for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, input, marks):  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(torch.empty(0, device=input.device))
+        marks.append(ctx)
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad, None
+
 
 TORCH_ALLOCATES = hasattr(_RecvInfo, "allocate_buffer")
 """Whether torch's stage allocates a buffer when it receives, as it does from release 2.15 on."""
@@ -34,8 +118,7 @@ OUTPUTS = "_forward_chunk_states" if TORCH_ALLOCATES else "fwd_cache"
 class LeanStage(PipelineStage):
     """A stage that allocates a buffer when it receives, and frees a tensor when it has been sent.
 
-    Attributes:
-        surrounding: Function that makes the context in which forward passes of microbatches run.
+    Forward passes of microbatches run in a context that ``surrounding`` makes.
     """
 
     surrounding: Callable[[], AbstractContextManager[None]]
@@ -51,20 +134,13 @@ class LeanStage(PipelineStage):
 
     @classmethod
     def like(cls, stage: PipelineStage) -> "LeanStage":
-        """Returns a new stage with the same module.
-
-        A stage holds shapes and buffers of one schedule, so two schedules cannot share a stage.
-        """
+        """Returns a new stage with the same module, because two schedules cannot share a stage."""
         return cls(
             stage.submod, stage.stage_index, stage.num_stages, stage.device, group=stage.group
         )
 
     def receive_on_demand(self, num_microbatches: int) -> None:
-        """Drops the buffers that torch's initialization allocated for one microbatch.
-
-        Args:
-            num_microbatches: Number of microbatches of the next pass.
-        """
+        """Drops the buffers that torch's initialization allocated for one microbatch."""
         self.chunks = num_microbatches
         if not isinstance(self.args_recv_info, _OnDemand):
             self.args_recv_info = _OnDemand(self.args_recv_info[0], self.device)
@@ -77,17 +153,15 @@ class LeanStage(PipelineStage):
         return isinstance(self.args_recv_info, _OnDemand)
 
     def example_of_exchanges(self) -> torch.Tensor:
-        """Returns a tensor like the ones that the stage exchanges. The stage must have run before."""
+        """Returns a tensor like the ones that the stage, which must have run, exchanges."""
         received = self.grad_recv_info if self.is_first else self.args_recv_info
         assert isinstance(received, _OnDemand), "the stage has not run yet"
         return received.example()
 
     def receive_like(self, stage: "LeanStage", offset: int) -> None:
-        """Makes this stage receive the same tensors as another stage with the same module.
+        """Makes this stage receive the same tensors as another one, which :attr:`knows_shapes`.
 
-        Args:
-            stage: The other stage, whose :attr:`knows_shapes` must be True.
-            offset: Number that is added to the numbers of stages.
+        ``offset`` is added to the numbers of stages.
         """
         assert isinstance(stage.args_recv_info, _OnDemand), "the stage has not run yet"
         self.args_recv_info = stage.args_recv_info.renumbered(offset)
@@ -137,10 +211,7 @@ class LeanStage(PipelineStage):
             self.early.forget()
 
     def recompute(self, microbatch: int) -> AbstractContextManager[Any]:
-        """Recomputes blocks of a microbatch.
-
-        The backward pass must run in the context that is returned.
-        """
+        """Recomputes blocks. The backward pass must run in the context that is returned."""
         assert self.early is not None, "the stage has no blocks that can be recomputed early"
         return self.early.recompute(microbatch)
 
@@ -161,7 +232,6 @@ class LeanStage(PipelineStage):
         return group
 
     def finish_sending(self) -> None:
-        """Waits until all tensors have been sent."""
         for work in self._leaving:
             work.wait()
         self._leaving.clear()
@@ -179,10 +249,7 @@ class LeanStage(PipelineStage):
         return nullcontext() if self.timer is None else self.timer.measure(self.stage_index, kind)
 
     def _send(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
-        """Sends tensors immediately.
-
-        The result is empty, because the runtime would keep the tensors of operations that it runs.
-        """
+        """Sends immediately. The runtime would keep the tensors of operations that it runs."""
         self._leaving = [work for work in self._leaving if not work.is_completed()]
         for op in operations:
             sent = dist.isend(op.tensor, group=op.group, group_dst=op.group_peer)
@@ -207,11 +274,9 @@ class _OnDemand(dict[int, tuple[_RecvInfo, ...]]):
             info.buffer = None
 
     def renumbered(self, offset: int) -> "_OnDemand":
-        """Returns a copy that receives from stages whose numbers are higher by ``offset``."""
         return _OnDemand(self._example, self._device, offset)
 
     def example(self) -> torch.Tensor:
-        """Returns a tensor like the first one that is received, filled with zeros."""
         empty = (self._empty(info) for info in self._example)
         return torch.zeros_like(next(tensor for tensor in empty if tensor is not None))
 
@@ -234,3 +299,98 @@ class _OnDemand(dict[int, tuple[_RecvInfo, ...]]):
         if info.is_root_arg or meta is None:
             return None
         return torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
+
+
+# FSDP2 adds microbatches up in the dtype of the reduction, but only in the hooks of a backward pass,
+# which has ended before W.
+SUMS_IN_GRAD = hasattr(FSDPParam, "unsharded_grad_dtype")
+"""Whether FSDP2's sum is the parameter's ``grad``, as from torch 2.15 on, and not FSDP2's own."""
+
+
+class DeferredStage(LeanStage):
+    """A stage that defers the weight gradients of microbatches.
+
+    A schedule's first step also runs passes that infer shapes. These passes run outside the methods
+    that activate the store, so that they put nothing into it.
+    """
+
+    def __init__(self, stage: PipelineStage, store: WeightGradients) -> None:
+        super().__init__(
+            stage.submod,
+            stage.stage_index,
+            stage.num_stages,
+            stage.device,
+            group=stage.group,
+            dw_builder=lambda: self._weight_gradients_of(self._microbatch),
+        )
+        self.store = store
+        self._microbatch = -1
+        self._fsdp_params: dict[torch.Tensor, Any] | None = None
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._microbatch = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._microbatch = bwd_chunk_id
+        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        with self.store.catching((self.stage_index, self._microbatch), self._add_gradient):
+            return super().forward_maybe_with_nosync(*args, **kwargs)
+
+    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        with self.store.catching((self.stage_index, self._microbatch), self._add_gradient):
+            return super().backward_maybe_with_nosync(*args, **kwargs)
+
+    def recompute(self, microbatch: int) -> Any:
+        with self.store.catching((self.stage_index, microbatch), self._add_gradient):
+            return super().recompute(microbatch)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        self._check_that_none_waits()
+        super().perform_reduce_grad(grad_scale_factor)
+
+    def start_gradient_reduction(self) -> None:
+        """Torch calls it from release 2.15 on."""
+        self._check_that_none_waits()
+        super().start_gradient_reduction()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _check_that_none_waits(self) -> None:
+        for microbatch in range(self.chunks or 0):
+            assert not self.store.waits((self.stage_index, microbatch)), (
+                f"the gradients of stage {self.stage_index} are reduced before the gradients of "
+                f"microbatch {microbatch} are complete"
+            )
+
+    def _weight_gradients_of(self, microbatch: int) -> Any:
+        return lambda: self.store.run((self.stage_index, microbatch))
+
+    def _add_gradient(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Adds a gradient in the same way as autograd and then FSDP2."""
+        if self._fsdp_params is None:
+            self._fsdp_params = fsdp_params_of(self.submod)
+        param = self._fsdp_params.get(weight)
+        if param is not None and weight.grad is None and SUMS_IN_GRAD:
+            gradient = gradient.to(param.unsharded_grad_dtype)
+        if weight.grad is None:
+            weight.grad = gradient
+        else:
+            weight.grad += gradient
+        if param is not None and not SUMS_IN_GRAD:
+            param.accumulate_unsharded_grad_if_needed()
+            param.to_accumulated_grad_if_needed()
+
+
+def fsdp_params_of(module: nn.Module) -> dict[torch.Tensor, Any]:
+    """Returns FSDP2's own objects for a module's parameters, by the gathered parameters.
+
+    A forward pass must have created these.
+    """
+    return {
+        param._unsharded_param: param
+        for part in module.modules()
+        if isinstance(part, FSDPModule)
+        for group in part._get_fsdp_state()._fsdp_param_groups
+        for param in group.fsdp_params
+    }

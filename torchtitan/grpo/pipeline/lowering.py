@@ -53,11 +53,9 @@ _WAITS: dict[_ComputationType, _ComputationType] = {
 
 @dataclass(frozen=True)
 class GapNumbers:
-    """The stage numbers that the runtime uses for a microbatch that fills gaps.
+    """The numbers that the runtime uses for the stages of a microbatch that fills gaps.
 
-    Attributes:
-        offset: Number that is added to the number of a stage.
-        shares_weights: Whether the stages share their weights with the trained stages.
+    ``offset`` is added to the number of a stage. The stages may share the weights of trained ones.
     """
 
     offset: int
@@ -69,11 +67,8 @@ def lower(
 ) -> dict[int, list[_Action]]:
     """Returns each rank's actions, with exchanges of tensors and with FSDP's collectives.
 
-    Args:
-        table: The passes.
-        simulation: The simulation of the table.
-        gaps: For each microbatch that fills gaps, the numbers of its stages. The numbers of these
-            microbatches follow those of the other microbatches.
+    ``gaps`` has an entry for each microbatch that fills gaps. The numbers of these microbatches
+    follow those of the other microbatches.
     """
 
     def numbered(action: Action, kind: _ComputationType) -> _Action:

@@ -5,18 +5,92 @@
 
 A pipeline rank holds the activations of several microbatches at the same time, and it does not need
 most of them for many passes. PipeOffload (https://arxiv.org/abs/2503.01328) moves the activations
-that are held longest to the host. `offload_plan.py` selects them.
+that are held longest to the host.
 """
 
+import itertools
+import statistics
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan.grpo.pipeline.host_copies import Arriving, HostCopies
+from torchtitan.grpo.pipeline.pass_timer import PassTimer
+from torchtitan.grpo.pipeline.simulate import Simulation, simulate
+from torchtitan.grpo.pipeline.tables.actions import Action, Costs, StageCosts, Table
+from torchtitan.grpo.system.logs import logger
+from torchtitan.grpo.system.own_streams import new_stream
+
+
+class HostCopies:
+    """Starts and tracks copies of flat tensors between the host and a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = new_stream(device) if device.type == "cuda" else None
+        self._leaving: list[tuple[Any, torch.Tensor]] = []
+        self._leaving_longer: list[tuple[Any, torch.Tensor]] = []
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Starts to copy a tensor to the host. Its memory is kept until :meth:`release`."""
+        if self._stream is None:
+            return tensor.clone()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+        self._leaving.append((self._stream.record_event(), tensor))
+        return host
+
+    def to_device(self, host: torch.Tensor) -> "Arriving":
+        """Starts to copy a tensor to the device."""
+        if self._stream is None:
+            return Arriving(host.clone(), None)
+        tensor = torch.empty(host.shape, dtype=host.dtype, device=self._device)
+        # Work that is still queued on the training stream may use the same memory.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            tensor.copy_(host, non_blocking=True)
+        return Arriving(tensor, self._stream.record_event())
+
+    def release(self) -> None:
+        """Frees the memory of tensors whose copies were started before the previous call.
+
+        The training stream waits for these copies first. The method is called once per pass, so that
+        each copy has the time of a pass. It does not ask whether a copy is complete, because the host
+        queues many passes ahead of the device. It would find no copy complete and would allocate new
+        memory for each pass.
+        """
+        if self._leaving_longer:
+            # Copies run in order, so waiting for the last one is enough.
+            last, tensor = self._leaving_longer[-1]
+            torch.cuda.current_stream(tensor.device).wait_event(last)
+        self._leaving_longer, self._leaving = self._leaving, []
+
+    def release_all(self) -> None:
+        """Frees the memory of all tensors whose copies to the host were started."""
+        self.release()
+        self.release()
+
+
+class Arriving:
+    """A tensor that is being copied to the device; without an event, it is there already."""
+
+    def __init__(self, tensor: torch.Tensor, event: Any) -> None:
+        self._tensor, self._event = tensor, event
+
+    def get(self) -> torch.Tensor:
+        """Returns the tensor, for use on the current stream."""
+        if self._event is not None:
+            torch.cuda.current_stream(self._tensor.device).wait_event(self._event)
+            self._event = None
+        return self._tensor
+
 
 Key = tuple[int, int]
 """Stage and microbatch of a forward pass."""
@@ -26,11 +100,7 @@ LEAST_BYTES = 1 << 16
 
 
 class ActivationOffload:
-    """The activations of one rank that lie in host memory.
-
-    Args:
-        device: Device on which the stages compute.
-        least_bytes: Minimum size of tensors that are moved.
+    """The activations of one rank, of tensors of at least ``least_bytes``, that lie in host memory.
 
     Attributes:
         host_bytes: Number of bytes that are on the host now.
@@ -51,13 +121,10 @@ class ActivationOffload:
     def saving(
         self, key: Key, module: nn.Module, inputs: Iterable[Any], *, moves: bool = True
     ) -> Iterator[None]:
-        """Makes the forward pass in the context move its activations to the host.
+        """Makes the forward pass in the context move its activations to the host, or count them.
 
-        Args:
-            key: The pass.
-            module: Module of the stage. Its parameters and buffers are not moved.
-            inputs: Inputs of the pass. They are not moved, because other objects hold them too.
-            moves: Whether tensors are moved. Otherwise, they are only counted.
+        Parameters and buffers of the stage's module are not moved, nor are the inputs of the pass,
+        because other objects hold them too.
         """
         fixed = [*module.parameters(), *module.buffers()]
         held = [t for t in inputs if isinstance(t, torch.Tensor)]
@@ -118,12 +185,7 @@ class ActivationOffload:
 
 
 class _Moved:
-    """Memory that was moved to the host.
-
-    Args:
-        flat: The memory as a flat tensor.
-        copies: Moves the memory; None if it is only counted.
-    """
+    """Memory, a flat tensor, that was moved to the host; without ``copies`` it is only counted."""
 
     def __init__(self, flat: torch.Tensor, copies: HostCopies | None) -> None:
         self.nbytes, self._copies = flat.nbytes, copies
@@ -147,8 +209,6 @@ class _Moved:
 
 
 class _Saved:
-    """The object that autograd keeps in place of a tensor."""
-
     def __init__(self, moved: _Moved, tensor: torch.Tensor) -> None:
         local = _local(tensor)
         self._moved, self._shape, self._stride = moved, local.shape, local.stride()
@@ -186,3 +246,151 @@ def _is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+AUTO = -1
+"""Value of ``grpo.pipeline_offload`` with which the measured bandwidth determines the share."""
+
+_LINK_SHARE = 0.8
+"""Share of a pass during which copies may use the link, so that small delays do not accumulate."""
+_PROBE_BYTES = 64 * 2**20
+_MEASURED_PASS = 2
+"""Number of the pass that is timed. The first pass is not typical: it compiles kernels and allocates
+memory."""
+
+
+class OffloadPlan:
+    """Plans and runs the offloading of a rank's activations by ``grpo.pipeline_offload``."""
+
+    def __init__(self, device: torch.device, share: float, group: dist.ProcessGroup) -> None:
+        self.memory = ActivationOffload(device)
+        self._device, self._share, self._group = device, share, group
+        self._away: set[Key] = set()
+        self._next: dict[Key, Key] = {}
+        self._num_passes = 0
+        self._costs: Costs | None = None
+        self._bandwidth = 0.0
+
+    @property
+    def measures(self) -> bool:
+        return self._share == AUTO and self._num_passes == _MEASURED_PASS
+
+    def begin(self, table: Table, simulation: Simulation, rank: int) -> None:
+        """Plans a step from a table and its simulation with assumed costs."""
+        self._num_passes += 1
+        self.memory.forget_all()
+        actions = table.actions[rank]
+        backward = [(a.stage, a.microbatch) for a in actions if a.kind in ("I", "B")]
+        self._next = dict(itertools.pairwise(backward))
+        if self._share != AUTO:
+            kept = kept_for(actions, simulation)
+            self._away = set(longest_kept(kept)[: int(self._share * len(kept))])
+        elif self._costs is not None:
+            exact = simulate(table, self._costs)
+            self._away = hidden_by_link(
+                kept_for(actions, exact), self.memory.saved_bytes, self._bandwidth, exact.makespan
+            )
+
+    def end(self, table: Table, timer: PassTimer) -> None:
+        """Derives costs from a step that was timed; collective over the ranks of the pipeline."""
+        of_ranks: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(of_ranks, timer.medians(), group=self._group)
+        times = {key: seconds for of_rank in of_ranks for key, seconds in of_rank.items()}
+
+        def cost(stage: int) -> StageCosts:
+            forward, recompute, input_grad, weight_grad, both = (
+                times.get((stage, kind), 0.0) for kind in ("F", "R", "I", "W", "B")
+            )
+            return StageCosts(
+                forward, recompute + input_grad, weight_grad,
+                full_backward=recompute + both if both else None, recompute=recompute,
+            )  # fmt: skip
+
+        self._costs = Costs(tuple(cost(stage) for stage in range(table.num_stages)))
+        self._bandwidth = measured_bandwidth(self.memory, self._device)
+        logger.info(
+            "Activations of a microbatch that can be moved to host memory: "
+            + ", ".join(
+                f"stage {s}: {b / 2**20:.1f} MiB" for s, b in self.memory.saved_bytes.items()
+            )
+            + f". Copies run at {self._bandwidth / 1e9:.1f} GB/s (grpo.pipeline_offload)."
+        )
+
+    def forward(
+        self, key: Key, module: nn.Module, inputs: Iterable[Any]
+    ) -> AbstractContextManager[None]:
+        self.memory.copies.release()
+        if key in self._away:
+            return self.memory.saving(key, module, inputs)
+        if self.measures:
+            return self.memory.saving(key, module, inputs, moves=False)
+        return nullcontext()
+
+    def before_backward(self, key: Key) -> None:
+        """Starts to copy back the activations of the pass that begins and of the next one."""
+        self.memory.fetch(key)
+        if key in self._next:
+            self.memory.fetch(self._next[key])
+
+    def after_backward(self, key: Key) -> None:
+        self.memory.forget(key)
+        self.memory.copies.release()
+
+    def finish(self) -> None:
+        assert self.memory.host_bytes == 0, f"{self.memory.host_bytes} bytes were not fetched"
+        self.memory.copies.release_all()
+
+
+def kept_for(actions: Iterable[Action], simulation: Simulation) -> dict[Key, float]:
+    """Returns for how long a rank keeps the activations of each of its forward passes."""
+    begins = {
+        (action.stage, action.microbatch): simulation.starts[action]
+        for action in actions
+        if action.kind in ("I", "B")
+    }
+    return {key: begins[key] - simulation.ends[Action(key[0], "F", key[1])] for key in begins}
+
+
+def longest_kept(kept: dict[Key, float]) -> list[Key]:
+    """Returns the passes whose activations are kept for some time, the longest time first."""
+    return sorted((key for key, time in kept.items() if time > 0), key=lambda key: -kept[key])
+
+
+def hidden_by_link(
+    kept: dict[Key, float], saved_bytes: dict[int, int], bandwidth: float, seconds: float
+) -> set[Key]:
+    """Returns the passes whose activations the link can move while the rank computes.
+
+    ``kept`` is in seconds by pass, ``saved_bytes`` by stage and microbatch; ``bandwidth`` is in
+    bytes per second in each direction, and ``seconds`` the duration of the whole pass.
+    """
+    away: set[Key] = set()
+    busy = 0.0
+    for key in longest_kept(kept):
+        copying = 2 * saved_bytes.get(key[0], 0) / bandwidth
+        if busy + copying > _LINK_SHARE * seconds:
+            break
+        if copying < kept[key]:
+            away.add(key)
+            busy += copying
+    return away
+
+
+def measured_bandwidth(memory: ActivationOffload, device: torch.device) -> float:
+    """Returns the bytes per second of copies between device and host in the slower direction."""
+    tensor = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
+
+    def seconds(copy: Any) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        copy()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begin
+
+    host = memory.copies.to_host(tensor)
+    out = statistics.median(seconds(lambda: memory.copies.to_host(tensor)) for _ in range(3))
+    back = statistics.median(seconds(lambda: memory.copies.to_device(host)) for _ in range(3))
+    memory.copies.release_all()
+    return _PROBE_BYTES / max(out, back)

@@ -1,10 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Measures the duration of a stage's passes without the time for which they wait for inputs.
-
-The timer also collects the times of tensors between ranks, which `hop.py` measures.
-"""
+"""Measures the duration of a stage's passes without the time for which they wait for inputs."""
 
 import statistics
 import time
@@ -29,9 +26,6 @@ class PassTimer:
 
     On a GPU, times are measured on the stream between events, and the host does not wait before
     :meth:`medians` is called.
-
-    Args:
-        device: Device on which the stages compute.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,14 +35,12 @@ class PassTimer:
 
     @contextmanager
     def measure(self, stage: int, kind: Part) -> Iterator[None]:
-        """Measures the code in the context as one pass of a stage."""
         begin = self._mark()
         yield
         self._marks[stage, kind].append((begin, self._mark()))
 
     @contextmanager
     def measure_round_trip(self) -> Iterator[None]:
-        """Measures the code in the context as the round trip of a tensor to another rank."""
         begin = self._mark()
         yield
         self._exchanges.append((begin, self._mark()))

@@ -11,8 +11,7 @@ from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hub import locate_models
-from torchtitan.grpo.pipeline.assumed_costs import assumed_times
-from torchtitan.grpo.pipeline.choice import choose
+from torchtitan.grpo.pipeline.choice import assumed_times, choose
 from torchtitan.grpo.pipeline.draw import draw_picture, draw_text
 from torchtitan.grpo.pipeline.schedules import (
     AUTO,
@@ -23,8 +22,7 @@ from torchtitan.grpo.pipeline.schedules import (
 )
 from torchtitan.grpo.pipeline.simulate import Simulation, simulate
 from torchtitan.grpo.pipeline.stages import fixes_stages, stage_modules
-from torchtitan.grpo.pipeline.tables.actions import Table
-from torchtitan.grpo.pipeline.tables.costs import Costs
+from torchtitan.grpo.pipeline.tables.actions import Costs, Table
 
 
 def options() -> argparse.ArgumentParser:
@@ -53,49 +51,32 @@ def options() -> argparse.ArgumentParser:
 
 
 def _time(text: str) -> float:
-    """Reads a time that passes of a rank can take."""
-    value = _number(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"a time must be above 0, got {text}")
+    if not 0 < (value := _number(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"a time must be a finite number above 0, got {text!r}")
     return value
 
 
 def _delay(text: str) -> float:
-    """Reads a time that may be 0."""
-    value = _number(text)
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"the time must be at least 0, got {text}")
+    if not 0 <= (value := _number(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"the time must be a finite number from 0, got {text!r}")
     return value
 
 
 def _number(text: str) -> float:
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"a time must be a finite number, got {text!r}")
-    return value
+        return math.nan
 
 
 def _count(text: str) -> int:
-    """Reads a number of microbatches."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"the number must be an integer above 0, got {text!r}")
-    return value
+    return int(text)
 
 
 def show_schedules(config: JobConfig, given: argparse.Namespace) -> None:
-    """Prints the configured schedule over time, and all schedules in a table.
-
-    Args:
-        config: Configuration of a run with a pipeline.
-        given: Values of :func:`options`.
-    """
+    """Prints the configured schedule over time, and all schedules in a table."""
     settings = config.parallelism
     num_ranks = settings.pipeline_parallel_degree
     configured = given.microbatches or config.grpo.pipeline_microbatches
@@ -125,9 +106,7 @@ def show_schedules(config: JobConfig, given: argparse.Namespace) -> None:
 def _candidates(config: JobConfig) -> list[Schedule]:
     """Returns the schedules among which ``auto`` chooses.
 
-    Raises:
-        ConfigError: If the model cannot be read or cannot be divided into stages. The model is read
-            only if the configuration fixes the number of stages.
+    The model is read only if the configuration fixes the number of stages.
     """
     settings = config.parallelism
     if not fixes_stages(settings):
@@ -156,7 +135,6 @@ def try_all(
 
 
 def comparison(tried: dict[str, tuple[Table, Simulation]], chosen: str) -> str:
-    """Returns a table of schedules, in which a star marks the chosen one."""
     lines = [f"  {'schedule':22} {'time':>8} {'bubble':>7} {'span bubble':>12} {'memory':>7}"]
     for name, (_, simulation) in tried.items():
         lines.append(

@@ -10,9 +10,8 @@ adding a schedule means adding a row (docs/how-to/add-a-schedule.md). The module
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchtitan.grpo.pipeline.tables import plain, v_family, zero_bubble
-from torchtitan.grpo.pipeline.tables.actions import Placement, Table
-from torchtitan.grpo.pipeline.tables.costs import Costs
+from torchtitan.grpo.pipeline.tables import rules, v_family
+from torchtitan.grpo.pipeline.tables.actions import Costs, Placement, Table
 
 AUTO = "auto"
 """The name with which the fastest schedule is chosen from measured times."""
@@ -36,24 +35,18 @@ class Schedule:
     """Describes a pipeline schedule to the rest of the package.
 
     Attributes:
-        name: Value of ``parallelism.pipeline_parallel_schedule``, also shown in messages.
+        name: Value of ``parallelism.pipeline_parallel_schedule``.
         make_table: Makes the table from the number of ranks, the number of microbatches, the
             number of stages on each rank, and the costs of the passes.
-        stages_per_rank: Number of stages that each pipeline rank holds. With
-            ``allows_more_stages``, this is the default and the minimum, and all ranks hold the same
-            number of stages.
-        allows_more_stages: True if ``parallelism.pipeline_parallel_layers_per_stage`` may divide
-            the model into more than ``stages_per_rank`` stages on each rank.
-        placement: Which rank holds which stage. Under ``loop``, stage s of a pipeline of p ranks
-            lies on rank s mod p. Under ``v``, rank r holds the stages r and 2p - 1 - r.
-        is_zero_bubble: True if the schedule computes the gradients of a stage's inputs and the
-            gradients of its weights at different times, in order to fill the pipeline's idle time.
-        finishes_each_microbatch: True if the last stage completes the backward pass of each
-            microbatch, at least through its output layer, before it begins the next microbatch. Only
-            then can the output layer keep logits for the backward pass in the memory of one
-            microbatch.
-        allows_one_stage: True if each rank may hold a single stage, even if ``stages_per_rank`` is
-            larger.
+        stages_per_rank: Number of stages of each rank; with ``allows_more_stages`` the minimum.
+        allows_more_stages: Whether ``parallelism.pipeline_parallel_layers_per_stage`` may divide
+            the model into more stages, as many on each rank.
+        placement: See :func:`ranks_of_stages`.
+        is_zero_bubble: Whether the gradients of inputs and of weights are computed separately.
+        finishes_each_microbatch: Whether the last stage completes the backward pass of each
+            microbatch, at least through its output layer, before it begins the next one. Only then
+            can the output layer keep logits in the memory of one microbatch.
+        allows_one_stage: Whether each rank may hold a single stage in any case.
     """
 
     name: str
@@ -88,7 +81,6 @@ class Schedule:
 def _one_stage(
     name: str, make_table: Callable[[int, int], Table], *, is_zero_bubble: bool = False
 ) -> Schedule:
-    """Returns a schedule with one stage on each rank."""
     return Schedule(
         name,
         lambda ranks, microbatches, _stages, _costs: make_table(ranks, microbatches),
@@ -104,7 +96,6 @@ def _one_stage(
 def _interleaved(
     name: str, make_table: Callable[[int, int, int], Table], *, is_zero_bubble: bool
 ) -> Schedule:
-    """Returns a schedule with two or more stages on each rank, in loop placement."""
     return Schedule(
         name,
         lambda ranks, microbatches, stages, _costs: make_table(ranks, microbatches, stages),
@@ -116,7 +107,6 @@ def _interleaved(
 
 
 def _v(name: str, make_table: Callable[[int, int, Costs], Table]) -> Schedule:
-    """Returns a zero-bubble schedule with two stages on each rank, in V placement."""
     return Schedule(
         name,
         lambda ranks, microbatches, _stages, costs: make_table(ranks, microbatches, costs),
@@ -128,15 +118,15 @@ def _v(name: str, make_table: Callable[[int, int, Costs], Table]) -> Schedule:
 
 
 _ROWS = (
-    _one_stage("GPipe", plain.gpipe),
-    _one_stage("1F1B", plain.one_forward_one_backward),
-    _one_stage("ZBH1", zero_bubble.zb_h1, is_zero_bubble=True),
-    _one_stage("ZBH2", zero_bubble.zb_h2, is_zero_bubble=True),
+    _one_stage("GPipe", rules.gpipe),
+    _one_stage("1F1B", rules.one_forward_one_backward),
+    _one_stage("ZBH1", rules.zb_h1, is_zero_bubble=True),
+    _one_stage("ZBH2", rules.zb_h2, is_zero_bubble=True),
     _interleaved(
-        "Interleaved1F1B", plain.interleaved_one_forward_one_backward, is_zero_bubble=False
+        "Interleaved1F1B", rules.interleaved_one_forward_one_backward, is_zero_bubble=False
     ),
-    _interleaved("InterleavedZeroBubble", zero_bubble.interleaved_zero_bubble, is_zero_bubble=True),
-    _v("ZBVZeroBubble", lambda ranks, microbatches, _: zero_bubble.zbv(ranks, microbatches)),
+    _interleaved("InterleavedZeroBubble", rules.interleaved_zero_bubble, is_zero_bubble=True),
+    _v("ZBVZeroBubble", lambda ranks, microbatches, _: rules.zbv(ranks, microbatches)),
     _v("VMin", v_family.v_min),
     _v("VHalf", v_family.v_half),
     _v("VZB", v_family.v_zb),
@@ -158,11 +148,7 @@ SCHEDULES: dict[str, Schedule] = {row.name: row for row in _ROWS}
 
 
 def schedule_named(name: str) -> Schedule:
-    """Returns the row of a schedule.
-
-    Raises:
-        ValueError: If no row has this name.
-    """
+    """Returns the row of a schedule; raises ValueError if there is none."""
     if name not in SCHEDULES:
         raise ValueError(
             f"parallelism.pipeline_parallel_schedule must be one of {', '.join(SCHEDULES)}, got "
@@ -172,12 +158,7 @@ def schedule_named(name: str) -> Schedule:
 
 
 def candidates(num_ranks: int, total_stages: int | None = None) -> list[Schedule]:
-    """Returns the schedules among which :data:`AUTO` chooses.
-
-    Args:
-        num_ranks: Number of ranks of the pipeline.
-        total_stages: Number of stages if the configuration fixes it. None allows any number.
-    """
+    """Returns the schedules among which ``auto`` chooses; ``total_stages`` None allows any number."""
     rows = (SCHEDULES[name] for name in AUTO_CANDIDATES)
     return [
         row for row in rows if total_stages is None or row.allows_stages(total_stages, num_ranks)
@@ -185,19 +166,14 @@ def candidates(num_ranks: int, total_stages: int | None = None) -> list[Schedule
 
 
 def assumed_microbatches(configured: int, num_ranks: int) -> int:
-    """Returns the number of microbatches for which :data:`AUTO` chooses a schedule.
-
-    Args:
-        configured: ``grpo.pipeline_microbatches``.
-        num_ranks: Number of ranks of the pipeline.
-    """
+    """Returns the number of microbatches for which ``auto`` chooses a schedule."""
     return configured or 4 * num_ranks
 
 
 def measured_with(stages_per_rank: int) -> Schedule:
-    """Returns the schedule with which :data:`AUTO` measures this number of stages on each rank.
+    """Returns the schedule with which ``auto`` measures this number of stages on each rank.
 
-    The schedule computes I and W separately, so that both can be timed.
+    It computes I and W separately, so that both can be timed.
     """
     names = {1: "ZBH1", 2: "ZBVZeroBubble"}
     return SCHEDULES[names.get(stages_per_rank, "InterleavedZeroBubble")]

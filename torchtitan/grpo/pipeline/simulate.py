@@ -8,11 +8,9 @@ ranks takes a fixed time, during which both ranks continue. A rank that waits fo
 recomputes checkpointed blocks meanwhile, if the costs contain a time for it.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 
-from torchtitan.grpo.pipeline.tables.actions import Action, Table
-from torchtitan.grpo.pipeline.tables.costs import Costs
+from torchtitan.grpo.pipeline.tables.actions import Action, Costs, Table
 
 
 class TableError(ValueError):
@@ -58,16 +56,14 @@ class Simulation:
 
     @property
     def peak(self) -> float:
-        """Maximum memory that any rank holds."""
         return max(self.peaks)
 
 
 def simulate(table: Table, costs: Costs) -> Simulation:
     """Simulates a table.
 
-    Raises:
-        TableError: If an action is missing, is listed twice, is listed on a wrong rank, or would wait
-            forever.
+    Raises TableError if an action is missing, is listed twice, is listed on a wrong rank, or would
+    wait forever.
     """
     check_complete(table)
     starts: dict[Action, float] = {}
@@ -129,41 +125,28 @@ def peak_memory(actions: tuple[Action, ...], costs: Costs) -> float:
 
 def check_complete(table: Table) -> None:
     """Raises a :class:`TableError` unless each pass is in the table once, on the right rank."""
-    counts: Counter[Action] = Counter()
+    listed: set[Action] = set()
     for rank, actions in enumerate(table.actions):
         for action in actions:
             if not 0 <= action.stage < table.num_stages or table.ranks[action.stage] != rank:
                 raise TableError(f"Rank {rank} must not run {action}: it does not hold the stage.")
-            counts[action] += 1
-            if counts[action] > 1:
+            if action in listed:
                 raise TableError(
                     f"Rank {rank} must run {action} once, but the table lists it more than once."
                 )
-    expected = 0
+            listed.add(action)
+    expected: set[Action] = set()
     for stage, rank in enumerate(table.ranks):
+        needed = [Action(stage, "F", microbatch) for microbatch in range(table.num_microbatches)]
+        needed += [Action(stage, "G", number) for number in range(table.num_gap_microbatches)]
+        for action in needed:
+            if action not in listed:
+                raise TableError(f"Rank {rank} must run {action}, which the table lacks.")
+        expected.update(needed)
         for microbatch in range(table.num_microbatches):
-            forward, full = Action(stage, "F", microbatch), Action(stage, "B", microbatch)
-            halves = [Action(stage, kind, microbatch) for kind in ("I", "W")]
-            present = sum(counts[half] for half in halves)
-            if not counts[forward]:
-                raise TableError(f"Rank {rank} must run {forward}, which the table lacks.")
-            backward = (counts[full], present)
-            if table.is_forward_only and backward != (0, 0):
-                raise TableError(f"Rank {rank} must run no backward pass of {forward}.")
-            if not table.is_forward_only and backward not in ((1, 0), (0, 2)):
-                raise TableError(
-                    f"Rank {rank} must run either {full} or both {halves[0]} and {halves[1]}, but "
-                    f"the table contains {counts[full] + present} of these three actions."
-                )
-            expected += 1 + counts[full] + present
-        for microbatch in range(table.num_gap_microbatches):
-            if not counts[Action(stage, "G", microbatch)]:
-                raise TableError(
-                    f"Rank {rank} must run {Action(stage, 'G', microbatch)}, which the table lacks."
-                )
-            expected += 1
-    if expected != counts.total():
-        extra = max(counts, key=lambda action: action.microbatch)
+            expected |= _backward_of(stage, microbatch, rank, listed, table.is_forward_only)
+    if listed - expected:
+        extra = max(listed - expected, key=lambda action: action.microbatch)
         raise TableError(
             f"Rank {table.ranks[extra.stage]} must not run {extra}: there are only "
             f"{table.num_microbatches} microbatches and {table.num_gap_microbatches} microbatches "
@@ -171,8 +154,23 @@ def check_complete(table: Table) -> None:
         )
 
 
+def _backward_of(
+    stage: int, microbatch: int, rank: int, listed: set[Action], is_forward_only: bool
+) -> set[Action]:
+    """Returns the actions of a backward pass, which must be B, or I and W."""
+    full, *halves = (Action(stage, kind, microbatch) for kind in ("B", "I", "W"))
+    found = listed & {full, *halves}
+    if is_forward_only and found:
+        raise TableError(f"Rank {rank} must run no backward pass, got {min(found)}.")
+    if not is_forward_only and found not in ({full}, set(halves)):
+        raise TableError(
+            f"Rank {rank} must run either {full} or both {halves[0]} and {halves[1]}, but the table "
+            f"contains {len(found)} of these three actions."
+        )
+    return found
+
+
 def _check_finished(table: Table, positions: list[int], ends: dict[Action, float]) -> None:
-    """Raises a :class:`TableError` if a rank waits forever."""
     for rank, actions in enumerate(table.actions):
         if positions[rank] < len(actions):
             action = actions[positions[rank]]

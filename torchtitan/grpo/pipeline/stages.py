@@ -12,27 +12,19 @@ from torchtitan.grpo.upstream.parallelism import generate_llm_fqn_per_model_part
 
 
 def schedule_of(settings: Parallelism) -> Schedule:
-    """Returns the row of the schedule that ``[parallelism]`` names.
-
-    Raises:
-        ValueError: If no row has this name.
-    """
     return schedule_named(settings.pipeline_parallel_schedule)
 
 
 def stage_modules(settings: Parallelism, num_layers: int) -> list[list[str]]:
     """Returns, for each stage of the pipeline, the names of its modules.
 
-    Args:
-        settings: ``[parallelism]``. If ``module_fqns_per_model_part`` is set, it is returned.
-            Otherwise, the layers are divided evenly, where the embedding and the output layer count
-            as ``pipeline_parallel_first_stage_less_layers`` and
-            ``pipeline_parallel_last_stage_less_layers`` layers.
-        num_layers: Number of transformer layers of the model.
+    If ``module_fqns_per_model_part`` is set, it is returned. Otherwise, the layers are divided
+    evenly, where the embedding and the output layer count as
+    ``pipeline_parallel_first_stage_less_layers`` and ``pipeline_parallel_last_stage_less_layers``
+    layers.
 
-    Raises:
-        ValueError: If there are more stages than layers, if the listed modules are not the whole
-            model, or if the schedule cannot run this number of stages.
+    Raises ValueError if there are more stages than layers, if the listed modules are not the whole
+    model, or if the schedule cannot run this number of stages.
     """
     if settings.module_fqns_per_model_part is not None:
         _check_listed_modules(settings, num_layers)
@@ -75,9 +67,8 @@ def _check_listed_modules(settings: Parallelism, num_layers: int) -> None:
 def num_stages(settings: Parallelism, num_layers: int) -> int:
     """Returns the number of stages of the whole pipeline.
 
-    Raises:
-        ValueError: If ``parallelism.pipeline_parallel_layers_per_stage`` does not fit the
-            schedule.
+    Raises ValueError if ``parallelism.pipeline_parallel_layers_per_stage`` does not fit the
+    schedule.
     """
     schedule, degree = schedule_of(settings), settings.pipeline_parallel_degree
     if settings.pipeline_parallel_layers_per_stage is None:
@@ -107,10 +98,7 @@ def fixes_stages(settings: Parallelism) -> bool:
 
 
 def ends_one_at_a_time(settings: Parallelism) -> bool:
-    """Returns whether the last stage finishes each microbatch before it begins the next.
-
-    This is also the case without a pipeline, where the whole model runs one microbatch after another.
-    """
+    """Returns whether the last stage, or the whole model, finishes each microbatch before the next."""
     if settings.pipeline_parallel_degree == 1:
         return True
     return schedule_of(settings).finishes_each_microbatch

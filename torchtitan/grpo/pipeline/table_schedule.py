@@ -1,25 +1,113 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Runs the passes of pipeline stages in the order of a table."""
+"""Runs the passes of pipeline stages in the order of a table, and others in its gaps."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, cast
 
 import torch
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-from torchtitan.grpo.pipeline.gap_stage import GapModel, GapRows, GapStage
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.lowering import GapNumbers, lower
-from torchtitan.grpo.pipeline.offload_plan import OffloadPlan
+from torchtitan.grpo.pipeline.offload import OffloadPlan
 from torchtitan.grpo.pipeline.pass_timer import PassTimer
 from torchtitan.grpo.pipeline.simulate import Simulation, simulate
-from torchtitan.grpo.pipeline.tables.actions import Table
-from torchtitan.grpo.pipeline.tables.costs import Costs
+from torchtitan.grpo.pipeline.tables.actions import Costs, Table
 from torchtitan.grpo.pipeline.tables.gaps import fill_gaps
+
+
+class GapStage(LeanStage):
+    """A stage of a model that runs forward passes inside the training pass of another model.
+
+    The runtime identifies stages by their numbers and treats stages with successive numbers as
+    neighbors. The stages of each further model therefore have their own numbers, and one number
+    between two models is left unused. The stage must have run in a schedule of its own before.
+    ``trained`` is the trained stage with the same module, if there is one.
+    """
+
+    def __init__(self, stage: LeanStage, offset: int, trained: LeanStage | None) -> None:
+        self._is_first, self._is_last = stage.is_first, stage.is_last
+        super().__init__(
+            stage.submod,
+            stage.stage_index + offset,
+            stage.num_stages + offset,
+            stage.device,
+            group=stage.group,
+        )
+        self.surrounding = stage.surrounding
+        self.receive_like(stage, offset)
+        self.act_send_info = {
+            output: [receiver + offset for receiver in receivers]
+            for output, receivers in stage.act_send_info.items()
+        }
+        self.trained = trained
+        self.outputs: dict[int, torch.Tensor] = {}
+
+    @property
+    def is_first(self) -> bool:
+        return self._is_first
+
+    @property
+    def is_last(self) -> bool:
+        return self._is_last
+
+    @torch.no_grad()
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if self.is_last:
+            self.outputs[fwd_chunk_id] = output
+        return output
+
+
+@dataclass(frozen=True)
+class GapModel:
+    """This rank's stages of a model that runs forward passes in gaps."""
+
+    stages: list[GapStage]
+    numbers: GapNumbers
+
+    @classmethod
+    def beside(cls, trained: list[LeanStage], stages: list[LeanStage], number: int) -> "GapModel":
+        """Makes the stages of one further model with the same placement; they must have run
+        forward.
+
+        ``number`` counts the earlier models, including the trained model.
+        """
+        is_trained = stages[0].submod is trained[0].submod
+        numbers = GapNumbers(number * (stages[0].num_stages + 1), is_trained)
+        holders = trained if numbers.shares_weights else [None] * len(stages)
+        return cls(
+            [
+                GapStage(stage, numbers.offset, holder)
+                for stage, holder in zip(stages, holders, strict=True)
+            ],
+            numbers,
+        )
+
+    def take_outputs(self, microbatches: Iterable[int]) -> list[torch.Tensor]:
+        """Returns and removes outputs; none on ranks that do not hold the last stage."""
+        last = next((stage for stage in self.stages if stage.is_last), None)
+        return [] if last is None else [last.outputs.pop(number) for number in microbatches]
+
+
+@dataclass
+class GapRows:
+    """Microbatches that a training pass may run through a model in its gaps.
+
+    The inputs are as those of :meth:`TableSchedule.run`. The pass sets ``num_done``, the number of
+    microbatches that it has run, and their outputs, on the rank of the last stage.
+    """
+
+    model: GapModel
+    inputs: list[tuple[Any, ...]]
+    named_inputs: list[dict[str, Any]]
+    num_done: int = 0
+    outputs: list[torch.Tensor] = field(default_factory=list)
 
 
 class TableSchedule(_PipelineScheduleRuntime):
@@ -55,30 +143,12 @@ class TableSchedule(_PipelineScheduleRuntime):
         self._num_gap_microbatches: int | None = None
         self._moved_bytes = 0
 
-        @cache
-        def filled(num_microbatches: int, num_waiting: int) -> Table:
-            table = make_table(num_microbatches)
-            return fill_gaps(table, costs, num_waiting) if num_waiting else table
-
-        @cache
-        def simulated(num_microbatches: int, num_waiting: int) -> Simulation:
-            return simulate(filled(num_microbatches, num_waiting), costs)
-
-        @cache
-        def lowered(
-            num_microbatches: int, num_waiting: int, gaps: tuple[GapNumbers, ...]
-        ) -> dict[int, list[_Action]]:
-            table = filled(num_microbatches, num_waiting)
-            return lower(table, simulated(num_microbatches, num_waiting), gaps)
-
-        self._filled, self._simulated, self._lowered = filled, simulated, lowered
+        self._costs, self._make_table = costs, cache(make_table)
+        self._plans: dict[tuple[int, int], tuple[Table, Simulation]] = {}
+        self._lowered: dict[Any, dict[int, list[_Action]]] = {}
 
     def offload(self, share: float) -> None:
-        """Keeps activations in host memory until their backward pass.
-
-        Args:
-            share: ``grpo.pipeline_offload``.
-        """
+        """Keeps a share of activations in host memory until their backward pass."""
         stage = self.stages[0]
         assert stage.group is not None, "the stages have no process group"
         self._offload = OffloadPlan(stage.device, share, stage.group)
@@ -88,11 +158,9 @@ class TableSchedule(_PipelineScheduleRuntime):
     def add_gap_model(self, stages: list[LeanStage]) -> GapModel:
         """Registers a model that may run forward passes in the gaps of training passes.
 
-        All ranks must register the same models in the same order.
-
-        Args:
-            stages: This rank's stages of the model, which must have the same placement as the trained
-                model. They belong to another schedule, which must have run their forward passes.
+        All ranks must register the same models in the same order. The stages have the same
+        placement as the trained ones, and belong to another schedule, which must have run their
+        forward passes.
         """
         model = GapModel.beside(self.stages, stages, 1 + len(self._gap_models))
         self._gap_models.append(model)
@@ -130,7 +198,7 @@ class TableSchedule(_PipelineScheduleRuntime):
             stage.has_backward = self._has_backward and not isinstance(stage, GapStage)
             stage.clear_runtime_states()
         num_waiting = sum(len(rows.named_inputs) for rows in waiting)
-        with self._offloading(num_waiting):
+        with self._offloading(*self._plan(num_waiting)):
             self._step_microbatches(
                 [*inputs, *(args for rows in in_gaps for args in rows.inputs[: rows.num_done])],
                 [
@@ -163,10 +231,13 @@ class TableSchedule(_PipelineScheduleRuntime):
     def _prepare(self, waiting: Sequence[GapRows]) -> list[GapRows]:
         """Sets the actions and the stages of a pass, and returns the rows that run in its gaps."""
         waits = [rows for rows in waiting for _ in rows.named_inputs]
-        fitting = waits[: self._filled(self._n_microbatches, len(waits)).num_gap_microbatches]
-        self.pipeline_order_with_comms = self._lowered(
-            self._n_microbatches, len(waits), tuple(rows.model.numbers for rows in fitting)
-        )
+        table, simulation = self._plan(len(waits))
+        fitting = waits[: table.num_gap_microbatches]
+        gaps = tuple(rows.model.numbers for rows in fitting)
+        key = (self._n_microbatches, len(waits), gaps)
+        if key not in self._lowered:
+            self._lowered[key] = lower(table, simulation, gaps)
+        self.pipeline_order_with_comms = self._lowered[key]
         for rows in waiting:
             rows.num_done = sum(one is rows for one in fitting)
         if waiting:
@@ -176,14 +247,23 @@ class TableSchedule(_PipelineScheduleRuntime):
         self._stages = [*self.stages, *dict.fromkeys(gap_stages)]
         return in_gaps
 
+    def _plan(self, num_waiting: int) -> tuple[Table, Simulation]:
+        """Returns the table of the current number of microbatches, with gaps filled."""
+        key = (self._n_microbatches, num_waiting)
+        if key not in self._plans:
+            table = self._make_table(self._n_microbatches)
+            if num_waiting:
+                table = fill_gaps(table, self._costs, num_waiting)
+            self._plans[key] = table, simulate(table, self._costs)
+        return self._plans[key]
+
     @contextmanager
-    def _offloading(self, num_waiting: int) -> Iterator[None]:
+    def _offloading(self, table: Table, simulation: Simulation) -> Iterator[None]:
         """Plans which activations are moved to the host in the pass that runs in the context."""
         if self._offload is None:
             yield
             return
-        table = self._filled(self._n_microbatches, num_waiting)
-        self._offload.begin(table, self._simulated(self._n_microbatches, num_waiting), self.rank)
+        self._offload.begin(table, simulation, self.rank)
         timer = PassTimer(self.stages[0].device) if self._offload.measures else None
         for stage in self.stages:
             stage.timer = timer

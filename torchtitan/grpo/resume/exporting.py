@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel, ModelError
-from torchtitan.grpo.models.hf_weights import named_parameters, write_hf
+from torchtitan.grpo.models.hf_weights import write_hf
+from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.resume.checkpoint_files import (
     METADATA_FILE,
     is_whole,

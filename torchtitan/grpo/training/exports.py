@@ -9,7 +9,7 @@ import torch.nn as nn
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_weights import export_hf
-from torchtitan.grpo.models.peft_format import export_peft
+from torchtitan.grpo.models.lora import export_peft
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan.grpo.models.tied_embeddings import OutputEmbedding, embeds_tokens, is_tied
+from torchtitan.grpo.models.decoder import OutputEmbedding, embeds_tokens, is_tied
 from torchtitan.grpo.upstream.parallelism import ParallelDims, dist_utils
 
 

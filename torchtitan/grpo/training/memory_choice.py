@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from torchtitan.grpo.inference.gpu_shares import part_beside_training
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.models.between_microbatches import Kept
 from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.models.parallelize import Kept
 from torchtitan.grpo.system.device import are_gpus_shared
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.training.memory_estimate import (

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.models.between_microbatches import Kept, keeps_parameters
 from torchtitan.grpo.models.collect import module_of
+from torchtitan.grpo.models.parallelize import Kept, keeps_parameters
 from torchtitan.grpo.pipeline.stages import stage_modules, stage_ranks
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter

@@ -14,16 +14,14 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.losses.policy_terms import BUILTIN
 from torchtitan.grpo.models.attention_choice import choose_packed_attention, try_packed_attention
 from torchtitan.grpo.models.decoder import DecoderAdapter
-from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.models.hf_config import HFModel, check_reference
 from torchtitan.grpo.models.hf_weights import load_hf_weights
-from torchtitan.grpo.models.moe_on_cpu import prepare_moe_for_cpu
+from torchtitan.grpo.models.moe import prepare_moe_for_cpu
 from torchtitan.grpo.models.packed_model import PackedDecoder, ScoringSettings
 from torchtitan.grpo.models.parallelize import compiles_model, parallelize
-from torchtitan.grpo.models.same_model import check_reference
 from torchtitan.grpo.observe.metrics_processor import build_grpo_metrics_processor
 from torchtitan.grpo.pipeline.auto import resolve_schedule
-from torchtitan.grpo.pipeline.schedule_builder import build_schedule
-from torchtitan.grpo.pipeline.split import split_model
+from torchtitan.grpo.pipeline.build import build_schedule, split_model
 from torchtitan.grpo.pipeline.stages import ends_one_at_a_time
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.training.lr_schedule import build_lr_schedulers

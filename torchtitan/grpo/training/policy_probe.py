@@ -15,9 +15,8 @@ from torchtitan.grpo.attestation import attested_tokens
 from torchtitan.grpo.data.feed import Feed
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.models.logprob_head import LogprobHead
 from torchtitan.grpo.models.packed_attention import PackedAttentionKind
-from torchtitan.grpo.models.packed_model import PackedModel
+from torchtitan.grpo.models.packed_model import LogprobHead, PackedModel
 from torchtitan.grpo.training.ranks import RankRole
 from torchtitan.grpo.training.runner import ForwardRunner
 from torchtitan.grpo.upstream.parallelism import ParallelDims

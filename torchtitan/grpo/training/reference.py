@@ -14,9 +14,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.models.lora import adapters_off
-from torchtitan.grpo.models.shards import local_tensor
+from torchtitan.grpo.models.shards import local_tensor, named_parameters
 from torchtitan.grpo.training.runner import ForwardRunner, ModelRunner
 from torchtitan.grpo.training.stage_runner import PipelineForwardRunner, PipelineRunner
 

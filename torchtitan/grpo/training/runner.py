@@ -16,9 +16,9 @@ import torch
 import torch.nn as nn
 
 from torchtitan.grpo.data.rows import TrainRows
-from torchtitan.grpo.models.between_microbatches import BetweenMicrobatches, Kept
 from torchtitan.grpo.models.packed_attention import HostSequences
-from torchtitan.grpo.models.scored_tokens import ScoredTokens
+from torchtitan.grpo.models.packed_model import ScoredTokens
+from torchtitan.grpo.models.parallelize import BetweenMicrobatches, Kept
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
 
 LossFunction = Callable[[torch.Tensor, slice], torch.Tensor]

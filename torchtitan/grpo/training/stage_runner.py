@@ -9,11 +9,9 @@ import torch
 
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
-from torchtitan.grpo.pipeline.gap_stage import GapModel, GapRows
-from torchtitan.grpo.pipeline.lean_stage import LeanStage
-from torchtitan.grpo.pipeline.schedule_builder import build_forward_schedule
-from torchtitan.grpo.pipeline.table_schedule import TableSchedule
+from torchtitan.grpo.pipeline.build import build_forward_schedule
+from torchtitan.grpo.pipeline.lean_stage import DeferredStage, LeanStage
+from torchtitan.grpo.pipeline.table_schedule import GapModel, GapRows, TableSchedule
 from torchtitan.grpo.training.runner import (
     ForwardJob,
     ForwardRunner,

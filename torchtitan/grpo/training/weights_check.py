@@ -12,8 +12,9 @@ import torch.nn as nn
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
-from torchtitan.grpo.models.hf_weights import check_hf_weights, named_parameters
+from torchtitan.grpo.models.hf_weights import check_hf_weights
 from torchtitan.grpo.models.lora import add_adapters
+from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.training.model_spec import hf_train_spec
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 

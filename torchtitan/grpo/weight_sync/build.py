@@ -23,8 +23,8 @@ from torchtitan.grpo.config import Inference, WeightSync
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.kinds import IDLE_SECONDS, make_client
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.models.hf_weights import named_parameters
-from torchtitan.grpo.models.peft_format import AdapterNames
+from torchtitan.grpo.models.lora import AdapterNames
+from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.rollout.link import RolloutLink
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.system.rank_calls import remote

@@ -24,8 +24,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.models.adapter_merge import AdapterMerge, lora_scale
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly, collecting_group
+from torchtitan.grpo.models.lora import AdapterMerge, lora_scale
 from torchtitan.grpo.system.network import boot_id
 from torchtitan.grpo.system.rank_calls import operation
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter

@@ -16,7 +16,7 @@ import torch
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.collect import module_of
-from torchtitan.grpo.models.peft_format import AdapterNames
+from torchtitan.grpo.models.lora import AdapterNames
 from torchtitan.grpo.models.shards import Assembly, Block, Piece, model_order
 from torchtitan.grpo.pipeline.schedules import AUTO, candidates
 from torchtitan.grpo.pipeline.stages import fixes_stages, stage_modules, stage_ranks

@@ -13,9 +13,8 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from torchtitan.grpo.models.adapter_merge import lora_scale
 from torchtitan.grpo.models.hf_weights import hf_meta
-from torchtitan.grpo.models.peft_format import AdapterNames
+from torchtitan.grpo.models.lora import AdapterNames, lora_scale
 from torchtitan.grpo.models.shards import Assembly, in_buckets
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_sync.sources import SourceLimits, choose_sources

@@ -50,7 +50,7 @@ def check_equal_and_clean(found):
     ("num_ranks", "layout", "kind"),
     [
         (2, {"dp_shard": 2}, "qwen3_tied"),
-        (2, {"dp_shard": 2, "ac": "full"}, "qwen3"),
+        pytest.param(2, {"dp_shard": 2, "ac": "full"}, "qwen3", marks=pytest.mark.long),
         (4, {"dp_shard": 2, "dp_replicate": 2}, "qwen3"),
         pytest.param(
             4, {"dp_shard": 2, "tp": 2, "precision": "float32"}, "qwen3", marks=pytest.mark.long
@@ -95,7 +95,9 @@ def test_whole_parameters_are_cast_and_gradients_reduced_once_a_step(num_ranks, 
         assert num_ranks > 1 or not case["pass_alone"].get("divisions"), "over all gradients, by 1"
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("1F1B", marks=pytest.mark.long), "ZBVZeroBubble"]
+)
 def test_pipelines_gather_and_reduce_once_a_step_by_their_schedule(schedule, make_model, run_ranks):
     _, folder = make_model("qwen3", num_hidden_layers=4, intermediate_size=78)
     results = run_ranks(

@@ -183,9 +183,8 @@ def test_a_config_that_is_nested_too_deeply_is_refused(tmp_path):
         ("model.safetensors.index.json", False), ("generation_config.json", False),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("place", [0.1, 0.5, 0.9])
 def test_an_export_that_has_changed_since_is_refused_with_the_file(
-    repository: Path, tmp_path: Path, name: str, is_weight: bool, place: float
+    repository: Path, tmp_path: Path, name: str, is_weight: bool
 ):
     source, target = repository / "assets/reverse_digits/model", tmp_path / "step-1"
     write_hf([("a", torch.ones(8))], source, target, torch.float32)
@@ -193,7 +192,7 @@ def test_an_export_that_has_changed_since_is_refused_with_the_file(
     require_undamaged(target, "model.hf_assets_path", weights=True)
     assert read_hf_model(source).vocab_size, "a directory without checksums is taken as it is"
     content = bytearray((target / name).read_bytes())
-    content[int(len(content) * place)] ^= 1
+    content[len(content) // 2] ^= 1
     (target / name).write_bytes(content)
     with pytest.raises(ModelError, match=f"model.hf_assets_path.* changed since: .*{name}"):
         require_undamaged(target, "model.hf_assets_path", weights=is_weight)
@@ -201,7 +200,7 @@ def test_an_export_that_has_changed_since_is_refused_with_the_file(
         with pytest.raises(ModelError, match=name):
             read_hf_model(target)
         # What a user adds is no damage.
-        content[int(len(content) * place)] ^= 1
+        content[len(content) // 2] ^= 1
         (target / name).write_bytes(b" " + content)
         read_hf_model(target)
     (target / "sums_export.json").unlink()

@@ -8,11 +8,23 @@ import torch.nn as nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.models.logprob_head import LogprobHead, replace_output
-from torchtitan.grpo.models.scored_tokens import ScoredTokens
+from torchtitan.grpo.models.packed_model import (
+    LogprobHead,
+    ScoredTokens,
+    ScoringSettings,
+    replace_output,
+)
 from torchtitan.grpo.training.model_spec import scoring_settings
 
-SETTINGS = {"temperature": 0.8, "chunk_tokens": 2, "with_entropy": True, "keep_logits": False}
+SETTINGS = ScoringSettings(
+    attention="sdpa",
+    compiled=False,
+    temperature=0.8,
+    chunk_tokens=2,
+    with_entropy=True,
+    trains_entropy=True,
+    keep_logits=False,
+)
 
 
 class Tied(nn.Module):
@@ -26,7 +38,7 @@ class Tied(nn.Module):
 
 def test_it_scores_the_labels_of_its_context():
     torch.manual_seed(0)
-    head = LogprobHead(8, 31, **SETTINGS)
+    head = LogprobHead(nn.Linear(8, 31, bias=False), SETTINGS)
     hidden = torch.randn(2, 5, 8)
     labels, others = torch.randint(0, 31, (2, 2, 5))
     log_p = (hidden @ head.weight.T / 0.8).log_softmax(-1)
@@ -42,7 +54,7 @@ def test_it_scores_the_labels_of_its_context():
 
 def test_tokens_that_are_not_scored_cost_nothing_and_are_zero():
     torch.manual_seed(0)
-    head = LogprobHead(8, 31, **SETTINGS)
+    head = LogprobHead(nn.Linear(8, 31, bias=False), SETTINGS)
     hidden, labels = torch.randn(2, 5, 8), torch.randint(0, 31, (2, 5))
     mask = torch.tensor([[False, True, True, False, False], [False, False, False, False, True]])
     hidden[~mask] = torch.nan
@@ -64,7 +76,7 @@ def test_tokens_that_are_not_scored_cost_nothing_and_are_zero():
 @pytest.mark.parametrize("picked", [False, True])
 def test_further_ids_are_scored_where_their_tokens_are(picked):
     torch.manual_seed(0)
-    head = LogprobHead(8, 31, **SETTINGS)
+    head = LogprobHead(nn.Linear(8, 31, bias=False), SETTINGS)
     hidden, labels = torch.randn(2, 5, 8), torch.randint(0, 31, (2, 5))
     others = torch.rand(2, 5, 31).topk(3).indices.to(torch.int32)
     mask = torch.ones(2, 5, dtype=torch.bool)
@@ -82,7 +94,7 @@ def test_further_ids_are_scored_where_their_tokens_are(picked):
 
 @pytest.mark.parametrize("count", [0, 10])
 def test_no_token_and_all_tokens_can_be_scored(count):
-    head = LogprobHead(8, 31, **SETTINGS)
+    head = LogprobHead(nn.Linear(8, 31, bias=False), SETTINGS)
     mask = (torch.arange(10) < count).view(2, 5)
     positions = ScoredTokens(mask, mask).positions(lambda whole: whole)
     assert (positions is None) == (count == 10)
@@ -94,7 +106,7 @@ def test_no_token_and_all_tokens_can_be_scored(count):
 
 
 def test_without_labels_it_says_what_is_missing():
-    head = LogprobHead(8, 31, **SETTINGS)
+    head = LogprobHead(nn.Linear(8, 31, bias=False), SETTINGS)
     with pytest.raises(KeyError), head.labeled(torch.zeros(1, 5, dtype=torch.int64)):
         raise KeyError
     with pytest.raises(RuntimeError, match="labeled"):
@@ -106,30 +118,21 @@ def test_replacing_keeps_the_parameter_its_name_and_tying(tied):
     with torch.device("meta"):
         model = Tied(tied)
     weight, keys = model.output.weight, list(model.state_dict())
-    head = replace_output(model, **SETTINGS)
-    assert head is model.output and head.weight is weight
-    assert head.weight.is_meta
+    replace_output(model, SETTINGS)
+    assert isinstance(model.output, LogprobHead) and model.output.weight is weight
+    assert weight.is_meta
     assert (model.output.weight is model.tok_embeddings.weight) == tied
     assert list(model.state_dict()) == keys
-    assert (head.temperature, head.chunk_tokens, head.with_entropy) == (0.8, 2, True)
-    assert head.keep_logits is False
     # Upstream's pipeline split copies the model for each stage.
     copied = copy.deepcopy(model)
     assert (copied.output.weight is copied.tok_embeddings.weight) == tied
-    assert "temperature=0.8" in repr(copied)
-
-
-def test_a_stage_without_an_output_is_left_alone():
-    model = Tied()
-    model.output = None
-    assert replace_output(model, **SETTINGS) is None
 
 
 def test_an_output_of_another_kind_is_refused():
     model = Tied()
     model.output = nn.Linear(8, 31)
     with pytest.raises(ValueError, match="without bias"):
-        replace_output(model, **SETTINGS)
+        replace_output(model, SETTINGS)
 
 
 def assert_small(errors: dict[str, float], bound: float) -> None:

@@ -48,7 +48,7 @@ COMPILED = {"pp2 in a V": {"pp": 2, "schedule": "ZBVZeroBubble", "compiled": Tru
         ("qwen3_tied", LAYOUTS[1]),
         ("qwen3_tied", LAYOUTS[2]),
         pytest.param("qwen3_tied", LAYOUTS[4], marks=pytest.mark.long),
-        ("qwen2", LAYOUTS[1]),
+        ("qwen2", {"one": {}}),
         pytest.param("qwen3_tied", MEASURED, marks=pytest.mark.long),
         pytest.param("qwen3_tied", COMPILED, marks=pytest.mark.long),
     ],

@@ -10,21 +10,18 @@ from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from torchtitan.grpo.models.hf_config import read_hf_model
-from torchtitan.grpo.models.moe_on_cpu import histogram
+from torchtitan.grpo.models.moe import histogram
 
 LAYOUTS = {
-    1: {"one": {}, "one, full AC": {"ac": "full"}, "one, compiled": {"compiled": True}},
+    1: {"one": {}, "one, compiled": {"compiled": True}},
     2: {
-        "fsdp2": {"dp_shard": 2},
         "replicate2": {"dp_replicate": 2},
-        "fsdp2 ep2": {"dp_shard": 2, "ep": 2},
         "fsdp2 ep2, full AC": {"dp_shard": 2, "ep": 2, "ac": "full"},
         "cp2 ep2": {"cp": 2, "ep": 2},
         "tp2": {"tp": 2},
         "tp2 lent to ep2": {"tp": 2, "ep": 2},
     },
     4: {
-        "fsdp4 ep2": {"dp_shard": 4, "ep": 2},
         "hsdp2x2 ep2": {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
         "fsdp2 ep2 tp2": {"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2},
         "fsdp2 tp2 lent to ep4": {"dp_shard": 2, "tp": 2, "ep": 4},
@@ -56,7 +53,7 @@ def moe_model(tmp_path) -> tuple[Qwen3MoeForCausalLM, Path]:
     return model, tmp_path / "moe"
 
 
-@pytest.mark.parametrize("num_ranks", LAYOUTS)
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_logprobs_and_gradients_are_hugging_faces(num_ranks, moe_model, run_ranks, tmp_path):
     model, folder = moe_model
     logprobs, gradients = reference(model)
@@ -75,9 +72,6 @@ def test_logprobs_and_gradients_are_hugging_faces(num_ranks, moe_model, run_rank
 
 def test_weights_come_out_of_expert_parallelism_as_they_went_in(moe_model, run_ranks, tmp_path):
     layouts = {
-        "fsdp4": {"dp_shard": 4},
-        "fsdp4_ep2": {"dp_shard": 4, "ep": 2},
-        "hsdp2x2_ep2": {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
         "fsdp2_tp2_ep2": {"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2},
         "pp2_fsdp2_ep2": {"pp": 2, "dp_shard": 2, "ep": 2, "schedule": "1F1B"},
     }

@@ -122,7 +122,7 @@ def test_borders_name_where_each_sequence_begins_and_then_repeat_the_end():
     assert packed_mask(more, "varlen").borders.tolist() == [*range(9), *[8] * 7]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_borders_are_those_of_the_ids_however_rows_are_packed(seed):
     rows, seq = 1 + seed % 3, 1 + 37 * seed % 300
     ids = some_ids(seed, rows, seq)
@@ -146,7 +146,7 @@ def test_the_device_is_not_asked_what_the_host_knows(monkeypatch):
 
 
 @pytest.mark.usefixtures("varlen")
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(8))
 def test_varlen_and_the_dense_mask_are_the_same_attention(seed):
     torch.manual_seed(seed)
     rows, seq, scale = 1 + seed % 3, 2 + 29 * seed % 150, (None, 0.3)[seed % 2]
@@ -169,21 +169,6 @@ def test_the_flex_kernel_computes_what_the_dense_mask_computes():
     mask = packed_mask(SEQUENCE_IDS, "flex")
     flex = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
     torch.testing.assert_close(flex, dense)
-
-
-@pytest.mark.usefixtures("varlen")
-@pytest.mark.parametrize("kind", ["sdpa", "varlen"])
-def test_another_sequence_of_the_row_changes_nothing(kind):
-    torch.manual_seed(0)
-    q, k, v = torch.randn(2, 4, 8, 16), torch.randn(2, 4, 8, 16), torch.randn(2, 4, 8, 16)
-    mask = packed_mask(SEQUENCE_IDS, kind)
-    attention = PackedAttention(kind)
-    before = attention(q, k, v, block_mask=mask)
-    k[0, :, :3], v[0, :, :3] = 100.0, 100.0
-    after = attention(q, k, v, block_mask=mask)
-    assert torch.equal(before[0, :, 3:], after[0, :, 3:])
-    assert torch.equal(before[1], after[1])
-    assert not torch.equal(before[0, :, :3], after[0, :, :3])
 
 
 def test_torch_s_own_varlen_function_is_traced_with_its_gradients():

@@ -19,8 +19,7 @@ from torchtitan.grpo.config_checks import check_model
 from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.inference.embedded.__main__ import build_server, parse_arguments
 from torchtitan.grpo.inference.embedded.model import load_model
-from torchtitan.grpo.models.hf_config import ModelError, read_hf_model
-from torchtitan.grpo.models.same_model import check_reference
+from torchtitan.grpo.models.hf_config import ModelError, check_reference, read_hf_model
 
 ASSETS = Path(__file__).resolve().parents[4] / "assets/reverse_digits"
 ON = {"use_sliding_window": True, "sliding_window": 32, "layer_types": None}

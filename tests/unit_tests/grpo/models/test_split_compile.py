@@ -4,22 +4,12 @@
 """A compiled backward pass leaves the products of weight gradients to the store."""
 
 import copy
-import inspect
 import logging
 
 import pytest
 import torch
-import torch._functorch.config as functorch_config
 import torch.nn as nn
 import torch.nn.functional as F
-from torch._functorch._aot_autograd.descriptors import (
-    GradAOTOutput,
-    PlainAOTInput,
-    PlainAOTOutput,
-    SubclassGetAttrAOTOutput,
-)
-from torch._functorch.partitioners import _extract_graph_with_inputs_outputs
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from torchtitan.grpo.models.split_compile import SplitBackend, _Tap
 from torchtitan.grpo.models.weight_grads import WeightGradients
@@ -146,24 +136,3 @@ def test_a_gradient_that_is_no_product_stays_and_is_reported(compiled, caplog):
     backend.store.check_empty()
     assert backend.graphs[0].deferred == 0
     assert "defers 0 of 2 weight gradients" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("function", "parameters"),
-    [
-        (compile_fx, ("inner_compile",)),
-        (compile_fx_inner, ("gm", "example_inputs")),
-        (_extract_graph_with_inputs_outputs, ("outputs_descs", "ignore_must_be_in_fw_bw")),
-        (PlainAOTInput, ("idx",)),
-        (PlainAOTOutput, ("idx",)),
-        (GradAOTOutput, ("grad_of",)),
-        (SubclassGetAttrAOTOutput, ("base",)),
-    ],
-)
-def test_torch_has_the_private_function_that_the_backend_uses(function, parameters):
-    assert set(parameters) <= inspect.signature(function).parameters.keys()
-
-
-@pytest.mark.parametrize("name", ["donated_buffer", "enable_autograd_cache"])
-def test_torch_has_the_private_setting_that_the_backend_uses(name):
-    assert isinstance(getattr(functorch_config, name), bool)

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from torchtitan.grpo.models.deferred_linear import DeferredLinear, defer_linears
-from torchtitan.grpo.models.weight_grads import WeightGradients
+from torchtitan.grpo.models.weight_grads import DeferredLinear, WeightGradients, defer_linears
 
 
 def add(weight: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -12,8 +12,7 @@ from torchtitan.grpo.cli import run
 from torchtitan.grpo.pipeline.choice import choose, describe, finalists, predict
 from torchtitan.grpo.pipeline.schedules import SCHEDULES, candidates, measured_with
 from torchtitan.grpo.pipeline.simulate import Simulation
-from torchtitan.grpo.pipeline.tables.actions import Table
-from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
+from torchtitan.grpo.pipeline.tables.actions import Costs, StageCosts, Table
 
 
 @functools.cache
@@ -69,34 +68,25 @@ def test_the_fastest_of_each_placement_and_those_without_split_passes_are_tried(
     assert finalists(predicted(times), memory, 8) == expected
 
 
-def test_only_near_schedules_are_tried_and_none_that_loses_to_one_forward_one_backward():
-    random = np.random.default_rng(1)
+def test_with_unequal_stages_only_near_schedules_are_tried_and_none_that_loses_to_another():
+    random, plain = np.random.default_rng(1), ("1F1B", "Interleaved1F1B")
     for _ in range(6):
         times = random.uniform(0.6, 1.4, (8, 3)) * random.uniform(0.5, 2, 3)
         stages = (StageCosts(*map(float, row), activation=0.5, pending=0.5) for row in times)
         tried = predict(Costs(tuple(stages)), 4, 9, candidates(4))
+        makespan = {name: simulation.makespan for name, (_, simulation) in tried.items()}
         found = finalists(tried, 1.5, 4)
         assert found[0] == choose(tried, 1.5, 4)
-        makespans = [tried[name][1].makespan for name in found]
+        makespans = [makespan[name] for name in found]
         assert makespans == sorted(makespans)
         assert makespans[-1] <= 1.2 * makespans[0]
-        plain = ("1F1B", "Interleaved1F1B")
-        for name in set(found) - set(plain):
-            assert tried[name][1].makespan <= min(tried[n][1].makespan for n in plain)
-
-
-def test_with_unequal_stages_it_is_never_slower_than_what_else_fits():
-    random = np.random.default_rng(0)
-    for _ in range(6):
-        times = random.uniform(0.6, 1.4, (8, 3)) * random.uniform(0.5, 2, 3)
-        stages = (StageCosts(*map(float, row), activation=0.5, pending=0.5) for row in times)
-        costs = Costs(tuple(stages))
-        tried = predict(costs, 4, 9, candidates(4))
+        assert all(
+            makespan[name] <= min(makespan[n] for n in plain) for name in {*found} - {*plain}
+        )
         chosen = choose(tried, 1.0, 4)
         assert tried[chosen][1].peak <= 4
-        for name in ("1F1B", "Interleaved1F1B"):
-            is_allowed = tried[name][1].peak <= 4
-            assert tried[chosen][1].makespan <= tried[name][1].makespan or not is_allowed
+        fitting = [name for name in plain if tried[name][1].peak <= 4]
+        assert all(makespan[chosen] <= makespan[name] for name in fitting)
 
 
 @pytest.mark.parametrize(
@@ -124,31 +114,30 @@ def test_a_number_of_stages_that_ranks_cannot_share_leaves_no_schedule():
     assert not SCHEDULES["auto"].allows_stages(6, 4)
 
 
-def test_the_command_shows_what_would_be_chosen(capsys):
-    arguments = ["train_configs/quickstart_zero_bubble.toml", "--microbatches", "3"]
-    arguments += ["--parallelism.pipeline_parallel_schedule", "auto", "--times", "1", "1", "1"]
-    assert run(["schedule", *arguments]) == 0
-    assert (
-        "For these times, auto would choose InterleavedZeroBubble. A run measures its own times."
-        in capsys.readouterr().out
-    )
+COMMAND = [
+    *("schedule", "train_configs/quickstart_zero_bubble.toml", "--times", "1", "1", "1"),
+    *("--parallelism.pipeline_parallel_schedule", "auto"),
+]
+LAYERS = "--parallelism.pipeline_parallel_layers_per_stage"
 
 
-@pytest.mark.parametrize(("layers", "chosen"), [("3", "ZBH1"), ("1", "InterleavedZeroBubble")])
-def test_the_command_chooses_among_schedules_with_the_configured_stages(layers, chosen, capsys):
-    """The quickstart's model has four layers, so that six parts are cut into 2 or 6 stages."""
-    arguments = ["train_configs/quickstart_zero_bubble.toml", "--times", "1", "1", "1"]
-    arguments += ["--parallelism.pipeline_parallel_schedule", "auto"]
-    arguments += ["--parallelism.pipeline_parallel_layers_per_stage", layers]
-    assert run(["schedule", *arguments]) == 0
-    assert f"auto would choose {chosen}. A run" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("more", "chosen"),
+    [
+        (["--microbatches", "3"], "InterleavedZeroBubble"),
+        # The quickstart's model has four layers, so that six parts are cut into 2 or 6 stages.
+        ([LAYERS, "3"], "ZBH1"),
+        ([LAYERS, "1"], "InterleavedZeroBubble"),
+    ],
+)
+def test_the_command_shows_what_would_be_chosen(more, chosen, capsys):
+    assert run([*COMMAND, *more]) == 0
+    expected = f"For these times, auto would choose {chosen}. A run measures its own times."
+    assert expected in capsys.readouterr().out
 
 
 def test_the_command_refuses_stages_that_ranks_cannot_share(capsys):
-    arguments = ["train_configs/quickstart_zero_bubble.toml"]
-    arguments += ["--parallelism.pipeline_parallel_schedule", "auto"]
-    arguments += ["--parallelism.pipeline_parallel_layers_per_stage", "2"]
-    assert run(["schedule", *arguments]) == 2
+    assert run([*COMMAND, LAYERS, "2"]) == 2
     error = capsys.readouterr().err
     assert "parallelism.pipeline_parallel_layers_per_stage (2) divides 6 layers" in error
     assert "auto needs the same number of stages, at least 1, on each of 2 ranks" in error

@@ -9,9 +9,8 @@ from torchtitan.grpo.cli import run
 from torchtitan.grpo.pipeline.draw import draw_picture, draw_text
 from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES
 from torchtitan.grpo.pipeline.simulate import simulate
-from torchtitan.grpo.pipeline.tables.costs import Costs
-from torchtitan.grpo.pipeline.tables.plain import one_forward_one_backward
-from torchtitan.grpo.pipeline.tables.zero_bubble import zbv
+from torchtitan.grpo.pipeline.tables.actions import Costs
+from torchtitan.grpo.pipeline.tables.rules import one_forward_one_backward, zbv
 
 
 def test_text_shows_each_rank_over_time():
@@ -58,16 +57,12 @@ def test_the_command_refuses_a_run_without_a_pipeline(capsys):
     ("option", "values", "message"),
     [
         ("--times", ["1", "2"], "expected 3 arguments"),
-        ("--times", ["1", "0", "1"], "a time must be above 0, got 0"),
-        ("--times", ["1", "2", "-0.5"], "a time must be above 0, got -0.5"),
-        ("--times", ["nan", "2", "1"], "a time must be a finite number, got 'nan'"),
-        ("--times", ["inf", "2", "1"], "a time must be a finite number, got 'inf'"),
-        ("--times", ["one", "2", "1"], "a time must be a finite number, got 'one'"),
+        ("--times", ["1", "0", "1"], "a time must be a finite number above 0, got '0'"),
+        ("--times", ["inf", "2", "1"], "a time must be a finite number above 0, got 'inf'"),
+        ("--times", ["one", "2", "1"], "a time must be a finite number above 0, got 'one'"),
         ("--microbatches", ["0"], "the number must be an integer above 0, got '0'"),
-        ("--microbatches", ["-4"], "the number must be an integer above 0, got '-4'"),
         ("--microbatches", ["2.5"], "the number must be an integer above 0, got '2.5'"),
-        ("--hop", ["-1"], "the time must be at least 0, got -1"),
-        ("--hop", ["nan"], "a time must be a finite number, got 'nan'"),
+        ("--hop", ["-1"], "the time must be a finite number from 0, got '-1'"),
     ],
 )
 def test_numbers_that_no_schedule_can_have_are_refused(option, values, message, capsys):

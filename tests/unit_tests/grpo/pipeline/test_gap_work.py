@@ -9,7 +9,7 @@ import torch
 from torchtitan.grpo.pipeline.draw import draw_text
 from torchtitan.grpo.pipeline.schedules import SCHEDULES
 from torchtitan.grpo.pipeline.simulate import TableError, simulate
-from torchtitan.grpo.pipeline.tables.costs import Costs
+from torchtitan.grpo.pipeline.tables.actions import Costs
 from torchtitan.grpo.pipeline.tables.gaps import fill_gaps
 
 SEQUENCES = [[5, 6, 7, 8, 9], [1, 2, 3], [4, 3, 2, 1, 0, 11, 12], [9, 8, 7], [3, 1, 4, 1, 5]]

@@ -11,7 +11,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torchtitan.grpo.pipeline.lowering import lower
 from torchtitan.grpo.pipeline.schedules import SCHEDULES
 from torchtitan.grpo.pipeline.simulate import simulate
-from torchtitan.grpo.pipeline.tables.costs import Costs
+from torchtitan.grpo.pipeline.tables.actions import Costs
 
 SENDS, RECEIVES = ("SEND_F", "SEND_B"), ("RECV_F", "RECV_B")
 WAITS = ("WAIT_SEND_F", "WAIT_SEND_B")  # from torch 2.15 on

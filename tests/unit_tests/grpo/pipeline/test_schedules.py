@@ -5,12 +5,11 @@
 
 import pytest
 
+from torchtitan.grpo.pipeline.build import _PLACED_LIKE
 from torchtitan.grpo.pipeline.schedules import SCHEDULES, schedule_named
 from torchtitan.grpo.pipeline.simulate import simulate
-from torchtitan.grpo.pipeline.split import _PLACED_LIKE
 from torchtitan.grpo.pipeline.stages import ends_one_at_a_time, num_stages, stage_ranks
-from torchtitan.grpo.pipeline.tables.actions import Table
-from torchtitan.grpo.pipeline.tables.costs import Costs
+from torchtitan.grpo.pipeline.tables.actions import Costs, Table
 from torchtitan.grpo.upstream.configuration import Parallelism
 
 
@@ -29,7 +28,7 @@ def table_of(name: str, degree: int, microbatches: int, times=(1.0, 1.0, 1.0)) -
 def test_a_table_exists_for_every_number_of_microbatches(name, degree):
     row = SCHEDULES[name]
     for stages in (2, 3) if row.allows_more_stages else (row.stages_per_rank,):
-        for microbatches in range(1, 14):
+        for microbatches in (1, 2, 3, 5, 8, 13):
             costs = Costs.uniform(degree, stages, (2, 3, 1), hop=0.1)
             table = row.make_table(degree, microbatches, stages, costs)
             assert table.num_microbatches == microbatches

@@ -8,10 +8,8 @@ from dataclasses import replace
 import pytest
 
 from torchtitan.grpo.pipeline.simulate import TableError, simulate
-from torchtitan.grpo.pipeline.tables.actions import Action, Table
-from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
-from torchtitan.grpo.pipeline.tables.plain import gpipe, one_forward_one_backward
-from torchtitan.grpo.pipeline.tables.zero_bubble import zb_h1
+from torchtitan.grpo.pipeline.tables.actions import Action, Costs, StageCosts, Table
+from torchtitan.grpo.pipeline.tables.rules import gpipe, one_forward_one_backward, zb_h1
 
 
 def table_of(*ranks: str, microbatches: int, stages: tuple[int, ...] | None = None) -> Table:

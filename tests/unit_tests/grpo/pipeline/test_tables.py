@@ -14,12 +14,21 @@ import torch.nn as nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from torchtitan.grpo.pipeline.simulate import peak_memory, simulate
-from torchtitan.grpo.pipeline.tables.actions import Action, Table, ranks_of_stages
-from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
+from torchtitan.grpo.pipeline.tables.actions import (
+    Action,
+    Costs,
+    StageCosts,
+    Table,
+    ranks_of_stages,
+)
 from torchtitan.grpo.pipeline.tables.improve import improve
-from torchtitan.grpo.pipeline.tables.plain import (
+from torchtitan.grpo.pipeline.tables.rules import (
     interleaved_one_forward_one_backward,
+    interleaved_zero_bubble,
     one_forward_one_backward,
+    zb_h1,
+    zb_h2,
+    zbv,
 )
 from torchtitan.grpo.pipeline.tables.v_family import (
     building_block,
@@ -29,7 +38,6 @@ from torchtitan.grpo.pipeline.tables.v_family import (
     v_min,
     v_zb,
 )
-from torchtitan.grpo.pipeline.tables.zero_bubble import interleaved_zero_bubble, zb_h1, zb_h2, zbv
 
 TIMES = [(1, 1, 1), (3, 4, 2), (1, 2, 0.5)]
 V_FAMILY = [v_min, v_half, v_zb]

@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.models.logprob_head import LogprobHead
+from torchtitan.grpo.models.packed_model import LogprobHead, ScoringSettings
 from torchtitan.grpo.training.policy_probe import PolicyProbe, probe_shape
 from torchtitan.grpo.training.runner import ForwardRunner
 
@@ -24,7 +24,8 @@ class Table(ForwardRunner):
         torch.manual_seed(0)
         self.embed = nn.Embedding(9, 8)
         self.head = LogprobHead(
-            8, 9, temperature=0.5, chunk_tokens=4, with_entropy=False, keep_logits=False
+            nn.Linear(8, 9, bias=False),
+            ScoringSettings("sdpa", False, 0.5, 4, False, trains_entropy=False, keep_logits=False),
         )
 
     @torch.no_grad()

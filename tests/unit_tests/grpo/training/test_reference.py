@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.models.hf_config import ModelError
-from torchtitan.grpo.models.same_model import check_reference
+from torchtitan.grpo.models.hf_config import ModelError, check_reference
 from torchtitan.grpo.training.reference import Reference
 from torchtitan.grpo.training.runner import ForwardRunner
 

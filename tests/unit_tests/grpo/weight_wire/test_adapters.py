@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from torchtitan.grpo.models.adapter_merge import with_adapters
+from torchtitan.grpo.models.lora import with_adapters
 from torchtitan.grpo.weight_wire.adapters import BaseWeights, base_digest, is_of_adapters
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 

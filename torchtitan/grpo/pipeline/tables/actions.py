@@ -1,14 +1,14 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Actions of pipeline ranks, and the tables that define the order in which the ranks run them.
+"""Actions of pipeline ranks, their costs, and the tables of their order.
 
 A table is data: generators make it, the simulator evaluates it, and the runtime runs it. No module in
 this package imports torch.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "I", "W", "B", "G"]
@@ -73,12 +73,10 @@ class Table:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of the whole pipeline."""
         return len(self.ranks)
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks of the pipeline."""
         return len(self.actions)
 
 
@@ -92,3 +90,104 @@ def ranks_of_stages(num_ranks: int, stages_per_rank: int, placement: Placement) 
     down, up = tuple(range(num_ranks)), tuple(reversed(range(num_ranks)))
     rounds = [up if placement == "v" and i % 2 else down for i in range(stages_per_rank)]
     return tuple(rank for ranks in rounds for rank in ranks)
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Costs of one stage for a microbatch of average size.
+
+    Attributes:
+        forward: Time of F.
+        input_grad: Time of I, in which checkpointed blocks are recomputed.
+        weight_grad: Time of W.
+        full_backward: Time of B. None means the sum of the times of I and W. Splitting a backward
+            pass can take additional time.
+        activation: Memory that F allocates and that is freed at the end of I or B.
+        pending: Memory that I allocates and that is freed at the end of W.
+        recompute: Time within I or B in which checkpointed blocks are recomputed. Recomputation
+            needs no gradient, so a rank does it while it waits for the gradient from another rank.
+    """
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+    full_backward: float | None = None
+    activation: float = 1.0
+    pending: float = 1.0
+    recompute: float = 0.0
+
+    @property
+    def backward(self) -> float:
+        if self.full_backward is not None:
+            return self.full_backward
+        return self.input_grad + self.weight_grad
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of all stages and microbatches.
+
+    Attributes:
+        stages: Costs of each stage.
+        hop: Time to send a tensor from one rank to another. Both ranks compute meanwhile.
+        sizes: For each microbatch, its time relative to an average one. If the tuple is empty, all
+            are 1. Rows of equal length take different times, because the cost of attention depends
+            on how they are packed. Their memory is equal.
+    """
+
+    stages: tuple[StageCosts, ...]
+    hop: float = 0.0
+    sizes: tuple[float, ...] = ()
+
+    @classmethod
+    def uniform(
+        cls,
+        num_ranks: int,
+        stages_per_rank: int,
+        times: Sequence[float] = (1.0, 1.0, 1.0),
+        hop: float = 0.0,
+    ) -> "Costs":
+        """Returns the costs of equal stages.
+
+        The stages of a rank together take ``times`` for F, I and W, and hold memory 1.
+        """
+        forward, input_grad, weight_grad = (time / stages_per_rank for time in times)
+        memory = 1.0 / stages_per_rank
+        stage = StageCosts(forward, input_grad, weight_grad, activation=memory, pending=memory)
+        return cls((stage,) * (num_ranks * stages_per_rank), hop)
+
+    def with_unit_memory(self) -> "Costs":
+        """Returns the same times with memory counted in microbatches of one stage."""
+        stages = (replace(stage, activation=1.0, pending=1.0) for stage in self.stages)
+        return replace(self, stages=tuple(stages))
+
+    def time(self, action: Action) -> float:
+        stage = self.stages[action.stage]
+        time = {
+            "F": stage.forward,
+            "I": stage.input_grad,
+            "W": stage.weight_grad,
+            "B": stage.backward,
+            "G": stage.forward,
+        }[action.kind]
+        return time * self._size(action)
+
+    def recompute(self, action: Action) -> float:
+        """Returns the maximum time by which an action can begin before its gradient arrives."""
+        is_backward = action.kind in ("I", "B")
+        return self.stages[action.stage].recompute * self._size(action) if is_backward else 0.0
+
+    def _size(self, action: Action) -> float:
+        has_size = self.sizes and action.kind != "G"
+        return self.sizes[action.microbatch] if has_size else 1.0
+
+    def memory(self, action: Action) -> float:
+        """Returns the change that an action makes to the memory held on its rank."""
+        stage = self.stages[action.stage]
+        return {
+            "F": stage.activation,
+            "I": stage.pending - stage.activation,
+            "W": -stage.pending,
+            "B": -stage.activation,
+            "G": 0.0,
+        }[action.kind]

@@ -11,8 +11,7 @@ same ranks in the same stages. PipeFill describes this use of idle time
 from dataclasses import replace
 
 from torchtitan.grpo.pipeline.simulate import Simulation, simulate
-from torchtitan.grpo.pipeline.tables.actions import Action, Table
-from torchtitan.grpo.pipeline.tables.costs import Costs
+from torchtitan.grpo.pipeline.tables.actions import Action, Costs, Table
 
 Gaps = list[list[tuple[float, float]]]
 """For each rank, the start and the end of each of its idle times, in order."""
@@ -21,15 +20,10 @@ _ROUNDING = 1e-9
 
 
 def fill_gaps(table: Table, costs: Costs, limit: int) -> Table:
-    """Adds forward passes of other microbatches where ranks would wait.
+    """Adds forward passes of at most ``limit`` other microbatches where ranks would wait.
 
-    The added passes delay no action of the table. A microbatch is added only if its passes through
-    all stages fit into gaps, so that fewer than ``limit`` microbatches may be added.
-
-    Args:
-        table: A table without such passes.
-        costs: Costs of its actions. An added pass takes as long as F.
-        limit: Maximum number of microbatches to add.
+    The added passes delay no action of the table, and take as long as F. A microbatch is added only
+    if its passes through all stages fit into gaps.
     """
     simulation = simulate(table, costs)
     gaps = _gaps_of(table, simulation)
@@ -60,10 +54,7 @@ def _gaps_of(table: Table, simulation: Simulation) -> Gaps:
 def _place(
     microbatch: int, table: Table, costs: Costs, gaps: Gaps
 ) -> list[tuple[Action, float]] | None:
-    """Returns the earliest time at which a microbatch can pass through each stage.
-
-    Returns None if the microbatch does not fit into the gaps.
-    """
+    """Returns the earliest time at which a microbatch can pass through each stage, if it fits."""
     ready, starts = 0.0, []
     taken: Gaps = [list(of_rank) for of_rank in gaps]
     for stage, rank in enumerate(table.ranks):

@@ -18,8 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from torchtitan.grpo.pipeline.tables.actions import Action, Table
-from torchtitan.grpo.pipeline.tables.costs import Costs
+from torchtitan.grpo.pipeline.tables.actions import Action, Costs, Table
 
 _ROUND = 1e-9
 """Times and memories that differ by less than this count as equal, because float sums are inexact."""
@@ -34,13 +33,9 @@ def improve(
     """Returns the best table that was found by improving the given tables.
 
     The best table is the one with the shortest makespan and, among equal ones, the shortest span.
-
-    Args:
-        tables: Tables with the same actions and the same placement that a pipeline can run.
-        costs: Times and memories of the actions.
-        max_memory: Bound on each rank's memory, in the unit of ``costs``. If all of ``tables`` exceed
-            the bound, the result may exceed it too; it is then a table that exceeds it least.
-        rounds: Number of passes to the right and back to the left, for each table and preference.
+    ``max_memory`` bounds each rank's memory, in the unit of ``costs``. If all tables exceed it, the
+    result may exceed it too; it is then a table that exceeds it least. ``rounds`` is the number of
+    passes to the right and back to the left, for each table and preference.
     """
     best: tuple[tuple[float, float, float], Table] | None = None
     for table in tables:
@@ -91,18 +86,11 @@ microbatches differ in size.
 
 @dataclass
 class Work:
-    """The numbered actions of a table, with the information that packing needs about each action.
+    """The numbered actions of a table; lists have an entry for each action.
 
-    Attributes:
-        actions: The actions.
-        ranks: Rank of each action.
-        times: Duration of each action.
-        changes: Change that each action makes to the memory of its rank.
-        kinds: For each action, a number that stands for its stage and its kind. Actions with the same
-            number run in the order of the microbatches.
-        before: For each action, the actions for which it waits, each with the time of the hop.
-        after: For each action, the actions that wait for it, each with the time of the hop.
-        num_ranks: Number of ranks.
+    ``changes`` are those of the memory of the action's rank. Actions of one stage and kind have the
+    same number in ``kinds``, and run in the order of the microbatches. ``before`` are the actions for
+    which an action waits, and ``after`` those that wait for it, each with the time of the hop.
     """
 
     actions: list[Action]
@@ -116,7 +104,6 @@ class Work:
 
     @classmethod
     def of(cls, table: Table, costs: Costs) -> "Work":
-        """Numbers the actions of a table."""
         actions = [action for actions in table.actions for action in actions]
         numbers = {action: number for number, action in enumerate(actions)}
         before: list[list[tuple[int, float]]] = [[] for _ in actions]
@@ -192,7 +179,6 @@ class Work:
         return max(ends), max(spans)
 
     def peak(self, orders: Orders) -> float:
-        """Returns the maximum memory that a rank holds."""
         peak = 0.0
         for order in orders:
             held = 0.0
@@ -202,7 +188,6 @@ class Work:
         return peak
 
     def named(self, orders: Orders) -> tuple[tuple[Action, ...], ...]:
-        """Returns orders of numbers as orders of actions."""
         return tuple(tuple(self.actions[number] for number in order) for order in orders)
 
 
@@ -215,13 +200,9 @@ def pack(
 ) -> Orders:
     """Returns orders in which each free rank runs an action that can run, or waits for one briefly.
 
-    Args:
-        work: The actions.
-        orders: Orders that the ranks can run. The result deviates from them where a rank would
-            wait.
-        max_memory: Bound on each rank's memory. The next action in ``orders`` may exceed it.
-        prefer: Ranks the actions that can run. The action with the lowest number runs first.
-        patience: How long a rank waits for the best action instead of running another.
+    The result deviates from ``orders`` where a rank would wait. The next action in ``orders`` may
+    exceed ``max_memory``. Of the actions that can run, the one with the lowest number that
+    ``prefer`` gives runs first. ``patience`` is how long a rank waits for the best action.
     """
     packer = _Packer(work, orders, max_memory, prefer, patience)
     while packer.visits:

@@ -13,10 +13,9 @@ made. `improve.py` closes these gaps.
 import itertools
 from collections.abc import Iterator
 
-from torchtitan.grpo.pipeline.tables.actions import Action, Kind, Table, ranks_of_stages
-from torchtitan.grpo.pipeline.tables.costs import Costs
+from torchtitan.grpo.pipeline.tables.actions import Action, Costs, Kind, Table, ranks_of_stages
 from torchtitan.grpo.pipeline.tables.improve import improve
-from torchtitan.grpo.pipeline.tables.zero_bubble import zbv
+from torchtitan.grpo.pipeline.tables.rules import zbv
 
 Block = dict[tuple[int, Kind], int]
 """The time at which each pass of one microbatch starts, in cells, by stage and kind of pass."""

@@ -1,13 +1,16 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Tables in which the backward pass is one action: GPipe, 1F1B and Interleaved1F1B.
+"""Tables that follow fixed rules: GPipe, 1F1B, Interleaved1F1B and their zero-bubble relatives.
 
-The module also holds what interleaved zero-bubble tables share with Interleaved1F1B.
+Zero-bubble tables (https://arxiv.org/abs/2401.10241) split the backward pass. No other action waits
+for the gradients of weights, W, which are therefore delayed to times at which a rank would otherwise
+be idle.
 """
 
 import math
 from collections import Counter
+from functools import partial
 from typing import Literal, cast
 
 from torchtitan.grpo.pipeline.tables.actions import Action, Kind, Table, ranks_of_stages
@@ -24,7 +27,6 @@ class RankOrder:
         self._counts: Counter[tuple[int, Kind]] = Counter()
 
     def add(self, stage: int, kind: Kind) -> None:
-        """Appends an action for the next microbatch."""
         self.actions.append(Action(stage, kind, self._counts[stage, kind]))
         self._counts[stage, kind] += 1
 
@@ -33,16 +35,12 @@ class RankOrder:
         return tuple(action for action in self.actions if action.microbatch < num_microbatches)
 
     def add_all(self, stage: int, kinds: Literal["FIW", "IW"]) -> None:
-        """Appends several actions of one stage."""
         for kind in kinds:
             self.add(stage, cast(Kind, kind))
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Table:
-    """Makes the table of GPipe: all forward passes, and then all backward passes.
-
-    See https://arxiv.org/abs/1811.06965.
-    """
+    """Makes the table of GPipe (https://arxiv.org/abs/1811.06965): all F, and then all B."""
     return Table(
         ranks_of_stages(num_ranks, 1, "loop"),
         num_microbatches,
@@ -54,10 +52,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Table:
 
 
 def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> Table:
-    """Makes the table of 1F1B, in which as few microbatches as possible are in flight.
-
-    See https://arxiv.org/abs/1806.03377.
-    """
+    """Makes the table of 1F1B (https://arxiv.org/abs/1806.03377), with the least in flight."""
     orders = []
     for rank in range(num_ranks):
         order = RankOrder()
@@ -73,21 +68,8 @@ def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> Table:
     return Table(ranks_of_stages(num_ranks, 1, "loop"), num_microbatches, tuple(orders))
 
 
-def interleaved_one_forward_one_backward(
-    num_ranks: int, num_microbatches: int, stages_per_rank: int = 2
-) -> Table:
-    """Makes the table of Interleaved1F1B (https://arxiv.org/abs/2104.04473).
-
-    Args:
-        num_ranks: Number of ranks of the pipeline.
-        num_microbatches: Number of microbatches.
-        stages_per_rank: Number of stages that each rank holds.
-    """
-    return interleave(num_ranks, num_microbatches, stages_per_rank, splits_backward=False)
-
-
 def interleave(
-    num_ranks: int, num_microbatches: int, stages_per_rank: int, *, splits_backward: bool
+    num_ranks: int, num_microbatches: int, stages_per_rank: int = 2, *, splits_backward: bool
 ) -> Table:
     """Makes an interleaved table with backward passes B or, if they are split, I and W.
 
@@ -114,14 +96,16 @@ def interleave(
     )
 
 
+interleaved_one_forward_one_backward = partial(interleave, splits_backward=False)
+"""Makes the table of Interleaved1F1B (https://arxiv.org/abs/2104.04473)."""
+interleaved_zero_bubble = partial(interleave, splits_backward=True)
+"""Makes the table of Interleaved1F1B with split backward passes."""
+
+
 def forward_only(ranks: tuple[int, ...], num_microbatches: int) -> Table:
     """Makes a table without backward passes.
 
     On each rank, all microbatches pass through the first stage, and then through the next stage.
-
-    Args:
-        ranks: For each stage of the pipeline, the rank that holds the stage.
-        num_microbatches: Number of microbatches.
     """
     actions = tuple(
         tuple(
@@ -154,21 +138,106 @@ class Rounds:
     def warm_up(self, steps_to_neighbor: int) -> int:
         """Returns the number of forward passes before the first backward pass of the rank.
 
-        Args:
-            steps_to_neighbor: Number of forward passes by which the next rank has fewer.
+        The next rank has ``steps_to_neighbor`` fewer.
         """
         ranks_below = self.num_ranks - 1 - self.rank
         passes = (self.stages_per_rank - 1) * self.per_round + steps_to_neighbor * ranks_below
         return min(passes, self.num_steps)
 
     def stage(self, step: int) -> int:
-        """Returns the stage of the forward pass in a step."""
         return step // self.per_round % self.stages_per_rank * self.num_ranks + self.rank
 
     def backward_stage(self, step: int) -> int:
-        """Returns the stage of the backward pass in a step.
-
-        Within a round, the last stage comes first.
-        """
+        """Returns the stage of a backward pass; within a round, the last one comes first."""
         local = self.stages_per_rank - 1 - step // self.per_round % self.stages_per_rank
         return local * self.num_ranks + self.rank
+
+
+def zb_h1(num_ranks: int, num_microbatches: int) -> Table:
+    """Makes the table of ZB-H1, which holds at most as many microbatches as 1F1B.
+
+    Its bubble is a third of that of 1F1B if F, I and W take equal times. The bubble within each rank's
+    span is (p - 1) (F + I - W), where p is the number of ranks.
+    """
+    return _handcrafted(
+        num_microbatches,
+        [num_ranks - rank for rank in range(num_ranks)],
+        list(range(num_ranks)),
+    )
+
+
+def zb_h2(num_ranks: int, num_microbatches: int) -> Table:
+    """Makes the table of ZB-H2, which holds almost twice the memory of 1F1B.
+
+    It has no bubble if F, I and W take equal times. With at least 2p - 1 microbatches on p ranks, the
+    bubble within each rank's span is (p - 1) (F + I - 2W).
+    """
+    return _handcrafted(
+        num_microbatches,
+        [2 * (num_ranks - rank) - 1 for rank in range(num_ranks)],
+        [2 * rank for rank in range(num_ranks)],
+    )
+
+
+def _handcrafted(num_microbatches: int, warm_ups: list[int], delays: list[int]) -> Table:
+    """Makes a table with one stage on each rank.
+
+    For each rank, ``warm_ups`` is the number of forward passes before its first I, and ``delays``
+    the number of microbatches by which each W is delayed after its I.
+    """
+    orders = []
+    for rank, (warm_up, delay) in enumerate(zip(warm_ups, delays, strict=True)):
+        order = RankOrder()
+        for step in range(num_microbatches + max(warm_up, delay)):
+            # A step consists of one I, the W of the microbatch `delay` steps before, and the next F.
+            if step == 0:
+                for _ in range(min(warm_up, num_microbatches)):
+                    order.add(rank, "F")
+            if step < num_microbatches:
+                order.add(rank, "I")
+            if delay <= step < num_microbatches + delay:
+                order.add(rank, "W")
+            if step < num_microbatches - warm_up:
+                order.add(rank, "F")
+        orders.append(order.of(num_microbatches))
+    return Table(ranks_of_stages(len(warm_ups), 1, "loop"), num_microbatches, tuple(orders))
+
+
+def zbv(num_ranks: int, num_microbatches: int) -> Table:
+    """Makes the table of ZB-V: two stages on each rank in V placement, with the memory of 1F1B.
+
+    If hops take no time and F, I and W take equal times, no rank waits within its span.
+    """
+    # The rule needs at least 2p - 1 microbatches. Passes of microbatches that do not exist are left
+    # out.
+    count = max(2 * num_ranks - 1, num_microbatches)
+    orders = []
+    for rank in range(num_ranks):
+        orders.append(_zbv_rank(rank, num_ranks, count).of(num_microbatches))
+    return Table(ranks_of_stages(num_ranks, 2, "v"), num_microbatches, tuple(orders))
+
+
+def _zbv_rank(rank: int, num_ranks: int, count: int) -> RankOrder:
+    """Returns the order of one rank for ``count`` microbatches, which must be at least 2p - 1."""
+    down, up, to_turn = rank, 2 * num_ranks - 1 - rank, num_ranks - rank
+    order = RankOrder()
+    for _ in range(2 * to_turn - 1):
+        order.add(down, "F")
+    for _ in range(rank):
+        order.add(up, "F")
+        order.add(down, "F")
+    for _ in range(to_turn):
+        order.add_all(up, "FIW")
+    forwards = 2 * to_turn - 1 + rank
+    for step in range(count - num_ranks):
+        order.add_all(down, "FIW" if forwards + step < count else "IW")
+        order.add_all(up, "FIW")
+    for _ in range(rank):
+        order.add(down, "I")
+        order.add(up, "I")
+    for _ in range(to_turn):
+        order.add_all(down, "IW")
+    for stage in (up, down):
+        for _ in range(rank):
+            order.add(stage, "W")
+    return order

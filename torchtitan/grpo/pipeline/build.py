@@ -1,22 +1,31 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Splits a whole model on the meta device into the pipeline stages of each rank."""
+"""Builds the pipeline stages of each rank from a model on the meta device, and their schedules."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn as nn
 
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.models.deferred_experts import defer_experts
-from torchtitan.grpo.models.deferred_linear import defer_linears
+from torchtitan.grpo.models.decoder import hold_output_embedding, is_tied
 from torchtitan.grpo.models.parallelize import compiles_model, parallelize
 from torchtitan.grpo.models.split_compile import SplitBackend
-from torchtitan.grpo.models.tied_embeddings import hold_output_embedding, is_tied
-from torchtitan.grpo.models.weight_grads import WeightGradients
-from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
-from torchtitan.grpo.pipeline.early_recompute import EarlyRecompute, num_early_blocks
-from torchtitan.grpo.pipeline.lean_stage import LeanStage
-from torchtitan.grpo.pipeline.stages import schedule_of, stage_modules
+from torchtitan.grpo.models.weight_grads import WeightGradients, defer_experts, defer_linears
+from torchtitan.grpo.pipeline.choice import assumed_costs, costs_for
+from torchtitan.grpo.pipeline.lean_stage import (
+    DeferredStage,
+    EarlyRecompute,
+    LeanStage,
+    num_early_blocks,
+)
+from torchtitan.grpo.pipeline.stages import schedule_of, stage_modules, stage_ranks
+from torchtitan.grpo.pipeline.table_schedule import TableSchedule
+from torchtitan.grpo.pipeline.tables.actions import Costs
+from torchtitan.grpo.pipeline.tables.rules import forward_only
+from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.upstream.parallelism import ParallelDims, pipeline_module_split
 
 # Upstream derives the placement of stages from the name of a schedule of torch. For a schedule that
@@ -29,11 +38,7 @@ def split_model(
 ) -> tuple[list[LeanStage], list[nn.Module]]:
     """Returns this rank's stages and their modules, with all other parallelisms applied.
 
-    Args:
-        model: The whole model, on the meta device.
-        dims: Parallel dimensions of the run.
-        config: Configuration of the run. ``[parallelism]`` determines which rank holds which layers.
-        device: Device of the activations that stages send to each other.
+    The whole model is on the meta device; activations that stages exchange are on ``device``.
     """
     num_layers = len(model.layers)  # pyright: ignore[reportArgumentType]
     modules = stage_modules(config.parallelism, num_layers)
@@ -61,8 +66,44 @@ def split_model(
 
 
 def _store_of(config: JobConfig) -> WeightGradients | None:
-    """Returns a store of weight gradients if the schedule splits backward passes."""
     if not schedule_of(config.parallelism).is_zero_bubble:
         return None
     bound = config.grpo.max_pending_weight_grads_gib
     return WeightGradients(None if bound < 0 else int(bound * 2**30))
+
+
+def build_schedule(
+    config: JobConfig,
+    stages: list[LeanStage],
+    loss: Callable[..., Any],
+    measured: Costs | None = None,
+) -> TableSchedule:
+    """Returns the schedule that trains this rank's stages; ``loss`` runs once per microbatch.
+
+    ``measured`` are costs that ``auto`` has measured; None uses typical costs.
+    """
+    row, degree = schedule_of(config.parallelism), config.parallelism.pipeline_parallel_degree
+    if measured is None:
+        costs = assumed_costs(config, len(stages))
+    else:
+        costs = costs_for(row, measured, degree)
+    logger.info(
+        f"The pipeline has {degree * len(stages)} stages on {degree} ranks and the "
+        f"{'zero-bubble ' if row.is_zero_bubble else ''}schedule {row.name}."
+    )
+    schedule = TableSchedule(
+        stages, lambda count: row.make_table(degree, count, len(stages), costs), costs, loss
+    )
+    if config.grpo.pipeline_offload != 0:
+        schedule.offload(config.grpo.pipeline_offload)
+    return schedule
+
+
+def build_forward_schedule(config: JobConfig, stages: list[LeanStage]) -> TableSchedule:
+    """Returns a schedule that runs forward passes through the modules of ``stages``."""
+    ranks = tuple(stage_ranks(config.parallelism, stages[0].num_stages))
+    return TableSchedule(
+        [LeanStage.like(stage) for stage in stages],
+        lambda count: forward_only(ranks, count),
+        assumed_costs(config, len(stages)),
+    )

@@ -1,14 +1,17 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Corrects the gradients of a mixture of experts under tensor parallelism.
+"""Corrections of upstream's mixture of experts: gradients under tensor parallelism, and CPUs.
 
 Each tensor-parallel rank computes only a part of the experts' output: a partial sum over hidden
 units, or some of the tokens. The gradient that flows back to the router's scores is therefore
 partial too. Upstream treats it as complete, and so trains the router with different gradients
 on different ranks. Hooks around upstream's modules sum the parts.
+
+On a CPU, only operations that have no kernel there are replaced.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,22 +19,19 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from torchtitan.grpo.upstream.models import generate_permute_indices, moe_utils
+
 
 def sum_moe_gradients(model: nn.Module, mesh: DeviceMesh, *, splits_tokens: bool) -> None:
-    """Completes the gradients of every mixture of experts in a model.
+    """Completes the gradients of every mixture of experts, after upstream has sharded the model.
 
-    It must be called after upstream has sharded the model.
-
-    Args:
-        model: A model with upstream's blocks in ``layers``.
-        mesh: The tensor-parallel mesh.
-        splits_tokens: True if expert parallelism uses the tensor-parallel ranks, which then
-            send different tokens to the experts. Otherwise each rank computes a part of the
-            output of each token.
+    ``splits_tokens`` is True if expert parallelism uses the tensor-parallel ranks, which then send
+    different tokens to the experts. Otherwise each rank computes a part of the output of each
+    token.
     """
 
     def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor unchanged; its gradient becomes the sum over the mesh's ranks."""
+        """Returns the tensor; its gradient becomes the sum over the mesh's ranks."""
         replicated = DTensor.from_local(tensor, mesh, (Replicate(),), run_check=False)
         return replicated.to_local(grad_placements=(Partial(),))
 
@@ -67,3 +67,29 @@ class _DivideGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grads[0] / ctx.num_ranks, None
+
+
+_histc = torch.histc
+
+
+def prepare_moe_for_cpu(model_args: Any) -> None:
+    """Makes a mixture of experts run on a CPU; changes the arguments before the model is built."""
+    # The grouped product always computes in bfloat16. That suits tensor cores; on a CPU it
+    # would lose precision without any gain.
+    model_args.moe_args.use_grouped_mm = False
+    # By default, a Triton kernel computes the permutation of expert parallelism's dispatch.
+    moe_utils.generate_permute_indices = partial(generate_permute_indices, use_cpu=True)  # pyright: ignore[reportPrivateImportUsage]
+    # Upstream counts tokens with a histogram of int64, which has no CPU kernel.
+    torch.histc = histogram
+
+
+def histogram(input: torch.Tensor, bins: int = 100, min: int = 0, max: int = 0) -> torch.Tensor:
+    """Computes ``torch.histc``, and counts int64 expert numbers on a CPU as well.
+
+    These must lie between 0 and ``bins - 1``, with ``min`` 0 and ``max`` ``bins``.
+    """
+    counts_experts = input.dtype == torch.int64 and (min, max) == (0, bins)
+    if input.device.type != "cpu" or not counts_experts:
+        return _histc(input, bins=bins, min=min, max=max)
+    counts = torch.zeros(bins, dtype=torch.int64)
+    return counts.scatter_add_(0, input, torch.ones_like(input))
