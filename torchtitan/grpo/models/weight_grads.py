@@ -235,7 +235,8 @@ class DeferredExperts(GroupedExperts):
         names = self.w1.device_mesh.mesh_dim_names if isinstance(self.w1, DTensor) else ()
         pads = "ep" not in (names or ())
         run = indices_padding_wrapper(self._run_grouped) if pads else self._run_grouped
-        return run(*map(local_tensor, (self.w1, self.w2, self.w3)), x, num_tokens_per_expert)
+        w1, w2, w3 = (local_tensor(weight) for weight in (self.w1, self.w2, self.w3))
+        return run(w1, w2, w3, x, num_tokens_per_expert)
 
     def _run_in_a_loop(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
         num_tokens = sum(counts)
