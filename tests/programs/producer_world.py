@@ -202,7 +202,7 @@ def make_producer(
     progress = saved.progress if saved is not None else PromptProgress()
     kept = saved.group_ids if saved is not None else set()
     stream = PromptStream(
-        prompts,
+        [prompts],
         seed=0,
         shuffle=False,
         position=progress.position,

@@ -179,7 +179,7 @@ class ExampleStream:
         if self.checked.num_fitting == 0:
             raise self._none_fits()
         self._stream = PromptStream(
-            self._set, seed=seed, shuffle=prompts.shuffle, position=position
+            [self._set], seed=seed, shuffle=prompts.shuffle, position=position
         )
 
     def __len__(self) -> int:

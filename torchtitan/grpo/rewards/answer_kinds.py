@@ -34,10 +34,9 @@ _NOTHING = re.compile(
 _EMPTY_SET = re.compile(r"\\(?:emptyset|varnothing)|\\\{\s*\\\}|\{\s*\}")
 _UNDEFINED = re.compile(r"dne|does not exist|undefined|not defined")
 _SHORT_WORDS = re.compile("no|on|up|in|of|is|or|an|at|it|to|go|he|we|so|be|by|if|my|us|am|as")
-FORMULA_WORD = re.compile(
+_FORMULA_WORD = re.compile(
     "pi|inf|infinity|sqrt|frac|log|ln|exp|(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|min|max|gcd|lcm|det|mod|and|or"
 )
-"""A word that a formula may hold."""
 _LETTERS = re.compile(r"[^\W\d_]+(?:[\s'’.,-]+[^\W\d_]+)*[.!]?")
 
 
@@ -57,7 +56,7 @@ def same_date(a: str, b: str) -> bool | None:
 
 
 def _dates(text: str) -> list[tuple[int, ...]]:
-    """The year, month and day of each reading of a date."""
+    """Returns the year, month and day of each reading of a date."""
     named = _NAMED.fullmatch(text)
     if named is not None:
         month = _MONTHS.index(named["month"] or named["named"]) + 1
@@ -81,7 +80,7 @@ def same_time(a: str, b: str) -> bool | None:
 
 
 def _clocks(time: re.Match[str]) -> set[int]:
-    """The seconds after midnight; a time without AM or PM may be of either half of the day."""
+    """Returns the seconds after midnight; without AM or PM, of both halves of the day."""
     hour, minute, second = (int(part or 0) for part in time.groups()[:3])
     halves = [time[4][0].lower()] if time[4] else ["a", "p"]
     hours = {hour % 12 + 12 * (half == "p") for half in halves} if hour <= 12 else {hour}
@@ -146,7 +145,7 @@ def same_words(a: str, b: str) -> bool | None:
 
 
 def _words(answer: str) -> str | None:
-    r"""The normalised text of an answer, else ``None``.
+    r"""Returns the normalised text of an answer, else ``None``.
 
     ``\text{...}`` around more than a letter is text, and so are plain words: three letters or more
     with a vowel, or one of the common words of two letters.
@@ -157,7 +156,7 @@ def _words(answer: str) -> str | None:
     if not _LETTERS.fullmatch(text) or len(text) < 2:
         return None
     parts = re.findall(r"[^\W\d_]+", text.lower())
-    if any(map(FORMULA_WORD.fullmatch, parts)):
+    if any(map(_FORMULA_WORD.fullmatch, parts)):
         return None
     is_set_as_text = TEXT.fullmatch(answer) is not None
     if not is_set_as_text and not any(map(_is_word, parts)):

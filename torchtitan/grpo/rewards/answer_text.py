@@ -190,7 +190,7 @@ def _ungrouped(run: re.Match[str]) -> str:
 
 
 def _enclosing(text: str, position: int) -> str | None:
-    """Returns what the innermost brackets around ``position`` hold; arguments of LaTeX have none."""
+    """Returns the content of the innermost brackets around ``position``, but for arguments of LaTeX."""
     depth = 0
     for start in range(position - 1, -1, -1):
         if text[start] in _CLOSING:

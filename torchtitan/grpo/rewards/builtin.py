@@ -60,9 +60,9 @@ def boxed_math(
     The final answer is the content of the last ``\boxed{...}``, or else what follows the last
     ``####``; a completion with neither earns 0. The expected answer is read in the same way, then
     after ``The answer is``, and as a whole if it has none of these, so GSM8K's column ``answer``
-    can be used unchanged. Of a list of answers any counts. `math_answers` decides what is equal:
-    ``1/2``, ``0.5`` and ``\frac{1}{2}`` are. A completion whose answer cannot be compared within
-    the limit of processor time receives ``None``.
+    can be used unchanged. Of a list of answers any counts. ``1/2``, ``0.5`` and ``\frac{1}{2}`` are
+    equal (see `math_answers`). A completion whose answer cannot be compared within the limit of
+    processor time receives ``None``.
     """
     return _best(completions, answer, _equal_answers)
 
@@ -72,7 +72,7 @@ def _best(
     answers: Sequence[Any],
     score: Callable[[str, str], float | None],
 ) -> list[float | None]:
-    """The best score of each completion over its right answers; ``None`` if one is unknown."""
+    """Returns the best score of each completion over its right answers; ``None`` if one is unknown."""
     best: list[float | None] = []
     for completion, answer in zip(completions, answers, strict=True):
         text = completion_text(completion)

@@ -142,7 +142,7 @@ def _same_brackets(given: str, wanted: str) -> bool:
 
 
 def _equation_says(given: str, wanted: str) -> bool:
-    """Whether ``x = 5`` or ``3 + 2 = 5`` is the answer 5; ``1 = 5`` and ``2x = 5`` are not."""
+    """Returns whether ``x = 5`` or ``3 + 2 = 5`` is the answer 5; ``1 = 5`` and ``2x = 5`` are not."""
     if "," in given or ";" in given or " or " in given or "\\text" in given.rpartition("=")[2]:
         return _math_verify_agrees(given, wanted)
     *left, value = (part.strip() for part in _EQUATION.split(given))
@@ -163,13 +163,13 @@ def _variables(text: str) -> set[str]:
 
 
 def _is_name(text: str) -> bool:
-    """Whether an expression names what it stands for: ``x``, ``S_n``, ``f(2)``, ``|AB|``, ``\\angle A``."""
+    r"""Returns whether an expression only names something: ``x``, ``S_n``, ``f(2)``, ``|AB|``, ``\angle A``."""
     text = _INDEX.sub("", TEXT.sub("T", text))
     return re.fullmatch(r"[|\s]*(?:\\?[A-Za-z]+[\s'|]*)+(?:\([^()]*\))?[\s'|]*", text) is not None
 
 
 def _elements(text: str) -> list[str]:
-    """The elements of a list without brackets if one of them has words or units, else none."""
+    """Returns the elements of a list without brackets if one of them has words or units, else none."""
     parts = re.split(r"\s*(?:,|;|(?:\\text\s*\{\s*)?\b(?:and|or)\b(?:\s*\})?)\s*", text)
     parts = [part for part in parts if part]
     if not 1 < len(parts) <= 8 or re.search(r"[()\[\]]|\\[{}]|\\begin|=", text):
@@ -197,7 +197,7 @@ def _math_verify_agrees(given: str, wanted: str) -> bool:
 
 
 def _is_huge(text: str) -> bool:
-    """Whether a number of an answer would take too long in a way that cannot be interrupted."""
+    """Returns whether a number would take too long in a way that cannot be interrupted."""
     return _HUGE.search(text) is not None or any(
         tower[3] is not None
         or int(tower[2]) * math.log(max(int(tower[1]), 1)) > math.log(_MAX_EXPONENT)

@@ -112,11 +112,6 @@ class RewardPool:
                 f"{error} (checked before training, on the first prompt and an empty completion)"
             ) from error
 
-    async def try_out(self, prompt: Prompt, completion: str, position: int) -> float | None:
-        """Scores one completion with one function; a failure is not counted."""
-        ((value,),) = await self._score(prompt, [completion], [[]], [position], None)
-        return value
-
     async def score(
         self,
         prompt: Prompt,

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config.evaluation import evaluation_sets, set_key
-from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, Example, answer_warnings
+from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, Example, unearnable_warning
 from torchtitan.grpo.rewards.gold_values import gold_judge
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rollout.drops import DropLog
@@ -22,7 +22,7 @@ from torchtitan.grpo.rollout.prompts import (
     PromptStream,
     check_rows,
     first_prompts,
-    open_mixture,
+    open_sets,
 )
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Prompt
@@ -130,8 +130,8 @@ class Inputs:
         for of_set in self.examples:
             prompt = of_set[0].prompt
             self.rewards.append(await pool.check(prompt, positions, self._columns()))
-            for position in positions:
-                self._warn(await self._answer_warnings(pool, position, of_set, key))
+            for function in reward.functions:
+                self._warn_of_answers(function, of_set, key)
             if (position := acceptor_position(config)) is not None:
                 await pool.check(prompt, [position], {"rewards": [0.0]})
 
@@ -162,14 +162,11 @@ class Inputs:
             (self.scores[name],) = await pool.check(prompts[0], [position], self._columns())
             rows = [Example(f"{settings.path}, row {p.group_id}", p) for p in prompts[:MAX_ROWS]]
             key, most = set_key(config.evaluation, name, "path"), settings.max_new_tokens
-            self._warn(await self._answer_warnings(pool, position, rows, key, most))
+            self._warn_of_answers(settings.function, rows, key, most)
 
-    async def _answer_warnings(
-        self, pool: RewardPool, position: int, rows: list[Example], key: str, most: int = 0
-    ) -> list[str]:
-        """Warns of expected answers for which the function at a position cannot be earned."""
+    def _warn_of_answers(self, function: str, rows: list[Example], key: str, most: int = 0) -> None:
         most = most or self._config.rollout.max_new_tokens
-        return await answer_warnings(pool, position, rows, key, self.codec.count, most)
+        self._warn(filter(None, [unearnable_warning(function, rows, key, self.codec.count, most)]))
 
     def _make_pool(self, functions: list[str], num_workers: int) -> RewardPool:
         reward = self._config.reward
@@ -225,14 +222,15 @@ def open_prompts(
         The stream, which returns the prompts ``pending`` first, and the first prompts of each set.
     """
     with ExitStack() as stack:
-        mixture = stack.enter_context(closing(open_mixture(config, codec)))
-        for prompts in mixture.sets:
+        sets = [stack.enter_context(closing(one)) for one in open_sets(config, codec)]
+        for prompts in sets:
             checked = check_rows(prompts, gold_judge(config.reward.functions), say=say)
             if checked.num_fitting == 0:
                 raise prompts.none_usable_error()
-        examples = [_examples(prompts) for prompts in mixture.sets]
+        examples = [_examples(prompts) for prompts in sets]
         stream = PromptStream(
-            mixture,
+            sets,
+            config.prompts.weights,
             seed=config.seed,
             shuffle=config.prompts.shuffle,
             position=config.progress.position,

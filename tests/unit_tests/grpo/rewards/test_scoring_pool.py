@@ -4,9 +4,10 @@
 """Real worker processes, and real functions that hang, crash, print and lie."""
 
 import asyncio
+import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 from processes import descendants
+from stub_clients import in_loop
 
 from torchtitan.grpo.rewards.scoring_pool import RewardError, RewardPool, ScoringFailed
 from torchtitan.grpo.types import Prompt
@@ -81,57 +83,48 @@ def functions(tmp_path: Path) -> str:
     return str(file)
 
 
-def run_with_pool(
-    names: list[str],
-    body: Callable[[RewardPool], Awaitable[None]],
-    timeout_seconds: float = 20.0,
-    max_consecutive_failures: int = 8,
-) -> None:
-    async def run() -> None:
-        pool = RewardPool(
-            names,
-            num_workers=1,
-            timeout_seconds=timeout_seconds,
-            max_consecutive_failures=max_consecutive_failures,
-        )
-        try:
-            await pool.start()
-            await body(pool)
-        finally:
-            await pool.close()
-        assert not _scoring_workers(), "a worker outlived its pool"
-
-    asyncio.run(run())
+@contextlib.asynccontextmanager
+async def started_pool(
+    names: list[str], timeout_seconds: float = 20.0, max_consecutive_failures: int = 8
+) -> AsyncIterator[RewardPool]:
+    pool = RewardPool(
+        names,
+        num_workers=1,
+        timeout_seconds=timeout_seconds,
+        max_consecutive_failures=max_consecutive_failures,
+    )
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        await pool.close()
+    assert not _scoring_workers(), "a worker outlived its pool"
 
 
-def test_functions_get_lists_of_columns_and_ids(functions: str):
-    async def body(pool: RewardPool) -> None:
+@in_loop
+async def test_functions_get_lists_of_columns_and_ids(functions: str):
+    async with started_pool([f"{functions}:columns", f"{functions}:length"]) as pool:
         assert await pool.score(PROMPT, ["4", "5"], IDS) == [[1.0, 0.0], [1.0, 1.0]]
 
-    run_with_pool([f"{functions}:columns", f"{functions}:length"], body)
 
-
-def test_conversational_prompts_give_conversational_completions(functions: str):
-    async def body(pool: RewardPool) -> None:
+@in_loop
+async def test_conversational_prompts_give_conversational_completions(functions: str):
+    async with started_pool([f"{functions}:roles"]) as pool:
         chat = Prompt(0, [{"role": "user", "content": "2+2="}], PROMPT.token_ids, {})
         assert await pool.score(chat, ["4", "5"], IDS) == [[1.0, 1.0]]
 
-    run_with_pool([f"{functions}:roles"], body)
 
-
-def test_printing_and_reading_stdin_do_not_disturb_the_channel(functions: str):
-    async def body(pool: RewardPool) -> None:
+@in_loop
+async def test_printing_and_reading_stdin_do_not_disturb_the_channel(functions: str):
+    async with started_pool([f"{functions}:by_completion"]) as pool:
         assert await pool.score(PROMPT, ["print", "b"], IDS) == [[0.0, 0.0]]
         assert await pool.score(PROMPT, ["a", "b"], IDS) == [[1.0, 1.0]]
 
-    run_with_pool([f"{functions}:by_completion"], body)
 
-
-def test_none_means_not_applicable(functions: str):
-    async def body(pool: RewardPool) -> None:
+@in_loop
+async def test_none_means_not_applicable(functions: str):
+    async with started_pool([f"{functions}:by_completion"]) as pool:
         assert await pool.score(PROMPT, ["none", "b"], IDS) == [[None, None]]
-
-    run_with_pool([f"{functions}:by_completion"], body)
 
 
 @pytest.mark.parametrize(
@@ -147,20 +140,20 @@ def test_none_means_not_applicable(functions: str):
         ("exit", "ended with exit code 3"),
     ],
 )
-def test_what_cannot_be_trained_on_is_a_failure_of_one_group(
+@in_loop
+async def test_what_cannot_be_trained_on_is_a_failure_of_one_group(
     functions: str, completion: str, message: str
 ):
-    async def body(pool: RewardPool) -> None:
+    async with started_pool([f"{functions}:by_completion"]) as pool:
         with pytest.raises(ScoringFailed, match=message):
             await pool.score(PROMPT, [completion, "b"], IDS)
         assert await pool.score(PROMPT, ["a", "b"], IDS) == [[1.0, 1.0]]
         assert sum(pool.failures.values()) == 1
 
-    run_with_pool([f"{functions}:by_completion"], body)
 
-
-def test_hanging_function_is_killed_with_its_children_and_the_worker_replaced(functions: str):
-    async def body(pool: RewardPool) -> None:
+@in_loop
+async def test_hanging_function_is_killed_with_its_children_and_the_worker_replaced(functions: str):
+    async with started_pool([f"{functions}:by_completion"], timeout_seconds=2) as pool:
         before = _scoring_workers()
         assert before
         with pytest.raises(ScoringFailed, match=r"reward.timeout_seconds = 2"):
@@ -170,8 +163,6 @@ def test_hanging_function_is_killed_with_its_children_and_the_worker_replaced(fu
             while any(_alive(process) for process in before) or _sleepers():
                 await asyncio.sleep(0.02)
         assert await pool.score(PROMPT, ["a", "b"], IDS) == [[1.0, 1.0]]
-
-    run_with_pool([f"{functions}:by_completion"], body, timeout_seconds=2)
 
 
 def _scoring_workers() -> list[psutil.Process]:
@@ -193,8 +184,9 @@ def _sleepers() -> list[psutil.Process]:
     return [p for p in processes if p.info["cmdline"] == command and _alive(p)]
 
 
-def test_failures_in_a_row_end_the_run_with_the_last_reason(functions: str):
-    async def body(pool: RewardPool) -> None:
+@in_loop
+async def test_failures_in_a_row_end_the_run_with_the_last_reason(functions: str):
+    async with started_pool([f"{functions}:by_completion"], max_consecutive_failures=3) as pool:
         for _ in range(2):
             with pytest.raises(ScoringFailed):
                 await pool.score(PROMPT, ["nan", "b"], IDS)
@@ -204,8 +196,6 @@ def test_failures_in_a_row_end_the_run_with_the_last_reason(functions: str):
                 await pool.score(PROMPT, ["nan", "b"], IDS)
         with pytest.raises(RewardError, match=r"3 groups in a row .*raised KeyError"):
             await pool.score(PROMPT, ["raise", "b"], IDS)
-
-    run_with_pool([f"{functions}:by_completion"], body, max_consecutive_failures=3)
 
 
 UNPLAIN = {
@@ -219,8 +209,9 @@ UNPLAIN = {
 }
 
 
-def test_column_that_is_no_plain_data_is_a_failure_of_one_group(functions: str):
-    async def body(pool: RewardPool) -> None:
+@in_loop
+async def test_column_that_is_no_plain_data_is_a_failure_of_one_group(functions: str):
+    async with started_pool([f"{functions}:length"]) as pool:
         for name, value in UNPLAIN.items():
             odd = Prompt(7, "2+2=", PROMPT.token_ids, {"answer": "4", name: value})
             message = (
@@ -229,46 +220,35 @@ def test_column_that_is_no_plain_data_is_a_failure_of_one_group(functions: str):
             with pytest.raises(ScoringFailed, match=message):
                 await pool.score(odd, ["a", "b"], IDS)
 
-    run_with_pool([f"{functions}:length"], body)
 
-
-def test_function_that_cannot_be_imported_is_refused_at_the_start():
-    async def body(pool: RewardPool) -> None:
-        raise AssertionError("the pool must not start")
-
-    with pytest.raises(RewardError, match="importing no_such_module failed"):
-        run_with_pool(["no_such_module:f"], body)
-
-
-def test_import_that_hangs_is_refused_at_the_start(tmp_path: Path):
+@in_loop
+async def test_functions_that_cannot_be_imported_in_time_are_refused_at_the_start(tmp_path: Path):
     file = tmp_path / "slow.py"
     file.write_text("import time\ntime.sleep(1000)\n")
+    for name, seconds, message in (
+        ("no_such_module:f", 20.0, "importing no_such_module failed"),
+        (f"{file}:reward", 0.2, r"longer than 2 s, 10 times reward\.timeout_seconds"),
+    ):
+        with pytest.raises(RewardError, match=message):
+            async with started_pool([name], timeout_seconds=seconds):
+                pytest.fail("the pool must not start")
 
-    async def body(pool: RewardPool) -> None:
-        raise AssertionError("the pool must not start")
 
-    with pytest.raises(RewardError, match=r"longer than 2 s, 10 times reward\.timeout_seconds"):
-        run_with_pool([f"{file}:reward"], body, timeout_seconds=0.2)
-
-
-def test_check_refuses_a_function_that_returns_nan(functions: str):
-    async def body(pool: RewardPool) -> None:
+@in_loop
+async def test_check_refuses_a_function_that_returns_nan(functions: str):
+    async with started_pool([f"{functions}:nan_at_once"]) as pool:
         with pytest.raises(RewardError, match=r"finite numbers, got nan.*checked before training"):
             await pool.check(PROMPT)
 
-    run_with_pool([f"{functions}:nan_at_once"], body)
 
-
-def test_functions_may_be_imported_for_longer_than_a_group_is_scored(tmp_path: Path):
+@in_loop
+async def test_functions_may_be_imported_for_longer_than_a_group_is_scored(tmp_path: Path):
     file = tmp_path / "slow_to_import.py"
     file.write_text(
         "import time\ntime.sleep(2.5)\ndef one(completions, **kw):\n    return [1.0] * len(completions)\n"
     )
-
-    async def body(pool: RewardPool) -> None:
+    async with started_pool([f"{file}:one"], timeout_seconds=2.0) as pool:
         assert await pool.score(PROMPT, ["4", "5"], IDS) == [[1.0, 1.0]]
-
-    run_with_pool([f"{file}:one"], body, timeout_seconds=2.0)
 
 
 ODD_RESULTS = r"""
@@ -350,12 +330,14 @@ TOLD = {
 TAKEN = {"scalars": [0.5, None], "booleans": [1.0, 0.0], "vector": [0.5, 1.0]}
 
 
-def test_what_user_code_returns_and_raises_is_told_and_ends_no_worker(tmp_path: Path):
+@in_loop
+async def test_what_user_code_returns_and_raises_is_told_and_ends_no_worker(tmp_path: Path):
     file = tmp_path / "odd.py"
     file.write_text(ODD_RESULTS)
     names = [*TOLD, *TAKEN]
-
-    async def body(pool: RewardPool) -> None:
+    async with started_pool(
+        [f"{file}:{name}" for name in names], max_consecutive_failures=100
+    ) as pool:
         (worker,) = _scoring_workers()
         for position, message in enumerate(TOLD.values()):
             with pytest.raises(ScoringFailed, match=message):
@@ -364,15 +346,13 @@ def test_what_user_code_returns_and_raises_is_told_and_ends_no_worker(tmp_path: 
             assert await pool.score(PROMPT, ["a", "b"], IDS, [names.index(name)]) == [values]
         assert _scoring_workers() == [worker]
 
-    run_with_pool([f"{file}:{name}" for name in names], body, max_consecutive_failures=100)
 
-
-def test_a_stopped_worker_makes_no_right_answer_wrong():
+@in_loop
+async def test_a_stopped_worker_makes_no_right_answer_wrong():
     """A pair takes a millisecond, so the stop falls within one of many."""
     half = Prompt(0, "1/2", PROMPT.token_ids, {"answer": "\\frac{1}{2}"})
     answers = [f"\\boxed{{\\frac{{{n}}}{{{2 * n}}}}}" for n in range(2, 402)]
-
-    async def body(pool: RewardPool) -> None:
+    async with started_pool(["boxed_math"], timeout_seconds=120) as pool:
         assert await pool.score(half, ["\\boxed{\\frac{4}{8}}"], [[]]) == [[1.0]]
         (worker,) = _scoring_workers()
         before = sum(worker.cpu_times()[:2])
@@ -384,5 +364,3 @@ def test_a_stopped_worker_makes_no_right_answer_wrong():
         assert not scoring.done()
         os.kill(worker.pid, signal.SIGCONT)
         assert await scoring == [[1.0] * len(answers)]
-
-    run_with_pool(["boxed_math"], body, timeout_seconds=120)

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from prompt_files import byte_tokenizer
 
 from torchtitan.grpo.rollout import chat_template
 from torchtitan.grpo.rollout.chat_template import LeftOut
@@ -34,10 +34,7 @@ PARTS = {"role": "user", "content": [{"type": "text", "text": "2"}, {"type": "te
 @pytest.fixture
 def make(tmp_path: Path):
     def make_(template: str, date: str = "") -> TextCodec:
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.add_special_tokens([AddedToken("<end>")])
+        tokenizer = byte_tokenizer(["<end>"])
         tokenizer.save(str(tmp_path / "tokenizer.json"))
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))

@@ -4,9 +4,10 @@
 """Completions of several turns: real worker processes, a server that reads its whole context."""
 
 import asyncio
+import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ import numpy as np
 import psutil
 import pytest
 from processes import descendants
+from stub_clients import StubClient, in_loop
 
 from torchtitan.grpo.config import Rollout
-from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.rollout.environments import (
     EnvironmentFailed,
     EnvironmentPool,
@@ -101,7 +102,7 @@ class Echo(Environment):
 '''
 
 
-class Server(InferenceClient):
+class Server(StubClient):
     """Writes scripted turns: which one, it reads off the stop tokens of its context."""
 
     def __init__(self, codec: TextCodec, turns: list[str]) -> None:
@@ -138,13 +139,6 @@ class Server(InferenceClient):
             (VersionSegment(4, 0, len(tokens)),),
         )
 
-    async def _none(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("this server only generates")
-
-    abort = health = load = version = num_workers = pause = resume = _none
-    describe = join_weight_group = leave_weight_groups = begin_update = _none
-    receive_bucket = commit_update = update_from_disk = rate = close = _none
-
 
 @dataclass
 class World:
@@ -175,11 +169,11 @@ def codec(repository: Path) -> TextCodec:
 
 
 @pytest.fixture
-def run_world(codec: TextCodec, tmp_path: Path):
+def open_world(codec: TextCodec, tmp_path: Path):
     (tmp_path / "mine.py").write_text(MINE)
 
-    def run(
-        body: Callable[[World], Awaitable[None]],
+    @contextlib.asynccontextmanager
+    async def open_(
         turns: list[str],
         *,
         factory: str | None = None,
@@ -189,37 +183,34 @@ def run_world(codec: TextCodec, tmp_path: Path):
         max_turns: int = 8,
         timeout_seconds: float = 30.0,
         max_consecutive_failures: int = 9,
-    ) -> None:
-        async def main() -> None:
-            pool = EnvironmentPool(
-                factory or f"{tmp_path / 'mine.py'}:Echo",
-                options,
-                timeout_seconds=timeout_seconds,
-                max_consecutive_failures=max_consecutive_failures,
-            )
-            try:
-                await pool.start()
-                stop_ids = (EOS, *(codec.encode(text)[0] for text in pool.stop_strings))
-                server = Server(codec, turns)
-                config = Rollout(request_timeout_seconds=30, segment_tokens=segment_tokens)
-                dispatcher = Dispatcher([server], config, vocab_size=128)
-                dispatcher.set_version(server.url, 4)
-                episodes = Episodes(
-                    pool, codec, max_turns=max_turns, stop_token_ids=stop_ids, vocab_size=128
-                )
-                sampling = Sampling(max_new_tokens, 400, 1.0, 1.0, -1, stop_ids)
-                writer = TrajectoryWriter(dispatcher, sampling, config, episodes=episodes)
-                await body(World(writer, pool, dispatcher, server, codec, episodes))
-                assert dispatcher.in_flight == 0
-            finally:
-                await pool.close()
-
+    ) -> AsyncIterator[World]:
         before = set(psutil.Process().children(recursive=True))
-        asyncio.run(asyncio.wait_for(main(), 120))
+        pool = EnvironmentPool(
+            factory or f"{tmp_path / 'mine.py'}:Echo",
+            options,
+            timeout_seconds=timeout_seconds,
+            max_consecutive_failures=max_consecutive_failures,
+        )
+        try:
+            await pool.start()
+            stop_ids = (EOS, *(codec.encode(text)[0] for text in pool.stop_strings))
+            server = Server(codec, turns)
+            config = Rollout(request_timeout_seconds=30, segment_tokens=segment_tokens)
+            dispatcher = Dispatcher([server], config, vocab_size=128)
+            dispatcher.set_version(server.url, 4)
+            episodes = Episodes(
+                pool, codec, max_turns=max_turns, stop_token_ids=stop_ids, vocab_size=128
+            )
+            sampling = Sampling(max_new_tokens, 400, 1.0, 1.0, -1, stop_ids)
+            writer = TrajectoryWriter(dispatcher, sampling, config, episodes=episodes)
+            yield World(writer, pool, dispatcher, server, codec, episodes)
+            assert dispatcher.in_flight == 0
+        finally:
+            await pool.close()
         left = set(psutil.Process().children(recursive=True)) - before
         assert not psutil.wait_procs(left, timeout=5)[1]
 
-    return run
+    return open_
 
 
 TURNS = ["12=", "3=", "45$"]
@@ -231,8 +222,11 @@ def spell(world: World, generation: Generation) -> str:
 
 
 @pytest.mark.parametrize("segment_tokens", [0, 1, 2])
-def test_turns_and_observations_make_up_one_completion_token_by_token(run_world, segment_tokens):
-    async def body(world: World) -> None:
+@in_loop
+async def test_turns_and_observations_make_up_one_completion_token_by_token(
+    open_world, segment_tokens
+):
+    async with open_world(TURNS, segment_tokens=segment_tokens) as world:
         whole = await world.write()
         assert spell(world, whole) == WHOLE
         assert (whole.finish_reason, whole.environment_reward) == ("stop", 3.0)
@@ -251,40 +245,30 @@ def test_turns_and_observations_make_up_one_completion_token_by_token(run_world,
         given = np.where(whole.sampled, -positions / 100, 0.0)
         np.testing.assert_allclose(whole.logprobs, given, rtol=1e-6)
 
-    run_world(body, TURNS, segment_tokens=segment_tokens)
 
-
-def test_an_episode_ends_with_max_turns_and_with_the_room(run_world):
-    async def two_turns(world: World) -> None:
+@in_loop
+async def test_an_episode_ends_with_max_turns_and_with_the_room(open_world):
+    async with open_world(TURNS, max_turns=2) as world:
         whole = await world.write()
         assert spell(world, whole) == "12=[1:12]3="
         assert (whole.finish_reason, whole.environment_reward) == ("length", 0.5 + 0.5 + 0.25)
-
-    run_world(two_turns, TURNS, max_turns=2)
-
-    async def too_long(world: World) -> None:
+    async with open_world(TURNS) as world:
         whole = await world.write(what="huge")
         # What nothing could be written after is left out.
         assert spell(world, whole) == "12=[1:12]3="
         assert (whole.finish_reason, whole.environment_reward) == ("length", 0.75)
-
-    run_world(too_long, TURNS)
-
-    async def cut(world: World) -> None:
+    async with open_world(TURNS, max_new_tokens=17) as world:
         whole = await world.write()
         assert spell(world, whole) == "12=[1:12]3=[2:3]4"
         assert (whole.finish_reason, whole.environment_reward) == ("length", 3.0)
 
-    run_world(cut, TURNS, max_new_tokens=17)
 
-
-def test_an_environment_may_say_nothing_and_the_model_goes_on(run_world):
-    async def body(world: World) -> None:
+@in_loop
+async def test_an_environment_may_say_nothing_and_the_model_goes_on(open_world):
+    async with open_world(TURNS) as world:
         whole = await world.write(what="nothing")
         assert spell(world, whole) == "12=[1:12]3=45"
         assert world.server.contexts[-1][-1] == world.codec.encode("=")[0]
-
-    run_world(body, TURNS)
 
 
 @pytest.mark.parametrize(
@@ -304,8 +288,9 @@ def test_an_environment_may_say_nothing_and_the_model_goes_on(run_world):
         ("nan", "bad observation"),
     ],
 )
-def test_an_environment_that_fails_fails_its_own_completion(run_world, tmp_path, what, kind):
-    async def body(world: World) -> None:
+@in_loop
+async def test_an_environment_that_fails_fails_its_own_completion(open_world, tmp_path, what, kind):
+    async with open_world(TURNS, timeout_seconds=2.0 if kind == "timeout" else 30.0) as world:
         bad = world.start(what=what, flag=str(tmp_path / "flag"))
         with pytest.raises(EnvironmentFailed) as caught:
             await asyncio.wait_for(bad.task, 60)
@@ -315,11 +300,10 @@ def test_an_environment_that_fails_fails_its_own_completion(run_world, tmp_path,
         assert spell(world, await world.write()) == WHOLE
         assert world.episodes.metrics()["environment/failed_episodes"] == 1
 
-    run_world(body, TURNS, timeout_seconds=2.0 if kind == "timeout" else 30.0)
 
-
-def test_a_blocked_step_holds_up_neither_the_loop_nor_other_episodes(run_world):
-    async def body(world: World) -> None:
+@in_loop
+async def test_a_blocked_step_holds_up_neither_the_loop_nor_other_episodes(open_world):
+    async with open_world(TURNS, timeout_seconds=4.0) as world:
         blocked = world.start(what="block")
         while len(world.server.contexts) < 2:
             await asyncio.sleep(0.01)
@@ -332,35 +316,32 @@ def test_a_blocked_step_holds_up_neither_the_loop_nor_other_episodes(run_world):
             await blocked.task
         assert spell(world, await world.write()) == WHOLE
 
-    run_world(body, TURNS, timeout_seconds=4.0)
 
-
-def test_a_process_with_a_hanging_environment_takes_no_new_episode(tmp_path):
+@in_loop
+async def test_a_process_with_a_hanging_environment_takes_no_new_episode(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
 
     def prompt(**columns: str) -> Prompt:
         return Prompt(0, "7->", np.array([7], np.int32), columns)
 
-    async def main() -> None:
-        pool = EnvironmentPool(f"{tmp_path / 'mine.py'}:Echo", timeout_seconds=3.0)
-        try:
-            await pool.start()
-            hanging, other = await pool.open(prompt(what="block")), await pool.open(prompt())
-            assert hanging._worker is other._worker
-            await hanging.step("1=", [1])
-            with pytest.raises(EnvironmentFailed, match="environment_timeout_seconds"):
-                await hanging.step("2=", [2])
-            new = await pool.open(prompt())
-            assert new._worker is not other._worker
-            assert (await other.step("1=", [1])).text == (await new.step("1=", [1])).text
-        finally:
-            await pool.close()
-
-    asyncio.run(main())
+    pool = EnvironmentPool(f"{tmp_path / 'mine.py'}:Echo", timeout_seconds=3.0)
+    try:
+        await pool.start()
+        hanging, other = await pool.open(prompt(what="block")), await pool.open(prompt())
+        assert hanging._worker is other._worker
+        await hanging.step("1=", [1])
+        with pytest.raises(EnvironmentFailed, match="environment_timeout_seconds"):
+            await hanging.step("2=", [2])
+        new = await pool.open(prompt())
+        assert new._worker is not other._worker
+        assert (await other.step("1=", [1])).text == (await new.step("1=", [1])).text
+    finally:
+        await pool.close()
 
 
-def test_episodes_of_a_killed_process_are_replayed_in_another(run_world):
-    async def body(world: World) -> None:
+@in_loop
+async def test_episodes_of_a_killed_process_are_replayed_in_another(open_world):
+    async with open_world(TURNS) as world:
         trajectories = [world.start() for _ in range(4)]
         while not all(t.so_far is not None and t.so_far.sampled is not None for t in trajectories):
             await asyncio.sleep(0)
@@ -374,28 +355,21 @@ def test_episodes_of_a_killed_process_are_replayed_in_another(run_world):
         assert [whole.environment_reward for whole in wholes] == [3.0] * 4
         assert not world.pool.failures
 
-    run_world(body, TURNS)
 
-
-def test_an_environment_that_crashes_once_is_no_failure(run_world, tmp_path):
-    async def body(world: World) -> None:
+@in_loop
+async def test_an_environment_that_crashes_once_is_no_failure(open_world, tmp_path):
+    async with open_world(TURNS) as world:
         whole = await world.write(what="crash once", flag=str(tmp_path / "flag"))
         assert spell(world, whole) == WHOLE
         assert world.episodes.num_replayed == 1
 
-    run_world(body, TURNS)
-
 
 @pytest.mark.parametrize("num_tokens", [2, 3, 9, 10, 11])
-def test_a_saved_completion_continues_from_wherever_it_was(run_world, num_tokens):
+@in_loop
+async def test_a_saved_completion_continues_from_wherever_it_was(open_world, num_tokens):
     """3 and 11: a turn has ended, and was not observed; 9: it was; 2 and 10: amid a turn."""
-    kept: list[Generation] = []
-
-    async def write(world: World) -> None:
-        kept.append(await world.write())
-
-    run_world(write, TURNS)
-    (whole,) = kept
+    async with open_world(TURNS) as world:
+        whole = await world.write()
     assert whole.sampled is not None
     sampled = whole.sampled[:num_tokens]
     begun = Generation(
@@ -407,7 +381,7 @@ def test_a_saved_completion_continues_from_wherever_it_was(run_world, num_tokens
         None if num_tokens < 9 else 0.5,
     )
 
-    async def resume(world: World) -> None:
+    async with open_world(TURNS) as world:
         trajectory = world.start(begun=begun)
         resumed = await asyncio.wait_for(trajectory.task, 60)
         assert resumed.token_ids.tolist() == whole.token_ids.tolist()
@@ -416,27 +390,26 @@ def test_a_saved_completion_continues_from_wherever_it_was(run_world, num_tokens
         assert (resumed.finish_reason, resumed.environment_reward) == ("stop", 3.0)
         assert min(len(context) - 3 for context in world.server.contexts) >= num_tokens
 
-    run_world(resume, TURNS)
 
-
-def test_a_completion_starts_again_if_its_environment_makes_other_observations(run_world, codec):
+@in_loop
+async def test_a_completion_starts_again_if_its_environment_makes_other_observations(
+    open_world, codec
+):
     ids = np.array(codec.encode("12=[1:99]"), np.int32)
     sampled = np.arange(len(ids)) < 3
     begun = Generation(
         ids, np.zeros(len(ids), np.float32), "length", (VersionSegment(2, 0, len(ids)),), sampled
     )
-
-    async def body(world: World) -> None:
+    async with open_world(TURNS) as world:
         whole = await asyncio.wait_for(world.start(begun=begun).task, 60)
         assert spell(world, whole) == WHOLE
         assert whole.segments == (VersionSegment(4, 0, len(whole.token_ids)),)
         assert world.episodes.num_restarts == 1
 
-    run_world(body, TURNS)
 
-
-def test_a_completion_that_is_given_up_has_its_environment_closed(run_world, tmp_path):
-    async def body(world: World) -> None:
+@in_loop
+async def test_a_completion_that_is_given_up_has_its_environment_closed(open_world, tmp_path):
+    async with open_world(TURNS) as world:
         world.server.held = asyncio.Event()
         trajectory = world.start(closed=str(tmp_path / "closed"))
         await asyncio.sleep(0)
@@ -448,18 +421,15 @@ def test_a_completion_that_is_given_up_has_its_environment_closed(run_world, tmp
             while not (tmp_path / "closed").exists():
                 await asyncio.sleep(0.01)
 
-    run_world(body, TURNS)
 
-
-def test_environments_that_always_fail_stop_the_run(run_world):
-    async def body(world: World) -> None:
+@in_loop
+async def test_environments_that_always_fail_stop_the_run(open_world):
+    async with open_world(TURNS, max_consecutive_failures=3) as world:
         for _ in range(2):
             with pytest.raises(EnvironmentFailed, match="cannot begin"):
                 await world.write("reset")
         with pytest.raises(EnvironmentsFailing, match=r"3 episodes .* in a row failed"):
             await world.write("reset")
-
-    run_world(body, TURNS, max_consecutive_failures=3)
 
 
 @pytest.mark.parametrize(
@@ -470,28 +440,23 @@ def test_environments_that_always_fail_stop_the_run(run_world):
         (None, {"colour": 1}, "does not take rollout.environment_options"),
     ],
 )
-def test_an_object_that_is_not_an_environment_is_refused_at_the_start(
-    run_world, factory, options, message
+@in_loop
+async def test_an_object_that_is_not_an_environment_is_refused_at_the_start(
+    open_world, factory, options, message
 ):
-    async def body(world: World) -> None:
-        pytest.fail("it was started")
-
     with pytest.raises(EnvironmentsFailing, match=message):
-        run_world(body, TURNS, factory=factory, options=options)
+        async with open_world(TURNS, factory=factory, options=options):
+            pytest.fail("it was started")
 
 
-def test_the_calculator_answers_rewards_and_takes_errors_as_they_come(run_world):
-    async def body(world: World) -> None:
+@in_loop
+async def test_the_calculator_answers_rewards_and_takes_errors_as_they_come(open_world):
+    async with open_world(["x=", "12*34=", "$"], factory="calculator") as world:
         whole = await world.write("12*34->", answer="408")
         assert (spell(world, whole), whole.environment_reward) == ("x=12*34=408", 1.0)
-
-    run_world(body, ["x=", "12*34=", "$"], factory="calculator")
-
-    async def wrong(world: World) -> None:
+    async with open_world(["1+*=", "9$"], factory="calculator") as world:
         whole = await world.write("1+1->", answer=2)
         assert (spell(world, whole), whole.environment_reward) == ("1+*=error9", 0.0)
-
-    run_world(wrong, ["1+*=", "9$"], factory="calculator")
 
 
 def test_special_tokens_in_what_a_tool_answers_are_plain_text(codec: TextCodec):

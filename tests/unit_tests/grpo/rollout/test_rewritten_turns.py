@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from stub_clients import StubClient
 
 from torchtitan.grpo import config as tables
 from torchtitan.grpo.data.rows import sequences_of
-from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.rollout.chat_template import LeftOut
 from torchtitan.grpo.rollout.environments import EnvironmentPool, Episodes
 from torchtitan.grpo.rollout.scoring import read_ids
@@ -56,7 +56,7 @@ class Counting:
 TURNS = ["{12}3<eos>", "4<eos>", "{5}6<eos>"]
 
 
-class Server(InferenceClient):
+class Server(StubClient):
     """Writes the turns one after another, and keeps the contexts that it was sent."""
 
     def __init__(self, codec: TextCodec, turns: list[str]) -> None:
@@ -70,13 +70,6 @@ class Server(InferenceClient):
         logprobs = -np.arange(1, len(turn) + 1, dtype=np.float32)
         segments = (VersionSegment(0, 0, len(turn)),)
         return Generation(np.array(turn, np.int32), logprobs, "stop", segments)
-
-    async def _none(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("this server only generates")
-
-    abort = health = load = version = num_workers = pause = resume = _none
-    describe = join_weight_group = leave_weight_groups = begin_update = _none
-    receive_bucket = commit_update = update_from_disk = rate = close = _none
 
     @property
     def contexts(self) -> list[str]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+from prompt_files import byte_tokenizer
+from tokenizers import Tokenizer, models, processors
 
 from torchtitan.grpo.config import SFT, Prompts
 from torchtitan.grpo.data.examples import ExampleStream
@@ -43,10 +44,7 @@ PROCESSORS = {
 
 def make(folder: Path, processor) -> TextCodec:
     """Writes a tokenizer of bytes, which also cuts and pads as its training run once did."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.add_special_tokens([AddedToken(mark) for mark in MARKS])
+    tokenizer = byte_tokenizer(MARKS)
     if processor is not None:
         tokenizer.post_processor = processor
     tokenizer.enable_truncation(4)

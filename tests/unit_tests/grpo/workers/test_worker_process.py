@@ -4,15 +4,17 @@
 """Real processes that answer late, hang, crash, close their pipe or write nonsense into it."""
 
 import asyncio
+import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import psutil
 import pytest
+from stub_clients import in_loop
 
 from torchtitan.grpo.workers.channel import NotPlainData, Refused
 from torchtitan.grpo.workers.owner import CallFailed, WorkerOwner, WorkerProgram
@@ -83,22 +85,19 @@ def toy_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def run_with_process(body: Callable[[Toy], Awaitable[None]]) -> list[WorkerLost]:
-    """Runs ``body`` with a started process; returns the reasons why the process ended."""
+@contextlib.asynccontextmanager
+async def started_process(ends_as: type[WorkerLost] = WorkerLost) -> AsyncIterator[Toy]:
+    """Yields a started process, whose end must be told once."""
     reasons: list[WorkerLost] = []
-
-    async def run() -> None:
-        process = WorkerProcess("toy_worker", decode, reasons.append, Surroundings())
-        try:
-            await process.start()
-            assert await process.call(("say", "started")) == Said("started")
-            await body(process)
-        finally:
-            await process.kill()
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+    process = WorkerProcess("toy_worker", decode, reasons.append, Surroundings())
+    try:
+        await process.start()
+        assert await process.call(("say", "started")) == Said("started")
+        yield process
+    finally:
+        await process.kill()
     assert len(reasons) == 1, "on_end must be called once"
-    return reasons
+    assert isinstance(reasons[0], ends_as)
 
 
 def program(load: Any, timeout_seconds: float = 20.0) -> WorkerProgram[Said]:
@@ -124,20 +123,19 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_replies_out_of_order_reach_the_calls_that_they_answer():
-    async def body(process: Toy) -> None:
+@in_loop
+async def test_replies_out_of_order_reach_the_calls_that_they_answer():
+    async with started_process() as process:
         calls = [asyncio.create_task(process.call(("hold", i))) for i in range(3)]
         await asyncio.sleep(0)
         await process.call(("release", None))
         assert await asyncio.gather(*calls) == [Said(0), Said(1), Said(2)]
 
-    run_with_process(body)
 
-
-def test_a_signal_to_all_processes_of_a_job_costs_no_call():
+@in_loop
+async def test_a_signal_to_all_processes_of_a_job_costs_no_call():
     """Cluster managers send SIGTERM to each process; the owner ends this one after its checkpoint."""
-
-    async def body(process: Toy) -> None:
+    async with started_process() as process:
         call = asyncio.create_task(process.call(("hold", 7)))
         reply = await process.call(("spawn", None))
         assert isinstance(reply, Said)
@@ -148,11 +146,10 @@ def test_a_signal_to_all_processes_of_a_job_costs_no_call():
         psutil.Process(reply.value).terminate()  # a program that it started ends as it usually does
         assert has_ended(reply.value)
 
-    run_with_process(body)
 
-
-def test_late_reply_to_a_cancelled_call_is_dropped():
-    async def body(process: Toy) -> None:
+@in_loop
+async def test_late_reply_to_a_cancelled_call_is_dropped():
+    async with started_process() as process:
         given_up = asyncio.create_task(process.call(("hold", "late")))
         await asyncio.sleep(0)
         given_up.cancel()
@@ -160,11 +157,10 @@ def test_late_reply_to_a_cancelled_call_is_dropped():
         assert await process.call(("release", None)) != Said("late")
         assert await process.call(("say", "new")) == Said("new")
 
-    run_with_process(body)
 
-
-def test_process_that_exceeds_the_time_limit_is_killed_with_its_children():
-    async def body(process: Toy) -> None:
+@in_loop
+async def test_process_that_exceeds_the_time_limit_is_killed_with_its_children():
+    async with started_process(WorkerKilled) as process:
         worker, child = await process.call(("release", None)), await process.call(("spawn", None))
         assert isinstance(worker, Said) and isinstance(child, Said)
         with pytest.raises(TimeoutError):
@@ -174,12 +170,10 @@ def test_process_that_exceeds_the_time_limit_is_killed_with_its_children():
         with pytest.raises(WorkerKilled):
             await process.call(("say", 1))
 
-    (reason,) = run_with_process(body)
-    assert isinstance(reason, WorkerKilled)
 
-
-def test_cancelled_caller_of_call_or_kill_leaves_no_busy_process():
-    async def body(process: Toy) -> None:
+@in_loop
+async def test_cancelled_caller_of_call_or_kill_leaves_no_busy_process():
+    async with started_process() as process:
         worker = await process.call(("release", None))
         call = asyncio.create_task(process.call_or_kill(("hold", None), 60.0))
         await asyncio.sleep(0)
@@ -188,11 +182,10 @@ def test_cancelled_caller_of_call_or_kill_leaves_no_busy_process():
         assert call.cancelled() and process.is_lost
         assert isinstance(worker, Said) and has_ended(worker.value)
 
-    run_with_process(body)
 
-
-def test_exit_fails_every_pending_call_with_the_exit_code():
-    async def body(process: Toy) -> None:
+@in_loop
+async def test_exit_fails_every_pending_call_with_the_exit_code():
+    async with started_process() as process:
         pending = [asyncio.create_task(process.call(("hold", i))) for i in range(2)]
         with pytest.raises(WorkerLost, match="ended with exit code 3"):
             await process.call(("exit", 3))
@@ -200,18 +193,14 @@ def test_exit_fails_every_pending_call_with_the_exit_code():
             with pytest.raises(WorkerLost, match="ended with exit code 3"):
                 await call
 
-    (reason,) = run_with_process(body)
-    assert not isinstance(reason, WorkerKilled)
 
-
-def test_process_that_closes_its_pipe_is_killed():
-    async def body(process: Toy) -> None:
+@in_loop
+async def test_process_that_closes_its_pipe_is_killed():
+    async with started_process() as process:
         worker = await process.call(("release", None))
         with pytest.raises(WorkerLost, match="closed its pipe"):
             await process.call(("close pipe", None))
         assert isinstance(worker, Said) and has_ended(worker.value)
-
-    run_with_process(body)
 
 
 @pytest.mark.parametrize(
@@ -222,37 +211,33 @@ def test_process_that_closes_its_pipe_is_killed():
         ("wrong call", 1),
     ],
 )
-def test_what_is_not_a_reply_is_never_taken_for_one(request_):
-    async def body(process: Toy) -> None:
+@in_loop
+async def test_what_is_not_a_reply_is_never_taken_for_one(request_):
+    async with started_process() as process:
         with pytest.raises(ChannelBroken, match="reply of the worker process is not valid"):
             await process.call(request_)
 
-    run_with_process(body)
-
 
 @pytest.mark.parametrize("value", [object(), 2**64, "\ud800"])
-def test_request_that_is_not_plain_data_leaves_the_process_as_it_is(value):
-    async def body(process: Toy) -> None:
+@in_loop
+async def test_request_that_is_not_plain_data_leaves_the_process_as_it_is(value):
+    async with started_process() as process:
         with pytest.raises(NotPlainData):
             await process.call_or_kill(("say", value), 30.0)
         assert await process.call(("say", 1)) == Said(1)
 
-    run_with_process(body)
 
-
-def test_owner_hands_out_loaded_processes_and_kills_them_when_it_is_closed():
-    async def run() -> None:
-        owner = WorkerOwner(program(("release", None)))
-        (first, one), (second, two) = await asyncio.gather(owner.start(), owner.start())
-        assert is_running(one.value) and is_running(two.value) and one.value != two.value
-        await first.kill()
-        assert is_running(two.value), "only one of them was killed"
-        await owner.close()
-        assert second.is_lost and has_ended(one.value) and has_ended(two.value)
-        with pytest.raises(WorkerLost, match="run is ending"):
-            await owner.start()
-
-    asyncio.run(run())
+@in_loop
+async def test_owner_hands_out_loaded_processes_and_kills_them_when_it_is_closed():
+    owner = WorkerOwner(program(("release", None)))
+    (first, one), (second, two) = await asyncio.gather(owner.start(), owner.start())
+    assert is_running(one.value) and is_running(two.value) and one.value != two.value
+    await first.kill()
+    assert is_running(two.value), "only one of them was killed"
+    await owner.close()
+    assert second.is_lost and has_ended(one.value) and has_ended(two.value)
+    with pytest.raises(WorkerLost, match="run is ending"):
+        await owner.start()
 
 
 def test_only_failures_in_a_row_end_the_run():

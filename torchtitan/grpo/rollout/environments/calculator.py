@@ -5,12 +5,11 @@
 
 It follows the calculator annotations of GSM8K (Cobbe et al. 2021,
 https://arxiv.org/abs/2110.14168): the model writes ``12*34=``, the calculator answers ``408``,
-and the model continues. A turn ends with the token ``=``, which both character tokenizers and
-large tokenizers have. The calculator evaluates the longest run of digits, spaces, ``+ - *`` and
-parentheses before the equals sign. Its observation is empty if that run contains no digit.
+and the model continues. A turn ends with the token ``=``. The calculator evaluates the longest run of
+digits, spaces, ``+ - *`` and parentheses before it; its observation is empty if there is no digit.
 
-If the data set has a column ``answer``, the reward of an episode is 1 if its last number equals the
-answer or one of a list of answers, and otherwise 0. The last number may come from the calculator, so the model need not copy it.
+If the data set has a column ``answer``, the reward of an episode is 1 if its last number, which may be
+the calculator's, equals the answer or one of a list of answers, and otherwise 0.
 """
 
 import ast

@@ -39,8 +39,7 @@ class Observation:
             them to the turn and opens the next turn.
         is_done: Whether the episode ends with this turn. The observation is then dropped, because
             no trained token would follow it.
-        reward: Reward that is added to the completion's ``environment_reward``; ``None`` adds
-            nothing.
+        reward: Added to the completion's ``environment_reward``; ``None`` adds nothing.
         has_special_tokens: Whether ``text`` may contain special tokens, such as ``<|im_end|>``. Do
             not set it for the output of a tool, which could then end a turn.
     """
@@ -75,20 +74,16 @@ class Environment(Protocol):
     async def step(self, text: str, token_ids: list[int]) -> Observation:
         """Reads a turn and returns the observation.
 
-        Args:
-            text: Text of the turn, without special tokens. A turn that was cut off at the length
-                limit is also passed, but no turn follows it.
-            token_ids: Token ids of the turn as the model wrote them.
+        ``text`` lacks special tokens; ``token_ids`` are what the model wrote. A turn that was cut off at
+        the length limit is also passed, but no turn follows it.
         """
         ...
 
     async def cut_off(self) -> float | None:
         """Ends an episode that has reached the length limit or ``rollout.max_turns``.
 
-        This method is optional. If the environment defines it, it is called after the last step.
-
-        Returns:
-            A reward that is added to the rewards of the episode, or ``None`` if there is none.
+        This method is optional. It is called after the last step, and returns a reward that is added to
+        the episode's, or ``None``.
         """
         return None
 

@@ -10,21 +10,15 @@
     environment = "verifiers"
     environment_options = { env_id = "my-env" }
 
-The second line writes the environment's own data set as a file for ``prompts.path``. This module
-adapts classes that derive from ``MultiTurnEnv``. Version 0.4 of the package has replaced these classes
-with programs that call a server themselves. A ``MultiTurnEnv`` asks a client for each turn. In this
-module, the roles are reversed: the environment's rollout waits in the client until the next turn
-exists. Otherwise, the environment is unchanged: it decides when it ends and what it answers, and its
-rubric gives the reward.
+The second line writes the environment's data set as a file for ``prompts.path``. Classes that derive
+from ``MultiTurnEnv`` are adapted; version 0.4 of the package has replaced them with programs that call a
+server themselves. A ``MultiTurnEnv`` asks a client for each turn. Here its rollout waits in the client
+until the model has written the next turn. Otherwise the environment is unchanged: it decides when it
+ends and what it answers, and its rubric gives the reward.
 
-The model's tokens are kept exactly as the model wrote them, and the chat template is applied only to
-the messages of the environment. One difference remains: some templates write earlier turns differently
-from the model. For example, they leave out its thinking or format tool calls again. A model that is
-later served as a chat model then sees a different context from the one it was trained with.
-Environments that change earlier messages, or that reward whole groups, are refused.
-
-Tool calls are parsed in the format that most open models write, ``<tool_call>{"name": ...,
-"arguments": ...}</tool_call>``. The prompts in ``prompts.path`` must describe the tools.
+Environments that change earlier messages, or that reward whole groups, are refused. Tool calls are
+parsed in the format that most open models write, ``<tool_call>{"name": ..., "arguments":
+...}</tool_call>``. The prompts in ``prompts.path`` must describe the tools.
 """
 
 import argparse

@@ -3,8 +3,8 @@
 
 """Scores held-out prompts: during a run beside its rollouts, and without a run.
 
-`evaluator.py` has completions generated and scored, `spare_room.py` gives them the places that
-rollouts leave free, and `figures.py` computes what is reported.
+`evaluator.py` has completions generated and scored, and `spare_room.py` gives them the places that
+rollouts leave free.
 """
 
 from torchtitan.grpo.rollout.evaluation.evaluator import Evaluator, HeldOut

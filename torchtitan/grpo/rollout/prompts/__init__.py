@@ -7,7 +7,7 @@ In reading order: `prompt_set` (the rows of a table as prompts), `row_check` (of
 `mixture` (several sets, and the set that each draw goes to), and `prompt_stream` (the row of each draw).
 """
 
-from torchtitan.grpo.rollout.prompts.mixture import PromptMixture, open_mixture
+from torchtitan.grpo.rollout.prompts.mixture import open_sets
 from torchtitan.grpo.rollout.prompts.prompt_set import CheckedRows, PromptLimits, PromptSet
 from torchtitan.grpo.rollout.prompts.prompt_stream import PromptStream
 from torchtitan.grpo.rollout.prompts.row_check import check_rows, first_prompts
@@ -15,10 +15,9 @@ from torchtitan.grpo.rollout.prompts.row_check import check_rows, first_prompts
 __all__ = [
     "CheckedRows",
     "PromptLimits",
-    "PromptMixture",
     "PromptSet",
     "PromptStream",
     "check_rows",
     "first_prompts",
-    "open_mixture",
+    "open_sets",
 ]

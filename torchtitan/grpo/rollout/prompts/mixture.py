@@ -18,7 +18,6 @@ after ``p`` draws:
 Example: weights 3 and 1 give the order A A B A, repeated forever.
 """
 
-import logging
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -29,8 +28,6 @@ from typing import NamedTuple
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout.prompts.prompt_set import PromptSet
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-
-logger = logging.getLogger(__name__)
 
 
 class Draw(NamedTuple):
@@ -83,31 +80,7 @@ class Interleaving:
         return keys.index(min(keys))
 
 
-class PromptMixture:
-    """Prompt sets with weights. Without weights, all sets end their epochs together."""
-
-    def __init__(self, sets: Sequence[PromptSet], weights: Sequence[float] = ()) -> None:
-        self.sets = list(sets)
-        self.interleaving = Interleaving(weights or [len(prompts) for prompts in sets])
-
-    def __len__(self) -> int:
-        return sum(len(prompts) for prompts in self.sets)
-
-    @property
-    def file_names(self) -> list[str]:
-        """A short name of each set, for metrics; empty if there is one set."""
-        if len(self.sets) == 1:
-            return []
-        return short_names([prompts.path.partition(" (split ")[0] for prompts in self.sets])
-
-    def close(self) -> None:
-        """Closes all tables."""
-        with ExitStack() as stack:
-            for prompts in self.sets:
-                stack.callback(prompts.close)
-
-
-def open_mixture(config: RolloutProcessConfig, codec: TextCodec) -> PromptMixture:
+def open_sets(config: RolloutProcessConfig, codec: TextCodec) -> list[PromptSet]:
     """Opens ``prompts.path``, or all of ``prompts.paths``; a ValueError names what cannot be used."""
     settings = config.prompts
     key = "prompts.paths" if settings.paths else "prompts.path"
@@ -118,14 +91,8 @@ def open_mixture(config: RolloutProcessConfig, codec: TextCodec) -> PromptMixtur
                 path, settings.split, config, codec, key, settings.name, set_name
             )
             sets.append(stack.enter_context(closing(prompts)))
-        mixture = PromptMixture(sets, settings.weights)
         stack.pop_all()
-    for prompts, weight in zip(sets, mixture.interleaving.weights, strict=True):
-        fraction = weight / mixture.interleaving.period
-        logger.info(
-            "%s: %d prompts, %.3g %% of the draws", prompts.path, len(prompts), 100 * fraction
-        )
-    return mixture
+    return sets
 
 
 def _named(paths: list[str]) -> list[tuple[str, str]]:

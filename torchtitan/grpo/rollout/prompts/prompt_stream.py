@@ -13,6 +13,7 @@ Invariants:
   used up.
 """
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -20,10 +21,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from torchtitan.grpo.rollout.prompts.mixture import PromptMixture
+from torchtitan.grpo.rollout.prompts.mixture import Interleaving, short_names
 from torchtitan.grpo.rollout.prompts.prompt_set import PromptSet
 from torchtitan.grpo.rollout.tables import RowError
 from torchtitan.grpo.types import Prompt
+
+logger = logging.getLogger(__name__)
 
 # Prompts that a resumed run issues again may belong to the previous epoch.
 _KEPT_EPOCHS = 2
@@ -67,18 +70,24 @@ class PromptStream:
     """Returns prompts epoch after epoch. It is thread-safe.
 
     Args:
-        prompts: One set or several.
+        sets: At least one set. The stream closes them.
+        weights: ``prompts.weights``, by default the sizes of the sets, so that they end their epochs
+            together.
         seed: ``debug.seed``.
         shuffle: ``prompts.shuffle``.
         position: Index of the first new prompt. Indices count all rows, including those that are
             left out.
         pending: Distinct indices below ``position`` that were returned earlier and not used up. They
             are returned first.
+
+    Attributes:
+        file_names: Short names of the sets, for metrics; none if there is one set.
     """
 
     def __init__(
         self,
-        prompts: PromptSet | PromptMixture,
+        sets: Sequence[PromptSet],
+        weights: Sequence[float] = (),
         *,
         seed: int,
         shuffle: bool,
@@ -86,36 +95,31 @@ class PromptStream:
         pending: Sequence[int] = (),
     ) -> None:
         _check_pending(pending, position)
-        self._mixture = PromptMixture([prompts]) if isinstance(prompts, PromptSet) else prompts
+        self.sets = list(sets)
+        self._interleaving = Interleaving(weights or [len(prompts) for prompts in sets])
         self._orders = [
-            EpochOrder(len(one), seed=seed, set_number=number, shuffle=shuffle)
-            for number, one in enumerate(self._mixture.sets)
+            EpochOrder(len(prompts), seed=seed, set_number=number, shuffle=shuffle)
+            for number, prompts in enumerate(sets)
         ]
         self._position = position
         self._pending = deque(sorted(pending))
         self._lock = threading.Lock()
         self._skipped: deque[Skipped] = deque()
-        self._file_names = self._mixture.file_names
+        self.file_names: list[str] = []
+        if len(sets) > 1:
+            self.file_names = short_names([one.path.partition(" (split ")[0] for one in sets])
+        for prompts, weight in zip(sets, self._interleaving.weights, strict=True):
+            fraction = 100 * weight / self._interleaving.period
+            logger.info("%s: %d rows, %.3g %% of the draws", prompts.path, len(prompts), fraction)
 
     @property
     def position(self) -> int:
         """Index of the next new prompt, which follows those of ``pending``."""
         return self._position
 
-    @property
-    def sets(self) -> Sequence[PromptSet]:
-        """The sets that prompts are drawn from."""
-        return self._mixture.sets
-
-    @property
-    def file_names(self) -> Sequence[str]:
-        """Short names of the sets; none if there is one set."""
-        return self._file_names
-
     def file_of(self, index: int) -> str:
         """Returns the short name of the set that a prompt is from; empty if there is one set."""
-        number = self._mixture.interleaving.at(index).set
-        return self._file_names[number] if self._file_names else ""
+        return self.file_names[self._interleaving.at(index).set] if self.file_names else ""
 
     def next(self) -> Prompt:
         """Returns the next prompt that can be used; see :meth:`take_skipped` for the others.
@@ -153,9 +157,9 @@ class PromptStream:
             return self._prompt_at(index)
 
     def close(self) -> None:
-        """Closes all sets."""
         with self._lock:
-            self._mixture.close()
+            for prompts in self.sets:
+                prompts.close()
 
     def _prompt_at(self, index: int) -> Prompt:
         prompt = self._prompt(index)
@@ -170,11 +174,11 @@ class PromptStream:
         return prompt
 
     def _set_of(self, index: int) -> PromptSet:
-        return self._mixture.sets[self._mixture.interleaving.at(index).set]
+        return self.sets[self._interleaving.at(index).set]
 
     def _prompt(self, index: int) -> Prompt | None:
-        number, draw = self._mixture.interleaving.at(index)
-        prompts = self._mixture.sets[number]
+        number, draw = self._interleaving.at(index)
+        prompts = self.sets[number]
         try:
             prompt = prompts.prompt(self._orders[number].row(draw), index)
         except RowError:

@@ -4,17 +4,19 @@
 """Evaluations of several sets against servers in this process, scored by a real reward worker."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from stub_clients import StubClient, in_loop
 
 from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.config.evaluation import EvaluationSet
-from torchtitan.grpo.inference.client import InferenceClient, ServerError
+from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.evaluation import Evaluator, HeldOut, SpareRoom
@@ -28,7 +30,7 @@ GREEDY = Sampling(6, 26, 0.0, 1.0, -1, (1,))
 SAMPLED = replace(GREEDY, temperature=0.7, top_p=0.9, max_new_tokens=4)
 
 
-class Server(InferenceClient):
+class Server(StubClient):
     """Answers as the test says, after some turns of the event loop."""
 
     def __init__(self, url: str, write: Callable[[GenerateRequest], Generation]) -> None:
@@ -39,13 +41,6 @@ class Server(InferenceClient):
         self.requests.append(request)
         await asyncio.sleep(0.01)
         return self.write(request)
-
-    async def _none(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("this server only generates")
-
-    abort = health = load = version = num_workers = pause = resume = _none
-    describe = join_weight_group = leave_weight_groups = begin_update = _none
-    receive_bucket = commit_update = update_from_disk = rate = close = _none
 
 
 @pytest.fixture
@@ -61,50 +56,45 @@ def answer(codec: TextCodec, text: str, *versions: int, reason: Any = "stop") ->
     return Generation(ids, np.full(len(ids), -0.5, np.float32), reason, tuple(segments))
 
 
-Body = Callable[[Evaluator, Dispatcher], Awaitable[None]]
-
-
-def score_some(prompts, completions, answer, **columns) -> list[float | None]:
-    """Gives nothing where a completion has the digit 3, and fails for the prompt "34"."""
+SCORE_SOME = """
+def score_some(prompts, completions, **columns):
     if prompts[0] == "34":
         raise RuntimeError("unlucky")
     return [None if "3" in completion else 1.0 for completion in completions]
+"""
 
 
-def run(
+@contextlib.asynccontextmanager
+async def evaluator_of(
     codec: TextCodec,
     servers: list[Server],
-    body: Body,
     drops: DropLog | None = None,
     function: str = "exact_match",
-) -> None:
+) -> AsyncIterator[tuple[Evaluator, Dispatcher]]:
     prompts = [
         Prompt(i, text, np.array(codec.encode(text), np.int32), {"answer": text})
         for i, text in enumerate(["12", "34"])
     ]
-
-    async def main() -> None:
-        pool = RewardPool([function], num_workers=1, timeout_seconds=30, max_consecutive_failures=9)
-        await pool.start()
-        config = Rollout(request_timeout_seconds=5, max_consecutive_failures=99)
-        dispatcher = Dispatcher(servers, config, vocab_size=128)
-        room = SpareRoom(dispatcher, 0, 16)
-        once = EvaluationSet(path="once.jsonl")
-        often = EvaluationSet(path="often.jsonl", num_samples=4, temperature=0.7, pass_at=[1, 4])
-        held = [
-            HeldOut("once", once, prompts, 0, TrajectoryWriter(room, GREEDY, config)),
-            HeldOut("often", often, prompts, 0, TrajectoryWriter(room, SAMPLED, config)),
-        ]
-        try:
-            await body(Evaluator(held, dispatcher, room, pool, codec, drops), dispatcher)
-        finally:
-            await dispatcher.close()
-            await pool.close()
-
-    asyncio.run(main())
+    pool = RewardPool([function], num_workers=1, timeout_seconds=30, max_consecutive_failures=9)
+    await pool.start()
+    config = Rollout(request_timeout_seconds=5, max_consecutive_failures=99)
+    dispatcher = Dispatcher(servers, config, vocab_size=128)
+    room = SpareRoom(dispatcher, 0, 16)
+    once = EvaluationSet(path="once.jsonl")
+    often = EvaluationSet(path="often.jsonl", num_samples=4, temperature=0.7, pass_at=[1, 4])
+    held = [
+        HeldOut("once", once, prompts, 0, TrajectoryWriter(room, GREEDY, config)),
+        HeldOut("often", often, prompts, 0, TrajectoryWriter(room, SAMPLED, config)),
+    ]
+    try:
+        yield Evaluator(held, dispatcher, room, pool, codec, drops), dispatcher
+    finally:
+        await dispatcher.close()
+        await pool.close()
 
 
-def test_each_set_has_its_own_sampling_and_figures(codec: TextCodec):
+@in_loop
+async def test_each_set_has_its_own_sampling_and_figures(codec: TextCodec):
     """Greedy answers are right for "12"; of the sampled ones every second is right for both."""
     turn = [0]
 
@@ -124,10 +114,9 @@ def test_each_set_has_its_own_sampling_and_figures(codec: TextCodec):
         )
 
     server = Server("http://a", write)
-
-    async def body(evaluator: Evaluator, dispatcher: Dispatcher) -> None:
+    async with evaluator_of(codec, [server]) as (evaluator, dispatcher):
         dispatcher.set_version("http://a", 3)
-        result = await asyncio.wait_for(evaluator.evaluate(3), 60)
+        result = await evaluator.evaluate(3)
         once, often = result.sets
         assert (once.name, once.score, once.num_completions) == ("once", 0.5, 2)
         assert (often.score, often.num_prompts, often.num_completions) == (0.5, 2, 8)
@@ -139,41 +128,36 @@ def test_each_set_has_its_own_sampling_and_figures(codec: TextCodec):
         settings = {(r.temperature, r.top_p, r.max_new_tokens) for r in server.requests}
         assert settings == {(0.0, 1.0, 6), (0.7, 0.9, 4)}
 
-    run(codec, [server], body)
 
-
-def test_tokens_of_newer_weights_are_told(codec: TextCodec):
+@in_loop
+async def test_tokens_of_newer_weights_are_told(codec: TextCodec):
     texts = iter([(3,), (3, 4)] * 99)
     server = Server("http://a", lambda request: answer(codec, "12", *next(texts)))
-
-    async def body(evaluator: Evaluator, dispatcher: Dispatcher) -> None:
+    async with evaluator_of(codec, [server]) as (evaluator, dispatcher):
         dispatcher.set_version("http://a", 3)
         evaluating = asyncio.create_task(evaluator.evaluate(3))
         while len(server.requests) < 10:
             await asyncio.sleep(0)
         dispatcher.set_version("http://a", 4)
-        result = await asyncio.wait_for(evaluating, 60)
+        result = await evaluating
         assert (result.version, result.newest_version, result.mixed_fraction) == (3, 4, 0.5)
 
-    run(codec, [server], body)
 
-
-def test_on_a_pinned_server_alone_one_version_generates_everything(codec: TextCodec):
+@in_loop
+async def test_on_a_pinned_server_alone_one_version_generates_everything(codec: TextCodec):
     pinned = Server("http://a", lambda request: answer(codec, "12", 3))
     other = Server("http://b", lambda request: answer(codec, "12", 5))
-
-    async def body(evaluator: Evaluator, dispatcher: Dispatcher) -> None:
+    async with evaluator_of(codec, [pinned, other]) as (evaluator, dispatcher):
         dispatcher.set_version("http://a", 3)
         dispatcher.set_version("http://b", 5)
-        result = await asyncio.wait_for(evaluator.evaluate(3, ["http://a"]), 60)
+        result = await evaluator.evaluate(3, ["http://a"])
         assert (result.version, result.mixed_fraction, other.requests) == (3, 0.0, [])
-        result = await asyncio.wait_for(evaluator.evaluate(3), 60)
+        result = await evaluator.evaluate(3)
         assert (result.version, result.newest_version) == (3, 5)
 
-    run(codec, [pinned, other], body)
 
-
-def test_a_completion_that_fails_is_left_out_and_counted(codec: TextCodec):
+@in_loop
+async def test_a_completion_that_fails_is_left_out_and_counted(codec: TextCodec):
     """The third sampled completion fails, also when it is tried again."""
     num_sampled = [0]
 
@@ -185,18 +169,17 @@ def test_a_completion_that_fails_is_left_out_and_counted(codec: TextCodec):
         return answer(codec, "12", 0)
 
     drops = DropLog(lambda text: None)
-
-    async def body(evaluator: Evaluator, dispatcher: Dispatcher) -> None:
+    async with evaluator_of(codec, [Server("http://a", write)], drops) as (evaluator, dispatcher):
         dispatcher.set_version("http://a", 0)
-        result = await asyncio.wait_for(evaluator.evaluate(0), 60)
+        result = await evaluator.evaluate(0)
         assert result.sets[1].num_completions + drops.counts["held-out prompt"] == 8
         assert drops.counts["held-out prompt"] == 1
 
-    run(codec, [Server("http://a", write)], body, drops)
 
-
-def test_each_completion_without_a_score_is_counted_once(codec: TextCodec):
+@in_loop
+async def test_each_completion_without_a_score_is_counted_once(codec: TextCodec, tmp_path: Path):
     """Of four completions of a prompt one fails, and of the other three one gets a score, or none."""
+    (file := tmp_path / "rewards.py").write_text(SCORE_SOME)
     num_sampled: dict[str, int] = {}
 
     def write(request: GenerateRequest) -> Generation:
@@ -209,37 +192,39 @@ def test_each_completion_without_a_score_is_counted_once(codec: TextCodec):
         return answer(codec, "13" if number in (2, 3) else "12", 0)
 
     drops = DropLog(lambda text: None)
-
-    async def body(evaluator: Evaluator, dispatcher: Dispatcher) -> None:
+    async with evaluator_of(codec, [Server("http://a", write)], drops, f"{file}:score_some") as (
+        evaluator,
+        dispatcher,
+    ):
         dispatcher.set_version("http://a", 0)
-        result = await asyncio.wait_for(evaluator.evaluate(0), 60)
+        result = await evaluator.evaluate(0)
         once, often = result.sets
         assert (once.num_completions, often.num_completions) == (1, 1)
         assert drops.counts["held-out prompt"] == (2 + 8) - (1 + 1)
 
-    run(codec, [Server("http://a", write)], body, drops, f"{__file__}:score_some")
 
-
-def test_if_nothing_of_a_set_can_be_scored_the_error_names_it(codec: TextCodec):
+@in_loop
+async def test_if_nothing_of_a_set_can_be_scored_the_error_names_it(codec: TextCodec):
     def write(request: GenerateRequest) -> Generation:
         if request.temperature > 0:
             raise ServerError("unlucky")
         return answer(codec, "12", 0)
 
-    async def body(evaluator: Evaluator, dispatcher: Dispatcher) -> None:
+    async with evaluator_of(codec, [Server("http://a", write)], DropLog(lambda text: None)) as (
+        evaluator,
+        dispatcher,
+    ):
         dispatcher.set_version("http://a", 0)
         with pytest.raises(
             RuntimeError, match=r"None of the 8 completions .* \(often, often.jsonl"
         ):
-            await asyncio.wait_for(evaluator.evaluate(0), 60)
-
-    run(codec, [Server("http://a", write)], body, DropLog(lambda text: None))
+            await evaluator.evaluate(0)
 
 
-def test_an_evaluation_that_is_given_up_leaves_nothing_in_flight(codec: TextCodec):
+@in_loop
+async def test_an_evaluation_that_is_given_up_leaves_nothing_in_flight(codec: TextCodec):
     server = Server("http://a", lambda request: answer(codec, "12", 0))
-
-    async def body(evaluator: Evaluator, dispatcher: Dispatcher) -> None:
+    async with evaluator_of(codec, [server]) as (evaluator, dispatcher):
         dispatcher.set_version("http://a", 0)
         evaluating = asyncio.create_task(evaluator.evaluate(0))
         while not server.requests:
@@ -249,5 +234,3 @@ def test_an_evaluation_that_is_given_up_leaves_nothing_in_flight(codec: TextCode
         async with asyncio.timeout(10):
             while dispatcher.in_flight_evaluation:
                 await asyncio.sleep(0.01)
-
-    run(codec, [server], body)

@@ -4,16 +4,18 @@
 """Evaluations get the places that rollouts leave free, and rollouts notice nothing of them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 import pytest
+from stub_clients import StubClient, in_loop
 
 from torchtitan.grpo.config import Rollout
-from torchtitan.grpo.inference.client import InferenceClient, ServerLoad
+from torchtitan.grpo.inference.client import ServerLoad
 from torchtitan.grpo.rollout.evaluation import SpareRoom
-from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.types import GenerateRequest, Generation, Prompt, VersionSegment
 
@@ -22,7 +24,7 @@ PROMPT = Prompt(0, "abc", np.arange(3, dtype=np.int32), {})
 MOST_ROLLOUTS = 8
 
 
-class Holding(InferenceClient):
+class Holding(StubClient):
     """Answers with four tokens once it is told to."""
 
     def __init__(self, url: str) -> None:
@@ -37,36 +39,21 @@ class Holding(InferenceClient):
         segments = (VersionSegment(0, 0, 4),)
         return Generation(ids, -np.ones(4, np.float32), "stop", segments)
 
-    async def _none(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("this server only generates")
 
-    abort = health = load = version = num_workers = pause = resume = _none
-    describe = join_weight_group = leave_weight_groups = begin_update = _none
-    receive_bucket = commit_update = update_from_disk = rate = close = _none
-
-
-Body = Callable[[Dispatcher, SpareRoom, list[Holding]], Awaitable[None]]
-
-
-@pytest.fixture
-def run():
-    def run(body: Body, *, num_servers: int = 1, max_concurrent: int = 0, **settings: Any) -> None:
-        async def main() -> None:
-            clients = [Holding(f"http://{name}") for name in "abc"[:num_servers]]
-            dispatcher = Dispatcher(
-                clients,
-                Rollout(max_concurrent_rollouts=MOST_ROLLOUTS, **settings),
-                vocab_size=100,
-            )
-            for client in clients:
-                dispatcher.set_version(client.url, 0)
-            room = SpareRoom(dispatcher, max_concurrent, MOST_ROLLOUTS)
-            await body(dispatcher, room, clients)
-            await dispatcher.close()
-
-        asyncio.run(main())
-
-    return run
+@contextlib.asynccontextmanager
+async def started(
+    *, num_servers: int = 1, max_concurrent: int = 0, **settings: Any
+) -> AsyncIterator[tuple[Dispatcher, SpareRoom, list[Holding]]]:
+    clients = [Holding(f"http://{name}") for name in "abc"[:num_servers]]
+    dispatcher = Dispatcher(
+        clients,
+        Rollout(max_concurrent_rollouts=MOST_ROLLOUTS, **settings),
+        vocab_size=100,
+    )
+    for client in clients:
+        dispatcher.set_version(client.url, 0)
+    yield dispatcher, SpareRoom(dispatcher, max_concurrent, MOST_ROLLOUTS), clients
+    await dispatcher.close()
 
 
 def fill(places: Dispatcher | SpareRoom, limit: int = 99) -> list[asyncio.Task[Generation]]:
@@ -78,8 +65,9 @@ def fill(places: Dispatcher | SpareRoom, limit: int = 99) -> list[asyncio.Task[G
 
 
 @pytest.mark.parametrize("adaptive", [True, False])
-def test_an_evaluation_takes_what_rollouts_leave_free(run, adaptive: bool):
-    async def body(dispatcher: Dispatcher, room: SpareRoom, clients: list[Holding]) -> None:
+@in_loop
+async def test_an_evaluation_takes_what_rollouts_leave_free(adaptive: bool):
+    async with started(adaptive_concurrency=adaptive) as (dispatcher, room, clients):
         fill(dispatcher, 3)
         evaluated = fill(room)
         assert len(evaluated) == MOST_ROLLOUTS - 3
@@ -94,45 +82,39 @@ def test_an_evaluation_takes_what_rollouts_leave_free(run, adaptive: bool):
         await asyncio.sleep(0)
         assert dispatcher.in_flight_evaluation == 0
 
-    run(body, adaptive_concurrency=adaptive)
 
-
-def test_behind_rollouts_that_fill_all_servers_a_few_are_always_in_flight(run):
-    async def body(dispatcher: Dispatcher, room: SpareRoom, clients: list[Holding]) -> None:
+@in_loop
+async def test_behind_rollouts_that_fill_all_servers_a_few_are_always_in_flight():
+    async with started(max_concurrent=32) as (dispatcher, room, _):
         fill(dispatcher)
         assert dispatcher.in_flight == MOST_ROLLOUTS
         assert len(fill(room)) == 2  # a sixteenth of 32
 
-    run(body, max_concurrent=32)
 
-
-def test_no_more_are_in_flight_than_allowed(run):
-    async def body(dispatcher: Dispatcher, room: SpareRoom, clients: list[Holding]) -> None:
+@in_loop
+async def test_no_more_are_in_flight_than_allowed():
+    async with started(max_concurrent=3) as (_, room, _):
         assert len(fill(room)) == 3
 
-    run(body, max_concurrent=3)
 
-
-def test_a_server_with_a_queue_or_full_memory_gets_none(run):
-    async def body(dispatcher: Dispatcher, room: SpareRoom, clients: list[Holding]) -> None:
+@in_loop
+async def test_a_server_with_a_queue_or_full_memory_gets_none():
+    async with started(num_servers=3, max_concurrent=8) as (dispatcher, room, _):
         servers = list(dispatcher.servers.values())
         servers[0].report(ServerLoad(running=1, waiting=2, kv_use=None))
         servers[1].report(ServerLoad(running=1, waiting=0, kv_use=0.95))
         fill(room, 1)  # the one that is always allowed
-        assert {client.url for client in chosen(room)} == {"http://c"}
-
-    def chosen(room: SpareRoom) -> list[Server]:
-        found = []
-        while (server := room.choose(lambda version: True)) is not None and len(found) < 4:
-            found.append(server)
-            room.submit(PROMPT, server, SAMPLING)
-        return found
-
-    run(body, num_servers=3, max_concurrent=8)
+        chosen = set()
+        for _ in range(4):
+            if (server := room.choose(lambda version: True)) is not None:
+                chosen.add(server.url)
+                room.submit(PROMPT, server, SAMPLING)
+        assert chosen == {"http://c"}
 
 
-def test_waiting_completions_of_an_evaluation_do_not_narrow_the_window_of_rollouts(run):
-    async def body(dispatcher: Dispatcher, room: SpareRoom, clients: list[Holding]) -> None:
+@in_loop
+async def test_waiting_completions_of_an_evaluation_do_not_narrow_the_window_of_rollouts():
+    async with started() as (dispatcher, room, _):
         (server,) = dispatcher.servers.values()
         assert server.window is not None
         fill(room)
@@ -143,11 +125,10 @@ def test_waiting_completions_of_an_evaluation_do_not_narrow_the_window_of_rollou
             server.report(ServerLoad(running=0, waiting=server.num_evaluated + 4, kv_use=None))
         assert server.window.num_cuts == 1
 
-    run(body)
 
-
-def test_a_pinned_server_alone_is_asked_until_it_is_gone(run):
-    async def body(dispatcher: Dispatcher, room: SpareRoom, clients: list[Holding]) -> None:
+@in_loop
+async def test_a_pinned_server_alone_is_asked_until_it_is_gone():
+    async with started(num_servers=2) as (dispatcher, room, clients):
         room.pin(["http://b"])
         evaluated = fill(room, 3)
         assert {job.is_evaluation for job in dispatcher.servers["http://b"].jobs} == {True}
@@ -159,11 +140,10 @@ def test_a_pinned_server_alone_is_asked_until_it_is_gone(run):
         assert clients[0].num_asked == 3
         assert room.choose(lambda version: True) is dispatcher.servers["http://a"]
 
-    run(body, num_servers=2)
 
-
-def test_evaluations_are_neither_hedged_nor_counted_as_tokens_of_rollouts(run):
-    async def body(dispatcher: Dispatcher, room: SpareRoom, clients: list[Holding]) -> None:
+@in_loop
+async def test_evaluations_are_neither_hedged_nor_counted_as_tokens_of_rollouts():
+    async with started(num_servers=2, hedge_seconds=0.05) as (dispatcher, room, clients):
         room.pin(["http://a"])
         (evaluated,) = fill(room, 1)
         await asyncio.sleep(0.3)
@@ -171,5 +151,3 @@ def test_evaluations_are_neither_hedged_nor_counted_as_tokens_of_rollouts(run):
         clients[0].go_on.set()
         await evaluated
         assert dispatcher.num_tokens == 0
-
-    run(body, num_servers=2, hedge_seconds=0.05)

@@ -8,20 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from prompt_files import byte_tokenizer, process_config
+from tokenizers import Tokenizer
 
-from torchtitan.grpo.config import (
-    GRPO,
-    Evaluation,
-    Inference,
-    Prompts,
-    Reward,
-    Rollout,
-    RolloutProcessConfig,
-)
+from torchtitan.grpo.config import Evaluation, Prompts
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.inputs import make_codec, open_held_out, open_prompts
-from torchtitan.grpo.types import Prompt, PromptProgress
+from torchtitan.grpo.types import Prompt
 
 # As Qwen3's template does, it opens and closes the thinking part itself if there is to be none.
 TEMPLATE = """
@@ -48,12 +41,7 @@ SYSTEM = "<|im_start|>system\nBe brief.<|im_end|>\n"
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer of bytes with ChatML's tokens, and the template."""
     folder = tmp_path_factory.mktemp("model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    marks = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
-    tokenizer.add_special_tokens([AddedToken(mark) for mark in marks])
+    tokenizer = byte_tokenizer(("<|im_start|>", "<|im_end|>", "<think>", "</think>"))
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -67,22 +55,12 @@ def opened(model: Path, tmp_path: Path):
     def open_(prompt: Any, **settings: Any) -> list[tuple[Prompt, str]]:
         file = tmp_path / "rows.jsonl"
         file.write_text(json.dumps({"prompt": prompt}) + "\n")
-        config = RolloutProcessConfig(
-            grpo=GRPO(),
-            prompts=Prompts(path=str(file), **settings),
-            rollout=Rollout(max_new_tokens=8),
-            inference=Inference(),
-            reward=Reward(),
+        config = process_config(
+            model,
+            Prompts(path=str(file), **settings),
             evaluation=Evaluation(path=str(file)),
-            hf_assets_path=str(model),
-            vocab_size=300,
             eos_token_ids=[257],
             seq_len=512,
-            seed=0,
-            dump_folder="",
-            server_gpus=[],
-            start_version=0,
-            progress=PromptProgress(),
         )
         codec = make_codec(config)
         stream, _ = open_prompts(config, codec, [])

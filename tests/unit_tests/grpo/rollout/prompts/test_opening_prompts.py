@@ -8,24 +8,16 @@ import json
 import os
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from prompt_files import process_config
 
-from torchtitan.grpo.config import (
-    GRPO,
-    Evaluation,
-    Inference,
-    Prompts,
-    Reward,
-    Rollout,
-    RolloutProcessConfig,
-)
+from torchtitan.grpo.config import Evaluation, Prompts, Reward
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.inputs import open_held_out, open_prompts
-from torchtitan.grpo.rollout.prompts import open_mixture
+from torchtitan.grpo.rollout.prompts import open_sets
 from torchtitan.grpo.rollout.session import RolloutSession
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import PromptProgress
@@ -48,29 +40,6 @@ def paths(tmp_path: Path) -> list[str]:
     rows = [{"prompt": f"{i}", "answer": "1"} for i in range(10, 22)]
     pq.write_table(pa.Table.from_pylist(rows), table, row_group_size=5)
     return [str(lines), str(table)]
-
-
-def process_config(model: Path, prompts: Prompts, **settings: Any) -> RolloutProcessConfig:
-    return RolloutProcessConfig(
-        **{
-            "grpo": GRPO(),
-            "prompts": prompts,
-            "rollout": Rollout(max_new_tokens=8),
-            "inference": Inference(),
-            "reward": Reward(),
-            "evaluation": Evaluation(),
-            "hf_assets_path": str(model),
-            "vocab_size": 10_000,
-            "eos_token_ids": [],
-            "seq_len": 64,
-            "seed": 7,
-            "dump_folder": "",
-            "server_gpus": [],
-            "start_version": 0,
-            "progress": PromptProgress(),
-            **settings,
-        }
-    )
 
 
 def num_open(paths: list[str]) -> int:
@@ -114,7 +83,7 @@ def test_single_set_has_no_further_column(model, codec, paths):
 def test_missing_set_is_named_and_the_others_are_closed(model, codec, paths):
     prompts = Prompts(paths=[*paths, "/no/such.jsonl"])
     with pytest.raises(ValueError, match=r"prompts.paths: /no/such.jsonl cannot be read"):
-        open_mixture(process_config(model, prompts), codec)
+        open_sets(process_config(model, prompts), codec)
     assert num_open(paths) == 0
 
 
@@ -133,11 +102,9 @@ def test_held_out_prompts_are_read_once_and_their_file_is_closed(model, codec, p
     assert num_open(paths) == 0
 
 
-def test_prose_in_the_answers_is_reported_at_the_start_of_a_run(model, tmp_path):
+def test_answers_that_earn_nothing_are_reported_at_the_start_of_a_run(model, tmp_path):
     train, held_out = tmp_path / "train.jsonl", tmp_path / "heldout.jsonl"
-    train.write_text(
-        '{"prompt": "6*7?", "answer": "42"}\n{"prompt": "6*8?", "answer": "There are 48 left"}\n'
-    )
+    train.write_text('{"prompt": "6*7?", "answer": "42"}\n{"prompt": "6*8?", "answer": " "}\n')
     held_out.write_text('{"prompt": "6*9?", "answer": "It must be 54"}\n')
     config = process_config(
         model,
@@ -154,8 +121,13 @@ def test_prose_in_the_answers_is_reported_at_the_start_of_a_run(model, tmp_path)
         finally:
             await session.close()
 
-    of_train, of_held_out = asyncio.run(run())
-    assert of_train.startswith("prompts.path: the column 'answer' holds words around a number in 1")
-    assert f"earns 0 in {train}:2, whose answer is 'There are 48 left'" in of_train
-    assert of_held_out.startswith("evaluation.path: ")
-    assert f"the completion '54' earns 0 in {held_out}, row 0" in of_held_out
+    of_train, _, of_held_out = asyncio.run(run())
+    assert of_train.startswith("prompts.path: partial_match cannot be earned in 1 of the first 2")
+    assert f"is empty in 1 of them (for example in {train}:2)" in of_train
+    assert of_held_out.startswith(
+        "evaluation.path: exact_match cannot be earned in 1 of the first 1"
+    )
+    assert (
+        f"longer than rollout.max_new_tokens (8) in 1 of them (for example in {held_out}, row 0)"
+        in (of_held_out)
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from prompt_files import character_tokenizer
 
 from torchtitan.grpo.config import Prompts
 from torchtitan.grpo.rollout.prompts import (
@@ -20,15 +20,15 @@ from torchtitan.grpo.rollout.prompts import (
 from torchtitan.grpo.rollout.tables import open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 
-VOCABULARY = {c: i for i, c in enumerate("?\x00abcdefghij 0123456789:")}
+CHARACTERS = "?\x00abcdefghij 0123456789:"
+VOCABULARY = {c: i for i, c in enumerate(CHARACTERS)}
 EOS = 1
 
 
 @pytest.fixture
 def codec(tmp_path: Path) -> TextCodec:
     """One token a character; the end of sequence is no special token of the tokenizer."""
-    tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer = character_tokenizer(CHARACTERS)
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=50)
     model = tmp_path / "model"
@@ -57,7 +57,7 @@ def prompt_set(
 
 
 def stream(prompts: PromptSet, shuffle: bool = True):
-    return PromptStream(prompts, seed=0, shuffle=shuffle)
+    return PromptStream([prompts], seed=0, shuffle=shuffle)
 
 
 def test_row_becomes_tokens_text_and_remaining_columns(codec: TextCodec, write):

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from prompt_files import character_tokenizer
 
 from torchtitan.grpo.config import Prompts
-from torchtitan.grpo.rollout.prompts import PromptLimits, PromptMixture, PromptSet, PromptStream
+from torchtitan.grpo.rollout.prompts import PromptLimits, PromptSet, PromptStream
 from torchtitan.grpo.rollout.prompts.mixture import _named, short_names
 from torchtitan.grpo.rollout.tables import Table, open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
@@ -27,11 +27,8 @@ LONG = "a" * (MAX_TOKENS + 1)
 @pytest.fixture(scope="module")
 def codec(tmp_path_factory) -> TextCodec:
     """One token a character."""
-    vocabulary = {c: i for i, c in enumerate("?abcdefghij 0123456789:")}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     model = tmp_path_factory.mktemp("model")
-    tokenizer.save(str(model / "tokenizer.json"))
+    character_tokenizer().save(str(model / "tokenizer.json"))
     return TextCodec(str(model), [])
 
 
@@ -57,9 +54,9 @@ def set_of(rows: Table, codec: TextCodec, set_name: str | None = None, **setting
     return PromptSet(rows, Prompts(**settings), codec, limits, "prompts.paths", set_name)
 
 
-def mixture(codec: TextCodec, sets: list[list[str]], weights=()) -> PromptMixture:
+def mixture(codec: TextCodec, sets: list[list[str]], weights=()) -> tuple[list[PromptSet], list]:
     tables = [ListTable(prompts, f"set{i}") for i, prompts in enumerate(sets)]
-    return PromptMixture([set_of(rows, codec, rows.path) for rows in tables], weights)
+    return [set_of(rows, codec, rows.path) for rows in tables], weights
 
 
 def draw(stream: PromptStream, number: int) -> list[tuple[int, str, int]]:
@@ -68,7 +65,7 @@ def draw(stream: PromptStream, number: int) -> list[tuple[int, str, int]]:
 
 
 def test_sets_are_drawn_from_by_their_weights_each_in_epochs_of_its_own(codec: TextCodec):
-    stream = PromptStream(mixture(codec, [["a"] * 4, ["b"] * 6], [3, 1]), seed=0, shuffle=True)
+    stream = PromptStream(*mixture(codec, [["a"] * 4, ["b"] * 6], [3, 1]), seed=0, shuffle=True)
     drawn = draw(stream, 80)
     assert [index for index, _, _ in drawn] == list(range(80))
     for start in range(0, 80, 4):
@@ -81,7 +78,7 @@ def test_sets_are_drawn_from_by_their_weights_each_in_epochs_of_its_own(codec: T
 
 
 def test_without_weights_all_sets_end_their_epochs_together(codec: TextCodec):
-    stream = PromptStream(mixture(codec, [["a"] * 2, ["b"] * 5]), seed=3, shuffle=True)
+    stream = PromptStream(*mixture(codec, [["a"] * 2, ["b"] * 5]), seed=3, shuffle=True)
     for _ in range(3):
         epoch = draw(stream, 7)
         expected = {("set0", i) for i in range(2)} | {("set1", i) for i in range(5)}
@@ -105,14 +102,14 @@ def test_resumed_stream_and_what_was_used_before_are_the_unbroken_stream(
 ):
     after = 30
     prompts = mixture(codec, [rows for rows, _ in sets], [weight for _, weight in sets])
-    unbroken = draw(PromptStream(prompts, seed=seed, shuffle=shuffle), before + after)
+    unbroken = draw(PromptStream(*prompts, seed=seed, shuffle=shuffle), before + after)
 
-    stopped = PromptStream(prompts, seed=seed, shuffle=shuffle)
+    stopped = PromptStream(*prompts, seed=seed, shuffle=shuffle)
     handed_out = draw(stopped, before)
     pending = data.draw(st.sets(st.sampled_from(handed_out)) if handed_out else st.just(set()))
     shuffled = data.draw(st.permutations([index for index, _, _ in pending]))
     resumed = PromptStream(
-        prompts, seed=seed, shuffle=shuffle, position=stopped.position, pending=shuffled
+        *prompts, seed=seed, shuffle=shuffle, position=stopped.position, pending=shuffled
     )
     drawn = draw(resumed, len(pending) + after)
 
@@ -135,12 +132,12 @@ def test_resumed_stream_and_what_was_used_before_are_the_unbroken_stream(
 )
 def test_pending_prompts_that_cannot_be_are_refused(codec: TextCodec, pending, message):
     with pytest.raises(ValueError, match=message):
-        PromptStream(mixture(codec, [["a"]]), seed=0, shuffle=True, position=5, pending=pending)
+        PromptStream(*mixture(codec, [["a"]]), seed=0, shuffle=True, position=5, pending=pending)
 
 
 def test_pending_prompt_that_has_become_too_long_is_refused(codec: TextCodec):
     prompts = mixture(codec, [["a", LONG]])
-    stream = PromptStream(prompts, seed=0, shuffle=False, position=4, pending=[0, 1])
+    stream = PromptStream(*prompts, seed=0, shuffle=False, position=4, pending=[0, 1])
     assert stream.next().group_id == 0
     for _ in range(2):
         with pytest.raises(
@@ -155,18 +152,18 @@ def test_one_short_prompt_is_found_wherever_its_epochs_have_it(codec: TextCodec)
     prompts = mixture(codec, [["a", LONG, LONG]])
     for seed in range(20):
         for position in range(6):
-            stream = PromptStream(prompts, seed=seed, shuffle=True, position=position)
+            stream = PromptStream(*prompts, seed=seed, shuffle=True, position=position)
             assert stream.next().columns["row"] == 0
 
 
 def test_set_of_a_mixture_without_a_short_prompt_is_refused(codec: TextCodec):
     prompts = mixture(codec, [["a"] * 5, [LONG] * 3], [10, 1])
-    stream = PromptStream(prompts, seed=0, shuffle=True)
+    stream = PromptStream(*prompts, seed=0, shuffle=True)
     with pytest.raises(ValueError, match=r"prompts.paths: none of the 3 prompts in set1 is"):
         draw(stream, 100)
     with pytest.raises(ValueError, match=r"none of the 3 prompts in set1 is"):
-        prompts.sets[1].sample()
-    assert prompts.sets[0].sample().text == "a"
+        prompts[0][1].sample()
+    assert prompts[0][0].sample().text == "a"
 
 
 def test_a_column_of_the_set_s_name_is_the_row_s_own(codec: TextCodec, tmp_path: Path):
@@ -213,11 +210,11 @@ def test_the_working_folder_and_the_one_above_it_have_names(tmp_path: Path, monk
 
 
 def test_the_file_of_a_prompt_is_known_by_its_index(codec: TextCodec):
-    stream = PromptStream(mixture(codec, [["a"] * 4, ["b"] * 2]), seed=0, shuffle=True)
+    stream = PromptStream(*mixture(codec, [["a"] * 4, ["b"] * 2]), seed=0, shuffle=True)
     assert list(stream.file_names) == ["set0", "set1"]
     for prompt in [stream.next() for _ in range(18)]:
         assert stream.file_of(prompt.group_id) == ("set0" if prompt.text == "a" else "set1")
-    alone = PromptStream(mixture(codec, [["a"] * 4]), seed=0, shuffle=True)
+    alone = PromptStream(*mixture(codec, [["a"] * 4]), seed=0, shuffle=True)
     assert (list(alone.file_names), alone.file_of(3)) == ([], "")
 
 
@@ -227,7 +224,7 @@ def test_a_bad_row_that_is_drawn_is_left_out_and_told(codec: TextCodec, tmp_path
     lines = [json.dumps({"prompt": "a"}), *bad, json.dumps({"prompt": "b"})]
     path.write_text("\n".join(lines))
     rows = open_table(str(path), "train", {}, "prompt", "prompts.path")
-    stream = PromptStream(set_of(rows, codec), seed=0, shuffle=False)
+    stream = PromptStream([set_of(rows, codec)], seed=0, shuffle=False)
     for epoch in range(2):
         assert [(p.group_id, p.text) for p in (stream.next(), stream.next())] == [
             (8 * epoch, "a"),
@@ -247,6 +244,6 @@ def test_a_set_without_a_row_that_can_be_used_ends_the_stream(codec: TextCodec, 
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": 1}\n' * 3 + json.dumps({"prompt": LONG}))
     rows = open_table(str(path), "train", {}, "prompt", "prompts.path")
-    stream = PromptStream(set_of(rows, codec), seed=0, shuffle=True)
+    stream = PromptStream([set_of(rows, codec)], seed=0, shuffle=True)
     with pytest.raises(ValueError, match=r"none of the 4 prompts .*and 3 rows cannot be used"):
         stream.next()

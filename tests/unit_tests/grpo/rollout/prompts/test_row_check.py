@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from prompt_files import character_tokenizer
 
 from torchtitan.grpo.config import Prompts
 from torchtitan.grpo.rewards.gold_values import gold_judge
@@ -35,12 +35,9 @@ FINE_CHAT = {"prompt": [USER], "answer": "1"}
 
 @pytest.fixture
 def codec(tmp_path: Path) -> TextCodec:
-    vocabulary = {c: i for i, c in enumerate("?abcdefghij 0123456789:")}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     model = tmp_path / "model"
     model.mkdir()
-    tokenizer.save(str(model / "tokenizer.json"))
+    character_tokenizer().save(str(model / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     return TextCodec(str(model), [1])

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from stub_clients import StubClient, in_loop
 from tokenizers import Tokenizer, models
 
 from torchtitan.grpo.config import Teacher
@@ -19,7 +20,6 @@ from torchtitan.grpo.config.teacher import MAX_TOP_K
 from torchtitan.grpo.inference.client import (
     MAX_TOP_TOKENS,
     Capabilities,
-    InferenceClient,
     PromptRating,
     ServerFacts,
 )
@@ -35,8 +35,8 @@ from torchtitan.grpo.rollout.teachers import (
     Unrated,
     teacher_pool,
 )
-from torchtitan.grpo.rollout.teachers.group_rater import request_parts
 from torchtitan.grpo.rollout.teachers.teacher_check import MOST_FURTHER_TOKENS
+from torchtitan.grpo.rollout.teachers.teacher_pool import request_parts
 from torchtitan.grpo.types import Rollout, TopTokens, VersionSegment
 
 PROMPT, COMPLETION = np.array([3, 4], np.int32), np.array([5, 6, 7], np.int32)
@@ -59,7 +59,7 @@ def lost(url: str = "http://t") -> RouteError:
     return RouteError(f"POST {url} failed: connection refused")
 
 
-class LocalTeacher(InferenceClient):
+class LocalTeacher(StubClient):
     """Rates a token by its number; ``answer`` replaces it for other behavior."""
 
     def __init__(self, url: str, facts: ServerFacts) -> None:
@@ -98,13 +98,6 @@ class LocalTeacher(InferenceClient):
 
     async def close(self) -> None: ...
 
-    async def _none(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("a teacher only rates")
-
-    abort = load = version = num_workers = pause = resume = generate = _none
-    join_weight_group = leave_weight_groups = begin_update = _none
-    receive_bucket = commit_update = update_from_disk = _none
-
 
 @pytest.fixture
 def model(tmp_path):
@@ -131,6 +124,17 @@ def make(model, *clients: LocalTeacher, drops: DropLog | None = None, **settings
     )
 
 
+async def started(model, **settings: Any) -> tuple[TeacherPool, LocalTeacher]:
+    teacher = LocalTeacher("http://t", facts_of(model))
+    pool = make(model, teacher, **settings)
+    await pool.start(5)
+    return pool, teacher
+
+
+async def refuse(token_ids: list[int]) -> list[float]:
+    raise lost()
+
+
 async def rate_one(pool: TeacherPool, completion: np.ndarray = COMPLETION) -> np.ndarray:
     ((logprobs, top),) = await pool.rate([(PROMPT, completion)])
     assert top is None
@@ -149,281 +153,219 @@ def rollout(reward: float = 0.0) -> Rollout:
     )
 
 
-def test_each_completion_token_gets_its_logprob_given_all_before_it(model):
-    async def run() -> None:
-        teacher = LocalTeacher("http://t", facts_of(model))
-        pool = make(model, teacher)
-        await pool.start(5)
-        found = await rate_one(pool)
-        assert found.dtype == np.float32
-        assert found.tolist() == [-5.0, -6.0, -7.0]
-        assert pool.take_metrics().keys() == {"teacher/rating_seconds", "teacher/waiting_rollouts"}
-        assert "teacher/rating_seconds" not in pool.take_metrics()
-
-    asyncio.run(run())
+@in_loop
+async def test_each_completion_token_gets_its_logprob_given_all_before_it(model):
+    pool, _ = await started(model)
+    found = await rate_one(pool)
+    assert found.dtype == np.float32
+    assert found.tolist() == [-5.0, -6.0, -7.0]
+    assert pool.take_metrics().keys() == {"teacher/rating_seconds", "teacher/waiting_rollouts"}
+    assert "teacher/rating_seconds" not in pool.take_metrics()
 
 
-def test_a_teacher_that_is_lost_and_comes_back_rates_everything(model):
-    async def run() -> None:
-        drops = DropLog(lambda text: None)
-        teacher = LocalTeacher("http://t", facts_of(model))
-        pool = make(model, teacher, drops=drops)
-        await pool.start(5)
-        is_down = True
+@in_loop
+async def test_a_teacher_that_is_lost_and_comes_back_rates_everything(model):
+    drops = DropLog(lambda text: None)
+    pool, teacher = await started(model, drops=drops)
+    is_down = True
 
-        async def refuse(token_ids: list[int]) -> list[float]:
-            if is_down:
-                raise lost()
-            return rating_of(token_ids)
-
-        teacher.answer = refuse
-        ratings = [asyncio.create_task(rate_one(pool)) for _ in range(8)]
-        asked = teacher.num_requests
-        while drops.counts["rating failed"] < 4:
-            await asyncio.sleep(0.01)
-        assert not any(rating.done() for rating in ratings)
-        # By one request in each pause, and not by all that wait.
-        assert teacher.num_requests - asked <= 4
-        is_down = False
-        for rating in ratings:
-            assert (await rating).tolist() == [-5.0, -6.0, -7.0]
-
-    asyncio.run(run())
-
-
-def test_another_teacher_takes_over_and_no_teacher_gets_too_much(model):
-    async def run() -> None:
-        first, second = (LocalTeacher(f"http://{c}", facts_of(model)) for c in "ab")
-        pool = make(model, first, second, max_concurrent_requests=2)
-        await pool.start(5)
-
-        async def slow(token_ids: list[int]) -> list[float]:
-            await asyncio.sleep(0.01)
-            return rating_of(token_ids)
-
-        async def refuse(token_ids: list[int]) -> list[float]:
+    async def refuse(token_ids: list[int]) -> list[float]:
+        if is_down:
             raise lost()
+        return rating_of(token_ids)
 
-        first.answer, second.answer = refuse, slow
-        found = await asyncio.gather(*(rate_one(pool) for _ in range(12)))
-        assert all(rating.tolist() == [-5.0, -6.0, -7.0] for rating in found)
-        assert second.most_at_once == 2
-
-    asyncio.run(run())
-
-
-def test_a_teacher_that_comes_back_as_another_model_is_not_used(model):
-    async def run() -> None:
-        teacher = LocalTeacher("http://t", facts_of(model))
-        pool = make(model, teacher, wait_seconds=0.6)
-        await pool.start(5)
-        state = "lost"
-
-        async def answer(token_ids: list[int]) -> list[float]:
-            if state == "lost":
-                raise lost()
-            return rating_of(token_ids, offset=0.5)
-
-        teacher.answer = answer
-        rating = asyncio.create_task(rate_one(pool))
-        await asyncio.sleep(0.05)
-        state = "another"
-        with pytest.raises(NotRated, match=r"must serve the model that the run began with"):
-            await rating
-
-    asyncio.run(run())
+    teacher.answer = refuse
+    ratings = [asyncio.create_task(rate_one(pool)) for _ in range(8)]
+    asked = teacher.num_requests
+    while drops.counts["rating failed"] < 4:
+        await asyncio.sleep(0.01)
+    assert not any(rating.done() for rating in ratings)
+    # By one request in each pause, and not by all that wait.
+    assert teacher.num_requests - asked <= 4
+    is_down = False
+    for rating in ratings:
+        assert (await rating).tolist() == [-5.0, -6.0, -7.0]
 
 
-def test_a_teacher_that_was_restarted_as_another_model_while_it_was_idle_is_not_used(
+@in_loop
+async def test_another_teacher_takes_over_and_no_teacher_gets_too_much(model):
+    first, second = (LocalTeacher(f"http://{c}", facts_of(model)) for c in "ab")
+    pool = make(model, first, second, max_concurrent_requests=2)
+    await pool.start(5)
+
+    async def slow(token_ids: list[int]) -> list[float]:
+        await asyncio.sleep(0.01)
+        return rating_of(token_ids)
+
+    first.answer, second.answer = refuse, slow
+    found = await asyncio.gather(*(rate_one(pool) for _ in range(12)))
+    assert all(rating.tolist() == [-5.0, -6.0, -7.0] for rating in found)
+    assert second.most_at_once == 2
+
+
+@in_loop
+async def test_a_teacher_that_comes_back_as_another_model_is_not_used(model):
+    pool, teacher = await started(model, wait_seconds=0.6)
+    state = "lost"
+
+    async def answer(token_ids: list[int]) -> list[float]:
+        if state == "lost":
+            raise lost()
+        return rating_of(token_ids, offset=0.5)
+
+    teacher.answer = answer
+    rating = asyncio.create_task(rate_one(pool))
+    await asyncio.sleep(0.05)
+    state = "another"
+    with pytest.raises(NotRated, match=r"must serve the model that the run began with"):
+        await rating
+
+
+@in_loop
+async def test_a_teacher_that_was_restarted_as_another_model_while_it_was_idle_is_not_used(
     model, monkeypatch
 ):
     """No request fails, because nobody asks meanwhile."""
+    pool, teacher = await started(model, wait_seconds=0.6)
+    assert len(await rate_one(pool)) == 3
+    num_requests = teacher.num_requests
+    assert len(await rate_one(pool)) == 3
+    assert teacher.num_requests == num_requests + 1, "a busy teacher is not asked for more"
+    monkeypatch.setattr(teacher_pool, "_IDLE_SECONDS", 0.0)
+    assert len(await rate_one(pool)) == 3, "the same model goes on"
 
-    async def run() -> None:
-        teacher = LocalTeacher("http://t", facts_of(model))
-        pool = make(model, teacher, wait_seconds=0.6)
-        await pool.start(5)
-        assert len(await rate_one(pool)) == 3
-        num_requests = teacher.num_requests
-        assert len(await rate_one(pool)) == 3
-        assert teacher.num_requests == num_requests + 1, "a busy teacher is not asked for more"
-        monkeypatch.setattr(teacher_pool, "_IDLE_SECONDS", 0.0)
-        assert len(await rate_one(pool)) == 3, "the same model goes on"
+    may_answer = asyncio.Event()
 
-        may_answer = asyncio.Event()
+    async def answer(token_ids: list[int]) -> list[float]:
+        await may_answer.wait()
+        return rating_of(token_ids, offset=0.5)
 
-        async def answer(token_ids: list[int]) -> list[float]:
-            await may_answer.wait()
-            return rating_of(token_ids, offset=0.5)
-
-        teacher.answer = answer
-        # The second one does not take the question to the teacher for a sign that it is busy.
-        ratings = [asyncio.create_task(rate_one(pool)) for _ in range(2)]
-        await asyncio.sleep(0.1)
-        may_answer.set()
-        for rating in ratings:
-            with pytest.raises(NotRated, match=r"must serve the model that the run began with"):
-                await rating
-
-    asyncio.run(run())
+    teacher.answer = answer
+    # The second one does not take the question to the teacher for a sign that it is busy.
+    ratings = [asyncio.create_task(rate_one(pool)) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    may_answer.set()
+    for rating in ratings:
+        with pytest.raises(NotRated, match=r"must serve the model that the run began with"):
+            await rating
 
 
-def test_a_rating_is_given_up_after_silence_and_never_invented(model):
-    async def run() -> None:
-        teacher = LocalTeacher("http://t", facts_of(model))
-        pool = make(model, teacher, wait_seconds=0.3)
-        await pool.start(5)
+@in_loop
+async def test_a_rating_is_given_up_after_silence_and_never_invented(model):
+    pool, teacher = await started(model, wait_seconds=0.3)
 
-        async def refuse(token_ids: list[int]) -> list[float]:
-            raise lost()
-
-        teacher.answer = refuse
-        rater = GroupRater(pool, max_unrated_groups=2)
-        with pytest.raises(
-            Unrated, match=r"No teacher has answered .*teacher\.wait_seconds = 0\.3"
-        ):
-            await rater.rate([rollout(), rollout()])
-        with pytest.raises(TeachersFailing, match=r"2 groups in a row .*max_unrated_groups = 2"):
-            await rater.rate([rollout()])
-        assert rater.num_waiting == pool.num_waiting == 0
-        teacher.answer = teacher.by_number
-        rater, rated = GroupRater(pool, max_unrated_groups=1000), []
-        while not rated:  # the teacher is left alone for a while first
-            with contextlib.suppress(Unrated):
-                rated = await rater.rate([rollout(0.25)])
-        assert rated[0].teacher_logprobs is not None
-        assert rated[0].reward == 0.25
-
-    asyncio.run(run())
+    teacher.answer = refuse
+    rater = GroupRater(pool, max_unrated_groups=2)
+    with pytest.raises(Unrated, match=r"No teacher has answered .*teacher\.wait_seconds = 0\.3"):
+        await rater.rate([rollout(), rollout()])
+    with pytest.raises(TeachersFailing, match=r"2 groups in a row .*max_unrated_groups = 2"):
+        await rater.rate([rollout()])
+    assert rater.num_waiting == pool.num_waiting == 0
+    teacher.answer = teacher.by_number
+    rater, rated = GroupRater(pool, max_unrated_groups=1000), []
+    while not rated:  # the teacher is left alone for a while first
+        with contextlib.suppress(Unrated):
+            rated = await rater.rate([rollout(0.25)])
+    assert rated[0].teacher_logprobs is not None
+    assert rated[0].reward == 0.25
 
 
-def test_each_group_has_the_whole_waiting_time_whatever_others_have_waited(model):
+@in_loop
+async def test_each_group_has_the_whole_waiting_time_whatever_others_have_waited(model):
     """A group that began late is neither dropped nor counted together with those that gave up."""
+    pool, teacher = await started(model, wait_seconds=1.0)
 
-    async def run() -> None:
-        teacher = LocalTeacher("http://t", facts_of(model))
-        pool = make(model, teacher, wait_seconds=1.0)
-        await pool.start(5)
-
-        async def refuse(token_ids: list[int]) -> list[float]:
-            raise lost()
-
-        teacher.answer = refuse
-        rater = GroupRater(pool, max_unrated_groups=2)
-        early = asyncio.create_task(rater.rate([rollout()]))
-        await asyncio.sleep(0.8)
-        late = asyncio.create_task(rater.rate([rollout()]))
-        began = time.monotonic()
-        with pytest.raises(Unrated):
-            await early
-        with pytest.raises(TeachersFailing):
-            await late
-        assert time.monotonic() - began >= 1.0
-
-    asyncio.run(run())
+    teacher.answer = refuse
+    rater = GroupRater(pool, max_unrated_groups=2)
+    early = asyncio.create_task(rater.rate([rollout()]))
+    await asyncio.sleep(0.8)
+    late = asyncio.create_task(rater.rate([rollout()]))
+    began = time.monotonic()
+    with pytest.raises(Unrated):
+        await early
+    with pytest.raises(TeachersFailing):
+        await late
+    assert time.monotonic() - began >= 1.0
 
 
-def test_a_group_that_was_not_asked_for_yet_is_not_given_up(model):
+@in_loop
+async def test_a_group_that_was_not_asked_for_yet_is_not_given_up(model):
     """While a teacher is out, only the ratings that have a place with it run out of time."""
+    pool, teacher = await started(model, wait_seconds=0.5, max_concurrent_requests=1)
 
-    async def run() -> None:
-        teacher = LocalTeacher("http://t", facts_of(model))
-        pool = make(model, teacher, wait_seconds=0.5, max_concurrent_requests=1)
-        await pool.start(5)
-
-        async def refuse(token_ids: list[int]) -> list[float]:
-            raise lost()
-
-        teacher.answer = refuse
-        rater = GroupRater(pool, max_unrated_groups=2)
-        first, second = (asyncio.create_task(rater.rate([rollout()])) for _ in range(2))
-        with pytest.raises(Unrated):
-            await first
-        began = time.monotonic()
-        with pytest.raises(TeachersFailing):
-            await second
-        assert time.monotonic() - began >= 0.4
-
-    asyncio.run(run())
+    teacher.answer = refuse
+    rater = GroupRater(pool, max_unrated_groups=2)
+    first, second = (asyncio.create_task(rater.rate([rollout()])) for _ in range(2))
+    with pytest.raises(Unrated):
+        await first
+    began = time.monotonic()
+    with pytest.raises(TeachersFailing):
+        await second
+    assert time.monotonic() - began >= 0.4
 
 
-def test_short_rollouts_of_a_group_share_a_request_where_the_server_takes_lists(model):
-    async def run() -> None:
-        teacher = LocalTeacher("http://t", facts_of(model))
-        pool = make(model, teacher)
-        await pool.start(5)
-        rater = GroupRater(pool, max_unrated_groups=2)
-        group = [replace(rollout(), token_ids=np.arange(2, n, dtype=np.int32)) for n in (4, 9)]
-        for capabilities, sizes in (
-            (Capabilities(), [1, 1]),
-            (Capabilities(rates_lists=True), [2]),
-        ):
-            teacher.capabilities, teacher.sizes = capabilities, []
-            rated = await rater.rate(group)
-            assert teacher.sizes == sizes
-            assert [r.teacher_logprobs.tolist() for r in rated] == [
-                [-2.0, -3.0], [-2.0, -3.0, -4.0, -5.0, -6.0, -7.0, -8.0]
-            ]  # fmt: skip
-
-    asyncio.run(run())
+@in_loop
+async def test_short_rollouts_of_a_group_share_a_request_where_the_server_takes_lists(model):
+    pool, teacher = await started(model)
+    rater = GroupRater(pool, max_unrated_groups=2)
+    group = [replace(rollout(), token_ids=np.arange(2, n, dtype=np.int32)) for n in (4, 9)]
+    for capabilities, sizes in (
+        (Capabilities(), [1, 1]),
+        (Capabilities(rates_lists=True), [2]),
+    ):
+        teacher.capabilities, teacher.sizes = capabilities, []
+        rated = await rater.rate(group)
+        assert teacher.sizes == sizes
+        assert [r.teacher_logprobs.tolist() for r in rated] == [
+            [-2.0, -3.0], [-2.0, -3.0, -4.0, -5.0, -6.0, -7.0, -8.0]
+        ]  # fmt: skip
 
 
-def test_each_completion_token_comes_with_the_teachers_most_likely_tokens(model):
-    async def run() -> None:
-        teacher = LocalTeacher("http://t", facts_of(model))
-        pool = make(model, teacher, top_k=3)
-        await pool.start(5)
-        (rated,) = await GroupRater(pool, max_unrated_groups=2).rate([rollout()])
-        assert teacher.num_tops == {3}
-        assert rated.teacher_logprobs.tolist() == [-5.0, -6.0, -7.0]
-        assert rated.teacher_top_ids.dtype == np.int32
-        assert rated.teacher_top_ids.tolist() == [[0, 1, 2]] * 3
-        assert rated.teacher_top_logprobs.dtype == np.float32
-        assert rated.teacher_top_logprobs.tolist() == [[-1.0, -2.0, -3.0]] * 3
-
-    asyncio.run(run())
+@in_loop
+async def test_each_completion_token_comes_with_the_teachers_most_likely_tokens(model):
+    pool, teacher = await started(model, top_k=3)
+    (rated,) = await GroupRater(pool, max_unrated_groups=2).rate([rollout()])
+    assert teacher.num_tops == {3}
+    assert rated.teacher_logprobs.tolist() == [-5.0, -6.0, -7.0]
+    assert rated.teacher_top_ids.dtype == np.int32
+    assert rated.teacher_top_ids.tolist() == [[0, 1, 2]] * 3
+    assert rated.teacher_top_logprobs.dtype == np.float32
+    assert rated.teacher_top_logprobs.tolist() == [[-1.0, -2.0, -3.0]] * 3
 
 
-def test_tokens_that_the_student_lacks_are_asked_for_besides_and_left_out(model):
-    async def run() -> None:
-        teacher = LocalTeacher("http://t", facts_of(model, vocab_size=22))
-        teacher.best = [21, 4, 20, 7, 5]
-        pool = make(model, teacher, top_k=2)
-        await pool.start(5)
-        ((_, top),) = await pool.rate([(PROMPT, COMPLETION)])
-        assert teacher.num_tops == {4}
-        assert top.ids.tolist() == [[4, 7]] * 3
-        assert top.logprobs.tolist() == [[-2.0, -4.0]] * 3
-
-    asyncio.run(run())
+@in_loop
+async def test_tokens_that_the_student_lacks_are_asked_for_besides_and_left_out(model):
+    teacher = LocalTeacher("http://t", facts_of(model, vocab_size=22))
+    teacher.best = [21, 4, 20, 7, 5]
+    pool = make(model, teacher, top_k=2)
+    await pool.start(5)
+    ((_, top),) = await pool.rate([(PROMPT, COMPLETION)])
+    assert teacher.num_tops == {4}
+    assert top.ids.tolist() == [[4, 7]] * 3
+    assert top.logprobs.tolist() == [[-2.0, -4.0]] * 3
 
 
-def test_an_answer_with_too_few_tokens_of_the_student_is_a_wrong_one(model):
+@in_loop
+async def test_an_answer_with_too_few_tokens_of_the_student_is_a_wrong_one(model):
     """A server that does not tell its vocabulary is asked for no more than is needed."""
-
-    async def run() -> None:
-        teacher = LocalTeacher("http://t", facts_of(model, vocab_size=None))
-        teacher.best = [21, 4]
-        drops = DropLog(lambda text: None)
-        pool = make(model, teacher, drops=drops, top_k=2, wait_seconds=0.3)
-        await pool.start(5)
-        with pytest.raises(NotRated, match=r"must name 2 of the 20 tokens of the trained model"):
-            await pool.rate([(PROMPT, COMPLETION)])
-        assert drops.counts["rating failed"] > 0
-
-    asyncio.run(run())
+    teacher = LocalTeacher("http://t", facts_of(model, vocab_size=None))
+    teacher.best = [21, 4]
+    drops = DropLog(lambda text: None)
+    pool = make(model, teacher, drops=drops, top_k=2, wait_seconds=0.3)
+    await pool.start(5)
+    with pytest.raises(NotRated, match=r"must name 2 of the 20 tokens of the trained model"):
+        await pool.rate([(PROMPT, COMPLETION)])
+    assert drops.counts["rating failed"] > 0
 
 
-def test_a_teacher_with_far_more_tokens_is_refused_with_top_k_alone(model):
-    async def run() -> None:
-        facts = facts_of(model, vocab_size=20 + 129)
-        await make(model, LocalTeacher("http://t", facts)).start(5)
-        with pytest.raises(
-            WrongServer, match=r"129 tokens more .*teacher\.top_k it may have at most 128"
-        ):
-            await make(model, LocalTeacher("http://t", facts), top_k=2).start(5)
-
-    asyncio.run(run())
+@in_loop
+async def test_a_teacher_with_far_more_tokens_is_refused_with_top_k_alone(model):
+    facts = facts_of(model, vocab_size=20 + 129)
+    await make(model, LocalTeacher("http://t", facts)).start(5)
+    with pytest.raises(
+        WrongServer, match=r"129 tokens more .*teacher\.top_k it may have at most 128"
+    ):
+        await make(model, LocalTeacher("http://t", facts), top_k=2).start(5)
 
 
 @pytest.mark.parametrize(
@@ -442,28 +384,24 @@ def test_requests_hold_as_many_rollouts_as_they_have_tokens_for(lengths, most, p
     assert [len(part) for part in found] == parts
 
 
-def test_a_rollout_that_alone_cannot_be_rated_does_not_hold_up_others(model):
-    async def run() -> None:
-        teacher = LocalTeacher("http://t", facts_of(model))
-        pool = make(model, teacher)
-        await pool.start(5)
+@in_loop
+async def test_a_rollout_that_alone_cannot_be_rated_does_not_hold_up_others(model):
+    pool, teacher = await started(model)
 
-        async def pick(token_ids: list[int]) -> list[float]:
-            if 19 in token_ids and len(token_ids) == 3:
-                raise RouteError("POST http://t answered 400: cannot rate this", 400)
-            return rating_of(token_ids)
+    async def pick(token_ids: list[int]) -> list[float]:
+        if 19 in token_ids and len(token_ids) == 3:
+            raise RouteError("POST http://t answered 400: cannot rate this", 400)
+        return rating_of(token_ids)
 
-        teacher.answer = pick
-        poison = asyncio.create_task(rate_one(pool, np.array([19], np.int32)))
-        while not poison.done():
-            await rate_one(pool)
-            await asyncio.sleep(0.02)
-        with pytest.raises(
-            NotRated, match=r"failed again and again, and others did not.*cannot rate this"
-        ):
-            await poison
-
-    asyncio.run(run())
+    teacher.answer = pick
+    poison = asyncio.create_task(rate_one(pool, np.array([19], np.int32)))
+    while not poison.done():
+        await rate_one(pool)
+        await asyncio.sleep(0.02)
+    with pytest.raises(
+        NotRated, match=r"failed again and again, and others did not.*cannot rate this"
+    ):
+        await poison
 
 
 @pytest.mark.parametrize(
@@ -474,44 +412,38 @@ def test_a_rollout_that_alone_cannot_be_rated_does_not_hold_up_others(model):
         ({"model_path": None}, r"no tokenizer\.json in the directory.*Set teacher\.model_path"),
     ],
 )
-def test_a_server_that_cannot_be_a_teacher_is_refused_at_the_start(model, changes, message):
-    async def run() -> None:
-        teacher = LocalTeacher("http://t", facts_of(model, **changes))
-        with pytest.raises(WrongServer, match=f"(?s)teacher.urls.*{message}"):
-            await make(model, teacher).start(5)
-
-    asyncio.run(run())
+@in_loop
+async def test_a_server_that_cannot_be_a_teacher_is_refused_at_the_start(model, changes, message):
+    teacher = LocalTeacher("http://t", facts_of(model, **changes))
+    with pytest.raises(WrongServer, match=f"(?s)teacher.urls.*{message}"):
+        await make(model, teacher).start(5)
 
 
-def test_another_tokenizer_is_refused_with_the_token_that_differs(model, tmp_path):
+@in_loop
+async def test_another_tokenizer_is_refused_with_the_token_that_differs(model, tmp_path):
     words = {f"t{i}": i for i in range(20)} | {"t7": 8, "t8": 7}
     other = save_tokenizer(tmp_path / "other", words)
     larger = save_tokenizer(tmp_path / "larger", {f"t{i}": i for i in range(30)})
 
-    async def run() -> None:
-        with pytest.raises(
-            WrongServer, match=r"2 of 20 are not in .*token 7 is 't7', which the teacher has as 8"
-        ):
-            await make(model, LocalTeacher("http://t", facts_of(other))).start(5)
-        # A teacher may know more tokens.
-        facts = facts_of(larger, vocab_size=30)
-        await make(model, LocalTeacher("http://t", facts)).start(5)
-
-    asyncio.run(run())
+    with pytest.raises(
+        WrongServer, match=r"2 of 20 are not in .*token 7 is 't7', which the teacher has as 8"
+    ):
+        await make(model, LocalTeacher("http://t", facts_of(other))).start(5)
+    # A teacher may know more tokens.
+    facts = facts_of(larger, vocab_size=30)
+    await make(model, LocalTeacher("http://t", facts)).start(5)
 
 
-def test_teachers_must_all_be_the_same_model(model):
-    async def run() -> None:
-        first, second = (LocalTeacher(f"http://{c}", facts_of(model)) for c in "ab")
+@in_loop
+async def test_teachers_must_all_be_the_same_model(model):
+    first, second = (LocalTeacher(f"http://{c}", facts_of(model)) for c in "ab")
 
-        async def other(token_ids: list[int]) -> list[float]:
-            return rating_of(token_ids, offset=1.0)
+    async def other(token_ids: list[int]) -> list[float]:
+        return rating_of(token_ids, offset=1.0)
 
-        second.answer = other
-        with pytest.raises(WrongServer, match="rates fixed tokens otherwise, by 1 nats"):
-            await make(model, first, second).start(5)
-
-    asyncio.run(run())
+    second.answer = other
+    with pytest.raises(WrongServer, match="rates fixed tokens otherwise, by 1 nats"):
+        await make(model, first, second).start(5)
 
 
 def test_a_teacher_is_asked_for_at_most_as_many_tokens_as_servers_return() -> None:

@@ -1,0 +1,38 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Clients of servers that are objects of the test, and tests that are coroutines."""
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any, ParamSpec
+
+from torchtitan.grpo.inference.client import InferenceClient
+
+_P = ParamSpec("_P")
+
+
+class StubClient(InferenceClient):
+    """Has each method of a client; those that a test needs are overridden."""
+
+    async def _none(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("this server does only what its test needs")
+
+    abort = generate = health = load = version = num_workers = pause = resume = rate = _none
+    describe = join_weight_group = leave_weight_groups = begin_update = _none
+    receive_bucket = commit_update = update_from_disk = close = _none
+
+
+def in_loop(test: Callable[_P, Awaitable[None]]) -> Callable[_P, None]:
+    """Runs a test that is a coroutine, for at most two minutes."""
+
+    @functools.wraps(test)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        async def limited() -> None:
+            async with asyncio.timeout(120):
+                await test(*args, **kwargs)
+
+        asyncio.run(limited())
+
+    return run
