@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from check_gpu.row import Settings
 from torchtitan.grpo.models.shards import Assembly, Block, Piece
-from torchtitan.grpo.weight_sync.plan import ALL_PARAMETERS, plan_sources
+from torchtitan.grpo.weight_sync.plan import plan_sources
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, lay_out_slot
 from torchtitan.grpo.weight_sync.slot_memory import SnapshotSlots
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
@@ -80,7 +80,7 @@ def make_pushed(
         source.rank: lay_out_slot(source, adapter, torch.bfloat16, contiguous=on_gpu)
         for source in sources
     }
-    plan = PushPlan(ALL_PARAMETERS, sources, layouts, torch.bfloat16)
+    plan = PushPlan(sources, layouts, torch.bfloat16)
     slots = SnapshotSlots(plan, num_slots, pinned=on_gpu)
     return Pushed(plan, slots, Snapshots(parameters, slots.shards, device))
 

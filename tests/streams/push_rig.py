@@ -34,7 +34,7 @@ from torchtitan.grpo.weight_sync.gather import Agent, Gatherer
 from torchtitan.grpo.weight_sync.lane import Listeners
 from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts
 from torchtitan.grpo.weight_sync.payloads import PayloadPool
-from torchtitan.grpo.weight_sync.plan import ALL_PARAMETERS, plan_sources
+from torchtitan.grpo.weight_sync.plan import plan_sources
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, lay_out_slot
 from torchtitan.grpo.weight_sync.slot_memory import SnapshotSlots
@@ -316,7 +316,7 @@ def _plan(sync: WeightSync, contiguous: bool) -> PushPlan:
     ]
     sources = plan_sources(assemblies, _ADAPTER, WIRE, bucket_bytes=40)
     layouts = {s.rank: lay_out_slot(s, _ADAPTER, WIRE, contiguous=contiguous) for s in sources}
-    return PushPlan(ALL_PARAMETERS, sources, layouts, WIRE)
+    return PushPlan(sources, layouts, WIRE)
 
 
 def single_rank(folder: Path) -> None:

@@ -36,7 +36,6 @@ from torchtitan.grpo.weight_sync.lane import Listeners
 from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts, max_alive
 from torchtitan.grpo.weight_sync.memory_plan import memory_of, wire_dtype
 from torchtitan.grpo.weight_sync.payloads import PayloadPool
-from torchtitan.grpo.weight_sync.plan import ADAPTERS, ALL_PARAMETERS
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, Shards
 from torchtitan.grpo.weight_sync.slot_memory import SnapshotSlots
@@ -131,15 +130,15 @@ def _agree_on_plan(
     contiguous: bool,
 ) -> tuple[PushPlan, BaseStateDictAdapter]:
     """Returns the plan of the push, and the state-dict adapter that gives the names; collective."""
-    selection = ALL_PARAMETERS
-    if config.lora.rank and config.lora.push == "adapters":
-        selection, adapter = ADAPTERS, AdapterNames(adapter, config.model.hf_assets_path)
+    adapters_only = config.lora.rank > 0 and config.lora.push == "adapters"
+    if adapters_only:
+        adapter = AdapterNames(adapter, config.model.hf_assets_path)
     plan = agree_on_push(
         parameters,
         adapter,
         wire_dtype(config),
         config.weight_sync.bucket_bytes,
-        selection,
+        adapters_only=adapters_only,
         max_sources=config.weight_sync.max_sources,
         contiguous=contiguous,
     )

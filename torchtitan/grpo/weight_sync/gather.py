@@ -31,9 +31,7 @@ from torchtitan.grpo.system.rank_calls import operation
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_sync.payloads import Payload, PayloadPool
 from torchtitan.grpo.weight_sync.plan import (
-    ALL_PARAMETERS,
     BucketPlan,
-    ParameterSelection,
     SourcePlan,
     plan_sources,
 )
@@ -51,8 +49,8 @@ def agree_on_push(
     adapter: BaseStateDictAdapter,
     wire_dtype: torch.dtype,
     bucket_bytes: int,
-    selection: ParameterSelection = ALL_PARAMETERS,
     *,
+    adapters_only: bool = False,
     max_sources: int = 0,
     contiguous: bool = False,
 ) -> PushPlan:
@@ -63,20 +61,20 @@ def agree_on_push(
         adapter: State-dict adapter of the model family.
         wire_dtype: Dtype of the snapshots and of the buckets.
         bucket_bytes: See :func:`plan_buckets`.
-        selection: The parameters that are pushed.
+        adapters_only: Whether only LoRA adapters are pushed.
         max_sources: ``weight_sync.max_sources``.
         contiguous: See :func:`lay_out_slot`.
     """
     limits = SourceLimits(max_sources, agree_on_hosts())
     everything = agree_on_assembly(parameters, adapter)
-    assemblies = [a for a in everything if selection.includes(a.name)]
+    assemblies = [a for a in everything if is_adapter(a.name) or not adapters_only]
     sources = plan_sources(assemblies, adapter, wire_dtype, bucket_bytes, limits)
     layouts = {
         source.rank: lay_out_slot(source, adapter, wire_dtype, contiguous=contiguous)
         for source in sources
     }
     model_numel = sum(a.numel for a in everything if not is_adapter(a.name))
-    return PushPlan(selection, sources, layouts, wire_dtype, model_numel * wire_dtype.itemsize)
+    return PushPlan(sources, layouts, wire_dtype, model_numel * wire_dtype.itemsize)
 
 
 def agree_on_hosts() -> tuple[int, ...]:

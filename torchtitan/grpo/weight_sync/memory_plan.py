@@ -23,7 +23,7 @@ from torchtitan.grpo.pipeline.stages import fixes_stages, stage_modules, stage_r
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_sync.leader import max_alive
-from torchtitan.grpo.weight_sync.plan import ADAPTERS, ALL_PARAMETERS, plan_sources
+from torchtitan.grpo.weight_sync.plan import plan_sources
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, lay_out_slot
 from torchtitan.grpo.weight_sync.sources import SourceLimits
 from torchtitan.grpo.weight_sync.transports.group_end import PIECE_BYTES
@@ -134,9 +134,8 @@ def predict_memory(
     sync, degree = config.weight_sync, config.parallelism.tensor_parallel_degree
     dtype, limits = wire_dtype(config), SourceLimits(sync.max_sources)
     model_numel = sum(math.prod(shape) for name, shape in shapes.items() if not is_adapter(name))
-    selection = ALL_PARAMETERS
     if config.lora.rank and config.lora.push == "adapters":
-        selection, adapter = ADAPTERS, AdapterNames(adapter, config.model.hf_assets_path)
+        adapter = AdapterNames(adapter, config.model.hf_assets_path)
         shapes = {name: shape for name, shape in shapes.items() if is_adapter(name)}
     ranks_of = _ranks_by_module(config, shapes, num_ranks)
     assemblies = [
@@ -145,7 +144,7 @@ def predict_memory(
     ]
     sources = plan_sources(assemblies, adapter, dtype, sync.bucket_bytes, limits)
     layouts = {s.rank: lay_out_slot(s, adapter, dtype, contiguous=on_gpu) for s in sources}
-    plan = PushPlan(selection, sources, layouts, dtype, model_numel * dtype.itemsize)
+    plan = PushPlan(sources, layouts, dtype, model_numel * dtype.itemsize)
     return memory_of(plan, sync, max_alive(sync, num_servers), num_servers)
 
 

@@ -9,7 +9,6 @@ assembled to every server; `sources.py` chooses the sources.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import torch
 
@@ -18,27 +17,8 @@ from torchtitan.grpo.models.lora import AdapterNames, lora_scale
 from torchtitan.grpo.models.shards import Assembly, in_buckets
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_sync.sources import SourceLimits, choose_sources
-from torchtitan.grpo.weight_wire.adapter_names import FACTORS, is_adapter, target_of
+from torchtitan.grpo.weight_wire.adapter_names import is_adapter, target_of
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
-
-
-@dataclass(frozen=True)
-class ParameterSelection:
-    """A named set of parameters that are pushed together, the same on all ranks.
-
-    The plan, the snapshot slots and the push contain exactly the parameters whose native names match
-    one of ``patterns``, in which ``*`` stands for any characters.
-    """
-
-    name: str
-    patterns: tuple[str, ...]
-
-    def includes(self, parameter: str) -> bool:
-        return any(fnmatchcase(parameter, pattern) for pattern in self.patterns)
-
-
-ALL_PARAMETERS = ParameterSelection("all", ("*",))
-ADAPTERS = ParameterSelection("adapters", tuple(f"*{factor}" for factor in FACTORS))
 
 
 @dataclass(frozen=True)

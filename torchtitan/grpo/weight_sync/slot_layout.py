@@ -23,7 +23,7 @@ import torch
 from torchtitan.grpo.models.hf_weights import keeps_bytes
 from torchtitan.grpo.models.shards import Assembly, Piece
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
-from torchtitan.grpo.weight_sync.plan import ParameterSelection, SourcePlan
+from torchtitan.grpo.weight_sync.plan import SourcePlan
 
 Shards = Mapping[str, torch.Tensor]
 """A rank's part of each parameter to which the rank contributes, by native name."""
@@ -88,7 +88,6 @@ class PushPlan:
     """Which rank sends which parameters, and where they lie in the slots; the same on every rank.
 
     Attributes:
-        selection: The parameters that are pushed.
         sources: What each source sends, ascending by rank.
         layouts: Layout of each source's slots, by rank.
         wire_dtype: Dtype of the snapshots and of the buckets.
@@ -96,7 +95,6 @@ class PushPlan:
             model is pushed.
     """
 
-    selection: ParameterSelection
     sources: list[SourcePlan]
     layouts: dict[int, SlotLayout]
     wire_dtype: torch.dtype

@@ -201,12 +201,6 @@ def test_a_new_rate_of_muon_gets_the_schedule_over_the_whole_run(world):
     assert world.plan(*longer, "--optimizer.muon_lr=1e-3").record.schedule_steps == 300
 
 
-def test_a_constant_learning_rate_needs_no_words(world):
-    constant = "--lr_scheduler.decay_ratio=0.0"
-    world.checkpoint(150, world.plan(constant).record)
-    assert "learning rate" not in world.describe(constant, "--training.steps=300")
-
-
 def test_a_warm_up_that_is_longer_than_the_run_is_told_as_what_is_used(world):
     used = "so it rises over 4 (lr_scheduler.warmup_steps is 10)"
     short = ("--training.steps=4", "--lr_scheduler.warmup_steps=10")

@@ -3,13 +3,6 @@
 
 """The leader calls another rank's agent as if it were its own."""
 
-from torchtitan.grpo.system.rank_calls import operations_of
-from torchtitan.grpo.weight_sync.gather import Agent
-from torchtitan.grpo.weight_sync.transports.disk_transport import DiskSender
-from torchtitan.grpo.weight_sync.transports.group_transport import GroupSender
-from torchtitan.grpo.weight_wire.group_facts import GroupFacts
-from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
-
 NOTHING = type(None)
 
 
@@ -37,19 +30,3 @@ def test_calls_and_their_failures_cross_ranks(run_ranks):
         ["leave", "http://server"],
         ["close"],
     ]
-
-
-def test_the_remote_form_of_an_object_has_its_operations_and_their_results():
-    assert operations_of(Agent) == {"wait_copied": NOTHING, "gather": NOTHING, "drop": NOTHING}
-    assert operations_of(DiskSender) == {"write": NOTHING}
-    assert operations_of(GroupSender) == {
-        "prepare": BucketSpec,
-        "group_facts": GroupFacts,
-        "open": WeightGroupInfo,
-        "join": NOTHING,
-        "send": NOTHING,
-        "leave": NOTHING,
-    }
-    # A rank offers the operations of its agent and of its sender under one table of names.
-    for sender in (DiskSender, GroupSender):
-        assert not operations_of(Agent).keys() & operations_of(sender).keys()

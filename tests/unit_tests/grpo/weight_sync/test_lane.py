@@ -54,7 +54,7 @@ class Way:
     async def join(self) -> None: ...
 
     async def push(self, version: int, base: int | None) -> PushReport:
-        return PushReport(version, "all", 1, 0.1, 0.1, 0.0)
+        return PushReport(version, 1, 0.1, 0.1, 0.0)
 
     async def recover(self) -> None: ...
 
@@ -155,7 +155,7 @@ class ScriptedWay:
         if self.error is not None:
             raise self.error
         self.client.served = version
-        return PushReport(version, "all", 1, 0.1, 0.1, 0.0)
+        return PushReport(version, 1, 0.1, 0.1, 0.0)
 
     async def recover(self) -> None:
         self.asked.append("recover")

@@ -5,8 +5,6 @@ import torch
 from torchtitan.grpo.models.shards import Assembly, Block, Piece
 from torchtitan.grpo.weight_sync import gather
 from torchtitan.grpo.weight_sync.plan import (
-    ALL_PARAMETERS,
-    ParameterSelection,
     plan_buckets,
     plan_sources,
 )
@@ -82,17 +80,15 @@ def test_a_push_plan_holds_the_selected_parameters_and_no_others(monkeypatch):
     model = [assembly(n, 4, 0, 1) for n in ("layers.0.lora_a", "layers.0.wq", "layers.1.lora_b")]
     monkeypatch.setattr(gather, "agree_on_assembly", lambda parameters, adapter: model)
     monkeypatch.setattr(gather, "agree_on_hosts", lambda: (0, 0))
-    adapters = ParameterSelection("adapters", ("*.lora_a", "*.lora_b"))
-    for selection, wanted in ((ALL_PARAMETERS, model), (adapters, [model[0], model[2]])):
+    for adapters_only, wanted in ((False, model), (True, [model[0], model[2]])):
         plan = gather.agree_on_push(
             {},
             RenamingAdapter(),
             torch.bfloat16,
             1000,
-            selection,
+            adapters_only=adapters_only,
             max_sources=1,  # pyright: ignore
         )
-        assert plan.selection is selection
         names = [assembly.name for assembly in wanted]
         assert plan.names_from(0) == plan.names_from(1) == names
         (source,) = plan.sources

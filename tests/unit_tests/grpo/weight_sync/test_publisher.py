@@ -50,10 +50,6 @@ def test_a_server_that_is_there_is_waited_for_as_long_as_its_lane_lets_it():
     assert next(looks, None) is None
 
 
-def test_a_served_version_is_not_waited_for_though_another_server_is_lost():
-    Waiting(lane(version=4), lane(is_lost=True, version=-1)).wait_for(4, 0.1, lambda: False)
-
-
 @pytest.mark.parametrize("behind", [0, 1])
 def test_each_server_that_is_there_is_waited_for(behind: int):
     lanes = [lane(version=4), lane(url="http://b", version=4)]

@@ -63,14 +63,6 @@ def test_all_ranks_send_equally_much_and_everything_is_sent_once(layout):
     assert names == sorted(a.name for a in assemblies)
 
 
-def test_each_source_lists_its_parameters_in_the_order_of_the_model():
-    assemblies = model(SIZES, [[0], [1], [2]])
-    order = [a.name for a in assemblies]
-    for members in choose_sources(assemblies, SourceLimits()).values():
-        places = [order.index(a.name) for a in members]
-        assert places == sorted(places)
-
-
 def test_blocks_come_from_the_source_itself_or_from_its_own_host():
     # Two hosts with a replica each; each replica is sharded over the two ranks of its host.
     assemblies = model(SIZES, [[0, 2], [1, 3]])
@@ -97,20 +89,6 @@ def test_the_first_sources_are_on_different_hosts():
     assert sorted(choose_sources(assemblies, limits)) == [0, 4]
     alone = SourceLimits(max_sources=1, hosts=limits.hosts)
     assert sorted(choose_sources(assemblies, alone)) == [0]
-
-
-@pytest.mark.parametrize(("max_sources", "expected"), [(1, [0, 2]), (2, [0, 2]), (4, [0, 1, 2, 3])])
-def test_each_part_of_a_pipeline_has_a_source(max_sources, expected):
-    first = plan_assembly([{"layers.0.w": held} for held in two_halves()])
-    assert families_of(first) == [{0, 1}]
-    both = plan_assembly(
-        [{"layers.0.w": held} for held in two_halves()]
-        + [{"layers.1.w": held, "layers.2.w": held} for held in two_halves()]
-        + []
-    )
-    both += plan_assembly([{"layers.3.w": held} for held in two_halves()])
-    assert families_of(both) == [{0, 1}, {2, 3}]
-    assert sorted(choose_sources(both, SourceLimits(max_sources))) == expected
 
 
 def two_halves() -> list[Held]:

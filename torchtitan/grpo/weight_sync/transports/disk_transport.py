@@ -98,7 +98,7 @@ class DiskTransport(Transport[DiskSender]):
         self._directories = await asyncio.to_thread(self._make_directories)
 
     def connect(self, client: InferenceClient) -> "DiskConnection":
-        return DiskConnection(client, self, self._plan.selection.name, self._timeout_seconds)
+        return DiskConnection(client, self, self._timeout_seconds)
 
     async def written(self, version: int) -> tuple[Path, int]:
         """Returns the directory of a version, and the number of bytes of its tensors.
@@ -163,12 +163,10 @@ class DiskConnection(Connection):
         self,
         client: InferenceClient,
         transport: DiskTransport,
-        selection: str,
         timeout_seconds: float,
     ) -> None:
         super().__init__(client)
-        self._transport, self._selection = transport, selection
-        self._timeout_seconds = timeout_seconds
+        self._transport, self._timeout_seconds = transport, timeout_seconds
 
     async def join(self) -> None:
         # A trainer that was killed earlier may have left an update open or the server paused.
@@ -190,7 +188,7 @@ class DiskConnection(Connection):
             await self.client.resume()
             stood_still = time.monotonic() - written
         seconds = time.monotonic() - started
-        return PushReport(version, self._selection, num_bytes, seconds, seconds, stood_still)
+        return PushReport(version, num_bytes, seconds, seconds, stood_still)
 
     async def _load(self, path: Path, version: int) -> float:
         """Makes the server load the files; returns for how many seconds it stood still."""

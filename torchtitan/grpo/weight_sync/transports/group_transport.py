@@ -236,7 +236,6 @@ class GroupTransport(Transport[GroupSender]):
             client,
             self._senders,
             {source.rank: len(source.buckets) for source in self._plan.sources},
-            self._plan.selection.name,
             self._settings.timeout_seconds,
             self._settings.transport,
         )
@@ -249,7 +248,6 @@ class GroupConnection(Connection):
         client: The server.
         senders: The senders of the source ranks, in the order in which they send.
         num_buckets: Number of buckets that each source rank sends, by rank.
-        selection: Name of the set of parameters that are pushed.
         timeout_seconds: Maximum duration of a join, and of the transfer of each bucket.
         transport: ``weight_sync.transport``, which determines the backend of the groups.
     """
@@ -259,14 +257,13 @@ class GroupConnection(Connection):
         client: InferenceClient,
         senders: Sequence[GroupSender],
         num_buckets: Mapping[int, int],
-        selection: str,
         timeout_seconds: float,
         transport: GroupTransportName,
     ) -> None:
         super().__init__(client)
         self._handshake = Handshake(client, transport)
         self._senders, self._num_buckets = senders, num_buckets
-        self._selection, self._timeout_seconds = selection, timeout_seconds
+        self._timeout_seconds = timeout_seconds
         self._group_of: dict[int, str] = {}
         # Whether the server may hold a group, an update or a pause of this connection.
         self._is_known = False
@@ -312,9 +309,7 @@ class GroupConnection(Connection):
             await client.resume()
             stood_still = time.monotonic() - stopped
         done = time.monotonic()
-        return PushReport(
-            version, self._selection, num_bytes, done - started, sent - sending, stood_still
-        )
+        return PushReport(version, num_bytes, done - started, sent - sending, stood_still)
 
     async def _transfer(self, version: int, base: int | None) -> int:
         """Sends all buckets and returns their total number of bytes.
@@ -444,10 +439,5 @@ async def _end_all(tasks: MutableSequence[asyncio.Task]) -> None:
 
 def _give_up(task: asyncio.Future) -> None:
     task.cancel()
-    task.add_done_callback(_retrieve)
-
-
-def _retrieve(task: asyncio.Future) -> None:
-    # Marks the second of two errors as retrieved, so that asyncio does not log it.
-    if not task.cancelled():
-        task.exception()
+    # The second of two errors is retrieved, so that asyncio does not log it.
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())

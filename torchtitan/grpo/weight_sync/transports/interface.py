@@ -32,7 +32,6 @@ class PushReport:
 
     Attributes:
         version: Policy version that the server now serves.
-        selection: Name of the set of parameters that were pushed; see ``ParameterSelection``.
         num_bytes: Number of bytes of all payloads together.
         push_seconds: Time from the first request to the last answer.
         transfer_seconds: Time within the push from the first bucket sent to the last one received.
@@ -40,7 +39,6 @@ class PushReport:
     """
 
     version: int
-    selection: str
     num_bytes: int
     push_seconds: float
     transfer_seconds: float

@@ -38,7 +38,7 @@ class Server:
 def test_a_server_is_resumed_even_if_recovering_was_cancelled():
     async def body() -> None:
         server: Any = Server()
-        connection = GroupConnection(server, [], {}, "all", 60.0, "host")
+        connection = GroupConnection(server, [], {}, 60.0, "host")
         await connection.close()
         assert server.told == []  # it was never joined
         await connection.join()
@@ -129,7 +129,7 @@ def test_a_server_stands_still_for_as_long_as_it_must_and_is_sent_all_buckets(st
     async def body() -> None:
         server: Any = Taking(stops_for)
         sources: Any = [Source(0), Source(2)]
-        connection = GroupConnection(server, sources, {0: 2, 2: 1}, "all", 20.0, "host")
+        connection = GroupConnection(server, sources, {0: 2, 2: 1}, 20.0, "host")
         with pytest.raises(RuntimeError, match="must be joined before a push"):
             await connection.push(7, None)
         await connection.join()
@@ -139,7 +139,7 @@ def test_a_server_stands_still_for_as_long_as_it_must_and_is_sent_all_buckets(st
         report = await connection.push(7, 6)
         assert server.order == order
         assert [source.sent for source in sources] == [[(7, 0, 6), (7, 1, 6)], [(7, 0, 6)]]
-        assert (report.version, report.selection, report.num_bytes) == (7, "all", 36)
+        assert (report.version, report.num_bytes) == (7, 36)
         if stops_for == "nothing":
             assert report.pause_seconds == 0.25  # by the server's own clock
         await connection.close()
@@ -166,7 +166,7 @@ def test_sources_send_at_the_same_time_to_a_server_that_receives_so(receives_in_
         server: Any = Taking("nothing", receives_in_parallel=receives_in_parallel)
         waiting, ready = WaitingSource(0), Source(1)
         sources: Any = [waiting, ready]
-        connection = GroupConnection(server, sources, {0: 2, 1: 4}, "all", 20.0, "host")
+        connection = GroupConnection(server, sources, {0: 2, 1: 4}, 20.0, "host")
         await connection.join()
         pushing = asyncio.create_task(connection.push(7, None))
         await asyncio.sleep(0.05)
@@ -192,7 +192,7 @@ def test_a_source_that_fails_ends_the_push_of_all():
         server: Any = Taking("nothing", receives_in_parallel=True)
         waiting = WaitingSource(0)
         sources: Any = [waiting, Broken(1)]
-        connection = GroupConnection(server, sources, {0: 2, 1: 2}, "all", 20.0, "host")
+        connection = GroupConnection(server, sources, {0: 2, 1: 2}, 20.0, "host")
         await connection.join()
         tasks = asyncio.all_tasks()
         with pytest.raises(RuntimeError, match="rank 1 is gone"):
@@ -230,7 +230,7 @@ def test_an_error_is_part_of_no_cycle(refused):
     async def body() -> weakref.ref[RefusedError]:
         server: Any = Refusing(refused)
         sources: Any = [Source(0)]
-        connection = GroupConnection(server, sources, {0: 3}, "all", 20.0, "host")
+        connection = GroupConnection(server, sources, {0: 3}, 20.0, "host")
         kept = None
         try:
             await connection.join()

@@ -78,7 +78,7 @@ def test_one_run_sends_to_one_server_over_nccl_and_to_another_over_gloo():
         for facts, backend in ((EQUAL, "nccl"), (OTHER, "gloo")):
             server: Any = Server(facts, replace(facts, gpu="GPU-c"))
             sources: Any = [Source(0), Source(1)]
-            connection = GroupConnection(server, sources, {0: 1, 1: 1}, "all", 20.0, "auto")
+            connection = GroupConnection(server, sources, {0: 1, 1: 1}, 20.0, "auto")
             await connection.join()
             # All sources use the same one.
             assert [source.opened for source in sources] == [[backend], [backend]]
