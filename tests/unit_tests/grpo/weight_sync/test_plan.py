@@ -77,7 +77,8 @@ def test_each_pipeline_stage_has_a_source_of_its_own_and_everything_is_sent_once
 
 
 def test_a_push_plan_holds_the_selected_parameters_and_no_others(monkeypatch):
-    model = [assembly(n, 4, 0, 1) for n in ("layers.0.lora_a", "layers.0.wq", "layers.1.lora_b")]
+    names = ("layers.0.wq.lora_A.weight", "layers.0.wo.weight", "layers.1.wq.lora_B.weight")
+    model = [assembly(name, 4, 0, 1) for name in names]
     monkeypatch.setattr(gather, "agree_on_assembly", lambda parameters, adapter: model)
     monkeypatch.setattr(gather, "agree_on_hosts", lambda: (0, 0))
     for adapters_only, wanted in ((False, model), (True, [model[0], model[2]])):

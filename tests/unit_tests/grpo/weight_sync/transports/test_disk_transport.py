@@ -174,22 +174,6 @@ def test_a_changed_byte_and_a_missing_tensor_are_noticed_when_read(tmp_path):
     asyncio.run(body())
 
 
-<<<<<<< HEAD
-def test_tensors_read_are_copies_of_the_file(tmp_path):
-    async def body() -> None:
-        transport = await make_transport(tmp_path, [Writer(0)])
-        path, _ = await transport.written(1)
-        tensors = read_weights(str(path))
-        before = {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
-        file = path / "model-rank00000.safetensors"
-        file.write_bytes(bytes(file.stat().st_size))  # in place
-        assert {name: tensor_checksum(tensor) for name, tensor in tensors.items()} == before
-
-    asyncio.run(body())
-
-
-=======
->>>>>>> f69cbe56 (A push is of all parameters or of the LoRA adapters: no named selections; tests that the interleavings cover go; typings link to the trainer again)
 def test_a_predecessors_versions_are_removed_and_nothing_else(tmp_path):
     root = tmp_path / "versions"
     for name in ("version-3.partial", "version-2", "version-1", "other"):
