@@ -10,6 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch.distributed.checkpoint as dcp
 
@@ -20,6 +21,7 @@ from torchtitan.grpo.data.replay import check_batch
 from torchtitan.grpo.models.hf_config import ModelError, read_hf_model
 from torchtitan.grpo.observe.run_log import RunLog
 from torchtitan.grpo.resume.checkpoint_files import quick_problem
+from torchtitan.grpo.rollout.codec import pack
 from torchtitan.grpo.rollout.saved import SavedRolloutsError, check_saved, read_saved
 from torchtitan.grpo.run_folder.launch import is_restart
 from torchtitan.grpo.system.files import damaged_files
@@ -69,7 +71,7 @@ def read_record(file: Path) -> Any:
         raise Told(str(error)) from error
     if reader.was_cut_off:
         raise Told(f"{file.name} is cut off")
-    return [batch for _, batch in batches]
+    return [msgspec.msgpack.encode(pack(batch)) for _, batch in batches]
 
 
 def read_export(file: Path) -> Any:
