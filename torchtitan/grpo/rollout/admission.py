@@ -3,28 +3,26 @@
 
 """Decides which prompt groups may start, and which groups form the next batch.
 
-This module does bookkeeping only, without asyncio. With ``G = groups_per_batch`` and
-``eta = max_staleness``:
+This module does bookkeeping only, without asyncio. With ``G = groups_per_batch`` and ``eta =
+max_staleness``:
 
-- The policy version is the number of batches trained on, regardless of how many optimizer
-  steps each batch took. Batch ``b`` (counted from 0) turns version ``b`` into ``b + 1``. A
-  sample whose oldest token was generated under version ``s`` therefore has age ``b - s`` when
-  it is trained in batch ``b``.
+- The policy version is the number of batches trained on, regardless of how many optimizer steps
+  each batch took. Batch ``b`` (counted from 0) turns version ``b`` into ``b + 1``. A sample
+  whose oldest token was generated under version ``s`` therefore has age ``b - s`` in batch
+  ``b``.
 - A group is *open* from its start until it is consumed or closed. A group started on a server
   of version ``s`` has the *deadline* ``s + eta``: the last batch in which its age is allowed.
   When the group is finished, its deadline is recomputed from its true oldest version.
-- A group may be started on a server of version ``s`` only while
-  ``consumed + open < (s + eta + 1) * G``.
+- A group may be started on a server of version ``s`` only while ``consumed + open < (s + eta +
+  1) * G``.
 - Batch ``b`` takes exactly ``G`` finished groups: those with the earliest deadline first, and
-  among equal deadlines those started first. The batch waits until every deadline stays
-  reachable after it: for each ``d >= b``, at most ``(d - b) * G`` of the groups with deadline
-  ``<= d`` may stay open. (For ``d = b`` this means that the batch contains every group that is
-  due now, and waits for those that are not finished.)
-- Batch ``b`` may also be taken group by group, before it is complete. Each call takes the
-  finished group with the earliest deadline ``e``, provided that for each ``d`` with
-  ``b <= d < e`` the groups with deadline ``<= d`` still fit without its place: at most
-  ``(d - b + 1) * G - t - 1`` of them are open, where ``t`` groups of the batch are already
-  taken. The batch is complete when ``G`` groups are taken.
+  among equal deadlines those started first. It waits until every deadline stays reachable after
+  it: for each ``d >= b``, at most ``(d - b) * G`` of the groups with deadline ``<= d`` may stay
+  open. (For ``d = b``: the batch contains every group that is due now.)
+- Batch ``b`` may also be taken group by group, before it is complete. With ``t`` groups of it
+  already taken, the finished group with the earliest deadline ``e`` may be taken next if, for
+  each ``d`` with ``b <= d < e``, at most ``(d - b + 1) * G - t - 1`` groups with deadline ``<=
+  d`` are open: they still fit without its place.
 
 All rules preserve this invariant, where ``b`` is the next batch and ``t`` groups of it are
 taken::
@@ -34,13 +32,14 @@ taken::
 Hence no sample is ever trained at an age above ``eta``, and no group has to be discarded
 because of its age. With ``eta = 0`` training is synchronous and on-policy.
 
-The bound on finished groups that wait (``rollout.buffer_size_limit``, at least ``G`` groups) delays
-only the start of new groups. It cannot cause a deadlock: the groups that a batch waits for are already running,
-and groups restored from an earlier process continue before any new group starts.
+The bound on finished groups that wait (``rollout.buffer_size_limit``, at least ``G`` groups)
+delays only the start of new groups. It cannot cause a deadlock: the groups that a batch waits
+for are already running, and groups restored from an earlier process continue before any new
+group starts.
 
 Example: ``G = 1``, ``eta = 2``. Groups 0, 1 and 2 start under version 0 and have deadline 2.
-Batch 0 takes group 0. A server with version 1 starts group 3 with deadline 3, which finishes
-at once. Batch 1 nevertheless waits for group 1 or 2, because batch 2 has room for only one of
+Batch 0 takes group 0. A server with version 1 starts group 3 with deadline 3, which finishes at
+once. Batch 1 nevertheless waits for group 1 or 2, because batch 2 has room for only one of
 them.
 """
 
@@ -63,9 +62,8 @@ class _OpenGroup:
 
 
 class Admission:
-    """Tracks the open groups. The module's docstring describes the rules.
-
-    The first ``start_version`` batches are trained on already and count as consumed.
+    """Tracks the open groups by the rules above. Batches before ``start_version`` count as
+    consumed.
     """
 
     def __init__(self, grpo: GRPO, rollout: Rollout, start_version: int = 0) -> None:
@@ -82,7 +80,6 @@ class Admission:
 
     @property
     def num_open(self) -> int:
-        """Number of groups that were started and are neither consumed nor closed."""
         return len(self._open)
 
     @property
@@ -91,13 +88,11 @@ class Admission:
         return sum(group.finished for group in self._open.values())
 
     def may_start(self, server_version: int, completions_in_flight: int) -> bool:
-        """Returns whether a group may start now on a server of ``server_version``."""
         return self._has_capacity(completions_in_flight) and not self._is_held_back(server_version)
 
     def waits_for_trainer(self, server_version: int, completions_in_flight: int) -> bool:
-        """Returns whether only the trainer can make room for a group on this server.
-
-        The group has to wait for a batch that the trainer takes, or for newer weights.
+        """Returns whether a group on this server only waits for a batch to be taken, or newer
+        weights.
         """
         return self._has_capacity(completions_in_flight) and self._is_held_back(server_version)
 
@@ -105,7 +100,6 @@ class Admission:
         return completions_in_flight + self._group_size <= self._max_concurrent
 
     def _is_held_back(self, server_version: int) -> bool:
-        """Returns whether the staleness bound or the full buffer forbids a new group."""
         if self.num_finished >= self._max_buffered:
             return True
         consumed = self.next_batch * self.groups_per_batch + self._num_taken
@@ -118,15 +112,10 @@ class Admission:
         self._open[group_id] = _OpenGroup(server_version, server_version + self.max_staleness)
 
     def start_version(self, group_id: int) -> int:
-        """Returns the version that an open group was started with."""
         return self._open[group_id].start_version
 
     def overdue(self) -> list[int]:
-        """Returns the unfinished groups that hold up the next batch, if only they do.
-
-        Their deadline is the next batch. The batch may also have to wait because too many groups
-        are due in later batches; those groups are not included.
-        """
+        """Returns the unfinished groups that are due in the next batch, if only they hold it up."""
         due = [
             group_id
             for group_id, group in self._open.items()
@@ -137,9 +126,9 @@ class Admission:
     def finish(self, group_id: int, oldest_version: int) -> bool:
         """Marks a group as ready for training, whose oldest token is of ``oldest_version``.
 
-        Returns ``False`` if its tokens are older than the version that its server was attested to
-        have, for example because the server restarted. The earlier deadline of such a group was
-        never planned for, so the group is closed.
+        Returns ``False`` and closes the group if its tokens are older than the version that its
+        server was attested to have, for example because the server restarted. Its earlier
+        deadline was never planned for.
         """
         group = self._open[group_id]
         if oldest_version < group.start_version:
@@ -150,7 +139,7 @@ class Admission:
         return True
 
     def close(self, group_id: int) -> None:
-        """Gives up a group. It no longer counts as open, so another may start."""
+        """Gives up a group, so that another may start."""
         del self._open[group_id]
 
     def take_batch(self) -> list[int] | None:
@@ -167,7 +156,7 @@ class Admission:
     def take_next(self) -> int | None:
         """Consumes one more group of the next batch; ``None`` if the batch must wait.
 
-        After the last group of a batch, ``next_batch`` advances to the following batch.
+        After the last group of a batch, ``next_batch`` advances.
         """
         first = next(iter(self._finished_by_deadline()), None)
         if first is None or not self._leaves_place(self._open[first].deadline):
@@ -184,7 +173,7 @@ class Admission:
         return sorted(finished, key=lambda group_id: self._open[group_id].deadline)
 
     def _leaves_place(self, deadline: int) -> bool:
-        """Returns whether groups due before ``deadline`` still fit if one due then is taken now."""
+        """Whether groups due before ``deadline`` still fit if one due then is taken now."""
         earlier = sorted(g.deadline for g in self._open.values() if g.deadline < deadline)
         # With the deadlines sorted, n groups are due by the deadline d of the n-th group.
         return all(
@@ -193,7 +182,6 @@ class Admission:
         )
 
     def _leaves_reachable(self, chosen: Iterable[int]) -> bool:
-        """Returns whether all deadlines can still be met after a batch of ``chosen``."""
         taken = set(chosen)
         left = sorted(group.deadline for i, group in self._open.items() if i not in taken)
         # With the deadlines sorted, n groups must fit in batches next+1 .. d of the n-th group.
@@ -203,7 +191,7 @@ class Admission:
         )
 
     def describe(self) -> str:
-        """Describes in one line, for logs and errors, what the next batch waits for."""
+        """Describes in one line what the next batch waits for."""
         due = sum(
             not group.finished and group.deadline <= self.next_batch
             for group in self._open.values()

@@ -10,7 +10,9 @@ from torchtitan.grpo.rollout.results import EvaluationResult
 
 
 class AwaitedEvaluation:
-    """Matches the answer of an evaluation with its request. There is at most one ``request`` at a time."""
+    """Matches the answer of an evaluation with its request. There is at most one ``request`` at a
+    time.
+    """
 
     def __init__(self) -> None:
         self.request: Evaluate | None = None
@@ -25,8 +27,7 @@ class AwaitedEvaluation:
     def take_from(self, answers: list[tuple[Answer, list[bytes]]]) -> EvaluationResult | None:
         """Removes the answers to evaluations from a list; returns the result that was awaited.
 
-        A request that was renewed after the process was killed may be answered twice, and one that
-        was given up may be answered nevertheless.
+        A request that was renewed or given up may be answered as well.
         """
         found = [answer for answer, _ in answers if isinstance(answer, EvaluationDone)]
         answers[:] = [each for each in answers if not isinstance(each[0], EvaluationDone)]
@@ -37,6 +38,5 @@ class AwaitedEvaluation:
         return None
 
     def describe(self) -> str:
-        """Describes the request for messages about waiting for it."""
         assert self.request is not None, "an evaluation must be requested first"
         return f"evaluate version {self.request.version}"

@@ -5,10 +5,8 @@
 
 Rank 0 receives a batch without its arrays, plans it, and tells each rank which rollouts it
 needs. The rollout process holds the arrays until rank 0 asks for the next batch, which it does
-once all ranks have trained on this one. The rollouts that a rank fetches do not pass through
-rank 0.
-
-A secret that is drawn when the run starts marks every request. Requests without it are ignored.
+once all ranks have trained on this one. A secret that is drawn when the run starts marks every
+request; others are ignored.
 """
 
 import secrets
@@ -37,29 +35,20 @@ class FetchRequest(msgspec.Struct):
 
 
 class FetchAnswer(msgspec.Struct):
-    """The requested rollouts, a packed header; their arrays follow.
-
-    ``error`` is set, and ``rollouts`` empty, if they cannot be delivered.
-    """
+    """The requested rollouts, a packed header before their arrays, or an ``error``."""
 
     rollouts: msgspec.Raw = msgspec.Raw(b"\xc0")
     error: str = ""
 
 
 class FetchFailed(RuntimeError):
-    """Raised if a rank does not receive its rollouts. The message gives the reason."""
+    """A rank does not receive its rollouts. The message gives the reason."""
 
 
 class BatchHolder:
     """Holds the arrays of the current batch in the rollout process, and answers the ranks.
 
-    Args:
-        context: ZeroMQ context of the socket.
-        host: Address at which all ranks reach this process.
-        secret: Secret that every request must carry.
-
-    Attributes:
-        endpoint: ZeroMQ endpoint of the socket.
+    All ranks reach this process at ``host``; ``endpoint`` is the ZeroMQ endpoint.
     """
 
     def __init__(self, context: zmq.asyncio.Context, host: str, secret: str) -> None:
@@ -80,7 +69,6 @@ class BatchHolder:
         ]
 
     async def run(self) -> None:
-        """Answers requests forever."""
         while True:
             frames = await self._socket.recv_multipart()
             if len(frames) != 3 or not secrets.compare_digest(frames[1], self._secret):
@@ -98,17 +86,11 @@ class BatchHolder:
         return FetchAnswer(packed.header), [packed.arrays]
 
     def close(self) -> None:
-        """Closes the socket."""
         self._socket.close(linger=0)
 
 
 class BatchFetcher:
-    """Fetches the rollouts of one rank. Only the rank's training thread may use it.
-
-    Args:
-        endpoint: Endpoint of the :class:`BatchHolder`.
-        secret: Secret of the :class:`BatchHolder`.
-    """
+    """Fetches the rollouts of one rank. Only the rank's training thread may use it."""
 
     def __init__(self, endpoint: str, secret: str) -> None:
         self.endpoint = endpoint
@@ -121,11 +103,7 @@ class BatchFetcher:
     def fetch(
         self, version: int, positions: Sequence[int], timeout_seconds: float
     ) -> list[Rollout]:
-        """Returns the rollouts at these positions of a batch.
-
-        Raises:
-            FetchFailed: If the rollouts do not arrive in time, or are no longer held.
-        """
+        """Returns the rollouts at these positions of a batch, or raises :class:`FetchFailed`."""
         request = link_messages.encode(FetchRequest(version, list(positions)))
         self._socket.send_multipart([self._secret, request])
         deadline = time.monotonic() + timeout_seconds
@@ -147,6 +125,5 @@ class BatchFetcher:
         return unpack(Packed(answer.rollouts, arrays[0]), list[Rollout])
 
     def close(self) -> None:
-        """Closes the socket."""
         self._socket.close(linger=0)
         self._context.term()

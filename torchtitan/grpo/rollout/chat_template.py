@@ -3,9 +3,9 @@
 
 """The model's chat template, which must print everything that was said, and always the same way.
 
-A template may loop, or double a string, and nothing in this process could end it. It is therefore
-rendered in another process, with limits of time, memory and text, which also spares this one the import
-of transformers.
+A template may loop, or double a string, and nothing in this process could end it. It is
+therefore rendered in another process, with limits of time, memory and text, which also spares
+this one the import of transformers.
 """
 
 import atexit
@@ -50,15 +50,13 @@ class LeftOut(ValueError):
 class ChatTemplate:
     """Renders conversations with the template of a model directory.
 
-    For each new sequence of roles, artificial messages are rendered first: each of their words must
-    be in the text. Messages of system, tool or another role that a template does not know would
-    otherwise vanish. Templates may change white space, and leave out earlier thinking.
+    For each new sequence of roles, artificial messages are rendered first: each of their words
+    must be in the text. Otherwise messages of a role that a template does not know, such as
+    system or tool, would vanish. Templates may change white space, and leave out earlier
+    thinking.
 
-    Args:
-        path: The model directory.
-        variables: ``prompts.chat_template_kwargs``.
-        date: The time that the template takes for now, in ISO format; empty is this moment. It never
-            changes, so that a conversation is rendered alike before and after midnight.
+    ``date`` is the time that the template takes for now, in ISO format (empty: this moment). It
+    never changes, so that a conversation is rendered alike before and after midnight.
     """
 
     def __init__(self, path: Path, variables: Mapping[str, Any], date: str = "") -> None:
@@ -75,12 +73,13 @@ class ChatTemplate:
         return self._date[:10] if "strftime_now" in self._source else ""
 
     def render(self, messages: Messages, *, opens_turn: bool = True) -> str:
-        """Returns the text of a conversation, and with ``opens_turn`` the start of the assistant's turn.
+        """Returns the text of a conversation, and with ``opens_turn`` the start of the assistant's
+        turn.
 
         Raises:
             LeftOut: If the template leaves out what a message says.
-            ValueError: If the template cannot render the messages, renders them differently each
-                time, or reaches a limit.
+            ValueError: If the template cannot render the messages, renders them differently
+                each time, or reaches a limit.
         """
         text = self._render(messages, opens_turn=opens_turn)
         shape = tuple(map(_shape, messages))
@@ -166,7 +165,7 @@ class ChatTemplate:
 
 
 def _shape(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns by what else than their text a template may tell messages apart."""
+    """Everything besides the text by which a template may tell messages apart."""
     calls = message.get("tool_calls")
     num_calls = len(calls) if isinstance(calls, list) else 0
     content = message.get("content")
@@ -175,7 +174,7 @@ def _shape(message: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _probed(message: Mapping[str, Any], position: int) -> dict[str, Any]:
-    """Returns a message with the same parts, but with text that no template prints by itself."""
+    """Gives a message text that no template prints by itself."""
     words = (f"qzv{position}k{number}q" for number in itertools.count())
     probe = dict(message)
     if isinstance(content := probe.get("content"), list):
@@ -205,14 +204,14 @@ def _probed_call(call: Any, words: Iterator[str]) -> Any:
 
 
 class _LimitReached(ValueError):
-    """A template took too much of what the message names."""
+    """A template took too much time, memory or text; the message says which."""
 
 
 class _TemplateProcess:
     """Renders in a child process, which is started when it is first needed, one text at a time.
 
-    Any thread may use it. The child ends when :meth:`close` is called, or when this process has ended,
-    whose end of the socket then closes.
+    Any thread may use it. The child ends with :meth:`close`, or when this process ends and its
+    socket closes.
     """
 
     def __init__(self) -> None:
@@ -254,7 +253,7 @@ class _TemplateProcess:
             self._end()
 
     def _exchange(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        """Returns the answer, or ``None`` if the child has ended without one."""
+        """Returns ``None`` if the child has ended without an answer."""
         if self._connection is None:
             self._connection = self._start()
         try:
@@ -302,7 +301,6 @@ class _TemplateProcess:
 
 @functools.cache
 def template_process() -> _TemplateProcess:
-    """Returns the process that renders all templates of this one."""
     process = _TemplateProcess()
     atexit.register(process.close)
     return process

@@ -25,7 +25,7 @@ from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 def start_process(
     module: str, folder: Path, config: RolloutProcessConfig, log_file: Path
 ) -> tuple[subprocess.Popen, str]:
-    """Starts a module with its folder as argument; returns also the mark of all that it starts."""
+    """Starts a module with its folder as argument. Returns it with the mark of all that it starts."""
     environ = child_environment(config, os.environ)
     command = [*LIGHT_PYTHON, module, str(folder)]
     return start_child(command, env=environ, log_file=log_file), environ[RUN_VARIABLE]

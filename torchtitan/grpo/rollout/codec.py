@@ -4,8 +4,8 @@
 """Packs dataclasses with arrays, such as groups of rollouts, as a msgpack header and raw arrays.
 
 The packed form travels between processes and is the content of files of saved rollouts. In the
-header, :class:`_Array` stands for an array that follows, in the order of the header. An array that
-several objects share, as rollouts share their prompt, follows once.
+header, :class:`_Array` stands for an array that follows, in the order of the header. An array
+that several objects share, as rollouts share their prompt, follows once.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -36,12 +36,7 @@ class _Array(msgspec.Struct, array_like=True):
 
 
 class Packed(msgspec.Struct):
-    """A packed value.
-
-    Attributes:
-        header: Everything but the arrays.
-        arrays: The bytes of the arrays.
-    """
+    """A header with everything but the arrays, and the bytes of the arrays."""
 
     header: msgspec.Raw
     arrays: bytes
@@ -71,8 +66,8 @@ def pack(value: Any, is_sent: Callable[[np.ndarray], bool] = lambda array: True)
 def unpack(packed: Packed, kind: type[_Value]) -> _Value:
     """Reverses :func:`pack`. The arrays are views of the bytes, and therefore read-only.
 
-    Raises:
-        ValueError: If the header is not that of a ``kind``, or the arrays are not its arrays.
+    Raises ``ValueError`` if the header is not that of a ``kind``, or the arrays are not its
+    arrays.
     """
     found: list[np.ndarray] = []
     position = 0
@@ -106,8 +101,8 @@ def unpack(packed: Packed, kind: type[_Value]) -> _Value:
 def pack_without_arrays(groups: Sequence[RolloutGroup], num_samples: int) -> Packed:
     """Packs groups for a rank that plans them: their arrays become zeros.
 
-    The masks of trained tokens stay, from which the plan follows, and the token ids of the first
-    rollout of the first ``num_samples`` groups, which are logged.
+    The masks of trained tokens stay, from which the plan follows, and the token ids of the
+    first rollout of the first ``num_samples`` groups, which are logged.
     """
     first = [group.rollouts[0] for group in groups[:num_samples]]
     kept: Collection[int] = {id(a) for r in first for a in (r.prompt_ids, r.token_ids)}

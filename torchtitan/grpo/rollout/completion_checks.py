@@ -19,7 +19,7 @@ from torchtitan.grpo.types import Generation, NewRows, Rollout, VersionSegment, 
 
 
 def rollout_problem(rollout: Rollout, *, vocab_size: int, row_len: int) -> str | None:
-    """Returns what is wrong with a rollout, as the rest of a sentence, or None."""
+    """Returns the fault of a rollout, as the rest of a sentence, or None."""
     prompt = rollout.prompt_ids
     if not (len(prompt) and prompt.min() >= 0 and prompt.max() < vocab_size):
         return f"the prompt must have token ids in [0, {vocab_size}), the model's vocabulary"
@@ -31,7 +31,7 @@ def rollout_problem(rollout: Rollout, *, vocab_size: int, row_len: int) -> str |
 
 
 def completion_problem(one: Generation, vocab_size: int) -> str | None:
-    """Returns what is wrong with a completion, as the rest of a sentence, or None."""
+    """Returns the fault of a completion, as the rest of a sentence, or None."""
     ids, num_tokens = one.token_ids, len(one.token_ids)
     if num_tokens == 0:
         return "it has no token"

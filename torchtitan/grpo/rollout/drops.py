@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a run drops, so that nothing is lost in silence.
+"""Counts and announces what a run drops, so that nothing is lost in silence.
 
-The first of each kind is announced at once, with its reason. All are counted: the counts since the
-last batch are metrics, and those of the whole run are its summary.
+The first of each kind is announced at once, with its reason. The counts since the last batch
+are metrics, and those of the whole run are its summary.
 """
 
 import logging
@@ -29,7 +29,7 @@ class DropKind:
 
     Attributes:
         metric: Metric that counts it since the last batch.
-        words: What is counted, in few words, for the step's line and the summary.
+        words: Its name for the step's line and the summary.
         phrase: The same in the announcement of the first one.
         is_counted_elsewhere: Whether `rollout_metrics.py` computes the metric.
     """
@@ -93,14 +93,7 @@ _RAISED = " raised "
 
 
 class DropLog:
-    """Announces the first loss of each kind, and counts all.
-
-    Args:
-        announce: Called with a sentence that the user should read now. By default it is logged.
-
-    Attributes:
-        counts: Number of losses of each kind so far.
-    """
+    """Announces the first loss of each kind, and counts all in ``counts``."""
 
     def __init__(self, announce: Callable[[str], None] | None = None) -> None:
         self.counts: Counter[str] = Counter()
@@ -109,14 +102,10 @@ class DropLog:
         self._last: Counter[str] = Counter()
 
     def record(self, kind: str, reason: str, *, source: str = "", number: int = 1) -> None:
-        """Counts losses, and announces the first.
+        """Counts losses of a key of :data:`DROP_KINDS`, and announces the first.
 
-        Args:
-            kind: A key of :data:`DROP_KINDS`.
-            reason: Why they were dropped, as a sentence.
-            source: What they have in common, such as a server. The first few sources are each
-                announced.
-            number: Number of losses.
+        ``reason`` is a sentence. ``source`` is what they have in common, such as a server; the
+        first few sources are each announced.
         """
         self.counts[kind] += number
         announced = self._announced[kind]
@@ -138,11 +127,9 @@ class DropLog:
         self.record("episode failed", str(failure), source=failure.kind)
 
     def record_request(self, url: str, error: ServerError) -> None:
-        """Counts a request to a server without a usable answer."""
         self.record(kind_of_request(error), str(error), source=url)
 
     def record_closed(self, group_id: int, reason: CloseReason, detail: str) -> None:
-        """Counts a prompt that is closed without training on it."""
         self.record(reason, f"group {group_id} is not trained on. {detail}")
 
     def take_metrics(self) -> dict[str, float]:
@@ -156,7 +143,6 @@ class DropLog:
 
 
 def kind_of_request(error: ServerError) -> str:
-    """Returns the key of :data:`DROP_KINDS` for a request that failed."""
     if isinstance(error, LogprobsError):
         return "logprobs unusable"
     if isinstance(error, RouteError):

@@ -36,7 +36,6 @@ class _Frames:
 
 
 def unpack_earlier(content: msgspec.Raw) -> dict[str, Any]:
-    """Returns the fields of :class:`SavedRollouts`, from the content of such a file."""
     file = msgspec.msgpack.decode(content)
     frames = _Frames(file["frames"])
     return {

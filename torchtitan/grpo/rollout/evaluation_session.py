@@ -3,8 +3,8 @@
 
 """Evaluates without a run: servers, reward workers and held-out prompts, and no trainer.
 
-The parts are those of a run's `session.py`, so that the figures are those that the run would report
-for the same weights.
+The parts are those of a run's `session.py`, so a run would report the same figures for the same
+weights.
 """
 
 import asyncio
@@ -29,10 +29,7 @@ _LOOK_SECONDS = 1.0
 
 
 class EvaluationSession:
-    """Owns what one evaluation without a run needs.
-
-    :meth:`close` may be called at any time, also after an :meth:`open` that failed.
-    """
+    """Owns what one evaluation without a run needs. :meth:`close` may be called at any time."""
 
     def __init__(self, config: RolloutProcessConfig, announce: Callable[[str], None]) -> None:
         self._config = config
@@ -44,11 +41,9 @@ class EvaluationSession:
 
     @property
     def servers(self) -> list[ServerInfo]:
-        """The servers, once they are up."""
         return self._fleet.servers
 
     async def open(self) -> None:
-        """Starts servers and workers, and opens the held-out prompts."""
         config = self._config
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._fleet.start())
@@ -59,9 +54,8 @@ class EvaluationSession:
     async def evaluate(self) -> EvaluationResult:
         """Evaluates what the servers serve.
 
-        Raises:
-            RuntimeError: If no completion of a set received a score.
-            TimeoutError: If the evaluation takes longer than ``evaluation.timeout_seconds``.
+        Raises ``RuntimeError`` if no completion of a set received a score, and ``TimeoutError``
+        after ``evaluation.timeout_seconds``.
         """
         dispatcher, evaluator = self._dispatcher, self._evaluator
         assert dispatcher is not None and evaluator is not None, "open() comes first"
@@ -86,7 +80,6 @@ class EvaluationSession:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self) -> None:
-        """Stops everything that was started, in bounded time."""
         try:
             await self._inputs.close()
             if self._dispatcher is not None:
@@ -95,10 +88,9 @@ class EvaluationSession:
             await self._fleet.close()
 
     async def _keep_versions(self, dispatcher: Dispatcher) -> None:
-        """Tells the dispatcher what each server serves, forever.
+        """Tells the dispatcher, in place of a trainer, what each server serves.
 
-        In a run the trainer does that, which attests its pushes. Here nobody pushes, but the
-        servers may belong to a run that does, or may be started again.
+        The servers may belong to a run, which pushes weights to them, or may be started again.
         """
         while True:
             for server in list(dispatcher.servers.values()):

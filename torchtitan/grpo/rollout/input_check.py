@@ -3,9 +3,9 @@
 
 """Opens everything that the rollout process would, without servers, and says what was found.
 
-It runs in a process of its own, as the rollout process does, so that it finds what that process
-would find, and can be ended if it takes too long. It is started with one argument, a private
-directory that contains `config.json` and receives `report.json`.
+It runs in a separate process, as the rollout process does, so that it finds what that process
+would find and can be ended if it takes too long. Its argument is a private directory that
+contains `config.json` and receives `report.json`.
 """
 
 import asyncio
@@ -31,13 +31,7 @@ PROGRESS_FILE = "progress.txt"
 
 
 class InputReport(msgspec.Struct):
-    """What was found.
-
-    Attributes:
-        lines: What was opened.
-        warnings: What the run would warn of.
-        error: What the run would end with; ``None`` if it could begin.
-    """
+    """Lines on what was opened, warnings, and the error that the run would end with, if any."""
 
     lines: list[str] = []
     warnings: list[str] = []
@@ -45,12 +39,7 @@ class InputReport(msgspec.Struct):
 
 
 async def check(config: RolloutProcessConfig, say: Callable[[str], object]) -> InputReport:
-    """Opens and closes the inputs of a run.
-
-    Args:
-        config: Settings of the rollout process.
-        say: Told how far a check has come that takes long.
-    """
+    """Opens and closes the inputs of a run. ``say`` is told the progress of long checks."""
     announced: list[str] = []
     session = RolloutSession(config, announced.append, say)
     try:

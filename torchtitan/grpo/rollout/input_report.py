@@ -17,7 +17,6 @@ _SHOWN_CHARS = 300
 
 
 def describe_inputs(config: RolloutProcessConfig, inputs: Inputs) -> list[str]:
-    """Returns a description of everything that was opened."""
     return [
         *_model_lines(config, inputs),
         *_prompt_lines(config, inputs),

@@ -34,31 +34,23 @@ logger = logging.getLogger(__name__)
 class Inputs:
     """The inputs of a run, or of an evaluation without a run, and the workers that judge them.
 
-    Args:
-        config: Settings of the rollout process.
-        drops: Counts and announces what is left out or fails.
-        say: Told how far a check of the prompts has come that takes long.
-        warn: Called with each finding that the user should know about.
+    ``say`` is told the progress of long checks of the prompts, and ``warn`` each finding that
+    the user should know about. :meth:`close` may be called at any time.
 
     Attributes:
-        codec: The model's tokenizer.
         stream: Training prompts. ``None`` in an evaluation.
-        examples: The first prompts of each set, at least one. The sets may have different columns,
-            so the reward functions are checked on the prompts of each set.
+        examples: The first prompts of each set, at least one. The sets may have different
+            columns, so the reward functions are checked on the prompts of each set.
         held_out: Prompts of each set of the evaluation, by its name.
         rewards: For each set, what each reward function gives the first prompt with an empty
             completion.
-        scores: For each set of the evaluation, what its function gives its first prompt with an
-            empty completion.
+        scores: The same for each set of the evaluation and its function.
         pool: The reward functions, with ``rollout.should_accept`` behind them. ``None`` in an
             evaluation.
-        evaluation_pool: The functions of the evaluation; ``None`` if there is nothing to evaluate.
-            A function that is slow on held-out prompts must not keep rollouts waiting for their
-            rewards, so it has workers of its own.
+        evaluation_pool: The functions of the evaluation, if any. They have workers of their
+            own, because a slow function must not keep rollouts waiting for their rewards.
         environments: The environments; ``None`` without ``rollout.environment``.
         warnings: The findings so far.
-
-    :meth:`close` may be called at any time, also after an opening that failed.
     """
 
     codec: TextCodec
@@ -98,7 +90,6 @@ class Inputs:
         await self._open_evaluation()
 
     async def open_evaluation(self) -> None:
-        """Opens what an evaluation without a run needs; see :meth:`open`."""
         config = self._config
         self.codec = await asyncio.to_thread(make_codec, config)
         self.held_out = await asyncio.to_thread(open_held_out, config, self.codec, self._drops)
@@ -108,7 +99,6 @@ class Inputs:
         await self._open_evaluation()
 
     async def close(self) -> None:
-        """Ends the workers and closes the prompts, in bounded time."""
         if self.stream is not None:
             await asyncio.to_thread(self.stream.close)
         for pool in (self.pool, self.evaluation_pool, self.environments):
@@ -205,7 +195,6 @@ def acceptor_position(config: RolloutProcessConfig) -> int | None:
 
 
 def make_codec(config: RolloutProcessConfig) -> TextCodec:
-    """Opens the model's tokenizer."""
     variables = config.prompts.chat_template_kwargs
     return TextCodec(config.hf_assets_path, config.eos_token_ids, variables, config.date)
 
@@ -216,10 +205,10 @@ def open_prompts(
     pending: Sequence[int],
     say: Callable[[str], object] = logger.info,
 ) -> tuple[PromptStream, list[list[Example]]]:
-    """Opens the prompt stream, and checks the rows of each set.
+    """Opens the prompt stream, which returns the prompts ``pending`` first, and checks rows of
+    each set.
 
-    Returns:
-        The stream, which returns the prompts ``pending`` first, and the first prompts of each set.
+    Returns the first prompts of each set as well.
     """
     with ExitStack() as stack:
         sets = [stack.enter_context(closing(one)) for one in open_sets(config, codec)]

@@ -11,10 +11,7 @@ from torchtitan.grpo.types import Generation, VersionSegment, columns_of
 
 
 def joined(before: Generation | None, after: Generation) -> Generation:
-    """Joins two parts of one completion.
-
-    Adjacent segments of the same version become one segment.
-    """
+    """Joins two parts of one completion. Adjacent segments of the same version become one."""
     if before is None:
         return after
     offset = len(before.token_ids)

@@ -25,9 +25,9 @@ from torchtitan.grpo.types import Generation, Prompt, Rollout
 
 
 class Unusable(Exception):
-    """Raised for a group that is not trained on. The ledger records ``reason``.
+    """The group is not trained on; the ledger records ``reason``.
 
-    The message says more about the reason, and ``cause`` what to change if it happens to many groups.
+    The message says more about it, and ``cause`` what to change if it happens to many groups.
     """
 
     def __init__(self, reason: CloseReason, detail: str, cause: Cause) -> None:
@@ -37,15 +37,11 @@ class Unusable(Exception):
 
 
 class GroupJudge:
-    """Filters and scores the completions of one group at a time.
+    """Filters, scores and rates the completions of one group at a time.
 
-    Args:
-        scorer: The reward functions and ``rollout.should_accept``.
-        completion_filter: Filter for single completions.
-        waste: Budget of ``rollout.dynamic_sampling``. ``None`` disables dynamic sampling.
-        fewest_rollouts: Number of rollouts that a group needs. A group-relative advantage needs at
-            least two rewards; an advantage relative to the batch needs one.
-        rater: Gets the teacher's rating of what is kept. ``None`` without a teacher.
+    ``waste`` is the budget of dynamic sampling, or ``None`` without it. A group needs
+    ``fewest_rollouts``: two rewards for a group-relative advantage, one for an advantage
+    relative to the batch.
     """
 
     def __init__(
@@ -71,8 +67,8 @@ class GroupJudge:
         """Returns the rollouts of the group to train on, each with a reward and a rating.
 
         Raises:
-            Unusable: If too few rollouts remain, or no teacher rates them. With dynamic sampling,
-                also if all rewards are equal.
+            Unusable: If too few rollouts remain, no teacher rates them, or, with dynamic
+                sampling, all rewards are equal.
             RewardError: If the reward functions cannot be used any more. The run must stop.
             TeachersFailing: If too many groups in a row got no rating. The run must stop.
         """
@@ -118,13 +114,11 @@ class GroupJudge:
         return self._rater.describe() if self._rater is not None else ""
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the metrics of ratings since the last call; none without a teacher."""
         return self._rater.take_metrics() if self._rater is not None else {}
 
     def _too_few(self, number: int, what: str) -> str:
         return f"At least {self._fewest} completions are needed, but {number} {what}."
 
     def next_batch(self) -> None:
-        """Resets the budget of dynamic sampling, because a batch was taken."""
         if self._waste is not None:
             self._waste.next_batch()

@@ -1,17 +1,16 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Notices that no group can be trained on, and says what became of the groups.
+"""Ends a run if none of many consecutive groups can be trained on.
 
-A run ends if none of many consecutive groups is kept. How many is :meth:`KeptGroups.bound`, which
-follows from these rules:
+The number is :meth:`KeptGroups.bound`, by these rules:
 
 - Enough groups for several batches, and at least :data:`FEWEST_GROUPS`.
-- A run in which few groups are kept may go on: the bound is at least :data:`USUAL_GAPS` times the number
-  of groups that it took so far for one that is kept.
-- Groups count in the order in which they were started, and only once all groups that were started
-  before them have ended. Otherwise short completions that are dropped would be counted while long ones
-  that will be kept are being generated.
+- A run in which few groups are kept may go on: the bound is at least :data:`USUAL_GAPS` times
+  the number of groups that it took so far for one that is kept.
+- Groups count in the order in which they were started, and only once all earlier groups have
+  ended. Otherwise short completions that are dropped would be counted while long ones that will
+  be kept are being generated.
 - Groups that dynamic sampling leaves out do not count: it takes every group once
   ``rollout.dynamic_sampling_limit`` is reached.
 """
@@ -26,11 +25,9 @@ USUAL_GAPS = 20
 
 @dataclass(frozen=True)
 class Cause:
-    """Why groups are not trained on, and what to change.
+    """The reason why groups are not trained on.
 
-    Attributes:
-        words: What became of a group, to follow a number.
-        remedy: What to do, as a sentence.
+    ``words`` follow a number of groups, and ``remedy`` is a sentence on what to do.
     """
 
     words: str
@@ -80,11 +77,7 @@ class NothingKept(RuntimeError):
 
 
 class KeptGroups:
-    """Follows the groups of a run. It does bookkeeping only.
-
-    Args:
-        groups_per_batch: ``grpo.prompts_per_step``.
-    """
+    """Follows the groups of a run. It does bookkeeping only."""
 
     def __init__(self, groups_per_batch: int) -> None:
         self._least = max(FEWEST_GROUPS, BATCHES * groups_per_batch)
@@ -95,13 +88,12 @@ class KeptGroups:
         self._fates: Counter[Cause] = Counter()  # since a group was kept last
 
     def start(self, group_id: int) -> None:
-        """Says that a group has been started, perhaps again."""
+        """Records that a group has been started, perhaps again."""
         self._running.pop(group_id, None)
         self._running[group_id] = self._num_started
         self._num_started += 1
 
     def keep(self, group_id: int) -> None:
-        """Says that a group is kept."""
         self._running.pop(group_id, None)
         self._num_ended += 1
         self._num_kept += 1
@@ -110,10 +102,8 @@ class KeptGroups:
         self._fates.clear()
 
     def drop(self, group_id: int, cause: Cause) -> None:
-        """Says that a group is not trained on.
-
-        Raises:
-            NothingKept: If too many groups in a row were dropped.
+        """Records that a group is not trained on. Raises :class:`NothingKept` if too many were
+        dropped.
         """
         number = self._running.pop(group_id, self._num_started)
         self._num_ended += 1
@@ -131,7 +121,7 @@ class KeptGroups:
         return max(self._least, USUAL_GAPS * self._usual_gap)
 
     def describe(self) -> str:
-        """Says what became of the groups since one was kept last; empty if all are kept."""
+        """Returns what became of the groups since one was kept last; empty if all are kept."""
         if not self._fates:
             return ""
         return f"since a group was kept last, {self._list()}"

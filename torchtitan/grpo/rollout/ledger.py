@@ -8,10 +8,10 @@ r"""Records what happened to each prompt: it is trained once, or closed with a r
     not yet issued --issue--> OPEN --train--> trained
                                 \---close--> closed, with a reason
 
-Invariant: every issued index is open, trained or closed, and no index is in two of these
-states. Trained and closed are final. The prompts that are open when a run ends are issued
-first by the run that resumes it. The ledger's state is sent to rank 0 with every batch and
-saved in every checkpoint, so a checkpoint always describes exactly the batches trained on.
+Invariant: every issued index is open, trained or closed, and never two of these. Trained and
+closed are final. The prompts that are open when a run ends are issued first by the run that
+resumes it. The state is sent to rank 0 with every batch and saved in every checkpoint, so a
+checkpoint always describes exactly the batches trained on.
 """
 
 from collections.abc import Iterable, Mapping
@@ -38,7 +38,7 @@ CloseReason = Literal[
 
 
 class Ledger:
-    """Tracks the state of all issued prompts. See the module's docstring.
+    """Tracks the state of all issued prompts.
 
     ``closed`` are prompts that an earlier process closed after the last batch.
     """
@@ -58,10 +58,10 @@ class Ledger:
         return PromptProgress(self._position, tuple(sorted(self._open)))
 
     def issue(self, index: int, skipped: Mapping[int, CloseReason] = MappingProxyType({})) -> None:
-        """Records that a prompt was drawn.
+        """Records that a prompt was drawn. New prompts are issued in ascending order.
 
-        New prompts are issued in ascending order. An index that is passed over is closed, with the reason in
-        ``skipped``, or because the prompt is too long.
+        An index that is passed over is closed, with the reason in ``skipped``, or because the
+        prompt is too long.
         """
         if index in self._to_reissue:
             self._to_reissue.discard(index)
@@ -73,7 +73,6 @@ class Ledger:
         self._position = index + 1
 
     def close(self, index: int, reason: CloseReason) -> None:
-        """Records that an open prompt will not be trained on."""
         self._open.remove(index)
         self._closed[index] = reason
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Limits how many completions a server gets at once.
+"""Limits how many completions a server gets at once, without a clock and without asyncio.
 
 The limit follows additive increase and multiplicative decrease (Chiu and Jain, 1989,
 https://doi.org/10.1016/0169-7552(89)90019-6), as in TCP: it grows by one after each window of
@@ -9,8 +9,6 @@ completions without pressure, and is halved under pressure. As in TCP, one burst
 one sign of pressure, a window that was not fully used does not grow, and the new window is half
 of the completions in flight. There is no slow start, because each server begins with an equal
 quota of ``rollout.max_concurrent_rollouts``.
-
-This module does bookkeeping only, without a clock and without asyncio.
 """
 
 from torchtitan.grpo.inference.client import ServerLoad
@@ -26,24 +24,18 @@ class ConcurrencyWindow:
 
         OPEN --pressure: size is halved--> SHUT --a completion begun since then ended--> OPEN
 
-    While the window is SHUT, it is not cut again, because the completions that end meanwhile were
-    begun before the cut and say nothing about its effect. There is therefore at most one cut in the
-    time that a completion takes.
+    While the window is SHUT, it is not cut again, because the completions that end meanwhile
+    were begun before the cut and say nothing about its effect.
 
-    A group starts as a whole while fewer than ``size`` completions are in flight. Hence the
-    invariants::
+    A group starts as a whole while fewer than ``size`` completions are in flight. Hence, with
+    the group size as floor and ``rollout.max_concurrent_rollouts`` as ceiling::
 
         floor <= size <= ceiling
         new work never brings more than size + group_size - 1 completions in flight
 
-    Pressure is a failed or overdue completion. It is also a report of a queue or of full memory,
-    if the previous report showed one as well: a group that has just arrived waits briefly on any
-    server. A queue shorter than a group is not pressure.
-
-    Args:
-        floor: ``grpo.group_size``, so that a group can start on an idle server.
-        ceiling: ``rollout.max_concurrent_rollouts``.
-        quota: Initial size, which is clamped to these bounds.
+    Pressure is a failed or overdue completion. It is also a report of a queue or of full
+    memory, if the previous report showed one as well: a group that has just arrived waits
+    briefly on any server. A queue shorter than a group is not pressure.
     """
 
     def __init__(self, *, floor: int, ceiling: int, quota: int) -> None:
@@ -58,20 +50,17 @@ class ConcurrencyWindow:
         self._is_shut = False
 
     def offer(self, quota: int) -> None:
-        """Enlarges the window to ``quota``, for example after another server has left.
-
-        The call has no effect if the window has been cut before.
-        """
+        """Enlarges a window that was never cut, for example after a server has left."""
         if self.num_cuts == 0:
             self.size = min(max(quota, self.size), self.ceiling)
 
     def begin(self) -> int:
-        """Counts a completion that is sent. Returns its number, which identifies it at its end."""
+        """Counts a completion that is sent. Returns its number, by which its end is reported."""
         self._num_begun += 1
         return self._num_begun - 1
 
     def succeed(self, number: int, in_flight: int) -> None:
-        """Records that completion ``number`` succeeded. ``in_flight`` still includes it."""
+        """``in_flight`` still includes the completion."""
         self._end(number)
         if in_flight + self.floor <= self.size or self._num_reports_of_pressure:
             return  # another group would have fitted, so the window was not the limit
@@ -81,13 +70,11 @@ class ConcurrencyWindow:
             self.size = min(self.size + 1, self.ceiling)
 
     def fail(self, number: int) -> None:
-        """Records that completion ``number`` failed or was not answered in time."""
         if number >= self._first_after_cut:
             self._end(number)
             self._cut(self.size)
 
     def report(self, load: ServerLoad | None, in_flight: int) -> None:
-        """Records the load that the server reported, or ``None`` if it is unknown."""
         if load is None or not self._is_pressure(load):
             self._num_reports_of_pressure = 0
             return

@@ -11,9 +11,8 @@ A server receives requests only while the weight pusher has attested which versi
        +----- ended ---------> DOWN          any state --removed--> forgotten
 
 All rollouts of a group start on one server, which then computes the prompt only once. If a
-server leaves READY, its unfinished completions are generated again from the beginning, by
-another server or by the same one once it is READY again, and never under weights older than
-those of the first attempt.
+server leaves READY, its unfinished completions are generated again from the beginning, by any
+READY server whose weights are not older than those of the first attempt.
 """
 
 import asyncio
@@ -57,10 +56,8 @@ _LOAD_PERIOD_SECONDS = 1.0
 class _Completion:
     """One completion, from submission to its end; see :meth:`Dispatcher.submit`.
 
-    Attributes:
-        floor: Oldest policy version that may generate the completion.
-        jobs: The completion's job on each server that is generating it. There are two if the
-            completion is hedged, and none while it waits for a server.
+    ``floor`` is the oldest version that may generate it. ``jobs`` holds its job on each server
+    that is generating it: two if it is hedged, none while it waits for a server.
     """
 
     prompt: Prompt
@@ -78,23 +75,15 @@ class _Completion:
 class Dispatcher:
     """Manages all servers and the completions in flight on them.
 
-    Args:
-        clients: One client per server.
-        config: The table ``[rollout]``. The caller of :meth:`submit` must respect
-            ``max_concurrent_rollouts``; the dispatcher applies it to the servers' windows and to
-            hedges.
-        vocab_size: Sampled token IDs must be below this number.
-        group_size: ``grpo.group_size``.
-        drops: Counts and announces requests that fail and answers that are cut.
+    Callers of :meth:`submit` must respect ``max_concurrent_rollouts``; the dispatcher applies
+    it to the windows of servers and to hedges. Sampled token IDs must be below ``vocab_size``.
 
     Attributes:
         servers: All servers by URL.
         in_flight: Number of rollouts that were submitted and have not ended, over all servers.
             A hedged rollout counts twice.
-        in_flight_evaluation: Number of completions of evaluations that were submitted and have not
-            ended, over all servers.
+        in_flight_evaluation: The same for completions of evaluations.
         listeners: Called when a server may have become free or ready.
-        num_hedged: Number of completions that were sent to a second server.
         num_hedges_won: Number of hedged completions that the second server answered first.
     """
 
@@ -125,12 +114,10 @@ class Dispatcher:
 
     @property
     def num_failed_requests(self) -> int:
-        """Number of requests without a usable answer."""
         return self._attempts.num_failed
 
     @property
     def num_tokens(self) -> int:
-        """Number of generated tokens of rollouts."""
         return self._attempts.num_tokens
 
     @property
@@ -149,18 +136,16 @@ class Dispatcher:
     def remove(self, url: str) -> list[asyncio.Task[Generation]]:
         """Stops requests to a server and moves its completions to other servers immediately.
 
-        Returns:
-            Tasks of cancelled requests that are still notifying the server. The caller closes the
-            client after these tasks have ended.
+        Returns the cancelled requests that are still notifying the server. The caller closes
+        the client after they have ended.
         """
         server = self.servers.pop(url)
         self._leave_ready(server)
         return list(server.requests)
 
     def set_version(self, url: str, version: int) -> None:
-        """Records that the server at ``url`` is READY, because it was attested to serve ``version``.
-
-        The call has no effect if the server was removed or has ended in the meantime.
+        """Records that a server was attested to serve ``version``. A removed or ended one is
+        ignored.
         """
         server = self.servers.get(url)
         if server is None or server.is_down:
@@ -180,25 +165,22 @@ class Dispatcher:
         self._leave_ready(server)
 
     def set_down(self, url: str, reason: str) -> None:
-        """Records that the server's process has ended.
-
-        The server is lost until :meth:`set_running` is called and a version is attested.
+        """Records that the server's process has ended; it is lost until it runs and is attested
+        again.
         """
         if url in self.servers:
             self.servers[url].is_down = True
         self.set_lost(url, reason)
 
     def set_running(self, url: str) -> None:
-        """Records that the server at ``url`` was restarted and is WAITING."""
+        """Records that the server was restarted and is WAITING."""
         if url in self.servers:
             self.servers[url].is_down = False
             self.servers[url].window = self._window()
 
     async def watch_loads(self) -> None:
-        """Asks all servers about once per second how busy they are, forever.
-
-        If this method is not run, only failed and overdue requests count as pressure on a server.
-        A server that does not answer keeps receiving requests.
+        """Asks all servers once per second how busy they are. A server that does not answer stays
+        in use.
         """
         while True:
             running = [server for server in self.servers.values() if not server.is_down]
@@ -207,10 +189,6 @@ class Dispatcher:
             await asyncio.sleep(_LOAD_PERIOD_SECONDS)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the current state of each server, and the hedges of the whole run.
-
-        The values that a server reports itself (running, waiting, kv_use) are included if known.
-        """
         values = {
             "rollout/hedged_completions": float(self.num_hedged),
             "rollout/hedges_won": float(self.num_hedges_won),
@@ -234,7 +212,6 @@ class Dispatcher:
         return ConcurrencyWindow(floor=self._group_size, ceiling=ceiling, quota=self._quota())
 
     def _quota(self) -> int:
-        """Returns the part of ``max_concurrent_rollouts`` for each server that is not lost."""
         num_servers = sum(not server.is_lost for server in self.servers.values())
         return -(-self._config.max_concurrent_rollouts // max(num_servers, 1))
 
@@ -247,11 +224,7 @@ class Dispatcher:
         prefer: str | None = None,
         has_begun: bool = False,
     ) -> Server | None:
-        """Returns the best server for a group or a completion, or ``None`` if there is none.
-
-        ``usable`` says whether a server of a version may be used, and ``prefer`` is a URL; see
-        :func:`best_server`.
-        """
+        """Returns :func:`best_server` of the usable versions. ``prefer`` is a URL."""
         return best_server(
             self.ready(usable),
             num_completions=self._group_size,
@@ -268,26 +241,24 @@ class Dispatcher:
         expected_tokens: float | None = None,
         allowed: Callable[[Server], bool] | None = None,
     ) -> asyncio.Task[Generation]:
-        """Starts one completion on a ready ``server``. The completion is in flight immediately.
+        """Starts one completion on a ready ``server``. It is in flight immediately.
 
-        A failed request is retried once. A request whose server was lost is retried as often as
-        necessary. A retry goes to the first ready server whose weights are not older than those of
-        the first attempt.
+        A failed request is retried once, and one whose server was lost as often as necessary. A
+        retry goes to the first ready server whose weights are not older than those of the first
+        attempt.
+
+        The task raises :class:`ServerError` if both attempts failed, or if no server could take
+        the completion within ``rollout.request_timeout_seconds``, and :class:`ServersFailing`
+        if ``rollout.max_consecutive_failures`` is reached.
 
         Args:
             prompt: The prompt to answer.
             server: A server from :meth:`choose`.
             sampling: Sampling settings.
-            expected_tokens: Number of tokens that are expected to be generated, including later
-                segments of the same completion. ``None`` uses the mean of the answers so far.
-            allowed: For a completion of an evaluation, returns whether a server may generate it.
-                Such a completion is not counted among the rollouts and is not hedged. ``None``
-                means that the completion is a rollout.
-
-        Returns:
-            A task with the completion. It raises :class:`ServerError` if both attempts failed, or
-            if no server could take the completion within ``rollout.request_timeout_seconds``. It
-            raises :class:`ServersFailing` if ``rollout.max_consecutive_failures`` is reached.
+            expected_tokens: Expected number of tokens, including later segments of the same
+                completion. ``None`` uses the mean of the answers so far.
+            allowed: Marks a completion of an evaluation, which is not counted among the
+                rollouts and not hedged, and returns whether a server may generate it.
         """
         assert server.version is not None, f"{server.url} is not ready"
         if expected_tokens is None:
@@ -302,10 +273,7 @@ class Dispatcher:
 
     @contextmanager
     def hold(self, *, is_evaluation: bool = False) -> Iterator[None]:
-        """Counts a completion as in flight while no server is generating it.
-
-        The completion's environment is working meanwhile, and no new completion may take its place.
-        """
+        """Counts a completion as in flight while its environment works instead of a server."""
         self._count_flight(1, is_evaluation)
         try:
             yield
@@ -322,7 +290,6 @@ class Dispatcher:
             await asyncio.wait(requests, timeout=_CLOSE_SECONDS)
 
     def ready(self, usable: Callable[[int], bool]) -> list[Server]:
-        """Returns the servers that are READY and have a usable version."""
         return [
             server
             for server in self.servers.values()
@@ -385,7 +352,6 @@ class Dispatcher:
         return generation
 
     async def _attempt(self, completion: _Completion, server: Server) -> Generation:
-        """Sends one request to a server where the completion has a job, and ends the job."""
         request_id = f"{self._run_id}-{completion.prompt.group_id}-{next(self._counter)}-"
         request = completion.sampling.request(request_id, completion.prompt)
         try:
@@ -424,10 +390,8 @@ class Dispatcher:
         return task
 
     async def _next_server(self, completion: _Completion, error: ServerError) -> Server:
-        """Waits for a ready server whose version is at least the completion's floor.
-
-        A server that is generating other completions of the same group is preferred, because it has
-        computed the prompt.
+        """Waits for a ready server whose version is at least the completion's floor, preferably
+        one that has computed the prompt for its group.
         """
         seconds, floor = self._config.request_timeout_seconds, completion.floor
         deadline, group_id = time.monotonic() + seconds, completion.prompt.group_id

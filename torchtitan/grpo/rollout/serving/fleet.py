@@ -3,9 +3,9 @@
 
 """The servers of a run, which ``[inference]`` names or launches.
 
-The set of servers can change during the run: ``inference.urls_file`` may name other servers,
-servers may register themselves and leave, and a launched server may end for good. Each change is
-reported first to the dispatcher and then to rank 0.
+The set of servers can change: ``inference.urls_file`` may name other servers, servers may
+register themselves and leave, and a launched server may end for good. Each change is reported
+first to the dispatcher and then to rank 0.
 """
 
 import asyncio
@@ -55,8 +55,8 @@ Tell = Callable[[list[ServerInfo]], Awaitable[None]]
 class ServerFleet:
     """Holds the clients of all servers, and the processes of the launched ones.
 
-    ``announce`` tells the user for which servers the run waits, and why it does not use a server.
-    :meth:`close` may be called at any time, also after a :meth:`start` that failed.
+    ``announce`` tells the user for which servers the run waits, and why it does not use a
+    server. :meth:`close` may be called at any time, also after a :meth:`start` that failed.
     """
 
     # Set by :meth:`watch`.
@@ -130,10 +130,7 @@ class ServerFleet:
     async def watch(self, dispatcher: Dispatcher, tell: Tell) -> None:
         """Follows changes of the servers, forever, and tells the new list after each.
 
-        The dispatcher must hold the clients of :meth:`start`.
-
-        Raises:
-            RuntimeError: If the last launched server has ended and is not restarted.
+        Raises ``RuntimeError`` if the last launched server has ended and is not restarted.
         """
         self._dispatcher, self._tell = dispatcher, tell
         async with asyncio.TaskGroup() as tasks:
@@ -179,7 +176,6 @@ class ServerFleet:
         await self._registry.start()
 
     async def _first_registered(self, source: RegisteredServers) -> list[str]:
-        """Waits for the first server that registers."""
         limit = self._config.inference.startup_timeout_seconds
         begin, reminders = time.monotonic(), Reminders()
         while (urls := await asyncio.to_thread(source.poll)) is None:
@@ -246,9 +242,8 @@ class ServerFleet:
                 logger.info("%s was read again. It names the same servers as before.", source.name)
 
     def _change_to(self, urls: list[str], source: str, tasks: asyncio.TaskGroup) -> bool:
-        """Makes ``urls`` the set of servers. Returns ``False`` if it already is.
-
-        New servers are checked in ``tasks``, so that an unforeseen error ends the run.
+        """Makes ``urls`` the set of servers; ``False`` if it already is. An unforeseen error of a
+        check in ``tasks`` ends the run.
         """
         new = [url for url in urls if url not in self._members]
         gone = [url for url in self._members if url not in urls]
@@ -313,7 +308,6 @@ def server_needs(config: RolloutProcessConfig) -> ServerNeeds:
 
 
 def _changing_source(config: RolloutProcessConfig) -> UrlsFile | RegisteredServers | None:
-    """Returns the source of the changing set of servers, or ``None`` if the set is fixed."""
     inference = config.inference
     if inference.urls_file is not None:
         return UrlsFile(inference.urls_file)

@@ -3,9 +3,8 @@
 
 """Receives, over HTTP, the registrations of servers that share no disk with the trainer.
 
-A server sends ``PUT /servers`` or ``DELETE /servers`` with its registration as JSON and the admin
-key. This module then writes or removes the registration file for that server; see
-`inference/registry.py`.
+A server sends ``PUT /servers`` or ``DELETE /servers`` with its registration as JSON and the
+admin key. Its registration file is then written or removed; see `inference/registry.py`.
 """
 
 import asyncio
@@ -27,9 +26,8 @@ _MAX_CONNECTIONS = 512
 
 
 class RegistryServer:
-    """Listens at ``inference.registry_address``, a ``host:port`` of this host.
-
-    Every request must carry the key. Registrations are written to the folder.
+    """Listens at ``inference.registry_address``, a ``host:port`` of this host, for requests with
+    the key.
     """
 
     def __init__(self, address: str, key: str, folder: RegistryFolder) -> None:
@@ -53,7 +51,6 @@ class RegistryServer:
             ) from error
 
     async def close(self) -> None:
-        """Stops listening. This method is idempotent."""
         runner, self._runner = self._runner, None
         if self._listener is not None:
             self._listener.close()

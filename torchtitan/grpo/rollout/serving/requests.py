@@ -19,9 +19,8 @@ from torchtitan.grpo.types import GenerateRequest, Generation, Prompt
 class Sampling:
     """Sampling settings of completions. Lengths are in tokens.
 
-    With a seed, the sampled tokens depend only on the seed, the prompt, the number of the sample in
-    its group, and the tokens written before. They do not depend on other requests; see
-    :meth:`of_sample`.
+    With a seed, the sampled tokens depend only on the seed, the prompt, the number of the
+    sample in its group, and the tokens written before, not on other requests.
     """
 
     max_new_tokens: int
@@ -54,7 +53,6 @@ class Sampling:
 
     @classmethod
     def of_evaluation(cls, config: RolloutProcessConfig, settings: EvaluationSet) -> "Sampling":
-        """Returns the settings of a set of held-out prompts."""
         of_rollouts = cls.of_rollouts(config)
         return replace(
             of_rollouts,
@@ -67,10 +65,8 @@ class Sampling:
         )
 
     def of_sample(self, prompt: Prompt, sample: int, num_written: int) -> "Sampling":
-        """Returns the same settings with the seed of one request.
-
-        ``sample`` is the number of the sample in its group, of which ``num_written`` tokens exist
-        already.
+        """Returns the settings with the seed of one request, before which ``num_written`` tokens
+        of the sample exist.
         """
         if self.seed is None:
             return self
@@ -80,7 +76,6 @@ class Sampling:
         return replace(self, seed=int.from_bytes(digest, "big") >> 33)
 
     def room_after(self, prompt: Prompt) -> int:
-        """Returns the maximum number of tokens of a completion of the prompt."""
         return min(self.max_new_tokens, self.max_total_tokens - len(prompt.token_ids))
 
     def request(self, request_id: str, prompt: Prompt) -> GenerateRequest:
@@ -100,19 +95,13 @@ class Sampling:
 
 
 def unknown_ids_in(generation: Generation, request: GenerateRequest) -> np.ndarray:
-    """Returns the sampled ids that are no token of the tokenizer."""
     return generation.token_ids[np.isin(generation.token_ids, request.unknown_ids)]
 
 
 def check_generation(
     generation: Generation, request: GenerateRequest, vocab_size: int, url: str
 ) -> None:
-    """Checks that an answer can be trained on.
-
-    Raises:
-        ServerError: If the answer is empty, aborted or too long, has token IDs outside the
-            vocabulary or unknown to the tokenizer, or lacks the logprob or version of a token.
-    """
+    """Raises :class:`ServerError` if an answer cannot be trained on."""
     num_tokens = len(generation.token_ids)
     if generation.finish_reason == "abort":
         problem = f"it was aborted after {num_tokens} tokens"

@@ -30,12 +30,8 @@ _LOAD_TIMEOUT_SECONDS = 2.0
 class Job:
     """One completion that a server is generating.
 
-    Attributes:
-        expected_tokens: Expected number of tokens.
-        started_at: Start time on the monotonic clock.
-        number: Number of the completion in the server's window. ``None`` without a window.
-        group_id: Group of the completion. ``None`` in an evaluation.
-        is_evaluation: Whether the completion belongs to an evaluation.
+    ``number`` is its number in the server's window (``None`` without a window), and
+    ``group_id`` is ``None`` in an evaluation. ``started_at`` is on the monotonic clock.
     """
 
     expected_tokens: float
@@ -45,14 +41,13 @@ class Job:
     is_evaluation: bool = False
 
     def remaining_tokens(self, now: float, tokens_per_second: float) -> float:
-        """Returns the number of tokens still to be generated, at the given speed."""
         written = tokens_per_second * (now - self.started_at)
         return max(self.expected_tokens - written, _OVERDUE_PART * self.expected_tokens)
 
 
 @dataclass(eq=False)
 class Server:
-    """The dispatcher's record of one server.
+    """The dispatcher's record of one server. Times are on the monotonic clock.
 
     Attributes:
         client: Client for generation.
@@ -61,15 +56,13 @@ class Server:
         is_lost: Whether the server has left READY and was not attested since.
         was_attested: Whether the server has ever been READY.
         window: Limits the completions in flight on the server. ``None`` sets no limit.
-        jobs: Completions in flight on the server.
         reported: The load that the server last reported. ``None`` if it is unknown.
         tokens_per_second: Average speed of one completion among others. 0 before the first.
-        requests: Requests that the server has not answered yet. A cancelled request stays here
-            until the server was notified of the cancellation.
-        retry_at: End of the pause after a failure, on the monotonic clock.
-        last_failure_at: Time of the last failure, on the monotonic clock.
-        failures_in_a_row: Number of failures since the last success.
-        samples_unknown_ids: Whether it has sampled an id that is no token of the tokenizer.
+        requests: Requests without an answer. A cancelled request stays here until the server
+            was notified of the cancellation.
+        retry_at: End of the pause after a failure.
+        samples_unknown_ids: Whether the server has sampled an id that is no token of the
+            tokenizer.
     """
 
     client: InferenceClient
@@ -95,12 +88,10 @@ class Server:
 
     @property
     def load(self) -> int:
-        """Number of rollouts in flight on the server."""
         return len(self.jobs) - self.num_evaluated
 
     @property
     def num_evaluated(self) -> int:
-        """Number of completions of evaluations in flight on the server."""
         return sum(job.is_evaluation for job in self.jobs)
 
     def is_ready(self) -> bool:
@@ -112,7 +103,6 @@ class Server:
         return math.inf if self.window is None else self.window.size - self.load
 
     def remaining_tokens(self) -> float:
-        """Returns the expected number of tokens that all completions in flight still need."""
         now = time.monotonic()
         return sum(job.remaining_tokens(now, self.tokens_per_second) for job in self.jobs)
 
@@ -143,7 +133,7 @@ class Server:
         return job
 
     def end_job(self, job: Job, num_tokens: int | None = None) -> None:
-        """Removes a completion that has ended. ``num_tokens`` is its length if it succeeded."""
+        """``num_tokens`` is the length of the completion if it succeeded."""
         if num_tokens is not None:
             if self.window is not None and job.number is not None:
                 self.window.succeed(job.number, self.load)
@@ -170,7 +160,6 @@ class Server:
         return self._left
 
     def attest(self, version: int) -> None:
-        """Records that the server serves ``version`` and is READY."""
         self.version = version
         self.is_lost, self.was_attested = False, True
         self.retry_at = 0.0
@@ -187,7 +176,7 @@ class Server:
     def leave(self) -> None:
         """Records that the server is no longer READY.
 
-        Tasks that wait for a request are notified immediately, because a cancelled request ends
+        Tasks that wait for a request are notified at once, because a cancelled request ends
         only when the server has answered its cancellation.
         """
         self.version = None
@@ -211,7 +200,6 @@ class Server:
         self.report(load)
 
     def report(self, load: ServerLoad | None) -> None:
-        """Records the load that the server reports, or ``None`` if it is unknown."""
         self.reported = load
         if load is not None:
             # Waiting completions of an evaluation must not hold back rollouts.
@@ -220,12 +208,9 @@ class Server:
             self.window.report(load, self.load)
 
     def fail(self, job: Job, *, is_news: bool) -> None:
-        """Pauses the server after a failed completion. The pause grows with each failure in a row.
+        """Pauses the server after a failed completion, longer after each failure in a row.
 
-        Args:
-            job: The completion.
-            is_news: Whether the request was sent after the last failure and therefore does not
-                belong to the same burst of failures.
+        ``is_news`` is false for a request of the same burst of failures as the last one.
         """
         if self.window is not None and job.number is not None:
             self.window.fail(job.number)
@@ -247,19 +232,18 @@ def best_server(
 ) -> Server | None:
     """Returns the server that gets the completions, or ``None`` if no server may take them.
 
-    A server with free room in its window comes first, because a completion that runs is better than
-    one that waits. Among the servers with room, the server with the least expected remaining work in
-    tokens is chosen. This need not be the server with the fewest completions, because some
-    completions are long; see StreamRL (2025, https://arxiv.org/abs/2504.15930). Prompt tokens are
-    left out, because they are computed once per group.
+    Of the servers with free room in their window, the one with the least expected remaining
+    work in tokens is chosen. It need not have the fewest completions, because some are long;
+    see StreamRL (2025, https://arxiv.org/abs/2504.15930). Prompt tokens are left out, because
+    they are computed once per group.
 
     Args:
         servers: Servers that are READY and have a usable version.
-        num_completions: Number of completions that are placed together. If no server has room for
-            all of them, the server with the most room is chosen, so that as few as possible wait.
+        num_completions: Number of completions that are placed together. If no server has room
+            for all, the server with the most room is chosen, so that as few as possible wait.
         prefer: A server that has computed the prefix. It is chosen if it has room.
-        has_begun: Whether the completions, or their group, were started before. Such completions
-            do not wait for room: if no window has room, the least busy server gets them.
+        has_begun: Whether the completions, or their group, were started before. They do not
+            wait for room: if no window has room, the least busy server gets them.
     """
     candidates = list(servers)
     with_room = [server for server in candidates if server.free_places() > 0]

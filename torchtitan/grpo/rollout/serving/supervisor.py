@@ -10,17 +10,14 @@
                    | |                 +-- ended, or not up in time --> DOWN
                    | +-- no restart is left --> GONE
 
-The restarted server listens on the same port, so its URL does not change, and it loads the weights
-of its model directory. It gets requests again once the weight pusher has pushed and attested newer
-weights. Once it has been up for ten minutes, its restarts count from 0 again: a server that ends
-once a day is restarted every day, and one that ends right after each start is soon given up.
+The restarted server keeps its port and loads the weights of its model directory. It gets
+requests again once newer weights were pushed and attested. Once it has been up for ten minutes,
+its restarts count from 0 again. If a server ends before any server of the run has taken
+weights, the run ends at once with the reason, because no work is lost.
 
-A server that ends before any server of the run has taken weights is not restarted, because no work
-would be lost: the run ends at once with the reason.
-
-A server whose engine has died may hang forever while it shuts down; vLLM does so. Such a server has
-already closed its socket, and the supervisor ends it. A frozen or busy server still has its socket
-and is left alone.
+A server whose engine has died may hang forever while it shuts down; vLLM does so. Such a server
+has already closed its socket, and the supervisor ends it. A frozen or busy server still has its
+socket and is left alone.
 """
 
 import asyncio
@@ -45,10 +42,8 @@ _PROVEN_SECONDS = 600.0  # a server that was up for so long has started well
 
 
 class Supervisor:
-    """Supervises one launched server, which has been up. See the module's docstring.
-
-    Attributes:
-        server: The current process, or ``None`` if there is none.
+    """Supervises one launched server, which has been up. ``server`` is its current process, if
+    any.
     """
 
     def __init__(
@@ -63,9 +58,8 @@ class Supervisor:
     async def run(self, dispatcher: Dispatcher) -> str:
         """Keeps the server running. Returns a description of its end once it is GONE.
 
-        Raises:
-            RuntimeError: If it ends before any server of the run has taken weights.
-            ValueError: If ``inference.python`` can no longer be run.
+        Raises ``RuntimeError`` if it ends before any server of the run has taken weights, and
+        ``ValueError`` if ``inference.python`` can no longer be run.
         """
         max_restarts = self._inference.max_restarts
         backoff = Backoff(self._inference.restart_seconds, self._inference.max_restart_seconds)
