@@ -211,7 +211,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
         return layout.result()
     finally:
         layout.trainer.close()
-        layout.trainer.watch.close()
+        layout.trainer.channel.close()
 
 
 def main() -> int:

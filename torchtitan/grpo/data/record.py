@@ -346,7 +346,7 @@ def _group(line: _GroupLine, where: str) -> RolloutGroup:
         rollouts = tuple(_rollout(rollout, prompt_ids) for rollout in line.rollouts)
     except (ValueError, OverflowError) as error:
         raise DataError(f"{where}: {error}.") from error
-    given = msgspec.structs.asdict(line) | {"rollouts": rollouts}
+    given: dict[str, Any] = {**msgspec.structs.asdict(line), "rollouts": rollouts}
     del given["prompt_ids"]
     return RolloutGroup(**given)
 

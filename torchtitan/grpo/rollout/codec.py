@@ -55,7 +55,7 @@ def pack(value: Any, is_sent: Callable[[np.ndarray], bool] = lambda array: True)
         positions[id(array)] = len(positions)
         sent = is_sent(array)
         if sent and array.nbytes:
-            parts.append(memoryview(np.ascontiguousarray(array)).cast("B"))
+            parts.append(np.ascontiguousarray(array).data.cast("B"))
             parts.append(bytes(-array.nbytes % _ALIGNMENT))
         return _Array(array.dtype.str, array.shape, sent)
 

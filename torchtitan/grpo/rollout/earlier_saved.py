@@ -21,11 +21,11 @@ class _Frames:
 
     def __init__(self, frames: list[bytes]) -> None:
         columns = columns_of(Rollout)
-        self._arrays = {
+        self._arrays: dict[str, np.ndarray] = {
             name: np.frombuffer(frame, columns[name].dtype if name in columns else np.int32)
             for name, frame in zip(_FRAMES, frames, strict=False)
         }
-        self._positions = dict.fromkeys(_FRAMES, 0)
+        self._positions: dict[str, int] = dict.fromkeys(_FRAMES, 0)
 
     def take(self, name: str, length: int) -> np.ndarray:
         begin, end = self._positions[name], self._positions[name] + length
