@@ -1,13 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Decides whether a server answers a request: where it comes from, what it carries, and its key.
+"""Decides whether a server answers a request, by its origin, its form and its key.
 
-The embedded server asks these functions itself; vLLM and SGLang ask them through `guard.py`, in their
-own environments. This module therefore imports little.
-
-A browser on the server's machine can be made to send requests by any page that it shows. Such a
-request names a foreign page in ``Origin``, or a foreign name in ``Host`` (DNS rebinding), or it
+All kinds of servers ask it, vLLM and SGLang through `guard.py` in their own environments, so it
+imports little. Any page in a browser on the server's machine can make the browser send requests.
+Such a request names a foreign page in ``Origin``, or a foreign name in ``Host`` (DNS rebinding), or
 cannot have a JSON body. All three are refused, also on servers without keys.
 """
 
@@ -32,11 +30,7 @@ _NO_TYPE = ("", "application/octet-stream")
 
 
 class AuthLevel(Enum):
-    """The key that a route needs.
-
-    OPEN: No key; for probes. NORMAL: The API key, if one is set. CONTROL: The admin key if one is
-    set, in which case the API key does not suffice; else the API key, if one is set.
-    """
+    """Key of a route: none, the API key, or the admin key (the API key if no admin key is set)."""
 
     OPEN = "open"
     NORMAL = "normal"
@@ -45,13 +39,12 @@ class AuthLevel(Enum):
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys that a server asks for. ``None`` is a key that is not set."""
+    """Keys that a server asks for; ``None`` if not set."""
 
     api_key: str | None = None
     admin_key: str | None = None
 
     def of(self, level: AuthLevel) -> str | None:
-        """Returns the key that a route of this level needs, if any."""
         if level is AuthLevel.OPEN:
             return None
         return (self.admin_key or self.api_key) if level is AuthLevel.CONTROL else self.api_key
@@ -63,7 +56,7 @@ def keys_of_environment() -> Keys:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a request is not answered: an HTTP status, and a message for the caller."""
+    """HTTP status and message for a caller whose request is not answered."""
 
     status: int
     message: str
@@ -77,12 +70,7 @@ def refusal(
     headers: Mapping[str, str],
     local_address: str | None,
 ) -> Refusal | None:
-    """Returns why a request is refused, or ``None`` if it is answered.
-
-    Args:
-        local_address: Address of this machine at which the connection arrived; ``None`` for a Unix
-            socket.
-    """
+    """Returns why a request is refused, if it is. ``local_address`` is ``None`` for a Unix socket."""
     is_local = is_loopback(local_address)
     host = headers.get("host", "")
     if is_local and not _is_own_name(host):
@@ -111,10 +99,7 @@ def _is_bearer(authorization: str, expected: str) -> bool:
 
 
 def require_keys(host: str, environ: Mapping[str, str]) -> None:
-    """Raises ValueError if a server without keys would serve at an address that other machines reach.
-
-    The key for generation is also the one for control routes if there is no other.
-    """
+    """Raises ValueError if a server that other machines can reach has no key for generation."""
     if not is_loopback(host) and not environ.get(API_KEY_VARIABLE):
         raise ValueError(
             f"--host {host} needs keys, because every machine that reaches this one could otherwise "
@@ -125,7 +110,7 @@ def require_keys(host: str, environ: Mapping[str, str]) -> None:
 
 
 def _is_own_name(host: str) -> bool:
-    """Returns whether ``Host`` names this machine, for a connection over loopback."""
+    """Whether ``Host`` names this machine, for a connection over loopback."""
     if not host:
         return True  # a browser always sends one
     try:
@@ -136,7 +121,7 @@ def _is_own_name(host: str) -> bool:
 
 
 def _foreign_page(headers: Mapping[str, str], host: str) -> str | None:
-    """Returns what shows that a page of another server has sent a request, if it has."""
+    """The header that shows that a page of another server sent the request, if any."""
     origin = headers.get("origin")
     if origin is not None and _netloc(origin) != host.lower():
         return f"Origin {origin!r:.80}"
@@ -145,7 +130,7 @@ def _foreign_page(headers: Mapping[str, str], host: str) -> str | None:
 
 
 def _netloc(url: str) -> str:
-    """Returns host and port of a URL, or nothing if it is none (as the origin ``null``)."""
+    """Host and port of a URL; empty if it has none (as the origin ``null``)."""
     try:
         return urlsplit(url).netloc.lower()
     except ValueError:

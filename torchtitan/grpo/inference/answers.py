@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Checks that every server's answer must pass, whatever its kind.
+"""Checks that every server's answer must pass.
 
-A wrong count or a missing version would train the policy on tokens that were not sampled in that
-way. An answer is therefore never repaired: it is exact, or it is refused.
+A wrong count or a missing version would train the policy on tokens that were sampled otherwise. An
+answer is therefore never repaired: it is exact, or it is refused.
 """
 
 import math
@@ -26,14 +26,16 @@ from torchtitan.grpo.types import (
 
 UNPUSHED_VERSION = -1
 """Version of tokens that a server sampled before the first push to it. It is lower than every
-pushed version, so the staleness bound excludes such tokens from training."""
+pushed version, so the staleness bound excludes such tokens from training.
+"""
 
 UNPUSHED_LABEL = "default"
 """Version label of a server before the first push to it."""
 
 UPDATING_LABEL = "updating"
-"""Version label of a server while it loads an update. No token is sampled during the load, so a
-token with this label means that the update failed half-way."""
+"""Version label during the load of an update, when no token is sampled: a token that has it shows
+that the update failed half-way.
+"""
 
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 """Exceptions that reading an answer may raise if it does not have the expected form."""
@@ -42,17 +44,19 @@ LOWEST_SAMPLED_LOGPROB = float(np.log(np.finfo(np.float32).tiny))
 """Bound that the logprob of a sampled token is above, about -87.3 nats, at any temperature.
 
 Samplers draw from a softmax in float32, and logprobs are those after the temperature. A probability
-below the smallest normal number is flushed to 0 on GPUs. Where it is not, random numbers of 24 to 64
-bits cannot choose it: the noise that they are turned into spans 50 nats at most."""
+below the smallest normal number is flushed to 0 on GPUs. Where it is not, random numbers of 24 to
+64 bits cannot choose it: the noise that they are turned into spans 50 nats at most.
+"""
 
 LOWEST_LOGPROB = -9999.0
 """Bound that the logprob is above of a token that was not sampled, such as in a teacher's rating.
 
 Such a token may be as unlikely as logits can tell. Servers that cannot write minus infinity write
-this number in its place (vLLM does), so that logprobs lie above it."""
+this number in its place (vLLM does), so that logprobs lie above it.
+"""
 
 HIGHEST_LOGPROB = 1e-3
-"""How far above 0 rounding may put a logprob of 0, in any precision that a server computes in."""
+"""Largest logprob that rounding can make of 0, in any precision that a server computes in."""
 
 _VERSION_DIGITS = 18
 _ANSWER_BYTES = 2**20
@@ -85,11 +89,7 @@ def version_or_none(label: Any) -> int | None:
 def version_segments(
     spans: Iterable[Sequence[Any]], num_tokens: int, source: str
 ) -> tuple[VersionSegment, ...]:
-    """Returns the segments of ``(label, start, end)`` spans, which must cover ``num_tokens`` tokens.
-
-    Empty spans are left out, because a version may be replaced before it has sampled a token.
-    Adjacent spans of one version are joined.
-    """
+    """Joins ``(label, start, end)`` spans, some perhaps empty, which must cover all tokens."""
     segments: list[VersionSegment] = []
     position, has_gap = 0, False
     spans = [tuple(span) for span in spans]
@@ -131,12 +131,8 @@ def checked_generation(
 ) -> Generation:
     """Verifies the parts of an answer and returns them as a generation.
 
-    Args:
-        source: URL and route, which begin every error message.
-        num_prompt_tokens: Number of prompt tokens.
-        token_ids: Sampled tokens.
-        logprobs: Logprob and token id of each of them.
-        spans: ``(version label, start, end)`` over the tokens.
+    ``source``, URL and route, begins every error message. ``logprobs`` holds logprob and id of each
+    sampled token, and ``spans`` holds ``(version label, start, end)`` over the tokens.
     """
     _require_own_answer(source, request, sent_id, answered_id, num_prompt_tokens)
     num_tokens = len(token_ids)
@@ -170,22 +166,17 @@ def checked_generation(
 
 
 def logit_bias(request: GenerateRequest) -> dict[str, dict[str, float]]:
-    """Returns the sampling parameter of vLLM and SGLang that excludes the request's unknown ids.
-
-    It is empty without such ids, and if there are more than vLLM takes. Answers are checked anyway.
-    """
+    """Returns the parameter of vLLM and SGLang that excludes unknown ids, if vLLM takes so many."""
     ids = request.unknown_ids
     return {"logit_bias": dict.fromkeys(map(str, ids), -100.0)} if 0 < len(ids) <= 1024 else {}
 
 
 def max_answer_bytes(request: GenerateRequest) -> int:
-    """Returns a size that no correct answer to ``request`` reaches."""
     num_tokens = len(request.prompt_ids) + request.max_new_tokens
     return _ANSWER_BYTES + _ANSWER_BYTES_PER_TOKEN * num_tokens
 
 
 def max_rating_bytes(sequences: Sequence[Sequence[int]], num_top: int) -> int:
-    """Returns a size that no correct rating of ``sequences`` reaches."""
     per_token = _ANSWER_BYTES_PER_TOKEN + _ANSWER_BYTES_PER_TOP_TOKEN * num_top
     return _ANSWER_BYTES + per_token * sum(map(len, sequences))
 
@@ -193,10 +184,7 @@ def max_rating_bytes(sequences: Sequence[Sequence[int]], num_top: int) -> int:
 def checked_prompt_logprobs(
     source: str, token_ids: Sequence[int], entries: Sequence[tuple[float | None, int]]
 ) -> list[float]:
-    """Returns the logprobs of prompt tokens, all but the first of ``token_ids``, the end of the prompt.
-
-    ``entries`` holds logprob and id of each of these tokens, the first included.
-    """
+    """Returns all logprobs but the first; ``entries`` holds logprob and id of each token."""
     if [token for _, token in entries] != list(token_ids):
         raise ServerError(
             f"{source}: the prompt logprobs must belong to the {len(token_ids)} tokens that were "
@@ -210,11 +198,7 @@ def checked_prompt_logprobs(
 def checked_top_tokens(
     source: str, rows: Sequence[Sequence[tuple[Any, Any]]], num_top: int
 ) -> TopTokens:
-    """Returns a model's ``num_top`` most likely tokens at each place of a text.
-
-    ``rows`` holds logprob and id of each of them, for each place. A place with another number of
-    tokens, or with one of them twice, is refused.
-    """
+    """Returns the ``num_top`` different tokens of each place from ``rows`` of logprobs and ids."""
     wrong = {len(row) for row in rows} - {num_top}
     if wrong:
         raise ServerError(
@@ -234,7 +218,6 @@ def checked_top_tokens(
 
 
 def as_object(body: Any, source: str) -> dict[str, Any]:
-    """Returns the answer, which must be a JSON object."""
     if not isinstance(body, dict):
         raise ServerError(f"{source} must answer a JSON object, got {excerpt(body)}")
     return body
@@ -291,11 +274,7 @@ def logprob_rule(lowest: float) -> str:
 def checked_load(
     source: str, running: Sequence[float], waiting: Sequence[float], kv_use: Sequence[float]
 ) -> ServerLoad:
-    """Returns the load of a server from the plausible numbers of its engines.
-
-    A server with several engines counts as one: its requests are added up, and the use of its
-    fullest KV cache is taken.
-    """
+    """Returns the load over all engines: added requests, and the use of the fullest KV cache."""
     values = [*running, *waiting, *kv_use]
     if not values or not all(0 <= value < _MAX_LOAD for value in values):  # nor NaN
         raise ServerError(
@@ -306,7 +285,7 @@ def checked_load(
 
 
 def to_number(value: Any) -> float:
-    """Returns a JSON value or text as a number, or NaN if it is none."""
+    """Returns a JSON value or text as a number; NaN if it is none."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The interface of inference servers, which `vllm/client.py`, `sglang/client.py` and `embedded/client.py` implement.
+"""The interface of inference servers; the implementations are in `vllm/`, `sglang/` and
+`embedded/`.
 
-The rollout process samples completions with it, and the trainer's weight synchronization uses the
-rest. Both call it from asyncio code. A client holds one HTTP session, which belongs to the event loop
-of its first request.
+The rollout process samples with it, the trainer pushes weights with it, both from asyncio code. A
+client holds one HTTP session, which belongs to the event loop of its first request.
 """
 
 from abc import ABC, abstractmethod
@@ -19,14 +19,11 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGrou
 
 
 class ServerError(RuntimeError):
-    """A server answered with an error, with a wrong answer, or not at all.
-
-    The message names its URL and route, what was expected, and what was received.
-    """
+    """A server failed or did not answer. The message names its route and what was expected."""
 
     @property
     def was_answered(self) -> bool:
-        """Whether the server answered, and did not do what it was asked."""
+        """Whether the server answered."""
         return True
 
 
@@ -36,17 +33,10 @@ class LogprobsError(ServerError):
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """A server's description of itself and its model; ``None`` stands for what it does not tell.
+    """Description of a server and its model; ``None`` stands for what the server does not tell.
 
-    Attributes:
-        software: Name and release, such as ``vLLM 0.32.0``, for messages.
-        release: Only the release number.
-        model_path: Directory or name that the server loaded the model from.
-        architecture: Name of the model's class in config.json, such as ``Qwen3ForCausalLM``.
-        vocab_size: Number of tokens in the model's vocabulary.
-        max_model_len: Longest prompt and completion together, in tokens.
-        problems: Each reason why this project cannot use the server as it was started.
-        warnings: What the user should change, although the run can use the server.
+    ``software`` is name and release, such as ``vLLM 0.32.0``. ``architecture`` is the model's class
+    in config.json. ``problems`` prevent its use by the run; ``warnings`` do not.
     """
 
     software: str
@@ -61,9 +51,7 @@ class ServerFacts:
 
 @dataclass(frozen=True)
 class ServerLoad:
-    """How busy a server is: requests in its batch, requests in its queue, and the used part of its KV cache
-    in [0, 1], which is ``None`` if the server does not report it.
-    """
+    """Requests in batch and queue, and the used part of the KV cache in [0, 1], if reported."""
 
     running: int
     waiting: int
@@ -72,18 +60,17 @@ class ServerLoad:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a server can do while weights are pushed to it.
+    """Capabilities of a server while weights are pushed to it.
 
     Attributes:
-        stops_for: When generation must be paused: from the first bucket to the end of the
-            commit (``transfer``); only for the commit, because buckets are staged until then
-            (``commit``); or never, because the server itself commits between two of its steps
-            (``nothing``).
-        verifies_checksums: Whether the server compares the checksums of a bucket with those sent.
-        takes_deltas: Whether the server can apply changes to the weights that it holds.
-        receives_in_parallel: Whether buckets of different groups may be sent at the same time.
-        receives_pieces: Whether a large bucket may be sent in several broadcasts over NCCL.
-        rates_lists: Whether one request can ask for the logprobs of several sequences.
+        stops_for: Time for which generation must be paused: ``transfer`` is from the first bucket
+            to the end of the commit; ``commit`` is only the commit, because buckets are staged;
+            ``nothing`` means that the server commits between two of its steps.
+        verifies_checksums: Checksums of buckets are compared with those sent.
+        takes_deltas: Changes to the weights that it holds can be sent.
+        receives_in_parallel: Buckets of different groups may be sent at the same time.
+        receives_pieces: A large bucket may be sent in several broadcasts over NCCL.
+        rates_lists: One request can ask for the logprobs of several sequences.
     """
 
     stops_for: Literal["transfer", "commit", "nothing"] = "transfer"
@@ -95,31 +82,26 @@ class Capabilities:
 
 
 MAX_TOP_TOKENS = 256
-"""How many of the most likely tokens a server of this project returns for each token: the largest
-``teacher.top_k``, and as many tokens that a student does not have."""
+"""Number of most likely tokens that a server of this project returns for each token: the largest
+``teacher.top_k``, and as many tokens that a student does not have.
+"""
 
 
 @dataclass(frozen=True)
 class PromptRating:
-    """How likely a server's model finds the tokens of a text, each given all before it, at temperature 1.
-
-    ``top`` holds the model's most likely tokens at the place of each rated token, if they were asked for.
-    """
+    """Logprobs of a text's tokens at temperature 1, and the most likely tokens, if asked for."""
 
     logprobs: list[float]
     top: TopTokens | None = None
 
 
 class InferenceClient(ABC):
-    """The trainer's and the rollout process's access to one inference server.
+    """Access to one inference server.
 
-    Every method raises :class:`ServerError` if the server cannot do what it was asked, or does
-    not answer within the control timeout that was given at construction. Methods that wait in the
-    server's queue, or receive or read weights, have a longer timeout.
-
-    Attributes:
-        url: Base URL of the server.
-        capabilities: Those of the kind's row in `kinds.py` until the client finds out more.
+    Every method raises :class:`ServerError` if the server fails or does not answer within the
+    control timeout given at construction. Methods that wait in the server's queue, or receive or
+    read weights, have a longer timeout. ``capabilities`` are those of the kind until the client
+    finds out more.
     """
 
     url: str
@@ -148,10 +130,7 @@ class InferenceClient(ABC):
 
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Samples one completion. If the call is cancelled, aborts the request on the server.
-
-        Implemented by :class:`VLLMClient`, and by :class:`SGLangClient` also for embedded servers.
-        """
+        """Samples one completion. If the call is cancelled, aborts the request on the server."""
 
     @abstractmethod
     async def abort(self, request_id: str | None) -> None:
@@ -159,15 +138,15 @@ class InferenceClient(ABC):
 
     @abstractmethod
     async def describe(self, temperature: float) -> ServerFacts:
-        """Returns what the server tells about itself. Nothing is changed on it.
+        """Returns what the server tells about itself, without changing it.
 
-        A server may report suitable log-probabilities only at some values of ``rollout.temperature``.
-        :class:`WrongKind` is raised if the URL is not that of a server of this kind.
+        The server may report suitable logprobs only at some values of ``rollout.temperature``.
+        :class:`WrongKind` is raised if a server of another kind answers.
         """
 
     @abstractmethod
     async def health(self) -> None:
-        """Returns if the server is up, even if it is paused."""
+        """Returns if the server is up, even if paused; otherwise raises."""
 
     @abstractmethod
     async def version(self) -> int | None:
@@ -181,28 +160,29 @@ class InferenceClient(ABC):
         """Returns the number of processes that hold weights (TP x PP)."""
 
     async def group_facts(self) -> list[GroupFacts]:
-        """Returns what weight groups over NCCL depend on, for each worker; facts are ``None`` if it is not told."""
+        """Returns each worker's facts that matter to groups over NCCL; unknown ones are ``None``."""
         return [GroupFacts()]
 
     @abstractmethod
     async def pause(self) -> None:
-        """Stops generation. Running requests are kept and continue after :meth:`resume`."""
+        """Stops generation. Running requests continue after :meth:`resume`."""
 
     @abstractmethod
     async def resume(self) -> None:
-        """Makes a server generate again, if it is paused."""
+        """Makes a paused server generate again."""
 
     @abstractmethod
     async def join_weight_group(self, info: WeightGroupInfo) -> None:
         """Makes the server join a process group; returns when all members have joined.
 
-        The trainer must join at the same time. A server may be in several groups, one for each rank
-        that sends weights.
+        The trainer must join at the same time. A server may be in one group for each sending rank.
         """
 
     @abstractmethod
     async def leave_weight_groups(self) -> None:
-        """Drops an open update, and leaves all groups. A broadcast that the server waits for is ended."""
+        """Drops an open update, and leaves all groups. A broadcast that the server waits for is
+        ended.
+        """
 
     @abstractmethod
     async def begin_update(self) -> None:
@@ -212,12 +192,11 @@ class InferenceClient(ABC):
     async def receive_bucket(
         self, bucket: BucketSpec, *, group_name: str, last: bool, version: int
     ) -> None:
-        """Makes the server receive one broadcast over one of its groups.
+        """Makes the server receive one broadcast, which the trainer must send at the same time.
 
-        The trainer must broadcast at the same time. Returns when the server has received the
-        bucket or has accepted to receive it. A server that finds the bucket damaged later
-        refuses the commit. ``last`` marks the last bucket of the update, if buckets are sent one
-        after another.
+        Returns when the server has received the bucket or has accepted to receive it; a server that
+        finds it damaged later refuses the commit. ``last`` marks the last bucket of the update, if
+        buckets are sent one after another.
         """
 
     @abstractmethod
@@ -230,24 +209,17 @@ class InferenceClient(ABC):
 
     @abstractmethod
     async def update_from_disk(self, path: str, version: int) -> float:
-        """Makes the server read and serve the safetensors files of a directory, as an update by itself.
-
-        Returns what :meth:`commit_update` returns.
-        """
+        """Makes the server serve a directory's safetensors files; returns as :meth:`commit_update`."""
 
     @abstractmethod
     async def rate(
         self, sequences: Sequence[list[int]], starts: Sequence[int], num_top: int = 0
     ) -> list[PromptRating]:
-        """Returns how likely the tokens of sequences are under the weights that are served now.
+        """Returns the logprobs of the tokens of sequences under the weights that are served now.
 
-        It is one request if the server takes lists (``capabilities.rates_lists``), and otherwise
-        one request after another.
-
-        Args:
-            sequences: Token ids.
-            starts: Position of the first rated token of each sequence, at least 1.
-            num_top: Number of the most likely tokens that are returned for each rated token.
+        It is one request if the server takes lists, else one after another. ``starts`` are the
+        positions of the first rated tokens, at least 1. ``num_top`` most likely tokens are returned
+        for each rated token.
         """
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:

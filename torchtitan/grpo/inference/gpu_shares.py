@@ -10,13 +10,13 @@ _BESIDE_TRAINING = 0.4
 """Part of a GPU's memory for servers if training uses the same GPU. Weights, gradients and optimizer
 state of training need several times what a server's weights do."""
 _WITHOUT_TRAINING = 0.9
-"""Part of a GPU's memory for servers that have it for themselves, as vLLM's own default."""
+"""Part of a GPU's memory for servers that have the GPU for themselves, as vLLM's own default."""
 
 
 @dataclass(frozen=True)
 class GpuShare:
-    """One server's GPUs, named as in ``CUDA_VISIBLE_DEVICES``, its number of workers, and the part of each
-    GPU's memory that it may use, where ``None`` is its own default.
+    """One server's GPUs, named as in ``CUDA_VISIBLE_DEVICES``, its number of workers, and its part
+    of each GPU's memory; ``None`` is the server's own default.
     """
 
     gpus: tuple[str, ...] = ()
@@ -35,12 +35,9 @@ def share_gpus(
 ) -> list[GpuShare]:
     """Returns the share of each server.
 
-    Args:
-        gpus: The GPUs that servers may use.
-        tensor_parallel_size: ``inference.tensor_parallel_size``; 0 takes as many of a server's GPUs
-            as divide the attention heads.
-        memory: ``inference.gpu_memory_utilization``; 0 divides shared GPUs evenly.
-        num_heads: Number of the model's attention heads; ``None`` if a server takes one GPU.
+    ``tensor_parallel_size`` and ``memory`` are settings of ``[inference]``: 0 takes as many of a
+    server's GPUs as divide the attention heads, and divides shared GPUs evenly. ``num_heads`` is
+    ``None`` if a server takes one GPU.
     """
     if not gpus:
         return [GpuShare((), max(1, tensor_parallel_size), memory or None)] * num_servers
@@ -73,7 +70,7 @@ def part_beside_training(num_servers: int, num_gpus: int, memory: float) -> floa
 
 
 def gpus_of(index: int, num_servers: int, gpus: Sequence[str]) -> tuple[str, ...]:
-    """Returns the GPUs of server ``index``: an even part, or one that servers have in common."""
+    """Returns the GPUs of server ``index``: an even part, or one shared with other servers."""
     if not gpus:
         return ()
     share = len(gpus) // num_servers

@@ -1,13 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Stands before the HTTP routes of a vLLM or SGLang server, and refuses what `access.py` refuses.
+"""Stands before the routes of a vLLM or SGLang server, and refuses what `access.py` refuses.
 
-It also puts the limits of `system/connections.py` before the server's sockets, and reads bodies in time.
-
-Both servers are ASGI applications, and their environments lack the libraries of the trainer. The
-guard is therefore plain ASGI and needs only the standard library. It reads the keys from the
-environment of the server.
+It also limits connections (`system/connections.py`) and the time for bodies. It runs in the
+servers' environments, which lack the trainer's libraries: it is plain ASGI, and needs only the
+standard library. Keys come from the environment.
 """
 
 import asyncio
@@ -37,12 +35,7 @@ _Send = Callable[[Any], Awaitable[None]]
 
 
 class RequestGuard:
-    """ASGI middleware that asks for the admin key on every route that it does not know.
-
-    Args:
-        open_routes: Paths that need no key.
-        keys: Keys of the server; ``None`` reads them from the environment.
-    """
+    """ASGI middleware that asks for the admin key on every route that it does not know."""
 
     def __init__(
         self,
@@ -72,7 +65,6 @@ class RequestGuard:
             await _answer(refused, send)
 
     def level_of(self, path: str) -> AuthLevel:
-        """Returns which key a path needs."""
         if path in self._open:
             return AuthLevel.OPEN
         parts = path.split("/")
@@ -126,11 +118,7 @@ def _limit_connections() -> None:
 
 
 async def _whole_body(receive: _Receive) -> list[Any]:
-    """Returns the messages of a request's body, or of its end if the client has left.
-
-    Raises:
-        TimeoutError: If the body arrives too slowly.
-    """
+    """The messages of a body, or of its end if the client has left; TimeoutError if it is slow."""
     begun, num_bytes, messages = asyncio.get_running_loop().time(), 0, []
     while not messages or messages[-1].get("more_body", False):
         async with asyncio.timeout_at(begun + body_seconds(num_bytes)):
@@ -140,7 +128,7 @@ async def _whole_body(receive: _Receive) -> list[Any]:
 
 
 def _after(messages: list[Any], receive: _Receive) -> _Receive:
-    """Returns what receives the messages first."""
+    """A receiver of the messages first, then of what follows."""
     waiting = iter(messages)
 
     async def receive_next() -> Any:

@@ -3,8 +3,7 @@
 
 """JSON over HTTP, with keys, timeouts and errors that name the server and the route.
 
-Redirections are not followed: a server at another address would be sent prompts that are not for it, and
-perhaps keys.
+Redirections are not followed: another server would be sent prompts, and perhaps keys.
 """
 
 import asyncio
@@ -30,10 +29,7 @@ _MAX_ANSWER_BYTES = 64 * 2**20
 
 
 class RouteError(ServerError):
-    """A route did not answer, or answered with a status that its caller does not accept.
-
-    ``status`` and ``body`` (see :class:`Answer`) are ``None`` if there was no answer.
-    """
+    """A route did not answer (``status`` and ``body`` are ``None``) or has a wrong status."""
 
     def __init__(self, message: str, status: int | None = None, body: Any = None) -> None:
         super().__init__(message)
@@ -45,7 +41,7 @@ class RouteError(ServerError):
 
     @property
     def is_refusal(self) -> bool:
-        """Whether repeating the request is of no use, because the server refused it as such."""
+        """Whether repeating the request is of no use."""
         if self.status in (408, 429):  # it was sent too slowly, or there were too many
             return False
         return self.status is not None and 300 <= self.status < 500
@@ -53,25 +49,22 @@ class RouteError(ServerError):
 
 @dataclass(frozen=True)
 class Answer:
-    """Status and body of an answer: parsed JSON, the text if it is not JSON, or ``None`` if it is empty."""
+    """Status and body: parsed JSON, the text if it is not JSON, or ``None`` if it is empty."""
 
     status: int
     body: Any
 
 
 class HttpConnection:
-    """Base URL, keys and HTTP session of one server.
-
-    The session belongs to the event loop of the first request.
+    """Base URL, keys and HTTP session of one server; the event loop of the first request owns the
+    session.
 
     Args:
-        url: Base URL, ``http://host:port``.
-        admin_key: Bearer key of control routes; ``None`` is ``api_key``.
+        admin_key: Key of control routes; ``None`` is ``api_key``.
         timeout_seconds: Maximum duration of a request that does not set its own.
-        idle_seconds: How long an idle TCP connection is kept for the next request; 0 opens one
-            for each request. Servers close idle connections after some seconds and lose a
-            request that arrives at that moment, so this must be well below the server's limit.
-            No connection is kept after an internal error of the server.
+        idle_seconds: Time for which an idle TCP connection is kept; 0 opens one for each request.
+            Servers close idle connections and lose a request that arrives at that moment, so this
+            must be well below the server's limit. None is kept after an internal server error.
     """
 
     def __init__(
@@ -109,10 +102,9 @@ class HttpConnection:
         max_bytes: int = _MAX_ANSWER_BYTES,
         accept: Collection[int] = (),
     ) -> Answer:
-        """Sends one request and returns the answer.
+        """Sends one request, with ``body`` as JSON unless ``None``, and returns the answer.
 
         Args:
-            body: Value that is sent as JSON; ``None`` sends no body.
             scope: The key that is sent; ``public`` sends none.
             timeout_seconds: Maximum duration of the whole exchange; ``None`` is the connection's.
             max_bytes: Maximum length of the answer. The rest of a longer one is not read.
@@ -139,7 +131,6 @@ class HttpConnection:
     async def _exchange(
         self, method: str, route: str, body: Any, key: str | None, timeout: float, max_bytes: int
     ) -> tuple[int, bytes | None]:
-        """Returns status and answer; see :func:`_read` for the answer."""
         subject = f"{method} {self.url}{route}"
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         # Only one request begins in each turn of the event loop. A thousand that begin at once,
@@ -186,7 +177,7 @@ class HttpConnection:
 
     @asynccontextmanager
     async def _used_session(self) -> AsyncIterator[aiohttp.ClientSession]:
-        """Yields the session. A session that was replaced is closed after its last request."""
+        """The session. A replaced one is closed after its last request."""
         session = self._open_session()
         self._num_using[session] += 1
         try:
@@ -211,7 +202,7 @@ class HttpConnection:
 
 
 class HttpClient(InferenceClient):
-    """The part of a client that all kinds have in common."""
+    """Base class of the clients of all kinds."""
 
     def __init__(
         self, http: HttpConnection, capabilities: Capabilities, *, request_timeout_seconds: float
@@ -226,10 +217,7 @@ class HttpClient(InferenceClient):
     async def _ask_model(
         self, route: str, body: dict[str, Any], max_bytes: int, request_id: str | None = None
     ) -> Any:
-        """Returns the answer to a request that waits in the server's queue.
-
-        If nobody waits for the answer any more, a request with an id is aborted on the server.
-        """
+        """Sends a request that waits in the server's queue; aborts it if nobody waits any more."""
         try:
             answer = await self._http.post(
                 route,
@@ -256,7 +244,6 @@ class HttpClient(InferenceClient):
             logger.warning("Request %s could not be aborted: %s", request_id, error)
 
     def _joined(self, group_name: str) -> WeightGroupInfo:
-        """Returns the group of that name, which the server must have joined."""
         if group_name not in self._groups:
             raise ServerError(
                 f"{self.url} has not joined weight group {group_name}; join before pushing."
@@ -274,11 +261,11 @@ def excerpt(value: Any) -> str:
 
 
 class _SlowAnswer(Exception):
-    """An answer has begun, and what follows arrives too slowly."""
+    """The rest of an answer arrives too slowly."""
 
 
 async def _read(response: aiohttp.ClientResponse, max_bytes: int, timeout: float) -> bytes | None:
-    """Returns the whole answer, or ``None`` if it is longer than ``max_bytes``."""
+    """The whole answer, or ``None`` if it is longer than ``max_bytes``."""
     # A proxy may send the headers long before the server has generated the answer.
     content, begun = bytearray(await response.content.readany()), asyncio.get_running_loop().time()
     while len(content) <= max_bytes:

@@ -23,17 +23,14 @@ _EXCERPT_CHARS = 120
 
 @dataclass(frozen=True)
 class Identity:
-    """The program that answers at a URL; ``kind`` is ``None`` if this project cannot use it.
-
-    ``software`` is its name and, if known, its release, for messages.
-    """
+    """The program at a URL, with its release if known; ``kind`` is ``None`` if it is unusable."""
 
     kind: ServerKind | None
     software: str
 
 
 class WrongKind(ServerError):
-    """A server of another kind answers, or none that this project knows."""
+    """The server is of another kind, or of none that this project knows."""
 
     def __init__(self, url: str, wanted: ServerKind, found: Identity) -> None:
         super().__init__(
@@ -44,7 +41,7 @@ class WrongKind(ServerError):
 
 
 async def require_kind(http: HttpConnection, wanted: ServerKind) -> Identity:
-    """Returns what answers; raises :class:`WrongKind` if it is not of the kind that is wanted."""
+    """Returns the server's identity; raises :class:`WrongKind` if it is not of the wanted kind."""
     found = await identify(http)
     if found.kind != wanted:
         raise WrongKind(http.url, wanted, found)
@@ -52,11 +49,7 @@ async def require_kind(http: HttpConnection, wanted: ServerKind) -> Identity:
 
 
 async def identify(http: HttpConnection) -> Identity:
-    """Finds out which kind of server answers, by routes that only one kind has.
-
-    Raises:
-        RouteError: If the key is refused, or if there is no answer.
-    """
+    """Recognizes a server by routes that only one kind has; raises RouteError if none answers."""
     first = await _answer(http, "/model_info")
     info = _object(first)
     if "embedded" in info:
@@ -90,7 +83,7 @@ def _owner(models: dict[str, Any]) -> str | None:
 
 
 async def _answer(http: HttpConnection, route: str) -> Answer:
-    """Returns the answer of a route, also if the server does not have it."""
+    """The answer of a route that the server may not have."""
     answer = await http.get(route, scope="generation", accept=_NO_SUCH_ROUTE)
     if answer.status in (401, 403):
         raise RouteError(
@@ -103,6 +96,5 @@ async def _answer(http: HttpConnection, route: str) -> Answer:
 
 
 def _object(answer: Answer) -> dict[str, Any]:
-    """Returns the answer if it is a JSON object, else an empty one."""
     is_object = answer.status == 200 and isinstance(answer.body, dict)
     return answer.body if is_object else {}

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Compares a server with what the run needs, when the server joins.
+"""Compares a server with the needs of the run when the server joins.
 
-A server that cannot be used is found here, within seconds and with the command that starts a
-suitable one, and not by requests that fail again and again.
+An unusable server is thus found within seconds, with the command that starts a suitable one, and
+not by requests that fail again and again.
 """
 
 import json
@@ -55,12 +55,7 @@ class ServerNeeds:
 async def check_server(
     client: InferenceClient, needs: ServerNeeds
 ) -> tuple[ServerFacts, list[str]]:
-    """Compares a server that is up with the needs of the run; returns its facts, and warnings.
-
-    Raises:
-        WrongServer: If the run cannot use the server.
-        RouteError: If the server does not answer, or fails.
-    """
+    """Returns a server's facts and warnings; raises WrongServer if the run cannot use the server."""
     try:
         facts = await client.describe(needs.temperature)
         problems = [*facts.problems, *model_problems(facts, needs)]
@@ -84,10 +79,7 @@ async def check_server(
 def wrong_server(
     url: str, needs: ServerNeeds, problems: Sequence[str], found: ServerKind | None = None
 ) -> WrongServer:
-    """Returns the error for a server that cannot be used, for these reasons, which are sentences.
-
-    ``found`` is the kind of the server, if it is another one that this project can use.
-    """
+    """Returns the error with these problems; ``found`` is the server's kind, if another one."""
     lines = [f"The server {url} cannot be used by this run:", *(f"  - {p}" for p in problems)]
     if needs.is_launched:
         lines.append("The run has started it. Check inference.extra_args and inference.python.")
@@ -113,7 +105,7 @@ def serve_command(kind: ServerKind, url: str, model_path: str) -> str:
 
 
 def model_problems(facts: ServerFacts, needs: ServerNeeds) -> list[str]:
-    """Returns how the served model differs from the trained one, and what is too short."""
+    """Returns the differences between the served and the trained model, and what is too short."""
     wanted = config_json(needs.model_path)
     problems = []
     told = {"vocab_size": facts.vocab_size}
@@ -155,7 +147,7 @@ def release_warnings(url: str, facts: ServerFacts, kind: ServerKind) -> list[str
 
 
 def config_json(model_path: str | None) -> dict[str, Any]:
-    """Returns config.json of a model, or nothing if it cannot be read: it may be on another machine."""
+    """Returns config.json of a model; empty if it cannot be read, as on another machine."""
     if model_path is None:
         return {}
     try:

@@ -1,13 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The table of server kinds: one row a kind.
+"""The table of server kinds: one folder beside this file and one row of :data:`KINDS` for each.
 
-A kind is a folder beside this file (its client, its launcher, and whatever else it needs) and
-a row of :data:`KINDS`. Everything that depends on the kind of a server reads the row.
-
-The table is read where the configuration is checked, in every process of a run. Rows therefore
-name their client and launcher as ``module:name``, and the modules are imported on first use.
+Every process reads the table to check the configuration. Rows therefore name client and launcher as
+``module:name``, and the modules are imported on first use.
 """
 
 import importlib
@@ -22,9 +19,10 @@ from torchtitan.grpo.inference.server_spec import LaunchCommand, ServerSpec
 from torchtitan.grpo.types import ServerKind
 
 IDLE_SECONDS = 3.0
-"""How long a client of a run keeps an idle connection. It is shorter than the time after which
-servers close one (5 s for uvicorn, which vLLM and SGLang use), because a request on a connection
-that the server is just closing is lost, and its completion is sampled again."""
+"""Time for which a client of a run keeps an idle connection. Servers close one later (uvicorn of
+vLLM and SGLang after 5 s): a request on a connection that is just being closed is lost, and its
+completion is sampled again.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,18 +31,14 @@ class KindRow:
 
     Attributes:
         name: Value of ``inference.kind``.
-        client: ``module:class`` of the :class:`InferenceClient`. It is constructed with an
-            ``HttpConnection``, the row's capabilities and ``request_timeout_seconds``.
-        launcher: ``module:function`` that turns a :class:`ServerSpec` into a :class:`LaunchCommand`.
-        capabilities: What the servers can do; see :class:`Capabilities`.
-        environment: Folder of the server's own virtual environment, which
-            `scripts/install_<name>.sh` makes; ``None`` if it runs in the trainer's.
-        key_options: Command-line options of the server whose value is a secret key. They are refused
-            where a run or a script starts the server, and hidden where a command line is printed.
-        nccl_settings: Environment variables of NCCL that the server sets in its own processes,
-            unless its environment names other values.
-        known_releases: Beginnings of the release numbers of servers that this project is tested
-            with; empty if the server belongs to this project.
+        client: ``module:class`` of the :class:`InferenceClient`, constructed with an
+            ``HttpConnection``, the capabilities and ``request_timeout_seconds``.
+        launcher: ``module:function`` from a :class:`ServerSpec` to a :class:`LaunchCommand`.
+        environment: Folder of the virtual environment that `scripts/install_<name>.sh` makes;
+            ``None`` is the trainer's.
+        key_options: Command-line options with secret keys, refused and hidden.
+        nccl_settings: Variables of NCCL that the server sets unless its environment has others.
+        known_releases: Beginnings of tested release numbers; empty for this project's own server.
     """
 
     name: ServerKind
@@ -58,11 +52,10 @@ class KindRow:
 
     @property
     def install_script(self) -> str | None:
-        """Script that makes :attr:`environment`, or ``None`` if there is none."""
+        """Script that makes :attr:`environment`."""
         return None if self.environment is None else f"scripts/install_{self.name}.sh"
 
     def load_client(self) -> Callable[..., InferenceClient]:
-        """Imports and returns the client class."""
         return _load(self.client)
 
     def launch_command(self, spec: ServerSpec) -> LaunchCommand:
@@ -123,7 +116,7 @@ def kind_row(kind: ServerKind) -> KindRow:
 
 
 def refuse_keys(kind: ServerKind, arguments: Sequence[str], source: str) -> None:
-    """Raises ValueError if further arguments of a server, which ``source`` names, hold a key."""
+    """Raises ValueError if a server's further arguments, from ``source``, hold a key."""
     given = {argument.partition("=")[0] for argument in arguments}
     if found := sorted(given.intersection(kind_row(kind).key_options)):
         raise ValueError(
@@ -143,14 +136,7 @@ def make_client(
     request_timeout_seconds: float = 600.0,
     idle_seconds: float = 0.0,
 ) -> InferenceClient:
-    """Returns a client for the server at ``url``.
-
-    Args:
-        url: Base URL, ``http://host:port``.
-        api_key: Key of generation routes; ``None`` reads ``TORCHTITAN_GRPO_API_KEY``.
-        admin_key: Key of control routes; ``None`` reads ``TORCHTITAN_GRPO_ADMIN_KEY``. Without
-            either, the generation key is sent.
-    """
+    """Returns a client for the server at ``url``; ``None`` reads a key from the environment."""
     # Imported here because configuration checks read the table and need no HTTP.
     from torchtitan.grpo.inference.http import HttpConnection
 

@@ -42,12 +42,8 @@ if TYPE_CHECKING:
 class LaunchedServer:
     """A server that this process started.
 
-    Attributes:
-        spec: Settings that it was started with.
-        process: The child process. The server's own workers belong to the child's session.
-        log_file: File that holds the server's output.
-        folder: Folder of its temporary files, which ends with it, if it has one.
-        log_begin: Offset of its first line in the log file, in bytes.
+    Its workers belong to the session of ``process``; ``folder``, its temporary files, ends with it.
+    Its output begins at the byte ``log_begin`` of the log.
     """
 
     spec: ServerSpec
@@ -65,12 +61,12 @@ class LaunchedServer:
         return url_of(self.spec.host, self.spec.port)
 
     def note_shared_memory(self) -> None:
-        """Notes what shared memory the server uses, so that it is removed if the server leaves it."""
+        """Notes the shared memory of the server, so that it is removed if the server leaves it."""
         if self.folder is not None:
             note_held(self.process.pid, self.folder)
 
     def stop(self, grace_seconds: float = 3.0) -> None:
-        """Ends the server and all of its workers."""
+        """Ends the server and its workers."""
         stop_servers([self], grace_seconds)
 
     def describe_end(self) -> str:
@@ -96,10 +92,7 @@ class LaunchedServer:
 def server_command(
     spec: ServerSpec, environ: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
-    """Returns the command line and the environment that start a server.
-
-    ``environ``, that of this process, overrides the defaults of the kind's launcher.
-    """
+    """Returns command line and environment; ``environ`` overrides the defaults of the launcher."""
     command = kind_row(spec.kind).launch_command(spec)
     defaults = dict(command.defaults)
     own_keys = {API_KEY_VARIABLE: spec.api_key, ADMIN_KEY_VARIABLE: spec.admin_key} | command.keys
@@ -121,11 +114,10 @@ def server_command(
 
 
 def set_random_keys(inference: "Inference", environ: MutableMapping[str, str]) -> None:
-    """Sets random keys for the servers that a run launches, unless the user has set keys.
+    """Sets random keys for launched servers, unless the user has set keys.
 
-    Other users of the machine could otherwise generate on these servers, and replace their weights.
-    ``environ`` is that of rank 0, from which its clients, the rollout process and the servers take the
-    keys.
+    Other users of the machine could otherwise generate on them and replace their weights. Clients,
+    rollout process and servers take the keys from ``environ``, that of rank 0.
     """
     if not inference.launch:
         return
@@ -154,7 +146,7 @@ def mask_keys(command: Sequence[str]) -> list[str]:
 def server_specs(
     config: "RolloutProcessConfig", environ: Mapping[str, str], ports: Sequence[int]
 ) -> list[ServerSpec]:
-    """Returns the settings of the servers of ``[inference]``, one server for each port."""
+    """Returns the settings of the servers of ``[inference]``, one for each port."""
     inference = config.inference
     device = inference.device if inference.device != "auto" else default_device(environ)
     dtype = inference.dtype
@@ -213,10 +205,10 @@ def _num_heads(model_path: str) -> int | None:
 
 
 def start_servers(config: "RolloutProcessConfig", ports: Sequence[int]) -> list[LaunchedServer]:
-    """Starts a server on each port, and returns before the servers are up.
+    """Starts a server on each port, and does not wait until they are up.
 
-    It must be called from the main thread, because the children end with the thread that started
-    them. ValueError is raised if ``inference.python`` cannot be run, or if there are too few GPUs.
+    Call it on the main thread: the children end with the thread that started them. Raises
+    ValueError if ``inference.python`` cannot be run, or if there are too few GPUs.
     """
     specs = server_specs(config, os.environ, ports)
     folder = Path(config.dump_folder).resolve() / "servers"
@@ -231,11 +223,7 @@ def start_servers(config: "RolloutProcessConfig", ports: Sequence[int]) -> list[
 
 
 def start_server(spec: ServerSpec, log_file: Path, *, keep_log: bool = False) -> LaunchedServer:
-    """Starts one server; see :func:`start_servers`.
-
-    ``keep_log`` appends to the log, as for a server that is started again. Without it the file is
-    removed first, because it belongs to an earlier run.
-    """
+    """Starts one server; see :func:`start_servers`. ``keep_log`` appends to an earlier log."""
     command, environ = server_command(spec, os.environ)
     log_file.parent.mkdir(parents=True, exist_ok=True)
     if not keep_log:
@@ -263,10 +251,10 @@ def start_server(spec: ServerSpec, log_file: Path, *, keep_log: bool = False) ->
 
 
 def _with_temporary_folder(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Returns an environment in which temporary files, such as vLLM's and SGLang's sockets, go to ``folder``.
+    """An environment in which temporary files, such as sockets, go to ``folder``.
 
-    What torch has compiled stays where later servers find it. Precompiled headers are off, because
-    torch always keeps them in ``TMPDIR``, so each server would compile them anew.
+    Code that torch compiled stays where later servers find it. Precompiled headers are off, because
+    torch keeps them in ``TMPDIR``, so each server would compile them anew.
     """
     torch_defaults = {
         "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
@@ -290,12 +278,13 @@ def free_ports(count: int) -> list[int]:
 
 
 class HeldPorts:
-    """Distinct free ports that the kernel gives to no other connection while they are held (on Linux).
+    """Distinct free ports that the kernel gives to no other connection while they are held (on
+    Linux).
 
-    A server that has ended must find its port free when it is started again, but the kernel may
-    give the port to any outgoing connection meanwhile. A socket that is bound and does not listen
-    prevents this. It does not prevent a server from listening on the port, because all kinds of servers
-    set SO_REUSEADDR, and neither do old connections of the ended server.
+    A restarted server must find its port free, but meanwhile the kernel may give the port to any
+    outgoing connection. A socket that is bound and does not listen prevents this. Servers can still
+    listen there, because all kinds set SO_REUSEADDR; connections of the ended server do not prevent
+    it.
     """
 
     def __init__(self, count: int) -> None:
@@ -325,7 +314,6 @@ def _bound_socket() -> socket.socket:
 
 
 def default_device(environ: Mapping[str, str]) -> str:
-    """Returns ``cuda`` if this process sees a GPU, else ``cpu``."""
     # torch.cuda is not asked, because processes without torch use this module.
     hidden = environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
     return "cuda" if Path("/dev/nvidiactl").exists() and not hidden else "cpu"

@@ -17,12 +17,10 @@ def take_nccl_setting_of(kind: ServerKind, transport: str) -> None:
     """Sets ``NCCL_CUMEM_ENABLE`` as servers of a kind do, if weights are to travel over NCCL.
 
     Both ends of a communicator must agree on it (see `weight_wire/group_facts.py`). NCCL reads it
-    once in a process, so it holds for the trainer's own communicators, too. Without cuMem these
-    share buffers by the older CUDA IPC and have no symmetric memory, which may make them slower.
-    That is for the user to choose, with ``weight_sync.transport = "nccl"``; with ``auto`` the
-    trainer keeps NCCL's own default, and such servers receive from host memory.
-
-    A value that the user has set stays. Call it before any process group exists.
+    once in a process, so call this before any process group exists. It holds for the trainer's own
+    groups, too, which without cuMem use CUDA IPC and no symmetric memory and may be slower. So it
+    is done only with ``weight_sync.transport = "nccl"``; with ``auto`` such servers receive from
+    host memory. A value that the user has set stays.
     """
     value = kind_row(kind).nccl_settings.get(SHARING_SETTING)
     if transport != "nccl" or value is None or SHARING_SETTING in os.environ:

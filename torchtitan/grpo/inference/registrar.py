@@ -1,10 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Runs a server that registers itself once it is up, and leaves when it ends.
+"""Runs a server that registers itself once it is up, and leaves the registry when it ends.
 
-`serve --register` names either a folder that server and trainer share, or ``http://host:port``, the
-registry of the trainer's rank 0 (``inference.registry_address``). See `registry.py`.
+The registry is a shared folder, or ``http://host:port`` of the trainer's rank 0; see `registry.py`.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ class _Stopped(KeyboardInterrupt):
 
 
 class Registrar:
-    """Registers one server again and again, in a folder or at the URL of a registry, which needs a key."""
+    """Registers one server repeatedly, in a folder or at a registry's URL, which needs a key."""
 
     def __init__(self, target: str, registration: Registration, key: str | None) -> None:
         self._target, self._registration, self._key = target, registration, key
@@ -58,7 +57,7 @@ class Registrar:
             _say(f"{self._registration.url} is registered at {self._target}")
 
     def leave(self) -> None:
-        """Takes the server out of the registry, if it can be reached."""
+        """Removes the server from the registry, if it can be reached."""
         try:
             self._send("DELETE")
         except (OSError, ServerError) as error:
@@ -75,7 +74,7 @@ class Registrar:
 
 
 def request(url: str, method: str, route: str, body: object = None, key: str | None = None) -> None:
-    """Sends a request as the trainer sends its own; raises ServerError if it is not granted in time."""
+    """Sends a request as the trainer does; raises ServerError if it is not granted in time."""
 
     async def send() -> None:
         connection = HttpConnection(
@@ -92,7 +91,7 @@ def request(url: str, method: str, route: str, body: object = None, key: str | N
 def run_registered(
     command: Sequence[str], environ: Mapping[str, str], registrar: Registrar, url: str
 ) -> int:
-    """Runs a server, which will answer at ``url``, until it ends or this process is asked to; returns the status."""
+    """Runs a server at ``url`` until it ends or this process is asked to; returns its status."""
 
     def stop(signum: int, frame: FrameType | None) -> NoReturn:
         for each in (signal.SIGTERM, signal.SIGINT):

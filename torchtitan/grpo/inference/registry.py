@@ -1,16 +1,16 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The servers that have registered themselves: one file for each in a folder.
+"""The servers that have registered themselves, each in a file of one folder.
 
-A server writes its file on a disk that it shares with the trainer, or sends it to the trainer over
-HTTP (`rollout/serving/registry_server.py`), which then writes it. So there is one place to read, it
-outlives the trainer's processes, and a person can look into it or remove a file.
+A server writes its file on a shared disk, or sends it to the trainer over HTTP
+(`rollout/serving/registry_server.py`), which writes it. The folder outlives the trainer's
+processes, and a person can look into it or remove a file.
 
-A server that lives writes its file again every two seconds, with a higher number. The reader takes a
-server for alive once it has *seen* the number change, and for dead if it has not for 30 s by its own
-clock. It thus compares no clocks of different hosts, and no file that a killed server or an earlier
-run has left behind counts.
+A living server writes its file every two seconds, with a higher number. The reader takes a server
+for alive once it has *seen* the number change, and for dead after 30 s without a change by its own
+clock. So no clocks of different hosts are compared, and files of killed servers or earlier runs do
+not count.
 """
 
 import contextlib
@@ -32,25 +32,16 @@ if TYPE_CHECKING:
     from torchtitan.grpo.config import Inference
 
 BEAT_SECONDS = 2.0
-"""How often a server writes its file."""
+"""Time between two registrations of a server."""
 DEAD_SECONDS = 30.0
-"""How long a server may be silent. Longer than a disk or a link should need to come back."""
+"""Allowed silence of a server, longer than a disk or a link should need to come back."""
 _MAX_BYTES = 4096
 _MAX_SERVERS = 4096
 
 
 @dataclass(frozen=True)
 class Registration:
-    """One server, as it describes itself.
-
-    Attributes:
-        url: Where the trainer reaches it.
-        kind: Kind of the server.
-        host: Name of its host, for people.
-        pid: Its process there.
-        started: When it started, in seconds since 1970 by its own clock.
-        beat: Number of times that it has registered.
-    """
+    """One server as the trainer reaches it. ``started`` is by its clock; ``beat`` counts up."""
 
     url: str
     kind: ServerKind
@@ -63,12 +54,11 @@ class Registration:
         return replace(self, beat=self.beat + 1)
 
     def is_same_process(self, other: "Registration") -> bool:
-        """Whether both are beats of one process."""
         return replace(self, beat=0) == replace(other, beat=0)
 
 
 def parse_registration(content: bytes) -> Registration:
-    """Reads a registration; raises ValueError if it is none."""
+    """Reads a registration; raises ValueError if it is malformed."""
     wanted = "A registration must be a JSON object with url, kind, host, pid, started and beat"
     try:
         values: dict[str, Any] = json.loads(content)
@@ -93,13 +83,12 @@ def registry_folder(inference: "Inference", dump_folder: str) -> str | None:
 
 
 class RegistryFolder:
-    """The folder of the files, which is made when something is written."""
+    """The folder of the files, made at the first write."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
 
     def write(self, registration: Registration) -> None:
-        """Writes the file of a server, whole or not at all."""
         # Whoever can write here is sent prompts and the servers' keys.
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=self._path, prefix=".part-")
@@ -120,7 +109,7 @@ class RegistryFolder:
             file.unlink(missing_ok=True)
 
     def read(self) -> list[Registration]:
-        """Returns all registrations. What is none is passed over, as is a folder that is not there."""
+        """Returns all registrations. Malformed files and a missing folder are ignored."""
         files = sorted(self._path.glob("*.json"))[:_MAX_SERVERS]
         return [found for file in files if (found := _read(file)) is not None]
 
@@ -141,10 +130,7 @@ _Mark = tuple[str, int, float, int]
 
 
 class RegisteredServers:
-    """Follows the servers of a folder, as :class:`.urls.UrlsFile` follows those of a file.
-
-    Servers of another kind than the run's belong to another run. ``clock`` must never go back.
-    """
+    """Follows a folder's servers of the run's kind; others belong to another run."""
 
     name = "inference.registry"
 
@@ -158,12 +144,12 @@ class RegisteredServers:
         self._taken: list[str] = []
 
     def read(self) -> list[str]:
-        """Returns the servers that live; raises ValueError if there is none."""
+        """Returns the living servers; raises ValueError if there is none."""
         self._look()
         return checked_urls(self._living(), self.name)
 
     def poll(self) -> list[str] | None:
-        """Returns the servers that live if they have changed since the last call, else ``None``.
+        """Returns the living servers if they have changed since the last call, else ``None``.
 
         It is never an empty list: if all are silent, the run keeps those that it has, and asks them
         until one answers or another registers.

@@ -6,11 +6,11 @@
     torchtitan-grpo serve KIND MODEL_DIR [--host H] [--port P] [--register FOLDER_OR_URL]
         [--interface IF] [--device D] [further server arguments]
 
-With --register the server tells a run where it is, as soon as it is up, and leaves the run when it
-ends; see `registry.py`. Its address then is the one on the route to the run, on a free port.
+With --register the server joins a run as soon as it is up, and leaves it when it ends; see
+`registry.py`. Its address is then the one on the route to the run, on a free port.
 
-`scripts/serve_vllm.sh` and `scripts/serve_sglang.sh` call it with the interpreter of their kind. What
-can be found wrong before the server loads ends it at once, with one line.
+`scripts/serve_vllm.sh` and `scripts/serve_sglang.sh` call it with the interpreter of their kind.
+Mistakes that can be found before the server loads end it at once, with one line.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(arguments: list[str]) -> tuple[ServerSpec, str | None]:
-    """Returns the server of a command line, with unknown arguments for it, and where it registers itself."""
+    """Returns the server of a command line, with unknown arguments for it, and its registry."""
     parser = _make_parser()
     options, extra = parser.parse_known_args(arguments)
     try:
@@ -121,7 +121,6 @@ def parse_arguments(arguments: list[str]) -> tuple[ServerSpec, str | None]:
 
 
 def choose_host(register: str | None, interface: str | None) -> str:
-    """Returns the address to listen on where ``--host`` leaves it open."""
     if interface is not None:
         return address_of(interface)
     if register is None:
@@ -196,7 +195,6 @@ def check_length(max_model_len: int, config: dict[str, Any], model_path: str) ->
 
 
 def choose_device(device: str) -> str:
-    """Returns ``cpu`` or ``cuda``, and says so if no GPU is visible."""
     visible = default_device(os.environ)
     if device == "cuda" and visible != "cuda":
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
@@ -224,7 +222,7 @@ def interpreter_of(kind: ServerKind) -> str:
 
 
 def main() -> None:
-    """Replaces this process with the server, or runs it as a child that this process registers."""
+    """Replaces this process with the server, or runs the server as a child and registers it."""
     spec, register = parse_arguments(sys.argv[1:])
     command, environ = server_command(spec, os.environ)
     print(f"+ {shlex.join(mask_keys(command))}", flush=True)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Finds in the log of a server that has ended why it did, and what the user can do."""
+"""Finds in the log of a server why it ended, and what the user can do."""
 
 import re
 import shutil
@@ -30,9 +30,8 @@ _SHARED_MEMORY = re.compile(
 def first_causes(log_file: Path, begin: int = 0) -> str:
     """Returns the lines that name an error and stand before the end of a log, if any.
 
-    A server of several processes prints the traceback of each. The cause stands in the first of
-    them, far above the end. Before ``begin``, in bytes, are the lines of servers that were started at the
-    same port before.
+    Each process of a server prints its traceback, and the cause stands in the first of them, far
+    above the end. Lines before ``begin``, in bytes, belong to earlier servers at the same port.
     """
     causes: dict[str, None] = {}
     for line in map(_without_prefix, _lines(log_file, begin)):
@@ -48,7 +47,7 @@ def first_causes(log_file: Path, begin: int = 0) -> str:
 
 
 def remedy(log_file: Path, begin: int = 0) -> str:
-    """Returns what the user can do about the end of a server, where its log or its disk tells that."""
+    """Returns advice for the user if the log or the disk explains the end of a server."""
     if (free := _free_bytes(log_file)) < _ALMOST_FULL_BYTES:
         return (
             f"The disk of {log_file} is full ({free / 2**20:.1f} MiB are free), so what it wrote may be "
@@ -81,17 +80,18 @@ def log_tail(log_file: Path, begin: int = 0) -> str:
 
 
 def _without_prefix(line: str) -> str:
-    """Returns a line without what vLLM puts before it; nothing of one that is no error."""
+    """A line without what vLLM puts before it; empty if it is no error."""
     found = _PREFIX.match(line)
     assert found is not None, "the pattern matches nothing at least"
     return line[found.end() :].strip() if found["level"] in (None, "ERROR") else ""
 
 
 def _lines(log_file: Path, begin: int) -> Iterator[str]:
-    """Yields the lines of the first ``_SEARCHED_BYTES`` bytes behind ``begin``, if the log is readable.
+    """Yields the lines of the first ``_SEARCHED_BYTES`` bytes behind ``begin``, if the log is
+    readable.
 
-    A log is not read at once: the C library keeps about as much free memory as the largest block
-    that was ever returned to it, so each log of a lost server would enlarge this process for good.
+    It is not read at once: the C library keeps as much free memory as the largest block that was
+    ever returned to it, so each log of a lost server would enlarge this process for good.
     """
     try:
         with log_file.open("rb") as file:

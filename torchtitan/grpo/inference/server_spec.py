@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The input and the output of each kind's ``launch.py``, which tells how its servers are started."""
+"""Input and output of each kind's ``launch.py``."""
 
 from dataclasses import dataclass, field
 
@@ -15,23 +15,15 @@ class ServerSpec:
     """Settings of one server, the same for every kind.
 
     Attributes:
-        kind: Name of a row of `kinds.py`.
         model_path: Hugging Face directory.
-        port: Port to listen on.
-        device: ``cpu`` or ``cuda``.
-        dtype: ``float32`` or ``bfloat16``.
-        max_model_len: Longest prompt plus completion, in tokens; 0 is the model's own limit, or
-            less if the server has no memory for as much.
+        max_model_len: Longest prompt plus completion; 0 is as much as model and memory allow.
         max_running_requests: Maximum number of completions that are sampled at once.
-        python: Interpreter of the server's environment; ``None`` is the current interpreter.
-        host: Address to listen on.
-        api_key: Key that the server requires on generation routes.
-        admin_key: Key that the server requires on control routes.
-        extra_args: Command-line arguments appended last; of an option given twice, the last one counts.
-        gpus: GPUs that are visible to the server. If empty, it sees those of this process.
+        python: Interpreter of the server's environment; ``None`` is the current one.
+        extra_args: Command-line arguments appended last; they override earlier ones.
+        gpus: GPUs that are visible to the server; if empty, those of this process.
         tensor_parallel_size: Number of workers that share the model. The embedded server has one.
-        gpu_memory_utilization: Part of each GPU's memory that the server may use; ``None`` leaves
-            the server's default. The embedded server takes what it needs.
+        gpu_memory_utilization: Part of each GPU's memory; ``None`` leaves the server's default. The
+            embedded server takes what it needs.
         seed: Sampling seed; ``None`` leaves the server's default.
         max_batched_tokens: See ``inference.max_batched_tokens``; 0 chooses it.
     """
@@ -57,13 +49,10 @@ class ServerSpec:
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """How one server is started.
+    """Command that starts one server, without ``ServerSpec.extra_args``.
 
-    Attributes:
-        arguments: Command line, without ``ServerSpec.extra_args``.
-        defaults: Environment variables that the user's own environment may override.
-        keys: Environment variables with keys, beside those that every server gets. They override the
-            user's environment. Keys are never on a command line, which every user of the machine can list.
+    The user's environment overrides the variables of ``defaults``; those of ``keys`` override it.
+    Keys are never on a command line, because every user of the machine can list it.
     """
 
     arguments: list[str]
@@ -77,10 +66,10 @@ _CHOSEN_TOKENS = {"cpu": 256, "cuda": 2048}
 def batched_tokens(spec: ServerSpec) -> int:
     """Returns the token budget of a step of a vLLM or SGLang server.
 
-    Without a setting, it is 2,048 on a GPU and 256 on a CPU. Both saturate the device with a few
-    running requests, so that a larger budget would only make running requests wait longer. With
-    many running requests it is twice their number, so that half of it is left for prompts. SGLang
-    wants a multiple of its page size, a power of 2.
+    By default 2,048 on a GPU and 256 on a CPU, which saturate the device with a few running
+    requests; more would only make these wait longer. With many running requests it is twice their
+    number, so that half is left for prompts. SGLang wants a multiple of its page size, a power of
+    2.
     """
     if spec.max_batched_tokens:
         return spec.max_batched_tokens
@@ -89,5 +78,4 @@ def batched_tokens(spec: ServerSpec) -> int:
 
 
 def seed_option(option: str, spec: ServerSpec) -> list[str]:
-    """Returns the command-line option that sets the sampling seed, or nothing without a seed."""
     return [] if spec.seed is None else [option, str(spec.seed)]

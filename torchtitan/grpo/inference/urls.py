@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The URLs of a run's servers, the file that lists them, and addresses in general.
+"""URLs of a run's servers, the file that lists them, and addresses in general.
 
 The checks of the configuration use this module, so it imports little.
 """
@@ -27,11 +27,7 @@ _Mark = tuple[int, int, int, int]
 
 
 def checked_urls(urls: Sequence[str], source: str) -> list[str]:
-    """Returns the URLs in one form: in lower case, and without trailing slashes.
-
-    Raises ValueError if there is none, if one is not ``http://host:port``, or if one is repeated. The
-    message begins with ``source``, the TOML key or the file that holds them.
-    """
+    """Returns URLs in lower case without trailing slashes; ValueError names ``source``."""
     checked = []
     for url in urls:
         try:
@@ -67,11 +63,7 @@ def _checked_url(url: str) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Returns host and port of ``host:port``, the host in lower case and without brackets.
-
-    Raises:
-        ValueError: If it is none. The message is the reason, in words to be appended to a sentence.
-    """
+    """Returns host and port; ValueError gives a reason to be appended to a sentence."""
     host, colon, port = address.rpartition(":")
     if not colon or port.endswith("]"):
         raise ValueError("the port is missing")
@@ -85,7 +77,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def checked_host(host: str) -> str:
-    """Returns a name or an address without port in lower case; see :func:`split_address`."""
+    """Returns a host without port in lower case; see :func:`split_address`."""
     if ":" in host or re.fullmatch(r"[0-9.]+", host):
         return ipaddress.ip_address(host).compressed
     if _NAME.fullmatch(host.lower()) is None:
@@ -99,13 +91,12 @@ def url_of(host: str, port: int, scheme: str = "http") -> str:
 
 
 def parse_urls(text: str, source: str) -> list[str]:
-    """Returns the URLs of a text with one URL a line. Empty lines and # comments are ignored."""
+    """Returns the URLs of a text, one a line. Empty lines and # comments are ignored."""
     lines = (line.strip() for line in text.splitlines())
     return checked_urls([s for s in lines if s and not s.startswith(_COMMENT)], source)
 
 
 def read_urls(path: Path) -> list[str]:
-    """Reads ``inference.urls_file``."""
     source = f"inference.urls_file ({path})"
     try:
         content = read_regular(path)
@@ -117,10 +108,8 @@ def read_urls(path: Path) -> list[str]:
 
 
 def named_urls(inference: "Inference") -> list[str]:
-    """Returns the URLs that ``[inference]`` names now.
-
-    The list is empty if servers are launched or register themselves, or if ``inference.urls_file`` does
-    not exist on this machine, because only rank 0 needs the file.
+    """Returns the URLs that ``[inference]`` names; none if the file is missing (only rank 0 needs
+    it).
     """
     if inference.urls_file is None:
         return checked_urls(inference.urls, "inference.urls") if inference.urls else []
@@ -131,9 +120,9 @@ def named_urls(inference: "Inference") -> list[str]:
 class UrlsFile:
     """Follows the changes of ``inference.urls_file``.
 
-    A file may be replaced by a rename or written in place. A file that is written in place is
-    incomplete for a moment and may still look complete (``:80`` of ``:8000``). :meth:`poll`
-    therefore reports a change only after the file was the same in two successive calls.
+    A file that is written in place is incomplete for a moment and may still look complete (``:80``
+    of ``:8000``). :meth:`poll` therefore reports a change only after two successive calls found the
+    file the same.
     """
 
     name = "inference.urls_file"
@@ -144,19 +133,13 @@ class UrlsFile:
         self._moving: _Mark | None = None
 
     def read(self) -> list[str]:
-        """Returns the URLs that the file holds now; raises ValueError if it names none.
-
-        :meth:`poll` does not report this state of the file again.
-        """
+        """Returns the URLs, or raises ValueError; :meth:`poll` does not report this state again."""
         # Before the file is read, so that a write during the read counts as a change.
         self._taken = self._moving = self._mark()
         return read_urls(self._path)
 
     def poll(self) -> list[str] | None:
-        """Returns the URLs if the file has changed since it was read, else ``None``.
-
-        ValueError is raised once for each change to a file that names no servers.
-        """
+        """Returns changed URLs; raises ValueError once for each change to a file without servers."""
         mark = self._mark()
         stands_still, self._moving = mark == self._moving, mark
         if mark == self._taken or not stands_still:
@@ -164,7 +147,6 @@ class UrlsFile:
         return self.read()
 
     def _mark(self) -> _Mark | None:
-        """Identifies the state of the file; ``None`` while there is no file."""
         try:
             stat = self._path.stat()
         except OSError:

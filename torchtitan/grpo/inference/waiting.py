@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Waits until servers are up, and reports which servers are not up yet."""
+"""Waits until servers are up."""
 
 import asyncio
 import time
@@ -30,19 +30,12 @@ async def wait_until_up(
     kind: str = "inference",
     urls_key: str = "inference.urls or inference.urls_file",
 ) -> None:
-    """Returns when every server answers that it is up, and has passed the check.
+    """Returns when every server is up and has passed the check.
 
-    Args:
-        clients: Clients of all servers, launched or not.
-        timeout_seconds: ``inference.startup_timeout_seconds``.
-        check: Called once with the client of each server that is up, and of one that refuses the
-            question whether it is. It raises :class:`WrongServer`.
-        tell: Called at growing intervals, with a message about each server that is not up yet.
-
-    Raises:
-        WrongServer: If a server has not passed the check. The others are not waited for.
-        RuntimeError: If a launched server has ended. The message holds the end of its log.
-        TimeoutError: If a server is not up within ``timeout_seconds``.
+    ``check`` is called once with each server that is up, or that refuses to say so; if it raises
+    :class:`WrongServer`, no other server is waited for. ``tell`` is called at growing intervals,
+    with a message about each missing server. RuntimeError, with the end of the log, means that a
+    launched server has ended; TimeoutError that one is not up in time.
     """
     launched = {server.url: server for server in servers}
     async with asyncio.TaskGroup() as tasks:
@@ -81,8 +74,6 @@ _NO_ANSWER = "none yet"
 
 @dataclass
 class _Wait:
-    """The wait for one server; see :func:`wait_until_up`."""
-
     client: InferenceClient
     server: LaunchedServer | None
     timeout_seconds: float
@@ -110,7 +101,7 @@ class _Wait:
             await asyncio.sleep(_POLL_SECONDS)
 
     def _look(self) -> None:
-        """Looks at the process, which may have ended while an answer is awaited, and reminds."""
+        """Looks at the process, which may end while an answer is awaited, and reminds."""
         if self.server is not None and self.server.process.poll() is not None:
             raise RuntimeError(
                 f"A server must stay up, but it ended early. {self.server.describe_end()}"
