@@ -1,10 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Describes a bucket of adapters to an SGLang server.
+"""Describes a bucket of adapters to an SGLang server, in the place of the name of a load format.
 
-SGLang's route for weights has no fields for this description. A note therefore stands in place of the name of a
-load format, which SGLang's own code hands to the scheduler as it is.
+SGLang's route has no other field that its code hands to the scheduler as it is.
 """
 
 import json
@@ -19,10 +18,7 @@ READY = "torchtitan_grpo adds adapters to the base weights here."
 
 @dataclass(frozen=True)
 class AdapterNote:
-    """A bucket of adapters beyond names, dtypes and shapes; see :class:`BucketSpec`.
-
-    ``index`` counts the buckets of a version from 0, which is whole with the one that ``is_last``.
-    """
+    """What a bucket of adapters needs beside names, dtypes and shapes; ``index`` counts from 0."""
 
     index: int
     is_last: bool
@@ -34,7 +30,6 @@ class AdapterNote:
 
 
 def note_of(load_format: str | None) -> AdapterNote | None:
-    """Returns the note that a load format holds, or ``None`` if it is a load format of SGLang's."""
     if load_format is None or not load_format.startswith(_PREFIX):
         return None
     try:

@@ -4,16 +4,14 @@
 # SGLang has an environment of its own, which the type checker does not see.
 # pyright: reportMissingImports=false
 
-"""Lets an SGLang server add low-rank adapters, which arrive without other weights, to its base weights.
+"""Lets an SGLang server add low-rank adapters, which arrive without other weights, to its base
+weights.
 
-The adapters come through SGLang's own route and process group, like whole weights. Two hooks of
-SGLang's plugin framework in the scheduler's process make the difference: the first keeps the factors
-of a version until all have arrived, and then gives SGLang the weights of the directory with the
-adapters added, which SGLang loads as it loads any others. Requests in flight, the cache, versions and
-attestation are therefore those of whole weights.
-
-All weights of the directory are loaded, also those without adapters. A server that had the weights of
-another run before would otherwise serve a mixture.
+Adapters come through SGLang's own route and process group. Two plugin hooks in the scheduler keep
+the factors of a version until all have arrived, and then give SGLang the weights of the directory
+with adapters added. SGLang loads these as any others, so requests in flight, cache, versions and
+attestation are those of whole weights. All weights are loaded, also those without adapters, because
+a server that had another run's weights would otherwise serve a mixture.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -33,8 +31,7 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 def register_hooks() -> None:
     """Registers the hooks, which SGLang applies when its process loads plugins.
 
-    A release without the plugin framework is left as it is, and one without the methods says in its
-    log that a hook could not be applied. The client notices it, because its probe gets no answer.
+    In releases without the plugin framework or the methods, the client's probe gets no answer.
     """
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -57,10 +54,7 @@ def load(original: Callable[..., Any], updater: Any, weights: NamedTensors) -> A
 
 
 class AdaptedWeights:
-    """All weights of a directory with adapters added, computed anew in each pass over them.
-
-    Only one weight at a time is in memory beside the model.
-    """
+    """All weights of a directory with adapters added, computed one at a time in each pass over them."""
 
     def __init__(
         self, base: BaseWeights, factors: dict[str, torch.Tensor], lora_scale: float
@@ -72,7 +66,7 @@ class AdaptedWeights:
 
 
 class ReceivedAdapters:
-    """Holds the factors of one version until all of its buckets have arrived."""
+    """Factors of one version until all of its buckets have arrived."""
 
     def __init__(self) -> None:
         self._base: tuple[str, BaseWeights] | None = None
@@ -87,16 +81,12 @@ class ReceivedAdapters:
         load_format: str | None = None,
         **described: Any,
     ) -> NamedTensors:
-        """Receives one bucket; returns what SGLang is to load.
+        """Receives one bucket with SGLang's ``original`` method; returns what SGLang is to load.
 
-        For a bucket of whole weights these are its tensors. For buckets of adapters there is nothing to
-        load before the last one, and then all weights of the directory with the adapters added. ValueError
-        is raised, and nothing loaded, if the adapters do not belong to these weights, or a bucket is missing.
-
-        Args:
-            original: SGLang's method, which receives a bucket and returns its tensors.
-            load_format: A note about a bucket of adapters, or a load format of SGLang's.
-            described: The other arguments of the method: names, dtypes, shapes and group.
+        For whole weights these are the bucket's tensors. For adapters, which a note in
+        ``load_format`` announces, it is nothing before the last bucket, and then all weights of the
+        directory with the adapters added. Raises ValueError if adapters do not belong to these
+        weights, or a bucket is missing.
         """
         if load_format == PROBE:
             return Probed()
@@ -122,7 +112,6 @@ class ReceivedAdapters:
         return AdaptedWeights(base, factors, note.lora_scale)
 
     def _base_in(self, folder: str) -> BaseWeights:
-        """Returns the weights of the directory that the model was loaded from last."""
         if self._base is None or self._base[0] != folder:
             self._base = folder, BaseWeights(folder)
         return self._base[1]

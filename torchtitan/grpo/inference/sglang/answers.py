@@ -37,7 +37,6 @@ _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 def generate_body(request: GenerateRequest) -> dict[str, Any]:
-    """Returns the body of ``POST /generate``."""
     seed = {} if request.seed is None else {"sampling_seed": request.seed}
     return {
         "rid": server_id(request.request_id),
@@ -92,7 +91,6 @@ def parse_generation(source: str, request: GenerateRequest, body: Any) -> Genera
 
 
 def server_id(request_id: str) -> str:
-    """Returns the id that a request has on the server."""
     # SGLang aborts by prefix. With its length in front, no id is a prefix of another one.
     return f"{len(request_id)}:{request_id}"
 
@@ -100,7 +98,7 @@ def server_id(request_id: str) -> str:
 def rating_body(
     sequences: Sequence[list[int]], starts: Sequence[int], num_top: int
 ) -> dict[str, Any]:
-    """Returns the body of ``POST /generate`` for a rating; see :meth:`InferenceClient.rate`."""
+    """Body of ``POST /generate`` for a rating; see :meth:`InferenceClient.rate`."""
     return {
         "input_ids": list(sequences),
         "return_logprob": True,
@@ -141,7 +139,7 @@ def parse_rating(
 
 
 def parse_loads(source: str, body: Any) -> ServerLoad:
-    """Returns the load from the body of ``/v1/loads``, which has one entry for each rank."""
+    """Returns the load from ``/v1/loads``, which has one entry for each rank."""
     try:
         ranks = body["loads"]
         return checked_load(
@@ -158,7 +156,6 @@ def parse_loads(source: str, body: Any) -> ServerLoad:
 
 
 def facts_of_server(info: Mapping[str, Any]) -> GroupFacts:
-    """Returns the facts in an answer of ``/server_info``."""
     device, release = info.get("device"), str(info.get("version"))
     required = _REQUIRED_TORCH.get(".".join(release.split(".")[:3]))
     torch = "" if required is None else f" requires torch {required} and"
@@ -174,10 +171,9 @@ def facts_of_server(info: Mapping[str, Any]) -> GroupFacts:
 def unknown_names(names: Iterable[str], held: Collection[str]) -> list[str]:
     """Returns the Hugging Face names that belong to none of the parameters that a server holds.
 
-    Example:
-        >>> unknown_names(["model.layers.0.self_attn.k_proj.weight", "typo.weight"],
-        ...               {"model.layers.0.self_attn.qkv_proj.weight"})
-        ['typo.weight']
+    >>> unknown_names(["model.layers.0.self_attn.k_proj.weight", "typo.weight"],
+    ...               {"model.layers.0.self_attn.qkv_proj.weight"})
+    ['typo.weight']
     """
     return [name for name in names if not any(alias in held for alias in _aliases(name))]
 

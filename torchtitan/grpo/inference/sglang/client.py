@@ -1,10 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Client of SGLang servers (0.5.20 and later).
-
-The embedded server has the same routes and some more; see `inference/embedded/client.py`.
-"""
+"""Client of SGLang servers (0.5.20 and later), whose routes the embedded server has as well."""
 
 import re
 from collections.abc import Sequence
@@ -55,10 +52,10 @@ _LAST_TOKEN = re.compile(r"keys in \[0, (\d+)\]")
 
 
 class SGLangClient(HttpClient):
-    """Talks to one SGLang server; see :class:`InferenceClient` and :class:`KindRow`.
+    """Client of one SGLang server.
 
-    :meth:`pause` retracts running requests: their KV cache is computed again after
-    :meth:`resume`, so every token after an update is sampled from the new policy.
+    :meth:`pause` retracts running requests: their KV cache is computed again after :meth:`resume`,
+    so every token after an update is sampled from the new policy.
     """
 
     _KIND: ServerKind = "sglang"
@@ -107,7 +104,7 @@ class SGLangClient(HttpClient):
         )
 
     async def _vocab_size(self) -> int | None:
-        """Returns the size of the vocabulary, which a request that must be refused reveals."""
+        """The size of the vocabulary, which the answer to an invalid request reveals."""
         outside = {"max_new_tokens": 1, "logit_bias": {str(_OUTSIDE_VOCABULARY): 0.0}}
         body = {"input_ids": [0], "sampling_params": outside}
         answer = await self._http.post("/generate", body, scope="generation", accept=(400,))
@@ -233,11 +230,7 @@ class SGLangClient(HttpClient):
             )
 
     async def _load_format(self, bucket: BucketSpec, *, is_last: bool) -> str:
-        """Returns the text that is sent as the load format of the next bucket.
-
-        A server without this project's hooks would wait for other broadcasts than those of adapters,
-        so it is asked before the first of them.
-        """
+        """Text sent as load format of the next bucket; asks first whether the server has our hooks."""
         if bucket.lora_scale is None or bucket.lora_base is None:
             return "flattened_bucket"
         if not self._adds_adapters:
@@ -261,8 +254,8 @@ class SGLangClient(HttpClient):
     async def _refuse_unknown_names(self, bucket: BucketSpec, group: WeightGroupInfo) -> None:
         """Raises if SGLang has no parameter for a name, which it would ignore with status 200.
 
-        The server reports the names of its fused parameters together with their checksums. It
-        does not report shapes, so a wrong shape is found only when the bucket is loaded.
+        The names come with the checksums of its fused parameters. Shapes do not, so a wrong one is
+        found only when the bucket is loaded.
         """
         if self._parameter_names is None:
             answer = await self._http.post(
@@ -285,8 +278,8 @@ class SGLangClient(HttpClient):
     async def _mark_updating(self) -> None:
         """Takes the version off the server before the first tensor changes.
 
-        If the push fails half-way, no token that is sampled from the mixture can then be taken
-        for a token of the old version, no matter which client resumes the server. (An old release answers 404.)
+        If the push fails half-way, no token sampled from the mixture can then be taken for one of
+        the old version, whichever client resumes the server. (An old release answers 404.)
         """
         if not self._update_marked:
             await self._http.post(

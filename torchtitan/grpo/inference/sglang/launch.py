@@ -19,7 +19,7 @@ _CPU_MAX_TOKENS = 32768
 
 
 def launch_command(spec: ServerSpec) -> LaunchCommand:
-    """Returns the command that starts one SGLang server behind the guard of `server_main.py`."""
+    """Returns the command that starts an SGLang server behind the guard of `server_main.py`."""
     command = [spec.python or sys.executable, str(_SERVER_MAIN)]
     if spec.device == "cpu":
         # An idle scheduler would otherwise ask for requests in a loop, which takes a whole core.

@@ -5,18 +5,16 @@
 
     python .../torchtitan/grpo/inference/sglang/server_main.py --model-path DIR --device cpu ...
 
-It must be run by path, with the interpreter of SGLang's environment, and takes SGLang's own options.
-What it adds:
+Run it by path, with the interpreter of SGLang's environment and SGLang's own options. It adds:
 
-- `guard.py` before SGLang's routes. SGLang itself never learns the keys, because it shows those that
-  it knows in its log and in ``/server_info``. Its requests to itself at the start get their key here.
-- A meeting point of its workers in memory. By default it is a store that listens on all interfaces.
-- On a CPU, stand-ins for two modules that SGLang imports there and never calls, and that do not load
+- `guard.py` before SGLang's routes. SGLang never learns the keys, because it shows them in its log
+  and in ``/server_info``; its requests to itself at the start get their key here.
+- A meeting point of its workers in memory, in place of a store that listens on all interfaces.
+- On a CPU, stand-ins for two modules that SGLang imports and never calls, and that do not load
   beside a CPU build of torch.
-- The hooks of `adapter_updates.py`, with which the schedulers add low-rank adapters to their weights.
+- The hooks of `adapter_updates.py`.
 
-The schedulers' processes have what they need of this, because a spawned process imports the main file
-again.
+Schedulers have all of this, because a spawned process imports the main file again.
 """
 
 import os
@@ -61,7 +59,7 @@ _GENERATION = (
     "/v1/tokenize",
 )
 _LIBRARIES: list[Any] = []
-"""Kept alive, because the schemas of a library end with the library object."""
+"""Kept alive, because schemas end with their library object."""
 
 
 def install_stand_ins() -> None:
@@ -85,7 +83,6 @@ def install_stand_ins() -> None:
 
 
 def option(arguments: list[str], name: str) -> str | None:
-    """Returns the value of an option, of which the last one counts; ``None`` if it is not given."""
     found = None
     for index, argument in enumerate(arguments):
         given, equals, value = argument.partition("=")
@@ -112,7 +109,7 @@ def refuse_unguarded(arguments: list[str]) -> None:
 
 
 def guard_routes() -> None:
-    """Puts the guard before SGLang's routes, and gives SGLang's own requests the keys."""
+    """Puts the guard before SGLang's routes."""
     runpy.run_path(str(_LIGHT_START))["install_bare_package"]()
     from torchtitan.grpo.inference.access import keys_of_environment
     from torchtitan.grpo.inference.guard import RequestGuard
@@ -133,7 +130,7 @@ def guard_routes() -> None:
 
 
 class _KeyedRequests:
-    """The module ``requests`` for SGLang's requests to itself: it adds the key of the route."""
+    """Stands for the module ``requests`` in SGLang's requests to itself: adds the route's key."""
 
     def __init__(self, module: Any, key_of: Any) -> None:
         self._module, self._key_of = module, key_of
@@ -158,7 +155,7 @@ class _KeyedRequests:
 
 
 def hook_adapters() -> None:
-    """Lets a scheduler add adapters that arrive alone to its weights."""
+    """Lets a scheduler add adapters to its weights."""
     runpy.run_path(str(_LIGHT_START))["install_bare_package"]()
     from torchtitan.grpo.inference.sglang.adapter_updates import register_hooks
 
@@ -166,7 +163,7 @@ def hook_adapters() -> None:
 
 
 def _load_plugins() -> None:
-    """Loads SGLang's plugins, which must come before its server, in releases that have plugins."""
+    """Loads SGLang's plugins before its server, in releases that have plugins."""
     try:
         from sglang.srt.plugins import load_plugins  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -177,8 +174,7 @@ def _load_plugins() -> None:
 def meet_in_memory(arguments: list[str]) -> None:
     """Lets the workers of a server on one machine meet in a file in the memory of this process.
 
-    They open it through /proc, which the same user alone may, and nothing is left of it when this
-    process ends, however it does.
+    They open it through /proc, which only the same user may, and it ends with this process.
     """
     is_alone = all(option(arguments, name) is None for name in ("--dist-init-addr", "--nnodes"))
     if is_alone and sys.platform == "linux" and _MEETING_VARIABLE not in os.environ:
@@ -187,7 +183,6 @@ def meet_in_memory(arguments: list[str]) -> None:
 
 
 def main() -> None:
-    """Checks the command line, prepares SGLang, and runs its server."""
     arguments = sys.argv[1:]
     refuse_unguarded(arguments)
     meet_in_memory(arguments)

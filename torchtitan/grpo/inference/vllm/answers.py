@@ -33,8 +33,8 @@ _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
 def generate_body(request: GenerateRequest) -> dict[str, Any]:
     """Returns the body of a request to :data:`GENERATE_ROUTE`.
 
-    It sets everything that shapes the distribution. Otherwise the server would use the values of
-    the model's ``generation_config.json``.
+    It sets everything that shapes the distribution; the model's ``generation_config.json`` would
+    fill what is left out.
     """
     return {
         "request_id": request.request_id,
@@ -58,7 +58,6 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
 
 
 def rating_body(token_ids: list[int], num_top: int) -> dict[str, Any]:
-    """Returns the body of a request to :data:`GENERATE_ROUTE` for the rating of a text."""
     return {
         "token_ids": token_ids,
         "sampling_params": {
@@ -115,8 +114,8 @@ def parse_rating(
 ) -> PromptRating:
     """Returns the rating of the tokens from ``start`` on.
 
-    vLLM gives the token itself and the most likely ones in one object for each place, with their
-    ranks. The token itself is one entry more unless it is among the most likely ones.
+    vLLM gives one object for each place, of the most likely tokens with their ranks and the token
+    itself, which may be one of them.
     """
     rated = token_ids[start:]
     try:
@@ -142,10 +141,7 @@ def parse_rating(
 
 
 def refuses_num_top(error: RouteError) -> bool:
-    """Returns whether the server refuses a rating because ``--max-logprobs`` is too small.
-
-    vLLM names the field of the request that it refuses, as OpenAI's API does.
-    """
+    """Whether ``--max-logprobs`` is too small for a rating: vLLM names the field that it refuses."""
     if error.status != 400 or not isinstance(error.body, dict):
         return False
     reason = error.body.get("error")
@@ -153,7 +149,7 @@ def refuses_num_top(error: RouteError) -> bool:
 
 
 def parse_metrics(source: str, body: Any) -> ServerLoad:
-    """Returns the load from the body of ``/metrics``, in Prometheus' text format."""
+    """Returns the load from ``/metrics``, in Prometheus' text format."""
     samples: dict[str, list[float]] = {_RUNNING: [], _WAITING: [], _KV_USE: []}
     for name, value in _SAMPLE.findall(body if isinstance(body, str) else ""):
         if name in samples:

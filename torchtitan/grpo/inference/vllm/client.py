@@ -1,13 +1,13 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Client of vLLM servers (0.32 and 0.33) in which this project's weight transfer engine is installed.
+"""Client of vLLM servers (0.32 and 0.33) in which this project's weight transfer engine is
+installed.
 
-The server must run with ``--enable-scale-out`` (the route that takes and returns token ids reports
-the weight version of every token, which the OpenAI routes do not), with ``VLLM_SERVER_DEV_MODE=1``
-(the routes for reinforcement learning), with ``--weight-transfer-config
-'{"backend": "torchtitan_grpo"}'`` and with ``--logprobs-mode processed_logprobs``.
-`inference/vllm/launch.py` sets all of them, for launched servers and for `scripts/serve_vllm.sh`.
+They need ``--enable-scale-out`` (its route for token ids reports the weight version of every token,
+which the OpenAI routes do not), ``VLLM_SERVER_DEV_MODE=1`` (routes for reinforcement learning),
+``--weight-transfer-config '{"backend": "torchtitan_grpo"}'`` and ``--logprobs-mode
+processed_logprobs``. `inference/vllm/launch.py` sets all of them.
 """
 
 import asyncio
@@ -68,15 +68,13 @@ NO_EXTENSION = (
 
 
 class VLLMClient(HttpClient):
-    """Talks to one vLLM server; see :class:`InferenceClient` and :class:`KindRow`.
+    """Client of one vLLM server.
 
-    Requests that run at :meth:`pause` are kept. :meth:`commit_update` drops their KV cache and
-    the prefix cache, so that both are computed again with the new weights after :meth:`resume`.
-    Every token after an update is therefore sampled from the new policy.
+    :meth:`pause` keeps running requests. :meth:`commit_update` drops their KV cache and the prefix
+    cache, which are computed again, so every token after an update is sampled from the new policy.
 
-    Buckets are staged while the server generates, if all of its workers have room for a second
-    copy of the weights. Whether they have is known, and :attr:`capabilities` is final, when the
-    server has joined a group.
+    Buckets are staged while the server generates if all workers have room for a second copy of the
+    weights. This is known, and :attr:`capabilities` is final, when the server has joined a group.
     """
 
     def __init__(
@@ -111,7 +109,7 @@ class VLLMClient(HttpClient):
         return parse_generation(f"{self.url}{GENERATE_ROUTE}", request, body)
 
     async def _require_processed_logprobs(self, prompt_ids: list[int]) -> None:
-        """Checks once that logprobs are those after temperature; requests wait for the result."""
+        """Checks once that logprobs are those after temperature; requests wait for it."""
         probe = self._logprobs_probe
         if probe is None or (probe.done() and (probe.cancelled() or probe.exception())):
             probe = self._logprobs_probe = asyncio.ensure_future(self._probe_logprobs(prompt_ids))
@@ -120,9 +118,9 @@ class VLLMClient(HttpClient):
     async def _probe_logprobs(self, prompt_ids: list[int]) -> None:
         """Requests one token twice, where a different token is the only allowed one each time.
 
-        If logprobs are computed after everything that shapes sampling, temperature included,
-        each token is certain and its logprob is 0. Logprobs of the unshaped distribution cannot
-        both be 0. (``/server_info`` reports the mode as well, but takes half a minute.)
+        With logprobs after everything that shapes sampling, each token is certain and has logprob
+        0; unshaped ones cannot both be 0. (``/server_info`` tells the mode too, but takes half a
+        minute.)
         """
         for token in _PROBE_TOKENS:
             name = f"probe-{uuid.uuid4().hex}"
@@ -287,8 +285,7 @@ class VLLMClient(HttpClient):
     async def _mark_updating(self) -> None:
         """Takes the version off the server before the first tensor changes.
 
-        If the load fails half-way, no token that is sampled from the mixture can then be taken
-        for a token of the old version.
+        If the load fails half-way, no token of the mixture can be taken for one of the old version.
         """
         await self._http.post("/update_weight_version", {"new_version": UPDATING_LABEL})
         self._update_marked = True

@@ -3,8 +3,7 @@
 
 """Finds out whether a vLLM server was started with the options that a run needs.
 
-``/server_info`` would tell all of them, but it takes half a minute, because it describes the whole
-machine. Each option is therefore recognized by how a route behaves.
+Each option is recognized by how a route behaves, because ``/server_info`` takes half a minute.
 """
 
 import re
@@ -15,7 +14,7 @@ from torchtitan.grpo.inference.vllm.answers import GENERATE_ROUTE
 from torchtitan.grpo.inference.vllm.launch import GUARD
 
 NO_ROOM = "no room to stage"
-"""Part of the error message of a worker that has no memory for a second copy of the weights."""
+"""Part of the error message of a worker without memory for a second copy of the weights."""
 
 NO_DEV_MODE = "its environment lacks VLLM_SERVER_DEV_MODE=1, so that weights cannot be pushed"
 NO_SCALE_OUT = "it was started without --enable-scale-out, so that it takes no token ids"
@@ -45,8 +44,8 @@ _REFUSED = (400, 404, 405, 500)
 
 @dataclass
 class Examined:
-    """What :func:`examine` found: ``vocab_size`` if the server tells it, whether the route that takes token
-    ids is open, one text for each missing option, and what the user should change nevertheless.
+    """Results of :func:`examine`: the vocabulary's size, if told, whether the route for token ids
+    is open, a text for each missing option, and warnings.
     """
 
     vocab_size: int | None = None
@@ -56,7 +55,7 @@ class Examined:
 
 
 async def examine(http: HttpConnection) -> Examined:
-    """Looks for the options of a vLLM server. Nothing is changed on the server."""
+    """Looks for the options of a vLLM server without changing it."""
     found = Examined()
     await _examine_generation(http, found)
     if (await http.get("/weight_info", accept=_MISSING)).status != 200:

@@ -15,11 +15,11 @@ from torchtitan.grpo.inference.server_spec import (
 )
 
 WORKER_EXTENSION = "torchtitan.grpo.inference.vllm.worker_extension.WorkerExtension"
-"""Class whose methods vLLM adds to its workers, for requests to ``/collective_rpc``."""
+"""Class whose methods vLLM adds to its workers, for ``/collective_rpc``."""
 GUARD = "torchtitan.grpo.inference.vllm.guard.VllmGuard"
 """Class that vLLM puts before its HTTP routes."""
 GROUP_FACTS_METHOD = "torchtitan_grpo_group_facts"
-"""Name of the method that tells what weight groups over NCCL depend on."""
+"""Name of the worker's method that tells the facts for weight groups over NCCL."""
 
 
 def launch_command(spec: ServerSpec) -> LaunchCommand:
