@@ -106,13 +106,9 @@ def open_step_source(
 ) -> StepSource:
     """Constructs the source of the run's steps, which is not started yet.
 
-    ``sft.path`` and ``rollout.replay`` choose the source. ``on_hangup`` registers what SIGHUP calls:
-    with ``inference.urls_file`` it reads that file again. The other arguments are those of
-    :class:`RolloutController`.
-
-    Raises:
-        DataError: If ``grpo.ptx_path``, ``rollout.record``, ``rollout.replay`` or ``sft.path`` is
-            unusable.
+    ``on_hangup`` registers what SIGHUP calls: with ``inference.urls_file`` it reads that file
+    again. The other arguments are those of :class:`RolloutController`. Raises
+    :class:`DataError` if a file of prompts or records is unusable.
     """
     arguments: dict[str, Any] = {
         "start_version": start_version,
@@ -134,19 +130,11 @@ def open_step_source(
 class RolloutController(StepSource):
     """Plans batches of rollouts that the rollout process sends; see :class:`StepSource`.
 
-    Args:
-        config: Configuration of the run.
-        model: The model that is trained.
-        start_version: Number of batches that the run has been trained on so far.
-        progress: Progress through the prompts so far.
-        date: The time that chat templates show, in ISO format.
-        should_stop: Polled during every wait; the wait ends once it returns True.
-        uses_kept_rollouts: Whether the run goes on with the rollouts beside its checkpoint.
-
-    Attributes:
-        is_exhausted: Always False, since the stream of prompts repeats without end.
-        link: Connection to the rollout process.
-        servers: Servers that were present at the start; ``link.watch`` knows the current ones.
+    The run has been trained on ``start_version`` batches so far. ``should_stop`` is polled
+    during every wait, which ends once it returns True. With ``uses_kept_rollouts`` the run goes
+    on with the rollouts beside its checkpoint. ``date`` is the time that chat templates show,
+    in ISO format. ``servers`` are those that were present at the start; ``link.watch`` knows
+    the current ones.
     """
 
     is_exhausted = False
@@ -184,10 +172,7 @@ class RolloutController(StepSource):
         self.servers: list[ServerInfo] = []
 
     def start(self) -> None:
-        """Starts the rollout process, and waits until servers, prompts and rewards are ready.
-
-        Returns early if the run is asked to stop.
-        """
+        """Starts the rollout process, and waits until it is ready or the run is asked to stop."""
         for warning in unused_server_settings(self.config):
             logger.warning(warning)
         self.link.start()
@@ -196,7 +181,7 @@ class RolloutController(StepSource):
     def next_step(self, version: int, num_ranks: int) -> PlannedPart | None:
         """Plans the next batch or its next part; see :meth:`StepSource.next_step`.
 
-        If the rollout process was killed during a batch, the next part is again the first part of
+        After the rollout process was killed during a batch, the next part is again the first of
         that batch.
         """
         timeout = self.config.rollout.batch_timeout_seconds
@@ -223,7 +208,6 @@ class RolloutController(StepSource):
         return replace(step, metrics=batch.metrics | step.metrics)
 
     def fetch_address(self, version: int) -> FetchAddress | None:
-        """Where ranks fetch the batch of ``version``, or None if rank 0 sends it to them."""
         endpoint = self.link.fetch_endpoint
         return FetchAddress(endpoint, self._fetch_secret, version) if endpoint is not None else None
 
@@ -252,14 +236,12 @@ class RolloutController(StepSource):
         )
 
     def save(self, step: int) -> None:
-        """Requests that rollouts in flight are saved beside the checkpoint of ``step``."""
         # If the process was killed, the request for the next batch will notice and restart it.
         with suppress(RolloutKilled):
             if self._is_ready:
                 self.link.save(step, checkpointed_steps(self.config))
 
     def wait_saved(self, step: int, timeout_seconds: float) -> int | None:
-        """Waits until the rollouts are written; see :meth:`StepSource.wait_saved`."""
         if not self._is_ready:
             return 0  # nothing was in flight yet, and :meth:`save` has requested nothing
         with suppress(RolloutFailed):
@@ -281,7 +263,6 @@ class RolloutController(StepSource):
                 self.link.restart(self._process_config(version))
 
     def _process_config(self, version: int) -> RolloutProcessConfig:
-        """Returns the configuration of a rollout process that starts after ``version`` batches."""
         config = process_config(
             self.config, self._model, version, self.progress, self._fetch_secret, self._date
         )
@@ -297,10 +278,7 @@ class RolloutController(StepSource):
             self.link.renew_evaluation()
 
     def served_version(self) -> int:
-        """Returns the lowest version that servers report; servers without an answer are ignored.
-
-        Returns -1 if no server answers.
-        """
+        """Returns the lowest version that servers report, or -1 if no server answers."""
 
         async def ask(server: ServerInfo) -> int | None:
             client = client_for(self.config.inference, server)

@@ -3,9 +3,10 @@
 
 """Checks by log-probabilities that a server serves the weights that were pushed to it.
 
-The server must rate fixed tokens as the trainer does. This is stronger evidence than the version
-that the server reports, because the compared numbers are computed from the weights. Dropout is off
-and no token is sampled, so both sides compute the same numbers up to the rounding of their kernels.
+The server must rate fixed tokens as the trainer does. This is stronger evidence than the
+version that the server reports, because the compared numbers are computed from the weights.
+Dropout is off and no token is sampled, so both sides compute the same numbers up to the
+rounding of their kernels.
 """
 
 from torchtitan.grpo.attestation.comparison import (

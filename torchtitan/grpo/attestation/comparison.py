@@ -1,13 +1,15 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Compares a server's log-probabilities with the trainer's, within a bound measured for each server.
+"""Compares a server's log-probabilities with the trainer's, within a bound measured for each
+server.
 
-Trainer and server run different kernels, and how much these differ depends on the GPU, the model
-and the server's settings. A bound that fits every machine would notice nothing. So the difference
-is measured once, under weights that both sides are known to have: a server that nobody has pushed
-to serves the directory that the trainer has loaded as well. A multiple of that difference is the
-bound from then on. A difference beyond what kernels can explain is never taken as the measure.
+The difference between the kernels of trainer and server depends on the GPU, the model and the
+server's settings. A bound that fits every machine would notice nothing. So the difference is
+measured once, under weights that both sides are known to have: a server that nobody has pushed
+to serves the directory that the trainer has loaded as well. A multiple of that difference is
+the bound from then on. A difference beyond what kernels can explain is never taken as the
+measure.
 """
 
 import asyncio
@@ -40,10 +42,8 @@ class AttestationFailed(ServerError):
 class Tolerances:
     """The limits between which bounds are chosen, in nats.
 
-    Attributes:
-        floor: Smallest bound.
-        ceiling: Largest difference that kernels can explain. A ceiling that equals the floor
-            leaves nothing to measure.
+    ``ceiling`` is the largest difference that kernels can explain. If it equals the floor,
+    nothing is measured.
     """
 
     floor: float
@@ -51,16 +51,11 @@ class Tolerances:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether every server has the same bound."""
         return self.floor == self.ceiling
 
 
 def tolerances_of(wire_dtype: torch.dtype, configured: float) -> Tolerances:
-    """Returns the limits of a run.
-
-    Args:
-        configured: ``weight_sync.attest_tolerance``; 0 lets each server's bound be measured.
-    """
+    """Returns the limits of a run. ``configured`` is ``weight_sync.attest_tolerance``."""
     if configured > 0:
         return Tolerances(configured, configured)
     return Tolerances(_FLOORS[wire_dtype], _CEILINGS[wire_dtype])
@@ -70,10 +65,7 @@ def tolerances_of(wire_dtype: torch.dtype, configured: float) -> Tolerances:
 class Bound:
     """Largest mean difference that a server may show, in nats.
 
-    Attributes:
-        value: The bound.
-        measured: The difference by which it was chosen; ``None`` if none was measured.
-        ceiling: Largest difference that kernels can explain.
+    ``measured`` is the difference by which it was chosen; ``None`` if none was measured.
     """
 
     value: float
@@ -82,9 +74,8 @@ class Bound:
 
     @classmethod
     def of(cls, measured: float | None, tolerances: Tolerances) -> "Bound":
-        """Returns the bound for a mean difference under weights that both sides have.
-
-        The difference is at most the ceiling, or ``None`` if it is not known.
+        """Returns the bound for a mean difference, at most the ceiling, under weights that both
+        sides have.
         """
         if tolerances.is_fixed or measured is None:
             return cls(tolerances.ceiling, None, tolerances.ceiling)
@@ -93,7 +84,6 @@ class Bound:
         return cls(value, measured, tolerances.ceiling)
 
     def describe(self) -> str:
-        """Returns how the bound came about, as the end of a sentence."""
         if self.measured is None:
             return f"{self.value:g}"
         return (
@@ -103,15 +93,9 @@ class Bound:
 
 
 def compare(expected: Sequence[float], served: Sequence[float], bound: Bound) -> float:
-    """Returns the mean absolute difference of the trainer's and the server's log-probabilities.
+    """Returns the mean absolute difference of log-probabilities, [num_tokens - 1] each.
 
-    Args:
-        expected: The trainer's, [num_tokens - 1].
-        served: The server's, [num_tokens - 1].
-        bound: Largest mean absolute difference.
-
-    Raises:
-        AttestationFailed: If they differ by more, or are not finite.
+    Raises :class:`AttestationFailed` if it exceeds the bound, or if values are not finite.
     """
     mean, where = _mean_difference(expected, served)
     if not mean <= bound.value:
@@ -127,7 +111,6 @@ def compare(expected: Sequence[float], served: Sequence[float], bound: Bound) ->
 
 
 def _mean_difference(expected: Sequence[float], served: Sequence[float]) -> tuple[float, int]:
-    """Returns the mean absolute difference, and the position of the largest one."""
     if len(expected) != len(served) or not expected:
         raise AttestationFailed(
             f"The server must return {len(expected)} log-probabilities of the probe tokens, "
@@ -153,7 +136,7 @@ class Attestation:
         tokens: Token ids that trainer and server rate.
         probes: The trainer's log-probabilities of these tokens.
         tolerances: Limits of the mean absolute difference.
-        timeout_seconds: How long the trainer, and then the server, may take to rate them.
+        timeout_seconds: Time for the trainer, and then for the server, to rate them.
     """
 
     every: int
@@ -175,12 +158,8 @@ class ServerAttestation:
     async def observe(self) -> None:
         """Lets the server rate the probe tokens before the first push to it.
 
-        Only the first call has an effect, because a server whose update was interrupted reports no
-        version either.
-
-        Raises:
-            ServerError: If the server failed to rate the tokens.
-            TimeoutError: If the server did not rate the tokens in time.
+        Only the first call has an effect, because a server whose update was interrupted reports
+        no version either. Raises :class:`ServerError` or ``TimeoutError`` as :meth:`check`.
         """
         if not self._attestation.every or self._attestation.tolerances.is_fixed:
             return
@@ -191,9 +170,8 @@ class ServerAttestation:
     async def check(self, version: int) -> bool:
         """Compares the server's log-probabilities with the trainer's.
 
-        Returns:
-            Whether they were compared. They are not if the version need not be attested, or
-            if the trainer does not have its own in time. The server is not to blame for that.
+        Returns ``False`` without a comparison if the version need not be attested, or if the
+        trainer does not have its own in time, for which the server is not to blame.
 
         Raises:
             AttestationFailed: If they differ.
@@ -222,7 +200,7 @@ class ServerAttestation:
         return True
 
     def _measured_before(self) -> Bound | None:
-        """Returns the bound by what the server rated before its first push, if that is known."""
+        """The bound by what the server rated before its first push, if that is known."""
         before, initial = self._before, self._attestation.probes.initial
         if before is None or initial is None:
             return None

@@ -19,8 +19,8 @@ _SEED = 20
 def attested_tokens(config: JobConfig, vocab_size: int) -> list[int]:
     """Returns the probe tokens of a run, the same in every process.
 
-    They are short enough for the trainer and the servers, and are drawn from the whole vocabulary,
-    so that differences in any of the embedding's rows may show.
+    They are few enough for the trainer and the servers, and are drawn from the whole
+    vocabulary, so that differences in any of the embedding's rows may show.
     """
     longest = config.inference.max_model_len or config.training.seq_len
     num_tokens = max(2, min(_NUM_TOKENS, longest - 1, config.training.seq_len))
@@ -36,8 +36,8 @@ def is_attested(version: int, every: int) -> bool:
 class Probes:
     """The trainer's log-probabilities of attested versions; safe to use from any thread.
 
-    The newest ``num_kept`` versions are kept, and those of version 0, with which a run begins, are
-    kept for good.
+    The newest ``num_kept`` versions are kept, and those of version 0, with which a run begins,
+    are kept for good.
     """
 
     def __init__(self, num_kept: int = 4) -> None:
@@ -53,11 +53,8 @@ class Probes:
             return self._initial
 
     def put(self, version: int, logprobs: Sequence[float]) -> None:
-        """Stores the log-probabilities under ``version``; called by the training thread.
-
-        Args:
-            version: Policy version.
-            logprobs: Log-probability of each probe token but the first, [num_tokens - 1].
+        """Stores the log-probabilities of each probe token but the first; called by the training
+        thread.
         """
         with self._lock:
             self._expected[version] = tuple(float(logprob) for logprob in logprobs)
@@ -69,12 +66,8 @@ class Probes:
     async def wait_for(self, version: int, timeout_seconds: float) -> tuple[float, ...] | None:
         """Waits until the training thread has stored the log-probabilities under ``version``.
 
-        Returns:
-            The log-probabilities, or ``None`` if newer ones have replaced them. A lane that is
-            so late will soon be given its next version.
-
-        Raises:
-            TimeoutError: If they are not stored within ``timeout_seconds``.
+        Returns ``None`` if newer ones have replaced them: a lane that is so late will soon be
+        given its next version. Raises ``TimeoutError``.
         """
         deadline = time.monotonic() + timeout_seconds
         while True:

@@ -3,6 +3,5 @@
 
 """``/healthz`` and Prometheus' ``/metrics`` of the processes of a run.
 
-A process serves both from what it knows anyway: a request computes nothing on a device, waits for
-nobody, and changes nothing.
+A request computes nothing on a device, waits for nobody, and changes nothing.
 """

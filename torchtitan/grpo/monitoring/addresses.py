@@ -22,7 +22,7 @@ KEY_VARIABLE = "TORCHTITAN_GRPO_MONITOR_KEY"
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether nobody but this host can connect to an address."""
+    """Returns whether only this host can connect to an address."""
     if host == "localhost":
         return True
     try:
@@ -34,9 +34,8 @@ def is_loopback(host: str) -> bool:
 def write_address(
     dump_folder: str, process: str, targets: Sequence[tuple[str, int]], **labels: str
 ) -> None:
-    """Writes ``<dump_folder>/monitoring/<process>.json``, whole or not at all.
-
-    The targets are hosts and ports; ``labels`` are further labels.
+    """Writes ``<dump_folder>/monitoring/<process>.json`` atomically; the targets are hosts and
+    ports.
     """
     named = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in targets]
     labels = {"process": process, "run": Path(dump_folder).resolve().name, **labels}
@@ -45,5 +44,4 @@ def write_address(
 
 
 def remove_address(dump_folder: str, process: str) -> None:
-    """Removes the file of a process that ends."""
     (Path(dump_folder) / ADDRESSES_FOLDER / f"{process}.json").unlink(missing_ok=True)

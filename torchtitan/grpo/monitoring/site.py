@@ -41,17 +41,12 @@ _MAX_CONNECTIONS = 128
 
 
 class MonitorError(RunError):
-    """Raised if the address of a monitor cannot be used."""
+    """The address of a monitor cannot be used."""
 
 
 @dataclass(frozen=True)
 class Health:
-    """The answer to ``/healthz``.
-
-    Attributes:
-        problem: Why the process is stuck; ``None`` if it is well.
-        facts: What else is known, as plain data.
-    """
+    """The answer to ``/healthz``: the problem of a process that is stuck, and facts as plain data."""
 
     problem: str | None
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -62,10 +57,7 @@ class Health:
 
 
 def healthz(health: Health, *, is_allowed: bool) -> web.Response:
-    """Answers ``/healthz``: 200 if the process is well, else 503.
-
-    Only a client that is allowed learns more than whether the process is well.
-    """
+    """Answers 200 if the process is well, else 503; further facts only to an allowed client."""
     body: dict[str, Any] = {"status": health.status}
     if is_allowed:
         body |= {"problem": health.problem} if health.problem is not None else {}
@@ -75,7 +67,6 @@ def healthz(health: Health, *, is_allowed: bool) -> web.Response:
 
 
 def metrics(values: Mapping[str, float]) -> web.Response:
-    """Answers ``/metrics``."""
     return web.Response(body=exposition(values), headers={"Content-Type": _CONTENT_TYPE})
 
 
@@ -116,12 +107,10 @@ class _Values(Collector):
 
 @dataclass(frozen=True)
 class Routes:
-    """The routes of a process that serves nothing else.
+    """The routes of a process that serves nothing else; its functions are called on the event
+    loop.
 
-    Attributes:
-        health: Returns the health of the process; called on the event loop that serves.
-        metrics: Returns its metrics by key; called on the event loop that serves.
-        key: Key that clients must send; empty for none.
+    Clients must send ``key``, unless it is empty.
     """
 
     health: Callable[[], Health]
@@ -165,11 +154,7 @@ class MonitorSite:
         )
 
     async def start(self) -> tuple[str, int]:
-        """Listens, and returns host and port.
-
-        Raises:
-            MonitorError: If the address cannot be used.
-        """
+        """Listens, and returns host and port, or raises :class:`MonitorError`."""
         await self._runner.setup()
         try:
             self._listener = await listen(self._runner, self._host, self._port, _MAX_CONNECTIONS)
@@ -200,16 +185,11 @@ class MonitorThread:
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
 
     def start(self) -> tuple[str, int]:
-        """Starts the thread, and returns host and port.
-
-        Raises:
-            MonitorError: If the address cannot be used.
-        """
+        """Starts the thread, and returns host and port, or raises :class:`MonitorError`."""
         self._thread.start()
         return self._address.result(_START_SECONDS)
 
     def close(self, timeout_seconds: float = 2.0) -> None:
-        """Ends the thread. It is idempotent."""
         if self._loop is not None and self._stop is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
         if self._thread.ident is not None:

@@ -62,9 +62,7 @@ class _OpenGroup:
 
 
 class Admission:
-    """Tracks the open groups by the rules above. Batches before ``start_version`` count as
-    consumed.
-    """
+    """Tracks the open groups. Batches before ``start_version`` count as consumed."""
 
     def __init__(self, grpo: GRPO, rollout: Rollout, start_version: int = 0) -> None:
         self.groups_per_batch = grpo.prompts_per_step
@@ -91,7 +89,7 @@ class Admission:
         return self._has_capacity(completions_in_flight) and not self._is_held_back(server_version)
 
     def waits_for_trainer(self, server_version: int, completions_in_flight: int) -> bool:
-        """Returns whether a group on this server only waits for a batch to be taken, or newer
+        """Returns whether a group on this server only waits for a batch to be taken or newer
         weights.
         """
         return self._has_capacity(completions_in_flight) and self._is_held_back(server_version)

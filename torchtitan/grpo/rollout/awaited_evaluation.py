@@ -10,9 +10,7 @@ from torchtitan.grpo.rollout.results import EvaluationResult
 
 
 class AwaitedEvaluation:
-    """Matches the answer of an evaluation with its request. There is at most one ``request`` at a
-    time.
-    """
+    """Matches the answer of an evaluation with its request, of which there is at most one."""
 
     def __init__(self) -> None:
         self.request: Evaluate | None = None

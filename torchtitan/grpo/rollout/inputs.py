@@ -205,8 +205,7 @@ def open_prompts(
     pending: Sequence[int],
     say: Callable[[str], object] = logger.info,
 ) -> tuple[PromptStream, list[list[Example]]]:
-    """Opens the prompt stream, which returns the prompts ``pending`` first, and checks rows of
-    each set.
+    """Opens the prompt stream, with ``pending`` as its first prompts, and checks rows of each set.
 
     Returns the first prompts of each set as well.
     """

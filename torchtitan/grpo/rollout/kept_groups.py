@@ -102,8 +102,8 @@ class KeptGroups:
         self._fates.clear()
 
     def drop(self, group_id: int, cause: Cause) -> None:
-        """Records that a group is not trained on. Raises :class:`NothingKept` if too many were
-        dropped.
+        """Records that a group is not trained on. Raises :class:`NothingKept` if it was one too
+        many.
         """
         number = self._running.pop(group_id, self._num_started)
         self._num_ended += 1

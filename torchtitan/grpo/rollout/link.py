@@ -1,10 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Rank 0's end of the connection to the rollout process.
-
-The code is synchronous: it uses neither asyncio nor torch.
-"""
+"""Rank 0's end of the connection to the rollout process, without asyncio and torch."""
 
 import contextlib
 import json
@@ -48,34 +45,28 @@ _LIMITS: dict[type, str] = {  # the settings that limit the waits for answers
 
 
 class RolloutFailed(RunError):
-    """Raised if the rollout process ended or did not answer in time. The message says why."""
+    """The rollout process ended or did not answer in time. The message says why."""
 
 
 class RolloutKilled(RolloutFailed):
-    """Raised if the rollout process ended without giving a reason.
-
-    :meth:`RolloutLink.restart` may be called.
-    """
+    """The rollout process ended without giving a reason. It can be restarted."""
 
 
 class RolloutLink:
     """Starts the rollout process, exchanges messages with it, and ends it.
 
-    All methods must be called from one thread, except :meth:`notify_version`, :meth:`notify_lost`
-    and :meth:`reread_urls`, which any thread may call. Every method except :meth:`reread_urls` and
-    :meth:`close` raises :class:`RolloutFailed` after the process has ended.
-
-    Args:
-        config: Settings of the rollout process.
-        announce: Called with sentences that the user should read now, while a method waits for the
-            process.
+    All methods must be called from one thread, except :meth:`notify_version`,
+    :meth:`notify_lost` and :meth:`reread_urls`. Every method except :meth:`reread_urls` and
+    :meth:`close` raises :class:`RolloutFailed` after the process has ended. A wait ends with
+    ``None`` if ``should_stop``, which is called at least every 0.1 s, returns true.
+    ``announce`` is called during waits with sentences that the user should read now.
 
     Attributes:
         watch: The current servers, for any thread. It exists once the process is started.
-        fetch_endpoint: Where ranks fetch rollouts, once the process is ready. ``None`` if rank 0
-            receives all rollouts.
+        fetch_endpoint: Where ranks fetch rollouts, once the process is ready. ``None`` if rank
+            0 receives all rollouts.
         warnings: Findings at the first start of the process that the user should know about.
-        dropped: What was dropped in the run so far, by kind; see :mod:`.drops`.
+        dropped: Numbers of what was dropped in the run so far, by kind; see :mod:`.drops`.
     """
 
     watch: ServerWatch
@@ -114,7 +105,7 @@ class RolloutLink:
 
     @property
     def stuck_seconds(self) -> float:
-        """How long the process has waited without a server that takes work; 0 if one does."""
+        """Time that the process has waited without a server that takes work; 0 if one does."""
         return 0.0 if self._stuck_since is None else time.monotonic() - self._stuck_since
 
     def start(self) -> None:
@@ -128,9 +119,7 @@ class RolloutLink:
 
         Notices about servers that are sent before the new process is ready are lost. It reports
         all servers as new, so the weight pusher attests each of them again.
-
-        Raises:
-            RolloutFailed: If ``rollout.max_process_restarts`` restarts were already used.
+        :class:`RolloutFailed` is raised once ``rollout.max_process_restarts`` are used up.
         """
         assert self._child is not None and self._child.poll() is not None, (
             "the rollout process must have ended before it is restarted"
@@ -171,8 +160,7 @@ class RolloutLink:
     ) -> list[ServerInfo]:
         """Waits until servers are up, prompts are opened and rewards are checked.
 
-        Returns:
-            The servers, or an empty list if ``should_stop`` returned true.
+        Returns the servers, or an empty list if ``should_stop`` returned true.
         """
         answer = self._wait_for(link_messages.Ready, timeout_seconds, should_stop, "become ready")
         if answer is None:
@@ -190,14 +178,7 @@ class RolloutLink:
     ) -> RolloutBatch | None:
         """Waits for the batch that turns ``version`` into ``version + 1``, or its next part.
 
-        Args:
-            version: Number of batches trained on so far.
-            timeout_seconds: How long to wait for the batch.
-            should_stop: Ends the wait when it returns true. It is called at least every 0.1 s.
-
-        Returns:
-            The batch, or ``None`` if ``should_stop`` returned true. The same batch can then be
-            requested again.
+        The same batch can be requested again if the wait was stopped.
         """
         if self._asked_version != version:
             self._send(link_messages.NextBatch(version))
@@ -218,13 +199,10 @@ class RolloutLink:
         return self._evaluation.request is not None
 
     def request_evaluation(self, version: int, pinned: Sequence[str] = ()) -> None:
-        """Requests an evaluation of the held-out prompts. Does not wait for it.
+        """Requests an evaluation of the held-out prompts, and gives up one that is still running.
 
-        One that is still running is given up, and its result is dropped.
-
-        Args:
-            version: Oldest policy version that may generate a completion.
-            pinned: URLs of servers that alone generate them; empty for all servers.
+        Completions come from weights not older than ``version``, on the servers whose URLs are
+        ``pinned``, if any. This method does not wait.
         """
         self._send(self._evaluation.make_request(version, pinned))
 
@@ -241,11 +219,6 @@ class RolloutLink:
     def wait_evaluation(
         self, timeout_seconds: float, should_stop: Callable[[], bool] | None = None
     ) -> EvaluationResult | None:
-        """Waits for the result of the requested evaluation.
-
-        Returns:
-            The result, or ``None`` if ``should_stop`` returned true.
-        """
         deadline, result = time.monotonic() + timeout_seconds, None
         while result is None:
             left = deadline - time.monotonic()
@@ -257,20 +230,17 @@ class RolloutLink:
         return result
 
     def save(self, version: int, kept_steps: Sequence[int]) -> None:
-        """Requests that rollouts not yet trained on are saved. Does not wait for it.
+        """Requests that rollouts are saved beside the checkpoint of step ``version``, without
+        waiting.
 
-        Args:
-            version: Step of the checkpoint: the number of batches trained on so far.
-            kept_steps: Steps whose checkpoints still exist.
+        ``kept_steps`` are the steps whose checkpoints still exist.
         """
         self._saved.pop(version, None)
         self._send(link_messages.Save(version, list(kept_steps)))
 
     def wait_saved(self, version: int, timeout_seconds: float) -> int | None:
-        """Waits until the rollouts are written that :meth:`save` of ``version`` requested.
-
-        Returns:
-            Number of rollouts, or ``None`` if they were not written in time.
+        """Waits until these rollouts are written. Returns their number; ``None`` if they were not
+        in time.
         """
         deadline = time.monotonic() + timeout_seconds
         while version not in self._saved and time.monotonic() < deadline:
@@ -283,24 +253,15 @@ class RolloutLink:
             pass
 
     def notify_version(self, url: str, version: int) -> None:
-        """Reports that the server at ``url`` serves ``version`` and that this was attested.
-
-        Any thread may call this method.
-        """
+        """Reports that the server at ``url`` was attested to serve ``version``. Thread-safe."""
         self._notify(link_messages.VersionServed(url, version))
 
     def notify_lost(self, url: str, reason: str) -> None:
-        """Reports that the server at ``url`` must get no more requests.
-
-        Any thread may call this method.
-        """
+        """Reports that the server at ``url`` must get no more requests. Thread-safe."""
         self._notify(link_messages.ServerLost(url, reason))
 
     def reread_urls(self) -> None:
-        """Requests that ``inference.urls_file`` is read now.
-
-        Any thread may call this method. The request has no effect while no process is running.
-        """
+        """Requests that ``inference.urls_file`` is read now, if a process runs. Thread-safe."""
         with contextlib.suppress(RolloutFailed):
             self._notify(link_messages.RereadUrls())
 
@@ -362,10 +323,7 @@ class RolloutLink:
         should_stop: Callable[[], bool] | None,
         what: str,
     ) -> tuple[_Answer, list[bytes]] | None:
-        """Returns the next answer of ``kind`` with its frames.
-
-        Returns ``None`` if ``should_stop`` returned true before the answer arrived.
-        """
+        """Returns the next answer of ``kind`` with its frames; ``None`` if the wait was stopped."""
         began = time.monotonic()
         reminders = Reminders()
         while True:
@@ -429,7 +387,7 @@ class RolloutLink:
             raise (RolloutKilled if self._was_killed() else RolloutFailed)(self._failure)
 
     def _was_killed(self) -> bool:
-        """Returns whether the process ended with a failure and without giving a reason."""
+        """Whether the process ended with a failure and without giving a reason."""
         has_ended = self._child is not None and self._child.poll() not in (None, 0)
         return has_ended and not self._has_spoken
 

@@ -3,8 +3,8 @@
 
 """Messages that rank 0 and the rollout process exchange over ZeroMQ.
 
-A message is a list of frames. The first is a msgpack header. A batch is followed by the arrays of
-its groups; see :mod:`.codec`.
+A message is a list of frames. The first is a msgpack header. A batch is followed by the arrays
+of its groups; see :mod:`.codec`.
 """
 
 import msgspec
@@ -27,10 +27,7 @@ class NextBatch(msgspec.Struct, tag=True):
 
 
 class Evaluate(msgspec.Struct, tag=True):
-    """Rank 0 requests an evaluation of ``version``, on the servers ``pinned`` if it names some.
-
-    An evaluation that is still running is given up.
-    """
+    """Rank 0 requests an evaluation of ``version``, on the servers ``pinned`` if it names some."""
 
     request_id: int
     version: int
@@ -48,7 +45,7 @@ class Save(msgspec.Struct, tag=True):
 
 
 class Stop(msgspec.Struct, tag=True):
-    """Rank 0 ends the rollout process."""
+    pass
 
 
 class VersionServed(msgspec.Struct, tag=True):
@@ -72,8 +69,8 @@ class RereadUrls(msgspec.Struct, tag=True):
 class Ready(msgspec.Struct, tag=True):
     """The servers are up, the prompts are opened, and the reward functions are checked.
 
-    ``fetch_endpoint`` is where ranks fetch their rollouts if ``prompts.single_rank_load`` is false.
-    ``warnings`` are for the user.
+    ``fetch_endpoint`` is where ranks fetch their rollouts if ``prompts.single_rank_load`` is
+    false.
     """
 
     servers: list[ServerInfo]
@@ -110,10 +107,7 @@ class Dropped(msgspec.Struct, tag=True):
 
 
 class Saved(msgspec.Struct, tag=True):
-    """Answer to the :class:`Save` command of ``version``.
-
-    ``num_rollouts`` counts completions, finished or begun. It is None if they could not be written.
-    """
+    """Answer to :class:`Save`. ``num_rollouts`` is None if the completions could not be written."""
 
     version: int
     num_rollouts: int | None
@@ -129,8 +123,7 @@ class EvaluationDone(msgspec.Struct, tag=True):
 class Batch(msgspec.Struct, tag=True):
     """Answer to :class:`NextBatch`, followed by the arrays of ``groups``, a packed header.
 
-    If the batch has several parts, ``progress``, ``closed`` and ``metrics`` are valid only in the part
-    that ends it.
+    ``progress``, ``closed`` and ``metrics`` are valid only in the part that ends a batch.
     """
 
     version: int

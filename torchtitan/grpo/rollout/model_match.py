@@ -3,8 +3,8 @@
 
 """Checks that tokenizer, end of sequence and chat template belong to the model and to each other.
 
-A model directory that was put together from two models loads without an error. What follows is
-silence: a completion that never ends, or a token that the model does not have.
+A model directory that was put together from two models loads without an error. Silent faults
+follow: a completion that never ends, or a token that the model does not have.
 """
 
 import json
@@ -20,12 +20,9 @@ from torchtitan.grpo.rollout.tokenizer import TextCodec
 def model_warnings(
     codec: TextCodec, config: RolloutProcessConfig, *, is_chat: bool
 ) -> Iterator[str]:
-    """Compares the files of a model directory, and yields what the user should know, with a remedy.
+    """Compares the files of a model directory, and yields warnings with remedies.
 
-    ``is_chat`` says whether the prompts are chat messages, which the chat template renders.
-
-    Raises:
-        ValueError: If chat prompts cannot be rendered.
+    Raises ``ValueError`` if chat prompts (``is_chat``) cannot be rendered.
     """
     yield from _vocabulary_warnings(codec, config)
     yield from prompt_notes(codec, is_chat=is_chat)
@@ -46,10 +43,8 @@ def model_warnings(
 def prompt_notes(codec: TextCodec, *, is_chat: bool) -> Iterator[str]:
     """Yields what a reader of the prompts would not expect of their tokens.
 
-    A prompt must have been tokenized before.
-
-    Raises:
-        ValueError: If chat prompts cannot be rendered.
+    A prompt must have been tokenized before. Raises ``ValueError`` if chat prompts cannot be
+    rendered.
     """
     if not is_chat:
         if left_out := codec.left_out():

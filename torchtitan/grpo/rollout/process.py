@@ -3,14 +3,15 @@
 
 """The rollout process: an asyncio program without torch, and a child of training rank 0.
 
-It is started with one argument, a private directory that contains `config.json` and the
-sockets (see :mod:`.link`, the other end). It ends when it receives a stop message, when its parent
-ends, and on an error, which it reports first. The servers and worker processes that it started end
-with it.
+Its argument is a private directory that contains `config.json` and the sockets (see
+:mod:`.link`, the other end). It ends when it receives a stop message, when its parent ends, and
+on an error, which it reports first. The servers and worker processes that it started end with
+it.
 
-Cluster managers send SIGTERM to all processes of a job at once. Rank 0 then writes a last checkpoint,
-to which the rollouts in flight belong. On SIGTERM or SIGINT this process therefore stops generating,
-keeps what there is, and waits for rank 0's stop message, at most ``grpo.stop_timeout_seconds``.
+Cluster managers send SIGTERM to all processes of a job at once. Rank 0 then writes a last
+checkpoint, to which the rollouts in flight belong. On SIGTERM or SIGINT this process therefore
+stops generating, keeps what there is, and waits for rank 0's stop message, at most
+``grpo.stop_timeout_seconds``.
 """
 
 import asyncio
@@ -54,8 +55,8 @@ _LINGER_MILLISECONDS = 2000
 class Announcer(logging.Handler):
     """A queue of sentences that rank 0 tells the user. It belongs to the event loop that made it.
 
-    Errors that other modules log are announced as well, except those with a traceback, which end
-    the process and are reported in another way.
+    Errors that other modules log are announced as well, except those with a traceback, which
+    end the process and are reported in another way.
     """
 
     def __init__(self) -> None:
@@ -75,18 +76,15 @@ class Announcer(logging.Handler):
             self._queue(record.getMessage())
 
     async def wait(self, timeout_seconds: float) -> None:
-        """Waits for a sentence, or until the timeout."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 await self._has_news.wait()
 
     def take(self) -> list[str]:
-        """Takes all sentences out of the queue."""
         self._has_news.clear()
         return [self._texts.popleft() for _ in range(len(self._texts))]
 
     def close(self) -> None:
-        """Ends the announcement of errors that are logged."""
         logging.getLogger("torchtitan.grpo").removeHandler(self)
         super().close()
 
@@ -121,7 +119,6 @@ class RolloutProcess:
             self._holder = BatchHolder(self._context, config.fetch_host, config.fetch_secret)
 
     def stop(self) -> None:
-        """Starts an orderly shutdown."""
         self._stop.set()
 
     def stop_with_parent(self) -> None:
@@ -210,7 +207,6 @@ class RolloutProcess:
         return 1
 
     async def _speak(self) -> None:
-        """Tells rank 0 what the user should know, as soon as it is known."""
         while True:
             await self._announcer.wait(_COUNT_SECONDS)
             self._monitor.health.note()
@@ -290,11 +286,7 @@ class RolloutProcess:
         await self._send(link_messages.EvaluationDone(command.request_id, result))
 
     async def _save(self, saved: SavedRollouts, command: link_messages.Save) -> None:
-        """Writes the rollouts that belong to a checkpoint.
-
-        A failure is logged and the run continues. Without the file, a resumed run generates the
-        rollouts again.
-        """
+        """Writes the rollouts that belong to a checkpoint. A failure costs only their generation."""
         folder = self._config.dump_folder
         num_rollouts: int | None = saved.num_rollouts
         try:
@@ -369,7 +361,6 @@ async def serve(directory: Path) -> NoReturn:
 
 
 def main() -> None:
-    """Runs the program ``light_start.py torchtitan.grpo.rollout.process DIRECTORY``."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

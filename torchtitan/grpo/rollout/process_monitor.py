@@ -1,11 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Health and metrics of the rollout process, which it serves itself.
-
-The process runs in one event loop. While one task computes, answers from servers and commands from
-rank 0 wait. :class:`LoopLag` measures the delay that they see.
-"""
+"""Health and metrics of the rollout process, which it serves itself."""
 
 import asyncio
 import logging
@@ -35,10 +31,6 @@ class RolloutMonitor:
     """Serves ``/healthz`` and ``/metrics``, and writes where process and servers can be watched.
 
     A monitor that cannot be served, or a folder that cannot be written, ends nothing.
-
-    Args:
-        config: Settings of the rollout process.
-        announce: Called with sentences that the user should read now.
     """
 
     def __init__(self, config: RolloutProcessConfig, announce: Callable[[str], None]) -> None:
@@ -76,7 +68,6 @@ class RolloutMonitor:
             logger.error("The addresses of the servers could not be written: %s", error)
 
     async def close(self) -> None:
-        """Ends the serving, and removes the addresses."""
         if self._site is None:
             return
         for process in (_PROCESS, _SERVERS):
@@ -89,9 +80,9 @@ class RolloutMonitor:
 class ProcessHealth:
     """Follows whether the process makes progress.
 
-    It is stuck if it has not become ready, has had no server that takes work, or has finished no
-    completion for a batch that rank 0 waits for, each for longer than ``stuck_seconds``. Starting
-    counts as stuck only after ``startup_seconds``, the time that servers may take.
+    It is stuck if it has not become ready, has had no server that takes work, or has finished
+    no completion for a batch that rank 0 waits for, each for longer than ``stuck_seconds``.
+    Starting counts as stuck only after ``startup_seconds``, the time that servers may take.
     """
 
     def __init__(
@@ -107,7 +98,6 @@ class ProcessHealth:
         self._session: RolloutSession | None = None
 
     def begin(self, session: RolloutSession) -> None:
-        """Records that the session is open."""
         self._session = session
         self._had_server = self._progressed = self._clock()
 
@@ -123,7 +113,6 @@ class ProcessHealth:
             self._num_tokens, self._progressed = num_tokens, now
 
     def health(self) -> Health:
-        """Returns the health of the process, with the state of each server."""
         if self._session is None:
             lasted = self._clock() - self._began
             bound = max(self._stuck_seconds, self._startup_seconds)
@@ -172,11 +161,11 @@ class ProcessHealth:
 
 
 class LoopLag:
-    """Measures the delay of the event loop that runs it.
+    """Measures the delay of the event loop, for which answers and commands wait.
 
     A task sleeps for a short interval and records how late it wakes up. A blocked loop wakes it
-    once, although many events would have waited meanwhile, so the measurements that were missed are
-    added, each one interval shorter than the other::
+    once, although many events would have waited meanwhile, so the measurements that were missed
+    are added, each one interval shorter than the other::
 
         interval 10 ms, woken 35 ms late  ->  35, 25, 15, 5 ms
 
@@ -207,7 +196,6 @@ class LoopLag:
         self._lags.extend(late - missed * self._interval for missed in range(num_missed + 1))
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the percentiles of the window and the maximum since the last call."""
         longest, self._longest = self._longest, 0.0
         if not self._lags:
             return {}

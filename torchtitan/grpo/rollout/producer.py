@@ -3,10 +3,10 @@
 
 """Keeps the servers busy and turns prompts into batches of finished groups.
 
-The loop consumes prompts and produces batches. It waits for room under the staleness bound
-(:mod:`.admission`) and for a server (:mod:`.serving.dispatcher`). It is unblocked by finished
-groups, by new versions on servers, and by batches that the trainer takes. The ledger
-(:mod:`.ledger`) records what happened to each prompt.
+The loop waits for room under the staleness bound (:mod:`.admission`) and for a server
+(:mod:`.serving.dispatcher`). It is unblocked by finished groups, by new versions on servers,
+and by batches that the trainer takes. The ledger (:mod:`.ledger`) records what happened to each
+prompt.
 """
 
 import asyncio
@@ -39,18 +39,9 @@ _RETRY_SECONDS = 0.2
 class Producer:
     """Starts groups, follows each one until it has rewards, and delivers batches.
 
-    Args:
-        prompts: An endless stream of prompts.
-        admission: The staleness bound.
-        dispatcher: The servers.
-        judge: Filters and reward functions.
-        ledger: The state of the prompts. It must start at the position of ``prompts``.
-        writer: Generates the completions.
-        grpo: The table ``[grpo]``.
-        rollout: The table ``[rollout]``.
-        saved: Groups restored from an earlier process. ``prompts`` must not return them again.
-        drops: Counts and announces what is dropped.
-        ranker: Predicts the length of answers. ``None`` starts prompts in stream order.
+    ``prompts`` is an endless stream. The ledger must start at its position, and it must not
+    return the groups ``saved`` again. Without a ``ranker``, prompts start in the order of the
+    stream.
     """
 
     def __init__(
@@ -116,8 +107,8 @@ class Producer:
     def save(self, version: int) -> SavedRollouts:
         """Returns everything that is not trained on, for the checkpoint of ``version``.
 
-        A run that is stopped may not have trained on the batch that was delivered last, or on the
-        parts of a batch. These groups count as finished, and are open.
+        A run that is stopped may not have trained on the batch that was delivered last, or on
+        the parts of a batch. These groups count as finished, and are open.
         """
         unfinished = dict(self._unfinished)  # restored groups that have not continued yet
         for group_id, running in self._running.items():
@@ -165,10 +156,7 @@ class Producer:
             self._group_done.set()  # an overdue group can be relieved once it runs
 
     async def batch(self, version: int) -> RolloutBatch:
-        """Waits for the groups that turn ``version`` into ``version + 1``.
-
-        With ``rollout.stream``, each call waits for one part of them.
-        """
+        """Waits for the groups, or one part, that turn ``version`` into ``version + 1``."""
         if version != self._admission.next_batch:
             raise RuntimeError(
                 f"The trainer asked for the batch of version {version}, but the next batch of the "
@@ -205,10 +193,7 @@ class Producer:
         return group_ids
 
     async def _take_part(self) -> list[int]:
-        """Takes the groups of one part as soon as enough of them are finished.
-
-        The last part of a batch may hold fewer groups.
-        """
+        """Takes the groups of one part as soon as enough of them are finished."""
         batch = self._admission.next_batch
         size = part_size(self._admission.groups_per_batch, self._num_parts)
         part: list[int] = []
@@ -259,7 +244,6 @@ class Producer:
         return prompt
 
     async def _wait_for_server(self, usable: Callable[[int], bool]) -> Server:
-        """Waits for a server whose version is usable."""
         while True:
             self._room.clear()
             server = self._dispatcher.choose(usable)
@@ -275,7 +259,7 @@ class Producer:
     def _note_shares(self) -> None:
         """Records whether the servers are idle, and whether the trainer holds back a new group.
 
-        It does while it is busy with an earlier batch, and a server with room gets no prompt
+        It does while it is busy with an earlier batch and a server with room gets no prompt
         because of the staleness bound or the full buffer.
         """
         in_flight, servers = self._dispatcher.in_flight, self._dispatcher.servers.values()

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Defines what rank 0 receives from the rollout process: batches and evaluation results."""
+"""Batches and evaluation results, which rank 0 receives from the rollout process."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,8 @@ class RolloutBatch:
     """The groups of one trainer step, or one part of them.
 
     With ``rollout.stream`` a batch is delivered in several parts; otherwise it has one part,
-    which is both the first and the last.
+    which is both the first and the last. ``progress``, ``closed`` and ``metrics`` are valid
+    only in the part that ends the batch.
 
     Attributes:
         groups: Groups of this part, ordered by ``group_id``. All parts together hold
@@ -25,8 +26,7 @@ class RolloutBatch:
             batch.
         closed: Prompts closed since the previous batch, with the reasons.
         metrics: Metrics under ``reward/`` and ``rollout/``.
-        part: Which part of its batch this is. ``progress``, ``closed`` and ``metrics`` are valid
-            only in the part that ends the batch.
+        part: Which part of its batch this is.
     """
 
     groups: list[RolloutGroup]
@@ -40,13 +40,8 @@ class RolloutBatch:
 class EvaluatedCompletion:
     """One scored completion of a held-out prompt.
 
-    Attributes:
-        text: The completion.
-        score: What the set's function gave it.
-        num_tokens: Its length, observations of an environment included.
-        finish_reason: Why it ended. With ``length`` it was cut.
-        oldest_version: Oldest policy version that generated one of its tokens.
-        newest_version: The newest.
+    ``num_tokens`` includes observations of an environment. The versions are those of its
+    tokens.
     """
 
     text: str
@@ -59,12 +54,9 @@ class EvaluatedCompletion:
 
 @dataclass(frozen=True)
 class EvaluatedPrompt:
-    """One held-out prompt with those of its completions that received a score.
+    """One held-out prompt with those of its completions that received a score, at least one.
 
-    Attributes:
-        index: Row of the prompt in its set.
-        prompt: The prompt as text.
-        completions: At least one.
+    ``index`` is the row of the prompt in its set.
     """
 
     index: int
@@ -77,14 +69,10 @@ class SetResult:
     """The figures of one set of held-out prompts.
 
     Attributes:
-        name: Name of the set.
-        function: The function that scored it.
         score: Mean over the prompts of the mean over the completions of each.
         num_prompts: Number of prompts with a score.
         num_completions: Number of completions with a score.
         pass_at: For each k the mean of pass@k over the prompts.
-        length_mean: Mean length of a completion, in tokens.
-        length_max: Length of the longest completion, in tokens.
         cut_fraction: Share of completions that were cut at the longest allowed length.
         samples: The first prompts with their completions, ``kept_samples`` of them.
     """
@@ -105,12 +93,9 @@ class SetResult:
 class EvaluationResult:
     """The figures of one evaluation of all sets.
 
-    Attributes:
-        sets: One result for each set, at least one.
-        version: Oldest policy version that generated a token of any completion.
-        newest_version: The newest. If it is ``version``, one version has generated everything.
-        mixed_fraction: Share of completions with a token of another version than ``version``.
-        seconds: Wall time of the evaluation.
+    ``version`` and ``newest_version`` are those of the oldest and newest token of any
+    completion. ``mixed_fraction`` is the share of completions with a token of another version
+    than ``version``.
     """
 
     sets: tuple[SetResult, ...]
@@ -121,10 +106,8 @@ class EvaluationResult:
 
     @property
     def score(self) -> float:
-        """Mean of the sets' scores."""
         return sum(result.score for result in self.sets) / len(self.sets)
 
     @property
     def num_prompts(self) -> int:
-        """Number of prompts with a score, over all sets."""
         return sum(result.num_prompts for result in self.sets)

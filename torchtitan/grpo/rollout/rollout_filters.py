@@ -1,13 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Decides which rollouts are worth training on. The functions are pure.
+"""Decides which rollouts are worth training on. All filters are off by default.
 
-All filters are off by default. Three settings filter single completions:
-``rollout.min_completion_tokens``, ``rollout.drop_truncated`` and ``rollout.should_accept``.
-``rollout.dynamic_sampling`` filters whole groups: it drops groups whose rewards are
-all equal, which have no advantage, and refills the batch with other groups (DAPO, Yu et al.
-2025, https://arxiv.org/abs/2503.14476). The number of groups dropped per batch is bounded.
+Dynamic sampling drops groups whose rewards are all equal, which have no advantage, and refills
+the batch with other groups (DAPO, Yu et al. 2025, https://arxiv.org/abs/2503.14476).
 """
 
 from collections.abc import Sequence
@@ -20,16 +17,14 @@ from torchtitan.grpo.types import Generation, Rollout
 class CompletionFilter:
     """Filters single completions before they are scored.
 
-    Attributes:
-        min_tokens: Completions with fewer tokens are dropped.
-        drop_truncated: Whether completions that reached their length limit are dropped.
+    Completions with fewer than ``min_tokens`` tokens are dropped, and with ``drop_truncated``
+    those that reached their length limit.
     """
 
     min_tokens: int = 0
     drop_truncated: bool = False
 
     def keep(self, generations: Sequence[Generation]) -> list[Generation]:
-        """Returns the completions that pass, in their order."""
         return [
             generation
             for generation in generations
@@ -53,13 +48,8 @@ def is_informative(rollouts: Sequence[Rollout]) -> bool:
 class WasteBudget:
     """Bounds how many groups may be dropped while one batch is filled.
 
-    Args:
-        per_batch: How many groups may be dropped for one batch. Once as many were dropped, further
-            groups are used as they are. Without this bound, a policy that solves every prompt, or
-            none, would generate forever.
-
-    Attributes:
-        num_dropped: Number of groups that were dropped in the whole run.
+    Further groups are used as they are. Otherwise a policy that solves every prompt, or none,
+    would generate forever. ``num_dropped`` counts the dropped groups of the whole run.
     """
 
     def __init__(self, per_batch: int) -> None:
@@ -76,5 +66,4 @@ class WasteBudget:
         return True
 
     def next_batch(self) -> None:
-        """Resets the budget, because a batch was taken."""
         self._spent = 0

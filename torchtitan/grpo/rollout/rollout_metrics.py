@@ -29,11 +29,9 @@ _NAMES_OF_CLOSED: dict[CloseReason, str] = {
 class RolloutCounts:
     """Counters over the whole run.
 
-    Attributes:
-        cut: Completions that were ended early (``rollout.overdue = "cut"``).
-        resumed: Groups that were restarted with their tokens as context (``rollout.overdue = "resume"``).
-        equal: Groups that were left out by ``rollout.dynamic_sampling``.
-        closed: Prompts that were closed without training on them, by reason.
+    ``cut`` counts completions and ``resumed`` groups under ``rollout.overdue``. ``equal``
+    counts groups that ``rollout.dynamic_sampling`` left out, and ``closed`` prompts that were
+    not trained on, by reason.
     """
 
     failed_requests: int = 0
@@ -47,7 +45,8 @@ class RolloutCounts:
 class RolloutMetrics:
     """Computes metrics from a batch and from the counts since the last batch.
 
-    ``file_names`` are short names of the files that prompts are from; none if there is one file.
+    ``file_names`` are short names of the files that prompts are from; none if there is one
+    file.
     """
 
     def __init__(self, file_names: Sequence[str] = ()) -> None:
@@ -63,11 +62,7 @@ class RolloutMetrics:
         buffered: int,
         in_flight: int,
     ) -> dict[str, float]:
-        """Returns the metrics of one batch.
-
-        ``buffered`` groups are finished and wait for later batches, and ``in_flight`` completions
-        are being generated now.
-        """
+        """Returns the metrics of one batch. ``buffered`` finished groups wait for later ones."""
         now = time.monotonic()
         elapsed = max(now - self._last_time, 1e-9)
         last, self._last_time = self._last, now
@@ -102,7 +97,6 @@ class ShareClock:
         self._begin = self._since = now()
 
     def set(self, holds: bool) -> None:
-        """Records whether the condition holds from now on."""
         now = self._now()
         if self._holds:
             self._held_seconds += now - self._since
@@ -118,7 +112,7 @@ class ShareClock:
 
 
 def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Returns the metrics of the rollouts themselves: rewards, lengths, the teacher's rating, and files."""
+    """Returns metrics of the rollouts: rewards, lengths, the teacher's rating, and files."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [rollout.num_written for rollout in rollouts]
     is_full = [rollout.finish_reason == "length" for rollout in rollouts]
@@ -136,7 +130,6 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def _file_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Returns the metrics of the groups of each file, where the files are known."""
     by_file: dict[str, list[RolloutGroup]] = defaultdict(list)
     for group in groups:
         if group.file:
@@ -155,7 +148,7 @@ def _file_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def _teacher_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Returns the mean divergence from the teacher; nothing where no rollout was rated."""
+    """The mean divergence from the teacher, if a rollout was rated."""
     total, num_tokens = 0.0, 0
     for rollout in rollouts:
         if rollout.teacher_logprobs is not None:

@@ -14,12 +14,9 @@ from torchtitan.grpo.types import Generation, Prompt
 class RunningGroup:
     """A prompt group with the completions that are still being generated.
 
-    Attributes:
-        prompt: The prompt of the group.
-        trajectories: Completions that this process started.
-        kept: Completions that were already finished when the run was resumed.
-        task: Waits for the completions and then judges the group. ``None`` once the
-            completions have ended: from then on the group can no longer be cancelled.
+    ``kept`` are completions that were already finished when the run was resumed. ``task`` waits
+    for the completions and then judges the group. It is ``None`` once they have ended: from
+    then on the group can no longer be cancelled.
     """
 
     prompt: Prompt
@@ -28,7 +25,6 @@ class RunningGroup:
     task: asyncio.Task[None] | None = None
 
     def done(self) -> tuple[Generation, ...]:
-        """Returns the completions that are finished."""
         results = (trajectory.result() for trajectory in self.trajectories)
         return (*self.kept, *(result for result in results if result is not None))
 
@@ -45,18 +41,13 @@ class RunningGroup:
         return tuple(so_far for so_far in running if so_far is not None)
 
     def cut(self) -> int:
-        """Ends all unfinished completions, which keep what was generated.
-
-        Returns:
-            The number of completions that were ended.
-        """
+        """Ends all unfinished completions, which keep what was generated. Returns their number."""
         running = [t for t in self.trajectories if not (t.task.done() or t.is_cut)]
         for trajectory in running:
             trajectory.cut()
         return len(running)
 
     def cancel(self) -> None:
-        """Cancels the group and all its unfinished completions."""
         for trajectory in self.trajectories:
             trajectory.task.cancel()
         if self.task is not None:

@@ -14,8 +14,8 @@ _MAX_CHARACTERS = 2000
 def brief_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a prompt's columns with long values cut, such as whole files or test suites.
 
-    Text, numbers, lists and dictionaries are kept as they are up to 2000 characters. What is
-    longer, or of any other type, is represented by the beginning of its text.
+    Values of more than 2000 characters, or other than plain data, become the beginning of their
+    text.
     """
     return {name: _brief(value) for name, value in columns.items()}
 

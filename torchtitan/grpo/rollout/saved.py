@@ -3,11 +3,10 @@
 
 """Saves rollouts that are not yet trained on in a file beside the checkpoint.
 
-A resumed run continues with them. Finished groups wait again for their batch, and groups in
-progress keep the completions that exist. Nothing is generated twice, so long answers are not
-at a disadvantage. The file is optional: without it, the prompts are still open in the ledger
-and are generated again. So they are if the file is damaged: it holds a checksum, and
-:func:`check_saved` checks what is read.
+A resumed run continues with them: finished groups wait again for their batch, and groups in
+progress keep the completions that exist. Nothing is generated twice, so long answers are not at
+a disadvantage. Without the file, or if its checksum or :func:`check_saved` shows that it is
+damaged, the prompts are still open in the ledger and are generated again.
 """
 
 import math
@@ -36,13 +35,9 @@ FOLDER = "rollouts"
 
 @dataclass(frozen=True)
 class UnfinishedGroup:
-    """A group that is not finished.
+    """A group that is not finished, with whole completions and the ``begun`` parts of others.
 
-    Attributes:
-        group_id: That of the prompt.
-        start_version: Version that the group was admitted with. Its deadline counts from there.
-        generations: The completions that are finished.
-        begun: The generated parts of the other completions.
+    The group was admitted with ``start_version``, from which its deadline counts.
     """
 
     group_id: int
@@ -55,12 +50,8 @@ class UnfinishedGroup:
 class SavedRollouts:
     """Everything that a rollout process holds between two batches.
 
-    Attributes:
-        version: Number of batches trained on.
-        progress: Current progress of the prompts.
-        closed: Prompts closed since the last batch, with the reasons.
-        finished: Groups that wait for training.
-        unfinished: Groups in progress.
+    ``version`` is the number of batches trained on, and ``closed`` are the prompts closed since
+    the last one.
     """
 
     version: int
@@ -77,19 +68,18 @@ class SavedRollouts:
 
     @property
     def group_ids(self) -> set[int]:
-        """IDs of all saved groups."""
         return {group.group_id for group in (*self.finished, *self.unfinished)}
 
 
 class SavedRolloutsError(ValueError):
-    """Raised if a file of saved rollouts cannot be used. The message says why."""
+    """A file of saved rollouts cannot be used. The message says why."""
 
 
 class _File(msgspec.Struct):
     """Content of a file, with the CRC-32 of the rest of it.
 
-    ``packed`` encodes a :class:`Packed` of :class:`SavedRollouts`. Files of earlier releases have
-    ``content`` instead.
+    ``packed`` encodes a :class:`Packed` of :class:`SavedRollouts`. Files of earlier releases
+    have ``content`` instead.
     """
 
     crc32: int
@@ -98,7 +88,6 @@ class _File(msgspec.Struct):
 
 
 def file_of(dump_folder: str, step: int) -> Path:
-    """Returns the path of the saved rollouts of a step."""
     return Path(dump_folder) / FOLDER / f"step-{step}.msgpack"
 
 
@@ -119,11 +108,7 @@ def write_saved(path: Path, saved: SavedRollouts) -> None:
 
 
 def read_saved(path: Path, version: int) -> SavedRollouts:
-    """Reads a file that :func:`write_saved` wrote.
-
-    Raises:
-        SavedRolloutsError: If the file is damaged or belongs to another step.
-    """
+    """Raises :class:`SavedRolloutsError` if the file is damaged or belongs to another step."""
     try:
         file = msgspec.msgpack.decode(read_regular(path), type=_File)
         if file.crc32 != zlib.crc32(file.packed or file.content):
@@ -160,17 +145,10 @@ def remove_others(dump_folder: str, kept_steps: Sequence[int]) -> None:
 def check_saved(
     saved: SavedRollouts, progress: PromptProgress, *, vocab_size: int, row_len: int
 ) -> None:
-    """Refuses rollouts that cannot be those of a run.
+    """Raises :class:`SavedRolloutsError` for rollouts that cannot be those of a run.
 
-    Args:
-        saved: What was read.
-        progress: Progress of the run in the checkpoint, which may be older.
-        vocab_size: Of the model.
-        row_len: ``training.seq_len``.
-
-    Raises:
-        SavedRolloutsError: If prompts would be lost or issued twice, or if a completion would not
-            pass the checks of a server's answer.
+    With such rollouts prompts would be lost or issued twice, or a completion would not pass the
+    checks of a server's answer. The checkpoint's ``progress`` may be older than the file's.
     """
     for problem in (_ledger_problem(saved, progress), *_problems(saved, vocab_size, row_len)):
         if problem is not None:
@@ -178,7 +156,7 @@ def check_saved(
 
 
 def _ledger_problem(saved: SavedRollouts, progress: PromptProgress) -> str | None:
-    """Returns that the ledger would not be exact: each prompt is trained once, or closed."""
+    """Names a prompt that would not be trained once or closed."""
     found = saved.progress
     since = range(progress.position, found.position)
     issued = [*found.open, *saved.closed]

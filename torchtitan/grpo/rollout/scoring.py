@@ -16,14 +16,9 @@ from torchtitan.grpo.types import Generation, Prompt, Rollout, without_contexts
 class Scorer:
     """Decodes and scores the completions of one prompt at a time.
 
-    Args:
-        pool: Runs the reward functions. Its first ``len(functions)`` functions must be
-            ``functions``.
-        codec: Tokenizer of the model.
-        functions: ``reward.functions``.
-        weights: ``reward.weights``. An empty list gives each function the weight 1.
-        acceptor: Position of ``rollout.should_accept`` in the pool. ``None`` if it is not set.
-        has_environment: Whether the functions receive the column ``environment_reward``.
+    The first functions of ``pool`` are ``functions``. ``acceptor`` is the position of
+    ``rollout.should_accept`` in the pool, if it is set. An empty list of ``weights`` stands for
+    ones.
     """
 
     def __init__(
@@ -51,11 +46,9 @@ class Scorer:
     async def score(self, prompt: Prompt, generations: Sequence[Generation]) -> list[Rollout]:
         """Returns one rollout per generation. Its reward is ``None`` if no function applied.
 
-        Without reward functions, in a run that a teacher alone teaches, each reward is 0.
-
-        Raises:
-            ScoringFailed: If the group cannot be scored.
-            RewardError: If the reward functions cannot be used any more. The run must stop.
+        Without reward functions, in a run that learns only from a teacher, each reward is 0.
+        Raises :class:`ScoringFailed` if the group cannot be scored, and :class:`RewardError` if
+        the reward functions cannot be used any more, which must stop the run.
         """
         # In a thread: long completions take milliseconds to decode, without holding the GIL.
         texts = await asyncio.to_thread(self._decode, generations)
@@ -70,13 +63,9 @@ class Scorer:
         ]
 
     async def accepted(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Returns the scored rollouts that ``rollout.should_accept`` keeps.
+        """Returns the rollouts that ``rollout.should_accept`` keeps, all if it is not set.
 
-        All rollouts are kept if the option is not set.
-
-        Raises:
-            ScoringFailed: If the function failed for this group.
-            RewardError: If the function cannot be used any more. The run must stop.
+        Raises as :meth:`score`.
         """
         if self._acceptor is None:
             return list(rollouts)

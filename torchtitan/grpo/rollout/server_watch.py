@@ -3,7 +3,7 @@
 
 """The current servers of a run, as rank 0 knows them from the rollout process.
 
-Changes arrive on a socket of their own. A thread that reads them does not have to wait for the
+Changes arrive on a separate socket, so that a thread that reads them does not wait for the
 thread that receives batches, which may be inside a training step.
 """
 
@@ -18,8 +18,7 @@ from torchtitan.grpo.types import ServerInfo
 class ServerWatch:
     """The newest list of servers. Any thread may read it, and no method waits.
 
-    Args:
-        socket: PULL socket connected to the rollout process. :meth:`close` closes it.
+    ``socket`` is a PULL socket, which :meth:`close` closes.
     """
 
     def __init__(self, socket: zmq.Socket) -> None:
@@ -48,7 +47,7 @@ class ServerWatch:
             self._socket = socket
 
     def servers(self) -> list[ServerInfo]:
-        """Returns the current servers. The list is empty before the rollout process is ready."""
+        """Returns the current servers, none before the rollout process is ready."""
         with self._lock:
             self._receive()
             return list(self._servers or ())

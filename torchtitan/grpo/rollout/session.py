@@ -46,9 +46,8 @@ logger = logging.getLogger(__name__)
 class RolloutSession:
     """Owns the servers, reward workers, prompts and the producer of one run.
 
-    ``announce`` is called with sentences that the user should read now, and ``say`` with how far a check
-    of the prompts has come that takes long. :meth:`close` may be called at any time, including before
-    :meth:`open` and after an :meth:`open` that failed.
+    ``announce`` is called with sentences that the user should read now, and ``say`` with the
+    progress of long checks of the prompts. :meth:`close` may be called at any time.
     """
 
     dispatcher: Dispatcher
@@ -73,7 +72,7 @@ class RolloutSession:
         self._teachers: TeacherPool | None = None
 
     def _read_saved(self, config: RolloutProcessConfig) -> SavedRollouts | None:
-        """Returns the rollouts kept beside the checkpoint; None without, or if they are damaged."""
+        """The rollouts kept beside the checkpoint; None without, or if they are damaged."""
         if config.saved_rollouts is None:
             return None
         try:
@@ -91,7 +90,7 @@ class RolloutSession:
         return saved
 
     async def open(self) -> None:
-        """Starts servers, workers and the producer. Prompts and rewards are checked while servers start."""
+        """Starts servers, workers and the producer. Inputs are checked while servers start."""
         config = self._config
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.fleet.start())
@@ -102,7 +101,6 @@ class RolloutSession:
         self.evaluator = make_evaluator(config, self.inputs, self.dispatcher, self.drops)
 
     async def open_inputs(self) -> None:
-        """Opens and checks the inputs; see :meth:`Inputs.open`."""
         saved = self._saved.group_ids if self._saved is not None else set()
         await self.inputs.open([i for i in self._config.progress.open if i not in saved])
 
@@ -156,7 +154,6 @@ class RolloutSession:
         )
 
     async def close(self) -> None:
-        """Stops everything that was started, in bounded time."""
         try:
             await self.inputs.close()
             if self._teachers is not None:
@@ -180,10 +177,7 @@ def make_dispatcher(config: RolloutProcessConfig, fleet: ServerFleet, drops: Dro
 def make_writer(
     config: RolloutProcessConfig, inputs: Inputs, places: Places, sampling: Sampling
 ) -> TrajectoryWriter:
-    """Returns what generates completions with some sampling settings.
-
-    With an environment, completions also stop where its turns end.
-    """
+    """Returns the writer of completions, which also stop at the ends of an environment's turns."""
     rollout, codec, episodes = config.rollout, inputs.codec, None
     ends = [*config.eos_token_ids, *rollout.stop_token_ids]
     sampling = replace(sampling, unknown_ids=codec.unknown_ids(config.vocab_size, ends))
@@ -202,7 +196,6 @@ def make_writer(
 
 
 def _turn_ends(stop_strings: list[str], codec: TextCodec) -> list[int]:
-    """Returns the tokens at which an environment's turns end."""
     tokens = []
     for text in stop_strings:
         token = codec.single_token(text)
@@ -219,7 +212,7 @@ def _turn_ends(stop_strings: list[str], codec: TextCodec) -> list[int]:
 def make_evaluator(
     config: RolloutProcessConfig, inputs: Inputs, dispatcher: Dispatcher, drops: DropLog
 ) -> Evaluator | None:
-    """Returns what evaluates the held-out prompts; ``None`` if there are none."""
+    """Returns the evaluator of the held-out prompts; ``None`` if there are none."""
     if inputs.evaluation_pool is None:
         return None
     room = SpareRoom(

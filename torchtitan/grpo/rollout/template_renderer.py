@@ -3,8 +3,8 @@
 
 """The process that renders chat templates, which are programs that come with a model.
 
-It is started with the number of a socket, over which it receives requests as dicts and answers in
-JSON. See `chat_template.py` for its owner. It has transformers without torch, which saves seconds.
+It receives requests as dicts over the socket whose number is its argument, and answers in JSON.
+See `chat_template.py` for its owner. It has transformers without torch, which saves seconds.
 """
 
 import contextlib

@@ -3,8 +3,8 @@
 
 """Converts prompts to token IDs and completions to text, without torch.
 
-Only the fast tokenizer reads `tokenizer.json`. Chat templates are rendered by another process; see
-`chat_template.py`.
+Only the fast tokenizer reads `tokenizer.json`. Chat templates are rendered by another process;
+see `chat_template.py`.
 """
 
 import functools
@@ -23,18 +23,13 @@ _TURN = "THETURNOFTHEASSISTANT"
 
 
 class TextCodec:
-    """Encodes prompts and decodes completions with the model's tokenizer.
+    """Encodes prompts and decodes completions with the tokenizer of ``hf_assets_path``.
 
-    Args:
-        hf_assets_path: Directory that contains ``tokenizer.json``.
-        eos_token_ids: Tokens that are removed from the end of a completion before decoding.
-        chat_template_kwargs: ``prompts.chat_template_kwargs``.
-        date: The time that the chat template takes for now, in ISO format; empty is that of its
-            first use.
+    ``eos_token_ids`` are removed from the end of a completion before decoding.
 
     Attributes:
-        prompt_end: The token at the end of chat prompts, if it is one that ends a completion, and
-            empty if it is another one. ``None`` before the first chat prompt.
+        prompt_end: The token at the end of chat prompts, if it is one that ends a completion,
+            and empty if it is another one. ``None`` before the first chat prompt.
     """
 
     def __init__(
@@ -73,8 +68,9 @@ class TextCodec:
     def encode(self, text: str) -> list[int]:
         """Returns the token IDs of a plain prompt, including the beginning of sequence if any.
 
-        The tokenizer may put special tokens before and after a text. Those before it are kept, unless
-        the text begins with them. Those after it are not: nothing would follow an end of sequence.
+        The tokenizer may put special tokens before and after a text. Those before it are kept,
+        unless the text begins with them. Those after it are not: nothing would follow an end of
+        sequence.
         """
         (before, _), own = self._around, self.encode_continuation(text)
         return own if own[: len(before)] == before else before + own
@@ -90,7 +86,7 @@ class TextCodec:
         return ids[: is_added.index(0)], ids[len(ids) - is_added[::-1].index(0) :]
 
     def left_out(self) -> list[str]:
-        """Returns the special tokens that the tokenizer puts after a text, and :meth:`encode` does not."""
+        """Returns the special tokens after a text that :meth:`encode` leaves out."""
         return [self.token_text(token) or str(token) for token in self._around[1]]
 
     def encode_continuation(self, text: str) -> list[int]:
@@ -121,18 +117,18 @@ class TextCodec:
         return end or ""
 
     def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
-        """Returns the text of a conversation and of the start of the assistant's turn."""
         return self._template.render(messages)
 
     def encode_reply(
         self, messages: Sequence[dict[str, Any]], turn_ids: Sequence[int]
     ) -> list[int]:
-        """Returns the token IDs of messages after the assistant's turn, and of its next turn's start.
+        """Returns the token IDs of messages after the assistant's turn, and of the next turn's
+        start.
 
-        The chat template renders an artificial conversation that ends with the given messages, and
-        the text after the assistant's message is used. The tokens of the turn itself stay as the
-        model generated them. The end-of-turn token that the template writes is omitted if the model
-        has generated it.
+        The chat template renders an artificial conversation that ends with the given messages,
+        and the text after the assistant's message is used. The tokens of the turn itself stay
+        as the model generated them. The end-of-turn token that the template writes is omitted
+        if the model has generated it.
         """
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
         _, mark, reply = self._template.render([*before, *messages]).rpartition(_TURN)
@@ -173,7 +169,7 @@ class TextCodec:
         return max(self._tokenizer.get_vocab().values(), default=-1)
 
     def unknown_ids(self, vocab_size: int, known: Sequence[int]) -> tuple[int, ...]:
-        """Returns the ids below ``vocab_size`` that are no token, apart from those of ``known``.
+        """Returns the ids below ``vocab_size`` that are neither tokens nor ``known``.
 
         Models have more rows than tokens, because rows are rounded up to a multiple.
         """
@@ -185,7 +181,6 @@ class TextCodec:
         return self._tokenizer.id_to_token(token_id)
 
     def has_chat_template(self) -> bool:
-        """Returns whether the directory has a chat template, which string prompts do not use."""
         if (self._path / "chat_template.jinja").is_file():
             return True
         file = self._path / "tokenizer_config.json"

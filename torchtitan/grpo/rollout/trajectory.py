@@ -4,11 +4,11 @@
 """Generates one completion in one or several segments, on one or several servers.
 
 With ``rollout.segment_tokens`` a server generates only that many tokens per request. The next
-segment goes to any server that has room, with a prompt that contains all earlier segments. A
-server with a prefix cache does not compute that prefix again. A lost server or a stopped run
-then costs one segment at most, and long answers move away from busy servers. The completion is
-the same as one from a single request: tokens and logprobs are kept as the servers returned
-them, text is never tokenized again, and each token has the version that generated it.
+segment goes to any server that has room, with a prompt that contains all earlier segments,
+which a prefix cache need not compute again. A lost server or a stopped run then costs one
+segment at most, and long answers move away from busy servers. The completion is the same as one
+from a single request: tokens and logprobs are kept as the servers returned them, text is never
+tokenized again, and each token has the version that generated it.
 
 With ``rollout.environment`` an environment reads each turn, and its observation is appended to
 the completion; see `environments`. The next turn is a further segment of the same completion.
@@ -61,11 +61,8 @@ class Places(Protocol):
 class Trajectory:
     """A completion that is being generated.
 
-    Attributes:
-        so_far: The part that is generated. ``None`` before the end of the first segment.
-        sample: Number of the completion in its group.
-        is_cut: Whether the completion was ended early with the part generated so far.
-        task: Ends with the whole completion.
+    ``so_far`` is ``None`` before the end of the first segment. A completion that is cut ends
+    early with it. ``task`` ends with the whole completion.
     """
 
     prompt: Prompt
@@ -75,7 +72,7 @@ class Trajectory:
     task: "asyncio.Task[Generation]" = field(init=False)
 
     def result(self) -> Generation | None:
-        """Returns the whole or cut completion, or ``None`` if it is unfinished or has failed."""
+        """The whole or cut completion, or ``None`` if it is unfinished or has failed."""
         task = self.task
         if self.is_cut:
             return self.so_far
@@ -91,8 +88,7 @@ class Trajectory:
     async def until_ended(self) -> None:
         """Waits until the completion is whole, was cut, or has failed on the servers.
 
-        Raises:
-            Exception: If the completion ended in any other way. The run must stop.
+        Any other error is raised and must stop the run.
         """
         try:
             await self.task
@@ -107,8 +103,8 @@ class Trajectory:
 class TrajectoryWriter:
     """Starts completions with the same sampling settings and carries each one to its end.
 
-    ``places`` is the dispatcher for rollouts; evaluations get the places that rollouts leave free.
-    Without ``episodes``, completions have a single turn.
+    ``places`` is the dispatcher for rollouts; evaluations get the places that rollouts leave
+    free. Without ``episodes``, completions have a single turn.
     """
 
     def __init__(
@@ -160,11 +156,9 @@ class TrajectoryWriter:
 
     @property
     def has_environment(self) -> bool:
-        """Whether completions may have several turns."""
         return self._episodes is not None
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of the environments."""
         return {} if self._episodes is None else self._episodes.metrics()
 
     async def _write(
@@ -178,8 +172,8 @@ class TrajectoryWriter:
     ) -> Generation:
         """Generates the rest of a completion, with versions from ``floor`` on.
 
-        ``segment`` is in flight, or ``None`` if the environment reads a turn first. The episode is
-        closed at the end.
+        ``segment`` is in flight, or ``None`` if the environment reads a turn first. The episode
+        is closed at the end.
         """
         try:
             while True:
@@ -210,7 +204,7 @@ class TrajectoryWriter:
                 episode.close()
 
     def _turn_is_unfinished(self, prompt: Prompt, whole: Generation) -> bool:
-        """Returns whether the turn was cut by the segment length and has room for more tokens."""
+        """Whether the turn was cut by the segment length and has room for more tokens."""
         return whole.finish_reason == "length" and self._room_behind(prompt, whole) > 0
 
     def _submit(
@@ -231,15 +225,13 @@ class TrajectoryWriter:
         return self._places.submit(prompt, server, sampling, expected_tokens=expected_tokens)
 
     def _room(self, trajectory: Trajectory) -> int:
-        """Returns the number of tokens that may still be generated."""
         if trajectory.so_far is None:
             return self._sampling.room_after(trajectory.prompt)
         return self._room_behind(trajectory.prompt, trajectory.so_far)
 
     def _room_behind(self, prompt: Prompt, whole: Generation) -> int:
-        """Returns the number of tokens that may follow: in the row, and in the completion.
-
-        The completion's length counts no context that begins a new row.
+        """The number of tokens that may follow, in the row and in the completion without its
+        contexts.
         """
         sampling = self._sampling
         in_row = sampling.max_total_tokens - len(_context(prompt, whole))
@@ -247,7 +239,7 @@ class TrajectoryWriter:
         return min(in_row, sampling.max_new_tokens - len(written))
 
     async def _next_server(self, floor: int, former: Server) -> Server:
-        """Returns the former server, which has the prefix, or another server that is ready."""
+        """Waits for the former server, which has the prefix, or another server that is ready."""
         try:
             async with asyncio.timeout(self._wait_seconds):
                 while True:
@@ -267,7 +259,7 @@ class TrajectoryWriter:
 
 
 def _context(prompt: Prompt, whole: Generation) -> np.ndarray:
-    """Returns the tokens that the model sees when it goes on with a completion."""
+    """The tokens that the model sees when it goes on with a completion."""
     if whole.new_rows:
         return whole.token_ids[whole.new_rows[-1][0] :]
     return np.concatenate([prompt.token_ids, whole.token_ids])

@@ -144,8 +144,8 @@ class Dispatcher:
         return list(server.requests)
 
     def set_version(self, url: str, version: int) -> None:
-        """Records that a server was attested to serve ``version``. A removed or ended one is
-        ignored.
+        """Records that a server was attested to serve ``version``, unless it was removed or has
+        ended.
         """
         server = self.servers.get(url)
         if server is None or server.is_down:
@@ -165,9 +165,7 @@ class Dispatcher:
         self._leave_ready(server)
 
     def set_down(self, url: str, reason: str) -> None:
-        """Records that the server's process has ended; it is lost until it runs and is attested
-        again.
-        """
+        """Records that the server's process has ended."""
         if url in self.servers:
             self.servers[url].is_down = True
         self.set_lost(url, reason)
@@ -179,8 +177,8 @@ class Dispatcher:
             self.servers[url].window = self._window()
 
     async def watch_loads(self) -> None:
-        """Asks all servers once per second how busy they are. A server that does not answer stays
-        in use.
+        """Asks all servers once per second how busy they are. A server without an answer stays in
+        use.
         """
         while True:
             running = [server for server in self.servers.values() if not server.is_down]
@@ -390,8 +388,10 @@ class Dispatcher:
         return task
 
     async def _next_server(self, completion: _Completion, error: ServerError) -> Server:
-        """Waits for a ready server whose version is at least the completion's floor, preferably
-        one that has computed the prompt for its group.
+        """Waits for a server whose version is at least the completion's floor.
+
+        A server that generates other completions of the group has computed the prompt and is
+        preferred.
         """
         seconds, floor = self._config.request_timeout_seconds, completion.floor
         deadline, group_id = time.monotonic() + seconds, completion.prompt.group_id

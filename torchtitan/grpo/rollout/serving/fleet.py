@@ -242,8 +242,9 @@ class ServerFleet:
                 logger.info("%s was read again. It names the same servers as before.", source.name)
 
     def _change_to(self, urls: list[str], source: str, tasks: asyncio.TaskGroup) -> bool:
-        """Makes ``urls`` the set of servers; ``False`` if it already is. An unforeseen error of a
-        check in ``tasks`` ends the run.
+        """Makes ``urls`` the set of servers; returns ``False`` if it already is.
+
+        New servers are checked in ``tasks``, so that an unforeseen error ends the run.
         """
         new = [url for url in urls if url not in self._members]
         gone = [url for url in self._members if url not in urls]

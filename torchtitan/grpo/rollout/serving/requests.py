@@ -65,9 +65,7 @@ class Sampling:
         )
 
     def of_sample(self, prompt: Prompt, sample: int, num_written: int) -> "Sampling":
-        """Returns the settings with the seed of one request, before which ``num_written`` tokens
-        of the sample exist.
-        """
+        """Returns the settings with the seed of the request that follows ``num_written`` tokens."""
         if self.seed is None:
             return self
         text = f"{self.seed} {prompt.group_id} {sample} {num_written}"

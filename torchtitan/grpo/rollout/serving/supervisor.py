@@ -42,9 +42,7 @@ _PROVEN_SECONDS = 600.0  # a server that was up for so long has started well
 
 
 class Supervisor:
-    """Supervises one launched server, which has been up. ``server`` is its current process, if
-    any.
-    """
+    """Supervises one launched server, which has been up; ``server`` is its current process."""
 
     def __init__(
         self, server: LaunchedServer, client: InferenceClient, inference: Inference
