@@ -1,11 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Chooses the kernel of packed rows' attention, and tries it before a run depends on it.
-
-The rules come from the documentation of the kernels. Whether a kernel runs on this GPU with this
-version of torch, and computes what it should, is found out by running it.
-"""
+"""Chooses the kernel of packed rows' attention, and tries it before a run depends on it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -34,16 +30,12 @@ _TRIED_LENGTHS = ((100, 28, 128), (1, 255))
 _TRIED_HEADS = (4, 2, 2)
 
 _failed: dict[PackedAttentionKind, str] = {}
-"""The kernels that have failed in this process, and how."""
 
 
 def choose_packed_attention(
     config: JobConfig, device_type: str, head_dim: int | None = None
 ) -> PackedAttentionKind:
-    """Resolves ``grpo.packed_attention``.
-
-    ``head_dim`` is None if every kernel takes the model's heads.
-    """
+    """Resolves ``grpo.packed_attention``; ``head_dim`` None fits every kernel."""
     if config.grpo.packed_attention != "auto":
         return config.grpo.packed_attention
     return next(
@@ -56,7 +48,7 @@ def choose_packed_attention(
 def _candidates(
     config: JobConfig, device_type: str, head_dim: int | None
 ) -> Iterator[PackedAttentionKind]:
-    """Yields what ``auto`` may choose, the fastest first."""
+    """Yields the choices of ``auto``, the fastest first."""
     if device_type == "cuda":
         if varlen_problem(config, head_dim) is None:
             yield "varlen"
@@ -66,7 +58,7 @@ def _candidates(
 
 
 def varlen_problem(config: JobConfig, head_dim: int | None = None) -> str | None:
-    """Returns what ``varlen`` needs and does not get, as the end of a sentence; None if it can run."""
+    """Returns the unmet need of ``varlen`` as the end of a sentence; None if it can run."""
     if not torch.cuda.is_available():
         return "a CUDA GPU, and none is visible"
     if (found := torch.cuda.get_device_capability()) < _VARLEN_CAPABILITY:
@@ -82,12 +74,9 @@ def varlen_problem(config: JobConfig, head_dim: int | None = None) -> str | None
 
 
 def try_packed_attention(config: JobConfig, device: torch.device, head_dim: int) -> None:
-    """Tries the kernel that a run will use, so that ``auto`` chooses one that works; logs the
-    choice.
+    """Tries the kernel of a run on CUDA before the model is built; collective over all ranks.
 
-    Only kernels of CUDA are tried. Every process tries once, before it builds its model. Collective
-    over all ranks, if there are several. Raises RuntimeError if the configuration names a kernel
-    that does not work here.
+    ``auto`` then takes another one; RuntimeError if the configuration names one that fails.
     """
     dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
     kind = choose_packed_attention(config, device.type, head_dim)
@@ -112,7 +101,7 @@ def try_packed_attention(config: JobConfig, device: torch.device, head_dim: int)
 def _failure_anywhere(
     kind: PackedAttentionKind, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> str | None:
-    """Returns how attention fails on any rank; all ranks must take the same kernel."""
+    """All ranks must take the same kernel."""
     failure = failure_of(kind, device, dtype, head_dim)
     if dist.is_initialized():
         has_failed = torch.tensor(int(failure is not None), device=device)
@@ -125,10 +114,9 @@ def _failure_anywhere(
 def failure_of(
     kind: PackedAttentionKind, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> str | None:
-    """Returns how attention over small packed rows fails; None if its numbers are right.
+    """Compares attention over small packed rows, and its gradients, with float32 on the CPU.
 
-    Output and gradients are compared with those of float32 on the CPU. Of ``sdpa`` only the
-    memory-efficient kernel counts.
+    Returns None if the numbers are right. Of ``sdpa`` only the memory-efficient kernel counts.
     """
     seq_len, generator = sum(_TRIED_LENGTHS[0]), torch.Generator().manual_seed(0)
     inputs = [
@@ -158,16 +146,15 @@ def failure_of(
 def _with_gradients(
     kind: PackedAttentionKind, inputs: list[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """Returns the output of packed attention, and the gradients of queries, keys and values."""
     lengths = torch.tensor(_TRIED_LENGTHS[0] + _TRIED_LENGTHS[1])
     ids = torch.arange(len(lengths)).repeat_interleave(lengths).view(2, -1)
-    # Compiled blocks get borders of a fixed number, most of them of nothing, and a greater length.
+    # As for compiled blocks: a fixed number of borders, most of them empty, and a greater length.
     mask = packed_mask(ids.to(inputs[0].device), kind, compiled=kind == "varlen")
-    # In upstream's order of dimensions, whose strides the kernels get.
+    # Upstream's order of dimensions, whose strides the kernels get.
     q, k, v = (t.transpose(1, 2).contiguous().requires_grad_() for t in inputs)
     heads = (t.transpose(1, 2) for t in (q, k, v))
     out = PackedAttention(kind)(*heads, block_mask=mask)
-    # Tokens weigh differently, so that a gradient which reaches another one is found.
+    # With different weights, a gradient that reaches another token is found.
     weights = torch.linspace(0.5, 2, out.numel(), device=out.device).view_as(out)
     gradients = torch.autograd.grad((out * weights.to(out.dtype)).sum(), (q, k, v))
     return out.detach(), *gradients

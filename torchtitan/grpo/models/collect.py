@@ -3,10 +3,8 @@
 
 """Collects shards into whole parameters on one rank.
 
-Of the ranks that hold the same block of a parameter, one sends it directly to the
-receiver, in one message for each bucket of parameters. Nothing is sent twice, and no rank but
-the receiver holds a whole parameter. An export has one receiver, rank 0. A push to servers has
-several, each for other parameters (see `weight_sync/sources.py`).
+Of the ranks that hold the same block, one sends it directly to the receiver, in one message for
+each bucket. Nothing is sent twice, and only the receiver holds whole parameters.
 """
 
 from collections import deque
@@ -24,10 +22,10 @@ from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 def agree_on_assembly(
     parameters: Mapping[str, torch.Tensor], adapter: BaseStateDictAdapter
 ) -> list[Assembly]:
-    """Exchanges what each rank holds, and returns the same plan on all ranks.
+    """Exchanges the held blocks, and returns the same plan on all ranks.
 
-    Collective over all ranks, on the training thread. Raises RuntimeError if all ranks together do
-    not hold the whole model, which the adapter's ``model_args`` describe.
+    Collective over all ranks, on the training thread. Raises RuntimeError if modules are
+    missing.
     """
     mine = {name: Held(tuple(p.shape), local_block(p)) for name, p in parameters.items()}
     held_by_rank: list[dict[str, Held]] = [{} for _ in range(dist.get_world_size())]
@@ -38,7 +36,6 @@ def agree_on_assembly(
 
 
 def check_whole(names: Iterable[str], model_args: Any) -> None:
-    """Raises RuntimeError, which names them, if modules of the whole model are missing or unknown."""
     wanted = {"tok_embeddings", "norm"} | {f"layers.{i}" for i in range(model_args.n_layers)}
     if not getattr(model_args, "enable_weight_tying", False):
         wanted.add("output")
@@ -61,11 +58,7 @@ def module_of(name: str) -> str:
 def collecting_group(
     members: Sequence[int], backend: str, timeout_seconds: float, device: torch.device
 ) -> dist.ProcessGroup | None:
-    """Creates the process group of a receiver and the ranks that send to it.
-
-    Collective over all ranks. Returns None if the receiver is the only member, since nothing needs
-    to be sent then.
-    """
+    """Creates the group of a receiver and its senders, over all ranks; None if it has one member."""
     if len(members) == 1:
         return None
     group = new_group("grpo_gather", backend, timeout_seconds, members)
@@ -76,20 +69,12 @@ def collecting_group(
 
 
 class Collector:
-    """Collects parameters bucket by bucket.
+    """Collects parameters bucket by bucket; one bucket is in transit while another is assembled.
 
-    Each rank constructs one with the same arguments. The next bucket is in transit while one is
-    assembled. Every rank must iterate over :meth:`collect` to its end, in the same order as the
-    other collectives on the group.
-
-    Args:
-        buckets: Parameters that are sent together.
-        dtype: Data type in which weights are sent and received.
-        device: Device of the shards and of the assembled parameters.
-        group: See :func:`collecting_group`. None stands for the group of all ranks.
-        receiver: Rank on which parameters are assembled.
-        in_place: Ranks whose shards the receiver reads directly from shared memory. Such a rank
-            sends only a notice that its shards are complete.
+    Each rank constructs one with the same arguments, and iterates over :meth:`collect` to its
+    end, in the same order as the other collectives on the group. The receiver reads the shards
+    of the ranks ``in_place`` from shared memory; these send only a notice that they are
+    complete.
     """
 
     def __init__(
@@ -116,15 +101,10 @@ class Collector:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields names and whole parameters on the receiver, and nothing on other ranks.
 
-        A tensor that is yielded may share memory with ``shards``.
-
-        Args:
-            shards: This rank's part of each parameter that it holds.
-            others: On the receiver, the shards of the ranks in ``in_place``, by rank. They must
-                not change before the iteration ends.
-            places: Memory in which parameters of several blocks are assembled, by name, in the
-                shape of the parameter. Blocks may lie there already. A parameter without an
-                entry gets new memory.
+        A yielded tensor may share memory with ``shards``. The shards of ``others``, the ranks
+        in ``in_place``, must not change before the iteration ends. ``places`` is memory of the
+        parameter's shape in which several blocks are assembled, by name; blocks may lie there
+        already.
         """
         if self._rank == self._receiver:
             at_hand = {self._receiver: shards, **(others or {})}
@@ -136,7 +116,6 @@ class Collector:
             self._send(shards)
 
     def _notice(self) -> torch.Tensor:
-        """A message whose arrival says that the sender's shards are complete."""
         return torch.zeros(1, dtype=torch.uint8, device=self._device)
 
     def _send(self, shards: Mapping[str, torch.Tensor]) -> None:
@@ -174,7 +153,6 @@ class Collector:
             works, messages = after
 
     def _expect(self, index: int) -> tuple[list[dist.Work], dict[int, torch.Tensor]]:
-        """Starts to receive a bucket: one message from each rank that holds a part of it."""
         sizes: dict[int, int] = {}
         for assembly in self._buckets[index] if index < len(self._buckets) else ():
             for piece in assembly.pieces:

@@ -1,17 +1,15 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Upstream's Qwen3 model with the parts that other families need: one model for all of them.
+"""Upstream's Qwen3 model with the parts that other families need.
 
-It holds the weights exactly as Hugging Face directories do, so that a push only renames them. Rotary
-position embeddings (https://arxiv.org/abs/2104.09864) are read from ``config.json``; transformers,
-whose configuration it is, computes scaled ones: linear, Llama 3.1's, and YaRN
-(https://arxiv.org/abs/2309.00071).
+Weights have the form of Hugging Face directories, so that a push only renames them. Rotary
+embeddings (https://arxiv.org/abs/2104.09864) follow ``config.json``; transformers computes
+scaled ones: linear, Llama 3.1's, and YaRN (https://arxiv.org/abs/2309.00071).
 
-Of a model with tied embeddings, the first and the last pipeline stage both need the weight, and each
-holds a copy. In the last stage it belongs to an embedding that embeds nothing, as in a whole model, so
-that both copies have the same name in pushes, exports and checkpoints. `training/gradient_norm.py`
-keeps them equal.
+With tied embeddings, the first and the last pipeline stage each hold a copy of the weight. In
+the last stage an embedding that embeds nothing owns it, so that both copies have the same name
+in pushes, exports and checkpoints. `training/gradient_norm.py` keeps them equal.
 """
 
 from dataclasses import dataclass, field, replace
@@ -39,13 +37,10 @@ _NAMES = ("rope_theta", "rope_type", "type")
 
 @dataclass(frozen=True)
 class Rotary:
-    """A model's rotary embedding.
+    """A model's rotary embedding, whose ``scaling`` is a name with values.
 
-    Attributes:
-        theta: Base of the frequencies.
-        scaling: Name of the scaling and its values; ``default`` is none.
-        frequencies: [head_dim / 2] angle of each pair of channels at position 1, in radians.
-        attention_factor: Multiplies sines and cosines, and so scales the attention's scores.
+    ``frequencies`` [head_dim / 2] are the radians of channel pairs at position 1.
+    ``attention_factor`` multiplies sines and cosines, and so scales the attention's scores.
     """
 
     theta: float
@@ -63,10 +58,7 @@ class Rotary:
 
 
 def read_rotary(config: dict[str, Any], head_dim: int) -> Rotary:
-    """Returns the rotary embedding of a ``config.json``, in either of transformers' two spellings.
-
-    Raises ValueError if the scaling is not one of :data:`SCALINGS`, or lacks a value.
-    """
+    """Reads either of transformers' spellings; ValueError if a scaling is unknown or incomplete."""
     parameters = dict(config.get("rope_parameters") or {})
     parameters |= config.get("rope_scaling") or {}
     # Version 4 of transformers wrote the base beside the scaling, and first called it `type`.
@@ -110,14 +102,7 @@ _QKV = (("wq", "q_proj"), ("wk", "k_proj"), ("wv", "v_proj"))
 
 @dataclass
 class DecoderArgs(Qwen3ModelArgs):
-    """Arguments of :class:`Decoder`.
-
-    Attributes:
-        qkv_bias: Whether the projections of queries, keys and values have biases.
-        rotary: The rotary embedding. Upstream's ``rope_theta`` is not read.
-        dense_layers: Numbers of the layers without experts, if ``moe_enabled``.
-        lora_scale: ``lora.alpha / lora.rank``, with which adapters are added to their targets.
-    """
+    """The embedding ``rotary`` is read instead of upstream's ``rope_theta``."""
 
     qkv_bias: bool = False
     rotary: Rotary = field(default_factory=lambda: Rotary(1e4, "default", ()))
@@ -131,8 +116,6 @@ class DecoderArgs(Qwen3ModelArgs):
 
 
 class Decoder(Qwen3Model):
-    """Upstream's model with biases, scaled rotary embeddings, and dense layers among sparse ones."""
-
     model_args: DecoderArgs
 
     def __init__(self, model_args: DecoderArgs) -> None:
@@ -151,10 +134,9 @@ class Decoder(Qwen3Model):
         return [getattr(block.attention, name) for block in blocks for name, _ in _QKV]
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        """Initializes as upstream does; biases begin at zero."""
         tied = self.enable_weight_tying
-        # Leaving the meta device has undone the tie, which upstream restores, but a stage of a
-        # pipeline may have one of the two layers, or none.
+        # Leaving the meta device has undone the tie. Upstream restores it, but a pipeline stage may
+        # have only one of the two layers, or none.
         self.enable_weight_tying = tied and None not in (self.tok_embeddings, self.output)
         super().init_weights(cast(torch.device, buffer_device))
         self.enable_weight_tying = tied
@@ -166,8 +148,6 @@ class Decoder(Qwen3Model):
 
 
 class DecoderAdapter(Qwen3StateDictAdapter):
-    """Upstream's adapter between native and Hugging Face names, with the names of biases."""
-
     def __init__(self, model_args: DecoderArgs, hf_assets_path: str | None) -> None:
         # Upstream would read the directory's index, and fails if that names no numbered files.
         super().__init__(model_args, None)
@@ -185,18 +165,18 @@ class OutputEmbedding(nn.Embedding):
 
 
 def is_tied(model: nn.Module) -> bool:
-    """Returns whether the whole model, of which this may be a stage, has tied embeddings."""
+    """Whether the whole model, of which this may be a stage, has tied embeddings."""
     return bool(getattr(model, "enable_weight_tying", False))
 
 
 def embeds_tokens(model: nn.Module) -> bool:
-    """Returns whether the model, or this stage of it, takes tokens and not hidden states."""
+    """Whether the model, or this stage of it, takes tokens and not hidden states."""
     embeddings = model.tok_embeddings
     return embeddings is not None and not isinstance(embeddings, OutputEmbedding)
 
 
 def hold_output_embedding(stage: nn.Module) -> None:
-    """Makes the last stage of a tied model the holder of the weight. It is on the meta device."""
+    """Lets the last stage of a tied model, on the meta device, hold the weight."""
     output: Any = stage.output
     vocab, dim = output.weight.shape
     stage.tok_embeddings = OutputEmbedding(vocab, dim, _weight=output.weight)
@@ -204,10 +184,7 @@ def hold_output_embedding(stage: nn.Module) -> None:
 
 
 def tie_again(model: nn.Module) -> None:
-    """Ties output layer and embedding again, if this stage has both.
-
-    Tensor parallelism replaces the shared weight with two separate shards.
-    """
+    """Ties embedding and output layer after tensor parallelism has replaced the shared weight."""
     embeddings: Any = model.tok_embeddings
     output: Any = model.output
     if not is_tied(model) or embeddings is None or output is None:
@@ -235,8 +212,7 @@ def apply_fsdp_tied(
     }
     for block in model.layers.values():  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         fully_shard(block, **config)  # pyright: ignore
-    # The group is used first and last in a forward pass. Resharding it in between would only
-    # gather it twice.
+    # The group is used first and last in a forward pass: resharding would gather it twice.
     ends = [m for m in (model.tok_embeddings, model.norm, model.output) if m is not None]
     if ends:
         fully_shard(ends, **(config | {"reshard_after_forward": False}))  # pyright: ignore

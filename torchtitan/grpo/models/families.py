@@ -3,9 +3,8 @@
 
 """The model families: one row for each architecture in ``config.json``.
 
-Every family is a decoder of pre-norm blocks with rotary attention and a gated feed-forward, and is
-computed by upstream's Qwen3 model with some of its parts switched on or off (see `decoder.py`). To
-add a family, see `docs/how-to/add-a-model-family.md`.
+All are decoders of pre-norm blocks with rotary attention and a gated feed-forward: upstream's
+Qwen3 model with parts switched on or off. See `docs/how-to/add-a-model-family.md`.
 """
 
 from dataclasses import dataclass
@@ -24,8 +23,6 @@ _REFUSED_OTHERWISE: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Family:
-    """How models of one architecture differ from other decoders."""
-
     qk_norm: bool = False
     qkv_bias: bool = False
     has_experts: bool = False
@@ -41,7 +38,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def refusals(config: dict[str, Any]) -> list[str]:
-    """Returns what in a ``config.json`` no family's model computes, in sentences."""
+    """Returns a sentence for each setting of a ``config.json`` that no family's model computes."""
     return [
         f"{key} = {config[key]!r} is not supported, only {key} = {allowed[0]!r} is."
         for key, allowed in _REFUSED_OTHERWISE.items()
@@ -50,11 +47,7 @@ def refusals(config: dict[str, Any]) -> list[str]:
 
 
 def decoder_args(family: Family, config: dict[str, Any]) -> DecoderArgs:
-    """Returns the model's arguments.
-
-    Raises KeyError if ``config.json`` lacks a size, and ValueError if its rotary embedding is not
-    supported.
-    """
+    """Raises KeyError if a size is missing, ValueError if the rotary embedding is not supported."""
     num_heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
     args = DecoderArgs(

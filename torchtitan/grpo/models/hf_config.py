@@ -3,10 +3,8 @@
 
 """Reads a Hugging Face directory's ``config.json`` into torchtitan's model arguments.
 
-Torchtitan chooses models by named flavors. Here the directory alone describes the model. A
-variant that upstream's model code does not implement is refused by name: a model that loads but
-computes something else than the server does would show only as a mismatch between the
-trainer's and the sampling-time logprobs.
+Variants that upstream's model code does not implement are refused: what they compute would show
+only as a mismatch between the trainer's and the sampling-time logprobs.
 """
 
 import json
@@ -34,10 +32,8 @@ __all__ = ["HFModel", "ModelError", "read_hf_model"]
 
 @dataclass(frozen=True)
 class HFModel:
-    """The model of a Hugging Face directory, with its ``architecture`` in ``config.json``.
-
-    ``window`` is the number of tokens that attention reaches in the layers with the shortest reach;
-    None if all layers reach all tokens.
+    """A Hugging Face directory's model; ``window`` is its shortest attention window, if it has
+    any.
     """
 
     path: Path
@@ -52,12 +48,7 @@ class HFModel:
 def read_hf_model(
     path: str | Path, *, setting: str = "model.hf_assets_path", may_be_quantised: bool = False
 ) -> HFModel:
-    """Reads a Hugging Face directory; ``setting`` is the TOML key that names it.
-
-    Only servers read quantised weights. Raises ModelError if ``path`` is not such a directory, was
-    exported and has changed since, has an architecture or a variant that is not supported, or names
-    no end-of-sequence token.
-    """
+    """Reads the directory that the key ``setting`` names; only servers read quantised weights."""
     path = Path(path)
     require_undamaged(path, setting, weights=False)
     config = read_json(path / "config.json", setting)
@@ -139,7 +130,7 @@ _OPTIONAL = {
 
 
 def wrong_size(config: dict[str, Any]) -> str | None:
-    """Returns what is wrong with the sizes, as the end of a sentence; None if nothing is."""
+    """Returns an error in the sizes as the end of a sentence, or None."""
     for key, largest in (_REQUIRED | _OPTIONAL).items():
         value = config.get(key)
         if value is None and key in _OPTIONAL:
@@ -163,12 +154,12 @@ def _shown(value: Any) -> str:
     return "nothing" if value is None else f"{value!r:.80}"
 
 
-# No weight depends on the longest sequence. Upstream's base of the rotary embedding is not read, and
-# its frequencies follow from base and scaling.
+# No weight depends on the longest sequence. Upstream's base of the rotary embedding is not read,
+# and its frequencies follow from base and scaling.
 _IRRELEVANT = frozenset(
     {"max_seq_len", "rope_theta", "rotary.frequencies", "rotary.attention_factor"}
 )
-# Keys in `config.json` of those torchtitan arguments that have another name there.
+# Names in `config.json` of torchtitan's arguments, where they differ.
 _NAME_IN_CONFIG = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -190,9 +181,8 @@ _NAME_IN_CONFIG = {
 def check_reference(config: JobConfig) -> None:
     """Refuses a reference that is not the policy's model with other weights.
 
-    Its weights do not reveal its rotary base or its epsilon, and a wrong value would show only as
-    an implausible KL. Both directories are read again, because building a model changes its
-    arguments.
+    A wrong rotary base or epsilon would show only as an implausible KL. Both directories are
+    read again, because building a model changes its arguments.
     """
     path = config.grpo.ref_model_path
     if path is None:
@@ -222,7 +212,6 @@ def _differences(policy: HFModel, reference: HFModel) -> Iterator[str]:
 
 
 def _arguments(model_args: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns every relevant argument by name; names of nested arguments have a dot."""
     found: dict[str, Any] = {}
     for field in fields(model_args):
         value = getattr(model_args, field.name)
@@ -238,10 +227,9 @@ class NoEosTokenError(ValueError):
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """Returns the ids of the tokens that end a completion; see the module's docstring.
+    """Returns the ids that end a completion, from the first file that names any.
 
-    Raises NoEosTokenError, OSError if a file cannot be read, and ValueError if one is not valid
-    JSON.
+    Raises NoEosTokenError; OSError if a file cannot be read, ValueError if one is not JSON.
     """
     looked_at = []
     for name in ("generation_config.json", "config.json"):
@@ -259,7 +247,6 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
 
 
 def ids_in(file: Path) -> tuple[int, ...]:
-    """Returns the ids that ``eos_token_id`` of one file names; empty if it names none."""
     value = _read(file).get("eos_token_id")
     found = value if isinstance(value, list) else [value]
     if all(token is None for token in found):

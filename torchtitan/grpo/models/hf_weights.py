@@ -3,9 +3,7 @@
 
 """Copies weights between a Hugging Face directory and a sharded torchtitan model.
 
-Reading and writing both convert one parameter at a time with the model family's state-dict
-adapter. The adapter sees whole tensors only, so that it works for every layout. Under pipeline
-parallelism a rank reads the parameters of its own stages, and rank 0 writes all parameters.
+The family's state-dict adapter converts one whole parameter at a time, in every layout.
 """
 
 import json
@@ -44,16 +42,11 @@ _EXPORT_BUCKET_BYTES = 256 * 1024**2
 def hf_meta(
     adapter: BaseStateDictAdapter, name: str, shape: Sequence[int]
 ) -> dict[str, torch.Tensor]:
-    """Returns the Hugging Face tensors that one native parameter becomes, on the meta device."""
     return adapter.to_hf({name: torch.empty(tuple(shape), device="meta")})
 
 
 def keeps_bytes(adapter: BaseStateDictAdapter, name: str, shape: Sequence[int]) -> bool:
-    """Returns whether a parameter's Hugging Face tensors, concatenated, are its own bytes.
-
-    This is true if the adapter only renames the parameter, or splits it as it does with stacked
-    experts.
-    """
+    """Whether the adapter only renames a parameter, or splits it as it does stacked experts."""
     native = torch.empty(tuple(shape), device="meta")
     end = 0
     for converted in adapter.to_hf({name: native}).values():
@@ -82,9 +75,7 @@ def load_hf_weights(
 ) -> None:
     """Fills the sharded parameters from the safetensors files of a directory.
 
-    Raises ModelError if the directory has no readable safetensors file; if a tensor is missing or
-    ambiguous, is no plain weight, or has a shape that contradicts ``config.json``; if its values
-    cannot be those of a model; or if the directory was exported and has changed since.
+    Raises ModelError if they do not fit the model, or were exported and have changed since.
     """
     is_group = dist.is_initialized()
     share = (dist.get_rank(), dist.get_world_size()) if is_group else (0, 1)
@@ -100,7 +91,7 @@ def load_hf_weights(
             }
             for key, tensor in hf.items():
                 _refuse_values(key, tensor, f"{files.stored(key).file} ({setting})")
-            # Each rank has read the whole tensor itself, so that nothing needs to be sent.
+            # Each rank reads the whole tensor, so that nothing needs to be sent.
             whole = _from_hf(adapter, name, hf)
             local = local_tensor(parameter)
             if local.numel():
@@ -126,10 +117,9 @@ def _refuse_values(name: str, tensor: torch.Tensor, place: str) -> None:
 def check_hf_weights(
     model: nn.Module, adapter: BaseStateDictAdapter, path: Path, *, setting: str
 ) -> tuple[int, list[str]]:
-    """Compares a directory's tensors with those that a model needs, without loading them.
+    """Compares a directory's tensors with the needs of a model, which may be on the meta device.
 
-    The model may be on the meta device. Returns the number of tensors that it needs, and what the
-    user should know about the others. Raises ModelError as :meth:`WeightFiles.check` does.
+    Returns the number of needed tensors, and remarks about others. Raises ModelError.
     """
     needed: dict[str, tuple[int, ...]] = {}
     for name, parameter in named_parameters([model]):
@@ -149,11 +139,7 @@ def export_hf(
     is_writer: bool,
     max_file_bytes: int = 4 * 1024**3,
 ) -> None:
-    """Writes the model as a Hugging Face directory. All ranks call it, and rank 0 writes.
-
-    It collects parameters over the group of all ranks, and must therefore be called on the training
-    thread. See :func:`write_hf`.
-    """
+    """Writes the model like :func:`write_hf`; collective over all ranks, on the training thread."""
     tensors = full_hf_tensors(model_parts, adapter, dtype)
     if is_writer:
         write_hf(tensors, source, target, dtype, max_file_bytes=max_file_bytes)
@@ -192,10 +178,9 @@ def write_hf(
 def full_hf_tensors(
     model_parts: list[nn.Module], adapter: BaseStateDictAdapter, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the whole model on rank 0: Hugging Face names and tensors, in the model's order.
+    """Yields names and whole tensors, with adapters added, on rank 0; collective over all ranks.
 
-    Adapters are added to their targets. Every rank must iterate to the end; ranks other than 0
-    receive nothing. A tensor may share memory with its parameter.
+    A tensor may share memory with its parameter.
     """
     parameters = dict(named_parameters(model_parts))
     buckets = in_buckets(
@@ -211,8 +196,6 @@ def full_hf_tensors(
 
 
 class _ShardWriter:
-    """Writes tensors into safetensors files of limited size."""
-
     def __init__(self, folder: Path, max_file_bytes: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -235,7 +218,6 @@ class _ShardWriter:
         self.pending, self.pending_bytes = {}, 0
 
     def finish(self) -> None:
-        """Renames the files as transformers expects them, and writes the index."""
         self._write()
         count, weight_map = len(self.written), {}
         for index, names in enumerate(self.written):
@@ -244,7 +226,7 @@ class _ShardWriter:
             weight_map |= dict.fromkeys(names, file)
         index_json = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
         (self.folder / INDEX_FILE).write_text(json.dumps(index_json, indent=2, allow_nan=False))
-        # The safetensors library lets the owner alone read its files; umask decides about others.
+        # The safetensors library lets only the owner read its files; here umask decides.
         ordinary = (self.folder / INDEX_FILE).stat().st_mode
         for file in self.folder.glob("*.safetensors"):
             file.chmod(ordinary)

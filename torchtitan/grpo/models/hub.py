@@ -1,11 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Models that are named as on the Hugging Face Hub, ``organization/name`` or ``...@revision``.
+"""Models named as on the Hugging Face Hub, ``organization/name`` or ``...@revision``.
 
-A folder of that name counts first. Otherwise the model is taken from huggingface_hub's cache, to
-which files that are missing are downloaded. The variables of that library apply: ``HF_HOME`` is
-the folder of the cache, and with ``HF_HUB_OFFLINE=1`` the cache alone is looked at.
+A folder of that name counts first, then huggingface_hub's cache, to which missing files are
+downloaded. That library's ``HF_HOME`` and ``HF_HUB_OFFLINE`` apply.
 """
 
 import hashlib
@@ -46,7 +45,6 @@ class HubModel:
 
     @classmethod
     def parse(cls, text: str) -> "HubModel | None":
-        """Returns the model that a setting names; None if the text cannot be a name on the Hub."""
         match = _NAME.fullmatch(text)
         return cls(match["repo"], match["revision"]) if match else None
 
@@ -56,12 +54,10 @@ def is_hub_name(text: str) -> bool:
 
 
 def locate_models(config: JobConfig, *, weights: bool = True) -> list[str]:
-    """Puts folders in place of names on the Hub, for the model, the reference model and the teacher.
+    """Puts folders in place of names on the Hub; returns a sentence about each.
 
-    Returns a sentence for each model that was named as on the Hub: what was taken. Without
-    ``weights``, the configuration and the tokenizer are enough, as they are for a teacher. Raises
-    ConfigError if a setting names neither a folder nor a model that can be had, and TimeoutError if
-    the first rank of this host does not answer.
+    Without ``weights``, configuration and tokenizer are enough. Raises ConfigError if a setting
+    names no available model, and TimeoutError if the first rank of this host does not answer.
     """
     named: list[tuple[Any, str, str, bool]] = [(config.model, "model", "hf_assets_path", weights)]
     if config.grpo.kl_coef > 0 and config.grpo.ref_model_path is not None:
@@ -77,7 +73,7 @@ def locate_models(config: JobConfig, *, weights: bool = True) -> list[str]:
 
 
 def locate_model(text: str, setting: str, *, weights: bool = True) -> tuple[str, list[str]]:
-    """Returns the folder of a model, and a sentence about it if the Hub's cache comes into it."""
+    """Returns the folder of a model, and sentences about it if the Hub's cache comes into it."""
     model = HubModel.parse(text)
     if Path(text).is_dir():
         _check_folder(text, setting)
@@ -127,7 +123,6 @@ def _is_cached(model: HubModel) -> bool:
 
 
 def _take(model: HubModel, text: str, setting: str, weights: bool) -> dict[str, str]:
-    """Returns the folder in the cache, or what went wrong."""
     from huggingface_hub import snapshot_download
 
     patterns = [*_CONFIG_AND_TOKENIZER, *(_WEIGHTS if weights else ())]
@@ -144,7 +139,6 @@ def _take(model: HubModel, text: str, setting: str, weights: bool) -> dict[str, 
 
 
 def _reason(error: Exception) -> str:
-    """Returns why a model could not be taken from the Hub, and what to do."""
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.RevisionNotFoundError):
@@ -166,16 +160,11 @@ def _reason(error: Exception) -> str:
 
 
 def once_per_host(name: str, make: Callable[[], dict[str, Any]], timeout_seconds: float) -> Any:
-    """Returns what ``make`` returns on the first rank of this host; before any process group exists.
+    """Returns the result of ``make`` on the first rank of this host, before process groups exist.
 
-    The first rank leaves its answer in torchrun's folder for the ranks of this attempt. Without
-    torchrun, each rank asks by itself.
-
-    Args:
-        name: What is made. All ranks must call with the same names.
-        make: Called on the first rank of each host. Its result must be JSON, and it must not raise:
-            the other ranks would wait for nothing.
-        timeout_seconds: Maximum time that the other ranks wait; TimeoutError is raised then.
+    The rank leaves the result, JSON, in torchrun's folder; without torchrun, each makes its
+    own. All ranks call with the same names. If ``make`` raised, the others would wait until
+    TimeoutError.
     """
     own_error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if own_error_file is None or os.environ.get("LOCAL_WORLD_SIZE", "1") == "1":

@@ -5,14 +5,10 @@
 
     output = W x + alpha / rank * B (A x)        W [out, in], A [rank, in], B [out, rank]
 
-A target keeps its name and its weight, and gets the layers ``lora_A`` and ``lora_B``, as in PEFT.
-All other parameters are frozen. Under tensor parallelism ``A`` and ``B`` are divided as their
-target is: ``B`` by rows with a target that is divided by rows of ``W``, ``A`` by columns with one
-that is divided by columns. The other factor is held whole by every rank.
-
-Pushes and exports may add adapters to their targets. This happens with whole tensors, in the dtype
-in which they travel or are written, so that what arrives at a server and what an export holds are
-equal bit for bit.
+A target keeps its name and weight, and gets layers ``lora_A`` and ``lora_B``, as in PEFT. Under
+tensor parallelism, a target divided by rows has its ``B`` divided by rows, and one divided by
+columns its ``A`` by columns; every rank holds the other factor whole. Pushes and exports add
+adapters to whole targets in the dtype of the result, so that both have the same bits.
 """
 
 import json
@@ -50,14 +46,7 @@ from torchtitan.grpo.weight_wire.adapters import base_digest
 
 
 class AdaptedLinear(nn.Linear):
-    """A frozen linear layer with an adapter. Instances are made by :func:`add_adapters`.
-
-    Attributes:
-        lora_A: The layer with the weight ``A``.
-        lora_B: The layer with the weight ``B``.
-        lora_scale: ``alpha / rank``.
-        is_adapted: Whether the adapter takes part; see :func:`adapters_off`.
-    """
+    """A frozen linear layer with an adapter, which :func:`adapters_off` switches off."""
 
     lora_A: nn.Linear
     lora_B: nn.Linear
@@ -65,23 +54,21 @@ class AdaptedLinear(nn.Linear):
     is_adapted: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Maps [..., in] to [..., out]."""
         output = F.linear(input, self.weight, self.bias)
         if not self.is_adapted:
             return output
         change = self.lora_B(self.lora_A(input)) * self.lora_scale
         if isinstance(output, DTensor) and isinstance(change, DTensor):
-            # If the input is divided, the output is a sum over ranks that nobody has computed yet.
-            # The change becomes a summand of it, so that a single collective computes both.
+            # If the input is divided, the output is a sum over ranks that is not computed yet. The
+            # change becomes a summand, so that a single collective computes both.
             change = change.redistribute(placements=output.placements)
         return output + change
 
 
 def add_adapters(model: nn.Module, lora: LoRA, dtype: torch.dtype) -> None:
-    """Freezes a model, or a stage of one, and gives its targets adapters, in place.
+    """Freezes a model, or a stage of one, and gives its targets adapters of ``dtype``, in place.
 
-    It is called on the meta device after tensor parallelism has divided the model and before
-    anything is wrapped around its layers. ``dtype`` is that of the adapters.
+    Call it on the meta device after tensor parallelism and before anything wraps the layers.
     """
     base_dtype = dtype if lora.base_dtype == "training" else TORCH_DTYPE_MAP[lora.base_dtype]
     _freeze(model, base_dtype)
@@ -94,7 +81,7 @@ def add_adapters(model: nn.Module, lora: LoRA, dtype: torch.dtype) -> None:
 
 
 def _target(block: nn.Module, name: str) -> nn.Linear | None:
-    """Returns the layer of a block that a name stands for; None if experts are in its place."""
+    """Returns the layer that a name stands for; None if experts are in its place."""
     parent_name, _, last = TARGETS[name].partition(".")
     parent = getattr(block, parent_name, None)
     return None if parent is None else getattr(parent, last)
@@ -114,7 +101,7 @@ def _freeze(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _adapt(linear: nn.Linear, lora: LoRA, dtype: torch.dtype) -> None:
-    # The class is changed, and the module stays, because tensor parallelism has put hooks on it.
+    # Only the class is changed, because tensor parallelism has put hooks on the module.
     store = getattr(linear, "store", None)
     linear.__class__ = AdaptedLinear
     assert isinstance(linear, AdaptedLinear)
@@ -132,7 +119,6 @@ def _adapt(linear: nn.Linear, lora: LoRA, dtype: torch.dtype) -> None:
 
 
 def _placements(weight: torch.Tensor) -> tuple[list[Placement], list[Placement]]:
-    """Returns how ``B`` and ``A`` are divided beside their target's weight."""
     placements = weight.placements if isinstance(weight, DTensor) else ()
     return (
         [Shard(0) if p.is_shard(0) else Replicate() for p in placements],
@@ -141,7 +127,6 @@ def _placements(weight: torch.Tensor) -> tuple[list[Placement], list[Placement]]
 
 
 def _divided(whole: torch.Tensor, like: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """Returns a tensor without memory that is divided over the mesh of another one."""
     mesh, local = like.device_mesh, list(whole.shape)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
@@ -156,10 +141,7 @@ def _divided(whole: torch.Tensor, like: DTensor, placements: Sequence[Placement]
 
 
 def begin_adapters(model_parts: Sequence[nn.Module], seed: int | None) -> None:
-    """Fills the adapters with the values that a run begins with: ``A`` random, ``B`` zero.
-
-    Each whole ``A`` is drawn from its own generator, so that it is the same in all layouts.
-    """
+    """Initializes the adapters; each ``A`` has its own generator, so that layouts do not matter."""
     for name, parameter in adapters_of(model_parts).items():
         local = local_tensor(parameter)
         if name.endswith(FACTORS[1]):
@@ -172,7 +154,6 @@ def begin_adapters(model_parts: Sequence[nn.Module], seed: int | None) -> None:
 
 
 def adapters_of(model_parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """Returns the adapters' parameters on this rank by their native names; none without LoRA."""
     return {
         name: parameter
         for name, parameter in named_parameters(list(model_parts))
@@ -182,7 +163,6 @@ def adapters_of(model_parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def adapters_off(model_parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Makes forward passes inside the context those of the base model."""
     adapted = [m for p in model_parts for m in p.modules() if isinstance(m, AdaptedLinear)]
     for module in adapted:
         module.is_adapted = False
@@ -194,12 +174,11 @@ def adapters_off(model_parts: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def lora_scale(adapter: BaseStateDictAdapter) -> float:
-    """Returns ``alpha / rank`` of a model's adapters; 0 if it has none."""
     return getattr(getattr(adapter, "model_args", None), "lora_scale", 0.0)
 
 
 class AdapterMerge:
-    """Adds the adapters in a stream of whole parameters, in which each follows its target's module."""
+    """Adds the adapters in a stream of whole parameters; each follows its target's module."""
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
@@ -214,7 +193,7 @@ class AdapterMerge:
         self._targets[name] = weight.view(tuple(shape))
 
     def add(self, name: str, factor: torch.Tensor) -> None:
-        """Takes a factor of the adapter; with the second one, the target is changed in place."""
+        """Takes a factor of the adapter; the second one changes the target in place."""
         target = self._targets[target_of(name)]
         if name.endswith(FACTORS[0]):
             self._rows = factor
@@ -227,10 +206,7 @@ class AdapterMerge:
 def with_adapters(
     parameters: Iterator[tuple[str, torch.Tensor]], scale: float
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields whole parameters without adapters, which are added to copies of their targets.
-
-    An adapter follows its target's module.
-    """
+    """Yields whole parameters; adapters, which follow their target's module, are added to copies."""
     merge = AdapterMerge(scale)
     held: dict[str, torch.Tensor] = {}
     for name, full in parameters:
@@ -249,16 +225,12 @@ def with_adapters(
 
 
 def peft_name(adapter: BaseStateDictAdapter, name: str) -> str:
-    """Returns PEFT's name of an adapter's parameter."""
     (target,) = adapter.to_hf({target_of(name): torch.empty(0, device="meta")})
     return PEFT_PREFIX + target.removesuffix(".weight") + factor_of(name)
 
 
 class AdapterNames(BaseStateDictAdapter):
-    """Converts the parameters of adapters to PEFT's names, for a push of adapters.
-
-    By ``base_digest`` a server finds out that it has another base.
-    """
+    """PEFT's names, for a push of adapters; a server compares ``base_digest`` with its own base."""
 
     def __init__(self, adapter: BaseStateDictAdapter, base_model: str) -> None:
         self._adapter, self.base_digest = adapter, base_digest(base_model)
@@ -275,7 +247,6 @@ class AdapterNames(BaseStateDictAdapter):
 
 
 def peft_config(lora: LoRA, base_model: str) -> dict[str, object]:
-    """Returns the contents of ``adapter_config.json``."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -301,7 +272,7 @@ def export_peft(
     *,
     is_writer: bool,
 ) -> None:
-    """Writes the adapters as a PEFT directory. All ranks call it, and rank 0 writes."""
+    """Writes a PEFT directory on rank 0; collective over all ranks."""
     parameters = dict(named_parameters(model_parts))
     assemblies = [a for a in agree_on_assembly(parameters, adapter) if is_adapter(a.name)]
     shards = {name: local_tensor(p) for name, p in parameters.items() if is_adapter(name)}
@@ -319,7 +290,7 @@ def export_peft(
             config.write_text(json.dumps(peft_config(lora, base_model), indent=2, allow_nan=False))
             weights = partial / "adapter_model.safetensors"
             save_file(tensors, weights, metadata={"format": "pt"})
-            # The safetensors library lets the owner alone read its files; umask decides about others.
+            # The safetensors library lets only the owner read its files; here umask decides.
             weights.chmod(config.stat().st_mode)
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)

@@ -3,12 +3,9 @@
 
 """Corrections of upstream's mixture of experts: gradients under tensor parallelism, and CPUs.
 
-Each tensor-parallel rank computes only a part of the experts' output: a partial sum over hidden
-units, or some of the tokens. The gradient that flows back to the router's scores is therefore
-partial too. Upstream treats it as complete, and so trains the router with different gradients
-on different ranks. Hooks around upstream's modules sum the parts.
-
-On a CPU, only operations that have no kernel there are replaced.
+Each tensor-parallel rank computes a partial sum over hidden units, or some of the tokens. The
+gradient of the router's scores is therefore partial too, but upstream treats it as complete,
+and so trains the router differently on different ranks. Hooks around upstream's modules sum it.
 """
 
 from functools import partial
@@ -25,13 +22,12 @@ from torchtitan.grpo.upstream.models import generate_permute_indices, moe_utils
 def sum_moe_gradients(model: nn.Module, mesh: DeviceMesh, *, splits_tokens: bool) -> None:
     """Completes the gradients of every mixture of experts, after upstream has sharded the model.
 
-    ``splits_tokens`` is True if expert parallelism uses the tensor-parallel ranks, which then send
-    different tokens to the experts. Otherwise each rank computes a part of the output of each
-    token.
+    With ``splits_tokens``, tensor-parallel ranks send different tokens to the experts.
+    Otherwise each computes a part of each token's output.
     """
 
     def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor; its gradient becomes the sum over the mesh's ranks."""
+        """Identity whose gradient becomes the sum over the mesh's ranks."""
         replicated = DTensor.from_local(tensor, mesh, (Replicate(),), run_check=False)
         return replicated.to_local(grad_placements=(Partial(),))
 
@@ -57,8 +53,6 @@ def sum_moe_gradients(model: nn.Module, mesh: DeviceMesh, *, splits_tokens: bool
 
 
 class _DivideGradient(torch.autograd.Function):
-    """Identity whose gradient is divided by the number of ranks that will sum it."""
-
     @staticmethod
     def forward(ctx, tensor: torch.Tensor, num_ranks: int) -> torch.Tensor:
         ctx.num_ranks = num_ranks
@@ -73,9 +67,8 @@ _histc = torch.histc
 
 
 def prepare_moe_for_cpu(model_args: Any) -> None:
-    """Makes a mixture of experts run on a CPU; changes the arguments before the model is built."""
-    # The grouped product always computes in bfloat16. That suits tensor cores; on a CPU it
-    # would lose precision without any gain.
+    """Replaces the operations that have no CPU kernel; called before the model is built."""
+    # The grouped product always computes in bfloat16, which on a CPU loses precision for no gain.
     model_args.moe_args.use_grouped_mm = False
     # By default, a Triton kernel computes the permutation of expert parallelism's dispatch.
     moe_utils.generate_permute_indices = partial(generate_permute_indices, use_cpu=True)  # pyright: ignore[reportPrivateImportUsage]
@@ -84,10 +77,7 @@ def prepare_moe_for_cpu(model_args: Any) -> None:
 
 
 def histogram(input: torch.Tensor, bins: int = 100, min: int = 0, max: int = 0) -> torch.Tensor:
-    """Computes ``torch.histc``, and counts int64 expert numbers on a CPU as well.
-
-    These must lie between 0 and ``bins - 1``, with ``min`` 0 and ``max`` ``bins``.
-    """
+    """Computes ``torch.histc``, also of int64 expert numbers (``max`` is ``bins``) on a CPU."""
     counts_experts = input.dtype == torch.int64 and (min, max) == (0, bins)
     if input.device.type != "cpu" or not counts_experts:
         return _histc(input, bins=bins, min=min, max=max)

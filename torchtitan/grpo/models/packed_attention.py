@@ -3,14 +3,13 @@
 
 """Attention that stays inside each sequence of a packed row.
 
-Upstream's document masks find the borders of sequences by the EOS token, which a rollout cut at
-its length limit does not have. Here the borders come from sequence ids. Upstream's models pass
-any mask object on to ``attention.inner_attention``, so it suffices to replace that module. Which
-kernel a run uses is chosen in `attention_choice.py`.
+Upstream's document masks find borders by the EOS token, which truncated rollouts lack; here
+they come from sequence ids. Upstream's models pass any mask on to
+``attention.inner_attention``, so it suffices to replace that module.
 
-Context parallelism exchanges heads by all-to-all, as DeepSpeed Ulysses does
-(https://arxiv.org/abs/2309.14509): each rank holds a part of the sequence outside attention, and the
-whole sequence but a part of the heads inside attention. Both gloo and NCCL support the exchange.
+Context parallelism exchanges heads by all-to-all (DeepSpeed Ulysses,
+https://arxiv.org/abs/2309.14509): each rank holds a part of the sequence outside attention, and
+the whole sequence of some heads inside. Both gloo and NCCL support the exchange.
 """
 
 import functools
@@ -41,9 +40,7 @@ _COMPILED_SEQUENCE_TOKENS, _COMPILED_MIN_BORDERS = 128, 64
 
 
 class DenseMask(BlockMask):
-    """A dense mask, [rows, 1, seq, seq] bool, that passes upstream's ``isinstance(mask,
-    BlockMask)``.
-    """
+    """A dense mask, [rows, 1, seq, seq] bool, that passes upstream's check of its class."""
 
     def __init__(self, dense: torch.Tensor) -> None:
         self.dense = dense
@@ -52,10 +49,8 @@ class DenseMask(BlockMask):
 class SequenceBorders(BlockMask):
     """The borders of sequences, in a class that passes upstream's check.
 
-    Attributes:
-        borders: [n] int32, where each sequence begins in the tokens of all rows laid end to end.
-            The number of tokens follows, at least once: what repeats it are empty sequences.
-        longest: Number of tokens of the longest sequence, or more.
+    ``borders`` [n] int32 are the begins of the sequences of all rows, laid end to end, and then
+    the number of tokens, once or more. ``longest`` is at least the length of each sequence.
     """
 
     def __init__(self, borders: torch.Tensor, longest: int) -> None:
@@ -63,20 +58,17 @@ class SequenceBorders(BlockMask):
 
 
 class HostSequences:
-    """The sequences of packed rows as the host knows them, so that it need not wait for a device.
+    """The sequence ids of packed rows, [rows, seq] int, for a host that need not wait for a
+    device.
 
-    This is neither a tensor nor a container that FSDP knows, so that it reaches the model as it is:
-    FSDP would move a tensor to the device.
-
-    Args:
-        sequence_ids: [rows, seq] int in host memory, see :func:`packed_mask`.
+    FSDP would move a tensor, or one in a container that it knows, to the device.
     """
 
     def __init__(self, sequence_ids: torch.Tensor) -> None:
         self._ids = sequence_ids.numpy()
 
     def count_and_longest(self) -> tuple[int, int]:
-        """Returns the number of sequences in all rows, and the number of tokens of the longest."""
+        """Counts the sequences of all rows, and the tokens of the longest."""
         begins = np.flatnonzero(np.diff(self._ids, axis=1, prepend=self._ids[:, :1] - 1))
         return len(begins), int(np.diff(begins, append=self._ids.size).max())
 
@@ -84,10 +76,8 @@ class HostSequences:
 class PackedAttention(nn.Module):
     """Replaces upstream's ``inner_attention`` in every layout.
 
-    Under tensor parallelism the inputs are the heads of this rank (DTensors for Qwen3); under
-    context parallelism they are this rank's part of the sequence. ``varlen`` is FlashAttention over
-    sequences of several lengths, on CUDA in 16 bits; ``sdpa`` takes a :class:`DenseMask`, on CPU
-    and CUDA.
+    Inputs are this rank's heads (tensor parallelism) or part of the sequence (context
+    parallelism).
     """
 
     context_group: dist.ProcessGroup | None = None
@@ -106,11 +96,8 @@ class PackedAttention(nn.Module):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Computes attention within the sequences of packed rows.
-
-        ``q`` is [rows, heads, seq, head_dim], ``k`` and ``v`` are [rows, kv_heads, seq, head_dim],
-        and the scale is by default ``1 / sqrt(head_dim)``. ``enable_gqa`` is upstream's; the shapes
-        say the same.
+        """Shapes: ``q`` [rows, heads, seq, head_dim], ``k`` and ``v`` [rows, kv_heads, seq,
+        head_dim].
         """
         if isinstance(q, DTensor):
             assert isinstance(k, DTensor) and isinstance(v, DTensor)
@@ -153,8 +140,8 @@ def _attend_densely(
 ) -> torch.Tensor:
     assert isinstance(mask, DenseMask)
     if q.is_cuda:
-        # With a mask, CUDA's flash kernel is out, and up to torch 2.13 the memory-efficient one
-        # does not take groups of query heads. What would be left keeps all scores in memory.
+        # CUDA's flash kernel takes no mask, and the memory-efficient one, up to torch 2.13, no
+        # groups of query heads. The remaining kernel keeps all scores in memory.
         k, v = (one_head_each(t, q.shape[1]) for t in (k, v))
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask.dense, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -162,7 +149,7 @@ def _attend_densely(
 
 
 def one_head_each(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Repeats key or value heads, [rows, kv_heads, seq, head_dim], for each query head to have one."""
+    """Repeats heads of keys or values, [rows, kv_heads, seq, head_dim], for each query head."""
     repeats = heads // tensor.shape[1]
     return tensor.repeat_interleave(repeats, dim=1) if repeats > 1 else tensor
 
@@ -181,12 +168,9 @@ def _attend_in_blocks(
 
 @functools.cache
 def _compiled_flex_attention() -> Callable[..., torch.Tensor]:
-    """Returns FlexAttention, compiled. It is one function, because each would be compiled anew.
-
-    Upstream's compiled function is not used, because of two of its options. Wrapping compiled
-    regions fails with some versions of torch (https://github.com/pytorch/torchtitan/issues/2463);
-    without it, selective checkpointing cannot keep the result, and computes it twice. Autotuning
-    takes minutes on every rank before the first step ends, and is not needed for right numbers.
+    """Two options of upstream's compiled function do not fit. Wrapping compiled regions fails with
+    some versions of torch (https://github.com/pytorch/torchtitan/issues/2463); without it,
+    selective checkpointing computes the result twice. Autotuning takes minutes on every rank.
     """
     return torch.compile(flex_attention, dynamic=False)  # pyright: ignore[reportReturnType]
 
@@ -226,7 +210,7 @@ def _causal_varlen_attn() -> Callable[..., torch.Tensor]:
 
 
 def flex_pays(seq_len: int) -> bool:
-    """Returns whether rows are so long that FlexAttention saves more than its mask of blocks costs."""
+    """Whether FlexAttention saves more than its mask of blocks costs."""
     return seq_len >= _FLEX_MIN_SEQ_LEN
 
 
@@ -240,13 +224,9 @@ def packed_mask(
     """Returns the mask of packed rows, which is causal and limited to one sequence.
 
     Args:
-        sequence_ids: [rows, seq] int, one id for each sequence of a row. Padding has an id of
-            its own, so that no query is left without a key.
-        kind: The attention that will use the mask.
-        host: The same ids in host memory. Only ``varlen`` reads it. None lets the host wait for the
-            device.
-        compiled: Whether the blocks that use the mask are compiled. Sizes then do not follow the
-            sequences, with which blocks would be compiled anew, though kernels get more to skip.
+        sequence_ids: [rows, seq] int. Padding has its own id: each query needs a key.
+        host: The same ids in host memory, without which the host waits for the device.
+        compiled: Keeps sizes fixed, because other ones would compile blocks anew.
     """
     rows, seq = sequence_ids.shape
     if kind == "varlen":
@@ -269,7 +249,7 @@ def packed_mask(
 
 
 def _sequence_borders(sequence_ids: torch.Tensor, count: int, longest: int) -> SequenceBorders:
-    """Returns the borders of at most ``count`` sequences, in a size of which there are few."""
+    """Pads to one of few sizes."""
     is_first = sequence_ids.diff(dim=1, prepend=sequence_ids[:, :1] - 1) != 0
     size, total = _round_up(count + 1, _BORDERS_MULTIPLE), sequence_ids.numel()
     borders = torch.nonzero_static(is_first.flatten(), size=size, fill_value=total).squeeze(1)
@@ -281,7 +261,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def context_part(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Returns this rank's part of [rows, seq, ...] along the sequence; without a group, all of it."""
+    """Returns this rank's part of [rows, seq, ...]; without a group, all of it."""
     if group is None:
         return tensor
     return tensor.chunk(group.size(), dim=1)[group.rank()]
@@ -290,9 +270,8 @@ def context_part(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch
 def scatter_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Exchanges [rows, heads, seq / n, head_dim] for [rows, heads / n, seq, head_dim].
 
-    ``heads`` must be a multiple of n. In memory the heads of a token follow each other, as
-    upstream's projections lay them out: kernels that take tokens of several rows end to end need no
-    further copy.
+    The heads of a token are adjacent in memory, so that kernels for rows end to end need no
+    copy.
     """
     n = group.size()
     rows, heads, part, head_dim = tensor.shape
@@ -312,10 +291,8 @@ def gather_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 
 
 def shareable_kv_heads(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    """Repeats key or value heads until their number is divisible by the number of ranks.
-
-    Consecutive query heads use one key head. Repeating each key head in place therefore keeps
-    every query head together with its own key head.
+    """Repeats heads of keys or values in place until ranks can share them; query heads keep
+    theirs.
     """
     repeats = num_ranks // math.gcd(tensor.shape[1], num_ranks)
     return tensor.repeat_interleave(repeats, dim=1) if repeats > 1 else tensor
@@ -324,8 +301,7 @@ def shareable_kv_heads(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor:
 def gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Gathers [rows, seq / n, ...] of each rank into [rows, seq, ...] on all ranks.
 
-    Every rank computes the same loss from the whole sequence. The gradient of a rank's part is
-    therefore that part of the whole gradient, and nothing needs to be summed.
+    Every rank computes the same loss, so that the gradient of its part needs no sum.
     """
     if group is None:
         return tensor

@@ -1,11 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The model for packed rows; it returns log-probabilities of labels instead of logits.
-
-One ``forward`` serves every layout. Each stage builds its own mask from the sequence ids and, under
-context parallelism, takes its own part of the row.
-"""
+"""The model for packed rows; it returns log-probabilities of labels instead of logits."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,13 +29,11 @@ from torchtitan.grpo.models.packed_attention import (
 
 @dataclass(frozen=True)
 class ScoringSettings:
-    """How a model scores tokens.
+    """Settings of token scoring.
 
-    ``keep_logits`` keeps logits for the backward pass, in the memory of the output weight's
-    gradient, which is allocated in the forward pass. ``chunk_tokens`` is the number of tokens whose
-    logits exist at the same time. Without ``with_entropy`` the entropy is 0; without
-    ``trains_entropy`` it has no gradient. ``compiled`` blocks need masks of fixed sizes, see
-    :func:`packed_mask`.
+    ``keep_logits`` stores logits in the memory of the output weight's gradient, which is
+    allocated in the forward pass. Logits of ``chunk_tokens`` tokens exist at the same time.
+    Without ``with_entropy`` the entropy is 0. ``compiled`` blocks need masks of fixed sizes.
     """
 
     attention: PackedAttentionKind
@@ -52,20 +46,20 @@ class ScoringSettings:
 
 
 class ScoredTokens:
-    """A mask of tokens that the host knows as well as the device, [rows, seq] bool in both.
+    """A mask of tokens, [rows, seq] bool on the host and on the device.
 
-    The number of tokens decides the shapes of the output layer's tensors. A device would have to be
-    waited for to learn it, in every microbatch. This is neither a tensor nor a container that FSDP
-    knows, so that it reaches the model as it is: FSDP would move a tensor to the device.
+    Their number decides shapes, so that the host would wait for the device in every microbatch.
+    FSDP would move a tensor to the device.
     """
 
     def __init__(self, mask: torch.Tensor, host_mask: torch.Tensor) -> None:
         self._mask, self._host_mask = mask, host_mask
 
     def positions(self, part: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
-        """Returns the tokens of a part of the rows, [tokens] int64; None if they are all of them.
+        """Returns the tokens of a part of the rows, [tokens] int64, counted row by row; None for
+        all.
 
-        ``part`` cuts [rows, seq_local] out of [rows, seq]. Positions count its tokens row by row.
+        ``part`` cuts [rows, seq_local] out of [rows, seq].
         """
         host_part = part(self._host_mask)
         count = int(np.count_nonzero(host_part.numpy()))
@@ -77,17 +71,14 @@ class ScoredTokens:
 class LogprobHead(nn.Linear):
     """Maps hidden states to (log-probability, entropy), as the last layer of a model.
 
-    Its parameter ``weight`` [vocab, dim] is that of an ``nn.Linear``, so that state-dict keys
-    and upstream's ``ColwiseParallel`` and FSDP plans apply to it. Labels are not an input of
-    the model's ``forward``; they are set around it::
+    Its ``weight`` [vocab, dim] is named as in an ``nn.Linear``, for state dicts and upstream's
+    parallelism. Labels are set around the model's ``forward``::
 
         with model.output.labeled(labels):
             packed = model(tokens)  # [rows, seq, 2]
 
-    Each token may have further ids whose log-probabilities are computed as well.
-
-    Under tensor parallelism the weight is a ``DTensor`` sharded by vocabulary and the hidden
-    states are replicated. The result is replicated, and no logits are sent between ranks.
+    Under tensor parallelism the weight is sharded by vocabulary, and hidden states and result
+    are replicated. No logits are sent between ranks.
     """
 
     def __init__(self, output: nn.Linear, settings: ScoringSettings) -> None:
@@ -107,13 +98,10 @@ class LogprobHead(nn.Linear):
         positions: torch.Tensor | None = None,
         other_ids: torch.Tensor | None = None,
     ) -> Iterator[None]:
-        """Makes forward passes inside the context score labels.
+        """Forward passes inside the context score ``labels``, [rows, seq] int.
 
-        Args:
-            labels: [rows, seq] int.
-            positions: [tokens] int64, the tokens to score, counted row by row; None for all.
-            other_ids: [rows, seq, k] int, further ids of each token; see
-                :func:`packed_linear_logprobs`. None for none.
+        ``positions`` [tokens] int64 count the scored tokens row by row; None for all.
+        ``other_ids`` are [rows, seq, k] int, see :func:`packed_linear_logprobs`.
         """
         outer = self._labels, self._positions, self._other_ids
         self._labels, self._positions, self._other_ids = labels, positions, other_ids
@@ -123,10 +111,9 @@ class LogprobHead(nn.Linear):
             self._labels, self._positions, self._other_ids = outer
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Maps [rows, seq, dim] to [rows, seq, 2 + k] float32.
+        """Maps [rows, seq, dim] to [rows, seq, 2 + k] float32, 0 where nothing is scored.
 
-        They are log-probability, entropy or 0, and the log-probabilities of ``k`` other ids, all 0
-        where nothing is scored.
+        They are log-probability, entropy or 0, and the log-probabilities of ``k`` other ids.
         """
         if self._labels is None:
             raise RuntimeError("The output layer needs labels: call it inside `labeled(labels)`.")
@@ -195,7 +182,7 @@ class LogprobHead(nn.Linear):
 
 
 def replace_output(model: nn.Module, settings: ScoringSettings) -> None:
-    """Replaces ``model.output``, if this stage has one, before the model is parallelized or wrapped."""
+    """Replaces ``model.output`` if there is one; before parallelism is applied."""
     output = getattr(model, "output", None)
     if output is None:
         return
@@ -205,8 +192,6 @@ def replace_output(model: nn.Module, settings: ScoringSettings) -> None:
 
 
 class PackedModel(nn.Module):
-    """Mixin that precedes an upstream model in the bases of a class."""
-
     context_group: dist.ProcessGroup | None = None
 
     def __init__(self, model_args, settings: ScoringSettings) -> None:
@@ -235,18 +220,10 @@ class PackedModel(nn.Module):
     ) -> torch.Tensor:
         """Runs packed rows through the model, or through one pipeline stage of it.
 
-        Args:
-            tokens: [rows, seq] int; on later stages the hidden states of the previous stage.
-            sequence_ids: [rows, seq] int, see :func:`packed_mask`, as ``host_sequences``.
-            positions: [rows, seq] int, starting at 0 in each sequence.
-            labels: [rows, seq] int, tokens whose logprobs are computed.
-            scored: The positions at which they are computed; None for all.
-            other_ids: [rows, seq, k] int, further tokens whose logprobs are computed.
-
-        Returns:
-            [rows, seq, 2 + k] float32: logprobs of the labels, entropies, and logprobs of the further
-            tokens; all are 0 where nothing is scored. Stages before the last one return hidden states
-            instead, of which tensor and context parallelism leave a part to each rank.
+        All are [rows, seq] int: ``tokens`` (hidden states on later stages), ``sequence_ids``
+        (also as ``host_sequences``), ``positions`` that start at 0 in each sequence, and
+        ``labels``; ``other_ids`` is [rows, seq, k]. Returns what :class:`LogprobHead` does, or
+        this rank's hidden states.
         """
         group = self.context_group
         if embeds_tokens(self):
@@ -267,4 +244,4 @@ class PackedModel(nn.Module):
 
 
 class PackedDecoder(PackedModel, Decoder):
-    """Adapts the model of all families to packed rows."""
+    pass

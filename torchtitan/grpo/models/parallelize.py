@@ -3,9 +3,9 @@
 
 """Applies every parallelism except the pipeline's to a model or to one of its stages.
 
-The functions and their order are upstream's. Four things differ: context parallelism uses
-all-to-all, tied embeddings form one FSDP group, plain replication sums gradients instead of
-averaging them, and tensor parallelism accepts the positions of packed rows.
+Unlike upstream, context parallelism uses all-to-all, tied embeddings form one FSDP group, plain
+replication sums gradients instead of averaging them, and tensor parallelism accepts the
+positions of packed rows.
 """
 
 import warnings
@@ -52,12 +52,7 @@ def parallelize(
     config: JobConfig,
     compile_backend: Callable[..., Any] | None = None,
 ) -> nn.Module:
-    """Applies tensor, expert, context and data parallelism to the model, in place.
-
-    Activation checkpointing and compilation are applied before data parallelism, as upstream does.
-    The model is a :class:`PackedModel` or a pipeline stage of one, on the meta device.
-    ``compile_backend`` replaces that of ``[compile]``.
-    """
+    """Applies everything but pipelines to a :class:`PackedModel` on the meta device."""
     assert isinstance(model, PackedModel)
     if dims.tp_enabled or dims.ep_enabled:
         _apply_tensor_and_expert(model, dims, config)
@@ -93,9 +88,8 @@ def compiles_model(config: JobConfig) -> bool:
 def _checkpoint_no_profiler_marks() -> None:
     """Allows FSDP groups inside selectively checkpointed blocks, such as those of experts.
 
-    When a block is recomputed, FSDP's hooks record other profiler marks than in the forward
-    pass. Torch treats these marks as operations that must be the same in both passes, unless it
-    is told to ignore them.
+    In recomputation FSDP's hooks record other profiler marks than in the forward pass, which
+    torch refuses unless told to ignore them.
     """
     ops = torch.ops.profiler
     torch.utils.checkpoint.SAC_IGNORED_OPS |= {
@@ -108,8 +102,8 @@ def _checkpoint_no_profiler_marks() -> None:
 def _wait_for_embeddings(model: PackedModel) -> None:
     """Waits for the collective that tensor parallelism starts on the embeddings' output.
 
-    A compiled block accepts the tensor that represents the unfinished collective but computes no
-    gradient for it, so that the embedding would never be trained. Copying the tensor waits.
+    A compiled block would compute no gradient for its unfinished tensor, so that the embedding
+    would never be trained. Copying waits.
     """
 
     def wait(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
@@ -123,7 +117,7 @@ def _apply_tensor_and_expert(model: PackedModel, dims: ParallelDims, config: Job
     if dims.tp_enabled:
         embeddings = model.tok_embeddings
         if not embeds_tokens(model):
-            # What passes hidden states on has nothing to shard.
+            # A stage that takes hidden states has nothing to shard here.
             model.tok_embeddings = None  # pyright: ignore[reportArgumentType]
         with warnings.catch_warnings():
             # Upstream's plan shards the norms of queries and keys, which only some families have.
@@ -170,8 +164,8 @@ def _apply_data_parallel(model: PackedModel, dims: ParallelDims, config: JobConf
             edp_mesh = dims.get_optional_mesh([*replicas, "efsdp"])
             apply_fsdp(model, **dtypes, **sharing, ep_degree=dims.ep, edp_mesh=edp_mesh)
     elif dims.dp_replicate_enabled or _is_mixed(config):
-        # A mesh of one rank has nothing to sum, but FSDP2 still casts for mixed precision.
-        # Autocast, which upstream takes, would leave the output layer in float32.
+        # Even on one rank, FSDP2 casts for mixed precision. Upstream's autocast would leave the
+        # output layer in float32.
         mesh = dims.get_optional_mesh("dp_replicate") or dims._meshes["dp_replicate"]
         _apply_replication(model, mesh, **dtypes)
     if utils.device_type == "cpu":
@@ -179,7 +173,6 @@ def _apply_data_parallel(model: PackedModel, dims: ParallelDims, config: JobConf
 
 
 def _reshard_policy(config: JobConfig) -> str:
-    """Returns upstream's name for what happens to gathered parameters after a forward pass."""
     settings = config.parallelism
     kept: str = settings.fsdp_between_microbatches  # pyright: ignore[reportAttributeAccessIssue]
     return "never" if keeps_parameters(kept) else settings.fsdp_reshard_after_forward
@@ -196,11 +189,7 @@ def _is_mixed(config: JobConfig) -> bool:
 def _apply_replication(
     model: PackedModel, mesh: DeviceMesh, param_dtype: torch.dtype, reduce_dtype: torch.dtype
 ) -> None:
-    """Applies plain replication with FSDP2's machinery, which casts and sums gradients.
-
-    Upstream's DDP is not used: it divides gradients by the number of replicas, and supports
-    neither pipeline nor tensor parallelism.
-    """
+    """Upstream's DDP averages gradients, and supports neither pipeline nor tensor parallelism."""
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     for block in cast(nn.ModuleDict, model.layers).values():
         replicate(block, mesh=mesh, mp_policy=policy)
@@ -212,7 +201,7 @@ def _apply_replication(
 
 
 Kept = Literal["free", "keep_parameters", "keep_all"]
-"""The values of ``parallelism.fsdp_between_microbatches``, of which ``auto`` chooses one."""
+"""Values of ``parallelism.fsdp_between_microbatches`` other than ``auto``."""
 
 
 def keeps_parameters(kept: str) -> bool:
@@ -222,14 +211,9 @@ def keeps_parameters(kept: str) -> bool:
 class BetweenMicrobatches:
     """Tells FSDP2 what to keep between microbatches; does nothing if FSDP2 is not applied.
 
-    Left to itself, FSDP2 gathers and casts every parameter for each microbatch, and reduces the
-    gradients after each. Whole parameters and gradients that are kept in between cost memory, and
-    save this work for all microbatches but one, on a single rank as well, where FSDP2 casts without
-    gathering.
-
-    ``set_is_last_backward`` stays as it is. It would only delay the wait for the reductions of a
-    microbatch, and FSDP2 would then prefetch the last parameters of the previous microbatch at the
-    end of each backward pass.
+    By default, FSDP2 gathers and casts parameters and reduces gradients for each microbatch.
+    ``set_is_last_backward`` stays as it is: it would only delay the wait for reductions, and
+    let FSDP2 prefetch the last parameters of the previous microbatch after each backward pass.
     """
 
     def __init__(self, model: nn.Module, kept: Kept) -> None:
@@ -242,10 +226,7 @@ class BetweenMicrobatches:
             self._root.set_reshard_after_backward(not self.keeps_parameters)
 
     def before_backward(self, *, is_last: bool) -> None:
-        """Sets whether the gradients of the next backward pass are reduced.
-
-        With the last one of a sequence of microbatches, what the earlier ones have left is reduced.
-        """
+        """Sets whether the next backward pass reduces all gradients since the last reduction."""
         if self._root is None:
             return
         if self._keeps_gradients:
@@ -255,6 +236,6 @@ class BetweenMicrobatches:
             self._root.set_requires_all_reduce(is_last)
 
     def forget_parameters(self) -> None:
-        """Frees gathered parameters, which would be outdated after the next optimizer step."""
+        """Frees gathered parameters, which the next optimizer step makes outdated."""
         for module in self._sharded:
             module.reshard()

@@ -3,14 +3,10 @@
 
 """Computes which part of which parameter every rank holds.
 
-The functions are pure. In any layout (FSDP2, replication, tensor, context, expert and pipeline
-parallelism, and their combinations) each rank holds at most one block of a parameter. Code that
-reads or writes weights needs no other knowledge of the layout. Invariants of the plan:
-
-- The blocks of a parameter are disjoint and cover it.
-- Each block is sent once, by one of the ranks that hold it: the lowest one, unless the caller
-  chooses another.
-- Parameters are listed in the order of the whole model.
+In any layout (FSDP2, replication, tensor, context, expert and pipeline parallelism, and their
+combinations) each rank holds at most one block of a parameter. The blocks of a parameter are
+disjoint and cover it. Each is sent once, by its lowest holder unless the caller chooses
+another. Parameters have the order of the whole model.
 """
 
 import math
@@ -28,7 +24,7 @@ _TOP_LEVEL = ("tok_embeddings", "layers", "norm", "output")
 
 @dataclass(frozen=True)
 class Block:
-    """A rectangular part of a tensor: index of its first element, and size, in each dimension."""
+    """A rectangular part of a tensor: its first element's index, and its size, in each dimension."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -47,16 +43,11 @@ def block_of(
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
 ) -> Block:
-    """Returns the block of a tensor at one coordinate of a mesh.
+    """Returns the block of a sharded or replicated tensor at one coordinate of a mesh.
 
-    Torch's own helpers treat a strided shard as if the tensor had been divided along the mesh
-    axes from left to right. FSDP2 does something else if sizes do not divide evenly. The
-    divisions are therefore repeated here in the order in which they were made: FSDP2 divides
-    last, although its axis is to the left of the others, and marks its shard as strided where
-    the order matters.
-
-    Raises:
-        ValueError: If a placement is neither sharded nor replicated.
+    Torch's helpers treat a strided shard as if the mesh axes had divided the tensor from left
+    to right, which is wrong for FSDP2 if sizes do not divide evenly: FSDP2 divides last,
+    although its axis is to the left, and marks its shard as strided where the order matters.
     """
     offset, size = [0] * len(shape), list(shape)
     strided = [axis for axis, p in enumerate(placements) if isinstance(p, _StridedShard)]
@@ -77,7 +68,7 @@ def block_of(
 
 
 def named_parameters(model_parts: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the parameters of all parts under their upstream names, shared ones once."""
+    """Yields the parameters under their upstream names, shared ones once."""
     for part in model_parts:
         for name, parameter in part.named_parameters():
             # Activation checkpointing and torch.compile wrap modules, which shows in names.
@@ -107,7 +98,7 @@ def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def divided_like(weight: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's elements as a tensor that is divided as a weight is, if it is."""
+    """Returns this rank's elements as a DTensor if the weight is one."""
     if not isinstance(weight, DTensor):
         return local
     return DTensor.from_local(
@@ -118,8 +109,6 @@ def divided_like(weight: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Held:
-    """The part of one parameter, of this whole shape, that a rank holds."""
-
     shape: tuple[int, ...]
     block: Block
 
@@ -137,7 +126,6 @@ class Piece:
         return tuple(sorted((self.rank, *self.replicas)))
 
     def sent_by(self, rank: int) -> "Piece":
-        """Returns the piece with another of its holders as the rank that sends it."""
         return Piece(rank, self.block, tuple(r for r in self.holders if r != rank))
 
 
@@ -155,10 +143,7 @@ class Assembly:
 
 
 def plan_assembly(held_by_rank: Sequence[Mapping[str, Held]]) -> list[Assembly]:
-    """Decides which rank sends which block of which parameter, for the whole model.
-
-    Raises RuntimeError if the blocks do not make up a parameter, or ranks disagree on its shape.
-    """
+    """Decides which rank sends which block; RuntimeError if they do not make up the parameters."""
     shapes: dict[str, tuple[int, ...]] = {}
     holders: dict[str, dict[Block, list[int]]] = {}
     for rank, held in enumerate(held_by_rank):
@@ -191,10 +176,7 @@ def plan_assembly(held_by_rank: Sequence[Mapping[str, Held]]) -> list[Assembly]:
 
 
 def model_order(name: str) -> tuple[int, int]:
-    """Returns a sort key that puts native names in the order of the whole model.
-
-    Names within one layer have equal keys, so that a stable sort keeps their order.
-    """
+    """Key that sorts native names in the order of the whole model; equal within one layer."""
     top, _, rest = name.partition(".")
     number = rest.partition(".")[0]
     place = _TOP_LEVEL.index(top) if top in _TOP_LEVEL else len(_TOP_LEVEL)
@@ -204,10 +186,9 @@ def model_order(name: str) -> tuple[int, int]:
 def in_buckets(
     assemblies: Sequence[Assembly], num_bytes: Callable[[Assembly], int], bucket_bytes: int
 ) -> list[list[Assembly]]:
-    """Divides the model into buckets of at most ``bucket_bytes``.
+    """Divides the model into buckets of at most ``bucket_bytes``, or of one larger parameter.
 
-    A parameter that is larger has a bucket of its own. One without bytes, such as that of an adapter
-    which is added to its target, is in the bucket of the parameter before it.
+    A parameter without bytes, such as that of an added adapter, joins the one before it.
     """
     buckets: list[list[Assembly]] = []
     room = 0

@@ -3,20 +3,18 @@
 
 """Compiles blocks whose weight gradients can be computed later than their input's gradient.
 
-The backward pass of a compiled block is one graph. It runs no Python, so that linear layers in it
-cannot hand anything to a store, as those of `weight_grads.py` do. Here, a backend around
-inductor removes from this graph each matrix product that gives the gradient of a linear layer's
-weight, and makes the graph return the two factors instead:
+The backward pass of a compiled block is one graph without Python, which cannot store anything
+as the layers of `weight_grads.py` do. A backend around inductor removes each matrix product
+that gives the gradient of a linear layer's weight, and makes the graph return the two factors:
 
 1. Each parameter enters the compiled graph through a tap, an autograd function.
 2. The backward pass gives the tap a stand-in of the gradient's shape, which takes no memory and
-   carries the factors. It is NaN, so that factors that were lost would not go unnoticed.
-3. The tap puts the factors into the store (`models/weight_grads.py`), which multiplies them when
-   the pipeline's schedule asks for it. Outside of such a schedule's passes, the product is computed
-   at once.
+carries the factors. It is NaN, so that lost factors do not go unnoticed.
+3. The tap puts the factors into the store, which multiplies them when the pipeline's schedule
+asks for it; outside the passes of such a schedule, the product is computed at once.
 
-A gradient that is no such product, such as that of a norm or of a weight that two layers share,
-remains in the graph. Checkpoints inside the graph are recomputed once, as without the backend.
+Other gradients, such as those of norms or of a weight that two layers share, remain in the
+graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,18 +53,14 @@ _VIEWS = {
 """Operations that may lie between the product and the gradient."""
 
 _STAND_IN = "_deferred_factors"
-"""Attribute of a stand-in, under which it carries the factors."""
+"""Attribute of a stand-in that carries the factors."""
 
 View = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
 class SplitGraph:
-    """What became of one backward graph.
-
-    The forward graph has ``linears`` linear layers, ``deferred`` weight gradients left the backward
-    graph, and ``products`` matrix products remain in it.
-    """
+    """Counts linear layers, deferred weight gradients, and products left in the backward graph."""
 
     linears: int
     deferred: int
@@ -86,8 +80,8 @@ class SplitBackend:
             i for i, example in enumerate(example_inputs) if isinstance(example, nn.Parameter)
         )
         compile_inner = partial(self._compile_inner, _num_linears(graph), tapped)
-        # The factors are often activations, whose memory inductor would use for other things. A
-        # graph from the cache would come without the factors.
+        # Inductor would reuse the memory of factors that are activations. A graph from the cache
+        # would come without the factors.
         with functorch_config.patch(donated_buffer=False, enable_autograd_cache=False):
             compiled: Any = compile_fx(graph, example_inputs, inner_compile=compile_inner)
 
@@ -128,7 +122,6 @@ class SplitBackend:
         )
 
     def _note(self, graph: fx.GraphModule, num_linears: int, deferred: int) -> None:
-        """Reports how many gradients a graph defers; those of linear layers should be all."""
         products = sum(node.target is _aten.mm.default for node in graph.graph.nodes)
         self.graphs.append(SplitGraph(num_linears, deferred, products))
         text = f"A compiled backward graph defers {deferred} of {num_linears} weight gradients"
@@ -145,7 +138,7 @@ class SplitBackend:
 
 @dataclass(frozen=True)
 class _Found:
-    """A gradient that is a product behind views, in the order in which they are applied to it."""
+    """A product behind views, in the order in which they are applied to it."""
 
     product: fx.Node
     views: tuple[View, ...]
@@ -154,13 +147,10 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Where the compiled graph returns the factors of a gradient, and how they make it.
+    """The factors that a compiled graph returns for a gradient: numbers of its outputs.
 
-    Attributes:
-        left: Number of the output that is the product's left factor, from the output's gradient.
-        right: Number of the output that is its right factor, the layer's input.
-        views: What is applied to the product.
-        example: Fake tensor with shape, dtype and device of the gradient.
+    ``left`` is the gradient of the layer's output, ``right`` the layer's input, ``example`` a
+    fake tensor like the gradient.
     """
 
     left: int
@@ -205,10 +195,7 @@ class _Tap(torch.autograd.Function):
 
 
 def _num_linears(graph: fx.GraphModule) -> int:
-    """Returns the number of linear layers in a graph, those in checkpoints included.
-
-    Frozen ones, as those beside adapters are, do not count: their weights have no gradient.
-    """
+    """Counts linear layers, those in checkpoints included and frozen ones not."""
     parts = [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
     nodes = [node for part in parts for node in part.graph.nodes]
     return sum(
@@ -223,7 +210,7 @@ def _is_frozen(weight: Any) -> bool:
 
 
 def _input_of(description: Any) -> int | None:
-    """Returns the number of the input whose gradient an output is; None if it is something else."""
+    """Returns the number of the input whose gradient an output is; None for other outputs."""
     while isinstance(description, SubclassGetAttrAOTOutput):  # a part of a DTensor
         description = description.base
     if not isinstance(description, GradAOTOutput):
@@ -232,7 +219,7 @@ def _input_of(description: Any) -> int | None:
 
 
 def _find_product(grad: Any) -> _Found | None:
-    """Returns how a gradient is made if it is a product of two matrices, behind views only."""
+    """Returns the product of two matrices that a gradient is, behind views only; or None."""
     node: Any = grad
     views: list[View] = []
     while isinstance(node, fx.Node) and node.target in _VIEWS:
@@ -249,7 +236,6 @@ def _find_product(grad: Any) -> _Found | None:
 def _cut(
     graph: fx.GraphModule, grads: list[Any], found: dict[int, _Found]
 ) -> tuple[fx.GraphModule, dict[int, _Cut]]:
-    """Returns the graph with the factors as further outputs, and where they are."""
     outputs: list[Any] = [None if i in found else grad for i, grad in enumerate(grads)]
     places: dict[fx.Node, int] = {}
 
@@ -280,8 +266,6 @@ def _cut(
 def _with_stand_ins(
     compiled: Callable[[list[Any]], Sequence[Any]], num_grads: int, cuts: dict[int, _Cut]
 ) -> Callable[[list[Any]], list[Any]]:
-    """Returns a backward pass that returns stand-ins for the gradients that were cut out."""
-
     def run(inputs: list[Any]) -> list[Any]:
         outputs = compiled(inputs)
         grads = list(outputs[:num_grads])
@@ -293,6 +277,6 @@ def _with_stand_ins(
             setattr(grads[i], _STAND_IN, factors)
         return grads
 
-    # The caller then passes its inputs in a list, which inductor empties in order to free them.
+    # The caller then passes its inputs in a list, which inductor empties to free them.
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return run

@@ -3,15 +3,11 @@
 
 """Weight gradients that are computed later than the gradients of their layers' inputs.
 
-Zero-bubble schedules run the backward pass of a stage in two actions, I and W. In this package, I is
-a whole backward pass in which linear layers and experts put their input and the gradient of their
-output into a store, so that activation checkpoints recompute each block once. W takes these tensors
-out and multiplies them. The store keeps the following invariants:
-
-- After each ``put``, the stored tensors occupy at most ``max_pending_bytes``. If they occupy more,
-  the oldest products are computed immediately, and the W action to which they belong has less to do.
-- Products of one parameter are added to its gradient in the order in which they were put.
-- The store is empty after each step of the schedule.
+Zero-bubble schedules run a stage's backward pass in two actions, I and W. Here, I is a whole
+backward pass in which linear layers and experts store their input and the gradient of their
+output, so that activation checkpoints recompute each block once. W multiplies what was stored.
+The store occupies at most ``max_pending_bytes`` after each ``put``: the oldest products are
+computed early. Products of one parameter are added to its gradient in the order of ``put``.
 """
 
 from collections import deque
@@ -33,16 +29,15 @@ Key = tuple[int, int]
 """Stage and microbatch of a backward pass."""
 
 AddGradient = Callable[[torch.Tensor, torch.Tensor], None]
-"""Adds a gradient, the second argument, to the gradient of a parameter, the first argument."""
+"""Adds the second argument to the gradient of a parameter, the first argument."""
 
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Computes a weight's gradient from the gradient of the layer's output and the layer's input."""
 
 
 def multiply_linear(output_grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    """Returns the gradient [out, in] of a linear layer's weight, from [..., out] and [..., in]."""
-    # Operands and their order are the same as in autograd, so that the result is bitwise equal.
+    """Computes the gradient [out, in] of a linear layer's weight from [..., out] and [..., in]."""
+    # The operands and their order are autograd's, for the same bits.
     return output_grad.flatten(0, -2).t().mm(input.flatten(0, -2))
 
 
@@ -59,11 +54,7 @@ class _Product:
 
 
 class WeightGradients:
-    """The pending products of all stages of a rank; ``max_pending_bytes`` None sets no bound.
-
-    The store does not belong to a particular thread, because backward passes on a GPU run in a
-    thread of the device.
-    """
+    """The pending products of all stages of a rank; ``max_pending_bytes`` None sets no bound."""
 
     def __init__(self, max_pending_bytes: int | None = None) -> None:
         self.max_pending_bytes = max_pending_bytes
@@ -78,11 +69,7 @@ class WeightGradients:
 
     @contextmanager
     def catching(self, key: Key, add: AddGradient) -> Iterator[None]:
-        """Makes forward and backward passes inside the context use the store.
-
-        A checkpoint recomputes its block in the backward pass, which must therefore run in one,
-        too.
-        """
+        """Passes inside the context use the store; backward passes recompute checkpoints in one."""
         assert self._catching is None, "a pass of a stage began inside the pass of another stage"
         self._catching = key, add
         try:
@@ -97,7 +84,7 @@ class WeightGradients:
         output_grad: torch.Tensor,
         multiply: Multiply = multiply_linear,
     ) -> None:
-        """Stores the factors of a weight's gradient; called in the backward pass."""
+        """Stores the factors of a weight's gradient; called in the backward pass, on any thread."""
         assert self._catching is not None, "a deferred backward pass ran outside its context"
         key, add = self._catching
         product = _Product(weight, input.detach(), output_grad.detach(), add, multiply)
@@ -116,7 +103,6 @@ class WeightGradients:
         return key in self._pending
 
     def check_empty(self) -> None:
-        """Asserts that no product is pending, because it would be lost at the end of a step."""
         assert not self._pending, f"Weight gradients of {list(self._pending)} were not computed."
         assert self.pending_bytes == 0, f"{self.pending_bytes} bytes are still counted as pending."
 
@@ -130,10 +116,7 @@ class WeightGradients:
         self._count(product, -1)
 
     def _count(self, product: _Product, change: int) -> None:
-        """Updates the number of pending bytes.
-
-        Memory that several products share, such as the input of q, k and v, is counted once.
-        """
+        """Counts memory that several products share, such as the input of q, k and v, once."""
         for tensor in (product.input, product.output_grad):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             storage = local.untyped_storage()
@@ -148,11 +131,7 @@ class WeightGradients:
 
 
 class DeferredLinear(nn.Linear):
-    """An ``nn.Linear`` that shares the parameters of another and may defer its weight's gradient.
-
-    While the store does not catch gradients, this is an ordinary linear layer. The gradient of a
-    bias is a cheap sum and is never deferred.
-    """
+    """Shares another layer's parameters, and defers its weight's gradient while the store catches."""
 
     def __init__(self, linear: nn.Linear, store: WeightGradients) -> None:
         super().__init__(
@@ -177,14 +156,10 @@ def deferred(
     input: torch.Tensor,
     put: Callable[[torch.Tensor, torch.Tensor], None],
 ) -> torch.Tensor:
-    """Returns a layer's output; its backward pass hands over the factors of a weight's gradient.
-
-    ``product`` computes the output without a gradient of the weight. ``put`` is called in the
-    backward pass with the input and the gradient of the output.
-    """
+    """Computes ``product``, whose backward pass gives its input and output gradient to ``put``."""
     caught: list[torch.Tensor] = []
-    # The product itself is torch's own. Inside a function of ours, a checkpoint that is
-    # recomputed could not stop before the last product of its block.
+    # The product is not inside this function of ours, since a recomputed checkpoint could then not
+    # stop before the last product of its block.
     tapped: Any = _Tap.apply(input, caught, put)
     output = product(tapped)
     output.register_hook(caught.append)  # pyright: ignore[reportArgumentType]
@@ -195,8 +170,8 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, caught, put):  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.save_for_backward(input)
-        # A parameter that a checkpoint saved comes back as a detached stand-in, whose gradient
-        # nobody reads. The parameter is therefore not among the saved tensors, but in `put`.
+        # A parameter saved here comes back from a checkpoint as a detached stand-in, whose gradient
+        # nobody reads. The parameter is therefore in `put`.
         ctx.caught, ctx.put = caught, put
         return input.view_as(input)
 
@@ -208,10 +183,7 @@ class _Tap(torch.autograd.Function):
 
 
 def defer_linears(model: nn.Module, store: WeightGradients) -> None:
-    """Replaces every layer that is exactly an ``nn.Linear``, in place.
-
-    Subclasses, such as the output layer, compute in another way and stay as they are.
-    """
+    """Replaces every layer that is exactly an ``nn.Linear``: subclasses compute in another way."""
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if type(child) is nn.Linear:
@@ -219,10 +191,6 @@ def defer_linears(model: nn.Module, store: WeightGradients) -> None:
 
 
 class DeferredExperts(GroupedExperts):
-    """Upstream's experts, which may defer the gradients of their weights; see
-    :func:`defer_experts`.
-    """
-
     store: WeightGradients
 
     def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
@@ -270,7 +238,6 @@ class DeferredExperts(GroupedExperts):
         x: torch.Tensor,
         num_tokens_per_expert: torch.Tensor,
     ) -> torch.Tensor:
-        """Computes all experts by grouped products. Upstream's wrapper passes the weights."""
         ends = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)
 
         def product(input: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
@@ -303,7 +270,6 @@ class DeferredExperts(GroupedExperts):
 
 
 def defer_experts(model: nn.Module, store: WeightGradients) -> None:
-    """Makes every group of experts of a model defer its weights' gradients, in place."""
     for module in model.modules():
         if type(module) is GroupedExperts:
             module.__class__ = DeferredExperts

@@ -3,12 +3,10 @@
 
 """Chooses the pipeline schedule of a run from measured times.
 
-Before the model is built, its layers are built with random weights in two stages on each rank, and a
-few microbatches of random tokens are timed. From the times of the stages, the duration of every
-schedule is predicted. The schedules with the shortest predicted times are then run and measured,
-because a prediction includes neither the overhead of additional stages nor the overhead of splitting
-backward passes. If the configuration fixes the number of stages, that number of stages is timed, and
-only schedules that can run it are considered.
+A few microbatches of random tokens are timed with random weights, in two stages on each rank,
+or in as many as the configuration fixes. These times predict the duration of every schedule.
+The fastest ones are then run: predictions ignore the overhead of further stages and of split
+backward passes.
 """
 
 import gc
@@ -52,11 +50,9 @@ def resolve_schedule(
 ) -> Costs | None:
     """Replaces ``auto`` in the configuration by the fastest schedule that fits.
 
-    Collective over all ranks of the run. Rank 0 logs the reason for the choice, and writes it with
-    pictures to ``pipeline_schedule.txt`` and ``pipeline_schedule.png`` in the run's folder. The
-    whole model is on the meta device and is not changed. Returns the measured costs of all stages,
-    or None if the configuration names a schedule. There are two stages on each rank, unless the
-    configuration fixes their number.
+    Collective over all ranks. Rank 0 writes the reason to ``pipeline_schedule.txt`` and
+    ``.png`` in the run's folder. The whole model is on the meta device. Returns the measured
+    costs, or None if the configuration names a schedule.
     """
     settings = config.parallelism
     if settings.pipeline_parallel_schedule != AUTO:
@@ -89,7 +85,7 @@ def resolve_schedule(
 
 
 _PASSES = range(3, 11)
-"""Possible numbers of measured passes. Shorter passes are run more often than longer ones."""
+"""Least and largest number of measured passes."""
 _SECONDS = 1.0
 """Time that the measured passes of a schedule should take together, within these numbers."""
 
@@ -98,9 +94,8 @@ _SECONDS = 1.0
 class Trial:
     """Builds the stages that a schedule needs, and runs microbatches of random tokens.
 
-    All methods are collective over all ranks of the run and return the same result on each rank.
-    Each method frees its stages before it returns. The whole model, on the meta device, is not
-    changed. While a schedule is tried, the configuration contains its name.
+    All methods are collective over all ranks of the run, return the same result on each, and
+    free their stages. While a schedule is tried, the configuration contains its name.
     """
 
     model: nn.Module
@@ -109,7 +104,6 @@ class Trial:
     device: torch.device
 
     def measure_costs(self, row: Schedule) -> Costs:
-        """Measures passes and a hop with a schedule that computes I and W separately."""
         with self._stages(row) as stages:
             degree = self.config.parallelism.pipeline_parallel_degree
             schedule = self._schedule(row, stages, assumed_costs(self.config, len(stages)))
@@ -122,10 +116,7 @@ class Trial:
             return _costs_of_all(timer, len(stages), degree)
 
     def measure_pass(self, row: Schedule, measured: Costs, num_microbatches: int) -> float:
-        """Returns the median time, in seconds, that the slowest rank takes for a whole pass.
-
-        The costs are those of :meth:`measure_costs`, and shape the table.
-        """
+        """Returns the median time in seconds of a whole pass on the slowest rank."""
         with self._stages(row) as stages:
             costs = costs_for(row, measured, self.config.parallelism.pipeline_parallel_degree)
             schedule = self._schedule(row, stages, costs)
@@ -177,7 +168,6 @@ class Trial:
         return max(of_ranks)
 
     def _run(self, schedule: TableSchedule, num_microbatches: int) -> None:
-        """Runs a pass of microbatches whose rows contain one sequence each."""
         config = self.config
         shape = (config.parallelism.pipeline_parallel_microbatch_size, config.training.seq_len)
         vocab_size: int = self.model.model_args.vocab_size  # pyright: ignore
@@ -201,10 +191,9 @@ class Trial:
 
 
 def _costs_of_all(timer: PassTimer, stages_per_rank: int, num_ranks: int) -> Costs:
-    """Returns the times of all stages, averaged over the ranks that hold the same stage.
+    """Averages the times of each stage, and of a hop, over all ranks.
 
-    The time of a hop is averaged over all neighboring ranks. All ranks use these averages, because
-    FSDP's collectives connect the pipelines and all ranks must therefore choose the same schedule.
+    FSDP's collectives connect the pipelines: all ranks must choose the same schedule.
     """
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, (timer.medians(), timer.median_hop()))
@@ -234,9 +223,8 @@ _NUM_EXCHANGES = 64
 def measure_hops(stages: list[LeanStage], timer: PassTimer) -> None:
     """Sends tensors of the size that stages exchange to the neighboring ranks and back.
 
-    Collective over the pipeline's ranks, whose stages have run before. Of two neighbors, the rank
-    with the lower number measures. No rank exchanges tensors with both neighbors at the same time,
-    so that the measured times are those of an idle connection.
+    Collective over the pipeline's ranks. The lower of two neighbors measures. No rank exchanges
+    with both neighbors at once, so that the connection is idle.
     """
     rank, num_ranks = stages[0].group_rank, stages[0].group_size
     tensor = stages[0].example_of_exchanges()

@@ -78,10 +78,7 @@ def build_schedule(
     loss: Callable[..., Any],
     measured: Costs | None = None,
 ) -> TableSchedule:
-    """Returns the schedule that trains this rank's stages; ``loss`` runs once per microbatch.
-
-    ``measured`` are costs that ``auto`` has measured; None uses typical costs.
-    """
+    """Builds the schedule that trains this rank's stages; ``measured`` None uses typical costs."""
     row, degree = schedule_of(config.parallelism), config.parallelism.pipeline_parallel_degree
     if measured is None:
         costs = assumed_costs(config, len(stages))
@@ -100,7 +97,6 @@ def build_schedule(
 
 
 def build_forward_schedule(config: JobConfig, stages: list[LeanStage]) -> TableSchedule:
-    """Returns a schedule that runs forward passes through the modules of ``stages``."""
     ranks = tuple(stage_ranks(config.parallelism, stages[0].num_stages))
     return TableSchedule(
         [LeanStage.like(stage) for stage in stages],

@@ -11,10 +11,9 @@ from torchtitan.grpo.pipeline.simulate import Simulation, simulate
 from torchtitan.grpo.pipeline.tables.actions import Costs, StageCosts, Table
 
 _TIMES = {"none": (1.0, 1.0, 1.0), "full": (1.0, 2.0, 0.8), "selective": (1.0, 1.5, 0.8)}
-"""Relative times of F, I and W, by ``activation_checkpoint.mode``.
+"""Relative times of F, I (with recomputation) and W, by ``activation_checkpoint.mode``.
 
-I includes the recomputation of checkpointed blocks. W is slightly shorter, because norms and attention
-do not take part in it.
+W is slightly shorter than F, because norms and attention do not take part in it.
 """
 
 
@@ -28,16 +27,13 @@ def assumed_costs(config: JobConfig, stages_per_rank: int) -> Costs:
 
 
 _NEAR = 1.2
-"""A schedule is not tried if its predicted time exceeds that of the fastest one by this factor."""
+"""Schedules whose predicted time exceeds the shortest one by this factor are not tried."""
 
 
 def predict(
     costs: Costs, num_ranks: int, num_microbatches: int, rows: Sequence[Schedule]
 ) -> dict[str, tuple[Table, Simulation]]:
-    """Simulates schedules. Each of them places these stages on ranks in its own way.
-
-    If there are two stages for each rank, a schedule with one stage on each rank joins neighbors.
-    """
+    """Simulates schedules; one with a single stage on each rank joins two neighbors."""
     tried = {}
     for row in rows:
         row_costs = costs_for(row, costs, num_ranks)
@@ -48,10 +44,7 @@ def predict(
 
 
 def choose(tried: dict[str, tuple[Table, Simulation]], memory: float, num_ranks: int) -> str:
-    """Returns the fastest schedule within the bound on memory, a share of what 1F1B holds.
-
-    If no schedule is within the bound, the result is the schedule that holds the least memory.
-    """
+    """Returns the fastest schedule within ``memory``, a share of 1F1B's, or else the leanest one."""
     fitting = _fitting(tried, memory, num_ranks)
     if fitting:
         return min(fitting, key=lambda name: tried[name][1].makespan)
@@ -62,11 +55,10 @@ def choose(tried: dict[str, tuple[Table, Simulation]], memory: float, num_ranks:
 def finalists(
     tried: dict[str, tuple[Table, Simulation]], memory: float, num_ranks: int
 ) -> list[str]:
-    """Returns the schedules that are worth a trial, the one with the shortest predicted time first.
+    """Returns the schedules that are worth a trial, the fastest in prediction first.
 
-    These are the zero-bubble schedule with the shortest predicted time for each placement of
-    stages, and the schedules that do not split backward passes. A zero-bubble schedule is left out
-    if it is predicted to be slower than 1F1B or Interleaved1F1B and these are within the bound.
+    These are the fastest zero-bubble schedule for each placement of stages, unless 1F1B or
+    Interleaved1F1B fit and are faster, and the schedules that do not split backward passes.
     """
     makespans = {name: tried[name][1].makespan for name in _fitting(tried, memory, num_ranks)}
     if not makespans:
@@ -106,7 +98,6 @@ def describe(
     costs: Costs,
     num_microbatches: int,
 ) -> str:
-    """Returns a text that explains why a schedule was chosen; ``seconds`` are the measured times."""
     stages = costs.stages
     times = (
         f"{1000 * sum(times) / len(stages):.3g}"

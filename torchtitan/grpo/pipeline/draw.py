@@ -34,10 +34,9 @@ _DIGIT_WIDTH = 0.0024
 
 
 def draw_text(table: Table, simulation: Simulation, width: int = 100) -> str:
-    """Returns one line for each rank, in which each column stands for a unit of time.
+    """Draws a line for each rank, with the letters F, I, W, B and G over time.
 
-    The letters are F, I, W, B and G, in lower case for a rank's later stages. A dot marks idle
-    time.
+    They are in lower case for a rank's later stages. A dot marks idle time.
     """
     lines = []
     for rank, actions in enumerate(table.actions):
@@ -54,15 +53,11 @@ def draw_text(table: Table, simulation: Simulation, width: int = 100) -> str:
 
 
 def is_first_stage(table: Table, action: Action) -> bool:
-    """Returns whether an action belongs to the first stage of its rank."""
     return action.stage == table.ranks.index(table.ranks[action.stage])
 
 
 def draw_picture(pictures: dict[str, tuple[Table, Simulation]], file: Path, unit: str = "") -> Path:
-    """Writes a picture that shows schedules below each other, over the same time axis.
-
-    The suffix of the file determines the format.
-    """
+    """Draws schedules below each other over one time axis, in the format of the file's suffix."""
     import matplotlib
 
     matplotlib.use("Agg")

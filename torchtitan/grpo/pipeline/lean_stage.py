@@ -3,16 +3,14 @@
 
 """Pipeline stages that hold the memory of their exchanges only as long as it is needed.
 
-Before release 2.15, torch's stage allocates a buffer for every microbatch of a step before the first
-one arrives, and torch's runtime keeps every tensor that was sent until the step has ended. This
-memory grows with the number of microbatches, whereas a schedule bounds the number of activations
-that a rank holds at the same time. From 2.15 on, torch's stage allocates and frees as this one does;
+Before release 2.15, torch's stage allocates a buffer for every microbatch before the first one
+arrives, and torch's runtime keeps every sent tensor until the step has ended. From 2.15 on,
 what remains is that a pass may have any number of microbatches.
 
-A deferred stage computes the weight gradients of its layers in the W action. Torch's own split of the
-backward pass traverses the graph once for the inputs and once more for each group of parameters. It
-recomputes checkpointed blocks every time. Under FSDP2, before release 2.15, it accumulates the
-gradients of microbatches in the dtype of the parameters instead of the dtype of the reduction.
+A deferred stage computes the weight gradients of its layers in the W action. Torch's own split
+traverses the graph once for the inputs and once for each group of parameters, and recomputes
+checkpointed blocks every time. Under FSDP2, before release 2.15, it accumulates gradients in
+the dtype of the parameters instead of that of the reduction.
 """
 
 import copy
@@ -40,9 +38,8 @@ from torchtitan.grpo.pipeline.pass_timer import Part, PassTimer
 def num_early_blocks(config: JobConfig) -> int:
     """Returns how many blocks of a stage may be recomputed early; -1 means all blocks.
 
-    The result is 0 where it is impossible: without activation checkpointing, if the checkpoints are
-    part of compiled code, and if parameters are freed after the forward pass. In the last case,
-    FSDP gathers the parameters again only when a gradient arrives.
+    Compiled checkpoints are out, and stages whose parameters are freed after the forward pass:
+    FSDP gathers them again only when a gradient arrives.
     """
     is_compiled = config.compile.enable and "model" in config.compile.components
     is_checkpointed = config.activation_checkpoint.mode in ("full", "selective")
@@ -53,11 +50,10 @@ def num_early_blocks(config: JobConfig) -> int:
 
 
 class EarlyRecompute:
-    """The checkpointed blocks of one stage that can be recomputed early.
+    """The last ``num_blocks`` checkpointed blocks of a stage (-1: all), to be recomputed early.
 
-    ``num_blocks`` are counted from the last one; -1 means all. The activations of these blocks
-    exist at the same time. Recomputing only the last block takes no additional memory, because its
-    activations are the first ones that the backward pass needs.
+    Their activations exist at the same time. The last block takes no additional memory, because
+    the backward pass needs its activations first.
     """
 
     def __init__(self, stage_module: nn.Module, num_blocks: int) -> None:
@@ -69,7 +65,6 @@ class EarlyRecompute:
 
     @contextmanager
     def marking(self, microbatch: int) -> Iterator[None]:
-        """Marks the forward pass in the context, so that it can be recomputed early."""
         self._marking = self._marks.setdefault(microbatch, [])
         try:
             yield
@@ -77,7 +72,7 @@ class EarlyRecompute:
             self._marking = None
 
     def recompute(self, microbatch: int) -> GraphExecGroup:
-        """Recomputes the blocks. The backward pass must run in the group that is returned."""
+        """The backward pass must run in the group that is returned."""
         group = GraphExecGroup()
         with group:
             for mark in reversed(self._marks.pop(microbatch)):
@@ -116,10 +111,7 @@ OUTPUTS = "_forward_chunk_states" if TORCH_ALLOCATES else "fwd_cache"
 
 
 class LeanStage(PipelineStage):
-    """A stage that allocates a buffer when it receives, and frees a tensor when it has been sent.
-
-    Forward passes of microbatches run in a context that ``surrounding`` makes.
-    """
+    """Allocates a buffer when it receives, and frees a tensor when it has been sent."""
 
     surrounding: Callable[[], AbstractContextManager[None]]
 
@@ -153,16 +145,13 @@ class LeanStage(PipelineStage):
         return isinstance(self.args_recv_info, _OnDemand)
 
     def example_of_exchanges(self) -> torch.Tensor:
-        """Returns a tensor like the ones that the stage, which must have run, exchanges."""
+        """A tensor like those that the stage, which must have run, exchanges."""
         received = self.grad_recv_info if self.is_first else self.args_recv_info
         assert isinstance(received, _OnDemand), "the stage has not run yet"
         return received.example()
 
     def receive_like(self, stage: "LeanStage", offset: int) -> None:
-        """Makes this stage receive the same tensors as another one, which :attr:`knows_shapes`.
-
-        ``offset`` is added to the numbers of stages.
-        """
+        """Takes the shapes of another stage; ``offset`` is added to the numbers of stages."""
         assert isinstance(stage.args_recv_info, _OnDemand), "the stage has not run yet"
         self.args_recv_info = stage.args_recv_info.renumbered(offset)
 
@@ -198,7 +187,7 @@ class LeanStage(PipelineStage):
         return self._send(super().get_bwd_send_ops(bwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Starts to receive. The stage waits for the tensors itself, so the result is empty."""
+        """Starts to receive. The stage itself waits for the tensors, so the result is empty."""
         self._arriving[bwd_chunk_id] = [
             self._begun(dist.irecv(op.tensor, group=op.group, group_src=op.group_peer))
             for op in super().get_bwd_recv_ops(bwd_chunk_id)
@@ -211,12 +200,11 @@ class LeanStage(PipelineStage):
             self.early.forget()
 
     def recompute(self, microbatch: int) -> AbstractContextManager[Any]:
-        """Recomputes blocks. The backward pass must run in the context that is returned."""
+        """The backward pass must run in the context that is returned."""
         assert self.early is not None, "the stage has no blocks that can be recomputed early"
         return self.early.recompute(microbatch)
 
     def _await_gradient(self, microbatch: int) -> AbstractContextManager[Any]:
-        """Waits for the gradient of the output and recomputes blocks meanwhile."""
         arriving = self._arriving.pop(microbatch, [])
         if self.timer is not None:
             # When passes are timed, waiting and recomputing must not overlap.
@@ -263,7 +251,7 @@ class LeanStage(PipelineStage):
 
 
 class _OnDemand(dict[int, tuple[_RecvInfo, ...]]):
-    """What a stage receives, by microbatch. Buffers are allocated at the first access."""
+    """Received tensors by microbatch. Buffers are allocated at the first access."""
 
     def __init__(
         self, example: tuple[_RecvInfo, ...], device: torch.device, offset: int = 0
@@ -294,7 +282,7 @@ class _OnDemand(dict[int, tuple[_RecvInfo, ...]]):
         return info
 
     def _empty(self, info: _RecvInfo) -> torch.Tensor | None:
-        """Returns a buffer, or None for a model input and where no gradient is received."""
+        """Returns None for a model input and where no gradient is received."""
         meta = info.tensor_meta
         if info.is_root_arg or meta is None:
             return None
@@ -308,11 +296,7 @@ SUMS_IN_GRAD = hasattr(FSDPParam, "unsharded_grad_dtype")
 
 
 class DeferredStage(LeanStage):
-    """A stage that defers the weight gradients of microbatches.
-
-    A schedule's first step also runs passes that infer shapes. These passes run outside the methods
-    that activate the store, so that they put nothing into it.
-    """
+    """Defers weight gradients of microbatches, but not those of torch's passes that infer shapes."""
 
     def __init__(self, stage: PipelineStage, store: WeightGradients) -> None:
         super().__init__(
@@ -367,7 +351,7 @@ class DeferredStage(LeanStage):
         return lambda: self.store.run((self.stage_index, microbatch))
 
     def _add_gradient(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Adds a gradient in the same way as autograd and then FSDP2."""
+        """Adds a gradient as autograd and then FSDP2 do."""
         if self._fsdp_params is None:
             self._fsdp_params = fsdp_params_of(self.submod)
         param = self._fsdp_params.get(weight)
@@ -383,10 +367,7 @@ class DeferredStage(LeanStage):
 
 
 def fsdp_params_of(module: nn.Module) -> dict[torch.Tensor, Any]:
-    """Returns FSDP2's own objects for a module's parameters, by the gathered parameters.
-
-    A forward pass must have created these.
-    """
+    """Returns FSDP2's objects by the gathered parameters, which a forward pass must have created."""
     return {
         param._unsharded_param: param
         for part in module.modules()

@@ -3,11 +3,9 @@
 
 """Turns a table of passes into the actions that torch's pipeline runtime runs.
 
-The runtime's actions must also include the exchanges of tensors between ranks and FSDP's all-gathers
-and reductions. NCCL runs all exchanges of a rank in the order in which they were queued. An exchange
-that was queued before its tensor is ready delays the exchanges behind it, and ranks that queue their
-exchanges in different orders deadlock. Exchanges are therefore queued in the same order on all ranks:
-in the order of the times at which, according to the simulator, their tensors are ready.
+NCCL runs all exchanges of a rank in the order in which they were queued: one that was queued
+before its tensor is ready delays those behind it, and ranks with different orders deadlock. All
+ranks queue exchanges in the order in which the simulator finds their tensors ready.
 """
 
 from collections import deque
@@ -53,10 +51,7 @@ _WAITS: dict[_ComputationType, _ComputationType] = {
 
 @dataclass(frozen=True)
 class GapNumbers:
-    """The numbers that the runtime uses for the stages of a microbatch that fills gaps.
-
-    ``offset`` is added to the number of a stage. The stages may share the weights of trained ones.
-    """
+    """Offset of a gap microbatch's stage numbers; such stages may share weights with trained ones."""
 
     offset: int
     shares_weights: bool
@@ -67,8 +62,7 @@ def lower(
 ) -> dict[int, list[_Action]]:
     """Returns each rank's actions, with exchanges of tensors and with FSDP's collectives.
 
-    ``gaps`` has an entry for each microbatch that fills gaps. The numbers of these microbatches
-    follow those of the other microbatches.
+    ``gaps`` has an entry for each microbatch in a gap; they are numbered after the others.
     """
 
     def numbered(action: Action, kind: _ComputationType) -> _Action:
@@ -93,10 +87,7 @@ def lower(
 
 
 def exchanges(table: Table, simulation: Simulation) -> list[tuple[float, Action, Action]]:
-    """Returns, for each tensor that is sent between ranks, its ready time, sender and receiver.
-
-    The exchanges are in the order in which all ranks queue them.
-    """
+    """Returns ready time, sender and receiver of tensors, in the order of all ranks' queues."""
     found = []
     for receiver in simulation.ends:
         for alternatives in receiver.after(table.num_stages):
@@ -109,8 +100,6 @@ def exchanges(table: Table, simulation: Simulation) -> list[tuple[float, Action,
 def _with_gathers(
     passes: dict[_Action, Action], gaps: Sequence[GapNumbers]
 ) -> list[_Action | None]:
-    """Returns the passes, with FSDP's all-gathers of the parameters of each stage."""
-
     def holder(number: _Action, action: Action) -> int:
         is_shared = action.kind == "G" and gaps[action.microbatch].shares_weights
         return action.stage if is_shared else number.stage_index
@@ -138,7 +127,6 @@ def _with_exchanges(
     queue: list[tuple[float, _Action]],
     simulation: Simulation,
 ) -> list[_Action]:
-    """Returns a rank's actions, with each exchange placed where its tensor is ready."""
     lowered: list[_Action] = []
     waiting = deque(queue)
     # A backward pass that recomputes blocks starts before its gradient arrives.

@@ -3,9 +3,7 @@
 
 """Keeps activations of pipeline stages in host memory until their backward pass.
 
-A pipeline rank holds the activations of several microbatches at the same time, and it does not need
-most of them for many passes. PipeOffload (https://arxiv.org/abs/2503.01328) moves the activations
-that are held longest to the host.
+Those that are held longest are moved, as by PipeOffload (https://arxiv.org/abs/2503.01328).
 """
 
 import itertools
@@ -28,7 +26,7 @@ from torchtitan.grpo.system.own_streams import new_stream
 
 
 class HostCopies:
-    """Starts and tracks copies of flat tensors between the host and a device."""
+    """Copies flat tensors between the host and a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -48,7 +46,6 @@ class HostCopies:
         return host
 
     def to_device(self, host: torch.Tensor) -> "Arriving":
-        """Starts to copy a tensor to the device."""
         if self._stream is None:
             return Arriving(host.clone(), None)
         tensor = torch.empty(host.shape, dtype=host.dtype, device=self._device)
@@ -61,10 +58,8 @@ class HostCopies:
     def release(self) -> None:
         """Frees the memory of tensors whose copies were started before the previous call.
 
-        The training stream waits for these copies first. The method is called once per pass, so that
-        each copy has the time of a pass. It does not ask whether a copy is complete, because the host
-        queues many passes ahead of the device. It would find no copy complete and would allocate new
-        memory for each pass.
+        The training stream waits for these copies first; calls once per pass give each the time
+        of a pass. The host runs far ahead: if it asked for complete copies, it would find none.
         """
         if self._leaving_longer:
             # Copies run in order, so waiting for the last one is enough.
@@ -73,7 +68,6 @@ class HostCopies:
         self._leaving_longer, self._leaving = self._leaving, []
 
     def release_all(self) -> None:
-        """Frees the memory of all tensors whose copies to the host were started."""
         self.release()
         self.release()
 
@@ -100,14 +94,10 @@ LEAST_BYTES = 1 << 16
 
 
 class ActivationOffload:
-    """The activations of one rank, of tensors of at least ``least_bytes``, that lie in host memory.
+    """Activations of one rank, of tensors of at least ``least_bytes``, in host memory.
 
-    Attributes:
-        host_bytes: Number of bytes that are on the host now.
-        peak_host_bytes: Maximum of ``host_bytes`` so far.
-        moved_bytes: Number of bytes that were moved so far.
-        saved_bytes: For each stage, the number of bytes that its last forward pass in the context
-            :meth:`saving` has moved, or could have moved.
+    ``saved_bytes`` are those that a stage's last forward pass in :meth:`saving` has moved, or
+    could have moved.
     """
 
     def __init__(self, device: torch.device, least_bytes: int = LEAST_BYTES) -> None:
@@ -121,10 +111,9 @@ class ActivationOffload:
     def saving(
         self, key: Key, module: nn.Module, inputs: Iterable[Any], *, moves: bool = True
     ) -> Iterator[None]:
-        """Makes the forward pass in the context move its activations to the host, or count them.
+        """Moves the activations of the forward pass in the context to the host, or counts them.
 
-        Parameters and buffers of the stage's module are not moved, nor are the inputs of the pass,
-        because other objects hold them too.
+        Parameters, buffers and inputs are not moved, because other objects hold them too.
         """
         fixed = [*module.parameters(), *module.buffers()]
         held = [t for t in inputs if isinstance(t, torch.Tensor)]
@@ -163,13 +152,11 @@ class ActivationOffload:
             moved.fetch()
 
     def forget(self, key: Key) -> None:
-        """Frees the host memory of a microbatch whose backward pass has run."""
         for moved in self._moved.pop(key, {}).values():
             self.host_bytes -= moved.nbytes
             moved.forget()
 
     def forget_all(self) -> None:
-        """Frees all host memory, including memory that a step left after an exception."""
         for key in list(self._moved):
             self.forget(key)
         self.copies.release_all()
@@ -193,17 +180,13 @@ class _Moved:
         self._arriving: Arriving | None = None
 
     def fetch(self) -> Arriving:
-        """Starts to copy the memory back to the device, unless the copy was started before."""
         if self._arriving is None:
             assert self._copies is not None and self._host is not None, "nothing was moved"
             self._arriving = self._copies.to_device(self._host)
         return self._arriving
 
     def forget(self) -> None:
-        """Orders the training stream after a copy to the device that was started, if there is one.
-
-        Memory from the training stream's pool must not be freed while another stream fills it.
-        """
+        """Memory from the training stream's pool must not be freed while another stream fills it."""
         if self._arriving is not None:
             self._arriving.get()
 
@@ -239,7 +222,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor's elements fill their memory without gaps, in any order."""
+    """Whether a tensor's elements fill their memory without gaps, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride != expected:
@@ -255,13 +238,10 @@ _LINK_SHARE = 0.8
 """Share of a pass during which copies may use the link, so that small delays do not accumulate."""
 _PROBE_BYTES = 64 * 2**20
 _MEASURED_PASS = 2
-"""Number of the pass that is timed. The first pass is not typical: it compiles kernels and allocates
-memory."""
+"""Number of the timed pass; the first one compiles kernels and allocates memory."""
 
 
 class OffloadPlan:
-    """Plans and runs the offloading of a rank's activations by ``grpo.pipeline_offload``."""
-
     def __init__(self, device: torch.device, share: float, group: dist.ProcessGroup) -> None:
         self.memory = ActivationOffload(device)
         self._device, self._share, self._group = device, share, group
@@ -292,7 +272,7 @@ class OffloadPlan:
             )
 
     def end(self, table: Table, timer: PassTimer) -> None:
-        """Derives costs from a step that was timed; collective over the ranks of the pipeline."""
+        """Derives costs from a timed step; collective over the ranks of the pipeline."""
         of_ranks: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(of_ranks, timer.medians(), group=self._group)
         times = {key: seconds for of_rank in of_ranks for key, seconds in of_rank.items()}
@@ -342,7 +322,7 @@ class OffloadPlan:
 
 
 def kept_for(actions: Iterable[Action], simulation: Simulation) -> dict[Key, float]:
-    """Returns for how long a rank keeps the activations of each of its forward passes."""
+    """Returns how long a rank keeps the activations of each of its forward passes."""
     begins = {
         (action.stage, action.microbatch): simulation.starts[action]
         for action in actions
@@ -359,10 +339,9 @@ def longest_kept(kept: dict[Key, float]) -> list[Key]:
 def hidden_by_link(
     kept: dict[Key, float], saved_bytes: dict[int, int], bandwidth: float, seconds: float
 ) -> set[Key]:
-    """Returns the passes whose activations the link can move while the rank computes.
+    """Returns the passes whose activations the link can move during a whole pass of ``seconds``.
 
-    ``kept`` is in seconds by pass, ``saved_bytes`` by stage and microbatch; ``bandwidth`` is in
-    bytes per second in each direction, and ``seconds`` the duration of the whole pass.
+    ``kept`` is in seconds by pass, ``bandwidth`` in bytes per second in each direction.
     """
     away: set[Key] = set()
     busy = 0.0
@@ -377,7 +356,7 @@ def hidden_by_link(
 
 
 def measured_bandwidth(memory: ActivationOffload, device: torch.device) -> float:
-    """Returns the bytes per second of copies between device and host in the slower direction."""
+    """Measures bytes per second between device and host in the slower direction."""
     tensor = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
 
     def seconds(copy: Any) -> float:

@@ -15,18 +15,11 @@ import torch
 from torchtitan.grpo.pipeline.tables.actions import Kind
 
 Part = Kind | Literal["R"]
-"""The kind of a pass, or R for the part of a backward pass that recomputes blocks.
-
-R needs no gradient.
-"""
+"""The kind of a pass, or R for the part of a backward pass that recomputes blocks."""
 
 
 class PassTimer:
-    """Collects times by stage and kind of pass.
-
-    On a GPU, times are measured on the stream between events, and the host does not wait before
-    :meth:`medians` is called.
-    """
+    """Collects times by stage and kind of pass; on a GPU by events, for which only results wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -46,16 +39,13 @@ class PassTimer:
         self._exchanges.append((begin, self._mark()))
 
     def median_hop(self) -> float | None:
-        """Returns the median one-way time in seconds, or None if no exchange was measured."""
+        """One-way time in seconds, or None if no exchange was measured."""
         if not self._exchanges:
             return None
         return statistics.median(self._seconds(*marks) for marks in self._exchanges) / 2
 
     def medians(self) -> dict[tuple[int, Part], float]:
-        """Returns the median time of each stage's passes of each kind, in seconds.
-
-        The times of I and B do not include R, which is measured separately.
-        """
+        """Returns seconds by stage and kind. I and B do not include R."""
         return {
             key: statistics.median(self._seconds(*marks) for marks in every)
             for key, every in self._marks.items()

@@ -26,7 +26,6 @@ from torchtitan.grpo.pipeline.tables.actions import Costs, Table
 
 
 def options() -> argparse.ArgumentParser:
-    """Returns a parser of the command's own options, in addition to those of every configuration."""
     parser = argparse.ArgumentParser(prog="torchtitan-grpo schedule X.toml", allow_abbrev=False)
     parser.add_argument(
         "--times", nargs=3, type=_time, metavar=("F", "I", "W"),
@@ -104,10 +103,7 @@ def show_schedules(config: JobConfig, given: argparse.Namespace) -> None:
 
 
 def _candidates(config: JobConfig) -> list[Schedule]:
-    """Returns the schedules among which ``auto`` chooses.
-
-    The model is read only if the configuration fixes the number of stages.
-    """
+    """Reads the model only if the configuration fixes the number of stages."""
     settings = config.parallelism
     if not fixes_stages(settings):
         return candidates(settings.pipeline_parallel_degree)

@@ -3,8 +3,7 @@
 
 """The pipeline schedules that ``parallelism.pipeline_parallel_schedule`` may name, one row each.
 
-The configuration checks, the placement of stages and the output layer read these rows, so that
-adding a schedule means adding a row (docs/how-to/add-a-schedule.md). The module imports no torch.
+Adding a schedule means adding a row (docs/how-to/add-a-schedule.md). No torch is imported.
 """
 
 from collections.abc import Callable
@@ -27,7 +26,7 @@ AUTO_CANDIDATES = (
     "VMin",
     "ZBH2",
 )
-"""The schedules that can be chosen. Among equally fast schedules, the first one is chosen."""
+"""Among equally fast schedules, the first one is chosen."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +34,13 @@ class Schedule:
     """Describes a pipeline schedule to the rest of the package.
 
     Attributes:
-        name: Value of ``parallelism.pipeline_parallel_schedule``.
-        make_table: Makes the table from the number of ranks, the number of microbatches, the
-            number of stages on each rank, and the costs of the passes.
+        make_table: Takes the numbers of ranks, of microbatches and of stages on each rank, and
+            the costs of the passes.
         stages_per_rank: Number of stages of each rank; with ``allows_more_stages`` the minimum.
-        allows_more_stages: Whether ``parallelism.pipeline_parallel_layers_per_stage`` may divide
-            the model into more stages, as many on each rank.
-        placement: See :func:`ranks_of_stages`.
-        is_zero_bubble: Whether the gradients of inputs and of weights are computed separately.
-        finishes_each_microbatch: Whether the last stage completes the backward pass of each
-            microbatch, at least through its output layer, before it begins the next one. Only then
-            can the output layer keep logits in the memory of one microbatch.
+        allows_more_stages: Whether ``parallelism.pipeline_parallel_layers_per_stage`` may
+            divide the model into more stages, as many on each rank.
+        finishes_each_microbatch: Whether the last stage takes each microbatch back through its
+            output layer before the next one, whose logits can then use the same memory.
         allows_one_stage: Whether each rank may hold a single stage in any case.
     """
 
@@ -67,7 +62,6 @@ class Schedule:
         return f"exactly {self.stages_per_rank} stage{'s' if self.stages_per_rank > 1 else ''}"
 
     def allows_stages(self, total_stages: int, num_ranks: int) -> bool:
-        """Returns whether ``total_stages`` stages can be spread over ``num_ranks`` ranks."""
         per_rank, rest = divmod(total_stages, num_ranks)
         if rest != 0:
             return False
@@ -148,7 +142,7 @@ SCHEDULES: dict[str, Schedule] = {row.name: row for row in _ROWS}
 
 
 def schedule_named(name: str) -> Schedule:
-    """Returns the row of a schedule; raises ValueError if there is none."""
+    """Raises ValueError if there is no such schedule."""
     if name not in SCHEDULES:
         raise ValueError(
             f"parallelism.pipeline_parallel_schedule must be one of {', '.join(SCHEDULES)}, got "
@@ -166,14 +160,10 @@ def candidates(num_ranks: int, total_stages: int | None = None) -> list[Schedule
 
 
 def assumed_microbatches(configured: int, num_ranks: int) -> int:
-    """Returns the number of microbatches for which ``auto`` chooses a schedule."""
     return configured or 4 * num_ranks
 
 
 def measured_with(stages_per_rank: int) -> Schedule:
-    """Returns the schedule with which ``auto`` measures this number of stages on each rank.
-
-    It computes I and W separately, so that both can be timed.
-    """
+    """Returns the schedule with which ``auto`` measures: I and W are timed separately."""
     names = {1: "ZBH1", 2: "ZBVZeroBubble"}
     return SCHEDULES[names.get(stages_per_rank, "InterleavedZeroBubble")]

@@ -3,9 +3,9 @@
 
 """Simulates a table of pipeline actions: whether it can run, how long it takes, and its memory.
 
-Ranks run their actions in order, each as soon as its inputs have arrived. Sending a tensor between
-ranks takes a fixed time, during which both ranks continue. A rank that waits for a gradient
-recomputes checkpointed blocks meanwhile, if the costs contain a time for it.
+Ranks run their actions in order, each as soon as its inputs have arrived. A hop between ranks
+takes a fixed time, during which both continue. A rank that waits for a gradient recomputes
+checkpointed blocks meanwhile, if the costs contain a time for it.
 """
 
 from dataclasses import dataclass
@@ -14,19 +14,15 @@ from torchtitan.grpo.pipeline.tables.actions import Action, Costs, Table
 
 
 class TableError(ValueError):
-    """Raised for a table that no pipeline can run. The message names the rank and the action."""
+    """A table that no pipeline can run. The message names the rank and the action."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """The result of the simulation of a table under given costs.
+    """Times and memory of a table, in the units of the costs.
 
-    Attributes:
-        starts: Start of each action, in the unit of the costs.
-        ends: End of each action.
-        busy: For each rank, the time during which it computes.
-        spans: For each rank, the time from the start of its first action to the end of its last.
-        peaks: For each rank, the maximum memory that it holds, in the unit of the costs.
+    ``busy``, ``spans`` and ``peaks`` have an entry for each rank: the time of computation, the
+    time from its first start to its last end, and its maximum memory.
     """
 
     starts: dict[Action, float]
@@ -47,10 +43,10 @@ class Simulation:
 
     @property
     def span_bubble(self) -> float:
-        """Share of a rank's span during which the rank is idle, for the rank with the largest share.
+        """Largest share of a rank's span during which it is idle.
 
-        The share ignores that ranks start and end at different times. This difference costs nothing if
-        the next step can begin on one rank before the current step has ended on another.
+        That ranks start and end at different times costs nothing if the next step can begin on
+        one rank before the current step has ended on another.
         """
         return max(1 - busy / span for busy, span in zip(self.busy, self.spans, strict=True))
 
@@ -60,11 +56,7 @@ class Simulation:
 
 
 def simulate(table: Table, costs: Costs) -> Simulation:
-    """Simulates a table.
-
-    Raises TableError if an action is missing, is listed twice, is listed on a wrong rank, or would
-    wait forever.
-    """
+    """Raises TableError if a table is not complete or an action would wait forever."""
     check_complete(table)
     starts: dict[Action, float] = {}
     ends: dict[Action, float] = {}
@@ -79,7 +71,8 @@ def simulate(table: Table, costs: Costs) -> Simulation:
                 ready = ready_time(action, table.ranks, ends, costs.hop)
                 if ready is None:
                     break
-                # All earlier actions of this rank have ended, so it waits for another rank's tensor.
+                # All earlier actions of this rank have ended, so it waits for another rank's
+                # tensor.
                 waits = max(0.0, ready - free_at[rank])
                 starts[action] = free_at[rank] + waits - min(waits, costs.recompute(action))
                 free_at[rank] = ends[action] = starts[action] + costs.time(action)
@@ -100,7 +93,7 @@ def simulate(table: Table, costs: Costs) -> Simulation:
 def ready_time(
     action: Action, ranks: tuple[int, ...], ends: dict[Action, float], hop: float
 ) -> float | None:
-    """Returns the time at which the inputs of an action have arrived; None if it is not known yet."""
+    """Returns the time at which an action's inputs have arrived; None if it is not known yet."""
     ready = 0.0
     for alternatives in action.after(len(ranks)):
         end = next((ends[other] for other in alternatives if other in ends), None)
@@ -112,19 +105,17 @@ def ready_time(
 
 
 def peak_memory(actions: tuple[Action, ...], costs: Costs) -> float:
-    """Returns the maximum memory that a rank holds if it runs these actions in order."""
     held = peak = 0.0
     for action in actions:
         change = costs.memory(action)
-        # While an action runs, both the memory that it allocates and the memory that it frees are
-        # held.
+        # While an action runs, the memory that it allocates and that it frees are both held.
         peak = max(peak, held + max(change, 0.0))
         held += change
     return peak
 
 
 def check_complete(table: Table) -> None:
-    """Raises a :class:`TableError` unless each pass is in the table once, on the right rank."""
+    """Raises TableError unless each pass is in the table once, on the right rank."""
     listed: set[Action] = set()
     for rank, actions in enumerate(table.actions):
         for action in actions:

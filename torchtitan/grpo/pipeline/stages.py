@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Computes how a model is divided into pipeline stages, and which rank holds which stage."""
+"""The division of a model into pipeline stages, and their ranks."""
 
 import math
 
@@ -16,15 +16,11 @@ def schedule_of(settings: Parallelism) -> Schedule:
 
 
 def stage_modules(settings: Parallelism, num_layers: int) -> list[list[str]]:
-    """Returns, for each stage of the pipeline, the names of its modules.
+    """Returns the names of each stage's modules: those of the configuration, or an even division.
 
-    If ``module_fqns_per_model_part`` is set, it is returned. Otherwise, the layers are divided
-    evenly, where the embedding and the output layer count as
-    ``pipeline_parallel_first_stage_less_layers`` and ``pipeline_parallel_last_stage_less_layers``
-    layers.
-
-    Raises ValueError if there are more stages than layers, if the listed modules are not the whole
-    model, or if the schedule cannot run this number of stages.
+    Embedding and output layer count as ``pipeline_parallel_first_stage_less_layers`` and
+    ``pipeline_parallel_last_stage_less_layers`` layers. Raises ValueError if the division is
+    impossible, incomplete or unfit for the schedule.
     """
     if settings.module_fqns_per_model_part is not None:
         _check_listed_modules(settings, num_layers)
@@ -38,11 +34,7 @@ def stage_modules(settings: Parallelism, num_layers: int) -> list[list[str]]:
 
 
 def _check_listed_modules(settings: Parallelism, num_layers: int) -> None:
-    """Raises unless ``module_fqns_per_model_part`` lists the whole model in valid stages.
-
-    Upstream silently drops a module that no stage lists. Such a module would be neither trained nor
-    sent to the servers.
-    """
+    """Upstream silently drops a module that no stage lists: neither trained nor sent to servers."""
     listed = settings.module_fqns_per_model_part
     assert listed is not None
     layers = [f"layers.{i}" for i in range(num_layers)]
@@ -65,11 +57,7 @@ def _check_listed_modules(settings: Parallelism, num_layers: int) -> None:
 
 
 def num_stages(settings: Parallelism, num_layers: int) -> int:
-    """Returns the number of stages of the whole pipeline.
-
-    Raises ValueError if ``parallelism.pipeline_parallel_layers_per_stage`` does not fit the
-    schedule.
-    """
+    """Returns the number of stages of all ranks; ValueError if it does not fit the schedule."""
     schedule, degree = schedule_of(settings), settings.pipeline_parallel_degree
     if settings.pipeline_parallel_layers_per_stage is None:
         return degree * schedule.stages_per_rank
@@ -90,7 +78,7 @@ def num_stages(settings: Parallelism, num_layers: int) -> int:
 
 
 def fixes_stages(settings: Parallelism) -> bool:
-    """Returns whether the configuration, rather than the schedule, determines the number of stages."""
+    """Whether the configuration, rather than the schedule, determines the number of stages."""
     return (
         settings.module_fqns_per_model_part is not None
         or settings.pipeline_parallel_layers_per_stage is not None
@@ -98,18 +86,14 @@ def fixes_stages(settings: Parallelism) -> bool:
 
 
 def ends_one_at_a_time(settings: Parallelism) -> bool:
-    """Returns whether the last stage, or the whole model, finishes each microbatch before the next."""
+    """Whether the last stage, or the whole model, finishes each microbatch before the next."""
     if settings.pipeline_parallel_degree == 1:
         return True
     return schedule_of(settings).finishes_each_microbatch
 
 
 def stage_ranks(settings: Parallelism, total_stages: int) -> list[int]:
-    """Returns, for each stage of the pipeline, the pipeline rank that holds it.
-
-    Until ``auto`` has chosen a schedule, the result describes the placement in which the stages are
-    measured.
-    """
+    """Returns the pipeline rank of each stage; for ``auto``, while it measures."""
     degree, schedule = settings.pipeline_parallel_degree, schedule_of(settings)
     per_rank = total_stages // degree
     if schedule.name == AUTO:

@@ -24,10 +24,8 @@ from torchtitan.grpo.pipeline.tables.gaps import fill_gaps
 class GapStage(LeanStage):
     """A stage of a model that runs forward passes inside the training pass of another model.
 
-    The runtime identifies stages by their numbers and treats stages with successive numbers as
-    neighbors. The stages of each further model therefore have their own numbers, and one number
-    between two models is left unused. The stage must have run in a schedule of its own before.
-    ``trained`` is the trained stage with the same module, if there is one.
+    The runtime treats stages with successive numbers as neighbors: one unused number separates
+    models. ``trained`` is the trained stage with the same module, if there is one.
     """
 
     def __init__(self, stage: LeanStage, offset: int, trained: LeanStage | None) -> None:
@@ -66,17 +64,13 @@ class GapStage(LeanStage):
 
 @dataclass(frozen=True)
 class GapModel:
-    """This rank's stages of a model that runs forward passes in gaps."""
-
     stages: list[GapStage]
     numbers: GapNumbers
 
     @classmethod
     def beside(cls, trained: list[LeanStage], stages: list[LeanStage], number: int) -> "GapModel":
-        """Makes the stages of one further model with the same placement; they must have run
-        forward.
-
-        ``number`` counts the earlier models, including the trained model.
+        """Numbers the stages of one more model, which must have run; ``number`` counts earlier
+        models.
         """
         is_trained = stages[0].submod is trained[0].submod
         numbers = GapNumbers(number * (stages[0].num_stages + 1), is_trained)
@@ -90,17 +84,17 @@ class GapModel:
         )
 
     def take_outputs(self, microbatches: Iterable[int]) -> list[torch.Tensor]:
-        """Returns and removes outputs; none on ranks that do not hold the last stage."""
+        """Removes and returns outputs; none on ranks that do not hold the last stage."""
         last = next((stage for stage in self.stages if stage.is_last), None)
         return [] if last is None else [last.outputs.pop(number) for number in microbatches]
 
 
 @dataclass
 class GapRows:
-    """Microbatches that a training pass may run through a model in its gaps.
+    """Inputs of :meth:`TableSchedule.run` that a training pass may run through a model in its
+    gaps.
 
-    The inputs are as those of :meth:`TableSchedule.run`. The pass sets ``num_done``, the number of
-    microbatches that it has run, and their outputs, on the rank of the last stage.
+    The pass sets ``num_done``, and the outputs on the rank of the last stage.
     """
 
     model: GapModel
@@ -113,16 +107,10 @@ class GapRows:
 class TableSchedule(_PipelineScheduleRuntime):
     """Runs tables of this package on torch's runtime, for any number of microbatches.
 
-    In the first pass, torch infers the shapes that stages exchange. Later passes may have another
-    number of microbatches, and the shapes are not inferred again.
-
-    Args:
-        stages: Stages of this rank. No other schedule may use them.
-        make_table: Makes the table for a number of microbatches.
-        costs: Times of the passes, which determine the order in which ranks exchange tensors. Wrong
-            times make the pipeline slower but do not change results.
-        loss: Called on the rank of the last stage once per microbatch. None in a schedule without
-            backward passes.
+    Torch infers the shapes that stages exchange in the first pass only. No other schedule may
+    use the ``stages`` of this rank. ``costs`` order the exchanges; wrong ones cost only time.
+    ``loss`` is called on the rank of the last stage once per microbatch; None without backward
+    passes.
     """
 
     def __init__(
@@ -132,8 +120,7 @@ class TableSchedule(_PipelineScheduleRuntime):
         costs: Costs,
         loss: Callable[..., Any] | None = None,
     ) -> None:
-        # Gradients are summed and not scaled, because the loss has already been divided by the
-        # number of trained tokens.
+        # Gradients are summed: the loss is already divided by the number of trained tokens.
         super().__init__(stages, n_microbatches=1, loss_fn=loss, scale_grads=False)  # pyright: ignore
         self.stages = stages
         self._ranks = make_table(1).ranks
@@ -156,11 +143,9 @@ class TableSchedule(_PipelineScheduleRuntime):
             stage.offload = self._offload
 
     def add_gap_model(self, stages: list[LeanStage]) -> GapModel:
-        """Registers a model that may run forward passes in the gaps of training passes.
+        """Registers a model that may run forward passes in gaps, on all ranks in the same order.
 
-        All ranks must register the same models in the same order. The stages have the same
-        placement as the trained ones, and belong to another schedule, which must have run their
-        forward passes.
+        Its stages have the placement of the trained ones, and have run in another schedule.
         """
         model = GapModel.beside(self.stages, stages, 1 + len(self._gap_models))
         self._gap_models.append(model)
@@ -178,19 +163,10 @@ class TableSchedule(_PipelineScheduleRuntime):
     ) -> list[torch.Tensor]:
         """Runs microbatches through the pipeline; collective over its ranks.
 
-        Args:
-            inputs: For each microbatch, the arguments of the first stage. They are empty on ranks
-                that do not hold the first stage.
-            named_inputs: For each microbatch, further keyword arguments of every stage.
-            targets: For each microbatch, the second argument of the loss. None without a loss, and on
-                ranks that do not hold the last stage.
-            returns_outputs: Whether to return the outputs of the last stage.
-            waiting: Microbatches for the gaps, in descending order of urgency. As many are run as fit
-                into the gaps, and :attr:`GapRows.num_done` is set to their number.
-
-        Returns:
-            The outputs of the microbatches on the rank of the last stage, if ``returns_outputs`` is
-            set. Otherwise, the list is empty.
+        Each has arguments of the first stage (``inputs``, empty on other ranks), keyword
+        arguments of every stage, and a second argument of the loss (``targets``, on the last
+        stage's rank). ``waiting`` is in descending order of urgency. Returns the last stage's
+        outputs on its rank if ``returns_outputs``, and otherwise an empty list.
         """
         self._n_microbatches = len(named_inputs)
         in_gaps = self._prepare(waiting)
@@ -229,7 +205,6 @@ class TableSchedule(_PipelineScheduleRuntime):
         return metrics
 
     def _prepare(self, waiting: Sequence[GapRows]) -> list[GapRows]:
-        """Sets the actions and the stages of a pass, and returns the rows that run in its gaps."""
         waits = [rows for rows in waiting for _ in rows.named_inputs]
         table, simulation = self._plan(len(waits))
         fitting = waits[: table.num_gap_microbatches]
@@ -248,7 +223,6 @@ class TableSchedule(_PipelineScheduleRuntime):
         return in_gaps
 
     def _plan(self, num_waiting: int) -> tuple[Table, Simulation]:
-        """Returns the table of the current number of microbatches, with gaps filled."""
         key = (self._n_microbatches, num_waiting)
         if key not in self._plans:
             table = self._make_table(self._n_microbatches)
@@ -259,7 +233,6 @@ class TableSchedule(_PipelineScheduleRuntime):
 
     @contextmanager
     def _offloading(self, table: Table, simulation: Simulation) -> Iterator[None]:
-        """Plans which activations are moved to the host in the pass that runs in the context."""
         if self._offload is None:
             yield
             return
@@ -277,7 +250,6 @@ class TableSchedule(_PipelineScheduleRuntime):
             self._offload.end(table, timer)
 
     def _number_stages(self) -> None:
-        """Tells all stages which rank holds the stage with each number."""
         offsets = [0, *(model.numbers.offset for model in self._gap_models)]
         self.stage_index_to_group_rank = {
             offset + stage: rank for offset in offsets for stage, rank in enumerate(self._ranks)

@@ -1,11 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Actions of pipeline ranks, their costs, and the tables of their order.
-
-A table is data: generators make it, the simulator evaluates it, and the runtime runs it. No module in
-this package imports torch.
-"""
+"""Actions of pipeline ranks, their costs, and the tables of their order; torch is not imported."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,20 +10,15 @@ from typing import Literal, NamedTuple
 Kind = Literal["F", "I", "W", "B", "G"]
 """The kind of an action.
 
-F is a forward pass, I computes the gradient of the input, W computes the gradients of the weights, and
-B computes both at once. G is the forward pass of a row that belongs to another pass and fills a gap
-(`gaps.py`).
+F is a forward pass, I computes the gradient of the input, W those of the weights, and B both at
+once. G is the forward pass of a row of another pass, which fills a gap (`gaps.py`).
 """
 
 Placement = Literal["loop", "v"]
-"""The assignment of stages to ranks; see :func:`ranks_of_stages`."""
 
 
 class Action(NamedTuple):
-    """One pass of one microbatch through one stage.
-
-    ``str()`` writes the forward pass of microbatch 2 through stage 5 as ``5F2``.
-    """
+    """One pass of a microbatch through a stage; ``5F2`` is the forward pass of 2 through stage 5."""
 
     stage: int
     kind: Kind
@@ -39,7 +30,7 @@ class Action(NamedTuple):
     def after(self, num_stages: int) -> Iterator["tuple[Action, ...]"]:
         """Yields the actions that must be complete before this one can run.
 
-        Each item is a tuple of alternatives. Exactly one of them is in the table.
+        Each item is a tuple of alternatives, of which exactly one is in the table.
         """
         stage, kind, microbatch = self
         if kind in ("F", "G"):
@@ -57,12 +48,7 @@ class Action(NamedTuple):
 class Table:
     """The order of the actions of each pipeline rank.
 
-    Attributes:
-        ranks: For each stage of the pipeline, the rank that holds the stage.
-        num_microbatches: Number of microbatches that pass through the pipeline.
-        actions: For each rank, its actions in order.
-        is_forward_only: Whether there are no backward passes.
-        num_gap_microbatches: Number of microbatches that pass through the stages in actions G.
+    ``ranks`` holds the rank of each stage. ``num_gap_microbatches`` counts those in actions G.
     """
 
     ranks: tuple[int, ...]
@@ -83,9 +69,8 @@ class Table:
 def ranks_of_stages(num_ranks: int, stages_per_rank: int, placement: Placement) -> tuple[int, ...]:
     """Returns the rank of each stage.
 
-    Under ``loop``, stage s lies on rank s mod p, where p is the number of ranks. Under ``v``, the
-    stages go down the ranks and then up again, so that rank 0 holds the first and the last stage of
-    each pair of rounds.
+    Under ``loop``, stage s lies on rank s mod p of p ranks. Under ``v``, the stages go down the
+    ranks and then up again.
     """
     down, up = tuple(range(num_ranks)), tuple(reversed(range(num_ranks)))
     rounds = [up if placement == "v" and i % 2 else down for i in range(stages_per_rank)]
@@ -100,12 +85,11 @@ class StageCosts:
         forward: Time of F.
         input_grad: Time of I, in which checkpointed blocks are recomputed.
         weight_grad: Time of W.
-        full_backward: Time of B. None means the sum of the times of I and W. Splitting a backward
-            pass can take additional time.
+        full_backward: Time of B. None means that of I and W; a split can take additional time.
         activation: Memory that F allocates and that is freed at the end of I or B.
         pending: Memory that I allocates and that is freed at the end of W.
-        recompute: Time within I or B in which checkpointed blocks are recomputed. Recomputation
-            needs no gradient, so a rank does it while it waits for the gradient from another rank.
+        recompute: Time within I or B in which checkpointed blocks are recomputed, which a rank
+            can do while it waits for the gradient from another rank.
     """
 
     forward: float
@@ -127,12 +111,9 @@ class StageCosts:
 class Costs:
     """Costs of all stages and microbatches.
 
-    Attributes:
-        stages: Costs of each stage.
-        hop: Time to send a tensor from one rank to another. Both ranks compute meanwhile.
-        sizes: For each microbatch, its time relative to an average one. If the tuple is empty, all
-            are 1. Rows of equal length take different times, because the cost of attention depends
-            on how they are packed. Their memory is equal.
+    ``hop`` is the time to send a tensor while both ranks compute. ``sizes`` are the
+    microbatches' times relative to an average one, which depend on the packing of rows; empty
+    if all are 1.
     """
 
     stages: tuple[StageCosts, ...]
@@ -147,10 +128,7 @@ class Costs:
         times: Sequence[float] = (1.0, 1.0, 1.0),
         hop: float = 0.0,
     ) -> "Costs":
-        """Returns the costs of equal stages.
-
-        The stages of a rank together take ``times`` for F, I and W, and hold memory 1.
-        """
+        """Costs of equal stages; those of a rank take ``times`` for F, I and W, and hold memory 1."""
         forward, input_grad, weight_grad = (time / stages_per_rank for time in times)
         memory = 1.0 / stages_per_rank
         stage = StageCosts(forward, input_grad, weight_grad, activation=memory, pending=memory)
@@ -182,7 +160,7 @@ class Costs:
         return self.sizes[action.microbatch] if has_size else 1.0
 
     def memory(self, action: Action) -> float:
-        """Returns the change that an action makes to the memory held on its rank."""
+        """Returns the change of the memory held on the action's rank."""
         stage = self.stages[action.stage]
         return {
             "F": stage.activation,

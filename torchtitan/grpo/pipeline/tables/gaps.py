@@ -3,9 +3,8 @@
 
 """Fills the idle time of a table with forward passes of other rows.
 
-For example, the rows of a later minibatch must pass through the reference model, which lies on the
-same ranks in the same stages. PipeFill describes this use of idle time
-(https://arxiv.org/abs/2410.07192).
+For example, the rows of a later minibatch pass through the reference model, whose stages are
+those of the policy (PipeFill, https://arxiv.org/abs/2410.07192).
 """
 
 from dataclasses import replace
@@ -20,10 +19,10 @@ _ROUNDING = 1e-9
 
 
 def fill_gaps(table: Table, costs: Costs, limit: int) -> Table:
-    """Adds forward passes of at most ``limit`` other microbatches where ranks would wait.
+    """Adds up to ``limit`` other microbatches' forward passes, as long as F, where ranks would
+    wait.
 
-    The added passes delay no action of the table, and take as long as F. A microbatch is added only
-    if its passes through all stages fit into gaps.
+    They delay no action. A microbatch is added only if its passes through all stages fit.
     """
     simulation = simulate(table, costs)
     gaps = _gaps_of(table, simulation)
@@ -42,7 +41,7 @@ def fill_gaps(table: Table, costs: Costs, limit: int) -> Table:
 
 
 def _gaps_of(table: Table, simulation: Simulation) -> Gaps:
-    """Returns the idle times of all ranks. The step ends when the last rank has ended."""
+    """The step ends when the last rank has ended."""
     gaps: Gaps = []
     for actions in table.actions:
         ends = [0.0, *(simulation.ends[action] for action in actions)]
@@ -54,7 +53,7 @@ def _gaps_of(table: Table, simulation: Simulation) -> Gaps:
 def _place(
     microbatch: int, table: Table, costs: Costs, gaps: Gaps
 ) -> list[tuple[Action, float]] | None:
-    """Returns the earliest time at which a microbatch can pass through each stage, if it fits."""
+    """Returns the earliest time of a microbatch in each stage; None if it does not fit."""
     ready, starts = 0.0, []
     taken: Gaps = [list(of_rank) for of_rank in gaps]
     for stage, rank in enumerate(table.ranks):
@@ -80,7 +79,7 @@ def _place(
 def _without(
     gaps: list[tuple[float, float]], begin: float, end: float
 ) -> list[tuple[float, float]]:
-    """Returns the gaps without the time from ``begin`` to ``end``, which lies in one of them."""
+    """Removes the time from ``begin`` to ``end``, which lies in one of the gaps."""
     left = []
     for gap in gaps:
         if gap[0] <= begin < gap[1]:

@@ -3,13 +3,10 @@
 
 """Improves a table of actions for given times, within a bound on memory.
 
-The method is forward-backward improvement from project scheduling
-(https://doi.org/10.1016/0377-2217(92)90046-Y). A table is packed to the left: each rank runs the
-first action that can run now or soon, and waits for it meanwhile. The table is then packed to the right
-in the same way with time reversed, and the two passes are repeated. Packing to the left closes gaps
-in the warm-up, and packing to the right closes gaps in the cool-down. An action may overtake others
-only if the rank's memory stays within the bound meanwhile. A table that was within the bound
-therefore stays within the bound.
+Forward-backward improvement (https://doi.org/10.1016/0377-2217(92)90046-Y) packs a table to the
+left, where each rank runs the first action that can run now or soon, and then to the right with
+time reversed, and repeats. The first closes gaps in the warm-up, the second in the cool-down.
+An action may overtake others only if the rank's memory stays within the bound.
 """
 
 import heapq
@@ -21,7 +18,7 @@ from dataclasses import dataclass, replace
 from torchtitan.grpo.pipeline.tables.actions import Action, Costs, Table
 
 _ROUND = 1e-9
-"""Times and memories that differ by less than this count as equal, because float sums are inexact."""
+"""Times and memories that differ by less count as equal, because float sums are inexact."""
 
 Orders = list[list[int]]
 """For each rank, its actions by number."""
@@ -30,12 +27,10 @@ Orders = list[list[int]]
 def improve(
     tables: Iterable[Table], costs: Costs, max_memory: float = math.inf, rounds: int = 4
 ) -> Table:
-    """Returns the best table that was found by improving the given tables.
+    """Returns the improved table with the shortest makespan and, among equals, the shortest span.
 
-    The best table is the one with the shortest makespan and, among equal ones, the shortest span.
-    ``max_memory`` bounds each rank's memory, in the unit of ``costs``. If all tables exceed it, the
-    result may exceed it too; it is then a table that exceeds it least. ``rounds`` is the number of
-    passes to the right and back to the left, for each table and preference.
+    ``max_memory`` bounds each rank's memory, in the unit of ``costs``; if all tables exceed it,
+    the result exceeds it least. ``rounds`` counts the passes to the right and back.
     """
     best: tuple[tuple[float, float, float], Table] | None = None
     for table in tables:
@@ -50,10 +45,8 @@ def improve(
 
 
 def _output_layer(action: Action, table: Table) -> Iterator[tuple[Action, ...]]:
-    """Yields a further dependency for the forward passes of the last stage.
-
-    The last stage must finish the backward pass of a microbatch before it begins the next microbatch,
-    because the logits of several microbatches would take too much memory.
+    """The last stage completes each backward pass before the next microbatch, to save memory of
+    logits.
     """
     stage, kind, microbatch = action
     if kind == "F" and stage == table.num_stages - 1 and microbatch > 0:
@@ -69,18 +62,13 @@ def _weights_last(action: Action) -> int:
 
 
 _PREFERENCES: tuple[Callable[[Action], int], ...] = (_as_listed, _weights_last)
-"""Functions that rank the actions that can run.
-
-The action with the lowest number, which is 0 or more, runs first. Actions with equal numbers run in
-the order in which they are listed.
-"""
+"""Functions that rank the actions that can run: the lowest number, 0 or more, runs first."""
 
 _PATIENCES = (0.0, 0.5)
-"""How long a rank waits for a better action instead of running another, in average actions.
+"""Times that a rank waits for a better action instead of running another, in average actions.
 
-A rank that does not wait can just miss an action from another rank. It then begins a long one, and
-every rank that waits for the missed action is late. This happens when hops take time and when
-microbatches differ in size.
+Without waiting, a rank can just miss an action from another rank and begin a long one, which
+delays every rank that needs the missed one: with slow hops, and microbatches of unequal size.
 """
 
 
@@ -88,9 +76,9 @@ microbatches differ in size.
 class Work:
     """The numbered actions of a table; lists have an entry for each action.
 
-    ``changes`` are those of the memory of the action's rank. Actions of one stage and kind have the
-    same number in ``kinds``, and run in the order of the microbatches. ``before`` are the actions for
-    which an action waits, and ``after`` those that wait for it, each with the time of the hop.
+    ``changes`` are those of memory. Equal ``kinds`` run in the order of microbatches.
+    ``before`` are the actions for which one waits, ``after`` those that wait for it, each with
+    the hop's time.
     """
 
     actions: list[Action]
@@ -127,7 +115,7 @@ class Work:
         )
 
     def candidates(self, table: Table, max_memory: float, rounds: int) -> Iterator[Orders]:
-        """Yields the orders of the table, and then the orders that packing produces from them."""
+        """Yields the orders of the table, and then those that packing produces from them."""
         numbers = {action: number for number, action in enumerate(self.actions)}
         given = [[numbers[action] for action in actions] for actions in table.actions]
         yield given
@@ -152,7 +140,7 @@ class Work:
                 orders = to_left
 
     def ends(self, orders: Orders) -> list[float]:
-        """Returns the time at which each action ends if the ranks run the actions in these orders."""
+        """Returns the time at which each action ends in these orders."""
         ends, ready = [0.0] * len(self.actions), [0.0] * len(self.actions)
         waits_for = [len(before) for before in self.before]
         free_at, positions = [0.0] * self.num_ranks, [0] * self.num_ranks
@@ -198,11 +186,11 @@ def pack(
     prefer: Callable[[Action], int],
     patience: float,
 ) -> Orders:
-    """Returns orders in which each free rank runs an action that can run, or waits for one briefly.
+    """Returns orders in which each free rank runs an action that can run, or waits for one.
 
-    The result deviates from ``orders`` where a rank would wait. The next action in ``orders`` may
-    exceed ``max_memory``. Of the actions that can run, the one with the lowest number that
-    ``prefer`` gives runs first. ``patience`` is how long a rank waits for the best action.
+    They deviate from ``orders`` where a rank would wait; only the next action in ``orders`` may
+    exceed ``max_memory``. The lowest number of ``prefer`` runs first. ``patience`` bounds the
+    wait.
     """
     packer = _Packer(work, orders, max_memory, prefer, patience)
     while packer.visits:
@@ -211,8 +199,6 @@ def pack(
 
 
 class _Packer:
-    """A simulation in which ranks choose what they run. See :func:`pack`."""
-
     def __init__(
         self,
         work: Work,

@@ -3,9 +3,8 @@
 
 """Tables that follow fixed rules: GPipe, 1F1B, Interleaved1F1B and their zero-bubble relatives.
 
-Zero-bubble tables (https://arxiv.org/abs/2401.10241) split the backward pass. No other action waits
-for the gradients of weights, W, which are therefore delayed to times at which a rank would otherwise
-be idle.
+Zero-bubble tables (https://arxiv.org/abs/2401.10241) split the backward pass: no other action
+waits for the gradients of weights, W, which fill times at which a rank would be idle.
 """
 
 import math
@@ -17,10 +16,7 @@ from torchtitan.grpo.pipeline.tables.actions import Action, Kind, Table, ranks_o
 
 
 class RankOrder:
-    """The actions of one rank, to which a generator appends.
-
-    Each kind of action of each stage goes through the microbatches in order.
-    """
+    """The actions of one rank; each kind of each stage goes through the microbatches in order."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
@@ -40,7 +36,7 @@ class RankOrder:
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Table:
-    """Makes the table of GPipe (https://arxiv.org/abs/1811.06965): all F, and then all B."""
+    """All F, and then all B (https://arxiv.org/abs/1811.06965)."""
     return Table(
         ranks_of_stages(num_ranks, 1, "loop"),
         num_microbatches,
@@ -52,7 +48,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Table:
 
 
 def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> Table:
-    """Makes the table of 1F1B (https://arxiv.org/abs/1806.03377), with the least in flight."""
+    """1F1B (https://arxiv.org/abs/1806.03377), with the least in flight."""
     orders = []
     for rank in range(num_ranks):
         order = RankOrder()
@@ -73,8 +69,8 @@ def interleave(
 ) -> Table:
     """Makes an interleaved table with backward passes B or, if they are split, I and W.
 
-    With split backward passes, rank r delays each W by r microbatches, and a rank needs fewer forward
-    passes to warm up.
+    With I and W, rank r delays each W by r microbatches, and warms up with fewer forward
+    passes.
     """
     orders = []
     for rank in range(num_ranks):
@@ -97,16 +93,12 @@ def interleave(
 
 
 interleaved_one_forward_one_backward = partial(interleave, splits_backward=False)
-"""Makes the table of Interleaved1F1B (https://arxiv.org/abs/2104.04473)."""
+"""Interleaved1F1B (https://arxiv.org/abs/2104.04473)."""
 interleaved_zero_bubble = partial(interleave, splits_backward=True)
-"""Makes the table of Interleaved1F1B with split backward passes."""
 
 
 def forward_only(ranks: tuple[int, ...], num_microbatches: int) -> Table:
-    """Makes a table without backward passes.
-
-    On each rank, all microbatches pass through the first stage, and then through the next stage.
-    """
+    """On each rank, all microbatches pass through the first stage, and then through the next one."""
     actions = tuple(
         tuple(
             Action(stage, "F", microbatch)
@@ -122,9 +114,9 @@ def forward_only(ranks: tuple[int, ...], num_microbatches: int) -> Table:
 class Rounds:
     """The order in which a rank of an interleaved schedule runs its stages.
 
-    In a round, about as many microbatches as there are ranks pass through the rank's first stage,
-    then the same microbatches pass through its second stage, and so on. All rounds are equally long,
-    so that the last round may contain passes of microbatches that do not exist.
+    In a round, about as many microbatches as there are ranks pass through each of the rank's
+    stages in turn. All rounds are equally long: the last one may contain microbatches that do
+    not exist.
     """
 
     def __init__(
@@ -136,10 +128,7 @@ class Rounds:
         self.num_steps = rounds * self.per_round * stages_per_rank
 
     def warm_up(self, steps_to_neighbor: int) -> int:
-        """Returns the number of forward passes before the first backward pass of the rank.
-
-        The next rank has ``steps_to_neighbor`` fewer.
-        """
+        """Counts forward passes before the first backward pass; the next rank has fewer."""
         ranks_below = self.num_ranks - 1 - self.rank
         passes = (self.stages_per_rank - 1) * self.per_round + steps_to_neighbor * ranks_below
         return min(passes, self.num_steps)
@@ -154,10 +143,10 @@ class Rounds:
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Table:
-    """Makes the table of ZB-H1, which holds at most as many microbatches as 1F1B.
+    """ZB-H1 holds at most as many microbatches as 1F1B.
 
-    Its bubble is a third of that of 1F1B if F, I and W take equal times. The bubble within each rank's
-    span is (p - 1) (F + I - W), where p is the number of ranks.
+    Its bubble is a third of that of 1F1B if F, I and W take equal times. The bubble within each
+    rank's span is (p - 1) (F + I - W) for p ranks.
     """
     return _handcrafted(
         num_microbatches,
@@ -167,10 +156,10 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Table:
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Table:
-    """Makes the table of ZB-H2, which holds almost twice the memory of 1F1B.
+    """ZB-H2 holds almost twice the memory of 1F1B, and has no bubble if F, I and W are equal.
 
-    It has no bubble if F, I and W take equal times. With at least 2p - 1 microbatches on p ranks, the
-    bubble within each rank's span is (p - 1) (F + I - 2W).
+    With at least 2p - 1 microbatches on p ranks, the bubble within each rank's span is (p - 1)
+    (F + I - 2W).
     """
     return _handcrafted(
         num_microbatches,
@@ -180,10 +169,8 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Table:
 
 
 def _handcrafted(num_microbatches: int, warm_ups: list[int], delays: list[int]) -> Table:
-    """Makes a table with one stage on each rank.
-
-    For each rank, ``warm_ups`` is the number of forward passes before its first I, and ``delays``
-    the number of microbatches by which each W is delayed after its I.
+    """For each rank, ``warm_ups`` counts the forward passes before its first I, and ``delays`` the
+    microbatches by which each W follows its I.
     """
     orders = []
     for rank, (warm_up, delay) in enumerate(zip(warm_ups, delays, strict=True)):
@@ -204,7 +191,7 @@ def _handcrafted(num_microbatches: int, warm_ups: list[int], delays: list[int]) 
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> Table:
-    """Makes the table of ZB-V: two stages on each rank in V placement, with the memory of 1F1B.
+    """ZB-V: two stages on each rank in V placement, with the memory of 1F1B.
 
     If hops take no time and F, I and W take equal times, no rank waits within its span.
     """
@@ -218,7 +205,7 @@ def zbv(num_ranks: int, num_microbatches: int) -> Table:
 
 
 def _zbv_rank(rank: int, num_ranks: int, count: int) -> RankOrder:
-    """Returns the order of one rank for ``count`` microbatches, which must be at least 2p - 1."""
+    """``count`` microbatches must be at least 2p - 1."""
     down, up, to_turn = rank, 2 * num_ranks - 1 - rank, num_ranks - rank
     order = RankOrder()
     for _ in range(2 * to_turn - 1):

@@ -3,11 +3,9 @@
 
 """Zero-bubble schedules in V placement with a chosen amount of memory: V-Min, V-Half and V-ZB.
 
-These schedules repeat a building block once per period. The block consists of the passes of one
-microbatch. The time for which a rank keeps a microbatch within the block determines how much memory
-the schedule holds (https://arxiv.org/abs/2405.15362). Repeated blocks leave gaps at the beginning and
-at the end of the step, and wherever the actual times differ from the times for which the block was
-made. `improve.py` closes these gaps.
+They repeat a building block, the passes of one microbatch, once per period; the time for which
+a rank keeps it determines the memory (https://arxiv.org/abs/2405.15362). `improve.py` closes
+the gaps at both ends, and those where times differ from the block's.
 """
 
 import itertools
@@ -18,7 +16,7 @@ from torchtitan.grpo.pipeline.tables.improve import improve
 from torchtitan.grpo.pipeline.tables.rules import zbv
 
 Block = dict[tuple[int, Kind], int]
-"""The time at which each pass of one microbatch starts, in cells, by stage and kind of pass."""
+"""The start of each pass of one microbatch, in cells, by stage and kind of pass."""
 
 _PERIOD = 6
 """Number of cells in a period. A rank has two stages with an F, an I and a W of one cell each."""
@@ -27,20 +25,17 @@ _NEXT = (1, 1, 1, 1)
 
 
 def v_min(num_ranks: int, num_microbatches: int, costs: Costs) -> Table:
-    """Makes the table of V-Min, which holds about a third of the memory of 1F1B.
-
-    Its bubble is large unless all times are equal.
-    """
+    """Holds about a third of the memory of 1F1B; the bubble is large unless all times are equal."""
     return _v_schedule(num_microbatches, costs, _NEXT, (num_ranks + 4) // 3)
 
 
 def v_half(num_ranks: int, num_microbatches: int, costs: Costs) -> Table:
-    """Makes the table of V-Half, which holds about half of the memory of 1F1B."""
+    """Holds about half of the memory of 1F1B."""
     return _v_schedule(num_microbatches, costs, (2, 1, 2, 1), (num_ranks + 2) // 2)
 
 
 def v_zb(num_ranks: int, num_microbatches: int, costs: Costs) -> Table:
-    """Makes the table of V-ZB, which holds as much memory as 1F1B.
+    """Holds as much memory as 1F1B.
 
     If hops take no time and all passes take equal times, no rank waits within its span.
     """
@@ -50,15 +45,10 @@ def v_zb(num_ranks: int, num_microbatches: int, costs: Costs) -> Table:
 def _v_schedule(
     num_microbatches: int, costs: Costs, offsets: tuple[int, int, int, int], microbatches_held: int
 ) -> Table:
-    """Makes a table in which a rank holds the memory of at most ``microbatches_held`` microbatches.
+    """Makes a table in which a rank holds at most ``microbatches_held`` microbatches.
 
-    Args:
-        num_microbatches: Number of microbatches.
-        costs: Times and memories, for two stages on each rank. The times shape the table. The memory
-            is counted in microbatches of one stage, because the bound applies to each rank.
-        offsets: Number of cells between neighboring ranks in the forward passes down and up the
-            ranks, and in the backward passes down and up the ranks.
-        microbatches_held: Bound on the memory, in microbatches of both stages of a rank.
+    Memory counts in microbatches of one stage. ``offsets`` are the cells between neighboring
+    ranks in the forward passes down and up the ranks, and in the backward passes down and up.
     """
     num_ranks = len(costs.stages) // 2
     unit = costs.with_unit_memory()
@@ -73,10 +63,7 @@ def _v_schedule(
 
 
 def _blocks(num_ranks: int, offsets: tuple[tuple[int, ...], ...]) -> Iterator[Block]:
-    """Yields blocks with these offsets.
-
-    In some of the blocks, the microbatch waits for one more cell where it turns at an end of the V.
-    """
+    """In some blocks, the microbatch waits for one more cell where it turns at an end of the V."""
     found = []
     for own, turns in itertools.product(dict.fromkeys(offsets), ((0, 0, 0), (0, 1, 0), (1, 0, 0))):
         block = building_block(num_ranks, own, turns)
@@ -88,11 +75,8 @@ def _blocks(num_ranks: int, offsets: tuple[tuple[int, ...], ...]) -> Iterator[Bl
 def building_block(num_ranks: int, offsets: tuple[int, ...], turns: tuple[int, ...]) -> Block:
     """Places the passes of one microbatch so that the block can be repeated once per period.
 
-    Args:
-        num_ranks: Number of ranks of the pipeline.
-        offsets: See :func:`_v_schedule`. A pass is placed later if its cell is taken.
-        turns: Number of additional cells where the microbatch turns: at the last rank, at the last
-            stage, and at the last rank again.
+    A pass is placed later than ``offsets`` if its cell is taken. ``turns`` are additional cells
+    at the last rank, at the last stage, and at the last rank again.
     """
     num_stages = 2 * num_ranks
     ranks = ranks_of_stages(num_ranks, 2, "v")
@@ -135,7 +119,7 @@ def held(block: Block, num_ranks: int) -> int:
 
 
 def repeated(block: Block, num_ranks: int, num_microbatches: int) -> Table:
-    """Returns the table in which the block of each microbatch starts a period after the previous."""
+    """Repeats the block of each microbatch a period after the previous one."""
     ranks = ranks_of_stages(num_ranks, 2, "v")
     timed: list[list[tuple[int, Action]]] = [[] for _ in range(num_ranks)]
     for (stage, kind), cell in block.items():
