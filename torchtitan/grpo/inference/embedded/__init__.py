@@ -16,8 +16,6 @@ It has SGLang's HTTP routes, as far as this project's clients use them. In readi
     engine.py        the thread that schedules, samples, pauses and swaps weights
     weights.py       the parameters by name
     updates.py       weight updates (weight_wire/session.py), and their commit
-    bodies.py        the JSON of requests and answers
-    server.py        the HTTP routes
-    __main__.py      the command line
+    server.py        the HTTP routes, whose JSON is in bodies.py
     client.py        the client, and the launcher of this kind
 """

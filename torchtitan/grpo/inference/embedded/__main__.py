@@ -62,7 +62,6 @@ _ABOVE_ZERO = (
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Parses the command line. Unknown arguments end the process with a message."""
     parser = _make_parser()
     arguments = parser.parse_args(argv)
     _check_arguments(parser, arguments)
@@ -135,7 +134,7 @@ def _check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namesp
         if getattr(arguments, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be above 0")
     try:
-        # Keys are taken from the environment alone: other users can list command lines.
+        # Keys come only from the environment: other users can list command lines.
         require_keys(arguments.host, os.environ)
     except ValueError as error:
         parser.error(str(error))
@@ -150,7 +149,7 @@ def _check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namesp
 
 
 def build_server(arguments: argparse.Namespace) -> EmbeddedServer:
-    """Loads the model and connects the parts of the server. The engine is not started yet."""
+    """Loads the model and connects the parts of the server, without starting the engine."""
     path = arguments.model_path
     model = load_model(path, arguments.device, arguments.dtype)
     own_length = getattr(model.config, "max_position_embeddings", _DEFAULT_MAX_MODEL_LEN)
@@ -242,9 +241,9 @@ def write_port_file(path: str, port: int) -> None:
 
 
 class RepeatLimit(logging.Filter):
-    """Lets each statement of the program log a few lines in a period, so that no client fills the log.
+    """Limits how often each statement logs within a period, so that no client fills the log.
 
-    The first line of the next period says how many were left out.
+    The first line of the next period tells how many were left out.
     """
 
     def __init__(self, max_lines: int = 20, period_seconds: float = 60.0) -> None:

@@ -3,15 +3,14 @@
 
 """Attention of one step, over the slots and over the step's own tokens.
 
-Keys and values are never copied for each query head of a group. For one token of each row, the
-query heads of a group are treated as query positions of one head. For a chunk, the groups are
-treated as a batch, and the heads of a group read the same memory. In whole prompts on a GPU they are
-copied, which costs little there.
+Keys and values are not copied for each query head of a group, except in whole prompts on a GPU,
+where it costs little. For one token of each row, the query heads of a group count as query
+positions of one head. For a chunk, the groups are a batch whose heads read the same memory.
 
-On a GPU, all of these shapes are computed by fused kernels, in 16 bits and in float32: by flash
-attention where there is no mask, and by memory-efficient attention where there is one. torch's kernel
-without fusion, which stores the scores, is excluded, so that it cannot be taken unnoticed. So is
-cuDNN's, which makes a plan for each new shape, and here lengths change in every step.
+On a GPU, fused kernels compute all of these shapes, in 16 bits and in float32: flash attention
+without a mask, memory-efficient attention with one. Torch's kernel without fusion, which stores
+the scores, is excluded, so that it is never taken unnoticed. cuDNN's is excluded because it
+makes a plan for each new shape, and lengths change in every step.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +25,6 @@ from torchtitan.grpo.inference.embedded.kv_cache import SlotCache
 from torchtitan.grpo.inference.embedded.step_layout import ChunkPart, RowRange
 
 ATTENTION = "slot_attention"
-"""Name of this attention in a model's configuration."""
 
 # Memory-efficient attention copies a mask whose rows do not begin at multiples of so many elements.
 _MASK_ALIGNMENT = 8
@@ -57,17 +55,15 @@ def slot_attention(
     slot_cache: SlotCache | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes the attention of one layer.
+    """Computes the attention of one layer, whose ``layer_idx`` selects its slots.
 
     Args:
-        module: The layer, whose ``layer_idx`` names its slots.
         query: [1, num_heads, num_tokens, head_dim], in the order of the step's layout.
-        key: [1, num_kv_heads, num_tokens, head_dim], the new keys, which the slots hold by now.
-        value: The new values, like ``key``.
-        attention_mask: Not used, because the layout tells what a token may see.
-        scaling: Factor of the scores.
-        slot_cache: Cache with the layout of this step; ``None`` computes plain causal attention
-            over sequences that do not use the slots.
+        key: [1, num_kv_heads, num_tokens, head_dim], already stored in the slots; ``value``
+            likewise.
+        attention_mask: Ignored: the layout determines what a token may see.
+        slot_cache: Cache with the layout of this step; ``None`` computes plain causal
+            attention.
 
     Returns:
         [batch, num_tokens, num_heads, head_dim], and no weights.
@@ -104,9 +100,8 @@ def slot_attention(
 def _causal(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """Attention of whole sequences, [batch, heads, seq, head_dim] each."""
     if query.is_cuda and query.shape[1] != key.shape[1]:
-        # Grouped heads are beyond memory-efficient attention, which alone takes float32.
+        # Only memory-efficient attention takes float32, and it has no grouped heads.
         group = query.shape[1] // key.shape[1]
         key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
     return scaled_dot_product_attention(
@@ -126,7 +121,7 @@ def _attend_rows(
     rows: RowRange,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Returns the [rows, heads, head_dim] attention of one token of each row of a range."""
+    """Returns [rows, heads, head_dim] for one token of each row of a range."""
     place, num_kv_heads = slice(rows.start, rows.stop), keys.shape[1]
     grouped = query[0, :, place].transpose(0, 1).unflatten(1, (num_kv_heads, -1))
     output = scaled_dot_product_attention(
@@ -146,14 +141,10 @@ def _attend_chunk(
     chunk: ChunkPart,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Returns the [tokens, heads, head_dim] attention of a chunk.
+    """Returns [tokens, heads, head_dim].
 
-    Args:
-        query: [heads, tokens, head_dim].
-        keys: [kv_heads, chunk.stop, head_dim], the chunk's own included.
-        values: Same shape as ``keys``.
-        chunk: The chunk.
-        scaling: Factor of the scores.
+    ``query`` is [heads, tokens, head_dim]; ``keys`` and ``values`` are [kv_heads, chunk.stop,
+    head_dim], those of the chunk included.
     """
     num_kv_heads = keys.shape[0]
     grouped = query.unflatten(0, (num_kv_heads, -1))

@@ -20,7 +20,6 @@ from torchtitan.grpo.system.http_site import read_body
 _T = TypeVar("_T")
 
 MAX_PROMPTS = 1024
-"""Maximum number of prompts of one request."""
 # Far above any prompt: a million token ids take 6 MB.
 _MAX_BODY_BYTES = 16 * 2**20
 _MAX_WORLD_SIZE = 4096
@@ -28,13 +27,7 @@ _MAX_WORLD_SIZE = 4096
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about the model that requests are checked against.
-
-    Attributes:
-        vocab_size: Exclusive upper bound of token ids.
-        max_model_len: Maximum length of prompt and completion together.
-        eos_ids: End-of-sequence tokens of the model.
-    """
+    """Facts about the model that requests are checked against."""
 
     vocab_size: int
     max_model_len: int
@@ -42,13 +35,10 @@ class ModelFacts:
 
 
 class GenerateBody(msgspec.Struct):
-    """The body of ``/generate``: one prompt, or a list of prompts and then a list of answers.
+    """The body of ``/generate``: one prompt, or a list of prompts that is answered by a list.
 
-    Attributes:
-        input_ids: Token ids of the prompt, or of each prompt.
-        rid: Id of the request. The completions of a list have it as a prefix.
-        logprob_start_len: First position of each prompt whose logprob is answered; -1 for none.
-        top_logprobs_num: Number of the most likely tokens answered with each prompt logprob.
+    ``rid`` is also the prefix of the ids of a list's completions. ``logprob_start_len`` holds
+    the first position of each prompt whose logprob is answered, or is -1 for none.
     """
 
     input_ids: list[int | list[int]]
@@ -63,11 +53,7 @@ class GenerateBody(msgspec.Struct):
         return bool(self.input_ids) and isinstance(self.input_ids[0], list)
 
     def requests(self, facts: ModelFacts) -> list[Request]:
-        """Returns a request for each prompt.
-
-        Raises:
-            ValueError: If one cannot be served. The message names the field.
-        """
+        """Returns a request for each prompt; a ValueError names the wrong field."""
         if self.stream:
             raise ValueError("stream must be false: the embedded server answers whole completions.")
         prompts: Any = self.input_ids if self.is_list else [self.input_ids]
@@ -145,14 +131,10 @@ class AbortBody(msgspec.Struct):
 
 
 class PauseBody(msgspec.Struct):
-    """The body of ``/pause_generation``."""
-
     mode: Literal["retract"]
 
 
 class GroupBody(msgspec.Struct):
-    """The body of ``/init_weights_update_group``."""
-
     master_address: str
     master_port: Annotated[int, Meta(ge=1, lt=2**16)]
     rank_offset: Annotated[int, Meta(ge=1)]
@@ -169,7 +151,7 @@ class GroupBody(msgspec.Struct):
 
 
 class BucketBody(msgspec.Struct):
-    """What the body of ``/update_weights_from_distributed`` has besides a :class:`BucketSpec`."""
+    """Fields of ``/update_weights_from_distributed`` besides those of a :class:`BucketSpec`."""
 
     group_name: str
     load_format: Literal["flattened_bucket"]
@@ -178,21 +160,15 @@ class BucketBody(msgspec.Struct):
 
 
 class DiskBody(msgspec.Struct):
-    """The body of ``/update_weights_from_disk``."""
-
     model_path: str
     weight_version: str
 
 
 class EndBody(msgspec.Struct):
-    """The body of ``/end_weight_update``."""
-
     weight_version: str | None = None
 
 
 class VersionBody(msgspec.Struct):
-    """The body of ``/update_weight_version``."""
-
     new_version: str
 
 
@@ -202,11 +178,7 @@ async def read(http: web.Request) -> bytes:
 
 
 def parse(content: bytes, kind: type[_T]) -> _T:
-    """Returns a body, whose further fields are ignored.
-
-    Raises:
-        ValueError: If it is no such body. The message names the field.
-    """
+    """Parses a body whose unknown fields are ignored; a ValueError names the wrong field."""
     try:
         return msgspec.json.decode(content, type=kind)
     except RecursionError as error:
@@ -218,7 +190,6 @@ def parse(content: bytes, kind: type[_T]) -> _T:
 
 
 def format_answer(request: Request) -> dict[str, Any]:
-    """Returns the answer of ``/generate`` for a request that has finished."""
     output_ids, segments = request.output_ids, request.segments
     ends = [start for _, start in segments[1:]] + [len(output_ids)]
     meta: dict[str, Any] = {

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Client and launcher of the embedded server, which has SGLang's routes and some additions."""
+"""Client and launcher of the embedded server, which extends SGLang's routes."""
 
 from dataclasses import asdict, replace
 from typing import Any
@@ -19,9 +19,9 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 class EmbeddedClient(SGLangClient):
     """Talks to one embedded server; see :class:`InferenceClient`.
 
-    The server receives while it generates, and swaps in a whole, verified update between two
-    steps. It then computes the keys and values of running requests again. It therefore need not
-    be paused, and it always serves either the old or the new version.
+    The server receives while it generates, swaps in a whole, verified update between two steps,
+    and recomputes the keys and values of running requests. It needs no pause, and always serves
+    either the old or the new version.
     """
 
     _KIND = "embedded"
@@ -84,11 +84,7 @@ class EmbeddedClient(SGLangClient):
 
 
 def swap_seconds(answer: Answer, source: str) -> float:
-    """Returns for how many seconds the engine stopped, as the server reports it.
-
-    Raises:
-        ServerError: If the server does not report it.
-    """
+    """Returns how long the engine stopped, or raises ServerError if the server does not report it."""
     body: Any = answer.body
     seconds = body.get("swap_seconds") if isinstance(body, dict) else None
     if not isinstance(seconds, float):
@@ -97,7 +93,6 @@ def swap_seconds(answer: Answer, source: str) -> float:
 
 
 def launch_command(spec: ServerSpec) -> LaunchCommand:
-    """Returns the command that starts one embedded server."""
     command = [spec.python or LIGHT_PYTHON[0], *LIGHT_PYTHON[1:]]
     command += ["torchtitan.grpo.inference.embedded"]
     command += ["--model-path", spec.model_path, "--host", spec.host, "--port", str(spec.port)]

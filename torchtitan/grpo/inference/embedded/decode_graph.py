@@ -3,21 +3,20 @@
 
 """Decoding steps as CUDA graphs, because launching their kernels takes longer than running them.
 
-A step that computes one token of each row and no prompt is captured once for each *bucket*, a number
-of rows and a number of positions that attention reads, and replayed afterwards:
+A step that computes one token of each row and no prompt is captured once for each *bucket*, a
+number of rows and a number of positions that attention reads, and replayed afterwards:
 
     rows        1, 2, 4, ..., up to the number of slots
     positions   128, 256, ..., up to the maximum length
 
-Padding rows compute token 0 at position 0. Rows are dense, so the slots of padding rows are free, and
-what they store is overwritten when a request is given the slot.
+Padding rows compute token 0 at position 0. Rows are dense, so the slots of padding rows are
+free, and whoever gets such a slot overwrites it.
 
-What a graph reads and writes must stay where it is: its inputs (two rows of one tensor), the slots, and
-the parameters. When the slots grow, all graphs are dropped. New weights are copied into the parameters
-(`weights.py`).
+A graph's inputs, the slots and the parameters must keep their addresses. When the slots grow,
+all graphs are dropped. New weights are copied into the parameters (`weights.py`).
 
-A step is computed without a graph if attention would read many more positions than its rows have, as
-it would with one long row among many short ones.
+A step runs without a graph if attention would read many more positions than its rows have, as
+with one long row among many short ones.
 """
 
 import logging
@@ -35,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 Compute = Callable[[], torch.Tensor]
 Capture = Callable[[Compute, bool], Compute]
-"""Returns what repeats a computation over the same memory, and each time the same output tensor.
+"""Returns a function that repeats a computation over the same memory, with the same output tensor.
 
 The second argument says that no graph of an earlier call is in use any more.
 """
@@ -47,15 +46,8 @@ _MAX_GRAPHS = 32
 class DecodeGraphs:
     """Captures and replays decoding steps.
 
-    Args:
-        forward: Computes the hidden states of a step, from its ids and its layout.
-        cache: The slots.
-        max_slots: Maximum number of rows.
-        max_length: Maximum length of a row.
-        max_in_vain: Number of positions that attention may read besides those of the rows.
-        capture: See :data:`Capture`.
-        device: Device of the model.
-        dtype: Dtype of the model.
+    ``forward`` computes the hidden states of a step, from its ids and its layout. Attention may
+    read ``max_in_vain`` positions besides those of the rows.
     """
 
     def __init__(
@@ -85,15 +77,11 @@ class DecodeGraphs:
     def run(
         self, ids: torch.Tensor, positions: torch.Tensor, lengths: list[int]
     ) -> torch.Tensor | None:
-        """Returns the hidden states of a step without prompts, or ``None`` if no graph fits it.
+        """Returns the [rows, dim] hidden states of a step without prompts, or ``None``.
 
-        Args:
-            ids: [rows] long, one token of each row.
-            positions: [rows] long, position of that token.
-            lengths: Position of that token plus 1, for each row.
-
-        Returns:
-            [rows, dim], valid until the next step.
+        They are valid until the next step. ``None`` means that no graph fits it. ``ids`` and
+        ``positions`` are [rows] long, one token of each row; ``lengths`` are the positions plus
+        1.
         """
         rows = bucket_of(len(lengths), 1, self._max_slots)
         length = bucket_of(max(lengths), _MIN_LENGTH, self._max_length)
@@ -153,8 +141,8 @@ def bucket_of(number: int, least: int, most: int) -> int:
 class CudaCapture:
     """Captures CUDA graphs that share one memory pool, beside whatever other threads do.
 
-    :class:`torch.cuda.graph` is not used, because it waits for the whole device first: for a broadcast
-    of weights, too, whose trainer may be silent.
+    :class:`torch.cuda.graph` would first wait for the whole device, and so for a broadcast of
+    weights, whose trainer may be silent.
     """
 
     def __init__(self, device: torch.device) -> None:

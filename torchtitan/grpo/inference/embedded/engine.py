@@ -5,18 +5,18 @@
 
 Each iteration of its loop carries out the calls that other threads have queued (submit, abort,
 pause, swap weights); prompts to be rated that were submitted in a row are rated together. Then,
-unless the engine is paused, it computes one step: a token for every running request, and waiting
-prompts as far as the step's token budget goes (see `prefill.py`). Calls run only between two steps.
-Therefore
+unless the engine is paused, it computes one step: a token for every running request, and
+waiting prompts within the step's token budget (see `prefill.py`). Calls run only between two
+steps. Therefore
 
     - each token is sampled with the weights of a single version;
     - a pause is complete when its future is done;
     - new weights are never combined with keys and values of old ones: a swap sends every request
-      that has a row back to the front of the queue, and its prompt and tokens are computed again.
-      A prompt of which some chunks were computed begins anew, too.
+      that has a row back to the front of the queue, and its tokens are computed again from the
+      first, even if only some chunks of its prompt were computed.
 
-Rows stay dense (see `kv_cache.py`): finished rows become holes, new requests fill holes, and the
-last rows move into the remaining ones.
+Rows stay dense (see `kv_cache.py`): finished rows become holes, new requests fill holes, and
+the last rows move into the remaining ones.
 """
 
 import logging
@@ -66,12 +66,10 @@ class Engine:
     Args:
         runner: The model. Only the engine's thread uses it after :meth:`start`.
         report: Called on the engine's thread with the events of each step.
-        seed: Seed of the random numbers of requests that have none of their own.
-        step_tokens: Maximum number of tokens of a step, which bounds how long running requests
-            wait for prompts. It must be above the number of rows. ``None`` chooses it, see
+        step_tokens: Maximum number of tokens of a step, above the number of rows, which bounds
+            how long running requests wait for prompts. ``None`` takes
             :func:`default_step_tokens`.
         max_prefill_tokens: The same bound for prompts while no request is running.
-        version: Version of the weights at the start.
     """
 
     def __init__(
@@ -114,7 +112,6 @@ class Engine:
     # -- called from any thread -------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the thread of the engine."""
         self._thread.start()
 
     def close(self, timeout_seconds: float = 1.0) -> bool:
@@ -128,23 +125,20 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests can still be served."""
         return self._thread.is_alive() and self.failure is None
 
     @property
     def num_running(self) -> int:
-        """Number of requests that have a row."""
         return len(self._rows) - len(self._holes)
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that wait for a row."""
         return len(self._queue.waiting)
 
     def load(self) -> ServerLoad:
         """Returns how busy the engine is, between two steps or during one.
 
-        Waiting requests for which there is a free row count as running. New weights send all
+        Waiting requests for which there is a free row count as running: new weights send all
         requests back to the queue for a moment, which does not mean that the engine is full.
         """
         running = [request for request in list(self._rows) if request is not None]
@@ -155,16 +149,15 @@ class Engine:
         return ServerLoad(len(running) + entering, num_queued - entering, num_tokens / capacity)
 
     def submit(self, requests: Iterable[Request]) -> "Future[None]":
-        """Queues requests, whose listeners are told of their tokens."""
         batch = list(requests)
         return self._call(lambda: self._enqueue(batch), only_adds=True)
 
     def abort(self, prefix: str | None) -> "Future[int]":
-        """Ends the requests whose id begins with ``prefix``, or all if ``None``; counts them."""
+        """Ends requests whose id begins with ``prefix``, or all if ``None``; returns their number."""
         return self._call(lambda: self._abort(prefix, "Aborted by request."))
 
     def abort_request(self, request: Request) -> "Future[None]":
-        """Ends exactly this request. Does nothing if it has finished."""
+        """Ends exactly this request, unless it has finished."""
         return self._call(lambda: self._finish(request, "The client went away."))
 
     def pause(self) -> "Future[None]":
@@ -172,21 +165,16 @@ class Engine:
         return self._call(lambda: self._set_paused(True))
 
     def resume(self) -> "Future[None]":
-        """Ends a pause. Does nothing if the engine is not paused."""
         return self._call(lambda: self._set_paused(False))
 
     def set_version(self, version: str) -> "Future[None]":
-        """Sets the version to which all further tokens are attributed."""
         return self._call(lambda: self._set_version(version))
 
     def swap_weights(self, swap: Callable[[], None], version: str) -> "Future[float]":
-        """Runs ``swap`` between two steps, and computes keys and values of old weights again.
+        """Runs ``swap`` between two steps, and recomputes keys and values of the old weights.
 
-        The future holds the seconds for which the engine stopped.
-
-        Args:
-            swap: Replaces the parameters. It must not fail half-way.
-            version: Name of the new version.
+        ``swap`` replaces the parameters and must not fail half-way. The future holds the
+        seconds for which the engine stopped.
         """
         return self._call(lambda: self._swap_weights(swap, version))
 
@@ -288,7 +276,7 @@ class Engine:
             self._queue.waiting.append(request)
 
     def _rate(self) -> None:
-        """Rates the prompts that were submitted, each under one version, paused or not."""
+        """Rates the prompts that were submitted, each under one version, even during a pause."""
         lengths = [len(request.prompt_ids) for request in self._to_rate]
         for indices in padded_batches(lengths, self._max_prefill_tokens):
             batch = [self._to_rate[i] for i in indices]
@@ -388,7 +376,6 @@ class Engine:
         return request.row
 
     def _close_holes(self) -> None:
-        """Moves the last rows into the holes, which makes the rows dense again."""
         if not self._holes:
             return
         while self._rows and self._rows[-1] is None:

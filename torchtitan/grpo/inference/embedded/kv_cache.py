@@ -3,17 +3,17 @@
 
 """Keys and values of the running requests, one slot for each.
 
-A running request is row ``i`` of every step and owns slot ``i``. The engine keeps the rows dense,
-so a step reads ranges of slots as views, without a gather. When requests end, the last rows move
-into the free slots.
+A running request is row ``i`` of every step and owns slot ``i``. The engine keeps the rows
+dense, so a step reads ranges of slots as views, without a gather. When requests end, the last
+rows move into the free slots.
 
 Invariants:
-    - Positions ``[0, length)`` of a slot hold the tokens of its request that have been computed.
-      The rest is finite but meaningless, and masked. (It is zeroed on allocation, because an
-      attention weight of 0 times NaN is NaN.)
+    - Positions ``[0, length)`` of a slot hold the computed tokens of its request. The rest is
+      meaningless and masked, but finite: it is zeroed on allocation, because an attention weight
+      of 0 times NaN is NaN.
     - Storage grows by doubling and never shrinks, so it is allocated a few times in a run.
-    - Slots are addressed by integers and by tensors of their own device. A list would be uploaded, and
-      the host would wait for the upload.
+    - Slots are addressed by integers and by tensors of their own device. A list would be uploaded,
+      and the host would wait for the upload.
 """
 
 from typing import Any
@@ -27,18 +27,11 @@ from torchtitan.grpo.inference.embedded.step_layout import StepLayout
 class SlotCache(Cache):
     """A transformers cache whose rows have different lengths.
 
-    :meth:`plan` must be called before each forward.
-
-    Args:
-        max_slots: Maximum number of rows.
-        max_length: Maximum number of tokens of a row.
-
-    Attributes:
-        generation: How often storage that was in use has moved.
+    :meth:`plan` must be called before each forward. ``generation`` counts how often storage
+    that was in use has moved.
     """
 
     step: StepLayout
-    """Layout of the current forward."""
 
     def __init__(self, max_slots: int, max_length: int) -> None:
         super().__init__(layers=[])
@@ -52,7 +45,6 @@ class SlotCache(Cache):
         self._rows = torch.empty(0, dtype=torch.long)
 
     def plan(self, step: StepLayout) -> None:
-        """Prepares for a forward over the tokens of ``step``."""
         self.step = step
         self._rows = torch.arange(step.num_rows, device=step.positions.device)
         longest = max(rows.length for rows in step.ranges)
@@ -80,14 +72,9 @@ class SlotCache(Cache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores the new keys and values of a layer.
+        """Stores the new keys and values of a layer, [1, kv_heads, num_tokens, head_dim] each.
 
-        Args:
-            key_states: [1, kv_heads, num_tokens, head_dim], after the rotary embedding.
-            value_states: Same shape as ``key_states``.
-
-        Returns:
-            The arguments themselves. Attention reads the slots with :meth:`layer`.
+        The arguments are returned; attention reads the slots with :meth:`layer`.
         """
         if layer_idx == len(self._layers):
             self._layers.append(self._allocate(key_states))
@@ -116,7 +103,7 @@ class SlotCache(Cache):
         return like.new_zeros(2, self._num_slots, kv_heads, self._length, head_dim)
 
     def reserve(self, num_slots: int, length: int) -> None:
-        """Makes room for slots ``0 .. num_slots`` of ``length`` positions, keeping what is stored."""
+        """Makes room for ``num_slots`` slots of ``length`` positions, and keeps what is stored."""
         if num_slots <= self._num_slots and length <= self._length:
             return
         old_slots, old_length = self._num_slots, self._length

@@ -57,14 +57,9 @@ _LOGIT_ROWS = 256
 class ModelRunner:
     """A causal language model and the slots of its running requests.
 
-    Only the engine's thread uses it after the engine has started.
-
-    Args:
-        model: Model on its device, in its dtype.
-        max_slots: Maximum number of rows.
-        max_length: Maximum length of a sequence, prompt and completion together.
-        known_ids: Ids that may be sampled, in any order; ``None`` allows all.
-        capture: Captures steps without prompts, see `decode_graph.py`; ``None`` captures nothing.
+    Only the engine's thread uses it after the engine has started. ``max_length`` bounds prompt
+    and completion together. Only ``known_ids`` are sampled; ``None`` allows all. ``capture``
+    captures steps without prompts (`decode_graph.py`).
     """
 
     def __init__(
@@ -107,15 +102,9 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Computes one token of each row and the prompts of ``plan``.
 
-        Args:
-            ids: [rows] long, one token of each row, rows ``0 .. num_rows``.
-            positions: [rows] long, position of that token.
-            lengths: Position of that token plus 1, for each row.
-            plan: Prompts whose tokens are computed, all but the last of this step, which is the
-                token of the prompt's rows.
-
-        Returns:
-            [rows, vocab] logits.
+        The last token of a prompt is its row's token. ``ids`` and ``positions`` are [rows]
+        long, one token of each row; ``lengths`` are the positions plus 1. Returns [rows, vocab]
+        logits.
         """
         hidden, (whole, chunk) = None, self._prompt_parts(plan)
         if self._graphs is not None and whole is None and chunk is None:
@@ -126,7 +115,7 @@ class ModelRunner:
         return self.model.lm_head(hidden[: len(lengths)])
 
     def _hidden(self, ids: torch.Tensor, step: StepLayout) -> torch.Tensor:
-        """Returns the [num_tokens, dim] hidden states of a step."""
+        """Returns [num_tokens, dim]."""
         self.cache.plan(step)
         with fused_kernels(self.device):
             return self.model.model(
@@ -140,7 +129,6 @@ class ModelRunner:
     def _masked(
         self, ranges: list[RowRange], lengths: list[int], positions: torch.Tensor
     ) -> list[RowRange]:
-        """Adds the masks of ranges whose rows differ in length."""
         masked = []
         for rows in ranges:
             if min(lengths[rows.start : rows.stop]) < rows.length:
@@ -151,11 +139,8 @@ class ModelRunner:
         return masked
 
     def _prompt_parts(self, plan: PrefillPlan) -> tuple[WholePart | None, ChunkPart | None]:
-        """Returns the parts of prompts, whose numbers are one upload.
-
-        Prompts are padded on the right, where a causal mask hides the padding from all real tokens.
-        """
-        # A prompt, or a chunk, of one token is computed by its row alone.
+        """Uploads the prompts at once, padded on the right, where a causal mask hides the padding."""
+        # A prompt, or a chunk, of one token is only its row's token.
         prefills = [prefill for prefill in plan.whole if len(prefill.tokens) > 1]
         chunk = plan.chunk
         if chunk is not None and chunk.stop - chunk.start < 2:
@@ -186,14 +171,10 @@ class ModelRunner:
         return whole, ChunkPart(chunk_ids, chunk_slots, chunk_rows[0], chunk.start, mask)
 
     def rate(self, sequences: list[list[int]], num_top: int = 0) -> list[PromptRating]:
-        """Returns how likely each token but the first is, without using the slots.
+        """Returns the logprob of each token but the first, without using the slots.
 
-        All sequences are computed in one pass, padded on the right to the longest one.
-
-        Args:
-            sequences: Token ids.
-            num_top: Number of the most likely tokens that are returned for each rated token, the
-                most likely one first.
+        All sequences are computed in one pass, padded on the right. ``num_top`` most likely
+        tokens are returned for each rated token, the most likely one first.
         """
         longest = max(map(len, sequences))
         padded = [tokens + [0] * (longest - len(tokens)) for tokens in sequences]
@@ -273,10 +254,9 @@ def _check_attention(model: PreTrainedModel) -> None:
 
 
 def read_config(path: str) -> tuple[PreTrainedConfig, int | None]:
-    """Returns the configuration of a model with full attention, and up to which length it is the model's.
+    """Returns the configuration with full attention, and the length up to which that is exact.
 
-    Raises:
-        ValueError: If config.json cannot be read, or describes quantised weights.
+    Raises ValueError if config.json cannot be read, or describes quantised weights.
     """
     file = Path(path) / "config.json"
     content, window = read_json(file, _SETTING), None
@@ -296,18 +276,13 @@ def read_config(path: str) -> tuple[PreTrainedConfig, int | None]:
 def load_model(path: str, device: str, dtype: str) -> PreTrainedModel:
     """Loads the model of a Hugging Face directory, without downloading anything.
 
-    Attention is full in each layer. The ``max_position_embeddings`` of a model with sliding windows is at
-    most the window's length, up to which this makes no difference.
-
-    Args:
-        path: Directory with config.json and safetensors files.
-        device: ``auto``, ``cpu`` or ``cuda``; ``auto`` is CUDA if there is a GPU.
-        dtype: ``auto``, ``float32`` or ``bfloat16``; ``auto`` is float32 on CPU, bfloat16
-            on CUDA.
+    Attention is full in each layer. With sliding windows, ``max_position_embeddings`` is at
+    most the window's length, up to which full attention is the same. The device ``auto`` is
+    CUDA if there is a GPU; the dtype ``auto`` is float32 on CPU and bfloat16 on CUDA.
 
     Raises:
-        ValueError: If the directory has no config.json, its weights are not the model's plain ones, or it
-            was exported and has changed since.
+        ValueError: If the directory has no config.json, its weights are not the model's plain
+            ones, or it was exported and has changed since.
         NotRegularError: If a file in it is a pipe, a device or a socket.
     """
     check_folder(path)
@@ -354,7 +329,7 @@ def load_tokenizer(path: str) -> Tokenizer | None:
 def read_eos_ids(path: str) -> frozenset[int]:
     """Returns the end-of-sequence ids of config.json and generation_config.json together.
 
-    The trainer refuses a directory in which they are something else than ids.
+    The trainer refuses a directory in which they are anything but ids.
     """
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):

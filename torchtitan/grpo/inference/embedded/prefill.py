@@ -1,13 +1,13 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Decides which tokens of waiting prompts the next step computes, and which prompts are rated together.
+"""Decides which tokens of waiting prompts a step computes, and which prompts are rated together.
 
-Stall-free batching after Sarathi-Serve (https://arxiv.org/abs/2403.02310). Each step computes one
-token of every running request first. What is left of its token budget goes to prompts, in the
-order of their arrival. A prompt that does not fit is cut: the step computes a chunk of it, and the
-following steps the rest. Kept from the paper are the budget, decodes first, and the batch of
-decodes and chunks in one forward. Left out is the choice of the budget from a profile.
+Stall-free batching after Sarathi-Serve (https://arxiv.org/abs/2403.02310). Each step computes
+one token of every running request first. The rest of its token budget goes to prompts, in the
+order of their arrival. A prompt that does not fit is cut: the step computes a chunk of it, and
+the following steps the rest. Decodes and chunks form one batch. Unlike in the paper, the budget
+is not chosen from a profile.
 
 Invariants:
     - At most one prompt is cut at a time, and nothing overtakes it.
@@ -15,9 +15,9 @@ Invariants:
     - The running requests and the tokens of prompts, padding included, are at most the budget.
       Further requests for the same tokens are free, because each adds only its row's token.
 
-There are two exceptions, in which nobody would gain from small steps, and the budget is the
-larger ``max_prefill_tokens``: no request is running, or requests are computed again because the
-weights have changed, when all of them wait for the same work.
+The budget is the larger ``max_prefill_tokens`` in two cases in which nobody would gain from
+small steps: no request is running, or requests are computed again because the weights have
+changed, when all of them wait for the same work.
 """
 
 from collections import deque
@@ -31,11 +31,8 @@ from torchtitan.grpo.inference.embedded.request import Request
 class Prefill:
     """A sequence of tokens on its way into the slots.
 
-    Attributes:
-        tokens: The sequence.
-        requests: Requests that begin with it, at least one. Each stores it in a row of its own.
-        start: Number of tokens that are in the slots.
-        stop: Number of tokens that are in the slots when the planned step is over.
+    It belongs to at least one request that begins with it, and each stores it in its own row.
+    ``start`` of its tokens are in the slots, and ``stop`` when the planned step is over.
     """
 
     tokens: list[int]
@@ -57,34 +54,25 @@ class Prefill:
 
     @property
     def is_cut(self) -> bool:
-        """Whether tokens are left for later steps."""
         return self.stop < len(self.tokens)
 
 
 @dataclass
 class PrefillPlan:
-    """What one step computes besides the tokens of running requests.
-
-    Attributes:
-        whole: Prompts that are computed at once, padded to the longest of them.
-        chunk: A part of one prompt, if any.
-    """
+    """The prompt tokens of one step: prompts that are computed whole, and at most one chunk."""
 
     whole: list[Prefill] = field(default_factory=list)
     chunk: Prefill | None = None
 
     @property
     def prefills(self) -> list[Prefill]:
-        """All prompts of the plan, in the order of their arrival."""
         return [*self.whole, *([] if self.chunk is None else [self.chunk])]
 
 
 class PrefillQueue:
     """The requests that wait for a row, and the prompt that is cut.
 
-    Args:
-        step_tokens: Token budget of a step.
-        max_prefill_tokens: Number of prompt tokens of a step that delays nobody.
+    ``max_prefill_tokens`` is the budget of steps that delay nobody.
     """
 
     def __init__(self, step_tokens: int, max_prefill_tokens: int) -> None:
@@ -95,17 +83,13 @@ class PrefillQueue:
 
     @property
     def num_cut(self) -> int:
-        """Number of rows that belong to the prompt that is cut."""
         return 0 if self.cut is None else len(self.cut.requests)
 
     def plan(self, num_running: int, num_free: int) -> PrefillPlan:
-        """Returns what the next step computes besides the tokens of running requests.
+        """Plans the prompt tokens of the next step.
 
-        The requests of the plan leave the queue. Those that have no row must be given one.
-
-        Args:
-            num_running: Number of requests whose next token the step samples anyway.
-            num_free: Number of free rows.
+        The requests of the plan leave the queue. Those that have no row must be given one of
+        the ``num_free``. ``num_running`` requests sample their next token anyway.
         """
         budget = self._budget(num_running)
         plan = PrefillPlan(chunk=self.cut)
@@ -119,7 +103,6 @@ class PrefillQueue:
         return plan
 
     def drop(self, request: Request) -> None:
-        """Forgets a request that has ended."""
         if self.cut is not None and request in self.cut.requests:
             self.cut.requests.remove(request)
             if not self.cut.requests:
@@ -128,10 +111,7 @@ class PrefillQueue:
             self.waiting.remove(request)
 
     def put_back(self, running: Iterable[Request]) -> int:
-        """Puts requests and the prompt that is cut back to the front; returns how many there are.
-
-        Their keys and values are to be computed again, from the first token on.
-        """
+        """Puts requests and the cut prompt back to the front, to be computed anew; counts them."""
         first = list(running)
         if self.cut is not None:
             first += self.cut.requests
@@ -197,8 +177,8 @@ def default_step_tokens(max_slots: int, device: str) -> int:
 def padded_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Splits sequences into batches of similar lengths; returns the indices of each batch.
 
-    A batch has at most ``max_tokens`` tokens, padding included, unless it is one longer sequence. (A
-    forward over one short sequence takes hardly less time than one over many.)
+    A batch has at most ``max_tokens`` tokens, padding included, unless it is one longer
+    sequence. (A forward over one short sequence takes hardly less time than one over many.)
 
     >>> padded_batches([2, 6, 3], 8)  # two of 3 tokens; a third one of 6 would make 18
     [[0, 2], [1]]

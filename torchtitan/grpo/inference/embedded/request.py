@@ -23,28 +23,22 @@ class Request:
     Only the engine's thread writes to it. The lists of tokens only grow, so another thread may
     read the first ``num_tokens`` entries after the listener was told of them.
 
-    WAITING (``row`` is ``None``) -> PREFILLING (``prefilled_to`` is set) -> RUNNING (``row`` is its
-    slot) -> finished (``finish_reason`` is set). A prompt that one step computes is never
-    PREFILLING. New weights send a request that has a row back to WAITING, so that its keys and
-    values are computed again.
+    WAITING (``row`` is ``None``) -> PREFILLING (``prefilled_to`` is set) -> RUNNING (``row`` is
+    its slot) -> finished (``finish_reason`` is set). A prompt that one step computes is never
+    PREFILLING. New weights send a request that has a row back to WAITING.
 
     Attributes:
-        request_id: SGLang's ``rid``.
-        prompt_ids: At least one token id below the vocabulary size.
-        sampling: See :class:`SamplingParams`.
         stop_ids: Tokens that end the completion, the model's own included.
-        prefilled_to: While the prompt is computed in chunks, the number of its tokens that are in the
-            slot after the current step; else ``None``.
+        prefilled_to: While the prompt is computed in chunks, the number of its tokens that are
+            in the slot after the current step; else ``None``.
         stream: Whether the listener is told of every token, or only of the end.
         listener: Called with ``(num_tokens, finished)`` on the server's event loop.
         segments: ``(version, start)`` for each version that sampled tokens of the completion.
-        shared_prompt_tokens: Number of prompt tokens whose keys and values were computed for
-            another request.
-        logprob_start: First position whose prompt logprob the answer holds; ``None`` if it holds
-            none.
-        num_top: Number of the most likely tokens that the answer holds at each of these positions.
-        rating: Logprob of each prompt token but the first, with at least ``num_top`` most likely
-            tokens, the most likely one first. ``None`` if ``logprob_start`` is ``None``.
+        shared_prompt_tokens: Number of prompt tokens whose keys and values another request
+            computed.
+        logprob_start: First position whose prompt logprob is answered; ``None`` for none.
+        rating: Logprob of each prompt token but the first, with at least ``num_top`` most
+            likely tokens, the most likely one first. ``None`` if ``logprob_start`` is ``None``.
     """
 
     request_id: str
@@ -67,12 +61,10 @@ class Request:
 
     @property
     def token_ids(self) -> list[int]:
-        """Tokens of the prompt and of the completion so far."""
         return self.prompt_ids + self.output_ids
 
     @property
     def length(self) -> int:
-        """Number of tokens so far, those of the prompt included."""
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
@@ -87,7 +79,6 @@ class Request:
         return self.output_ids[position] if position >= 0 else self.prompt_ids[position]
 
     def start_segment(self, version: str) -> None:
-        """Attributes all further tokens to ``version``."""
         start = len(self.output_ids)
         # A new list, because another thread may be reading the old one.
         self.segments = [*(s for s in self.segments if s[1] < start), (version, start)]

@@ -13,17 +13,14 @@ from msgspec import Meta
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Describes how one completion is sampled, as ``sampling_params`` of a request.
+    """The ``sampling_params`` of a request.
 
     Attributes:
-        max_new_tokens: Maximum length of the completion; 0 samples nothing.
         temperature: Below 1e-6, sampling is greedy, and logprobs are those of temperature 1.
         top_p: Nucleus bound; 1 is off.
         top_k: Number of most likely tokens kept; below 1 is off.
-        stop_token_ids: Tokens that end the completion, besides the model's own.
         ignore_eos: Whether the model's own end-of-sequence tokens do not end the completion.
-        sampling_seed: Seed of the request's own random numbers, which do not depend on other
-            requests; ``None`` uses the engine's random numbers.
+        sampling_seed: Seed that makes the tokens independent of other requests.
     """
 
     max_new_tokens: Annotated[int, Meta(ge=0)] = 128
@@ -36,24 +33,16 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
         return self.temperature < 1e-6
 
     @property
     def is_filtered(self) -> bool:
-        """Whether top-p or top-k may exclude tokens."""
         return not self.is_greedy and (self.top_p < 1.0 or self.top_k > 0)
 
 
 @dataclass(frozen=True)
 class Filters:
-    """The rows with top-p or top-k.
-
-    Attributes:
-        rows: [filtered] long.
-        top_k: [filtered, 1] float64; inf is off.
-        top_p: [filtered, 1] float32.
-    """
+    """The rows, [filtered], with top-p or top-k, which are [filtered, 1]. A top-k of inf is off."""
 
     rows: torch.Tensor
     top_k: torch.Tensor
@@ -62,13 +51,10 @@ class Filters:
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The sampling parameters of a batch's rows, as tensors.
+    """The sampling parameters of a batch's rows, as tensors; ``None`` if no row needs them.
 
-    Attributes:
-        temperature: [rows, 1] float32, 1 for greedy rows; ``None`` if all entries are 1.
-        greedy: [rows] bool; ``None`` if no row is greedy.
-        filters: ``None`` if no row has any.
-        seeded: Rows with random numbers of their own, and their generators.
+    ``temperature`` is [rows, 1] float32, 1 for greedy rows, and ``greedy`` [rows] bool.
+    ``seeded`` are rows with a seed, and their generators.
     """
 
     temperature: torch.Tensor | None = None
@@ -95,7 +81,7 @@ class SamplingBatch:
         params: list[SamplingParams],
         generators: list[torch.Generator | None],
     ) -> "SamplingBatch":
-        """Builds a batch from its uploaded columns and each row's own random numbers, if any."""
+        """Builds a batch from its uploaded columns and the generators of rows with a seed."""
         temperature, greedy, rows, top_k, top_p = columns
         is_plain = all(p.is_greedy or p.temperature == 1.0 for p in params)
         filters = None
@@ -119,14 +105,13 @@ def sample(
 
     Args:
         logits: [rows, vocab], any float dtype.
-        batch: Parameters of the rows.
-        generator: Random numbers of the rows without a seed of their own.
-        excluded: [vocab] bool, True for tokens that are never sampled; ``None`` excludes none.
+        generator: Random numbers of the rows without a seed.
+        excluded: [vocab] bool, True for tokens that are never sampled.
 
     Returns:
-        Token ids [rows] long, and their logprobs [rows] float32. Logprobs are those after the
-        temperature, as the trainer computes them: not renormalized over the tokens that are not
-        excluded, and that top-p and top-k keep.
+        Token ids [rows] long, and their logprobs [rows] float32 after the temperature, as the
+        trainer computes them: not renormalized over the tokens that ``excluded``, top-p and
+        top-k leave.
     """
     logits = logits.float()
     if batch.temperature is not None:
@@ -147,7 +132,6 @@ def sample(
 
 
 def _filtered(logprobs: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """Returns ``logprobs`` with -inf for the tokens that a row's filters exclude."""
     ordered, order = logprobs[filters.rows].sort(dim=-1, descending=True)
     probs = ordered.exp()
     rank = torch.arange(logprobs.shape[-1], device=logprobs.device)

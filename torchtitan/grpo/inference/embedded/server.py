@@ -3,10 +3,10 @@
 
 """The HTTP routes, with the names and shapes of SGLang's.
 
-The event loop never waits for the model or for a trainer. The engine's thread reports the end of
-generations, and blocking operations (joining a group, committing, reading a checkpoint) run on daemon
-threads. If a client disconnects, its control operation still runs to its end, and its generation is
-aborted.
+The event loop never waits for the model or for a trainer. The engine's thread reports the end
+of generations, and blocking operations (joining a group, committing, reading a checkpoint) run
+on daemon threads. If a client disconnects, its control operation still runs to its end, and its
+generation is aborted.
 """
 
 import asyncio
@@ -43,13 +43,8 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class EmbeddedServer:
     """Connects the engine and the updater to HTTP.
 
-    Args:
-        engine_factory: Makes the engine, given the function to which it reports events.
-        updater_factory: Makes the updater for that engine.
-        table: Parameters of the model, for checksums.
-        facts: Facts about the model that requests are checked against.
-        info: Constant entries of ``/model_info`` and ``/server_info``.
-        keys: Keys that the routes need.
+    ``engine_factory`` is given the function to which the engine reports events. ``info`` holds
+    the constant entries of ``/model_info`` and ``/server_info``.
     """
 
     def __init__(
@@ -128,7 +123,7 @@ class EmbeddedServer:
     # -- generation -------------------------------------------------------------------
 
     def _report(self, events: Events) -> None:
-        """Called on the engine's thread: schedules one call on the loop for each step."""
+        """Runs on the engine's thread, and schedules one call on the loop for each step."""
         self._loop.call_soon_threadsafe(_tell_listeners, events)
 
     async def _generate(self, http: web.Request) -> web.Response:
@@ -146,7 +141,7 @@ class EmbeddedServer:
         )
 
     async def _finished(self, requests: list[Request]) -> None:
-        """Waits for the end of requests; if the client leaves, they are aborted."""
+        """Aborts the requests if the client leaves before their end."""
         ids = {request.request_id for request in requests}
         if taken := self._active_ids & ids:
             raise ValueError(
@@ -298,7 +293,6 @@ async def _parsed(http: web.Request, kind: type[_T]) -> _T:
 
 
 def _local_address(http: web.Request) -> str | None:
-    """Returns the address of this machine at which a request arrived."""
     name = None if http.transport is None else http.transport.get_extra_info("sockname")
     return name[0] if isinstance(name, tuple) else None
 
@@ -329,10 +323,10 @@ async def _on_thread(function: Callable[[], _T]) -> _T:
 
 
 class EngineMonitor:
-    """Reads health and metrics of the engine whenever it is asked.
+    """Health and metrics of the engine.
 
-    The server is stuck if its engine has ended, or if it has running requests, is not paused, and
-    has taken no step between two questions that lie more than two minutes apart.
+    The server is stuck if its engine has ended, or if it has running requests, is not paused,
+    and took no step between two calls that lie more than two minutes apart.
     """
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
@@ -361,7 +355,6 @@ class EngineMonitor:
         return Health(problem, facts)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the load, and counts since the start of the server."""
         engine, load = self._engine, self._engine.load()
         return {
             "server/running": float(load.running),

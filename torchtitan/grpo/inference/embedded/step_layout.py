@@ -3,7 +3,7 @@
 
 """Describes which tokens one forward computes, and where their keys and values go.
 
-The tokens of a step lie behind one another in a single sequence of three parts:
+The tokens of a step form a single sequence of three parts:
 
     rows        one token of each row: the newest token of a running request, or the last token of
                 this step's part of a prompt
@@ -11,8 +11,8 @@ The tokens of a step lie behind one another in a single sequence of three parts:
     chunk       a part of one long prompt, all but its last token
 
 All linear layers therefore run once a step, whatever the mixture, and only attention tells the
-parts apart. The last token of a prompt is computed as its row's token, because that is the only
-one whose logits are needed.
+parts apart. The last token of a prompt is computed as its row's token, because only its logits
+are needed.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,10 @@ import torch
 
 @dataclass(frozen=True)
 class RowRange:
-    """Neighboring rows whose attention is computed together.
+    """Rows ``start`` to ``stop``, exclusive, whose attention is computed together.
 
-    Attributes:
-        start: First row.
-        stop: One past the last row.
-        length: Number of positions that attention reads, which is the longest row's.
-        mask: [rows, 1, 1, length] additive mask of the shorter rows; ``None`` if there are none.
+    Attention reads ``length`` positions, as many as the longest row has. ``mask`` is the [rows,
+    1, 1, length] additive mask of shorter rows, if there are any.
     """
 
     start: int
@@ -44,9 +41,8 @@ class WholePart:
 
     Attributes:
         ids: [num_prompts, length] long, padded on the right.
-        slots: [num_slots] long, slots that store them.
-        sources: [num_slots] long, for each slot the prompt that it stores. Several slots may store
-            one prompt.
+        slots: [num_slots] long, slots that store them. Several slots may store one prompt.
+        sources: [num_slots] long, the prompt that each slot stores.
     """
 
     ids: torch.Tensor
@@ -60,8 +56,7 @@ class ChunkPart:
 
     Attributes:
         ids: [num_tokens] long, at least one token.
-        slots: [num_slots] long, slots that store it. All of them hold the prompt's earlier tokens.
-        first_slot: One of them, whose keys and values attention reads.
+        slots: [num_slots] long, slots that store it. Attention reads ``first_slot`` only.
         start: Position of the first token.
         mask: [num_tokens, start + num_tokens] additive mask; ``None`` if ``start`` is 0.
     """
@@ -74,7 +69,6 @@ class ChunkPart:
 
     @property
     def stop(self) -> int:
-        """One past the position of the last token."""
         return self.start + len(self.ids)
 
 
@@ -82,11 +76,7 @@ class ChunkPart:
 class StepLayout:
     """The tokens of one forward.
 
-    Attributes:
-        positions: [num_rows] long, position of each row's token.
-        ranges: All rows, in order.
-        whole: Prompts that are computed at once, if any.
-        chunk: Part of a long prompt, if any.
+    ``positions`` is [num_rows] long. ``ranges`` are all rows, in order.
     """
 
     positions: torch.Tensor
@@ -100,11 +90,10 @@ class StepLayout:
 
     @property
     def chunk_start(self) -> int:
-        """Index of the chunk's first token in the flat sequence."""
         return self.num_rows + (0 if self.whole is None else self.whole.ids.numel())
 
     def flat_ids(self, row_ids: torch.Tensor) -> torch.Tensor:
-        """Returns the [1, num_tokens] token ids of the step."""
+        """Returns [1, num_tokens]."""
         parts = [row_ids]
         if self.whole is not None:
             parts.append(self.whole.ids.flatten())
@@ -113,7 +102,7 @@ class StepLayout:
         return torch.cat(parts).unsqueeze(0)
 
     def flat_positions(self) -> torch.Tensor:
-        """Returns the [1, num_tokens] positions of the step's tokens."""
+        """Returns [1, num_tokens]."""
         device = self.positions.device
         parts = [self.positions]
         if self.whole is not None:
@@ -125,22 +114,14 @@ class StepLayout:
 
 
 def split_rows(lengths: Sequence[int], call_positions: int) -> list[RowRange]:
-    """Cuts the rows into ranges, so that short rows do not read as much as the longest one.
+    """Cuts the rows into ranges without masks, so that short rows read less than the longest.
 
     Each range costs one attention call, and each of its rows reads as many positions as the
     longest one. A range therefore ends before the row with which its rows together would read
-    more positions in vain than one more call costs.
+    more positions in vain than one more call costs (``call_positions``).
 
-    Args:
-        lengths: Number of positions that each row has to read.
-        call_positions: Cost of one call, as a number of positions.
-
-    Returns:
-        Ranges without masks. Together they are all rows, in order.
-
-    Example:
-        >>> [(r.start, r.stop, r.length) for r in split_rows([5, 6, 90, 5, 5], 20)]
-        [(0, 2, 6), (2, 3, 90), (3, 5, 5)]
+    >>> [(r.start, r.stop, r.length) for r in split_rows([5, 6, 90, 5, 5], 20)]
+    [(0, 2, 6), (2, 3, 90), (3, 5, 5)]
     """
     ranges: list[RowRange] = []
     start, longest, total = 0, 0, 0

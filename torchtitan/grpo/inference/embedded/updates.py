@@ -3,12 +3,13 @@
 
 """Weight updates of the embedded server.
 
-Buckets are received while the engine generates, and ``end`` swaps all of them in at once, between two
-steps of the engine. It commits only an update that is known to be whole: every bucket has arrived and was
-verified, and one has named the ``weight_version``. Any other update is dropped, and the model does not
-change. A trainer that was restarted may therefore always call ``end`` or ``leave_all`` first.
+Buckets are received while the engine generates, and ``end`` swaps all of them in at once,
+between two steps. It commits only a whole update: every bucket has arrived and was verified,
+and one has named the ``weight_version``. Any other update is dropped, and the model does not
+change. A restarted trainer may therefore always call ``end`` or ``leave_all`` first.
 
-The methods raise :class:`UpdateError` or ValueError for every failure that is answered with status 400.
+The methods raise :class:`UpdateError` or ValueError for every failure that is answered with
+status 400.
 """
 
 import logging
@@ -40,12 +41,9 @@ _DISK_SECONDS = 600.0
 class WeightUpdater:
     """Receives weights and commits them to the engine.
 
-    Args:
-        engine: Engine whose weights are updated.
-        table: Parameters of the engine's model.
-        device: Device of the model. NCCL groups receive there, gloo groups on the CPU.
-        timeout_seconds: Maximum duration of a rendezvous, of each broadcast, and of the swap.
-        model_path: Directory of the model, to whose weights adapters are added.
+    NCCL groups receive on ``device``, gloo groups on the CPU. ``timeout_seconds`` bounds a
+    rendezvous, each broadcast, and the swap. Adapters are added to the weights of
+    ``model_path``.
     """
 
     def __init__(
@@ -67,11 +65,9 @@ class WeightUpdater:
 
     @property
     def group_names(self) -> list[str]:
-        """Names of the groups that this server has joined."""
         return self._session.group_names
 
     def join(self, body: GroupBody) -> None:
-        """Joins a group."""
         self._session.join(
             WeightGroupInfo(
                 master_address=body.master_address,
@@ -86,14 +82,13 @@ class WeightUpdater:
         )
 
     def leave_all(self) -> None:
-        """Leaves all groups and drops an open update. Does nothing if there are none."""
+        """Leaves all groups and drops an open update, if any."""
         self._session.leave_groups()
-        # An operation that waited in a group has failed by now and ends soon.
+        # An operation that waited in a group has failed, and ends soon.
         with self._exclusive(_LEAVE_SECONDS):
             self._session.drop()
 
     def begin(self) -> None:
-        """Opens an update."""
         with self._exclusive():
             self._session.begin()
             self._version = None
@@ -103,7 +98,7 @@ class WeightUpdater:
     ) -> "Future[None]":
         """Queues one bucket, or refuses it before its broadcast is awaited.
 
-        Returns at once. The future ends when the bucket has arrived and is verified.
+        The future ends when the bucket has arrived and is verified.
         """
         future = self._session.announce(bucket, group_name, sequence)
         self._version = version or self._version
@@ -117,11 +112,8 @@ class WeightUpdater:
     def end(self, version: str | None = None) -> tuple[str, float]:
         """Commits the update, or drops it whole.
 
-        Args:
-            version: Name of the new version, if no bucket has named it.
-
-        Returns:
-            Message for the caller, and the seconds for which the engine stopped.
+        ``version`` counts if no bucket has named one. Returns a message for the caller, and the
+        seconds for which the engine stopped.
         """
         with self._exclusive():
             if self._session.staging.is_receiving:
@@ -147,7 +139,6 @@ class WeightUpdater:
         self._session.forget_base()
 
     def close(self) -> None:
-        """Leaves all groups."""
         self._session.leave_groups()
 
     @contextmanager
@@ -211,7 +202,7 @@ class WeightUpdater:
         )
 
     def _swap(self, tensors: dict[str, torch.Tensor], version: str) -> float:
-        """Waits for a swap, first for its begin and then for its end; returns its seconds."""
+        """Waits until the swap begins, and then until it ends; returns its seconds."""
         future = self._engine.swap_weights(lambda: self._table.adopt(tensors), version)
         try:
             return future.result(self._timeout_seconds)

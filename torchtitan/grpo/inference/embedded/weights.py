@@ -3,14 +3,14 @@
 
 """The parameters of the model by their Hugging Face names.
 
-On a CPU, new tensors take the place of the old ones, and nothing is copied. On a GPU, the parameters
-keep their addresses, which captured graphs hold (`decode_graph.py`):
+On a CPU, new tensors replace the old ones, and nothing is copied. On a GPU, the parameters keep
+their addresses, which captured graphs hold (`decode_graph.py`):
 
     staging thread   pinned bucket -> staged tensor   on the table's stream, beside decoding
     engine's thread  staged tensor -> parameter       on the decoding stream, between two steps
 
-The second copy stays on the GPU. It reads and writes every byte once, which takes 2 x bytes / memory
-bandwidth: 10 ms for 16 GB at 3.35 TB/s.
+The second copy stays on the GPU and reads and writes every byte once. It takes 2 x bytes /
+memory bandwidth: 10 ms for 16 GB at 3.35 TB/s.
 """
 
 import hashlib
@@ -25,12 +25,9 @@ from torchtitan.grpo.weight_wire.buckets import aligned, is_exact_in
 
 
 class WeightTable:
-    """Checks and replaces the parameters of a model, and computes their checksums.
+    """The parameters of a model, a tied one under each of its names.
 
-    A tied parameter is listed under each of its names.
-
-    Attributes:
-        stream: Stream of the copies to the model's GPU; ``None`` on a CPU.
+    ``stream`` is that of the copies to the model's GPU, ``None`` on a CPU.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -57,7 +54,6 @@ class WeightTable:
                 raise ValueError(f"{name}: shape must be {expected}, got {list(shape)}.")
 
     def has(self, name: str) -> bool:
-        """Returns whether the model has a parameter of that name."""
         return name in self._parameters
 
     def missing(self, names: Collection[str]) -> list[str]:
@@ -86,7 +82,6 @@ class WeightTable:
             return aligned(moved.to(held.dtype))
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        """Returns a context in which :attr:`stream` is the current one."""
         if self.stream is None:
             return nullcontext()
         torch.cuda.set_device(self._device)  # each thread has its own current device
@@ -100,9 +95,9 @@ class WeightTable:
 
     @torch.no_grad()
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Makes prepared tensors the parameters, for all that the current stream does afterwards.
+        """Makes prepared tensors the parameters, for all later work of the current stream.
 
-        On a CPU nothing is copied, and the tensors are the parameters' memory from now on.
+        On a CPU nothing is copied, and the tensors' memory becomes the parameters'.
         """
         if self.stream is None:
             for name, tensor in tensors.items():
@@ -116,7 +111,6 @@ class WeightTable:
         self.stream.wait_stream(decoding)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Returns all parameters."""
         return list(self._parameters.values())
 
     def checksums(self) -> dict[str, str]:
@@ -125,6 +119,6 @@ class WeightTable:
 
 
 def tensor_sha256(tensor: torch.Tensor) -> str:
-    """Returns the SHA-256 of a tensor's bytes in row-major order."""
+    """Hashes a tensor's bytes in row-major order."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
