@@ -1,16 +1,14 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Child processes that cannot outlive their owner, and whatever they have started themselves.
+"""Child processes that cannot outlive their owner, and whatever they have started.
 
-Every child is started in its own session, so that Ctrl-C in the terminal reaches only its owner,
-which then ends the child in order. If the owner dies before that, the kernel sends the child SIGTERM
-(on Linux).
+Every child has its own session, so that Ctrl-C reaches only its owner, which ends the child in
+order. If the owner dies before, the kernel sends the child SIGTERM (on Linux).
 
-A program that a reward or an environment starts may leave its session and its parent (``setsid``, ``nohup``,
-a double fork), so that no signal to a session reaches it. On Linux, the kernel then makes it a child of the
-process that has called :func:`adopt_orphans`, among whose descendants it is found. If that process
-was killed, the program is found by ``RUN_VARIABLE`` in its environment.
+A program of a reward or an environment may leave its session and its parent (``setsid``, a double
+fork). On Linux it then becomes a child of the process that called :func:`adopt_orphans`. If that
+process was killed, the program is found by ``RUN_VARIABLE`` in its environment.
 """
 
 import contextlib
@@ -56,9 +54,9 @@ def die_with_parent(signum: int = signal.SIGTERM) -> None:
 
 
 def end_with_parent() -> None:
-    """Has a thread send SIGTERM to this process when its parent has ended, and then SIGKILL.
+    """Has a thread send SIGTERM and then SIGKILL to this process when its parent has ended.
 
-    For processes that this package does not start itself. Further calls do nothing.
+    It is for processes that this package does not start. Further calls do nothing.
     """
     if _watches_parent.acquire(blocking=False):
         watch = threading.Thread(
@@ -82,11 +80,11 @@ def start_child(
     log_file: Path | None = None,
     cwd: str | None = None,
 ) -> subprocess.Popen:
-    """Starts ``command`` as a child that ends with this process.
+    """Starts ``command`` as a child that ends with the calling thread (see
+    :func:`die_with_parent`).
 
-    Call it from a thread that lives as long as the child should, see :func:`die_with_parent`. ``env``
-    and ``cwd`` are by default those of this process. The child's output is appended to ``log_file``,
-    readable only by this user and within the size of `log_limit.py`, or goes where this process's goes.
+    Output is appended to ``log_file``, readable only by this user and within the size of
+    `log_limit.py`; by default it goes where this process's goes.
     """
     output = open_log(log_file) if log_file is not None else None
     try:
@@ -110,7 +108,7 @@ def start_child(
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """Opens a log for appending that no other user can read: logs show prompts and settings."""
+    """Opens a log for appending that no other user can read, because it shows prompts and settings."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.fchmod(descriptor, 0o600)  # an earlier program may have made the file
     return open(descriptor, "ab")
@@ -119,9 +117,9 @@ def open_log(path: Path) -> IO[bytes]:
 def stop_children(children: Sequence[subprocess.Popen], grace_seconds: float = 3.0) -> None:
     """Ends children of :func:`start_child`, and all processes in their sessions.
 
-    Python's trackers of shared memory in these sessions are ended last. Once all other processes of
-    their program have ended, they remove the shared memory that those have left, and end themselves.
-    ``grace_seconds``, for all children together, is the time between SIGTERM and SIGKILL.
+    ``grace_seconds``, for all together, lie between SIGTERM and SIGKILL. Python's trackers of
+    shared memory come last: they remove what their program's other processes left, and end by
+    themselves.
     """
     for child in children:
         _signal_session(child, signal.SIGTERM)
@@ -144,7 +142,7 @@ def _signal_session(child: subprocess.Popen, signum: int) -> None:
 
 
 def _kill_all_but_trackers(child: subprocess.Popen) -> list[psutil.Process]:
-    """Kills the processes of a child's session; returns the trackers, which are left running."""
+    """Kills a child's session; returns the trackers, which are left running."""
     trackers: list[psutil.Process] = []
     for pid in psutil.pids():
         with contextlib.suppress(OSError, psutil.Error):
@@ -159,7 +157,7 @@ def _kill_all_but_trackers(child: subprocess.Popen) -> list[psutil.Process]:
 
 
 def describe_status(status: int | None) -> str:
-    """Returns a child's exit status in words, with the name of the signal that ended it."""
+    """Returns an exit status in words, with the name of the signal."""
     if status is None or status >= 0:
         return f"exit status {status}"
     try:
@@ -171,10 +169,7 @@ def describe_status(status: int | None) -> str:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of descendants that lose theirs (on Linux).
-
-    A thread asks for the exit status of those that end, which would otherwise stay zombies.
-    """
+    """Makes this process the parent of descendants that lose theirs (on Linux), and reaps them."""
     if _libc is not None:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         threading.Thread(target=_reap_orphans, name="orphan-reaper", daemon=True).start()
@@ -209,10 +204,7 @@ def _kill_all(find: Callable[[], Iterable[int]]) -> None:
 
 
 def _reap_orphans() -> None:
-    """Reaps children that are strangers here: those of another session that stay zombies.
-
-    asyncio asks for the status of its children as soon as they have ended.
-    """
+    """Reaps zombies of other sessions; asyncio reaps its own children at once."""
     seen = set[int]()
     while True:
         # Without the first question, it would look at all processes of a large machine each time.
@@ -225,7 +217,7 @@ def _reap_orphans() -> None:
 
 
 def _any_has_ended() -> bool:
-    """Returns whether a child has ended for whose status nobody has asked yet."""
+    """Whether a child has ended whose status nobody has asked for."""
     with contextlib.suppress(ChildProcessError):  # there are no children
         return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     return False

@@ -1,14 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Bounds the connections of an HTTP server: how many there are, and how slowly they send.
+"""Bounds the connections of an HTTP server: their number, and how slowly they send.
 
-Neither aiohttp nor uvicorn limits the time until the first request of a connection, or the time of a body,
-and both accept connections until the process has no file descriptors left. Here a connection whose headers
-do not arrive in time is closed. If there are too many connections, one is closed for the sake of the new
-one, so that those which only hold connections shut nobody out (see :meth:`ConnectionLimits.make_room`).
-
-Servers in environments of their own use this module as well, so it needs only the standard library.
+aiohttp and uvicorn limit neither the time until a connection's first request nor that of a body,
+and accept until no file descriptors are left. Here late headers close a connection, and one of too
+many is closed for a new one so that nobody is shut out (:meth:`ConnectionLimits.make_room`).
+Servers in other environments use this module as well, so it needs only the standard library.
 """
 
 import asyncio
@@ -22,7 +20,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 HEADER_SECONDS = 10.0
-"""Maximum time until the headers of a request are complete, counted from its first byte."""
+"""Maximum time for the headers of a request, counted from its first byte."""
 MAX_CONNECTIONS = 16_384
 _BODY_SECONDS = 60.0
 _BODY_GRACE_SECONDS = 10.0
@@ -40,16 +38,12 @@ _BUSY = (
 
 
 def body_seconds(num_bytes: int, most: float = _BODY_SECONDS) -> float:
-    """Returns the time from the beginning of a body until more must follow what has arrived of it.
-
-    Args:
-        most: Maximum time for the whole body.
-    """
+    """Returns the time, from a body's beginning and ``most`` at most, until more must have arrived."""
     return min(most, _BODY_GRACE_SECONDS + num_bytes / _SLOWEST_BYTES_PER_SECOND)
 
 
 def raise_descriptor_limit(max_connections: int) -> int:
-    """Raises this process's limit of open files as far as it may; returns how many connections fit."""
+    """Raises the limit of open files as far as possible; returns how many connections fit."""
     wanted = max_connections + _OTHER_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -67,11 +61,7 @@ def raise_descriptor_limit(max_connections: int) -> int:
 
 
 class ConnectionLimits:
-    """Makes the protocols of all connections, and counts them.
-
-    Args:
-        header_seconds: Maximum time until the headers of a request are complete.
-    """
+    """Makes and counts the protocols of all connections."""
 
     def __init__(
         self,
@@ -88,17 +78,16 @@ class ConnectionLimits:
         self._open: dict[tuple[bool, bool], dict[str, dict[_LimitedProtocol, None]]] = {}
 
     def make_protocol(self) -> asyncio.Protocol:
-        """Makes the protocol of one new connection."""
         return _LimitedProtocol(self, self._make_inner())
 
     def make_room(self, host: str) -> bool:
-        """Returns whether one more connection may be served, for which another one may be closed.
+        """Whether one more connection may be served; may close another one for it.
 
-        What is closed is an idle connection, which has sent no request or whose requests are answered: of
-        those without a key, else of all, the one that has been idle for longest at the host with the most
-        of them. If none is idle, the oldest busy one without a key is closed, provided that its host
-        has more of them than the host of the new one. So a host can shut out only itself, and
-        nobody without a key can shut out those who have one.
+        It closes an idle connection, one without a request or with all answered: of those without a
+        key, else of all, the longest idle one of the host with the most. If none is idle, it closes
+        the oldest busy one without a key, provided that its host has more of them than the new
+        one's. So a host can shut out only itself, and nobody without a key shuts out those with
+        one.
         """
         if self.num_open < self.max_connections:
             return True
@@ -111,7 +100,7 @@ class ConnectionLimits:
         return True
 
     def note(self, connection: "_LimitedProtocol") -> None:
-        """Counts a connection, as the one that has been idle or busy for the shortest time."""
+        """Counts a connection as the one that became idle or busy last."""
         self.forget(connection)
         self.num_open += 1
         connection.place = connection.is_busy, connection.has_key
@@ -119,7 +108,7 @@ class ConnectionLimits:
         by_host.setdefault(connection.host, {})[connection] = None
 
     def forget(self, connection: "_LimitedProtocol") -> None:
-        """Counts a connection no more. Further calls do nothing."""
+        """Stops counting a connection. Further calls do nothing."""
         if connection.place is None:
             return
         by_host, connection.place = self._open[connection.place], None
@@ -129,14 +118,13 @@ class ConnectionLimits:
             del by_host[connection.host]
 
     def _oldest_of_most(self, is_busy: bool, has_key: bool) -> "_LimitedProtocol | None":
-        """Returns the first such connection of the host with the most of them, if there is one."""
         by_host = self._open.get((is_busy, has_key))
         return next(iter(max(by_host.values(), key=len))) if by_host else None
 
 
 @contextmanager
 def answering(*, has_key: bool = False) -> Iterator[None]:
-    """Marks the connection as busy on which the current task answers a request."""
+    """Marks as busy the connection of the request that the current task answers."""
     connection = _connection.get()
     if connection is None:  # the server is not behind limits
         yield
@@ -149,7 +137,7 @@ def answering(*, has_key: bool = False) -> Iterator[None]:
 
 
 class _LimitedProtocol(asyncio.Protocol):
-    """Passes everything on to the protocol that serves a connection, once it is accepted."""
+    """Passes everything on to the serving protocol, once the connection is accepted."""
 
     def __init__(self, limits: ConnectionLimits, inner: Any) -> None:
         self._limits, self._inner = limits, inner
@@ -198,20 +186,17 @@ class _LimitedProtocol(asyncio.Protocol):
             self._inner.connection_lost(exc)
 
     def begin(self, has_key: bool) -> None:
-        """Notes that a request is being answered."""
         self._stop_waiting()
         self.is_busy, self.has_key = True, self.has_key or has_key
         self._renew()
 
     def end(self) -> None:
-        """Notes that the request has been answered."""
         self.is_busy = False
         if self._transport.get_protocol() is not self:  # it was a web socket
             self._leave()
         self._renew()
 
     def drop(self) -> None:
-        """Ends the connection."""
         self._leave()
         self._transport.abort()
 

@@ -1,11 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The differences between CPU and CUDA, with all workarounds that CPU and gloo need.
+"""Differences between CPU and CUDA, with all workarounds that CPU and gloo need.
 
-If ``import torchtitan`` finds no accelerator, it assumes CUDA, and several of its modules copy this
-choice when they are imported. :func:`settle_device` corrects the copies that exist and the value
-that later imports read. Call it before importing ``torchtitan.train``.
+Without an accelerator torchtitan assumes CUDA, and several modules copy this choice when they are
+imported. Call :func:`settle_device`, which corrects it, before importing ``torchtitan.train``.
 """
 
 import os
@@ -29,7 +28,7 @@ DeviceType = Literal["cpu", "cuda"]
 
 
 def settle_device() -> DeviceType:
-    """Makes all of torchtitan use CUDA if there is a GPU and CPU otherwise; returns the choice."""
+    """Makes torchtitan use CUDA if there is a GPU and CPU otherwise; returns the choice."""
     # CUDA reads it when a process first uses the GPU. Streams that share one of its queues wait for
     # each other, and a push waits for a server. Training, its collectives, the snapshot and a push to
     # each server are more than the 8 queues of the default; 32 are the most.
@@ -58,7 +57,7 @@ def settle_device() -> DeviceType:
 
 
 def _use_host_memory_monitor() -> None:
-    """Replaces torchtitan's memory monitor, which needs CUDA, and its peak FLOPS lookup."""
+    """Replaces torchtitan's memory monitor and peak FLOPS lookup, which need CUDA."""
     from torchtitan.grpo.upstream.metrics import metrics as upstream_metrics
     from torchtitan.grpo.upstream.tools import utils as upstream_utils
 
@@ -71,10 +70,9 @@ def _use_host_memory_monitor() -> None:
 def choose_interfaces() -> None:
     """Makes the ranks' process groups use one interface: loopback, or that to the other nodes.
 
-    By default gloo listens on the address that this host's name resolves to, and NCCL on the first
-    interface that looks suitable. Neither need be the one over which the nodes reach each other.
-    What the user has set stays. Call it before any process group exists. Groups with servers choose
-    theirs by the route to each server, see `weight_wire/process_group.py`.
+    gloo's default is the address of this host's name, NCCL's is the first suitable interface;
+    neither need connect the nodes. The user's settings stay. Call it before any process group
+    exists. Groups with servers choose by the route to each (`weight_wire/process_group.py`).
     """
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
@@ -87,10 +85,7 @@ def choose_interfaces() -> None:
 
 
 class HostMemoryMonitor:
-    """Takes the place of torchtitan's device memory monitor in a process without a GPU.
-
-    It reports the peak resident memory of the process since its start.
-    """
+    """Stands for torchtitan's device memory monitor: peak resident memory since the start."""
 
     device_name = "cpu"
 
@@ -108,11 +103,11 @@ class HostMemoryMonitor:
         return DeviceMemStats(gib, pct, gib, pct, 0, 0)
 
     def reset_peak_stats(self) -> None:
-        """Has no effect: the kernel keeps a single peak for the life of the process."""
+        """Has no effect: the kernel keeps a single peak for a process."""
 
 
 def disable_fsdp_gradient_division(model: nn.Module) -> None:
-    """Makes FSDP2 sum gradients over ranks: the loss is divided by the tokens of all ranks."""
+    """Makes FSDP2 sum gradients: the loss is divided by the tokens of all ranks."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -121,10 +116,7 @@ def disable_fsdp_gradient_division(model: nn.Module) -> None:
 
 
 def prepare_fsdp_for_gloo(model_parts: list[nn.Module]) -> None:
-    """Makes FSDP2 reduce gradients by plain sums, because gloo does not support PREMUL_SUM.
-
-    The gradient divide factor is 1, so the result is the same.
-    """
+    """Makes FSDP2 use plain sums, because gloo lacks PREMUL_SUM; the divide factor is 1 anyway."""
     from torch.distributed.fsdp import FSDPModule
 
     for part in model_parts:
@@ -134,10 +126,10 @@ def prepare_fsdp_for_gloo(model_parts: list[nn.Module]) -> None:
 
 
 def lower_timeouts(dims: "ParallelDims", timeout_seconds: float) -> None:
-    """Applies ``comm.train_timeout_seconds`` after the first step, which is slower than others.
+    """Applies ``comm.train_timeout_seconds`` after the first, slower step. Collective over all
+    ranks.
 
-    Upstream's ``set_pg_timeouts`` does the same, but it needs a device index, which a CPU lacks.
-    Collective over all ranks.
+    Upstream's ``set_pg_timeouts`` needs a device index, which a CPU lacks.
     """
     groups = [mesh.get_group() for mesh in dims.get_all_one_dimensional_meshes().values()]
     # No rank may use the shorter timeout while another is still in the slow first step.
@@ -150,9 +142,9 @@ def lower_timeouts(dims: "ParallelDims", timeout_seconds: float) -> None:
 
 
 def gpus_for_servers() -> list[str]:
-    """Returns the GPUs that servers launched on this machine may use, named as in ``CUDA_VISIBLE_DEVICES``.
+    """Returns this machine's GPUs without training ranks, or all if there are none.
 
-    They are the GPUs that the training ranks of this machine do not use, or all if there are no others.
+    They are named as in ``CUDA_VISIBLE_DEVICES``.
     """
     if not torch.cuda.is_available():
         return []
@@ -162,7 +154,7 @@ def gpus_for_servers() -> list[str]:
 
 
 def are_gpus_shared() -> bool:
-    """Returns whether the GPUs of :func:`gpus_for_servers` are those that training uses."""
+    """Whether training uses the GPUs of :func:`gpus_for_servers`."""
     return 0 < torch.cuda.device_count() <= _num_training_gpus()
 
 

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The environment variables that launched servers and the rollout process see.
+"""Environment variables that launched servers and the rollout process see.
 
-Clusters set variables that nobody can list: of modules, caches, networks and schedulers. A child therefore
-sees all but those that hold keys, which are known by their names and values, and those of a rank.
+Nobody can list what clusters set for modules, caches, networks and schedulers. A child therefore
+sees all but a rank's variables, and those whose names or values show that they hold keys.
 """
 
 import re
@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 
 RUN_VARIABLE = "TORCHTITAN_GRPO_RUN"
-"""Tells to which rollout process a process belongs, also if it has left its session and its parents."""
+"""Names a process's rollout process, even if it has left session and parents."""
 
 # torchrun describes a rank in them. A child that is no rank would take them for its own.
 _OF_RANK = re.compile(r"(LOCAL_)?(RANK|WORLD_SIZE)$|(TORCHELASTIC|GROUP|ROLE|MASTER)_")
@@ -28,10 +28,7 @@ _PROXY = re.compile(r"_proxy$", re.IGNORECASE)  # needed, even if the address ho
 
 
 def without_keys(environ: Mapping[str, str], own: Collection[str] = ()) -> dict[str, str]:
-    """Returns what a child process sees of ``environ``.
-
-    ``own`` names variables that it sees although they may hold keys, and may contain ``*``.
-    """
+    """Returns the variables for a child. Patterns in ``own`` keep some that may hold keys."""
     return {
         name: value
         for name, value in environ.items()
@@ -40,7 +37,6 @@ def without_keys(environ: Mapping[str, str], own: Collection[str] = ()) -> dict[
 
 
 def is_named(name: str, patterns: Collection[str]) -> bool:
-    """Returns whether one of the names, which may contain ``*``, stands for ``name``."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

@@ -1,10 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Says what a file is that should be text in UTF-8 and cannot be read as such.
-
-A byte-order mark of UTF-8 is no such case: readers pass over it.
-"""
+"""Recognizes files that should be text in UTF-8 (with or without byte-order mark) and are not."""
 
 import codecs
 import re
@@ -41,12 +38,10 @@ _NEW = "NEW_FILE"
 
 
 def other_format(content: bytes, path: str) -> str | None:
-    """Says what a file is, and what to do, if its content is not text in UTF-8.
+    """Says what a file is and what to do, if its content, the beginning or a bad part, is not
+    UTF-8.
 
     The sentences begin in small letters, such as ``it is compressed with gzip. Unpack it: ...``.
-
-    Args:
-        content: The beginning of the file, or a part of it that cannot be read.
     """
     names = {"path": shlex.quote(path), "new": _NEW}
     for beginning, what, remedy in _BEGINNINGS:
@@ -72,10 +67,7 @@ def other_format(content: bytes, path: str) -> str | None:
 
 
 def not_json_lines(line: bytes, path: str, *, is_first: bool) -> str | None:
-    """Says why a line that a parser refuses is not JSON, where its usual message would not help.
-
-    The sentences are like those of :func:`other_format`.
-    """
+    """Says why a line is not JSON, as :func:`other_format`, if a parser's message would not help."""
     text = line.strip()
     if found := other_format(text, path):
         return found

@@ -1,13 +1,13 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Reads only regular files as data, configuration or weights, and writes files whole or not at all.
+"""Reads only regular files, and writes files whole or not at all.
 
-Opening a pipe waits for a writer that may never come, and a device such as ``/dev/zero`` never ends. Some files
-of the kernel below ``/proc`` and ``/sys`` do one or the other, although they look like regular ones.
+Opening a pipe waits for a writer that may never come, a device such as ``/dev/zero`` never ends,
+and some files below ``/proc`` and ``/sys`` do either while they look regular.
 
-Sizes and checksums of files stand in a folder beside them, in any number of files ``sums_<name>.json``.
-Files that none of them names are not checked.
+Sizes and checksums of files stand beside them in any number of ``sums_<name>.json``. Files that
+none of them names are not checked.
 """
 
 import contextlib
@@ -35,14 +35,14 @@ Sums = dict[str, tuple[int, int]]
 
 
 class NotRegularError(OSError):
-    """A path names something that must not be opened as a file; the message gives the reason."""
+    """A path must not be opened as a file, for the reason in the message."""
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Refuses what is no regular file, such as a pipe, a device or a directory, without opening it."""
+    """Refuses a pipe, a device or a directory, without opening it."""
     _refuse(path, os.stat(path).st_mode)
 
 
@@ -65,10 +65,10 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
 
 
 def check_folder(folder: str | os.PathLike[str], *, below: bool = False) -> None:
-    """Refuses a folder, and with ``below`` those in it, that holds anything but regular files and folders.
+    """Refuses a folder that holds anything but regular files and folders, with ``below`` at any
+    depth.
 
-    For folders whose files a library opens. A link that leads nowhere is left to the library, and a
-    folder that does not exist is not refused.
+    It is for libraries that open its files. Dangling links and a missing folder pass.
     """
     for parent, folders, files in os.walk(folder):
         for name in files:
@@ -117,7 +117,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_sums(file: Path, sums: Sums) -> None:
-    """Writes ``sums_<name>.json`` durably."""
     with file.open("w") as stream:
         stream.write(json.dumps(sums, allow_nan=False))
         stream.flush()
@@ -125,7 +124,7 @@ def write_sums(file: Path, sums: Sums) -> None:
 
 
 def read_sums(folder: Path) -> Sums:
-    """Returns all that the folder's files of checksums hold; raises ValueError if one is damaged."""
+    """Returns all checksums of a folder; raises ValueError if a file of them is damaged."""
     sums: Sums = {}
     for file in sorted(folder.glob("sums_*.json")):
         try:
@@ -147,13 +146,10 @@ def damaged_files(
     *,
     is_wanted: Callable[[str, int], bool] = lambda name, size: True,
 ) -> Iterator[str]:
-    """Yields the names of files in a folder whose contents are not what was written.
+    """Yields the names of files whose contents are not what was written.
 
-    Args:
-        folder: A folder; without files of checksums it has no damaged ones.
-        share: Index of the share of its files that is read, so that ranks can divide them.
-        num_shares: Number of shares.
-        is_wanted: Whether a file of this name, and of this size when it was written, is read.
+    ``share`` of ``num_shares`` lets ranks divide the files. ``is_wanted`` chooses by name and
+    written size. A folder without files of checksums has no damaged files.
     """
     try:
         sums = read_sums(folder)

@@ -3,8 +3,8 @@
 
 """A lock on a folder for the life of a process, on local disks and on those that hosts share.
 
-The holder keeps the kernel's lock (``flock``) on a file in the folder, which names it, and gives a sign of
-life (the file's time) every few seconds. Whoever finds the file decides so:
+The holder keeps the kernel's lock (``flock``) on a file that names it, and updates the file's time
+every few seconds as a sign of life. Whoever finds the file decides so:
 
     the kernel's lock is held by another       held, also if its process is stopped
     free, holder of this boot of this machine  over: the kernel has seen the process end
@@ -12,7 +12,7 @@ life (the file's time) every few seconds. Whoever finds the file decides so:
                                                locks across hosts; over once they have stopped
     the file system has no locks               the same
 
-A holder without a sign of life can come back. It then finds that the lock is another's, and must end.
+A holder that comes back after a silence may find that the lock is another's, and must end.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from torchtitan.grpo.system.network import boot_id
 LOCK_FILE = "run.lock"
 BEAT_SECONDS = 5.0
 SILENCE_SECONDS = 30.0
-"""A holder that only its signs of life can tell of has ended after so long without one."""
+"""Silence after which a holder counts as ended, where only signs of life can tell."""
 
 # Beyond the difference between the clocks of two hosts.
 _OLD_SECONDS = 10 * SILENCE_SECONDS
@@ -58,15 +58,10 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """The holder of a lock, as its file names it. All is empty if the file is damaged.
+    """Holder of a lock by its file; all fields are empty if the file is damaged.
 
-    Attributes:
-        host: Name of its host.
-        pid: Number of its process there.
-        boot: Boot of the machine, see :func:`.network.boot_id`.
-        since: When the lock was taken.
-        launch: Name of the launch of the process, the same when it is started again.
-        token: Random, so that the file tells its holder from all others.
+    ``boot`` is :func:`.network.boot_id` of the machine. ``launch`` is the same when the process is
+    started again, and ``token`` is random.
     """
 
     host: str = ""
@@ -83,16 +78,13 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class FolderInUse(RunError):
-    """The folder is another process's; the message says whose."""
+    """Another process, which the message names, has the folder."""
 
     exit_status = 1  # later it may be free
 
 
 class FolderLock:
-    """The lock of one folder, which is a file in it until the release.
-
-    ``setting`` is how the user names the folder, and ``launch`` as in :class:`Holder`.
-    """
+    """Lock of one folder, a file in it until the release. ``setting`` is the user's name for it."""
 
     def __init__(self, file: Path, setting: str, launch: str | None = None) -> None:
         self.file, self._setting = file, setting
@@ -109,14 +101,10 @@ class FolderLock:
         self._last_heard, self._is_heard = 0.0, False
 
     def acquire(self, patience_seconds: float, tell: Callable[[str], None]) -> None:
-        """Takes the lock, and waits for a holder that may be about to end.
+        """Takes the lock; waits for a holder that may be about to end.
 
-        It waits ``patience_seconds`` for one that surely lives, and otherwise at least
-        ``SILENCE_SECONDS``. ``tell`` is called with a sentence for the user before a wait.
-
-        Raises:
-            FolderInUse: If another process holds it.
-            OSError: If the file cannot be made, read or written.
+        The wait is ``patience_seconds`` for a holder that surely lives, and otherwise at least
+        ``SILENCE_SECONDS``; ``tell`` is called before. Raises FolderInUse, or OSError of the file.
         """
         begin, is_told = time.monotonic(), False
         while (found := self._attempt()) is not None:
@@ -129,7 +117,7 @@ class FolderLock:
             time.sleep(_POLL_SECONDS)
 
     def _attempt(self) -> tuple[Holder, bool] | None:
-        """Takes the lock and returns None, or returns its holder and whether that surely lives."""
+        """Takes the lock, or returns its holder and whether that surely lives."""
         descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
         try:
             status = os.fstat(descriptor)
@@ -163,7 +151,7 @@ class FolderLock:
                 os.close(descriptor)
 
     def _is_silent(self, holder: Holder | None, status: os.stat_result) -> bool:
-        """Whether the holder has given no sign of life for long, by this process's own clock."""
+        """Whether signs of life have long been missing, by this process's own clock."""
         now, sign = time.monotonic(), (holder, status.st_ino, status.st_mtime_ns)
         if sign != self._last_sign:
             self._is_heard = self._last_sign is not None
@@ -172,16 +160,15 @@ class FolderLock:
         return is_old or now - self._last_heard >= SILENCE_SECONDS
 
     def _is_unreachable(self, holder: Holder | None) -> bool:
-        """Whether a lock that is held may be one that a file server keeps for a host that is gone.
-
-        The launch that started the holder there has started this process here.
+        """Whether a file server may keep the lock for a host that is gone: its launch started us,
+        too.
         """
         if holder is None or holder.launch is None or holder.boot == self._own.boot:
             return False
         return holder.launch == self._own.launch
 
     def _names(self, descriptor: int) -> bool:
-        """Whether the lock's file is still the one that was opened."""
+        """Whether the lock's file is still the opened one."""
         try:
             return os.path.samestat(os.fstat(descriptor), os.stat(self.file))
         except FileNotFoundError:
@@ -216,7 +203,7 @@ class FolderLock:
         return None
 
     def release(self) -> None:
-        """Gives the lock back, and removes its file. Further calls do nothing."""
+        """Releases the lock and removes its file. Further calls do nothing."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor < 0:
             return
@@ -228,17 +215,14 @@ class FolderLock:
 
 
 def peek(file: Path) -> Holder | None:
-    """Returns the holder that a lock's file names; None without a file, or if it is empty."""
+    """Returns the holder that a file names, if it names one."""
     with contextlib.suppress(FileNotFoundError), _opened(file) as descriptor:
         return _read_holder(descriptor)
     return None
 
 
 def living_holder(file: Path) -> Holder | None:
-    """Returns the holder of a lock, as far as that can be told without taking it, else None.
-
-    A holder that only signs of life could tell of counts, because nothing waits for them here.
-    """
+    """Returns the holder of a lock, as far as that can be told without taking the lock or waiting."""
     try:
         with _opened(file) as descriptor:
             holder, locked = _read_holder(descriptor), _try_flock(descriptor, fcntl.LOCK_SH)
@@ -262,7 +246,6 @@ def _opened(file: Path) -> Iterator[int]:
 
 
 def _read_holder(descriptor: int) -> Holder | None:
-    """Returns the holder that an open lock file names; None if it is empty."""
     content = os.pread(descriptor, 65536, 0)
     if not content:
         return None
@@ -273,7 +256,7 @@ def _read_holder(descriptor: int) -> Holder | None:
 
 
 def _try_flock(descriptor: int, mode: int = fcntl.LOCK_EX) -> bool | None:
-    """Returns whether the kernel's lock was free and is now held; None if there are no locks."""
+    """Whether the kernel's lock was free and is now held; None if there are no locks."""
     try:
         fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -288,8 +271,7 @@ def _try_flock(descriptor: int, mode: int = fcntl.LOCK_EX) -> bool | None:
 class HeldFolders:
     """Locks that this process holds, and the thread that gives their signs of life.
 
-    For errors and arguments see :meth:`FolderLock.acquire`. ``on_lost`` is called on the thread with a
-    message if another process has taken a lock over.
+    ``on_lost`` is called on it with a message if another process has taken a lock over.
     """
 
     def __init__(
@@ -326,7 +308,7 @@ class HeldFolders:
             lock.release()
 
     def close(self) -> None:
-        """Gives the locks back and ends the thread. Further calls do nothing."""
+        """Releases the locks and ends the thread. Further calls do nothing."""
         self._end.set()
         self._thread.join(_CLOSE_SECONDS)
         self._release()

@@ -3,8 +3,8 @@
 
 """Process groups besides torchtitan's own, and the address at which ranks find rank 0.
 
-Two threads must not issue collectives on one communicator. Therefore everything that communicates
-beside the training step has process groups of its own.
+Two threads must not issue collectives on one communicator, so everything that communicates beside
+the training step has its own groups.
 """
 
 import errno
@@ -25,10 +25,7 @@ def new_group(
     timeout_seconds: float,
     ranks: Sequence[int] | None = None,
 ) -> dist.ProcessGroup:
-    """Returns a new process group, of all ranks or of those given.
-
-    Collective over all ranks of the run, members or not, and in the same order on all of them.
-    """
+    """Returns a new group of all or some ranks. Collective over all ranks, in the same order."""
     # A rank that is not a member gets a placeholder, which it never uses.
     return dist.new_group(  # pyright: ignore[reportReturnType]
         list(ranks) if ranks is not None else None,
@@ -39,7 +36,7 @@ def new_group(
 
 
 def leader_address() -> str:
-    """Returns the address at which other ranks reach rank 0: loopback if all are on one host."""
+    """Returns the address of rank 0 for other ranks: loopback if all are on one host."""
     address = os.environ.get("MASTER_ADDR")  # not there without torchrun
     if address is None or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         return "127.0.0.1"
@@ -58,9 +55,7 @@ def route_address(setting: str, server_url: str) -> str:
 def listening_store(address: str, world_size: int | None, timeout_seconds: float) -> dist.TCPStore:
     """Returns a store that listens on a free port of ``address``, and on no other interface.
 
-    Raises:
-        ValueError: If ``address`` is not one of this host.
-        OSError: If something else is wrong, such as too many open files.
+    Raises ValueError if ``address`` is not one of this host, and OSError if anything else is wrong.
     """
     try:
         family, _, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]

@@ -1,12 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Host memory: how much is left, how it is pinned, and slots of it that the ranks of a host share.
+"""Free host memory, pinned memory, and slots of memory that the ranks of a host share.
 
-The shared memory of a rank is an anonymous file (``memfd``): it has no name that a killed run could
-leave behind, and it is freed with the last process that has it mapped. All of it is allocated and
-touched when it is made or mapped. Otherwise the first copy into a slot would fault in every page,
-which takes many times as long as a later copy.
+Shared memory is an anonymous file (``memfd``), which has no name to leave behind and is freed with
+the last process that has it mapped. All pages are touched when it is made or mapped. Otherwise the
+first copy into a slot would fault in every page, which takes many times as long as a later copy.
 """
 
 import mmap
@@ -21,7 +20,7 @@ import psutil
 import torch
 
 CAN_SHARE = hasattr(os, "memfd_create")
-"""Whether the system has memory files, as Linux does. Without them ranks send their shards."""
+"""Whether the system has memory files. Without them ranks send their shards."""
 
 _CGROUP = Path("/sys/fs/cgroup")
 _PINNED_FOR_ALL_CONTEXTS = 1  # cudaHostRegisterPortable
@@ -29,9 +28,8 @@ _SECRET_BYTES = 16
 
 
 def available_bytes(cgroup: Path = _CGROUP) -> int:
-    """Returns how many bytes are free on the host and within the limit of the container (cgroup v2).
-
-    Files that the kernel has cached count as free.
+    """Returns free bytes of the host, within the container's limit (cgroup v2); cached files are
+    free.
     """
     free = psutil.virtual_memory().available
     try:
@@ -46,12 +44,13 @@ def available_bytes(cgroup: Path = _CGROUP) -> int:
 
 
 def pin(tensors: Sequence[torch.Tensor]) -> None:
-    """Pins memory that exists already, such as memory that several processes have mapped.
+    """Pins existing memory, such as mapped memory, so that a GPU's copy engines reach it without
+    the CPU.
 
-    A GPU's copy engines then reach it without the CPU. Each process must pin its own mapping, before
-    the GPU copies to it or from it. It stays pinned until the process ends. Pinning waits for the
-    device, so it belongs to the start of a run. RuntimeError is raised if the operating system or the
-    driver refuses, for instance because the container may not lock so much memory.
+    Each process must pin its own mapping before the GPU copies; it stays pinned until the process
+    ends. Pinning waits for the device, so it belongs to the start of a run. RuntimeError means that
+    the system or the driver refuses, for instance because of the container's limit of locked
+    memory.
     """
     cudart: Any = torch.cuda.cudart()
     for tensor in tensors:
@@ -69,16 +68,16 @@ def pin(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def own_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Allocates memory that no other rank writes, with every page already touched."""
+    """Allocates memory of this rank, with every page already touched."""
     return torch.empty(shape, dtype=dtype).zero_()
 
 
 @dataclass(frozen=True)
 class SlotOffer:
-    """Tells another rank how to reach this rank's slots, in order to write into them.
+    """Tells another rank how to map this rank's slots, which follow one another in a file.
 
-    ``path``, that of the owner's file on its host, is valid while the owner lives. On another host it
-    may name another file, which lacks ``secret`` as its last bytes. The slots follow one another.
+    ``path`` is valid on this host while the owner lives. Elsewhere it may name another file, which
+    lacks ``secret`` as its last bytes.
     """
 
     path: str
@@ -97,12 +96,7 @@ class SlotOffer:
 
 
 class SharedSlots:
-    """A source's slots, initialized with zeros.
-
-    Attributes:
-        slots: Each slot as a [slot_bytes] uint8 tensor.
-        offer: What other ranks need in order to attach.
-    """
+    """A source's slots, [slot_bytes] uint8 tensors of zeros, and their ``offer`` to other ranks."""
 
     def __init__(self, slot_bytes: int, num_slots: int) -> None:
         self._file = os.memfd_create("grpo-snapshot-slots")
@@ -118,14 +112,14 @@ class SharedSlots:
         self.slots = self.offer.slots_in(memory)
 
     def close(self) -> None:
-        """Lets nobody else map the slots. Processes that have them mapped keep them."""
+        """Lets nobody else map the slots."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
 
 def attach(offer: SlotOffer) -> list[torch.Tensor] | None:
-    """Maps the slots of another rank; ``None`` if it is on another host, in another container or of another user."""
+    """Maps the slots of another rank; ``None`` if host, container or user differ."""
     try:
         file = os.open(offer.path, os.O_RDWR)
     except OSError:

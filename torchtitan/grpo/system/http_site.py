@@ -34,13 +34,7 @@ async def listen(
     header_seconds: float = HEADER_SECONDS,
     backlog: int = 128,
 ) -> asyncio.Server:
-    """Listens for a runner that is set up, and returns what listens.
-
-    The handlers must run inside :func:`.connections.answering`, as with :func:`answered`.
-
-    Raises:
-        OSError: If the address cannot be used.
-    """
+    """Listens for a runner that is set up. Handlers must run inside :func:`.connections.answering`."""
     assert runner.server is not None, "it was set up"
     limits = ConnectionLimits(runner.server, max_connections, header_seconds)
     loop = asyncio.get_running_loop()
@@ -48,12 +42,7 @@ async def listen(
 
 
 async def read_body(request: web.Request, max_bytes: int) -> bytes:
-    """Returns the body of a request.
-
-    Raises:
-        web.HTTPRequestTimeout: If it arrives too slowly; see :func:`.connections.body_seconds`.
-        web.HTTPRequestEntityTooLarge: If it is too long.
-    """
+    """Returns a body; raises HTTPRequestTimeout or HTTPRequestEntityTooLarge."""
     begun, body = asyncio.get_running_loop().time(), bytearray()
     try:
         while True:

@@ -5,11 +5,9 @@
 
     python .../torchtitan/grpo/system/light_start.py torchtitan.grpo.rollout.process ARGS...
 
-``import torchtitan`` runs an ``__init__`` that imports torch, its compiler and the quantization
-packages, which takes several seconds of a core in processes that need none of them. This launcher
-puts an empty package in its place, whose path holds both this overlay and the installed torchtitan,
-so that ``torchtitan.grpo`` and all other modules stay importable. Run it by its path: with ``-m``
-Python would import torchtitan itself first.
+``import torchtitan`` imports torch, its compiler and quantization, several seconds of a core. This
+launcher puts an empty package in its place, with the paths of overlay and installation. Run it by
+path: with ``-m`` Python would import torchtitan itself first.
 """
 
 import os
@@ -30,10 +28,7 @@ LIGHT_PYTHON = (sys.executable, str(Path(__file__).resolve()))
 
 
 def install_bare_package() -> None:
-    """Puts a ``torchtitan`` package that runs no ``__init__`` into ``sys.modules``.
-
-    A package that is there already stays.
-    """
+    """Puts a ``torchtitan`` without ``__init__`` into ``sys.modules``, unless one is there."""
     if "torchtitan" in sys.modules:
         return
     paths = [str(Path(__file__).resolve().parents[2])]

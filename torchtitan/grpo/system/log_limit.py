@@ -3,9 +3,8 @@
 
 """Keeps the logs of child processes within a size, whatever the user's code prints.
 
-All processes that write to a log have opened it for appending, so it can be emptied under them. A thread looks
-at the size of each log. One that is too large is emptied, after its newest part was copied to a file beside
-it, ``NAME.1``.
+A thread empties a log that is too large, after copying its newest part to ``NAME.1`` beside it. All
+processes have opened the log for appending, so it can be emptied under them.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ _BLOCK_BYTES = 2**20
 
 
 class LogLimit:
-    """Looks after the logs of children from :meth:`add` to :meth:`remove`."""
+    """Limits the logs of children from :meth:`add` to :meth:`remove`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,7 +31,7 @@ class LogLimit:
         self._thread: threading.Thread | None = None
 
     def add(self, pid: int, log: Path) -> None:
-        """Looks after the log of a child, on a thread that ends with the last one."""
+        """Limits the log of a child, on a thread that ends with the last one."""
         with self._lock:
             self._logs[pid] = log
             if self._thread is None:
@@ -43,7 +42,7 @@ class LogLimit:
                 self._thread.start()
 
     def remove(self, pid: int) -> None:
-        """Looks after the log of a child for the last time. Further calls do nothing."""
+        """Limits the log of a child for the last time. Further calls do nothing."""
         with self._lock:
             log = self._logs.pop(pid, None)
             if log is not None:
@@ -81,7 +80,7 @@ class LogLimit:
 
 
 def _copy_end(log: Path, kept: Path, size: int) -> None:
-    """Copies the newest ``MAX_LOG_BYTES`` of a log, and what it grows by, readable by this user alone."""
+    """Copies the newest ``MAX_LOG_BYTES`` of a log, and its growth, only for this user."""
     kept.unlink(missing_ok=True)
     descriptor = os.open(kept, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with log.open("rb") as source, open(descriptor, "wb") as target:
@@ -92,4 +91,3 @@ def _copy_end(log: Path, kept: Path, size: int) -> None:
 
 
 log_limit = LogLimit()
-"""Looks after the logs of all children of this process."""

@@ -11,7 +11,7 @@ logger = logging.getLogger()
 
 
 def init_logger() -> None:
-    """Writes messages to standard output in torchtitan's format, in place of all other handlers."""
+    """Writes to standard output in torchtitan's format, in place of all other handlers."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(
         logging.Formatter("[titan] %(asctime)s - %(name)s - %(levelname)s - %(message)s")

@@ -16,14 +16,14 @@ _SOMEWHERE = "192.0.2.1"
 
 
 def boot_id() -> str:
-    """Returns what tells this start of this machine's kernel from all others."""
+    """Identifies this start of this machine's kernel."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether an address or a name, or ``None`` for a Unix socket, is reached only from this machine."""
+    """Whether a host, or ``None`` for a Unix socket, is reached only from this machine."""
     if host is None or host.lower() == "localhost":
         return True
     try:
@@ -48,14 +48,13 @@ def source_address(host: str, port: int) -> str:
 
 
 def default_address() -> str:
-    """Returns this host's address on the default route; raises OSError if there is none."""
+    """Returns the address on the default route; raises OSError if there is none."""
     return source_address(_SOMEWHERE, 9)
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the interface that has an address, or ``None`` if none of this host has it.
-
-    All of 127.0.0.0/8 belongs to the loopback interface, whichever of its addresses is listed.
+    """Returns the interface of an address of this host, if it is one; all of 127.0.0.0/8 is
+    loopback.
     """
     is_local = is_loopback(address) and address != "::1"
     for name, addresses in _addresses(socket.AF_INET, socket.AF_INET6).items():
@@ -65,7 +64,7 @@ def interface_of(address: str) -> str | None:
 
 
 def address_of(interface: str) -> str:
-    """Returns the address of an interface, IPv4 before IPv6; ValueError lists those that have one."""
+    """Returns an interface's address, IPv4 before IPv6; ValueError lists usable interfaces."""
     usable = _addresses(socket.AF_INET6) | _addresses(socket.AF_INET)
     if interface not in usable:
         listed = ", ".join(f"{name} ({own[0]})" for name, own in sorted(usable.items()))
@@ -77,7 +76,6 @@ def address_of(interface: str) -> str:
 
 
 def _addresses(*families: socket.AddressFamily) -> dict[str, list[str]]:
-    """Returns the addresses of each interface that has some."""
     found: dict[str, list[str]] = {}
     for name, entries in psutil.net_if_addrs().items():
         for entry in entries:

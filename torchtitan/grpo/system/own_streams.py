@@ -1,12 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""CUDA streams that are not shared.
+"""CUDA streams that are not shared, made by the driver.
 
-``torch.cuda.Stream()`` hands out 32 streams of a device in turn, and torch's NCCL groups take theirs
-from the same 32 (``c10/cuda/CUDAStream.h``). Whoever asks for a stream therefore shares it with whoever
-asked 32 streams earlier, and each waits for what the other has queued. The streams here are made by
-the driver.
+``torch.cuda.Stream()`` hands out 32 streams of a device in turn, also to torch's NCCL groups
+(``c10/cuda/CUDAStream.h``). Users of the same stream wait for each other's queued work.
 """
 
 import ctypes
@@ -24,7 +22,6 @@ def new_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _create(device: torch.device) -> int:
-    """Returns the driver's handle of a new stream."""
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
         torch.cuda.current_stream().query()  # makes the device's context the current one

@@ -1,15 +1,14 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Temporary folders of a process, which a later one removes if the process was killed.
+"""Temporary folders of processes, which are also removed after kill -9: by whoever makes the next
+one.
 
-A process that is killed by kill -9 cannot remove its folder, so the process that makes the next folder
-does. Each process holds a lock on its folder, which the kernel releases when the process ends: the
-process number in a folder's name is for people, and means nothing in another container.
+Each process holds a lock on its folder, which the kernel releases when the process ends. (The
+process number in the name is for people; it means nothing in another container.)
 
-Programs such as SGLang leave files in shared memory behind when they are killed, and some also when
-they end. The names are random, so the process that starts such a program notes them in its folder while
-it runs (:func:`note_held`), and they are removed with the folder if no process holds them.
+Programs such as SGLang leave files with random names in shared memory. The process that starts them
+notes these in its folder (:func:`note_held`), and they are removed with it if nobody holds them.
 """
 
 import contextlib
@@ -37,7 +36,7 @@ _ALL_PROCESSES = 0xEFFFFFFC
 
 
 def make_private_folder(purpose: str) -> Path:
-    """Returns a new folder that only this user can enter, and removes those left by killed processes.
+    """Returns a new folder only for this user, and removes those left by killed processes.
 
     Its path is short enough for Unix sockets in it.
     """
@@ -57,7 +56,7 @@ def make_private_folder(purpose: str) -> Path:
 
 
 def remove_private_folder(folder: Path) -> None:
-    """Removes a folder, and the shared memory that is noted in it and that no process holds."""
+    """Removes a folder, and noted shared memory that no process holds."""
     remove_noted(folder)
     shutil.rmtree(folder, ignore_errors=True)
     if (lock := _locks.pop(folder, None)) is not None:
@@ -75,7 +74,7 @@ def _remove_left_behind(parent: Path) -> None:
 
 
 def _is_locked(folder: Path) -> bool:
-    """Returns whether a living process holds a folder's lock, or the file system has no locks."""
+    """Whether a living process holds a folder's lock, or the file system has no locks."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,12 +86,13 @@ def _is_locked(folder: Path) -> bool:
 
 
 def note_held(session: int, folder: Path) -> None:
-    """Notes in ``folder`` the shared memory that the processes of a session hold now, beside earlier notes.
+    """Notes in ``folder`` the shared memory that the processes of a session hold now, beside
+    earlier notes.
 
-    Semaphores of Python that nobody holds and that are younger than the session are noted as well: vLLM
-    and SGLang leave some that they hold no longer. If one is another program's, it is not needed either.
-    A process in a container cannot know that, because the processes of other containers that share the
-    memory are not visible to it. It therefore leaves such semaphores where they are.
+    Python's semaphores that nobody holds and that are younger than the session are noted, too,
+    because vLLM and SGLang leave some; another program would not need them either. A process in a
+    container does not see the holders in other containers that share the memory, so it leaves such
+    semaphores.
     """
     # The files are listed before the processes, so that a file that is made meanwhile is not noted.
     files, young = _files(), _semaphores_since(session)
@@ -131,14 +131,14 @@ def remove_noted(folder: Path) -> None:
 
 
 def sees_all_processes() -> bool:
-    """Returns whether /proc lists all processes of this machine: not in a container."""
+    """Whether /proc lists all processes of this machine: not in a container."""
     with contextlib.suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino == _ALL_PROCESSES
     return False
 
 
 def _semaphores_since(session: int) -> set[str]:
-    """Returns this user's semaphores of Python that were made after a session's first process."""
+    """This user's semaphores of Python that were made after a session's first process."""
     with contextlib.suppress(OSError, IndexError):
         # psutil's time of creation may be off by a second: it counts from a rounded time of the boot.
         ticks = int(Path(f"/proc/{session}/stat").read_text().rpartition(")")[2].split()[19])
@@ -157,17 +157,16 @@ def _noted(folder: Path) -> set[str]:
 
 
 def _files() -> dict[str, int]:
-    """Returns the inodes of the files in shared memory by their names."""
+    """Inodes of the files in shared memory by their names."""
     with contextlib.suppress(OSError), os.scandir(_SHARED_MEMORY) as entries:
         return {entry.name: entry.inode() for entry in entries}
     return {}
 
 
 def _held_by(pid: int) -> set[int]:
-    """Returns the inodes of the files in shared memory that a process has mapped.
+    """Inodes of the files in shared memory that a process has mapped.
 
-    Inodes are compared because a process that makes a semaphore maps it under a temporary name, which
-    is removed when the file gets its final name.
+    A process that makes a semaphore maps it under a temporary name, so names do not tell.
     """
     prefix = f" {_SHARED_MEMORY}/"
     with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Settings of a process's priority, and of its memory if it runs an event loop for weeks."""
+"""Priority, memory and garbage collection of processes with event loops that run for weeks."""
 
 import contextlib
 import ctypes
@@ -23,10 +23,9 @@ _RECEIVED_BYTES = 256 << 10
 def yield_to_training() -> None:
     """Lowers the priority of the calling thread, and of every thread that it starts.
 
-    A thread with the scheduling policy for batch work does not preempt the thread that wakes
-    it up, and with a higher nice value it gets the smaller part of a core that both want.
-    Both are hints that only Linux follows, and that a sandbox may forbid. In addition, all
-    threads of the process release the interpreter sooner when another thread waits for it.
+    Under the policy for batch work a thread does not preempt the one that wakes it up, and with a
+    higher nice value it gets less of a core. Both are hints that only Linux follows and a sandbox
+    may forbid. All threads of the process also release the interpreter sooner for another thread.
     """
     sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
     if not hasattr(os, "SCHED_BATCH"):
@@ -38,16 +37,14 @@ def yield_to_training() -> None:
 
 
 def map_large_blocks() -> None:
-    """Keeps asyncio's receive buffers out of glibc's heap, which would grow for days otherwise.
+    """Keeps asyncio's receive buffers out of glibc's heap, which would otherwise grow for days.
 
-    asyncio receives into a block of 256 KiB and then shrinks it to the bytes that arrived. If such
-    blocks lie in the heap, small blocks that live longer are soon scattered over the freed rest, no
-    room for the next large block is left, and the heap is extended. At first glibc maps blocks of
-    128 KiB or more separately, and returns each to the kernel when it is freed. But whenever a
-    larger mapping is freed, glibc raises this threshold to its size, unless a program has set it.
-
-    Blocks of 256 KiB or more then cost a system call and page faults, so a process that computes
-    with large arrays should not call this. Child processes do not inherit the setting.
+    asyncio receives into 256 KiB and shrinks the block to what arrived. In the heap, longer-lived
+    small blocks scatter over the freed rest, so there is no room for the next block. glibc maps
+    blocks of 128 KiB or more separately at first, but raises this threshold whenever it frees a
+    larger mapping, unless a program has set it. Large blocks then cost a system call and page
+    faults, so a process that computes with large arrays should not call this. Children do not
+    inherit it.
     """
     if sys.platform != "linux":
         return
@@ -62,11 +59,11 @@ def map_large_blocks() -> None:
 def spare_collections() -> None:
     """Makes the garbage collector block the event loop more rarely and for a shorter time.
 
-    A full collection visits every object while nothing else runs. The objects that exist now stay
-    until the end (modules, prompts), so they are excluded. With a thousand completions in flight
-    about 150 objects remain for each, so full collections are also made ten times rarer than by
-    default, about one in two minutes. Little memory waits for them as long as reference cycles are
-    rare. Each connection that asyncio has closed is one, so clients reuse theirs (`IDLE_SECONDS`).
+    A full collection visits every object. Existing ones stay to the end (modules, prompts), so they
+    are excluded. A thousand completions in flight add about 150 objects each, so full collections
+    are made ten times rarer, about one in two minutes. Reference cycles, which wait for them, must
+    be rare: each connection that asyncio has closed is one, so clients reuse theirs
+    (`IDLE_SECONDS`).
     """
     gc.collect()
     gc.freeze()

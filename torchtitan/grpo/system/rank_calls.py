@@ -3,9 +3,8 @@
 
 """Lets rank 0 call methods of objects on other ranks, over the ranks' channel.
 
-A method that may be called is marked with :func:`operation` where it is written. From these
-methods and their annotations, :func:`remote` makes an object for rank 0, and
-:meth:`RankChannel.serve` the table of what a rank answers, so no operation is listed twice.
+Methods are marked with :func:`operation` where they are written. :func:`remote` and
+:meth:`RankChannel.serve` read these marks and the annotations, so nothing is listed twice.
 """
 
 import functools
@@ -22,7 +21,7 @@ _MARK = "__is_operation__"
 
 
 class CallFailed(RuntimeError):
-    """A call to another rank failed on that rank. The message is that rank's own."""
+    """A call failed on another rank, whose message this is."""
 
 
 class Call(msgspec.Struct):
@@ -32,7 +31,7 @@ class Call(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """The answer to a call: the encoded result, or an error."""
+    """Encoded result of a call, or an error."""
 
     number: int
     result: bytes = b""
@@ -57,16 +56,16 @@ class Caller(Protocol):
 
 
 def operation(method: Method) -> Method:
-    """Marks a coroutine method that rank 0 may call on another rank.
+    """Marks a coroutine method with positional arguments that rank 0 may call on another rank.
 
-    The arguments must be positional, and msgspec must be able to encode them and the result.
+    msgspec must be able to encode arguments and result.
     """
     setattr(method, _MARK, True)
     return method
 
 
 def operations_of(interface: type) -> dict[str, Any]:
-    """Returns the result type of each operation of a class, by method name."""
+    """Returns result types of operations by method name."""
     methods = inspect.getmembers(interface, lambda member: hasattr(member, _MARK))
     return {name: get_type_hints(method)["return"] for name, method in methods}
 
@@ -82,10 +81,6 @@ class _Remote:
 def remote(interface: type[T], channel: Caller, rank: int, timeout_seconds: float) -> T:
     """Returns rank 0's form of an object of another rank: its ``rank`` and its operations.
 
-    Args:
-        channel: Rank 0's end of the channel.
-        rank: Rank on which the object lives.
-        timeout_seconds: Maximum duration of a call. It must exceed the timeouts that the called
-            methods apply themselves.
+    ``timeout_seconds`` must exceed the timeouts that the methods apply themselves.
     """
     return cast(T, _Remote(interface, channel, rank, timeout_seconds))

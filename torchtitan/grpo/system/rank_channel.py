@@ -5,17 +5,16 @@
 
 Two services share it:
 
-- Every rank learns within a bound that another rank has died, and what that rank was doing.
-  Collectives do not tell: one that waits for a dead rank ends with an error about a connection, or
-  only at its timeout. Each rank sends its status whenever it changes, and once a second. A connection
-  that closes without a farewell means that the process has died; one that stays silent means that
-  the process is frozen or that its host is gone. Rank 0 tells the others which rank it was, and each
-  of them sees by itself if it was rank 0.
+- Every rank soon learns that another rank has died, and in which phase. (A collective that waits for
+  a dead rank ends with an error about a connection, or only at its timeout.) Each rank sends its
+  status when it changes, and once a second. A connection that closes without a farewell is a dead
+  process; a silent one is a frozen process or a lost host. Rank 0 tells the others which rank it
+  was, and they see by themselves if it was rank 0.
 - Rank 0 calls objects on other ranks (`rank_calls.py`). Calls do not wait for one another, and those
-  to a rank that is lost fail at once.
+  to a lost rank fail at once.
 
-Rank 0 listens where the other ranks reach it, or on loopback if all are on one host. The first
-message on a connection must carry a secret, which rank 0 gives the ranks over the process group.
+Rank 0 listens where the others reach it, or on loopback if all are on one host. The first message
+must carry a secret, which rank 0 gives out over the process group.
 """
 
 import asyncio
@@ -47,20 +46,17 @@ _MAX_BYTES = 64 * 2**20
 
 
 class RankLost(RuntimeError):
-    """Raised on a rank that cannot go on because another one is lost, which has been reported."""
+    """This rank cannot go on because another one is lost, which has been reported."""
 
 
 class Message(msgspec.Struct, omit_defaults=True):
     """One message between a rank and rank 0.
 
     Attributes:
-        status: Status of the sender.
-        secret: Shows, in the first message of a connection, that the sender is a rank of the run.
-        farewell: Whether the sender ends, so that the end of the connection is no loss.
-        failed: Whether it ends with an error.
+        secret: Shows, in the first message, that the sender is a rank of the run.
+        farewell: The sender ends, so the end of the connection is no loss.
+        failed: It ends with an error.
         lost: A rank that rank 0 has lost.
-        call: A call of rank 0.
-        answer: The answer to one.
     """
 
     status: Status | None = None
@@ -73,7 +69,7 @@ class Message(msgspec.Struct, omit_defaults=True):
 
 
 class _Peer:
-    """One end of a connection. ``status`` is None as long as the other end is a stranger."""
+    """One end of a connection. ``status`` is None while the other end is a stranger."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -82,13 +78,13 @@ class _Peer:
         self._has_left = self._has_failed = False
 
     def send(self, message: Message) -> None:
-        """Sends a message without waiting. A peer that does not take it is found by its silence."""
+        """Sends without waiting. A peer that does not read is found by its silence."""
         if not self._writer.is_closing():
             body = msgspec.msgpack.encode(message)
             self._writer.write(len(body).to_bytes(4, "big") + body)
 
     async def receive(self, max_bytes: int = _MAX_BYTES) -> Message:
-        """Returns the next message; raises any exception if the connection cannot be used any more."""
+        """Returns the next message; raises any exception if the connection is unusable."""
         size = int.from_bytes(await self._reader.readexactly(4), "big")
         if size > max_bytes:
             raise ValueError(f"A message must have at most {max_bytes} bytes, got {size}.")
@@ -103,7 +99,7 @@ class _Peer:
         return time.monotonic() - self._heard_at
 
     def loss(self, silent_seconds: float = 0.0) -> LostRank | None:
-        """Returns the loss of this peer, or None if it is a stranger or has ended in order."""
+        """The loss of this peer, unless it is a stranger or has ended in order."""
         if self.status is None or (self._has_left and not self._has_failed):
             return None
         return LostRank(self.status, silent_seconds, self._has_failed)
@@ -112,21 +108,15 @@ class _Peer:
         self._writer.close()
 
     async def wait_closed(self) -> None:
-        """Waits until what was sent is on its way."""
         with suppress(OSError):
             await self._writer.wait_closed()
 
 
 class RankChannel:
-    """This rank's end of the channel, and its status.
+    """This rank's end of the channel, and its status ``board``.
 
-    Args:
-        silence_seconds: After so much silence a rank counts as lost.
-        on_lost: Called on the channel's thread when a rank is lost, once.
-
-    Attributes:
-        board: The status of this rank.
-        lost: The rank that was lost first; None while all are there.
+    After ``silence_seconds`` a rank counts as lost. ``on_lost`` is called once, on the channel's
+    thread, for the first one, which is also in ``lost``.
     """
 
     def __init__(self, silence_seconds: float, on_lost: Callable[[LostRank], None]) -> None:
@@ -151,7 +141,7 @@ class RankChannel:
         self._deliver: Callable[[Call], None] | None = None
 
     def start(self) -> None:
-        """Connects the ranks. Collective over all ranks, once the process group exists."""
+        """Connects the ranks. Collective over all ranks, with the process group."""
         self._rank, self._num_others = dist.get_rank(), dist.get_world_size() - 1
         if self._num_others == 0:
             return
@@ -179,22 +169,20 @@ class RankChannel:
             )
 
     def raise_if_lost(self) -> None:
-        """Raises :class:`RankLost` if a rank is lost."""
         if self.lost is not None:
             raise RankLost(f"Training rank {self.lost.status.rank} is lost.")
 
     def wait_lost(self, timeout_seconds: float) -> bool:
-        """Waits until the loss of a rank has been reported; returns whether that is so.
+        """Waits until the loss of a rank has been reported; returns whether it has.
 
-        If it is, ``on_lost`` has returned, and the caller may end the process.
+        ``on_lost`` has then returned, and the caller may end the process.
         """
         return self._thread is not None and self._lost_event.wait(timeout_seconds)
 
     def close(self, *, failed: bool = False) -> None:
-        """Says farewell to the other ranks and ends the thread. Further calls do nothing.
+        """Says farewell and ends the thread. Further calls do nothing.
 
-        Args:
-            failed: Whether this rank ends with an error, so that the others cannot go on.
+        ``failed`` means that this rank ends with an error, so the others cannot go on.
         """
         if not self._is_closing:
             self._is_closing, self._has_failed = True, failed
@@ -208,12 +196,10 @@ class RankChannel:
     async def call(
         self, rank: int, method: str, result_type: Any, timeout_seconds: float, *arguments: Any
     ) -> Any:
-        """Calls a method on another rank and returns its result; on rank 0.
+        """Calls a method on another rank from rank 0 and returns its result.
 
-        Raises:
-            CallFailed: If the method raised an exception there, or that rank no longer answers.
-            OSError: If the method raised an ``OSError`` there.
-            TimeoutError: If the rank did not answer in time.
+        Raises CallFailed or OSError if the method failed there, and TimeoutError without an answer.
+        CallFailed also means that the rank no longer answers.
         """
         assert self._loop is not None, "the channel must be started before a call"
         asking = self._ask(rank, method, timeout_seconds, list(arguments))
@@ -226,11 +212,8 @@ class RankChannel:
     async def serve(self, served: Sequence[Served]) -> None:
         """Answers rank 0's calls until cancelled, each as a task of the running event loop.
 
-        Calls that have arrived before wait for it. At the end, calls under way are refused, and the
-        objects are closed.
-
-        Args:
-            served: The objects whose operations are offered. Their names must not collide.
+        Earlier calls have waited for it. At the end, calls under way are refused and the ``served``
+        objects, whose operations must have different names, are closed.
         """
         methods = {name: getattr(one, name) for one in served for name in operations_of(type(one))}
         loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Call]()
@@ -299,10 +282,10 @@ class RankChannel:
                 await asyncio.gather(*(peer.wait_closed() for peer in peers))
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves a connection on rank 0. Nothing is sent to a stranger, and no stranger is a loss.
+        """Serves a connection on rank 0. Strangers are sent nothing, and are no loss.
 
-        A stranger's connection is closed if it does not tell the secret in time, or if it is the
-        oldest of too many, so that strangers use up neither files nor the places of ranks.
+        A stranger without the secret in time, or the oldest of too many, is closed, so that
+        strangers use up neither files nor the places of ranks.
         """
         stranger = _Peer(reader, writer)
         self._strangers.append(stranger)
@@ -328,7 +311,7 @@ class RankChannel:
         await self._hear(stranger)
 
     async def _hear(self, peer: _Peer) -> None:
-        """Handles what a rank sends until its connection ends, which may be the loss of that rank."""
+        """Handles a rank's messages until its connection ends, which may be its loss."""
         self._peers.append(peer)
         if len(self._peers) == self._num_others:
             self._all_here.set()
@@ -396,7 +379,6 @@ class RankChannel:
             del self._waiting[number]
 
     def _fail_calls(self, rank: int) -> None:
-        """Ends the calls of a rank that is gone, because they will not be answered."""
         for number, (future, asked) in self._waiting.items():
             if asked == rank:
                 _settle(future, _no_answer(number, rank))

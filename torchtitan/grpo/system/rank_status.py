@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The phase of a training rank and its last completed step, for whoever must report its end.
+"""Phase and last completed step of a training rank, for whoever must report its end.
 
-Under torchrun's agent, the status also lies in a file beside the rank's error file. It is exact
-even if the rank was killed, so the agent can report the end of a run that had a single rank.
+Under torchrun's agent the status also lies in a file beside the rank's error file, exact even after
+a kill, so that the agent can report the end of a single rank.
 """
 
 import os
@@ -17,12 +17,12 @@ import msgspec
 
 STATUS_FILE = "rank_status.json"
 REPORTED_FILE = "lost_rank_reported"
-"""Marks, in the folder of an attempt of torchrun's agent, that a lost rank has been reported."""
+"""File in the folder of an agent's attempt: a lost rank has been reported."""
 _FILE_BYTES = 512
 
 
 class Status(msgspec.Struct, frozen=True):
-    """What is known about a rank. ``completed`` is the last step that it has completed."""
+    """Status of a rank, with its last completed step."""
 
     rank: int
     host: str
@@ -38,12 +38,10 @@ class Status(msgspec.Struct, frozen=True):
 
 
 class LostRank(msgspec.Struct, frozen=True):
-    """A rank that is no longer there.
+    """A rank that is gone, with its last status.
 
-    Attributes:
-        status: What it did last.
-        silent_seconds: For how long it was silent; 0 if its connection was closed.
-        has_reported: Whether it said before that it fails, and so reports the reason itself.
+    ``silent_seconds`` is 0 if its connection was closed. ``has_reported`` means that it announced
+    its failure, and so reports the reason itself.
     """
 
     status: Status
@@ -52,10 +50,9 @@ class LostRank(msgspec.Struct, frozen=True):
 
 
 class StatusBoard:
-    """The status of this rank, which the training thread changes and other threads read.
+    """Status of this rank, which the training thread changes and other threads read.
 
-    Args:
-        on_change: Called on the training thread after each change.
+    ``on_change`` is called on the training thread.
     """
 
     def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
@@ -84,7 +81,7 @@ class StatusBoard:
                 os.pwrite(self._file, msgspec.json.encode(self.current).ljust(_FILE_BYTES), 0)
 
     def close(self) -> None:
-        """Closes the file. Further changes are not written."""
+        """Closes the file, which gets no further changes."""
         with self._lock:
             if self._file is not None:
                 os.close(self._file)
@@ -103,7 +100,7 @@ def _open_file() -> int | None:
 
 
 def read_status(folder: Path) -> Status | None:
-    """Returns the status that a rank left in the folder of its error file, or None."""
+    """Returns the status beside a rank's error file, if any."""
     try:
         return msgspec.json.decode((folder / STATUS_FILE).read_bytes(), type=Status)
     except (OSError, msgspec.DecodeError):

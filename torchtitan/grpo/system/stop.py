@@ -22,15 +22,14 @@ _AGENT_POLL_SECONDS = 1.0
 class StopRequest:
     """Turns SIGINT and SIGTERM into a flag, ``signum``, that the training loop reads.
 
-    Under torchrun each rank may receive the signal more than once (from the terminal and from
-    torchrun), so a repeated signal has no effect. If torchrun itself has died, this counts as
-    SIGTERM, because nothing else would end its ranks. If the process has not ended by itself within
-    ``timeout_seconds`` of the signal, it is ended at once; the kernel then sends SIGTERM to its
-    children (see `child.py`).
+    Repeated signals have no effect, because a rank may get one from the terminal and one from
+    torchrun. The death of torchrun counts as SIGTERM, because nothing else would end its ranks. A
+    process that still runs ``timeout_seconds`` later is ended; the kernel then ends its children
+    (`child.py`).
 
-    Python runs signal handlers on the main thread only, and this thread may be inside a collective
-    that waits for a dead rank. The interpreter's own handler also writes to a pipe, however, so the
-    thread that reads the pipe always notices the signal and starts the clock.
+    Python runs handlers on the main thread, which may be inside a collective that waits for a dead
+    rank. But the interpreter also writes the signal to a pipe, whose reading thread starts the
+    clock.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -53,11 +52,11 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """Exit status of a process that a signal ended, by the convention of shells."""
+        """Exit status by the convention of shells."""
         return 128 + (self.signum or 0)
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Waits for a stop request; returns whether there was one in time."""
+        """Waits for a stop request; returns whether it came in time."""
         deadline = time.monotonic() + timeout_seconds
         while not self.requested and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -66,7 +65,7 @@ class StopRequest:
     def on_hangup(self, callback: Callable[[], None]) -> None:
         """Makes SIGHUP call ``callback`` on another thread instead of ending the process.
 
-        Users must send SIGHUP to this process alone: torchrun ends all ranks when it receives one.
+        It must be sent only to this process: torchrun ends all ranks when it receives one.
         """
         self._on_hangup = callback
         # With any Python handler, the interpreter writes to the pipe that the other thread reads.

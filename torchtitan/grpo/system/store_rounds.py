@@ -3,12 +3,10 @@
 
 """Keeps the ranks of a restart apart from what earlier ranks left in torchrun's store.
 
-torchrun's agent lends its ranks a store that outlives them. Process groups write the addresses of
-their members into it, and ranks that are started again find those of the dead: they connect to a
-port where nobody listens (https://github.com/pytorch/pytorch/issues/135712). The number of restarts
-could tell the rounds apart, but each agent counts its own. So the ranks agree on a name: rank 0 draws
-it and gives it to every rank that shows a number of its own, which no earlier rank had, and all keys
-of the round are put behind that name.
+The agent's store outlives its ranks, and process groups write the addresses of their members there.
+Restarted ranks would find those of the dead (https://github.com/pytorch/pytorch/issues/135712).
+Agents count restarts each for itself, so the ranks agree on a name that begins all keys of the
+round: rank 0 draws it and gives it to every rank that shows a number which no earlier rank had.
 """
 
 import importlib
@@ -25,9 +23,9 @@ _POLL_SECONDS = 0.02
 
 
 def separate_rounds() -> None:
-    """Makes the next process group, and those made from it, use keys of this round alone.
+    """Makes the next process group, and those made from it, use only keys of this round.
 
-    Without an agent's store nothing is done: each start then has a store of its own.
+    Without an agent's store nothing is done, because each start then has a new store.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return
@@ -46,9 +44,8 @@ def separate_rounds() -> None:
 
 
 def agree_on_round(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> str:
-    """Returns a name that all ranks of this round have, and no earlier rank had.
-
-    Raises TimeoutError on rank 0 if a rank does not come; the store raises on other ranks.
+    """Returns a name of this round, the same on all ranks; raises TimeoutError if a rank does not
+    come.
     """
     if rank == 0:
         return _lead(store, world_size, timeout_seconds)

@@ -1,37 +1,36 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""When to try again what has failed, and when to say again that something is still waited for."""
+"""Pauses before new attempts, and reminders of what is still waited for."""
 
 
 class Backoff:
-    """The pause after each of several failures in a row, which doubles from the first to the longest."""
+    """Pause after each of several failures in a row, doubling from the first to the longest."""
 
     def __init__(self, first_seconds: float, longest_seconds: float) -> None:
         self._first_seconds, self._longest_seconds = first_seconds, longest_seconds
         self.num_failures = 0
 
     def seconds_after_failure(self) -> float:
-        """Counts a failure and returns the pause after it."""
+        """Counts a failure."""
         # The exponent is bounded, because a float overflows at 2 to the power of 1024.
         doublings = min(self.num_failures, 64)
         self.num_failures += 1
         return min(self._first_seconds * 2.0**doublings, self._longest_seconds)
 
     def reset(self) -> None:
-        """Makes the next failure count as the first one; called after a success."""
         self.num_failures = 0
 
 
 class Reminders:
-    """Reminders of a wait at growing distances: by default after 5, 15, 35, 75 seconds, then each minute."""
+    """Reminders at growing distances: by default after 5, 15, 35, 75 seconds, then each minute."""
 
     def __init__(self, first_seconds: float = 5.0, longest_seconds: float = 60.0) -> None:
         self._next = self._distance = first_seconds
         self._longest = longest_seconds
 
     def is_due(self, waited_seconds: float) -> bool:
-        """Returns whether a reminder is due; it then counts as given."""
+        """Whether a reminder is due; it then counts as given."""
         if waited_seconds < self._next:
             return False
         self._distance = min(2 * self._distance, self._longest)
