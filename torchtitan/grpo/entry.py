@@ -62,7 +62,8 @@ from torchtitan.grpo.weight_wire.process_group import limit_communicators
 _RANK_ZERO_PATIENCE_SECONDS = 15.0
 # Longer than torchrun takes to stop all ranks after one of them has ended.
 _AGENT_PATIENCE_SECONDS = 5.0
-# A collective with a rank that died may fail before the watch has seen the end of that rank.
+# A collective with a rank that died may fail, and torchrun may stop this rank, before the channel has
+# seen the end of that rank.
 _LOSS_PATIENCE_SECONDS = 1.0
 
 
@@ -203,7 +204,8 @@ def _train(
     limit_communicators(config.weight_sync.timeout_seconds)
     separate_rounds()
     stop = StopRequest(config.grpo.stop_timeout_seconds)
-    handler = LostRankHandler(config, lambda: stop.requested)
+    # torchrun stops the other ranks once it knows that one has died, which may be before they do.
+    handler = LostRankHandler(config, lambda: stop.is_older_than(_LOSS_PATIENCE_SECONDS))
     channel = RankChannel(config.grpo.lost_rank_seconds, handler)
     trainer: RunnableTrainer | None = None
     has_failed = True

@@ -3,6 +3,7 @@
 
 """Handles Ctrl-C and SIGTERM: the run ends in order, and within a bounded time."""
 
+import math
 import os
 import select
 import signal
@@ -35,6 +36,7 @@ class StopRequest:
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
         self.signum: int | None = None
+        self._signaled_at = math.inf
         self._on_hangup: Callable[[], None] | None = None
         self._parent = os.getppid()
         # A run that was started without torchrun may outlive the shell that started it.
@@ -49,6 +51,10 @@ class StopRequest:
     @property
     def requested(self) -> bool:
         return self.signum is not None
+
+    def is_older_than(self, seconds: float) -> bool:
+        """Whether a stop was requested more than so many seconds ago."""
+        return time.monotonic() - self._signaled_at > seconds
 
     @property
     def exit_code(self) -> int:
@@ -72,19 +78,20 @@ class StopRequest:
         signal.signal(signal.SIGHUP, lambda *_: None)
         logger.info("To read inference.urls_file again at once: kill -HUP %d", os.getpid())
 
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
-        self.signum = self.signum or signum
+    def _handle(self, signum: int, frame: FrameType | None = None) -> None:
+        if self.signum is None:
+            self.signum, self._signaled_at = signum, time.monotonic()
 
     def _watch(self) -> None:
         while not self.requested:
             if select.select([self._pipe], [], [], _AGENT_POLL_SECONDS)[0]:
                 for signum in os.read(self._pipe, 64):
                     if signum in _SIGNALS:
-                        self.signum = self.signum or signum
+                        self._handle(signum)
                     elif signum == signal.SIGHUP and self._on_hangup is not None:
                         self._on_hangup()
             elif self._has_agent and os.getppid() != self._parent:
-                self.signum = self.signum or signal.SIGTERM
+                self._handle(signal.SIGTERM)
         time.sleep(self.timeout_seconds)
         self._give_up()
 
