@@ -1,15 +1,14 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-# vLLM has an environment of its own, which the type checker does not see.
+# vLLM has its own environment, which the type checker does not see.
 # pyright: reportMissingImports=false
 
 """Connects `updates.py` to one vLLM worker, as vLLM's weight transfer engine.
 
-vLLM constructs the engine in each worker and calls it from its routes:
-``/init_weight_transfer_engine``, ``/start_weight_update``, ``/update_weights``,
-``/finish_weight_update`` and ``/shutdown_weight_transfer_engine``. New weights are loaded with
-vLLM's layerwise reload, which accepts tensors in the layout of the checkpoint.
+vLLM constructs the engine in each worker and calls it from its routes, such as
+``/start_weight_update``. New weights are loaded with vLLM's layerwise reload, which accepts
+tensors in the layout of the checkpoint.
 """
 
 import logging
@@ -40,10 +39,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class GroupInitInfo(WeightTransferInitInfo):
-    """Holds the body of ``/init_weight_transfer_engine``: the :class:`WeightGroupInfo`.
+    """The body of ``/init_weight_transfer_engine``: the :class:`WeightGroupInfo`.
 
-    With ``probe`` no group is joined: the request decides where updates are staged, and fails if
-    there is no room anywhere.
+    With ``probe`` no group is joined: the request decides where updates are staged, and fails
+    if there is no room anywhere.
     """
 
     master_address: str
@@ -58,7 +57,6 @@ class GroupInitInfo(WeightTransferInitInfo):
     probe: bool = False
 
     def group(self) -> WeightGroupInfo:
-        """Returns the group to join."""
         return WeightGroupInfo(
             self.master_address,
             self.master_port,
@@ -74,7 +72,7 @@ class GroupInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class BucketUpdateInfo(UpdateRequest, WeightTransferUpdateInfo):
-    """Holds the body of ``/update_weights``."""
+    """The body of ``/update_weights``."""
 
 
 class TorchGroupWeightEngine(WeightTransferEngine[GroupInitInfo, BucketUpdateInfo]):
@@ -95,7 +93,6 @@ class TorchGroupWeightEngine(WeightTransferEngine[GroupInitInfo, BucketUpdateInf
             self._updates.join(init_info.group(), self.parallel_config.rank)
 
     def start_weight_update(self) -> None:
-        """Opens an update; the model is not changed."""
         self._updates.begin()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -108,15 +105,12 @@ class TorchGroupWeightEngine(WeightTransferEngine[GroupInitInfo, BucketUpdateInf
         self.receive_weights(parsed)
 
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
-        """Carries out the action of :class:`UpdateRequest`."""
         self._updates.update(update_info)
 
     def finish_weight_update(self) -> None:
-        """Loads what was verified, and rebuilds the layers that vLLM rebuilds last."""
         self._updates.finish()
 
     def shutdown(self) -> None:
-        """Leaves all groups and drops an open update."""
         self._updates.leave()
 
     def _choose_place(self, deltas: bool) -> None:
@@ -180,8 +174,9 @@ class _ReloadedModel:
 def _pack_output_again(model: torch.nn.Module) -> None:
     """Makes an output layer on the CPU compute with the weights that its parameter has now.
 
-    On a CPU vLLM multiplies by a packed copy of the weight. A reload packs only layers that weights
-    were loaded for, and no weight has the name of an output layer that is tied to the embedding.
+    On a CPU vLLM multiplies by a packed copy of the weight. A reload packs only layers that
+    weights were loaded for, and no weight has the name of an output layer that is tied to the
+    embedding.
     """
     for layer in model.modules():
         if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):

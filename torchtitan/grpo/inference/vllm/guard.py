@@ -3,9 +3,9 @@
 
 """The guard of vLLM's HTTP routes, for its option ``--middleware``.
 
-vLLM's own key guards the routes below ``/v1`` and ``/inference`` alone. In the development mode, which
-pushes of weights need, everybody else could pause the server, replace its weights, or call any
-method of its workers through ``/collective_rpc``.
+vLLM's own key guards only the routes below ``/v1`` and ``/inference``. In the development mode,
+which pushes of weights need, everybody else could pause the server, replace its weights, or
+call any method of its workers through ``/collective_rpc``.
 """
 
 from typing import Any

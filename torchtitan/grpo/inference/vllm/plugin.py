@@ -1,14 +1,14 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-# vLLM has an environment of its own, which the type checker does not see.
+# vLLM has its own environment, which the type checker does not see.
 # pyright: reportMissingImports=false
 
 """The vLLM plugin, which vLLM calls in each of its processes if this package is installed.
 
-The package is installed with ``--no-deps`` beside vLLM, whose environment has neither torchtitan
-nor the trainer's libraries. This module and the engine therefore import only modules that need
-torch, numpy, safetensors and vLLM.
+The package is installed with ``--no-deps`` beside vLLM, whose environment has neither
+torchtitan nor the trainer's libraries. This module and the engine therefore import only modules
+that need torch, numpy, safetensors and vLLM.
 """
 
 import multiprocessing
@@ -26,7 +26,7 @@ def register() -> None:
     if multiprocessing.parent_process() is not None:
         # Otherwise the engine would outlive a server that is killed, and keep its memory and GPUs.
         end_with_parent()
-    # Here, because vLLM's workers use communicators of their own before they meet a trainer.
+    # Here, because vLLM's workers use their own communicators before they meet a trainer.
     limit_communicators(_COMMUNICATOR_SECONDS)
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Where a vLLM worker has room to stage an update, without vLLM itself."""
+"""Decides where a vLLM worker has room to stage an update, without vLLM itself."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,13 +17,10 @@ _GIB = 1024**3
 
 @dataclass(frozen=True)
 class StagingNeeds:
-    """How many bytes a worker needs to stage an update.
+    """Bytes that a worker needs to stage an update, on its GPU or on the host.
 
-    Every worker receives and stages the whole model, also if it serves only a part of it.
-
-    Attributes:
-        on_device: What it needs on its GPU.
-        on_host: What all workers of the server, which share the host's memory, need together.
+    Every worker receives and stages the whole model, even if it serves only a part of it.
+    ``on_host`` is the need of all workers of the server, which share the host's memory.
     """
 
     on_device: int
@@ -33,26 +30,19 @@ class StagingNeeds:
     def of(
         cls, parameter_bytes: Iterable[int], num_workers: int, *, deltas: bool
     ) -> "StagingNeeds":
-        """Returns what one of the workers needs that the model is divided among.
+        """Returns the needs of one of ``num_workers`` that hold equal parts of the model.
 
-        Args:
-            parameter_bytes: Size of each parameter that the worker holds.
-            deltas: Whether the version before is kept on the host.
+        ``deltas`` tells that the previous version is kept on the host.
         """
         model = sum(parameter_bytes) * num_workers
         copies = _PINNED_FACTOR * (1 + deltas) * num_workers
         return cls(int(_ROOM_FACTOR * model), int(copies * model))
 
     def are_met_on_host(self, device: torch.device, free: int, free_on_host: int) -> bool:
-        """Returns whether updates are staged on the host: False if the device has room.
+        """Returns True for the host and False for the device, which is preferred.
 
-        Args:
-            free: Its free bytes.
-            free_on_host: Free bytes of host memory.
-
-        Raises:
-            RuntimeError: If neither place has room. The client looks for "no room to stage" in its
-                message.
+        Raises RuntimeError if neither has room. The client looks for "no room to stage" in the
+        message.
         """
         if free >= self.on_device:
             return False

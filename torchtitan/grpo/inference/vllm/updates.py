@@ -1,30 +1,28 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The weight updates of one vLLM worker, without vLLM itself.
+"""The weight updates of one vLLM worker, without vLLM itself; `engine.py` connects them to it.
 
 An update is staged on the worker's device, if it has room for a second copy of the weights, and
 else in pinned host memory:
 
     begin -> (stage | disk)* -> verify -> finish
 
-``stage`` and ``disk`` return at once, so vLLM generates during the transfer. A failure up to
-``verify`` leaves the old weights whole; ``finish`` alone changes them.
+``stage`` and ``disk`` return at once, so vLLM generates during the transfer. Only ``finish``
+changes the served weights; a failure before it leaves them whole.
 
 Without room in either place, the update is direct, and vLLM must be paused: ``begin -> check ->
 receive* -> finish``.
 
 ``abandon`` replaces the rest of either sequence. vLLM rebuilds a layer once all of the layer's
-weights have been loaded, and until then the layer has none. Whatever fails during a load, every
-layer is therefore given weights again: the new ones if they were complete, else the old ones.
-Such a mixture must not be served under any version; the client takes the version off the server
-before the first layer is loaded.
+weights have been loaded, and until then the layer has none. After a failure during a load,
+every layer is therefore given weights again: the new ones if they were complete, else the old
+ones. Such a mixture must not be served under any version; the client takes the version off the
+server before the first layer is loaded.
 
-A delta is applied to a copy, on the host, of the version that was committed last. The copy
-exists only if deltas were announced when the group was joined, and from the commit of one version
-to the first load of the next.
-
-This module needs torch and `weight_wire/`; `engine.py` connects it to vLLM.
+A delta is applied to a copy, on the host, of the last committed version. The copy exists only
+if deltas were announced when the group was joined, and from the commit of one version to the
+first load of the next.
 """
 
 import logging
@@ -56,7 +54,7 @@ class LoadableModel(Protocol):
     """The worker's model, and how new weights are loaded into it."""
 
     def tensors(self) -> list[torch.Tensor]:
-        """Returns all parameters and buffers that have memory of their own."""
+        """Returns all parameters and buffers that have their own memory."""
         ...
 
     def checkpoint_folder(self) -> str:
@@ -82,7 +80,7 @@ class LoadableModel(Protocol):
 
 @dataclass
 class UpdateRequest:
-    """Holds the body of ``/update_weights``: an action, and its bucket or directory."""
+    """The body of ``/update_weights``: an action, and its bucket or directory."""
 
     action: Literal["check", "receive", "stage", "disk", "verify", "abandon"]
     names: list[str] = field(default_factory=list)
@@ -99,11 +97,7 @@ class UpdateRequest:
     path: str = ""
 
     def bucket(self) -> BucketSpec:
-        """Returns the description of the bucket that the request is about.
-
-        Raises:
-            ValueError: If its lists differ in length.
-        """
+        """Returns the described bucket; raises ValueError if its lists differ in length."""
         bucket = BucketSpec(
             tuple(self.names),
             tuple(self.dtypes),
@@ -119,11 +113,7 @@ class UpdateRequest:
 
 
 class WorkerUpdates:
-    """The groups of one worker, and at most one open update.
-
-    Args:
-        device: Device of the model.
-    """
+    """The groups of one worker, and at most one open update."""
 
     def __init__(self, model: LoadableModel, device: torch.device) -> None:
         self._model = model
@@ -150,11 +140,9 @@ class WorkerUpdates:
         return self._session.buffers.host_bytes
 
     def stage_on_host(self, is_on_host: bool) -> None:
-        """Decides where later updates are staged: in host memory, or on the device."""
         self._session.place = replace(self._session.place, on_host=is_on_host)
 
     def join(self, info: WeightGroupInfo, worker_rank: int) -> None:
-        """Joins one of the trainer's groups; see :func:`create_weight_group`."""
         self._session.join(info, worker_rank)
         self._timeout_seconds = info.timeout_seconds
         self._keeps = info.deltas
@@ -198,10 +186,8 @@ class WorkerUpdates:
     def finish(self) -> None:
         """Loads what was verified, and ends the load.
 
-        Raises:
-            RuntimeError: If the update was staged and not verified. A request to finish an
-                earlier, abandoned update may arrive after this one was begun, and vLLM must
-                not put its version on the old weights.
+        Raises RuntimeError if the update was staged and not verified. A late request to finish
+        an earlier, abandoned update must not make vLLM put its version on the old weights.
         """
         verified, self._verified = self._verified, None
         if verified is None and self._session.is_open and not self._loading:
@@ -217,7 +203,6 @@ class WorkerUpdates:
         self._session.drop()  # nothing was staged in it
 
     def leave(self) -> None:
-        """Leaves all groups and drops an open update."""
         self._session.leave_groups()
         self.abandon()
 
@@ -252,7 +237,7 @@ class WorkerUpdates:
         return self._kept[name].clone()
 
     def _put(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Moves a whole tensor to where it is loaded from. Runs on the staging threads."""
+        """Moves a whole tensor to where it is loaded from, on a staging thread."""
         if self._keeps:
             self._on_host[name] = tensor.cpu()
         if self._device.type != "cuda" or self._session.place.on_host:
@@ -281,7 +266,7 @@ class WorkerUpdates:
     # -- direct -----------------------------------------------------------------------
 
     def _load_received(self, bucket: BucketSpec, group: WeightGroup) -> None:
-        # A group over gloo receives into host memory alone.
+        # A group over gloo receives only into host memory.
         device = self._device if group.is_nccl else torch.device("cpu")
         payload = torch.empty(bucket_bytes(bucket), dtype=torch.uint8, device=device)
         group.receive(payload, self._device)

@@ -1,11 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What this project adds to vLLM's workers, with ``--worker-extension-cls``.
+"""Methods that this project adds to vLLM's workers, with ``--worker-extension-cls``.
 
-A weight transfer engine (see `engine.py`) cannot answer: vLLM drops what its methods return. A
-method that the extension adds to the workers can be called by name through ``/collective_rpc``,
-which returns the answers of all workers.
+A weight transfer engine (see `engine.py`) cannot answer, because vLLM drops what its methods
+return. ``/collective_rpc`` calls these methods by name and returns the answers of all workers.
 """
 
 from dataclasses import asdict
