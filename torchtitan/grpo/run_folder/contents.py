@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What runs write into ``job.dump_folder``: found before a new run would write over it."""
+"""Contents of ``job.dump_folder``, found before a new run would write over them."""
 
 import re
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ if TYPE_CHECKING:  # `torchtitan-grpo --help` must not import torch
     from torchtitan.grpo.job_config import JobConfig
 
 STARTS_FOLDER = "starts"
-"""Folder in the dump folder with one numbered folder for each start of the run."""
+"""Folder with one numbered folder for each start of the run."""
 
 WANDB_ID_FILE = "wandb_id_rank"
-"""Beginning of the name of the file with the id of a rank's run in wandb."""
+"""Beginning of the name of a file with a rank's run id in wandb."""
 
 _WRITTEN = (
     *("metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "ledger.jsonl"),
@@ -27,17 +27,14 @@ _WRITTEN = (
     *(f"{STARTS_FOLDER}/launch.json*", f"{WANDB_ID_FILE}[0-9]*"),
     *("servers/*.log*", "monitoring/*.json*", "evaluate/*"),
 )
-"""Patterns of the files and folders that every run may write. Those of optional features, whose
-folders have settings, are added by :func:`_patterns`."""
+"""Patterns of what every run may write; :func:`_patterns` adds optional features' folders."""
 
 
 def describe_run(config: "JobConfig", folder: Path | None = None) -> str | None:
-    """Returns what an earlier run has left in a folder, or None if nothing would be lost.
+    """Returns what an earlier run has left, by default in the dump folder; None if it would be no
+    loss.
 
-    Logs and empty files, which a run leaves that failed before its first step, do not count.
-
-    Args:
-        folder: The folder; None is the dump folder.
+    Logs and empty files of a run that failed before its first step do not count.
     """
     folder = folder or Path(config.job.dump_folder)
     found = []
@@ -52,13 +49,13 @@ def describe_run(config: "JobConfig", folder: Path | None = None) -> str | None:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Returns the steps of which a folder holds a folder ``step-N``, ascending."""
+    """Returns the steps of folders ``step-N``, ascending."""
     names = (path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir())
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def next_free_folder(dump_folder: str) -> Path:
-    """Returns the first of ``outputs/run-2``, ``outputs/run-3``, ... that does not exist."""
+    """Returns the first missing folder of ``outputs/run-2``, ``outputs/run-3``, ..."""
     folder = Path(dump_folder)
     match = re.fullmatch(r"(.*)-(\d+)", folder.name)
     name, number = (match[1], int(match[2])) if match else (folder.name, 1)
@@ -78,7 +75,7 @@ def written(config: "JobConfig") -> Iterator[Path]:
 
 
 def _patterns(config: "JobConfig") -> Iterator[tuple[str, str]]:
-    """Yields folders, from the dump folder or absolute, with patterns of what is written there."""
+    """Yields folders, relative to the dump folder or absolute, with patterns."""
     yield from (("", pattern) for pattern in _WRITTEN)
     comm, profiling = config.comm, config.profiling
     yield config.checkpoint.folder, "step-*"

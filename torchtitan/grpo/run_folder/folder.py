@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The folder of a run from its start to its end: held by one run, and changed by it alone."""
+"""The folder of a run, which only this run holds and changes from its start to its end."""
 
 import errno
 import os
@@ -34,20 +34,14 @@ _NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class FolderError(RunError):
-    """``job.dump_folder`` cannot be used; the message says why."""
+    """``job.dump_folder`` cannot be used, for the reason in the message."""
 
 
 class RunFolder:
-    """``job.dump_folder`` and whatever else a run writes, held for this run. For rank 0.
+    """``job.dump_folder`` and whatever else a run writes, held for this run by rank 0 until closed.
 
-    It must be closed when nothing is written any more.
-
-    Attributes:
-        is_restart: Whether the folder holds this run already, written by ranks before these ones.
-
-    Raises:
-        FolderInUse: If another run holds the folder.
-        FolderError: If the folder cannot be made or written.
+    ``is_restart`` tells whether earlier ranks of this run have written it. Raises FolderInUse if
+    another run holds the folder, and FolderError if it cannot be made or written.
     """
 
     def __init__(self, config: JobConfig) -> None:
@@ -70,9 +64,7 @@ class RunFolder:
     def begin(self) -> None:
         """Makes the folder this run's: moves another run aside, if it is to be replaced.
 
-        Raises:
-            FolderInUse: If that run is being evaluated.
-            FolderError: If it cannot be moved.
+        Raises FolderInUse if that run is being evaluated, FolderError if it cannot be moved.
         """
         config = self._config
         if self.is_restart:
@@ -105,14 +97,9 @@ class RunFolder:
 
 
 def hold(config: JobConfig, folder: Path | None = None) -> HeldFolders:
-    """Takes the lock of a folder in the dump folder, which is made, for the life of this process.
+    """Makes and locks a folder for the life of this process; None is all that a run writes.
 
-    Args:
-        folder: The folder; None is all that a run writes.
-
-    Raises:
-        FolderInUse: If another process holds it.
-        FolderError: If it cannot be made or written.
+    Raises FolderInUse if another process holds it, FolderError if it cannot be made or written.
     """
     launch = launch_id()
     # A run that was asked to stop ends within its bound. Other ranks wait meanwhile.
@@ -130,7 +117,7 @@ def hold(config: JobConfig, folder: Path | None = None) -> HeldFolders:
 
 
 def _locks(config: JobConfig) -> dict[Path, str]:
-    """Returns the lock files of all that a run writes, with the settings that name it."""
+    """Lock files of all that a run writes, with the settings that name it."""
     folder = Path(config.job.dump_folder)
     found = {folder / LOCK_FILE: f"job.dump_folder = {folder}"}
     checkpoints = folder / config.checkpoint.folder
@@ -146,7 +133,7 @@ def _is_within(path: Path, folder: Path) -> bool:
 
 
 def describe_earlier(config: JobConfig) -> Iterator[str]:
-    """Yields lines about earlier runs that were moved aside in a run's folder."""
+    """Yields lines about earlier runs in a run's folder."""
     for path in earlier_runs(config.job.dump_folder, "replacing"):
         yield (
             f"A start was ended while it moved a run to {path}. The next start moves that back first."
@@ -165,7 +152,7 @@ def describe_earlier(config: JobConfig) -> Iterator[str]:
 
 
 def describe_folder(config: JobConfig) -> Iterator[str]:
-    """Yields what a start would meet in the folder of a run; takes no lock and writes nothing there."""
+    """Yields what a start would meet in its folder; takes no lock and writes nothing there."""
     yield from describe_earlier(config)
     for file, setting in _locks(config).items():
         if (holder := living_holder(file)) is not None:
@@ -176,11 +163,7 @@ def describe_folder(config: JobConfig) -> Iterator[str]:
 
 
 def check_folder(config: JobConfig) -> None:
-    """Refuses a folder that nobody could make; takes no lock and writes nothing there.
-
-    Raises:
-        FolderError: If there can be no folder of that name.
-    """
+    """Raises FolderError if nobody could make the folder; takes no lock and writes nothing there."""
     error = _problem(config.job.dump_folder)
     if error is None or (_is_forbidden(error) and _is_visible(Path(config.job.dump_folder))):
         return  # another user, or another host, may be permitted
@@ -192,7 +175,7 @@ def _is_forbidden(error: Exception | None) -> TypeGuard[OSError]:
 
 
 def _is_visible(folder: Path) -> bool:
-    """Whether this user can see what is in a folder, or that it is not there."""
+    """Whether this user can see a folder's content, or its absence."""
     try:
         if folder.is_dir():
             os.scandir(folder).close()

@@ -1,17 +1,16 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Tells a start by the user from a start by what started the run before.
+"""Tells a start by the user from one by what started the run before.
 
-torchrun starts the ranks again with the same command line if one of them dies (``--max-restarts``)
-or if a node joins, and schedulers start whole jobs again. Such a restart must go on with the run:
-``job.overwrite`` would remove it. Two things tell, and both come from the launcher.
+torchrun starts ranks again with the same command line if one dies (``--max-restarts``) or a node
+joins, and schedulers start whole jobs again. Such a restart must go on with the run, which
+``job.overwrite`` would remove. Two things from the launcher tell them apart:
 
-- Its name. Before a run writes anything else into its folder, it notes there which launch it is of
-  (:func:`note_launch`), in one rename. A start of the same launch is a restart.
-- The number of the attempt. By itself it proves nothing, because an agent that joins later counts its
-  own, and because an earlier attempt may have ended before it wrote anything. But what an attempt
-  after the first finds in the folder may be its own run, so it never removes it.
+- Its name. A run first notes in its folder, in one rename, which launch it is of
+  (:func:`note_launch`). A start of the same launch is a restart.
+- The number of the attempt. It proves nothing, because later agents count their own and an earlier
+  attempt may have written nothing. But a later attempt may find its own run, and so removes none.
 """
 
 import os
@@ -24,23 +23,19 @@ from torchtitan.grpo.system.files import write_whole
 from torchtitan.grpo.system.network import boot_id
 
 LAUNCH_VARIABLE = "TORCHTITAN_GRPO_LAUNCH"
-"""Variable in which `scripts/launch_multinode.sh` leaves its command, up to the settings of the run."""
+"""Command of `scripts/launch_multinode.sh`, up to the settings of the run."""
 
 LAUNCH_ID_VARIABLE = "TORCHTITAN_GRPO_LAUNCH_ID"
-"""Variable in which a scheduler that starts whole runs again names the run, the same each time."""
+"""A run's name by a scheduler that starts whole runs again, the same each time."""
 
 _FILE = f"{STARTS_FOLDER}/launch.json"
 
 
 class Launch(msgspec.Struct):
-    """What the folder of a run keeps about the launch that the run is of.
+    """Note in a run's folder about its launch; all is empty if it is damaged.
 
-    Attributes:
-        launch: See :func:`launch_id`.
-        slurm_job: The job of Slurm that it is in, which starts it again when it is requeued.
-        folder: Name of the folder at that time. A run that is moved aside gets another one.
-
-    All is empty if the file is damaged.
+    ``slurm_job`` starts the run again when requeued. ``folder`` was the folder's name then; a run
+    that is moved aside gets another one.
     """
 
     launch: str | None = None
@@ -49,10 +44,10 @@ class Launch(msgspec.Struct):
 
 
 def launch_id() -> str | None:
-    """Returns the name of the launch that this rank is of, or None without a launcher.
+    """Returns the name of this rank's launch, or None without a launcher.
 
-    All starts by one torchrun have its rendezvous id. A static rendezvous has none where the user
-    gave none; its agents stay the same ones, and each has a folder of its own for its ranks.
+    It is the rendezvous id of torchrun. A static rendezvous may have none, but keeps its agents,
+    each of which has a folder for its ranks.
     """
     environ = os.environ
     if given := environ.get(LAUNCH_ID_VARIABLE):
@@ -67,11 +62,7 @@ def launch_id() -> str | None:
 
 
 def noted_launch(folder: Path) -> Launch | None:
-    """Returns the launch that the run in a folder is of; None without a note.
-
-    Raises:
-        OSError: If the note is there and cannot be read.
-    """
+    """Returns the launch of a folder's run; None without a note, OSError if it cannot be read."""
     try:
         return msgspec.json.decode((folder / _FILE).read_bytes(), type=Launch)
     except FileNotFoundError:
@@ -90,11 +81,7 @@ def is_gone_on_with(folder: Path) -> bool:
 
 
 def is_restart(dump_folder: str) -> bool:
-    """Whether the run in a folder is of the launch that this rank is of.
-
-    Raises:
-        OSError: If that cannot be read.
-    """
+    """Whether a folder's run is of this rank's launch; OSError if that cannot be read."""
     if (noted := noted_launch(Path(dump_folder))) is None:
         return False
     if noted.launch is not None and noted.launch == launch_id():
@@ -104,13 +91,13 @@ def is_restart(dump_folder: str) -> bool:
 
 
 def is_first_attempt(dump_folder: str) -> bool:
-    """Whether the launcher has not started this run before, as far as it and the note say."""
+    """Whether launcher and note know of no earlier start."""
     counts = _count("TORCHELASTIC_RESTART_COUNT") + _count("SLURM_RESTART_COUNT")
     return not counts and noted_launch(Path(dump_folder)) != Launch()
 
 
 def note_launch(dump_folder: str) -> None:
-    """Notes that the run in a folder is of this launch from now on. Nothing of it is there yet."""
+    """Notes that the run in a folder, still without content, is of this launch."""
     folder = Path(dump_folder).resolve().name
     noted = Launch(launch_id(), os.environ.get("SLURM_JOB_ID"), folder)
     write_whole(Path(dump_folder, _FILE), msgspec.json.encode(noted) + b"\n")

@@ -36,7 +36,7 @@ _CLOSE_SECONDS = 2.0
 
 
 def earlier_runs(dump_folder: str, *states: str) -> list[Path]:
-    """Returns the folders of earlier runs in a run's folder, by default of those that are whole."""
+    """Returns folders of earlier runs, by default of whole ones."""
     folder = Path(dump_folder)
     wanted = states or ("replaced", "kept")
     found = folder.iterdir() if folder.is_dir() else iter(())
@@ -44,17 +44,10 @@ def earlier_runs(dump_folder: str, *states: str) -> list[Path]:
 
 
 def move_aside(config: JobConfig, *, keep: bool) -> Path | None:
-    """Moves what runs have written out of the way of a new one.
+    """Moves what runs have written out of the way of a new one; ``keep`` forbids its later removal.
 
-    Args:
-        keep: Whether it is not to be removed later.
-
-    Returns:
-        Where it is, as a run's folder of its own; None if there was nothing.
-
-    Raises:
-        FolderInUse: If something in the folder is still being written.
-        OSError: If an item cannot be moved. All is where it was then.
+    Returns the new place, itself a run's folder, or None if there was nothing. Raises FolderInUse
+    if something is still being written, and OSError if an item cannot be moved: all is back then.
     """
     folder = Path(config.job.dump_folder)
     items = list(_items(config, folder))
@@ -113,7 +106,7 @@ def _move(path: Path, target: Path) -> None:
 
 
 def _remove_empty(folder: Path, root: Path) -> None:
-    """Removes a folder if it is empty, and then those around it below ``root``."""
+    """Removes an empty folder, and those around it below ``root``."""
     with suppress(OSError):
         while folder != root and folder.is_relative_to(root):
             folder.rmdir()
@@ -121,13 +114,9 @@ def _remove_empty(folder: Path, root: Path) -> None:
 
 
 def restore_interrupted(dump_folder: str) -> list[Path]:
-    """Moves back what a start has left that was killed while it moved a run aside.
+    """Moves back what a killed start was moving aside; returns the folders in which it was.
 
-    Returns:
-        The folders in which it was.
-
-    Raises:
-        OSError: If an item cannot be moved back.
+    Raises OSError if an item cannot be moved back.
     """
     found = earlier_runs(dump_folder, "replacing")
     for moving in found:
@@ -152,18 +141,17 @@ def _restore(aside: Path, root: Path) -> None:
 
 
 def _elsewhere(aside: Path) -> Iterator[tuple[Path, Path]]:
-    """Yields where the rest of an earlier run is, on other file systems, and where it was."""
+    """Yields new and old places of an earlier run's parts on other file systems."""
     with suppress(OSError):
         places = msgspec.json.decode((aside / _ELSEWHERE).read_bytes(), type=dict[str, str])
         yield from ((Path(place), Path(root)) for root, place in places.items())
 
 
 class Removal:
-    """Removes replaced runs, on a thread: a large checkpoint takes a disk a while.
+    """Removes replaced runs on a thread, because a disk needs a while for a large checkpoint.
 
-    Args:
-        config: Configuration of the run that has begun. With ``job.overwrite`` it removes runs that
-            were replaced and not gone on with; in any case it goes on with interrupted removals.
+    With ``job.overwrite`` these are replaced runs that were not gone on with; interrupted removals
+    continue in any case.
     """
 
     def __init__(self, config: JobConfig) -> None:
@@ -183,5 +171,5 @@ class Removal:
             shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
-        """Waits a while for the end. What is left then is removed by the next run in the folder."""
+        """Waits a while; the next run in the folder removes the rest."""
         self._thread.join(_CLOSE_SECONDS)

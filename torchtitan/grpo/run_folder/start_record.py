@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Keeps with each start of a run what it was started with.
+"""Records each start of a run in ``<dump_folder>/starts/N/``.
 
-``<dump_folder>/starts/N/`` holds, for the N-th start of the run, ``config.toml`` (the resolved
-configuration, keys masked) and ``environment.json`` (command, versions, commit, machine).
+``config.toml`` is the resolved configuration with keys masked, and ``environment.json`` holds
+command, versions, commit and machine.
 """
 
 import json
@@ -34,10 +34,10 @@ _MASK = "***"
 
 
 def to_toml(tables: dict[str, Any]) -> str:
-    """Returns tables of settings as the text of a TOML file.
+    """Returns tables of settings as TOML.
 
-    TOML has no null, so a key whose value is None stands in a comment. So does a masked key:
-    a run that is started with the file must take it from elsewhere.
+    Keys whose value is None, which TOML lacks, or masked stand in comments: a run that is started
+    with the file must take masked ones from elsewhere.
     """
     lines = []
     for name, table in tables.items():
@@ -56,7 +56,7 @@ def _setting(key: str, value: Any) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Returns one value in TOML's notation; None, which TOML lacks, as ``not set``."""
+    """Returns a value in TOML's notation; None as ``not set``."""
     if value is None:
         return "not set"
     if isinstance(value, bool):
@@ -77,7 +77,7 @@ def _key(key: str) -> str:
 
 
 COMMIT_VARIABLE = "TORCHTITAN_GRPO_COMMIT"
-"""Environment variable that names the commit of a source that was copied without its repository."""
+"""Names the commit of a source that was copied without its repository."""
 _GIT_SECONDS = 5.0
 
 
@@ -88,10 +88,7 @@ def source_commit() -> str | None:
 
 
 def git_commit(folder: Path) -> str | None:
-    """Returns the commit of the source, with ``-dirty`` if files differ from it.
-
-    Returns None if ``folder`` is in no repository, as in an installed package.
-    """
+    """Returns the commit, with ``-dirty`` if files differ; None without a repository."""
     # An installed package may lie in somebody else's repository, which does not track it.
     if not _git(folder, "ls-files", "__init__.py"):
         return None
@@ -111,7 +108,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _installed_commit() -> str | None:
-    """Returns the commit that pip has recorded if the package was installed from a repository's URL."""
+    """The commit that pip recorded at installation from a repository's URL."""
     try:
         record = metadata.distribution("torchtitan-grpo").read_text("direct_url.json")
     except metadata.PackageNotFoundError:
@@ -126,7 +123,7 @@ _PACKAGES = (
 
 
 def package_versions() -> dict[str, str]:
-    """Returns the versions of those packages that are installed, by name."""
+    """Returns the versions of installed packages by name."""
     versions = {}
     for name in _PACKAGES:
         try:
@@ -142,11 +139,7 @@ _SECRET_OPTIONS = tuple(f"--{table}.{key}" for table, key in SECRETS)
 def record_start(
     config: "JobConfig", step: int, arguments: Sequence[str], servers: Sequence[ServerInfo]
 ) -> Path:
-    """Writes what a run is started with, and returns the folder.
-
-    Args:
-        arguments: Command line, without the program's name.
-    """
+    """Records a start with its command line, without the program's name; returns the folder."""
     folder = _make_next(Path(config.job.dump_folder) / STARTS_FOLDER)
     head = f"# Configuration of a run as it was started after {step} steps.\n\n"
     (folder / "config.toml").write_text(head + to_toml(config.to_dict()), encoding="utf-8")
@@ -165,7 +158,7 @@ def _make_next(starts: Path) -> Path:
 
 
 def environment(step: int, arguments: Sequence[str]) -> dict[str, Any]:
-    """Returns what a run depends on apart from its configuration."""
+    """Returns what a run depends on beside its configuration."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "first_step": step + 1,
@@ -183,7 +176,7 @@ def environment(step: int, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def without_keys(arguments: Sequence[str]) -> list[str]:
-    """Returns command line arguments with the servers' keys masked."""
+    """Masks the servers' keys."""
     masked: list[str] = []
     is_value = False
     for argument in arguments:

@@ -3,8 +3,7 @@
 
 """Decides when a run evaluates.
 
-The run waits for the evaluations before the first step and after the last one. No step waits for an
-evaluation between two steps.
+The run waits only for the evaluations before the first step and after the last one.
 """
 
 import time
@@ -18,20 +17,17 @@ from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.weight_sync.publisher import Publisher
 
 Log = Callable[[int, EvaluationResult, Mapping[str, int]], None]
-"""Records an evaluation: the step of now, the result, and the counts of :meth:`Evaluations.counts`."""
+"""Records an evaluation: the current step, the result, and :meth:`Evaluations.counts`."""
 
 
 class Evaluations:
     """Requests evaluations and records their results, on rank 0's training thread.
 
-    An evaluation beside training is requested by :meth:`begin` and recorded by the first
-    :meth:`collect` that finds its result; neither waits. Meanwhile one server, if there are several,
-    keeps the evaluated weights (``evaluation.pin``), for at most ``evaluation.timeout_seconds``. If
-    it becomes the last server that can take new weights, or leaves the run, :meth:`begin` begins the
-    evaluation again with newer weights after the step.
-
-    Attributes:
-        num_left_out: Number of evaluations that were due while another one was running.
+    :meth:`begin` requests an evaluation beside training, and the first :meth:`collect` that finds
+    the result records it; neither waits. One of several servers keeps the evaluated weights
+    (``evaluation.pin``) for at most ``evaluation.timeout_seconds``. If it becomes the last server
+    that can take new weights, or leaves the run, the evaluation begins again with newer weights
+    after the step. ``num_left_out`` counts evaluations that were due while another one was running.
     """
 
     def __init__(
@@ -53,19 +49,19 @@ class Evaluations:
         self.num_left_out = self.num_begun_again = 0
 
     def is_due(self, step: int) -> bool:
-        """Returns whether an evaluation belongs between this step and the next one.
+        """Whether an evaluation belongs between this step and the next one.
 
-        One that was refused, or that :meth:`collect` has given up, is due until it is begun.
+        It stays due if it was refused, or given up by :meth:`collect`, until it is begun.
         """
         is_usual = self._is_on and self._interval > 0 and step % self._interval == 0
         return is_usual or self._must_begin
 
     def counts(self) -> dict[str, int]:
-        """Returns what evaluations of this process met, by the name of the metric."""
+        """Returns counts of what happened to evaluations, by metric."""
         return {"left_out": self.num_left_out, "begun_again": self.num_begun_again}
 
     def begin(self, step: int) -> None:
-        """Requests an evaluation beside training, unless one is still running. Never waits."""
+        """Requests an evaluation unless one is running. Never waits."""
         if self._source.is_evaluating and not self._must_begin:
             self.num_left_out += 1
             if self.num_left_out == 1:
@@ -88,7 +84,7 @@ class Evaluations:
         self._must_begin = self._was_refused = is_refused
 
     def collect(self, step: int) -> None:
-        """Records the requested evaluation if its result is there. Never waits."""
+        """Records the evaluation if its result is there. Never waits."""
         if self._source.is_evaluating:
             self._record(step, self._source.take_evaluation())
             self._give_up_if_unpinned()
@@ -104,13 +100,13 @@ class Evaluations:
                 self._unpin()
 
     def finish(self, step: int) -> None:
-        """Waits for the evaluation that is running, if there is one, and records it."""
+        """Waits for a running evaluation and records it."""
         if self._source.is_evaluating:
             self._record(step, self._source.wait_evaluation(step))
         self._unpin()
 
     def run(self, step: int) -> None:
-        """Evaluates and waits for the result; returns without one if the run is asked to stop."""
+        """Evaluates and waits for the result; a stop of the run ends the wait."""
         if not self._is_on:
             return
         self.finish(step)
@@ -124,7 +120,7 @@ class Evaluations:
             self._log(step, result, self.counts())
 
     def _give_up_if_unpinned(self) -> None:
-        """Has the evaluation begun again if no server is left at its weights any more."""
+        """Gives an evaluation up if no server has its weights any more."""
         if self._pinned_at is not None and not self._publisher.pinned():
             self._pinned_at = None
             self._must_begin = True

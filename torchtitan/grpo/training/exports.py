@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Writes the policy into the run's folder, as directories that other programs load."""
+"""Exports the policy into the run's folder for other programs."""
 
 from pathlib import Path
 
@@ -25,8 +25,7 @@ def export_policy(
 ) -> Path:
     """Exports the model to ``hf/step-N``, and adapters to ``peft/step-N``; returns the former.
 
-    Collective over all ranks. ``is_writer`` is True on rank 0, and ``source`` the Hugging Face
-    directory that the run began with.
+    Collective; ``is_writer`` is rank 0. ``source`` is the run's original Hugging Face directory.
     """
     folder, name = Path(config.job.dump_folder), f"step-{step}"
     dtype = TORCH_DTYPE_MAP[config.checkpoint.export_dtype]

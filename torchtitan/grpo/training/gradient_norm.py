@@ -3,10 +3,9 @@
 
 """Clips the gradient of all ranks' parameters by its norm.
 
-A pipeline with tied embeddings holds one weight twice, in its first and in its last stage. Each
-copy has a part of the gradient: from embedding tokens, and from scoring them. The parts are added
-up before clipping, and the norm counts the sum once. Both copies then have equal gradients, equal
-optimizer states and, from one step to the next, equal values.
+A pipeline with tied embeddings holds one weight in its first and in its last stage, each with a
+part of the gradient. The parts are added up before clipping, and the norm counts the sum once. Both
+copies then have equal gradients, optimizer states and, from one step to the next, values.
 """
 
 from collections.abc import Sequence
@@ -21,17 +20,16 @@ from torchtitan.grpo.upstream.parallelism import ParallelDims, dist_utils
 
 
 class GradientClipper:
-    """Clips the gradient of one optimizer step; every rank has one."""
+    """Clips the gradient of one optimizer step on every rank."""
 
     def __init__(self, parts: Sequence[nn.Module], dims: ParallelDims, max_norm: float) -> None:
         self._parts, self._dims, self._max_norm = parts, dims, max_norm
 
     def parameters(self) -> list[nn.Parameter]:
-        """Returns the parameters of the model, or of this rank's stages."""
         return [p for part in self._parts for p in part.parameters()]
 
     def clip(self) -> torch.Tensor:
-        """Clips the gradient in place and returns its norm before clipping, on the device."""
+        """Clips in place and returns the earlier norm, on the device."""
         twins = self._add_up_tied()
         # The copy in the last stage is another name of what the first stage counts.
         uncounted = {id(parameter) for parameter in twins}
@@ -46,7 +44,7 @@ class GradientClipper:
         return norm
 
     def _add_up_tied(self) -> list[nn.Parameter]:
-        """Adds the gradients of a weight that two stages hold; returns the last stage's copy."""
+        """Adds up the gradients of a weight in two stages; returns the last stage's copy."""
         if not (self._dims.pp_enabled and is_tied(self._parts[0])):
             return []
         first = [_weight(part) for part in self._parts if embeds_tokens(part)]
@@ -66,7 +64,7 @@ class GradientClipper:
         return last
 
     def _other_copy(self, mine: torch.Tensor, *, to_last: bool) -> torch.Tensor:
-        """Exchanges gradients with the rank of this pipeline that holds the other copy."""
+        """Exchanges gradients with the pipeline's rank that holds the other copy."""
         group = self._dims.get_mesh("pp").get_group()
         # Stages that go round and round end on the last rank.
         peer = dist.get_global_rank(group, group.size() - 1 if to_last else 0)
@@ -88,7 +86,7 @@ def _weight(stage: nn.Module) -> nn.Parameter:
 
 
 def _local_gradient(weight: nn.Parameter) -> torch.Tensor:
-    """Returns this rank's shard of a gradient; both copies are sharded alike."""
+    """This rank's shard of a gradient; both copies are sharded alike."""
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
     if not isinstance(weight, DTensor):

@@ -3,12 +3,10 @@
 
 """Decides, before each optimizer step, whether it is taken; see ``[guards]``.
 
-Every rank judges the same numbers by the same rules, and so decides the same without asking the
-others: the metrics of the loss are summed over all ranks first, and the gradient norm is that of
-rank 0.
-
-A skipped step advances the policy version like any other, and publishes its unchanged weights.
-Otherwise the staleness bound would admit no further prompts.
+Every rank judges the same numbers by the same rules, so it need not ask the others: loss metrics
+are summed over all ranks first, and the gradient norm is rank 0's. A skipped step advances the
+policy version and publishes its unchanged weights, because the staleness bound would otherwise
+admit no further prompts.
 """
 
 import math
@@ -30,13 +28,11 @@ class Reading:
 
     Attributes:
         grad_norm: Norm of the whole gradient before clipping.
-        loss: The whole loss.
-        entropy: Mean entropy in nats per trained token. ``None`` if it is not computed.
+        entropy: Mean in nats per trained token; ``None`` if it is not computed.
         mismatch_kl: Divergence between trainer and servers, in nats per trained token.
-        reference_kl: Divergence from the reference model, in nats per trained token; 0 without a
-            reference.
-        others: The other metrics of the loss by name, but for those of a policy loss of the user's
-            own, of which infinite ones may be meant.
+        reference_kl: Divergence from the reference, in nats per trained token; 0 without one.
+        others: Other loss metrics, without those of a user's policy loss, which may mean to be
+            infinite.
     """
 
     grad_norm: float
@@ -48,7 +44,7 @@ class Reading:
 
     @classmethod
     def of(cls, grad_norm: float, metrics: Mapping[str, float]) -> "Reading":
-        """Takes the numbers from the metrics of the loss, combined over all ranks."""
+        """Takes the numbers from loss metrics of all ranks."""
         entropy = metrics["policy/entropy"]
         return cls(
             grad_norm,
@@ -61,7 +57,7 @@ class Reading:
 
 
 class GuardRules:
-    """Finds what is wrong with a reading. Rules whose guard is off are left out."""
+    """Finds what is wrong with a reading, by the rules of active guards."""
 
     def __init__(self, config: JobConfig) -> None:
         self._guards = config.guards
@@ -69,7 +65,7 @@ class GuardRules:
         self._norms: deque[float] = deque(maxlen=config.guards.grad_norm_window)
 
     def findings(self, reading: Reading) -> Iterator[tuple[str, str]]:
-        """Yields the guard and what it found, with numbers and setting."""
+        """Yields guards with what they found."""
         broken = _not_finite(reading)
         if broken is not None:
             # Other numbers of a broken step mean nothing, and do not enter the median.
@@ -131,7 +127,7 @@ def _not_finite(reading: Reading) -> str | None:
 
 
 def _named(numbers: Mapping[str, float]) -> str | None:
-    """Returns which of the numbers are not finite."""
+    """The numbers that are not finite."""
     broken = [f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value)]
     return " and ".join(broken) or None
 
@@ -140,17 +136,17 @@ GUARDS = (
     "nonfinite", "grad_norm", "entropy", "equal_rewards", "mismatch_kl", "reference_kl",
     "servers_lost",
 )  # fmt: skip
-"""The guards, by the names of their settings."""
+"""Guards by the names of their settings."""
 
 
 class GuardStopped(RunError):
-    """Raised at the end of a run that a guard has stopped. The message says why."""
+    """A guard has stopped the run, for the reason in the message."""
 
     exit_status = STOPPED_BY_GUARD
 
 
 class Verdict(IntEnum):
-    """What becomes of an optimizer step; the greater one counts."""
+    """Fate of an optimizer step; the greater one counts."""
 
     TAKE = 0
     SKIP = 1
@@ -161,14 +157,10 @@ _VERDICTS = {"warn": Verdict.TAKE, "skip": Verdict.SKIP, "stop": Verdict.STOP}
 
 
 class Guards:
-    """Judges batches and optimizer steps, and counts what was found.
+    """Judges batches and optimizer steps, and counts findings.
 
-    Args:
-        say: Called with the one line that says what happened. Ranks other than 0 pass a function
-            that does nothing.
-
-    Attributes:
-        reason: Why the run is to end; ``None`` while it goes on.
+    ``say`` is called with one line for each, on rank 0. ``reason`` tells why the run is to end, if
+    so.
     """
 
     def __init__(self, config: JobConfig, say: Callable[[str], None]) -> None:
@@ -185,10 +177,9 @@ class Guards:
         self.reason: str | None = None
 
     def judge_rewards(self, step: int, *, are_equal: bool) -> Verdict:
-        """Judges a batch before it is trained on; with SKIP all its optimizer steps are skipped.
+        """Judges a batch before training; SKIP skips all its optimizer steps.
 
-        Args:
-            are_equal: Whether no group of the batch has two different rewards.
+        ``are_equal`` means that no group has two different rewards.
         """
         action = self._guards.equal_rewards
         self._num_equal = self._num_equal + 1 if are_equal else 0
@@ -204,7 +195,7 @@ class Guards:
         return self._of_rewards
 
     def judge(self, step: int, reading: Reading) -> Verdict:
-        """Judges an optimizer step before it is taken, from numbers that are the same on every rank."""
+        """Judges an optimizer step by numbers that are the same on every rank."""
         found = dict(self._rules.findings(reading))
         for guard in list(self._in_a_row):
             if guard not in found and guard not in ("equal_rewards", "skipped"):
@@ -224,11 +215,7 @@ class Guards:
         )
 
     def judge_servers(self, step: int, lost_seconds: float) -> bool:
-        """Returns whether the run is to end because rank 0 has waited for a server for too long.
-
-        Args:
-            lost_seconds: How long no server has been able to take work; 0 if one is.
-        """
+        """Whether to end because for ``lost_seconds`` no server could take work; 0 if one can."""
         was_lost = self._is_lost
         self._is_lost = lost_seconds >= self._guards.servers_lost_seconds
         if self._is_lost and not was_lost and self._guards.servers_lost != "off":
@@ -240,20 +227,19 @@ class Guards:
         return self.reason is not None
 
     def halt(self) -> None:
-        """Ends the run on a rank other than 0, because a guard of rank 0 has stopped it."""
+        """Ends the run on other ranks after a guard of rank 0 has stopped it."""
         self.reason = self.reason or "A guard of rank 0 has stopped the run."
 
     def metrics(self) -> dict[str, float]:
-        """Returns how often each guard has acted in this start of the run."""
+        """Returns how often each guard has acted since this start."""
         return {f"guards/{name}": float(count) for name, count in self._counts.items()}
 
     def raise_if_stopped(self) -> None:
-        """Raises :class:`GuardStopped` if a guard has stopped the run."""
         if self.reason is not None:
             raise GuardStopped(self.reason)
 
     def _find(self, guard: str, step: int, found: str, *, is_told: bool = False) -> Verdict:
-        """Counts and reports a finding, and returns what follows from it."""
+        """Counts and reports a finding; returns its consequence."""
         action = getattr(self._guards, guard)
         self._counts[guard] += 1
         self._in_a_row[guard] += 1

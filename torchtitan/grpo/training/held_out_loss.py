@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The loss of held-out examples (``sft.held_out_path``) under the weights of now."""
+"""Loss of held-out examples (``sft.held_out_path``) under the current weights."""
 
 import torch
 
@@ -17,13 +17,10 @@ from torchtitan.grpo.types import PromptProgress
 
 
 class HeldOutLoss:
-    """Computes the mean negative log-likelihood of the completion tokens of held-out examples.
+    """Mean negative log-likelihood of held-out completion tokens. All methods are collective.
 
-    Each rank receives its rows in the constructor and keeps them. All methods are collective.
-
-    Args:
-        plan: On rank 0, where each example stands; None on the other ranks.
-        is_counted: Whether this rank's share of a sum counts; see :class:`RankRole`.
+    Each rank receives its rows once, by rank 0's ``plan``; ``is_counted`` is as in
+    :class:`RankRole`.
     """
 
     def __init__(
@@ -42,7 +39,7 @@ class HeldOutLoss:
         self._rows = received.minibatches
 
     def compute(self) -> float:
-        """Returns the loss, in nats per token, the same on every rank."""
+        """Returns nats per token, the same on every rank."""
         total = torch.zeros(2, dtype=torch.float64)
         for rows in self._rows:
             output = self._runner.forward(rows.to(self._device))
@@ -55,11 +52,7 @@ class HeldOutLoss:
 
 
 def held_out_plan(config: JobConfig, model: HFModel, num_ranks: int, date: str) -> StepPlan:
-    """Reads the held-out examples, and plans where each stands.
-
-    Raises:
-        DataError: If the file cannot be used.
-    """
+    """Reads held-out examples and plans their places; DataError if the file cannot be used."""
     assert config.sft.held_out_path is not None
     path = config.sft.held_out_path
     stream = open_examples(config, model, path, "sft.held_out_path", date=date)

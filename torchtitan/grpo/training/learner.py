@@ -27,17 +27,14 @@ from torchtitan.grpo.upstream.trainer import OptimizersContainer, Trainer
 class GradientParts:
     """Adds the gradients of parts up to the gradient of one optimizer step.
 
-    The loss weights of a part's tokens are normalized over that part alone. The gradient of
-    the step is the mean over its parts, weighted by mass (`losses/aggregation.py`)::
+    A part's loss weights are normalized over that part. The gradient of the step is the mean over
+    parts, weighted by mass (`losses/aggregation.py`)::
 
         gradient = sum over parts of  mass / total mass * gradient of the part
 
-    The total mass is known only once the last part has arrived. Until then each part is scaled
-    by the ratio of its mass to that of the first part, which keeps the gradients in their usual
-    range; :meth:`finish` then divides by the total.
-
-    Args:
-        totals: Metrics of this rank; those of the parts are added to it.
+    The total is known only with the last part. Until then each part is scaled by its mass relative
+    to the first part's, which keeps gradients in their usual range; :meth:`finish` divides by the
+    total. The parts' metrics of this rank are added to ``totals``.
     """
 
     def __init__(self, totals: MetricTotals) -> None:
@@ -47,18 +44,18 @@ class GradientParts:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no part had anything to learn from."""
+        """Whether no part has anything to learn from."""
         return self._mass == 0
 
     def scale_of(self, part: TrainBatch) -> float:
-        """Registers a part and returns the factor of its loss; 0 if it is to be left out."""
+        """Registers a part; returns the factor of its loss, 0 if it is left out."""
         self._parts.append(part)
         self._mass += part.mass
         self._unit = self._unit or part.mass
         return part.mass / self._unit if part.mass else 0.0
 
     def finish(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Turns the accumulated gradients and sums into those of the whole step, in place."""
+        """Makes the gradients and sums those of the whole step, in place."""
         if self.is_empty:
             return
         scale = self._unit / self._mass
@@ -83,12 +80,10 @@ class GradientParts:
 
 @dataclass(frozen=True)
 class Learned:
-    """Result of the optimizer steps of one batch, on one rank.
+    """Result of a batch's optimizer steps on one rank.
 
-    Attributes:
-        batch: The batch. If it came in parts, this is the last part, with the counts of all of them.
-        totals: Metrics of the loss, combined over all ranks.
-        grad_norms: Global gradient norm before clipping, for each optimizer step.
+    ``batch`` may be the last part, with the counts of all. ``totals`` are of all ranks;
+    ``grad_norms`` are global, before clipping, for each optimizer step.
     """
 
     batch: TrainBatch
@@ -96,12 +91,11 @@ class Learned:
     grad_norms: list[float]
 
     def add(self, totals: MetricTotals, grad_norm: float) -> None:
-        """Adds the metrics (of all ranks) and gradient norm of an optimizer step, taken or skipped."""
+        """Adds metrics of all ranks and gradient norm of a step, taken or skipped."""
         self.totals.merge(totals)
         self.grad_norms.append(grad_norm)
 
     def metrics(self, step_seconds: float) -> dict[str, float]:
-        """Returns the metrics of the batch."""
         num_updates = max(len(self.grad_norms), 1)
         return batch_loss_metrics(self.totals, num_updates) | {
             "grad_norm": sum(self.grad_norms) / num_updates,
@@ -113,15 +107,13 @@ class Learned:
 
 @dataclass(frozen=True)
 class Learner:
-    """Takes the optimizer steps of a batch; every rank has one.
+    """Takes the optimizer steps of a batch on every rank.
 
     Attributes:
-        reference: Model of the KL penalty, if there is one.
         feed: Combines numbers of all ranks.
-        role: Which rows this rank has, and whether its metrics count.
-        enter: Reports the new phase of this rank to the other ranks and to the monitor.
+        enter: Reports this rank's new phase.
         await_readers: Returns once nothing reads the weights that the optimizer overwrites.
-        teacher: ``[teacher]``, if rollouts may come with a teacher's ratings.
+        teacher: None if no teacher may have rated rollouts.
     """
 
     config: GRPO
@@ -138,7 +130,7 @@ class Learner:
     teacher: Teacher | None = None
 
     def learn(self, batch: TrainBatch, step: int) -> Learned | None:
-        """Learns from a batch that arrived whole. Returns None if a guard ends the run."""
+        """Learns from a whole batch. Returns None if a guard ends the run."""
         learned = Learned(batch, self._new_totals(), [])
         if self._are_rewards_refused(step, batch.samples.are_rewards_equal):
             return None
@@ -155,14 +147,9 @@ class Learner:
     def learn_in_parts(
         self, batch: TrainBatch | None, step: int, next_part: Callable[[], TrainBatch | None]
     ) -> Learned | None:
-        """Takes the one step of a batch that arrives in parts; see :class:`GradientParts`.
+        """Takes the one step of a batch in parts; see :class:`GradientParts`.
 
-        Args:
-            batch: This rank's rows of the first part.
-            next_part: Returns the next part, or None if the run is to end.
-
-        Returns:
-            None if the run is to end before the last part, or if a guard ends it.
+        ``next_part`` returns None if the run is to end, and so does this, or if a guard ends it.
         """
         gradient = GradientParts(self._new_totals())
         while batch is not None:
@@ -200,13 +187,13 @@ class Learner:
         )  # fmt: skip
 
     def _are_rewards_refused(self, step: int, are_equal: bool) -> bool:
-        """Returns whether a guard ends the run because of the rewards of the batch."""
+        """Whether a guard ends the run because of the batch's rewards."""
         return self.guards.judge_rewards(step, are_equal=are_equal) is Verdict.STOP
 
     def _update(
         self, minibatches: list[Minibatch], index: int, step: int, learned: Learned
     ) -> bool:
-        """Takes one optimizer step and adds its metrics; see :meth:`_apply_gradient`."""
+        """Takes one optimizer step; see :meth:`_apply_gradient`."""
         old = [minibatch.old for minibatch in minibatches if minibatch.old is not None]
         ref = [minibatch.ref for minibatch in minibatches if minibatch.ref is not None]
         totals = self._new_totals()
@@ -230,9 +217,9 @@ class Learner:
             loss.add_metrics(totals)
 
     def _apply_gradient(self, step: int, learned: Learned, totals: MetricTotals) -> bool:
-        """Clips the gradient and steps the optimizer, unless a guard refuses the step.
+        """Clips the gradient and steps, unless a guard refuses; returns False if it ends the run.
 
-        Returns False if a guard ends the run. The weights are then as before this optimizer step.
+        The weights are then as before this optimizer step.
         """
         self.enter("optimizer step")
         grad_norm = self.clipper.clip()
@@ -255,7 +242,7 @@ def build_learner(
     enter: Callable[[str], None],
     await_readers: Callable[[], None],
 ) -> Learner:
-    """Returns a trainer's learner. Its reference model, if there is one, joins the checkpoints."""
+    """Returns a trainer's learner, whose reference model joins the checkpoints."""
     config: JobConfig = trainer.job_config  # pyright: ignore[reportAssignmentType]
     reference = None
     if config.grpo.kl_coef > 0:

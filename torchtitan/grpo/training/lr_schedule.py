@@ -15,11 +15,11 @@ from torchtitan.grpo.upstream.trainer import LRSchedulersContainer, OptimizersCo
 from torchtitan.grpo.upstream.trainer import build_lr_schedulers as build_upstream
 
 Groups = list[list[dict[str, Any]]]
-"""For each optimizer, the settings of each of its groups of parameters."""
+"""Settings of each optimizer's groups of parameters."""
 
 
 def settings_of(optimizers: OptimizersContainer) -> Groups:
-    """Returns the settings of an optimizer's groups: what ``[optimizer]`` asks for."""
+    """Returns what ``[optimizer]`` asks for in each group."""
     return [
         [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         for optimizer in optimizers
@@ -29,14 +29,10 @@ def settings_of(optimizers: OptimizersContainer) -> Groups:
 def renew_settings(
     optimizers: OptimizersContainer, schedulers: LRSchedulersContainer, settings: Groups
 ) -> tuple[float, float]:
-    """Restores the settings of this run after a checkpoint has replaced them.
+    """Restores this run's settings, from :func:`settings_of`, after a checkpoint has replaced them.
 
-    Loading a checkpoint replaces the learning rate, betas, epsilon and weight decay of each group,
-    and the schedulers' base rates. Only the moments and the schedulers' numbers of steps should come
-    from it. ``settings`` is what :func:`settings_of` returned before loading.
-
-    Returns:
-        The learning rate of the next step, and the one that the checkpoint brought for it.
+    Only moments and steps should come from a checkpoint, not rates, betas, epsilon or weight decay.
+    Returns the learning rate of the next step, and the checkpoint's.
     """
     brought = float(optimizers.optimizers[0].param_groups[0]["lr"])
     for optimizer, scheduler, groups in zip(
@@ -55,7 +51,7 @@ def renew_settings(
 
 
 Factor = Callable[[int], float]
-"""Maps the number of steps taken to the factor of ``optimizer.lr`` in the next step."""
+"""Maps steps taken to the factor of ``optimizer.lr`` in the next step."""
 
 
 def build_lr_schedulers(
@@ -65,15 +61,11 @@ def build_lr_schedulers(
     *,
     num_steps: int | None = None,
 ) -> LRSchedulersContainer:
-    """Builds the schedules of the optimizers.
+    """Builds the optimizers' schedules.
 
-    The warm-up takes precedence, and the decay takes of ``decay_ratio`` what the warm-up leaves.
-    Upstream does the same, but warns. After its end, a schedule holds its last rate; upstream's falls
-    to 0 and then below.
-
-    Args:
-        num_steps: Number of steps over which the schedule is laid. None takes
-            ``lr_scheduler.total_steps`` or, if it is not set, ``training_steps``.
+    The warm-up takes precedence, and the decay gets what it leaves; upstream also warns. Afterwards
+    the last rate stays, where upstream's falls to 0 and then below. ``num_steps=None`` lays the
+    schedule over ``lr_scheduler.total_steps`` or, if it is not set, ``training_steps``.
     """
     total = config.total_steps if config.total_steps is not None else training_steps
     total = total if num_steps is None else num_steps
@@ -87,15 +79,15 @@ def build_lr_schedulers(
 
 
 def lengths_of(config: LRScheduler, num_steps: int) -> tuple[int, int]:
-    """Returns over how many steps the learning rate rises, and over how many it falls."""
+    """Returns the steps over which the rate rises, and over which it falls."""
     warmup = min(config.warmup_steps, num_steps)
     return warmup, min(_asked_decay(config, num_steps), num_steps - warmup)
 
 
 def describe_shortened(config: LRScheduler, num_steps: int) -> str | None:
-    """Returns what is used in place of lengths that do not fit into the schedule, if any does not.
+    """Describes replaced lengths that do not fit into the schedule, if any.
 
-    ``decay_ratio = 1`` always fits: the learning rate then falls from the end of the warm-up on.
+    ``decay_ratio = 1`` always fits: the rate falls from the end of the warm-up on.
     """
     warmup, decay = lengths_of(config, num_steps)
     used = []
@@ -118,12 +110,12 @@ def _held(num_taken: int, factor: Factor, last: int) -> float:
 
 
 def factors_of(scheduler: Any) -> list[Factor]:
-    """Returns the schedule of each group of an optimizer."""
+    """Returns the schedules of an optimizer's groups."""
     return scheduler.lr_lambdas
 
 
 def schedule_of(config: LRScheduler, num_steps: int) -> Factor:
-    """Returns the schedule of ``[lr_scheduler]``, laid over ``num_steps`` steps."""
+    """Returns the schedule of ``[lr_scheduler]`` over ``num_steps``."""
     nothing: Any = [torch.optim.SGD([torch.zeros(1)], lr=1.0)]
     container = build_lr_schedulers(nothing, config, num_steps, num_steps=num_steps)
     return factors_of(container.schedulers[0])[0]

@@ -27,14 +27,13 @@ from torchtitan.grpo.training.weights_check import parameter_shapes
 _MIB, _GIB = 1024**2, 1024**3
 _NARROW = 0.95  # part of the available memory from which on the error of the estimate counts
 ASSUMED_BYTES = 79 * _GIB
-"""What CUDA reports for a GPU of 80 GB. A dry run without a GPU assumes it."""
+"""Memory of a GPU of 80 GB by CUDA; a dry run without a GPU assumes it."""
 
 
 def resolve_kept(config: JobConfig, model: HFModel, device: torch.device) -> None:
-    """Replaces ``auto`` in ``parallelism.fsdp_between_microbatches`` of ``config`` by what fits.
+    """Replaces ``auto`` in ``parallelism.fsdp_between_microbatches`` of ``config``; rank 0 logs it.
 
-    Collective over all ranks, which must all do the same: the device with the least memory decides.
-    Rank 0 logs the choice.
+    Collective over all ranks, and the same on all: the device with the least memory decides.
     """
     settings = config.parallelism
     if settings.fsdp_between_microbatches != "auto":
@@ -105,7 +104,7 @@ def _estimate(config: JobConfig, model: HFModel, num_ranks: int) -> TrainingMemo
 
 
 def choose_kept(config: JobConfig, memory: TrainingMemory, available: int) -> Kept:
-    """Returns what ``auto`` keeps between microbatches if a step may fill ``available`` bytes."""
+    """Returns what ``auto`` keeps if a step may fill ``available`` bytes."""
     if config.parallelism.fsdp_reshard_after_forward == "always":
         return "free"
     if config.parallelism.pipeline_parallel_degree > 1:
@@ -114,7 +113,7 @@ def choose_kept(config: JobConfig, memory: TrainingMemory, available: int) -> Ke
 
 
 def microbatch_tokens(config: JobConfig) -> int:
-    """Returns the number of tokens of a microbatch, with padding."""
+    """Returns the tokens of a microbatch, padding included."""
     settings, training = config.parallelism, config.training
     rows = training.local_batch_size
     if settings.pipeline_parallel_degree > 1:
@@ -123,7 +122,7 @@ def microbatch_tokens(config: JobConfig) -> int:
 
 
 def _device_bytes(device: torch.device) -> int:
-    """Returns the memory of a device; without a GPU, this rank's part of the host's."""
+    """A device's memory; without a GPU, this rank's part of the host's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -3,11 +3,10 @@
 
 """Estimates the memory of a training step on one rank, before anything is built.
 
-The states follow from the shapes and the layout. Activations are counted as in "Reducing Activation
-Recomputation in Large Transformer Models" (https://arxiv.org/abs/2205.05198): all tensors that the
-backward pass of a block needs, here for the blocks of Llama and Qwen3. With hidden size h, query width
-q, key width k, feed-forward width f and bytes b of ``training.mixed_precision_param``, a block keeps
-for each token
+States follow from shapes and layout. Activations are all tensors that a block's backward pass
+needs, as in https://arxiv.org/abs/2205.05198, here for the blocks of Llama and Qwen3. With hidden
+size h, query width q, key width k, feed-forward width f and bytes b of
+``training.mixed_precision_param``, a block keeps for each token
 
     none        b * (4h + 3q + 3k + 4f + 2 * head_dim), the last for the rotary embedding
     op          b * (2h + 2q + k + f): every second matrix product, the attention's output and the input;
@@ -15,7 +14,7 @@ for each token
     full        b * h, its input
 
 Without norms of queries and keys, one q and one k are left out. Experts count with the tokens that
-they receive. Compiled blocks keep less, so that the figures are upper bounds for them.
+they receive. For compiled blocks, which keep less, these are upper bounds.
 """
 
 import math
@@ -41,15 +40,9 @@ _RESERVED = 0.1
 class BlockSizes:
     """Widths of a block on one rank, in channels.
 
-    Attributes:
-        dim: Hidden size.
-        heads: Width of all queries.
-        kv_heads: Width of all keys.
-        head_dim: Channels of a head.
-        hidden: Width of the feed-forward; with experts, that of all experts of a token together.
-        copies: How many experts receive a copy of each token; 1 without experts.
-        has_qk_norm: Whether queries and keys are normalized.
-        has_biases: Whether queries, keys and values have biases.
+    ``heads`` and ``kv_heads`` are the widths of all queries and of all keys. ``hidden`` is that of
+    the feed-forward, with experts of all experts of a token, and ``copies`` the number of these
+    experts.
     """
 
     dim: int
@@ -63,7 +56,7 @@ class BlockSizes:
 
     @classmethod
     def of(cls, args: Any) -> "BlockSizes":
-        """Returns the sizes of a model, from upstream's arguments of it."""
+        """Takes the sizes from upstream's arguments of a model."""
         has_experts = getattr(args, "moe_enabled", False)
         copies = args.moe_args.top_k if has_experts else 1
         return cls(
@@ -80,9 +73,8 @@ class BlockSizes:
     def kept_channels(self, mode: str) -> float:
         """Returns the channels of a token that a block keeps for its backward pass.
 
-        Args:
-            mode: ``none``, ``full``, ``op`` for selective checkpointing by operation, or a number
-                for full checkpointing of every block with a multiple of it.
+        ``mode`` is ``none``, ``full``, ``op`` (selective by operation), or a number: full
+        checkpointing of every block with a multiple of it.
         """
         if mode.isdigit():
             part = 1 / max(int(mode), 1)
@@ -100,7 +92,7 @@ class BlockSizes:
         return 4 * self.dim + attention + experts + 4 * self.hidden
 
     def _kept_products(self) -> tuple[str, ...]:
-        """Returns the products that selective checkpointing by operation keeps: every second one.
+        """Products that checkpointing by operation keeps: every second one.
 
         Upstream counts neither those of experts nor those to which a bias is added.
         """
@@ -109,7 +101,7 @@ class BlockSizes:
         return ("wq", "wv") if self.copies > 1 else ("wq", "wv", "w1", "w2")
 
     def products(self) -> dict[str, int]:
-        """Returns the multiplications of a token with each kind of weight."""
+        """Multiplications of a token with each kind of weight."""
         return {
             "wq": self.dim * self.heads,
             "wk": self.dim * self.kv_heads,
@@ -121,7 +113,7 @@ class BlockSizes:
         }
 
     def recomputed(self, mode: str) -> float:
-        """Returns the multiplications of a token that the backward pass of a block does again."""
+        """Multiplications of a token that a block's backward pass does again."""
         products = self.products()
         if mode.isdigit():
             return self.recomputed("full") / max(int(mode), 1)
@@ -136,9 +128,6 @@ class TrainingMemory:
     """Bytes that a training step holds on the rank that holds the most.
 
     Attributes:
-        parameters: Shards of the parameters.
-        gradients: Shards of the gradients.
-        optimizer: Shards of the optimizer's states.
         reference: The reference model, if it is on the device.
         whole_parameters: Parameters gathered and cast, if they are kept between microbatches.
         whole_gradients: Gradients of all parameters before they are reduced, if they are kept.
@@ -162,7 +151,7 @@ class TrainingMemory:
     recomputed: Mapping[str, float]
 
     def kept(self, kept: Kept) -> int:
-        """Returns what keeping adds to the peak of a step, see ``fsdp_between_microbatches``."""
+        """Returns what keeping adds to a step's peak, see ``fsdp_between_microbatches``."""
         added = 0
         if keeps_parameters(kept) and not self.always_whole:
             added += self.whole_parameters
@@ -173,21 +162,21 @@ class TrainingMemory:
         return added
 
     def fixed(self, kept: Kept) -> int:
-        """Returns what does not depend on the number of tokens."""
+        """Returns bytes that do not depend on the number of tokens."""
         states = self.parameters + self.gradients + self.optimizer + self.reference
         whole = self.whole_parameters if self.always_whole else 0
         return states + whole + self.working + self.kept(kept)
 
     def total(self, mode: str, tokens: int, kept: Kept) -> int:
-        """Returns the peak of a step with microbatches of this many tokens."""
+        """Returns a step's peak with so many tokens in a microbatch."""
         return self.fixed(kept) + round(tokens * self.per_token[mode])
 
     def largest_microbatch(self, mode: str, kept: Kept, available: int) -> int:
-        """Returns the most tokens of a microbatch that fit; 0 if none do."""
+        """Returns the tokens that fit into a microbatch; 0 if none do."""
         return max(0, int((available - self.fixed(kept)) / self.per_token[mode]))
 
     def choose_kept(self, mode: str, tokens: int, available: int) -> Kept:
-        """Returns the most that can be kept between microbatches of this many tokens."""
+        """Returns the most that can be kept between microbatches."""
         choices: tuple[Kept, ...] = ("keep_all", "keep_parameters")
         for kept in choices:
             if self.kept(kept) == 0 or self.total(mode, tokens, kept) <= available:
@@ -196,7 +185,7 @@ class TrainingMemory:
 
 
 def available_bytes(device_bytes: int, servers_share: float = 0.0) -> int:
-    """Returns the bytes of a device that a training step may fill beside its servers."""
+    """Returns the bytes that a training step may fill beside servers."""
     return int(device_bytes * (1 - _RESERVED - servers_share))
 
 
@@ -212,9 +201,7 @@ def estimate_memory(
 ) -> TrainingMemory:
     """Returns the memory of a training step.
 
-    Args:
-        shapes: Shape of each parameter, by native name, with those of adapters.
-        args: Upstream's arguments of the model.
+    ``shapes`` are by native name, adapters included; ``args`` are upstream's of the model.
     """
     layout = _Layout(config, num_ranks)
     stage = _largest_stage(config, shapes)
@@ -252,7 +239,7 @@ def estimate_memory(
 
 
 def _keeps_whole(config: JobConfig, layout: "_Layout") -> bool:
-    """Returns whether all parameters are whole at the end of a forward pass, whatever is kept."""
+    """Whether all parameters are whole at the end of a forward pass anyway."""
     reshards = config.parallelism.fsdp_reshard_after_forward
     has_pipeline = config.parallelism.pipeline_parallel_degree > 1
     return layout.shards == 1 or reshards == "never" or (has_pipeline and reshards != "always")
@@ -274,14 +261,14 @@ class _Layout:
         self._expert_tensor = settings.expert_tensor_parallel_degree if self._experts > 1 else 1
 
     def whole(self, name: str, shape: tuple[int, ...]) -> int:
-        """Returns the number of elements of a parameter on this rank once it is gathered."""
+        """Elements of a gathered parameter on this rank."""
         numel = math.prod(shape)
         if ".experts." in name and self._experts > 1:
             return -(-numel // (self._experts * self._expert_tensor))
         return -(-numel // self.tensor) if len(shape) >= _MATRIX_DIMS else numel
 
     def shard(self, name: str, shape: tuple[int, ...]) -> int:
-        """Returns the number of elements of a parameter that this rank stores."""
+        """Elements of a parameter that this rank stores."""
         if ".experts." in name and self._experts > 1:
             ranks = self.shards * self.tensor
             return -(-math.prod(shape) // max(ranks, self._experts * self._expert_tensor))
@@ -293,7 +280,7 @@ def _itemsize(dtype: str) -> int:
 
 
 def _num_states(config: JobConfig, name: str) -> int:
-    """Returns how many tensors an optimizer keeps for a parameter: two of Adam, one of Muon."""
+    """Optimizer states of a parameter: two of Adam, one of Muon."""
     is_matrix = name.startswith("layers.") and "norm" not in name and not name.endswith(".bias")
     return 1 if config.optimizer.name == "Muon" and is_matrix else 2
 
@@ -301,7 +288,7 @@ def _num_states(config: JobConfig, name: str) -> int:
 def _largest_stage(
     config: JobConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the parameters of the pipeline rank that holds the most of them."""
+    """Parameters of the pipeline rank that holds the most."""
     settings = config.parallelism
     if settings.pipeline_parallel_degree == 1:
         return dict(shapes)
@@ -322,13 +309,13 @@ def _largest_group(layout: _Layout, stage: Mapping[str, tuple[int, ...]]) -> int
 
 
 def _head_bytes(config: JobConfig, shapes: Mapping[str, tuple[int, ...]], layout: _Layout) -> int:
-    """Returns the memory of the output layer: three slices of logits in float32."""
+    """Output layer: three slices of logits in float32."""
     vocab = max(math.prod(shape) // shape[-1] for n, shape in shapes.items() if "embed" in n)
     return 3 * _FP32 * config.grpo.logprob_chunk_tokens * vocab // layout.tensor
 
 
 def _mask_bytes(config: JobConfig, itemsize: int) -> int:
-    """Returns the memory of a dense mask, and of what attention adds to its scores in its place."""
+    """A dense mask, and what attention adds to its scores in its place."""
     if config.grpo.packed_attention != "sdpa":  # `auto` takes it on GPUs for short rows alone
         return 0
     settings, rows = config.parallelism, config.training.local_batch_size
@@ -359,7 +346,7 @@ def _per_token(
 
 
 def _recomputed(config: JobConfig, sizes: BlockSizes, args: Any) -> dict[str, float]:
-    """Returns recomputed FLOPs as a part of those of a step with a row of one sequence."""
+    """Recomputed part of a step's FLOPs, with one sequence in a row."""
     # A causal query meets half of the keys, once for its score and once for its value.
     attention = sizes.heads * config.training.seq_len
     block = sum(sizes.products().values()) + attention

@@ -39,7 +39,7 @@ from torchtitan.grpo.upstream.trainer import train_spec as train_specs
 def hf_train_spec(
     model: HFModel, config: JobConfig, schedule_steps: int | None = None
 ) -> TrainSpec:
-    """Returns upstream's spec of Qwen3, changed for this directory and for rollouts."""
+    """Returns upstream's spec of Qwen3, changed for this model and for rollouts."""
     if utils.device_type == "cpu" and getattr(model.model_args, "moe_enabled", False):
         prepare_moe_for_cpu(model.model_args)
     head_dim: int = model.model_args.head_dim
@@ -62,10 +62,8 @@ def hf_train_spec(
 
 
 def scoring_settings(config: JobConfig, head_dim: int | None = None) -> ScoringSettings:
-    """Returns the settings with which the models of a run score tokens.
-
-    Args:
-        head_dim: Size of the model's attention heads; None if every kernel takes it.
+    """Returns the settings of token scoring; ``head_dim=None`` if every kernel takes the heads'
+    size.
     """
     grpo = config.grpo
     return ScoringSettings(
@@ -83,10 +81,9 @@ def scoring_settings(config: JobConfig, head_dim: int | None = None) -> ScoringS
 def register_hf_model(
     model: HFModel, config: JobConfig, device: torch.device, schedule_steps: int | None = None
 ) -> None:
-    """Registers the directory under the name and flavor of ``[model]``, and tries its attention.
+    """Registers the model under the name and flavor of ``[model]``, and tries its attention.
 
-    Args:
-        schedule_steps: See ``num_steps`` of :func:`build_lr_schedulers`.
+    ``schedule_steps`` is ``num_steps`` of :func:`build_lr_schedulers`.
     """
     # Sharded logits stay inside the output layer, so that no loss is computed from them.
     config.parallelism.disable_loss_parallel = True
@@ -103,7 +100,7 @@ def _pipeline(
     parallelize_fn: Any,
     loss_fn: StageLoss,
 ) -> tuple[Any, list[nn.Module], bool, bool]:
-    """Splits the model into stages; upstream's Trainer calls it under pipeline parallelism."""
+    """Splits the model into stages, for upstream's Trainer."""
     measured = resolve_schedule(model, dims, config, device)
     stages, parts = split_model(model, dims, config, device)
     schedule = build_schedule(config, stages, loss_fn, measured)
@@ -112,7 +109,6 @@ def _pipeline(
 
 
 def build_policy_runner(trainer: Trainer) -> ModelRunner:
-    """Returns the runner of the model that a Trainer has built."""
     config = trainer.job_config
     assert isinstance(config, JobConfig)
     if trainer.parallel_dims.pp_enabled:
@@ -123,13 +119,12 @@ def build_policy_runner(trainer: Trainer) -> ModelRunner:
 
 
 def whole_model_runner(model: nn.Module, config: JobConfig) -> WholeModelRunner:
-    """Returns the runner of a model without pipeline stages."""
     kept: Any = config.parallelism.fsdp_between_microbatches
     return WholeModelRunner(model, config.training.local_batch_size, kept)
 
 
 def choose_reference(trainer: Trainer, policy: ModelRunner) -> Reference | BaseReference:
-    """Returns the model of the KL penalty: with adapters the policy's base, otherwise a frozen copy."""
+    """Returns the KL penalty's model: with adapters the policy's base, else a frozen copy."""
     config: Any = trainer.job_config
     if config.lora.rank:
         return base_reference(policy, trainer.model_parts, config)
@@ -137,12 +132,10 @@ def choose_reference(trainer: Trainer, policy: ModelRunner) -> Reference | BaseR
 
 
 def build_reference(trainer: Trainer) -> Reference:
-    """Builds a frozen model in the layout of the policy, with the reference's weights.
+    """Builds a frozen model in the policy's layout from ``grpo.ref_model_path`` or the policy's
+    directory.
 
-    They come from ``grpo.ref_model_path`` or, if it is not set, from ``model.hf_assets_path``.
-
-    Raises:
-        ModelError: If the directory holds another model than the policy's, or unreadable weights.
+    Raises ModelError if the directory holds another model, or unreadable weights.
     """
     config: Any = trainer.job_config
     settings = config.grpo

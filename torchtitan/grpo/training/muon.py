@@ -3,15 +3,14 @@
 
 """Muon for sharded matrices, with the same numbers as in one process.
 
-Muon (https://kellerjordan.github.io/posts/muon/) replaces the momentum of a matrix by the nearest
-orthogonal one, which a Newton-Schulz iteration approximates. The iteration needs the whole matrix.
-Each rank therefore gathers the momentum of one matrix after the other, computes the same
-iteration as all others, and keeps the part of the result that belongs to its shard.
+Muon (https://kellerjordan.github.io/posts/muon/) replaces a matrix's momentum by the nearest
+orthogonal one, approximated by a Newton-Schulz iteration on the whole matrix. Each rank gathers one
+momentum after the other, computes the same iteration, and keeps its shard of the result.
 
-`torch.optim.Muon` is the same in one process, bit for bit. It is not used itself, because with a
-``DTensor`` it communicates in each step of the iteration (15 all-gathers or 11 all-reduces for a
-matrix, in torch 2.13), adds partial products of shards in bfloat16, so that numbers depend on the
-layout, and refuses the three-dimensional weights of experts.
+`torch.optim.Muon` is the same in one process, bit for bit. With a ``DTensor`` it communicates in
+each iteration (15 all-gathers or 11 all-reduces for a matrix, in torch 2.13), adds partial products
+in bfloat16, so that numbers depend on the layout, and refuses the three-dimensional weights of
+experts.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,19 +22,18 @@ from torch.distributed.tensor import DTensor, Replicate
 AdjustRate = Literal["original", "match_rms_adamw"]
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic polynomial, from the Muon post: its slope at 0 is as large as possible."""
+"""Quintic polynomial of the Muon post, with the largest possible slope at 0."""
 
 EPS = 1e-7
 """Smallest norm that a matrix is divided by."""
 
 
 def newton_schulz(matrices: torch.Tensor, num_steps: int) -> torch.Tensor:
-    """Returns approximately ``U V^T`` of each matrix ``U S V^T``, in the dtype of the input.
+    """Returns approximately ``U V^T`` of each [..., rows, columns] matrix ``U S V^T``, in its
+    dtype.
 
-    The singular values of the result lie between about 0.5 and 1.5.
-
-    Args:
-        matrices: [..., rows, columns] float, at most one dim of a batch.
+    Singular values of the result lie between about 0.5 and 1.5. There is at most one dim of a
+    batch.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]
@@ -52,8 +50,8 @@ def newton_schulz(matrices: torch.Tensor, num_steps: int) -> torch.Tensor:
 def adjusted_rate(rate: float, kind: AdjustRate, shape: torch.Size) -> float:
     """Returns the learning rate of a matrix [..., rows, columns].
 
-    ``original`` multiplies it by ``sqrt(max(1, rows / columns))``. ``match_rms_adamw`` multiplies by
-    ``0.2 sqrt(max(rows, columns))``, after which an update is about as large as AdamW's
+    ``original`` multiplies it by ``sqrt(max(1, rows / columns))``. ``match_rms_adamw`` multiplies
+    by ``0.2 sqrt(max(rows, columns))``, for updates as large as AdamW's
     (https://arxiv.org/abs/2502.16982).
     """
     rows, columns = shape[-2:]
@@ -63,11 +61,10 @@ def adjusted_rate(rate: float, kind: AdjustRate, shape: torch.Size) -> float:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for parameters of two dims, and of three as batches of matrices.
+    """Muon for plain or sharded matrices, and batches of them in three dims.
 
-    Args:
-        params: The parameters, plain or sharded. All ranks of a mesh step the same ones.
-        weight_decay: Decoupled weight decay, scaled by ``lr`` without its adjustment.
+    All ranks of a mesh step the same ones. ``weight_decay`` is scaled by ``lr`` without its
+    adjustment.
     """
 
     def __init__(
@@ -101,7 +98,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Takes one step. Collective over the ranks of the parameters' meshes."""
+        """Takes one step. Collective over the meshes of the parameters."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -130,10 +127,8 @@ class Muon(torch.optim.Optimizer):
 def orthogonalized(update: torch.Tensor, num_steps: int) -> torch.Tensor:
     """Returns :func:`newton_schulz` of whole matrices, sharded as they were.
 
-    Ranks that hold different experts of a batch compute different matrices; all others the same ones.
-
-    Args:
-        update: [rows, columns] or [experts, rows, columns], plain or sharded.
+    ``update`` is [rows, columns] or [experts, rows, columns]. Ranks with different experts compute
+    different matrices; all others the same ones.
     """
     if not isinstance(update, DTensor):
         return newton_schulz(update, num_steps)
@@ -153,7 +148,7 @@ def orthogonalized(update: torch.Tensor, num_steps: int) -> torch.Tensor:
 
 
 def _splits_batch(placement: Any, ndim: int) -> bool:
-    """Whether a placement gives whole matrices of a batch to different ranks."""
+    """Whether a placement divides a batch into whole matrices."""
     # Includes the strided shards of FSDP over experts, which are no subclass in every torch.
     return ndim == 3 and getattr(placement, "dim", None) == 0 and not placement.is_partial()
 

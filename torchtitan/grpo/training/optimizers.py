@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Builds the optimizers of ``[optimizer]``: upstream's, or Muon for matrices and AdamW for the rest."""
+"""Builds the optimizers of ``[optimizer]``: upstream's, or Muon for matrices beside AdamW."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +32,6 @@ def build_optimizers(
     dims: ParallelDims,
     ft_manager: Any = None,
 ) -> OptimizersContainer:
-    """Returns the optimizers of a model, or of this rank's stages of it."""
     if config.name == "Muon":
         return MuonContainer(model_parts, config)
     return build_optimizers_with_moe_load_balancing(
@@ -41,10 +40,10 @@ def build_optimizers(
 
 
 class MuonContainer(OptimizersContainer):
-    """Holds for each model part AdamW, and Muon if the part has hidden matrices.
+    """AdamW for each model part, and Muon if it has hidden matrices.
 
-    AdamW comes first, so that the learning rate that is logged is ``optimizer.lr``. A checkpoint holds
-    the states under the parameters' names, and can be loaded under another layout.
+    AdamW comes first, so that the logged learning rate is ``optimizer.lr``. A checkpoint holds
+    states by parameter names, and can be loaded under another layout.
     """
 
     def __init__(self, model_parts: Sequence[nn.Module], config: Optimizer) -> None:
@@ -60,14 +59,12 @@ class MuonContainer(OptimizersContainer):
         self._post_init([p for group in groups for p in group["params"]], {"lr": config.lr})
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the states of all parameters by their names."""
         found: dict[str, Any] = {}
         for part, optimizers in zip(self.model_parts, self._of_part, strict=True):
             found |= get_optimizer_state_dict(part, optimizers, options=_FLAT)
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the states of this rank's parameters."""
         for part, optimizers in zip(self.model_parts, self._of_part, strict=True):
             set_optimizer_state_dict(part, optimizers, state_dict, options=_FLAT)
 
@@ -75,7 +72,7 @@ class MuonContainer(OptimizersContainer):
 def split_parameters(part: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Returns the matrices inside of blocks, batches of experts included, and all other parameters.
 
-    The others are embedding and output layer, whose rows belong to tokens, norms and biases.
+    The others are norms, biases, embedding and output layer, whose rows belong to tokens.
     """
     matrices, others = [], []
     for name, parameter in part.named_parameters():

@@ -26,11 +26,9 @@ from torchtitan.grpo.upstream.trainer import Trainer
 class PolicyProbe:
     """Computes the logprobs of fixed tokens with the current weights, in any layout.
 
-    It runs a forward pass on the training thread of all ranks, and waits for no server.
-
-    Args:
-        shape: Number of rows of the forward pass, and their length; see :func:`probe_shape`.
-        is_speaker: True on the one rank whose result counts. It must see the model's output.
+    It runs on the training thread of all ranks and waits for no server. Its rows have
+    :func:`probe_shape`. Only the result of the rank that ``is_speaker`` counts, which must see the
+    output.
     """
 
     def __init__(
@@ -49,7 +47,7 @@ class PolicyProbe:
         self._num_rated = len(tokens) - 1
 
     def logprobs(self) -> list[float]:
-        """Returns [len(tokens) - 1] logprobs at temperature 1, on every rank. Collective."""
+        """Returns [len(tokens) - 1] at temperature 1, on every rank. Collective."""
         with _untempered(self._heads):
             output = self._runner.forward(self._rows)
         rated = torch.zeros(self._num_rated, dtype=torch.float64)
@@ -62,7 +60,6 @@ class PolicyProbe:
 def build_probe(
     trainer: Trainer, runner: ForwardRunner, feed: Feed, role: RankRole, vocab_size: int
 ) -> PolicyProbe:
-    """Returns the probe of a trainer's model."""
     config: JobConfig = trainer.job_config  # pyright: ignore[reportAssignmentType]
     tokens = attested_tokens(config, vocab_size)
     attention = cast(PackedModel, trainer.model_parts[0]).settings.attention
@@ -75,11 +72,10 @@ def build_probe(
 def probe_shape(
     config: JobConfig, dims: ParallelDims, num_tokens: int, attention: PackedAttentionKind
 ) -> tuple[int, int]:
-    """Returns the number and the length of the rows that a probe's forward pass needs.
+    """Returns number and length of the rows of a probe.
 
-    Pipelines accept microbatches of one shape only, that of training, and compiled models and
-    FlexAttention would be compiled once more for another one. Other models run a single row, just
-    long enough for the tokens, and divisible by the sequence degrees of ``dims``.
+    Pipelines take only the shape of training, and compiled models and FlexAttention would compile
+    again for another one. Others run one short row, divisible by the sequence degrees of ``dims``.
     """
     training = config.training
     if dims.pp_enabled:
@@ -91,7 +87,7 @@ def probe_shape(
 
 
 def probe_rows(tokens: Sequence[int], num_rows: int, row_len: int) -> TrainRows:
-    """Puts the tokens at the beginning of the first row; everything else is padding."""
+    """Puts the tokens at the beginning of padded rows."""
     ids = np.asarray(tokens, np.int32)
     nothing = np.zeros(len(ids) - 1, np.float32)
     sample = Sample(ids[:1], ids[1:], nothing)
@@ -100,7 +96,7 @@ def probe_rows(tokens: Sequence[int], num_rows: int, row_len: int) -> TrainRows:
 
 @contextmanager
 def _untempered(heads: Sequence[LogprobHead]) -> Iterator[None]:
-    """Sets the temperature of the output layers to 1 while the block runs."""
+    """Sets the output layers' temperature to 1 for the block."""
     temperatures = [head.temperature for head in heads]
     for head in heads:
         head.temperature = 1.0

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The parts of ranks: which rows a rank trains, and what only rank 0 does while the others wait.
+"""Roles of ranks: which rows a rank trains, and what only rank 0 does while the others wait.
 
-Only rank 0 talks to the rollout process and to servers. The other ranks then wait in
-``Feed.receive`` for its next signal: to continue, to stop, or to leave because rank 0 failed.
+Only rank 0 talks to the rollout process and to servers. The others wait in ``Feed.receive`` for its
+signal to continue, to stop, or to leave because rank 0 failed.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,14 +22,14 @@ _AXES_OF_EQUAL_ROWS = ("tp", "cp")
 
 @dataclass(frozen=True)
 class RankRole:
-    """The place of the current rank among the ranks that train.
+    """Place of a rank among the ranks that train.
 
     Attributes:
-        num_batch_ranks: Data-parallel degree: number of parts that a batch is divided into.
-        batch_rank: Index of this rank's part. Tensor-, context- and pipeline-parallel ranks of
-            one data-parallel group have the same index and receive the same rows.
-        is_counted: True on exactly one of the ranks that receive the same rows. Sums over all
-            ranks (losses, metrics, KL) take only the values of these ranks.
+        num_batch_ranks: Data-parallel degree: number of parts of a batch.
+        batch_rank: Index of this rank's part, the same on tensor-, context- and pipeline-parallel
+            ranks of one data-parallel group, which receive the same rows.
+        is_counted: True on exactly one of these ranks, the only one whose values enter sums over
+            all ranks (losses, metrics, KL).
     """
 
     num_batch_ranks: int
@@ -38,10 +38,7 @@ class RankRole:
 
 
 def rank_role(dims: ParallelDims, *, has_output: bool) -> RankRole:
-    """Returns the role of the current rank.
-
-    ``has_output`` tells whether it sees the model's output: it holds the last pipeline stage.
-    """
+    """Returns this rank's role; ``has_output`` is True in the last pipeline stage."""
     num_batch_ranks, batch_rank = 1, 0
     if dims.dp_enabled:
         mesh = dims.get_mesh("batch")
@@ -54,12 +51,8 @@ def rank_role(dims: ParallelDims, *, has_output: bool) -> RankRole:
 class RankZeroTurn:
     """Runs work on rank 0 and tells the other ranks how it ended.
 
-    Args:
-        feed: Carries rank 0's signals.
-        stop: Stop request of this process. Only rank 0's decides, because ranks may receive a signal at
-            different moments.
-        explain: Called on rank 0 with the error that ended the work. It may raise a better
-            explanation; otherwise the error itself is raised.
+    Only rank 0's ``stop`` decides, because ranks may receive a signal at different moments.
+    ``explain`` is called on rank 0 with an error of the work, and may raise a better one.
     """
 
     def __init__(
@@ -68,10 +61,7 @@ class RankZeroTurn:
         self._feed, self._stop, self._explain = feed, stop, explain
 
     def run(self, work: Callable[[], None]) -> bool:
-        """Runs ``work`` on rank 0 while the other ranks wait; returns whether to stop.
-
-        The answer is the same on all ranks.
-        """
+        """Runs ``work`` on rank 0 while the others wait; returns, on all of them, whether to stop."""
         if self._feed.rank != 0:
             return self._feed.receive() is Signal.STOP
         with self.releasing_others():
@@ -84,8 +74,8 @@ class RankZeroTurn:
     def releasing_others(self) -> Iterator[None]:
         """Lets the waiting ranks leave if the block fails on rank 0.
 
-        May only be used where the next call of the other ranks is ``feed.receive()``: any
-        other collective would not match the signal, and would hang.
+        The next call of the other ranks must be ``feed.receive()``: any other collective would not
+        match the signal, and would hang.
         """
         try:
             yield
@@ -99,8 +89,8 @@ class RankZeroTurn:
 def patience_seconds(config: JobConfig) -> float:
     """Returns how long other ranks wait for rank 0's next signal.
 
-    The bound exceeds what rank 0 may spend on servers that start, on rollouts, on the last two
-    evaluations and on a push, each of which has a timeout of its own.
+    It exceeds the timeouts of starting servers, rollouts, the last two evaluations and a push
+    together.
     """
     return (
         120

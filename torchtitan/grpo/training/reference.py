@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Holds the reference model of the KL penalty, a second model that is laid out like the policy."""
+"""The reference model of the KL penalty, a second model that is laid out like the policy."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -21,7 +21,7 @@ from torchtitan.grpo.training.stage_runner import PipelineForwardRunner, Pipelin
 
 
 class BaseReference(ForwardRunner):
-    """Computes logprobs under the base model, which is in memory already."""
+    """Computes logprobs under the base model, already in memory: no own weights or checkpoint state."""
 
     def __init__(self, runner: ForwardRunner, parts: Sequence[nn.Module]) -> None:
         self._runner, self._parts = runner, list(parts)
@@ -32,17 +32,15 @@ class BaseReference(ForwardRunner):
             return self._runner.forward(rows)
 
     def follow(self, policy_parts: Sequence[nn.Module]) -> None:
-        """Does nothing: the base never moves."""
+        pass
 
     def checkpoint_state(self) -> dict[str, Stateful]:
-        """Returns no state: the base is in ``model.hf_assets_path``."""
         return {}
 
 
 def base_reference(
     policy: ModelRunner, parts: Sequence[nn.Module], config: JobConfig
 ) -> BaseReference:
-    """Returns the reference of a policy with adapters."""
     if not isinstance(policy, PipelineRunner):
         return BaseReference(policy, parts)
     # Stages of its own, which turn the adapters off also when they run in a gap of a training pass.
@@ -55,9 +53,7 @@ def base_reference(
 class Reference(ForwardRunner):
     """Computes logprobs under the reference model.
 
-    Args:
-        ema: ``grpo.ref_model_ema``.
-        offload: Whether the shards lie in host memory between uses.
+    ``ema`` is ``grpo.ref_model_ema``; ``offload`` leaves the shards in host memory between uses.
     """
 
     def __init__(
@@ -83,9 +79,10 @@ class Reference(ForwardRunner):
 
     @torch.no_grad()
     def follow(self, policy_parts: Sequence[nn.Module]) -> None:
-        """Moves the weights towards the policy's, as an exponential moving average, if ``ema`` is above 0.
+        """Moves the weights towards the policy's as an exponential moving average, if ``ema`` is
+        set.
 
-        Both models have the same layout, so that each rank updates its own shards.
+        Both models have the same layout, so each rank updates its shards.
         """
         if self.ema == 0:
             return
@@ -96,7 +93,7 @@ class Reference(ForwardRunner):
         self._move(self.home)
 
     def checkpoint_state(self) -> dict[str, Stateful]:
-        """Returns what a checkpoint must hold to restore a moving reference: nothing if it does not move."""
+        """Returns the state of a moving reference; empty if it does not move."""
         return {"reference": PartsState(self.parts)} if self.ema > 0 else {}
 
     def _move(self, device: torch.device) -> None:
@@ -106,10 +103,10 @@ class Reference(ForwardRunner):
 
 
 class PartsState(Stateful):
-    """Checkpoint state of model parts, read from the parts each time it is requested.
+    """Checkpoint state of model parts, read from the parts each time.
 
-    Upstream's ``ModelWrapper`` keeps the tensors that exist when it is constructed. A model that
-    moves between devices has other tensors by the time it is saved.
+    Upstream's ``ModelWrapper`` keeps the tensors that exist when it is constructed, which a model
+    that moves between devices no longer has when it is saved.
     """
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:

@@ -1,11 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Runs forward and backward passes over rows.
+"""Runs forward and backward passes over rows, whatever the layout.
 
-The trainer does not depend on the layout: it passes rows and a loss to a runner. Tensor, context
-and data parallelism are inside the model. Only pipelines need another runner, which is in
-`training/stage_runner.py`.
+Tensor, context and data parallelism are inside the model. Only pipelines need another runner
+(`training/stage_runner.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -22,21 +21,22 @@ from torchtitan.grpo.models.parallelize import BetweenMicrobatches, Kept
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
 
 LossFunction = Callable[[torch.Tensor, slice], torch.Tensor]
-"""Computes the loss of some rows, a scalar, from the model's output for them, [rows, seq, 2 + k].
+"""Scalar loss of a slice of the minibatch's rows, from the model's output [rows, seq, 2 + k].
 
-The slice tells which rows of the minibatch they are. Losses are summed over microbatches and
-ranks."""
+Losses are summed over microbatches and ranks.
+"""
 
 
 class ForwardRunner(ABC):
-    """Runs a model forward over the rows of this data-parallel rank."""
+    """Runs a model forward over this data-parallel rank's rows."""
 
     has_output: bool
-    """Whether this rank sees the model's output, since it holds the last pipeline stage."""
+    """Whether this rank sees the output, as holder of the last pipeline stage."""
 
     stages: Sequence[LeanStage] = ()
-    """Pipeline stages of this rank that run forward, which may also run in the gaps of training
-    passes. Empty without a pipeline."""
+    """Pipeline stages that also run forward in the gaps of training passes; empty without a
+    pipeline.
+    """
 
     @abstractmethod
     def forward(self, rows: TrainRows) -> torch.Tensor | None:
@@ -49,8 +49,8 @@ class ForwardRunner(ABC):
 class ForwardJob:
     """Rows whose logprobs under a model are needed by a later training pass.
 
-    A pipeline runs as many of the rows as fit into the gaps of earlier training passes, from the
-    first one on. The rest is computed when the logprobs are asked for.
+    A pipeline runs the first rows in gaps of earlier training passes, as far as they fit, and the
+    rest when the logprobs are asked for.
     """
 
     def __init__(self, runner: ForwardRunner, rows: TrainRows) -> None:
@@ -61,60 +61,50 @@ class ForwardJob:
 
     @property
     def is_done(self) -> bool:
-        """Whether no row waits."""
         return self._num_done == self._rows.num_rows
 
     @property
     def waiting(self) -> TrainRows:
-        """The rows that have not been computed."""
+        """Rows that have not been computed."""
         return self._rows.select(slice(self._num_done, None))
 
     def add(self, num_rows: int, outputs: list[torch.Tensor]) -> None:
-        """Adds the [rows, seq, 2] outputs of further rows; they are empty if this rank does not see them."""
+        """Adds further rows' outputs [rows, seq, 2], which are empty where the output is not seen."""
         self._num_done += num_rows
         self._outputs += outputs
 
     def finish(self) -> None:
-        """Computes the rows that wait. Collective over the ranks of the model."""
+        """Computes waiting rows. Collective over the ranks of the model."""
         if not self.is_done:
             waiting = self.waiting
             output = self.runner.forward(waiting)
             self.add(waiting.num_rows, [] if output is None else [output])
 
     def logprobs(self) -> torch.Tensor | None:
-        """Returns [rows, seq] float32; None on ranks that do not see the output.
-
-        Computes the rows that wait. Collective over the ranks of the model.
-        """
+        """Returns [rows, seq] float32 after :meth:`finish`; None on ranks without the output."""
         self.finish()
         return torch.cat(self._outputs)[..., 0] if self.runner.has_output else None
 
 
 class ModelRunner(ForwardRunner):
-    """Runs the model that is trained."""
+    """Runs the trained model."""
 
     @abstractmethod
     def forward_backward(
         self, rows: TrainRows, loss: LossFunction, waiting: Sequence[ForwardJob] = ()
     ) -> None:
-        """Adds the gradients of the rows' loss to the gradients of the parameters.
+        """Adds the gradients of the rows' loss to those of the parameters.
 
-        Args:
-            waiting: Forward passes of other rows that may run in idle time, the most urgent ones
-                first. Only a pipeline has such time.
+        Pipelines run ``waiting`` passes of other rows in idle time, the most urgent ones first.
         """
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns metrics of the passes since the last call. Only a pipeline has any."""
+        """Returns a pipeline's metrics since the last call."""
         return {}
 
 
 class WholeModelRunner(ModelRunner):
-    """Runs a model that is not divided into pipeline stages.
-
-    Args:
-        kept: ``parallelism.fsdp_between_microbatches``, resolved.
-    """
+    """Runs a model without stages. ``kept`` is the resolved ``fsdp_between_microbatches``."""
 
     has_output = True
 
@@ -146,11 +136,7 @@ class WholeModelRunner(ModelRunner):
 
 
 def model_inputs(rows: TrainRows, *, trains: bool = False) -> dict[str, Any]:
-    """Returns the inputs of a :class:`PackedModel` besides the tokens.
-
-    Args:
-        trains: Whether a loss follows. Only then are the logprobs of a teacher's tokens of use.
-    """
+    """Returns a :class:`PackedModel`'s inputs besides tokens; only losses use a teacher's tokens."""
     has_top = trains and "teacher_top_ids" in rows.columns
     top = {"other_ids": rows.columns["teacher_top_ids"]} if has_top else {}
     return top | {

@@ -22,11 +22,10 @@ from torchtitan.grpo.training.runner import (
 
 
 class StageLoss:
-    """The loss that a pipeline schedule computes on the last stage for each microbatch.
+    """Loss that a pipeline schedule computes on the last stage for each microbatch.
 
-    A schedule passes its loss function a slice of a target tensor. Here that tensor holds row
-    numbers, by which the loss finds masks, advantages and other policies' logprobs. The first
-    step of a schedule makes one additional call to infer shapes.
+    A schedule passes a slice of a target tensor, here of row numbers, by which the loss finds
+    masks, advantages and other logprobs. The first step makes one additional call to infer shapes.
     """
 
     def __init__(self) -> None:
@@ -39,7 +38,7 @@ class StageLoss:
 
 
 class PipelineForwardRunner(ForwardRunner):
-    """Runs the stages of a model forward. Every rank of the pipeline receives the same rows."""
+    """Runs stages forward. Every rank of the pipeline receives the same rows."""
 
     def __init__(self, stages: list[LeanStage], config: JobConfig) -> None:
         self.microbatch_rows = config.parallelism.pipeline_parallel_microbatch_size
@@ -57,14 +56,14 @@ class PipelineForwardRunner(ForwardRunner):
         return torch.cat(outputs) if self.has_output else None
 
     def inputs_of(self, parts: list[TrainRows]) -> list[tuple[torch.Tensor, ...]]:
-        """Returns what does not come from other stages, for each microbatch."""
+        """Inputs of microbatches that do not come from other stages."""
         return [(part.tokens,) if self.has_input else () for part in parts]
 
 
 class PipelineRunner(ModelRunner):
-    """Trains the stages of a model. Every rank of the pipeline receives the same rows.
+    """Trains stages on the same rows on every rank of the pipeline.
 
-    All rows pass the pipeline in one sequence of microbatches, so that it is filled and emptied once.
+    All rows are one sequence of microbatches, so the pipeline is filled and emptied once.
     """
 
     def __init__(self, schedule: TableSchedule, stage_loss: StageLoss, config: JobConfig) -> None:
@@ -114,5 +113,5 @@ class PipelineRunner(ModelRunner):
 
 
 def _has_run(job: ForwardJob) -> bool:
-    """Returns whether the model of a job has inferred its shapes, which it cannot do in a gap."""
+    """Whether a job's model has inferred its shapes, which it cannot do in a gap."""
     return all(stage.knows_shapes for stage in job.runner.stages)

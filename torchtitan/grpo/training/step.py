@@ -34,25 +34,17 @@ from torchtitan.grpo.types import NO_TOKEN
 
 
 class WeightMean:
-    """Computes the mean over all microbatches and ranks, before the first of them is trained.
-
-    Args:
-        feed: Sums values over ranks.
-        is_counted: See :class:`RankRole`.
-    """
+    """Mean of the mismatch weights over all microbatches and ranks, before the first is trained."""
 
     def __init__(self, config: GRPO, feed: Feed, *, is_counted: bool) -> None:
         self._config, self._feed, self._is_counted = config, feed, is_counted
 
     def of(self, rows: TrainRows, old_logprobs: torch.Tensor | None) -> torch.Tensor:
-        """Returns the mean over the tokens that are kept, a scalar []. Collective over all ranks.
+        """Returns the mean over kept tokens, a scalar [], and 1 without any. Collective over all
+        ranks.
 
-        It is 1 if no token is kept, so that weights of 0 stay 0.
-
-        Args:
-            rows: The rows of this rank in the optimizer step.
-            old_logprobs: [rows, seq], under the policy before the batch's first optimizer step.
-                None on ranks that do not see the output.
+        ``rows`` are this rank's in the optimizer step. ``old_logprobs``, [rows, seq], precede the
+        batch's first optimizer step; None on ranks that do not see the output.
         """
         sums = torch.zeros(2, dtype=torch.float64)
         if old_logprobs is not None and self._is_counted:
@@ -70,17 +62,14 @@ class WeightMean:
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """Rows of one minibatch, with logprobs under other policies.
+    """Rows of one minibatch on the training device, with advantages and logprobs under other
+    policies.
 
     Attributes:
-        rows: The rows on the training device, with their advantages.
-        old_logprobs: [rows, seq] float32, logprobs under the policy before the batch's first
-            optimizer step. None if that is the current policy, or if this rank does not see the
-            output.
-        ref_logprobs: [rows, seq] float32, logprobs under the reference. None without a
-            reference, or if this rank does not see the output.
-        mean_weight: Scalar [], what the mismatch weights are divided by. None without
-            ``grpo.mismatch_normalize``.
+        old_logprobs: [rows, seq] float32, before the batch's first optimizer step. None if that is
+            the current policy, or if this rank does not see the output.
+        ref_logprobs: [rows, seq] float32, under the reference; None without one or the output.
+        mean_weight: Scalar [], divisor of mismatch weights (``grpo.mismatch_normalize``) or None.
     """
 
     rows: TrainRows
@@ -94,11 +83,10 @@ class Minibatch:
     """Rows of one minibatch, and the forward passes that must precede its optimizer step.
 
     Attributes:
-        rows: The rows on the training device, with their advantages.
-        old: Gives the logprobs under the policy before the batch's first optimizer step, which must
-            not be taken before it is finished. None if that is the current policy.
-        ref: Gives the logprobs under the reference; None without a reference.
-        weight_mean: Gives what the mismatch weights are divided by; None if by nothing.
+        old: Logprobs under the policy before the batch's first optimizer step, which must not be
+            taken before it is finished. None if that is the current policy.
+        ref: Logprobs under the reference; None without one.
+        weight_mean: Divisor of mismatch weights; None if there is none.
     """
 
     rows: TrainRows
@@ -116,12 +104,8 @@ class Minibatch:
 class MinibatchLoss:
     """Computes the loss of one minibatch, microbatch by microbatch, and keeps their metrics.
 
-    The loss of a microbatch may be computed twice, which pipeline schedules do to infer shapes;
-    its metrics count once.
-
-    Args:
-        scale: Factor of the loss; see `GradientParts`.
-        teacher: ``[teacher]``, if rollouts may come with a teacher's ratings.
+    Pipeline schedules may compute a loss twice to infer shapes; its metrics count once. ``scale``
+    is the factor of `GradientParts`. ``teacher`` is set if a teacher may have rated rollouts.
     """
 
     def __init__(
@@ -137,9 +121,7 @@ class MinibatchLoss:
     def __call__(self, output: torch.Tensor, which: slice) -> torch.Tensor:
         """Returns the loss of the rows ``which``, and keeps their metrics.
 
-        Args:
-            output: [rows, seq, 2 + k], of these rows: logprobs and entropies, and the logprobs of the
-                teacher's tokens.
+        ``output`` is [rows, seq, 2 + k]: logprobs, entropies, and logprobs of the teacher's tokens.
         """
         rows = self.scored.rows.select(which)
         top = None
@@ -167,7 +149,7 @@ class MinibatchLoss:
         return self.scale * loss
 
     def add_metrics(self, totals: MetricTotals) -> None:
-        """Adds the metrics of the microbatches that this rank has seen."""
+        """Adds this rank's metrics of microbatches."""
         totals.add(list(self._metrics.values()), self.scale)
 
 
@@ -179,10 +161,7 @@ def _top_logprobs(student: torch.Tensor, rows: TrainRows) -> TopLogprobs:
 def with_top_k(rows: TrainRows, top_k: int) -> TrainRows:
     """Returns rows with ``teacher.top_k`` tokens of the teacher, or without any if it is 0.
 
-    Rows in which no teacher has rated a rollout have none: then no token is rated.
-
-    Raises:
-        ValueError: If the rollouts have another number of them.
+    No token is rated in rows without a rated rollout. Raises ValueError if rollouts have another k.
     """
     columns = dict(rows.columns)
     for name in ("teacher_top_ids", "teacher_top_logprobs"):
@@ -201,12 +180,12 @@ def with_top_k(rows: TrainRows, top_k: int) -> TrainRows:
 
 
 def num_updates(config: GRPO) -> int:
-    """Returns the number of optimizer steps of one batch."""
+    """Returns the optimizer steps of one batch."""
     return config.num_minibatches * config.num_epochs
 
 
 def scores_old_policy(config: GRPO) -> bool:
-    """Returns whether a batch needs a forward pass with the weights before its first update."""
+    """Whether a batch needs a forward pass before its first update."""
     return config.old_policy == "step_start" and (
         num_updates(config) > 1 or config.mismatch_normalize
     )
@@ -225,21 +204,15 @@ def score(
 ) -> list[Minibatch]:
     """Computes advantages, and other policies' logprobs, before a batch's first optimizer step.
 
-    Pipelines may compute the logprobs later, while they train on other minibatches.
+    Pipelines may delay passes that can wait, and compute them while they train on other
+    minibatches. With one optimizer step the current policy is the proximal one, and needs no pass
+    unless ``grpo.mismatch_normalize`` needs all weights before the first gradient.
 
     Args:
-        batch: What this rank trains on.
-        policy: The model that is trained. If a batch has one optimizer step, the current policy
-            is the proximal policy, and no forward pass is needed unless ``grpo.mismatch_normalize``
-            needs all weights before the first gradient.
-        reference: The reference model, or None without a KL penalty.
-        feed: Sums values over ranks.
-        is_counted: See :class:`RankRole`.
-        teacher: ``[teacher]``, if rollouts may come with a teacher's ratings.
-
-    Returns:
-        Each minibatch, with its advantages and with forward passes of which those that can wait
-        have not begun.
+        batch: This rank's part.
+        reference: None without a KL penalty.
+        feed: Sums values over ranks, of those where ``is_counted`` (see :class:`RankRole`).
+        teacher: None if rollouts have no teacher's ratings.
     """
     is_normalized = config.mismatch_normalize
     weight_mean = WeightMean(config, feed, is_counted=is_counted) if is_normalized else None
@@ -270,10 +243,7 @@ def _advantages(
     is_counted: bool,
     teacher: Teacher | None,
 ) -> np.ndarray:
-    """Returns the advantage of each sample of the batch; see :func:`score` for the arguments.
-
-    That of a single token, which a teacher's rating gives, is added by :func:`_with_advantages`.
-    """
+    """Advantage of each sample; :func:`_with_advantages` adds a teacher's part of each token."""
     rewards = samples.rewards
     if config.kl_coef > 0 and config.kl_in == "reward":
         ref_logprobs = [_logprobs(job) for job in ref]
@@ -302,7 +272,7 @@ def _teacher_baselines(
     *,
     is_counted: bool,
 ) -> np.ndarray:
-    """Returns what each sample's tokens diverge from the teacher on average, in its group."""
+    """Mean divergence of a token from the teacher in each sample's group."""
     sums = torch.zeros(len(samples), dtype=torch.float64)
     if is_counted:
         for rows in minibatches:
@@ -313,7 +283,7 @@ def _teacher_baselines(
 
 
 def _teacher_kl(rows: TrainRows, teacher: Teacher) -> torch.Tensor:
-    """Returns each trained token's divergence from the teacher, and 0 where nothing is rated."""
+    """Each trained token's divergence from the teacher; 0 where nothing is rated."""
     if "teacher_logprobs" not in rows.columns:
         return torch.zeros_like(rows.generator_logprobs)
     ratings = rows.columns["teacher_logprobs"]
@@ -332,7 +302,7 @@ def _with_advantages(rows: TrainRows, advantages: np.ndarray, teacher: Teacher |
 
 
 def _job(runner: ForwardRunner | None, rows: TrainRows, config: GRPO) -> ForwardJob | None:
-    """Returns a forward pass, which waits only if a pipeline can run it in idle time."""
+    """A forward pass, which waits only if a pipeline can run it in idle time."""
     if runner is None:
         return None
     job = ForwardJob(runner, rows)
@@ -352,9 +322,9 @@ def _reference_kl(
     config: GRPO,
     is_counted: bool,
 ) -> torch.Tensor:
-    """Returns [samples] float64, this rank's part of each sample's KL from the reference.
+    """[samples] float64, this rank's part of each sample's KL from the reference.
 
-    The KL is that of the sampling-time policy, which wrote the tokens and earned the reward.
+    The policy is that of sampling time, which wrote the tokens and earned the reward.
     """
     total = torch.zeros(num_samples, dtype=torch.float64)
     for rows, ref in zip(minibatches, ref_logprobs, strict=True):

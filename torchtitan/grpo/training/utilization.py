@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Model FLOPs utilization (https://arxiv.org/abs/2204.02311): how much of the hardware a step uses."""
+"""Model FLOPs utilization (https://arxiv.org/abs/2204.02311): the part of the hardware in use."""
 
 import json
 from collections.abc import Sequence
@@ -30,13 +30,10 @@ class Utilization:
 
         forward = 2 N T + 2 vocabulary dim S + 4 L H pairs
 
-    ``pairs`` is the number of pairs of a query and a key, causal and within each sequence. An epoch
-    of training counts as three forward passes, in which the backward pass of frozen weights counts
-    once and not twice; the passes of the old policy and of the reference count as one each. Padding
-    and recomputation are not counted, because they are not work of the model.
-
-    Args:
-        peak_flops: Peak FLOP/s of a rank's device in bfloat16.
+    ``pairs`` counts a query and a key, causal and within each sequence. A training epoch is three
+    forward passes (the backward pass of frozen weights counts once), the passes of old policy and
+    reference one each. Padding and recomputation are no work of the model. ``peak_flops`` are in
+    bfloat16, per rank.
     """
 
     def __init__(
@@ -54,12 +51,10 @@ class Utilization:
         self._flops = 0.0
 
     def add(self, plan: StepPlan, *, begins_batch: bool) -> None:
-        """Adds a batch, or a part of one.
+        """Adds the plan, for all ranks, of a batch or a part of one.
 
-        Args:
-            plan: Its plan, for all ranks.
-            begins_batch: Whether it is the first part. What was added since the last step is then
-                forgotten, because a batch may have been begun in vain.
+        The first part (``begins_batch``) drops what was added since the last step: its batch was in
+        vain.
         """
         if begins_batch:
             self._flops = 0.0
@@ -71,7 +66,7 @@ class Utilization:
         self._flops += self._num_epochs * step
 
     def _forward(self, sequences: Sequence[Sample], num_scored: int) -> tuple[float, float]:
-        """Returns the FLOPs of a forward pass with weights, and in attention."""
+        """FLOPs of a forward pass with weights, and in attention."""
         lengths = [sequence.num_tokens for sequence in sequences]
         per_token = self._cost.per_token / _TRAINING
         weights = per_token * sum(lengths) - self._head * (sum(lengths) - num_scored)
@@ -79,12 +74,12 @@ class Utilization:
         return weights, self._cost.per_pair / _TRAINING * pairs
 
     def metrics(self, step_seconds: float) -> dict[str, float]:
-        """Returns ``time/mfu`` of a step with this duration."""
+        """Returns ``time/mfu`` of a step."""
         return {"time/mfu": self._flops / (step_seconds * self._peak)}
 
 
 def build_utilization(trainer: Trainer, config: JobConfig, model: HFModel) -> Utilization | None:
-    """Returns what measures the utilization of the devices; None on CPU, whose peak is not known."""
+    """Returns the counter for the devices; None on CPU, whose peak is not known."""
     if trainer.device.type == "cpu":
         return None
     peak = utils.get_peak_flops(trainer.metrics_processor.device_memory_monitor.device_name)
@@ -92,7 +87,7 @@ def build_utilization(trainer: Trainer, config: JobConfig, model: HFModel) -> Ut
 
 
 def _trained_sequences(plan: StepPlan) -> list[Sample]:
-    """Returns the sequences of all minibatches but those that have nothing to learn from."""
+    """Sequences of all minibatches that have something to learn from."""
     found = []
     for rows in plan.layout:
         per_minibatch = len(rows) // plan.num_minibatches

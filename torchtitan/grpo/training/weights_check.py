@@ -20,16 +20,11 @@ from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 
 
 def check_weights(config: JobConfig, model: HFModel) -> tuple[int, list[str]]:
-    """Builds the model without memory and compares it with the safetensors files.
+    """Compares the safetensors files of model and reference with a model without memory.
 
-    The weights of the reference model are compared as well.
-
-    Returns:
-        Number of tensors of the model, and what the user should know about tensors that are not read.
-
-    Raises:
-        ModelError: If a tensor is missing, quantised or of another shape, if it is not clear which file
-            holds it, or if a tied model has another output layer.
+    Returns the number of tensors, and warnings of unread ones. Raises ModelError if a tensor is
+    missing, quantized, in an unclear file or of another shape, or if a tied model has another
+    output layer.
     """
     built, adapter_of = build_without_memory(config, copy.deepcopy(model))
     reference, notes = config.grpo.ref_model_path, []
@@ -42,7 +37,7 @@ def check_weights(config: JobConfig, model: HFModel) -> tuple[int, list[str]]:
 
 
 def parameter_shapes(config: JobConfig, model: HFModel) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each parameter of the run's model by native name, with its adapters."""
+    """Returns shapes by native name, with adapters."""
     built, _ = build_without_memory(config, copy.deepcopy(model))
     if config.lora.rank:
         add_adapters(built, config.lora, torch.float32)
@@ -52,9 +47,9 @@ def parameter_shapes(config: JobConfig, model: HFModel) -> dict[str, tuple[int, 
 def build_without_memory(
     config: JobConfig, model: HFModel
 ) -> tuple[nn.Module, Callable[[str], BaseStateDictAdapter]]:
-    """Returns the model on the meta device, and what makes the adapter of a directory.
+    """Returns the model on the meta device, and a maker of a directory's adapter.
 
-    Building the model changes its arguments.
+    It changes the model's arguments.
     """
     spec, args = hf_train_spec(model, config, config.training.steps), model.model_args
     args.update_from_config(config)
