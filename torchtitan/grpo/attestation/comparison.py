@@ -74,9 +74,7 @@ class Bound:
 
     @classmethod
     def of(cls, measured: float | None, tolerances: Tolerances) -> "Bound":
-        """Returns the bound for a mean difference, at most the ceiling, under weights that both
-        sides have.
-        """
+        """Returns the bound for a mean difference under weights that both sides have."""
         if tolerances.is_fixed or measured is None:
             return cls(tolerances.ceiling, None, tolerances.ceiling)
         assert measured <= tolerances.ceiling, (measured, tolerances)

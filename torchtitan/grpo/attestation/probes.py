@@ -53,9 +53,7 @@ class Probes:
             return self._initial
 
     def put(self, version: int, logprobs: Sequence[float]) -> None:
-        """Stores the log-probabilities of each probe token but the first; called by the training
-        thread.
-        """
+        """Stores log-probabilities, [num_tokens - 1]; called by the training thread."""
         with self._lock:
             self._expected[version] = tuple(float(logprob) for logprob in logprobs)
             if version == 0:

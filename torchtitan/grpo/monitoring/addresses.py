@@ -34,9 +34,7 @@ def is_loopback(host: str) -> bool:
 def write_address(
     dump_folder: str, process: str, targets: Sequence[tuple[str, int]], **labels: str
 ) -> None:
-    """Writes ``<dump_folder>/monitoring/<process>.json`` atomically; the targets are hosts and
-    ports.
-    """
+    """Writes ``<dump_folder>/monitoring/<process>.json`` atomically, with hosts and ports."""
     named = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in targets]
     labels = {"process": process, "run": Path(dump_folder).resolve().name, **labels}
     content = json.dumps([{"targets": named, "labels": labels}], allow_nan=False) + "\n"

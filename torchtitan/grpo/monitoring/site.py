@@ -46,7 +46,7 @@ class MonitorError(RunError):
 
 @dataclass(frozen=True)
 class Health:
-    """The answer to ``/healthz``: the problem of a process that is stuck, and facts as plain data."""
+    """The answer to ``/healthz``: why a process is stuck, and facts as plain data."""
 
     problem: str | None
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -107,8 +107,7 @@ class _Values(Collector):
 
 @dataclass(frozen=True)
 class Routes:
-    """The routes of a process that serves nothing else; its functions are called on the event
-    loop.
+    """The routes of a process that serves nothing else, called on the event loop.
 
     Clients must send ``key``, unless it is empty.
     """

@@ -89,9 +89,7 @@ class Admission:
         return self._has_capacity(completions_in_flight) and not self._is_held_back(server_version)
 
     def waits_for_trainer(self, server_version: int, completions_in_flight: int) -> bool:
-        """Returns whether a group on this server only waits for a batch to be taken or newer
-        weights.
-        """
+        """Returns whether a group there only waits for a batch to be taken or for newer weights."""
         return self._has_capacity(completions_in_flight) and self._is_held_back(server_version)
 
     def _has_capacity(self, completions_in_flight: int) -> bool:

@@ -73,8 +73,7 @@ class ChatTemplate:
         return self._date[:10] if "strftime_now" in self._source else ""
 
     def render(self, messages: Messages, *, opens_turn: bool = True) -> str:
-        """Returns the text of a conversation, and of the start of the assistant's turn if asked
-        for.
+        """Returns the text of a conversation, with the start of the assistant's turn.
 
         Raises:
             LeftOut: If the template leaves out what a message says.

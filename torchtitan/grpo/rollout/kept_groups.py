@@ -102,9 +102,7 @@ class KeptGroups:
         self._fates.clear()
 
     def drop(self, group_id: int, cause: Cause) -> None:
-        """Records that a group is not trained on. Raises :class:`NothingKept` if it was one too
-        many.
-        """
+        """Records that a group is not trained on, and raises :class:`NothingKept` if it is time."""
         number = self._running.pop(group_id, self._num_started)
         self._num_ended += 1
         self._fates[cause] += 1

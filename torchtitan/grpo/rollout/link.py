@@ -230,8 +230,7 @@ class RolloutLink:
         return result
 
     def save(self, version: int, kept_steps: Sequence[int]) -> None:
-        """Requests that rollouts are saved beside the checkpoint of step ``version``, without
-        waiting.
+        """Requests that rollouts are saved beside the checkpoint of ``version``, without waiting.
 
         ``kept_steps`` are the steps whose checkpoints still exist.
         """
@@ -239,9 +238,7 @@ class RolloutLink:
         self._send(link_messages.Save(version, list(kept_steps)))
 
     def wait_saved(self, version: int, timeout_seconds: float) -> int | None:
-        """Waits until these rollouts are written. Returns their number; ``None`` if they were not
-        in time.
-        """
+        """Waits until rollouts are written. Returns their number, or ``None`` if it takes too long."""
         deadline = time.monotonic() + timeout_seconds
         while version not in self._saved and time.monotonic() < deadline:
             self._receive()

@@ -286,7 +286,7 @@ class RolloutProcess:
         await self._send(link_messages.EvaluationDone(command.request_id, result))
 
     async def _save(self, saved: SavedRollouts, command: link_messages.Save) -> None:
-        """Writes the rollouts that belong to a checkpoint. A failure costs only their generation."""
+        """Writes the rollouts that belong to a checkpoint. After a failure the run continues."""
         folder = self._config.dump_folder
         num_rollouts: int | None = saved.num_rollouts
         try:

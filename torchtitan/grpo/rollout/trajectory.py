@@ -230,9 +230,7 @@ class TrajectoryWriter:
         return self._room_behind(trajectory.prompt, trajectory.so_far)
 
     def _room_behind(self, prompt: Prompt, whole: Generation) -> int:
-        """The number of tokens that may follow, in the row and in the completion without its
-        contexts.
-        """
+        """The number of tokens that may follow; contexts that begin new rows do not count."""
         sampling = self._sampling
         in_row = sampling.max_total_tokens - len(_context(prompt, whole))
         written = without_contexts(whole.token_ids, whole.new_rows)

@@ -5,11 +5,12 @@
 
 It follows the calculator annotations of GSM8K (Cobbe et al. 2021,
 https://arxiv.org/abs/2110.14168): the model writes ``12*34=``, the calculator answers ``408``,
-and the model continues. A turn ends with the token ``=``. The calculator evaluates the longest run of
-digits, spaces, ``+ - *`` and parentheses before it; its observation is empty if there is no digit.
+and the model continues. A turn ends with the token ``=``. The calculator evaluates the longest
+run of digits, spaces, ``+ - *`` and parentheses before it; its observation is empty if there is
+no digit.
 
-If the data set has a column ``answer``, the reward of an episode is 1 if its last number, which may be
-the calculator's, equals the answer or one of a list of answers, and otherwise 0.
+If the data set has a column ``answer``, the reward of an episode is 1 if its last number, which
+may be the calculator's, equals the answer or one of a list of answers, and otherwise 0.
 """
 
 import ast
@@ -27,11 +28,11 @@ _MAX_SIZE = 10**18
 
 
 class CannotCalculate(ValueError):
-    """Raised if the calculator cannot evaluate an expression."""
+    pass
 
 
 class Calculator(Environment):
-    """Computes the terms that the model writes; see the module's docstring."""
+    """Computes the terms that the model writes."""
 
     stop_strings: Sequence[str] = ("=",)
 
@@ -72,7 +73,8 @@ class Calculator(Environment):
 def calculate(expression: str) -> int:
     """Returns the value of an expression of integers, ``+ - *`` and parentheses.
 
-    No code is executed: the expression is parsed, and its syntax tree is evaluated node by node.
+    No code is executed: the expression is parsed, and its syntax tree is evaluated node by
+    node.
     """
     if len(expression) > _MAX_CHARACTERS:
         raise CannotCalculate(f"more than {_MAX_CHARACTERS} characters")

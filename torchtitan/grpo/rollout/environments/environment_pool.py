@@ -42,27 +42,19 @@ logger = logging.getLogger(__name__)
 
 
 class EnvironmentFailed(CallFailed):
-    """Raised if one episode cannot continue."""
+    """One episode cannot continue."""
 
 
 class EnvironmentsFailing(RuntimeError):
-    """Raised if the environment does not work at all, so that the run must stop."""
+    """The environment does not work at all, so the run must stop."""
 
 
 class EnvironmentPool:
     """Begins episodes, and counts those that fail.
 
-    Args:
-        factory: ``rollout.environment``.
-        options: ``rollout.environment_options``.
-        num_workers: ``rollout.environment_workers``.
-        timeout_seconds: ``rollout.environment_timeout_seconds``, of each call of a method.
-        max_consecutive_failures: ``rollout.max_consecutive_failures``.
-        on_failure: Called with the error of each episode that failed.
-        surroundings: Variables and limits of the workers.
-
-    Attributes:
-        stop_strings: Stop strings of the environments, known once the pool is started.
+    The arguments are those of ``rollout.environment*``. The time limit holds for each call of a
+    method. ``on_failure`` is called with the error of each episode that failed.
+    ``stop_strings`` are known once the pool is started.
     """
 
     def __init__(
@@ -106,7 +98,6 @@ class EnvironmentPool:
 
     @property
     def failures(self) -> Counter[str]:
-        """Number of episodes that failed, by cause."""
         return self._owner.failures
 
     async def start(self) -> None:
@@ -126,7 +117,6 @@ class EnvironmentPool:
         return remote
 
     async def close(self) -> None:
-        """Kills the worker processes. This method is idempotent."""
         closing = list(self._closing)
         for task in closing:
             task.cancel()
@@ -134,7 +124,7 @@ class EnvironmentPool:
         await self._owner.close()
 
     async def _worker(self) -> "_Worker":
-        """Returns the worker with the fewest episodes, or a new one while there are too few."""
+        """The worker with the fewest episodes, or a new one while there are too few."""
         async with self._starting:
             usable = [worker for worker in self._workers if worker.is_open]
             if len(usable) < self._num_workers and all(w.episodes for w in usable):
@@ -150,7 +140,6 @@ class EnvironmentPool:
         return worker
 
     def close_later(self, remote: "RemoteEnvironment") -> None:
-        """Closes an episode in the background."""
         task = asyncio.create_task(remote.finish())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -169,7 +158,6 @@ class RemoteEnvironment:
         worker.episodes.add(episode)
 
     async def reset(self, prompt: Prompt) -> None:
-        """Makes the environment and begins its episode."""
         ids = prompt.token_ids.tolist()
         try:
             await self._ask(
@@ -194,7 +182,6 @@ class RemoteEnvironment:
         return reply.reward
 
     def close(self) -> None:
-        """Ends the episode in the background."""
         self._pool.close_later(self)
 
     async def finish(self) -> None:
@@ -236,11 +223,9 @@ class _Worker:
 
     @property
     def is_open(self) -> bool:
-        """Whether new episodes may begin in the process."""
         return not (self._is_draining or self.process.is_lost)
 
     async def leave(self, episode: int) -> None:
-        """Removes an episode that was closed."""
         self.episodes.discard(episode)
         if self._is_draining and not self.episodes:
             await self.process.kill()
@@ -255,7 +240,6 @@ class _Worker:
         self._is_draining = True
 
     def ended(self, reason: WorkerLost) -> None:
-        """Logs that the process has ended by itself."""
         if not isinstance(reason, WorkerKilled):
             logger.warning(
                 "%s It ran %d episodes of rollout.environment, which begin again elsewhere. %s",

@@ -36,15 +36,13 @@ BUILTIN = {
 
 
 class LoadEnvironment(msgspec.Struct, tag=True):
-    """Has the worker find the factory and check one environment. This is the first request."""
+    """Asks for the factory and for a check of one environment. This is the first request."""
 
     factory: str
     options: dict[str, Any]
 
 
 class Reset(msgspec.Struct, tag=True):
-    """Has the worker make an environment and begin its episode."""
-
     episode: int
     index: int
     text: Any
@@ -53,8 +51,6 @@ class Reset(msgspec.Struct, tag=True):
 
 
 class Step(msgspec.Struct, tag=True):
-    """Has the environment read a turn of the model."""
-
     episode: int
     text: str
     token_ids: list[int]
@@ -73,8 +69,6 @@ class Close(msgspec.Struct, tag=True):
 
 
 class EnvironmentLoaded(msgspec.Struct, tag=True):
-    """Reply to :class:`LoadEnvironment`."""
-
     stop_strings: list[str]
 
 
@@ -104,7 +98,7 @@ decode_reply = msgspec.msgpack.Decoder(Reply | Refused).decode
 
 
 class BadObservation(Exception):
-    """Raised if an environment returned an observation that cannot be added to a context."""
+    """An environment returned an observation that cannot be added to a context."""
 
 
 class _EpisodeThread:
@@ -121,7 +115,6 @@ class _EpisodeThread:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def put(self, call: int, request: EpisodeRequest) -> None:
-        """Passes a request to the episode's thread, which answers it."""
         self._loop.call_soon_threadsafe(self._requests.put_nowait, (call, request))
 
     def _run(self) -> None:

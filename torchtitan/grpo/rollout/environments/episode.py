@@ -10,15 +10,15 @@ environment ``1 2``, the model ``. <eos>``::
     sampled     1 1 1 1 0 0 1 1
     turns       [3 * 4 =] observed [1 2], [. <eos>]
 
-A turn ends with each stop token, because no server generates past one, and before each token that was
-not sampled. After its process was lost, or after a resume, a new environment gets the same turns. It
-must then make the same observations that follow these turns in the completion. Otherwise, the
+A turn ends with each stop token, because no server generates past one, and before each token
+that was not sampled. After its process was lost, or after a resume, a new environment gets the
+same turns. It must then make the same observations as the completion has; otherwise the
 completion starts again.
 
-A chat template may write earlier turns differently from the model, for example without their thinking
-(``rollout.earlier_turns``). The context of the next turn is then not a continuation of the tokens so
-far, and it begins a new training row, so that the model is trained on each turn with the context with
-which the server generated it.
+A chat template may write earlier turns differently from the model, for example without their
+thinking (``rollout.earlier_turns``). The context of the next turn then begins a new training
+row, so that the model is trained on each turn with the context with which the server generated
+it.
 """
 
 import asyncio
@@ -67,7 +67,9 @@ class Conversation:
         self._unfinished = ""  # beginning of the assistant's message that later turns continue
 
     def insert(self, turn_ids: Sequence[int], text: str, inserted: Sequence[int]) -> None:
-        """Adds a turn of the model, and what an environment inserted after it; the message continues."""
+        """Adds a turn of the model, and what an environment inserted after it; the message
+        continues.
+        """
         row = self._codec.render_chat(self._messages) if self._row is None else self._row
         self._row = row + self._codec.decode_exactly([*turn_ids, *inserted])
         self._unfinished += text + self._codec.decode_exactly(inserted)
@@ -77,8 +79,9 @@ class Conversation:
     ) -> Shown:
         """Adds a turn of the model and the messages after it.
 
-        If the template continues the text so far, the tokens that the model wrote are kept, and only
-        the added text is tokenized. Otherwise, the whole context of the next turn is tokenized.
+        If the template continues the text so far, the tokens that the model wrote are kept, and
+        only the added text is tokenized. Otherwise, the whole context of the next turn is
+        tokenized.
         """
         codec = self._codec
         row = codec.render_chat(self._messages) if self._row is None else self._row
@@ -101,26 +104,23 @@ class Turn:
 
 @dataclass(frozen=True)
 class Followed:
-    """A completion after the environment has read a turn; ``None`` must start again from the prompt."""
+    """A completion after the environment has read a turn; ``None`` must start again from the
+    prompt.
+    """
 
     generation: Generation | None
     is_over: bool
 
 
 class Diverged(Exception):
-    """Raised if a new environment made a different observation after the same turns."""
+    """A new environment made a different observation after the same turns."""
 
 
 class Episodes:
     """Opens the episodes of completions and counts their events.
 
-    Args:
-        pool: Pool in which the environments run.
-        codec: The model's tokenizer.
-        max_turns: ``rollout.max_turns``.
-        templated: Whether the chat template may rewrite earlier turns (``rollout.earlier_turns``).
-        stop_token_ids: Token ids that end a turn.
-        vocab_size: Of the model; it bounds the token ids of observations.
+    With ``templated`` the chat template may rewrite earlier turns (``rollout.earlier_turns``).
+    ``vocab_size`` bounds the token ids of observations.
     """
 
     def __init__(
@@ -148,7 +148,6 @@ class Episodes:
         return Episode(self, prompt)
 
     def metrics(self) -> dict[str, float]:
-        """Returns counts and a mean over the whole run."""
         failures = self.pool.failures
         return {
             "environment/step_seconds": self.step_seconds / max(self.num_steps, 1),
@@ -175,9 +174,8 @@ class Episode:
     async def follow(self, whole: Generation, room_behind: Callable[[Generation], int]) -> Followed:
         """Makes the environment read the last turn of a completion.
 
-        Args:
-            whole: The completion so far. It ends with a stop token or at the length limit.
-            room_behind: Returns how many tokens may follow a completion.
+        The completion ends with a stop token or at the length limit. ``room_behind`` returns
+        how many tokens may follow a completion.
 
         Raises:
             EnvironmentFailed: If the completion cannot continue.
@@ -347,7 +345,6 @@ def turns_of(generation: Generation, stop_token_ids: Collection[int]) -> list[Tu
 
 
 def _observed(shown: Shown, version: int) -> Generation:
-    """Returns an observation as a part of a completion that is not trained on."""
     length = len(shown.token_ids)
     return Generation(
         token_ids=np.array(shown.token_ids, np.int32),

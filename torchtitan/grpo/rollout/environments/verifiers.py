@@ -10,14 +10,14 @@
     environment = "verifiers"
     environment_options = { env_id = "my-env" }
 
-The second line writes the environment's data set as a file for ``prompts.path``. Classes that derive
-from ``MultiTurnEnv`` are adapted; version 0.4 of the package has replaced them with programs that call a
-server themselves. A ``MultiTurnEnv`` asks a client for each turn. Here its rollout waits in the client
-until the model has written the next turn. Otherwise the environment is unchanged: it decides when it
-ends and what it answers, and its rubric gives the reward.
+The second line writes the environment's data set as a file for ``prompts.path``. Classes that
+derive from ``MultiTurnEnv`` are adapted; version 0.4 of the package has replaced them with
+programs that call a server themselves. A ``MultiTurnEnv`` asks a client for each turn. Here its
+rollout waits in the client until the model has written the next turn. Otherwise the environment
+is unchanged: it decides when it ends and what it answers, and its rubric gives the reward.
 
-Environments that change earlier messages, or that reward whole groups, are refused. Tool calls are
-parsed in the format that most open models write, ``<tool_call>{"name": ..., "arguments":
+Environments that change earlier messages, or that reward whole groups, are refused. Tool calls
+are parsed in the format that most open models write, ``<tool_call>{"name": ..., "arguments":
 ...}</tool_call>``. The prompts in ``prompts.path`` must describe the tools.
 """
 
@@ -188,7 +188,6 @@ class _Rollout:
         return float(output["reward"])
 
     async def _answer(self, messages: list[Any]) -> Any:
-        """Answers a request of the environment with the model's next turn."""
         types = _module("verifiers.types")
         self._asked.put_nowait(list(messages))
         text = await self._turns.get()
@@ -237,7 +236,7 @@ def _content(message: Any) -> tuple[str, Any]:
 
 @functools.cache
 def _client_class() -> Any:
-    """Returns a client class of verifiers that calls a function instead of a server."""
+    """A client class of verifiers that calls a function instead of a server."""
     client: Any = _module("verifiers.clients").Client
 
     class Turns(client):
@@ -272,7 +271,6 @@ def write_prompts(env_id: str, path: Path, **arguments: Any) -> int:
 
 
 def main() -> None:
-    """Runs ``python -m torchtitan.grpo.rollout.environments.verifiers ENV_ID PROMPTS.jsonl``."""
     parser = argparse.ArgumentParser(description="Write an environment's data set as prompts.")
     parser.add_argument("env_id", help="name of the environment, for verifiers.load_environment")
     parser.add_argument("output", type=Path, help="JSONL file for prompts.path")

@@ -38,11 +38,7 @@ _Scoring = asyncio.Task[EvaluatedPrompt | None]
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One opened set of held-out prompts.
-
-    ``function`` is the position of its reward function in the pool, and ``writer`` generates its
-    completions.
-    """
+    """One opened set of held-out prompts. ``function`` is a position in the pool."""
 
     name: str
     settings: EvaluationSet
@@ -73,17 +69,11 @@ class Evaluator:
         dispatcher.listeners.append(self._has_changed.set)
 
     async def evaluate(self, version: int, pinned: Collection[str] = ()) -> EvaluationResult:
-        """Evaluates once servers serve ``version`` or a newer one.
+        """Evaluates once servers serve ``version`` or a newer one, or only those of the URLs
+        ``pinned``.
 
-        A completion is left out, with a warning, if generation or scoring failed or if its score
-        is ``None``.
-
-        Args:
-            version: Oldest policy version that may generate a completion.
-            pinned: URLs of the only servers that generate them, as long as one of them is there.
-
-        Raises:
-            RuntimeError: If no completion of a set received a score.
+        A completion is left out, with a warning, if generation or scoring failed or if its
+        score is ``None``. Raises ``RuntimeError`` if no completion of a set received a score.
         """
         async with self._turn:
             started = time.monotonic()
@@ -173,7 +163,7 @@ class Evaluator:
     async def _finished(
         self, held: HeldOut, prompt: Prompt, completions: Sequence[asyncio.Task[Generation]]
     ) -> list[Generation]:
-        """Returns the completions of a prompt that servers and environments brought to an end."""
+        """The completions of a prompt that servers and environments brought to an end."""
         found = []
         try:
             for completion in completions:
@@ -239,9 +229,9 @@ def summarize_set(
 ) -> SetResult:
     """Returns the figures of one set, from its prompts with a scored completion.
 
-    A prompt counts with the mean over its completions, so that a prompt of which some completions
-    could not be scored counts like any other. For pass@k, prompts with fewer than k scored
-    completions are left out; if there are no others, that figure is left out.
+    A prompt counts with the mean over its completions, so that a prompt of which some
+    completions could not be scored counts like any other. For pass@k, prompts with fewer than k
+    scored completions are left out; if there are no others, that figure is left out.
     """
     completions = [completion for prompt in prompts for completion in prompt.completions]
     return SetResult(

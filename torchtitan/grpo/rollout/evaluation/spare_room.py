@@ -5,9 +5,9 @@
 
 Completions of an evaluation are not counted among the rollouts in flight and take no place in a
 server's window, so that no rollout waits for one. They start where the rollouts, and they
-themselves, leave room in a window, and where the server reports neither a queue nor full memory.
-A few may always be in flight: rollouts that fill all servers would otherwise keep an evaluation
-from ever ending.
+themselves, leave room in a window, and where the server reports neither a queue nor full
+memory. A few may always be in flight: rollouts that fill all servers would otherwise keep an
+evaluation from ever ending.
 """
 
 import asyncio
@@ -26,11 +26,8 @@ _ALWAYS = 16
 class SpareRoom:
     """Starts completions where they delay no rollout; has what a `TrajectoryWriter` needs.
 
-    Args:
-        dispatcher: The servers.
-        max_concurrent: ``evaluation.max_concurrent``; 0 is ``max_rollouts``.
-        max_rollouts: ``rollout.max_concurrent_rollouts``, the limit of rollouts and completions of
-            evaluations together, but for the few that may always be in flight.
+    ``max_rollouts`` limits rollouts and completions of evaluations together, but for the few
+    that may always be in flight. It also replaces a ``max_concurrent`` of 0.
     """
 
     def __init__(self, dispatcher: Dispatcher, max_concurrent: int, max_rollouts: int) -> None:
@@ -52,10 +49,8 @@ class SpareRoom:
     ) -> Server | None:
         """Returns the server with the least work that may take a completion, or ``None``.
 
-        Args:
-            usable: Returns whether a server of the given version may be used.
-            prefer: URL of a server that has computed the prefix. It is chosen if it may be.
-            has_begun: Whether this continues a completion, which does not wait for room.
+        The server with the URL ``prefer`` has computed the prefix. With ``has_begun`` the
+        completion does not wait for room.
         """
         candidates = [s for s in self._dispatcher.ready(usable) if self._is_allowed(s)]
         if not has_begun:
@@ -79,13 +74,11 @@ class SpareRoom:
         *,
         expected_tokens: float | None = None,
     ) -> "asyncio.Task[Generation]":
-        """Starts one completion on a server of :meth:`choose`; see :meth:`Dispatcher.submit`."""
         return self._dispatcher.submit(
             prompt, server, sampling, expected_tokens=expected_tokens, allowed=self._is_allowed
         )
 
     def hold(self) -> AbstractContextManager[None]:
-        """Counts a completion as in flight while its environment is working."""
         return self._dispatcher.hold(is_evaluation=True)
 
     def _is_allowed(self, server: Server) -> bool:

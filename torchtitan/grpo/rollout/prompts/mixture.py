@@ -3,11 +3,11 @@
 
 """The sets that prompts are drawn from, and their proportions.
 
-The set of a draw is computed from the draw's number, by the divisor method of Sainte-Laguë, which
-apportions the seats of a parliament to parties. Draw ``c`` (counted from 0) of a set of weight ``w``
-has the key ``(2 c + 1) / w``. Draws are taken in the order of their keys, and among equal keys in the
-order of the sets. Invariants for K sets, where set ``i`` has the fraction ``s`` of the total weight,
-after ``p`` draws:
+The set of a draw is computed from the draw's number, by the divisor method of Sainte-Laguë,
+which apportions the seats of a parliament to parties. Draw ``c`` (counted from 0) of a set of
+weight ``w`` has the key ``(2 c + 1) / w``. Draws are taken in the order of their keys, and
+among equal keys in the order of the sets. Invariants for K sets, where set ``i`` has the
+fraction ``s`` of the total weight, after ``p`` draws:
 
 - The set was drawn ``p s`` times, within ``1/2 + K s / 2``.
 - After each period, which is the sum of the weights reduced to the smallest integers, the count
@@ -40,8 +40,8 @@ class Draw(NamedTuple):
 class Interleaving:
     """The order in which prompts are drawn from several sets.
 
-    The weights are positive and are read as they are written in decimal, so that 0.7 and 0.3 stand
-    in the ratio of exactly 7 to 3.
+    The positive weights are read as they are written in decimal, so that 0.7 and 0.3 stand in
+    the ratio of exactly 7 to 3.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -96,7 +96,7 @@ def open_sets(config: RolloutProcessConfig, codec: TextCodec) -> list[PromptSet]
 
 
 def _named(paths: list[str]) -> list[tuple[str, str]]:
-    """Returns each path with a unique name: its stem, or the path if stems are not unique."""
+    """Names each path by its stem, or by the path if stems are not unique."""
     stems = [_stem(path) for path in paths]
     are_unique = len(set(stems)) == len(paths)
     return list(zip(paths, stems if are_unique else paths, strict=True))
@@ -105,10 +105,8 @@ def _named(paths: list[str]) -> list[tuple[str, str]]:
 def short_names(paths: Sequence[str]) -> list[str]:
     """Returns a unique name without slashes for each of different paths.
 
-    It is the stem, with as many of the folders before it as tell it apart from the others.
-
-    Example: ``a/train.jsonl``, ``b/train.jsonl`` and ``c/more.jsonl`` give ``a-train``, ``b-train`` and
-    ``more``.
+    Example: ``a/train.jsonl``, ``b/train.jsonl`` and ``c/more.jsonl`` give ``a-train``,
+    ``b-train`` and ``more``.
     """
     parts = [(*Path(path).parts[:-1], _stem(path)) for path in paths]
     names: list[str] = []

@@ -29,11 +29,8 @@ PromptText = str | list[dict[str, str]]
 class PromptLimits:
     """Limits that every prompt must satisfy.
 
-    Attributes:
-        max_tokens: Prompts with more tokens are left out.
-        vocab_size: All token IDs must be below this number.
-        source: Settings from which ``max_tokens`` follows, for messages.
-        remedy: A sentence for messages about prompts that are too long.
+    ``source`` are the settings from which ``max_tokens`` follows, and ``remedy`` is a sentence
+    for prompts that are too long.
     """
 
     max_tokens: int
@@ -54,9 +51,7 @@ class PromptLimits:
 class CheckedRows:
     """The findings of a check of a set's rows.
 
-    Attributes:
-        num_tokenized: Prompts that were tokenized, or have too many characters for that.
-        num_fitting: Those of them that are short enough.
+    ``num_tokenized`` includes prompts that have too many characters to be tokenized.
     """
 
     num_rows: int
@@ -66,7 +61,6 @@ class CheckedRows:
     limits: PromptLimits
 
     def describe(self) -> str:
-        """Returns how many rows were checked, and how many prompts fit, for one line."""
         text = f"all {self.num_rows:,} rows checked"
         if self.num_checked < self.num_rows:
             text = (
@@ -90,18 +84,10 @@ class CheckedRows:
 class PromptSet:
     """Converts the rows of a table to prompts. Only one thread at a time may use it.
 
-    Args:
-        table: The table.
-        settings: Prompt column, renamed columns and template.
-        codec: Tokenizer of the model.
-        limits: Maximum prompt length and vocabulary size.
-        key: TOML key of the table's path, for messages.
-        set_name: Value of the column ``prompt_set`` that is added to each row, unless the row has
-            such a column. ``None`` adds no column.
-
-    Attributes:
-        checked: ``None`` before the check of the rows.
-        too_long_reason: A sentence on the first prompt that was too long; empty if none was so far.
+    ``key`` is the TOML key of the table's path. ``set_name`` is the value of the column
+    ``prompt_set`` of rows without one; ``None`` adds no column. ``checked`` is ``None`` before
+    the check of the rows, and ``too_long_reason`` is a sentence on the first prompt that was
+    too long, if any.
     """
 
     def __init__(
@@ -151,8 +137,8 @@ class PromptSet:
     def prompt(self, row: int, index: int) -> Prompt | None:
         """Returns row ``row`` as prompt ``index`` of the stream, or ``None`` if it is too long.
 
-        Raises:
-            RowError: If the row is no prompt, or a token ID is not in the model's vocabulary.
+        Raises :class:`RowError` if the row is no prompt, or has token IDs outside the
+        vocabulary.
         """
         if row in self._too_long:
             return None
@@ -209,7 +195,6 @@ class PromptSet:
         return len(self._too_long) + len(self._unusable) == len(self)
 
     def none_usable_error(self) -> ValueError:
-        """Returns the error for a set in which no prompt can be used."""
         unusable = len(self._unusable)
         reason = next(iter(self._unusable.values()), "")
         if unusable == len(self):
@@ -230,7 +215,6 @@ class PromptSet:
             raise RowError(f"{self.where(row)}: {error}") from error
 
     def _tokens_of(self, text: PromptText, row: int) -> np.ndarray | None:
-        """Returns the tokens of a prompt, or ``None`` if it is too long."""
         if row in self._token_ids:
             return self._token_ids[row]
         limits = self.limits
@@ -280,7 +264,7 @@ def num_characters(text: PromptText) -> int:
 
 
 def _text_of(columns: dict[str, Any], settings: Prompts) -> PromptText:
-    """Returns the text of a row, with the template, or its messages, with the system prompt.
+    """The text of a row, with the template, or its messages, with the system prompt.
 
     A ValueError says why the row is no prompt, without the row's location.
     """
@@ -362,7 +346,7 @@ def _fault_of_messages(value: Any) -> str | None:
 
 
 def _is_blank(content: Any) -> bool:
-    """Returns whether a prompt, or the content of a message, has no visible text and nothing else."""
+    """Whether a prompt, or the content of a message, has no visible text and nothing else."""
     if isinstance(content, list):
         return all(map(_is_blank, content))
     if isinstance(content, dict):

@@ -8,9 +8,9 @@ Invariants:
 - The index of a prompt determines its set, epoch and row. It depends only on the settings, the
   sizes of the sets and the seed, not on earlier draws.
 - A stream returns ``pending`` in ascending order, then all indices from ``position`` on except
-  those of prompts that are too long and of rows that are no prompts. A stream therefore continues
-  another one exactly if it receives the other's position and the prompts that were returned but not
-  used up.
+  those of prompts that are too long and of rows that are no prompts. A stream therefore
+  continues another one exactly if it receives the other's position and the prompts that were
+  returned but not used up.
 """
 
 import logging
@@ -35,8 +35,8 @@ _KEPT_EPOCHS = 2
 class EpochOrder:
     """Gives each epoch of a set its permutation, derived from the seed.
 
-    ``set_number`` is the set's position in ``prompts.paths``, so that sets of equal size get different
-    orders; 0 for ``prompts.path``.
+    ``set_number`` is the set's position in ``prompts.paths``, so that sets of equal size get
+    different orders.
     """
 
     def __init__(self, num_rows: int, *, seed: int, set_number: int, shuffle: bool) -> None:
@@ -45,7 +45,6 @@ class EpochOrder:
         self._permutations: dict[int, np.ndarray] = {}
 
     def row(self, draw: int) -> int:
-        """Returns the row for the draw with this number."""
         epoch, offset = divmod(draw, self._num_rows)
         if not self._shuffle:
             return offset
@@ -67,21 +66,18 @@ class Skipped(NamedTuple):
 
 
 class PromptStream:
-    """Returns prompts epoch after epoch. It is thread-safe.
+    """Returns prompts epoch after epoch. It is thread-safe, and closes its sets.
 
     Args:
-        sets: At least one set. The stream closes them.
-        weights: ``prompts.weights``, by default the sizes of the sets, so that they end their epochs
-            together.
+        sets: At least one set.
+        weights: ``prompts.weights``, by default the sizes of the sets, so that they end their
+            epochs together.
         seed: ``debug.seed``.
         shuffle: ``prompts.shuffle``.
-        position: Index of the first new prompt. Indices count all rows, including those that are
-            left out.
-        pending: Distinct indices below ``position`` that were returned earlier and not used up. They
-            are returned first.
-
-    Attributes:
-        file_names: Short names of the sets, for metrics; none if there is one set.
+        position: Index of the first new prompt. Indices count all rows, including those that
+            are left out.
+        pending: Distinct indices below ``position`` that were returned earlier and not used up.
+            They are returned first.
     """
 
     def __init__(
@@ -124,8 +120,7 @@ class PromptStream:
     def next(self) -> Prompt:
         """Returns the next prompt that can be used; see :meth:`take_skipped` for the others.
 
-        Raises:
-            ValueError: If no prompt of a set, or a pending prompt, can be used.
+        Raises ``ValueError`` if no prompt of a set, or a pending prompt, can be used.
         """
         with self._lock:
             if self._pending:
@@ -147,7 +142,9 @@ class PromptStream:
                 self._skipped.append(Skipped(index, "too long", prompts.path, reason))
 
     def take_skipped(self) -> Iterator[Skipped]:
-        """Yields what was left out since the last call, also while another thread waits for a prompt."""
+        """Yields what was left out since the last call, also while another thread waits for a
+        prompt.
+        """
         while self._skipped:
             yield self._skipped.popleft()
 

@@ -5,14 +5,14 @@
 
 Invariants:
 
-- Of a set of at most :data:`FULL_CHECK_ROWS` rows and :data:`FULL_CHECK_BYTES`, every row is read and
-  its prompt and columns are judged. Of a larger one these are the first rows, the last row, and rows
-  spread evenly between them.
+- Of a set of at most :data:`FULL_CHECK_ROWS` rows and :data:`FULL_CHECK_BYTES`, every row is
+  read and its prompt and columns are judged. Of a larger one these are the first rows, the last
+  row, and rows spread evenly between them.
 - Prompts are tokenized, and chat messages rendered, up to :data:`TOKENIZED_ROWS` rows and
-  :data:`TOKENIZED_CHARACTERS`, spread evenly, and besides one conversation of each sequence of roles,
-  which is what chat templates refuse.
-- A row that is found bad refuses the set. One that is found later, when it is drawn, is left out and
-  counted, so nothing that a run has learned depends on what was not checked.
+  :data:`TOKENIZED_CHARACTERS`, spread evenly, and besides one conversation of each sequence of
+  roles, which is what chat templates refuse.
+- A row that is found bad refuses the set. One that is found later, when it is drawn, is left
+  out and counted, so nothing that a run has learned depends on what was not checked.
 """
 
 import logging
@@ -64,11 +64,8 @@ def check_rows(
 ) -> CheckedRows:
     """Checks the rows of a set; a ValueError names the first that cannot be used.
 
-    Args:
-        prompts: The set.
-        judge: Judges the columns of each row.
-        fits: Returns whether a prompt of allowed length fits with what belongs to it.
-        say: Told how far the check has come, every few seconds.
+    ``judge`` judges the columns of each row, and ``fits`` whether a prompt of allowed length
+    fits with what belongs to it. ``say`` is told the progress every few seconds.
     """
     progress = _Progress(prompts, say)
     bad: dict[int, str] = {}
@@ -111,11 +108,8 @@ def first_prompts(
 ) -> tuple[list[Prompt], int]:
     """Returns the first ``num_prompts`` prompts in file order (0 means all).
 
-    Returns:
-        The prompts, and the number of prompts that were left out because they are too long.
-
-    Raises:
-        ValueError: If a row cannot be used, or if all prompts are too long.
+    Also returns the number of prompts that were left out because they are too long. Raises
+    ``ValueError`` if a row cannot be used, or if all prompts are too long.
     """
     num_rows = min(num_prompts or len(prompts), len(prompts))
     usable, bad = [], []
@@ -141,7 +135,7 @@ def first_prompts(
 
 
 def _refuse_bad_rows(prompts: PromptSet, bad: Sequence[str], num_checked: int) -> None:
-    """Refuses a set with rows that cannot be used; ``bad`` says why, in the order of the file."""
+    """Raises an error if ``bad``, the faults in the order of the file, is not empty."""
     if bad:
         raise ValueError(
             f"{prompts.key}: {len(bad)} of the {num_checked} rows of {prompts.path} that were checked "
@@ -161,7 +155,7 @@ def _ranges(prompts: PromptSet) -> Iterator[tuple[int, int]]:
 
 
 def _rows_to_tokenize(sizes: dict[int, int], always: set[int]) -> list[int]:
-    """Returns rows of at most the allowed number of characters, by their sizes, and those of ``always``."""
+    """Rows of at most the allowed number of characters, by their sizes, and those of ``always``."""
     rows, total = list(sizes), sum(sizes.values())
     share = min(1.0, TOKENIZED_CHARACTERS / max(total, 1))
     number = max(1, min(TOKENIZED_ROWS, int(share * len(rows))))
@@ -172,7 +166,7 @@ def _rows_to_tokenize(sizes: dict[int, int], always: set[int]) -> list[int]:
 
 
 def _shape(text: PromptText) -> tuple[str, ...]:
-    """Returns what distinguishes conversations that a template treats in different ways."""
+    """The properties by which a template may treat conversations in different ways."""
     if isinstance(text, str):
         return ()
     return tuple(
@@ -181,8 +175,6 @@ def _shape(text: PromptText) -> tuple[str, ...]:
 
 
 class _Progress:
-    """Tells how far the check of a set has come, if it takes long."""
-
     def __init__(self, prompts: PromptSet, say: Callable[[str], object]) -> None:
         self._prompts, self._say = prompts, say
         self._told = time.monotonic()

@@ -144,9 +144,7 @@ class Dispatcher:
         return list(server.requests)
 
     def set_version(self, url: str, version: int) -> None:
-        """Records that a server was attested to serve ``version``, unless it was removed or has
-        ended.
-        """
+        """Records that a server was attested to serve ``version``, unless it has gone."""
         server = self.servers.get(url)
         if server is None or server.is_down:
             return
@@ -177,9 +175,7 @@ class Dispatcher:
             self.servers[url].window = self._window()
 
     async def watch_loads(self) -> None:
-        """Asks all servers once per second how busy they are. A server without an answer stays in
-        use.
-        """
+        """Asks all servers once per second how busy they are; one without an answer stays in use."""
         while True:
             running = [server for server in self.servers.values() if not server.is_down]
             await asyncio.gather(*(server.ask_load() for server in running))

@@ -3,7 +3,7 @@
 
 """Tables of prompts: JSONL files, parquet files and Hugging Face data sets.
 
-Their rows are not held in memory. `table` is the interface, `jsonl` and `arrow` are the kinds.
+Their rows are not held in memory.
 """
 
 from collections.abc import Mapping

@@ -96,10 +96,9 @@ class JsonlTable(Table):
 def index_lines(file: io.FileIO, block_bytes: int = _BLOCK_BYTES) -> tuple[np.ndarray, np.ndarray]:
     """Finds the rows, which are the lines that are not blank, without parsing their content.
 
-    Returns:
-        [num_rows + 1] int64, byte offsets of the rows, and of the end of the file: the range between
-        two offsets contains one row and any blank lines that follow it. And [num_blank] int64, the
-        number of rows before each blank line.
+    Returns [num_rows + 1] int64, byte offsets of the rows and of the end of the file: the range
+    between two offsets contains one row and any blank lines that follow it. And [num_blank]
+    int64, the number of rows before each blank line.
     """
     starts, suspects = [np.empty(0, np.int64)], [np.empty(0, bool)]
     last, num_bytes = b"\n", 0

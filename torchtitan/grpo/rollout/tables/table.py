@@ -15,12 +15,8 @@ class RowError(ValueError):
 class Table(ABC):
     """Random access to the rows of a table. Only one thread at a time may use it.
 
-    Methods raise a `RowError` for a row that cannot be used, and another ``ValueError`` if the table
-    cannot be read any more.
-
-    Attributes:
-        path: Location of the table, for messages.
-        num_bytes: Size of the table as far as it is known.
+    Methods raise a `RowError` for a row that cannot be used, and another ``ValueError`` if the
+    table cannot be read any more. ``num_bytes`` is its size as far as it is known.
     """
 
     path: str
@@ -31,7 +27,7 @@ class Table(ABC):
 
     @abstractmethod
     def row(self, i: int) -> dict[str, Any]:
-        """Returns row ``i`` with its columns renamed."""
+        pass
 
     def rows(self, first: int, end: int) -> Iterator[dict[str, Any] | RowError]:
         """Yields the rows ``first`` to ``end - 1``, or why a row cannot be used."""
@@ -43,22 +39,19 @@ class Table(ABC):
 
     @abstractmethod
     def where(self, i: int) -> str:
-        """Returns the location of row ``i`` for messages."""
+        pass
 
     def close(self) -> None:  # noqa: B027
-        """Closes files. No row can be read afterwards."""
+        pass
 
 
 def renamed(
     row: Mapping[str, Any], rename: Mapping[str, str], column: str, where: str
 ) -> dict[str, Any]:
-    """Returns the row with its new column names.
+    """Returns the row with its new column names, or raises :class:`RowError`.
 
-    An old name that is no column is a path, such as ``reward_model.ground_truth``. It gives the value
-    within the column its name, and the column stays.
-
-    Raises:
-        RowError: If an old name or the prompt column does not exist, or a new name is taken.
+    An old name that is no column is a path, such as ``reward_model.ground_truth``. It gives the
+    value within the column its name, and the column stays.
     """
     result = {rename.get(name, name): value for name, value in row.items()}
     for old, new in rename.items():
@@ -78,7 +71,7 @@ def renamed(
 
 
 def _within(row: Mapping[str, Any], path: str, where: str) -> Any:
-    """Returns the value at a path of names of columns and keys, and of positions in lists."""
+    """The value at a path of names of columns and keys, and of positions in lists."""
     value: Any = row
     for depth, name in enumerate(names := path.split(".")):
         if value is None:  # as in a row of a parquet file whose column holds nothing
