@@ -1,14 +1,14 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Asynchronous GRPO on torchtitan.
+r"""Asynchronous GRPO on torchtitan.
 
-    torchrun --rdzv-backend torchtitan_grpo --nproc_per_node=2 -m torchtitan.grpo_train \\
+    torchrun --rdzv-backend torchtitan_grpo --nproc_per_node=2 -m torchtitan.grpo_train \
         --job.config_file X.toml
 
-Rank 0 takes groups of rollouts from the rollout process, plans the step and scatters the
-rows. All ranks compute the loss and step the optimizer. The new weights are pushed to the
-servers in the background while the next step runs.
+Rank 0 takes groups of rollouts from the rollout process, plans the step and scatters the rows.
+All ranks compute the loss and step the optimizer. New weights are pushed to the servers in the
+background while the next step runs.
 """
 
 # ruff: noqa: E402  (the device must be settled before torchtitan's modules read it)
@@ -66,11 +66,7 @@ from torchtitan.grpo.weight_sync.publisher import Publisher, PublisherFailed
 class GRPOTrainer(Trainer):
     """Extends torchtitan's Trainer so that it learns from rollouts.
 
-    Upstream provides model construction, layouts, optimizer, scheduler and checkpoints.
-
-    Args:
-        stop: Set when the process receives SIGINT or SIGTERM.
-        channel: Detects lost ranks, and carries the calls between ranks in the background.
+    ``channel`` detects lost ranks, and carries the calls between ranks in the background.
     """
 
     checkpointer: GRPOCheckpointManager
@@ -127,7 +123,6 @@ class GRPOTrainer(Trainer):
         self.metrics_processor.monitor.phases.enter(phase)
 
     def _open_held_out(self) -> HeldOutLoss | None:
-        """Sends each rank its rows of the held-out examples, if there are some. Collective."""
         if self.config.sft.held_out_path is None:
             return None
         plan = None
@@ -139,7 +134,6 @@ class GRPOTrainer(Trainer):
         return HeldOutLoss(self.runner, self.feed, self.device, plan, is_counted=is_counted)
 
     def train(self) -> None:
-        """Runs the whole training: the start, all steps and the end."""
         self._load_weights()
         self.first_step = self.step
         self._start()
@@ -157,10 +151,9 @@ class GRPOTrainer(Trainer):
         self._finish()
 
     def _load_weights(self) -> None:
-        """Loads the newest checkpoint or, if there is none, the Hugging Face directory."""
         self.enter("loading weights")
         is_adapted = self.config.lora.rank > 0
-        if is_adapted:  # its checkpoints hold adapters alone
+        if is_adapted:  # its checkpoints hold only adapters
             checkpoint.load_weights(self, self.sd_adapter, self.hf_model)
         if not checkpoint.load(self, self.begins) and not is_adapted:
             checkpoint.load_weights(self, self.sd_adapter, self.hf_model)
@@ -190,9 +183,8 @@ class GRPOTrainer(Trainer):
         self.clock.restart()
 
     def _next_batch(self) -> TrainBatch | None:
-        """Returns this rank's rows of the next step, or of its next part.
-
-        Returns None if the run is to end.
+        """Returns this rank's rows of the next step, or of its next part; None at the end of the
+        run.
         """
         self.enter("waiting for rollouts")
         self.channel.raise_if_lost()
@@ -226,7 +218,7 @@ class GRPOTrainer(Trainer):
             )
 
     def _train_step(self, batch: TrainBatch) -> bool:
-        """Takes one step. Returns False if the run is to end before the step is complete."""
+        """Returns False if the run is to end before the step is complete."""
         learning_rate = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
         learned = self._learn(batch)
         if learned is None:
@@ -248,7 +240,7 @@ class GRPOTrainer(Trainer):
         return True
 
     def _learn(self, batch: TrainBatch) -> Learned | None:
-        """Takes the optimizer steps of a batch. Returns None if the run is to end before."""
+        """Takes the optimizer steps of a batch; None if the run is to end before."""
         if self.config.rollout.stream:
             return self.learner.learn_in_parts(batch, self.step + 1, self._next_batch)
         return self.learner.learn(batch, self.step + 1)
@@ -267,7 +259,6 @@ class GRPOTrainer(Trainer):
             self.publisher.probes.put(self.step, self.probe.logprobs())
 
     def _after_step(self) -> None:
-        """Saves a checkpoint, exports and begins an evaluation, when due."""
         if self.step == self.first_step + 1:
             lower_timeouts(self.parallel_dims, self.config.comm.train_timeout_seconds)
             self.removal = Removal(self.config) if self.is_rank_zero else None
@@ -286,7 +277,6 @@ class GRPOTrainer(Trainer):
         return interval > 0 and self.step % interval == 0
 
     def _save(self, is_last: bool) -> None:
-        """Saves a checkpoint when due, and the rollouts in flight beside it."""
         self.enter("saving a checkpoint")
         self.checkpointer.save(self.step, last_step=is_last)
         config = self.config.checkpoint
@@ -296,11 +286,10 @@ class GRPOTrainer(Trainer):
                 self.source.save(self.step)
 
     def _finish(self) -> None:
-        """Ends the run: as stopped with a checkpoint, or as finished with export and report.
+        """Ends a stopped run with a checkpoint, or a finished one with export and report.
 
-        Raises:
-            GuardStopped: If a guard has stopped it.
-            LastSaveFailed: If it is finished and its last checkpoint could not be written.
+        Raises GuardStopped if a guard has stopped it, LastSaveFailed if a finished run was not
+        saved.
         """
         self.enter("ending")
         is_halted = self.stopped and self.guards.reason is not None
@@ -309,7 +298,7 @@ class GRPOTrainer(Trainer):
         else:
             self._conclude()
         if hasattr(self, "publisher"):
-            # Rank 0's publisher first: the other ranks' still have to answer it.
+            # Rank 0's publisher first: those of the other ranks still have to answer it.
             self.stopped = self.rank_zero.run(self.publisher.close)
         if is_halted:
             self.guards.raise_if_stopped()
@@ -353,7 +342,7 @@ class GRPOTrainer(Trainer):
         record_start(self.config, self.step, sys.argv[1:], self.source.servers)
 
     def _should_stop(self) -> bool:
-        """Whether to wait for rollouts no longer: on a stop request, a failed publisher, a guard."""
+        """Ends a wait for rollouts: on a stop request, a failed publisher, a guard."""
         has_failed = hasattr(self, "publisher") and self.publisher.failure is not None
         link = self.source.link if self.source is not None else None
         is_lost = link is not None and self.guards.judge_servers(self.step + 1, link.stuck_seconds)
@@ -386,13 +375,12 @@ class GRPOTrainer(Trainer):
         self.publisher.wait_for(version, timeout_seconds, self._should_stop_waiting)
 
     def _should_stop_waiting(self) -> bool:
-        """Whether to wait for a push no longer; raises if the rollout process says why it ended."""
+        """Ends a wait for a push; raises if the rollout process says why it ended."""
         if self.source is not None:
             self.source.attend()
         return self.stop.requested
 
     def _evaluate(self) -> None:
-        """Evaluates on rank 0 and waits for the result."""
         if self.evaluations is not None and not self.stop.requested:
             self.enter("evaluating")
             self.evaluations.run(self.step)
@@ -409,7 +397,6 @@ class GRPOTrainer(Trainer):
             self.clock.restart()
 
     def _measure_held_out(self) -> None:
-        """Computes the loss of held-out examples, if there are some. Collective."""
         if self.held_out is None:
             return
         self.enter("evaluating")
@@ -454,7 +441,7 @@ class GRPOTrainer(Trainer):
         self.progress = checkpoint.progress_from(state_dict)
 
     def close(self) -> None:
-        """Ends threads and children; harmless if some were never started."""
+        """Ends threads and children, some of which may never have been started."""
         if hasattr(self, "publisher"):
             self.publisher.close()
         if hasattr(self, "feed"):

@@ -53,10 +53,11 @@ class RunFinished(Exception):
 
 
 def find_start(config: JobConfig, model: HFModel) -> Start:
-    """Decides how the run starts, from checkpoints whose contents have been checked; see `plan_start`.
+    """Decides how the run starts, from checkpoints whose contents have been checked; see
+    `plan_start`.
 
-    Rank 0 has made the folder this run's before. Each rank reads a share of the files. What an
-    interrupted save has left is removed. Collective over all ranks, as is RunFinished.
+    Each rank reads a share of the files. Remains of an interrupted save are removed. Collective
+    over all ranks, as is RunFinished.
     """
     damaged: dict[int, str] = {}
     while True:
@@ -79,8 +80,7 @@ def find_start(config: JobConfig, model: HFModel) -> Start:
         raise RunFinished
     if rank == 0 and config.checkpoint.enable and not config.checkpoint.load_only:
         remove_incomplete(Path(config.job.dump_folder) / config.checkpoint.folder)
-    # The clocks of hosts differ. The folder must also be settled before any rank looks for
-    # checkpoints in it.
+    # The clocks of hosts differ, and all ranks must find the folder settled.
     date = [start.record.date]
     dist.broadcast_object_list(date, src=0)
     dist.barrier()
@@ -90,7 +90,7 @@ def find_start(config: JobConfig, model: HFModel) -> Start:
 class AdapterState(ModelWrapper):
     """The entry of the model in checkpoints of a run with LoRA adapters: only the adapters.
 
-    The frozen weights are those of ``model.hf_assets_path``, of which the run's record holds a digest.
+    The run's record holds a digest of the frozen weights, those of ``model.hf_assets_path``.
     """
 
     def _get_state_dict(self) -> dict[str, Any]:
@@ -107,8 +107,7 @@ def load_weights(trainer: Trainer, adapter: BaseStateDictAdapter, model: HFModel
 def load(trainer: Trainer, start: Start) -> bool:
     """Loads the checkpoint that the run resumes from; returns False if there is none.
 
-    The settings of this start take effect: what a checkpoint brings of the optimizer's and the
-    schedule's is put aside.
+    The settings of this start have precedence over the checkpoint's optimizer and schedule.
     """
     checkpointer, config = trainer.checkpointer, trainer.job_config
     assert isinstance(config, JobConfig)
@@ -138,14 +137,14 @@ def _log_start(config: JobConfig, start: Start, rate: float, brought: float) -> 
             f"  The learning rate of step {start.step + 1} is {rate:.6g}; under the settings of "
             f"the run that wrote the checkpoint it would be {brought:.6g}."
         )
-    # What differs is shown whatever observe.log_level hides.
+    # Differences are shown whatever observe.log_level hides.
     (logger.warning if len(lines) > 1 else logger.info)("\n".join(lines))
 
 
 def save_whole(checkpointer: CheckpointManager, step: int) -> None:
     """Saves a checkpoint from which the run can be resumed, unless ``step`` has one already.
 
-    Upstream's last checkpoint of a run holds the model alone; this one holds everything.
+    Upstream's last checkpoint of a run holds only the model; this one holds everything.
     """
     if checkpointer.enable and step % checkpointer.interval:
         checkpointer.last_save_model_only = False
@@ -156,11 +155,8 @@ def save_whole(checkpointer: CheckpointManager, step: int) -> None:
 def save_stopped(trainer: Trainer, source: StepSource | None, first_step: int) -> None:
     """Saves everything from which a stopped run can go on, and prints how.
 
-    Args:
-        trainer: The trainer that was stopped.
-        source: Where its steps came from; None on ranks other than 0.
-        first_step: Value of ``trainer.step`` when this process began. The checkpoint is not saved
-            again if no step was taken since.
+    ``source`` is None on ranks other than 0. No checkpoint is saved if no step was taken since
+    ``first_step``, the value of ``trainer.step`` when this process began.
     """
     config, checkpointer, step = trainer.job_config, trainer.checkpointer, trainer.step
     assert isinstance(config, JobConfig) and isinstance(checkpointer, GRPOCheckpointManager)
@@ -184,7 +180,7 @@ def save_stopped(trainer: Trainer, source: StepSource | None, first_step: int) -
 
 
 def progress_state(progress: PromptProgress) -> dict[str, str]:
-    """Returns the entry of a checkpoint that holds the progress through the prompts.
+    """Returns a checkpoint's entry of the progress through the prompts.
 
     It is one string: a checkpoint stores each element of a list by itself, and the number of
     open prompts changes.
@@ -201,7 +197,7 @@ def describe_stop(
 ) -> str:
     """Returns what to print after a stop request, with the command that goes on.
 
-    ``num_rollouts`` in flight are kept beside the checkpoint; None if they could not be written in time.
+    ``num_rollouts`` in flight are kept; None if they could not be written in time.
     """
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     checkpoint = folder / f"step-{step}"
@@ -227,7 +223,7 @@ def resume_command(config: JobConfig, arguments: Sequence[str], load_step: int |
     """Returns the command that continues a run from its newest checkpoint, or from ``load_step``."""
     kept = _without_start(without_keys(arguments))
     named = {argument.partition("=")[0] for argument in arguments}
-    # What the command line said may hide what the file says, which must not count again.
+    # Arguments may hide settings of the file, which must not count again.
     if config.job.overwrite or named & {*_FLAGS}:
         kept.append("--job.no-overwrite")
     if load_step is not None:
@@ -242,7 +238,7 @@ def resume_command(config: JobConfig, arguments: Sequence[str], load_step: int |
 
 
 def _without_start(arguments: Sequence[str]) -> list[str]:
-    """Returns arguments without those that say where the run was to begin."""
+    """Drops the arguments that say where the run was to begin."""
     kept: list[str] = []
     before = ""  # the option whose value may follow
     for argument in arguments:
@@ -256,7 +252,7 @@ def _without_start(arguments: Sequence[str]) -> list[str]:
 
 
 def _launcher() -> list[str]:
-    """Returns the words that start the ranks, up to their arguments, as they were given if that is known."""
+    """Returns the words that start the ranks, up to their arguments, as given if that is known."""
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
     except OSError:

@@ -1,10 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Upstream's checkpoint manager, with checkpoints that are whole or absent, and reports of failures.
+"""Upstream's checkpoint manager, with checkpoints that are whole or absent, and reports of
+failures.
 
-Upstream ends the run if a checkpoint cannot be written, whether or not its disk will have room again
-at the next one, and it counts interrupted checkpoints among those to keep.
+Upstream ends the run if a checkpoint cannot be written, though the disk may have room at the
+next one, and counts interrupted checkpoints among those to keep.
 """
 
 import shutil
@@ -29,7 +30,7 @@ from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.upstream.checkpoint import AsyncMode, CheckpointManager
 from torchtitan.grpo.upstream.tools import GarbageCollection
 
-# Training that stands still for this share of the time since the last checkpoint is worth a word.
+# A save that holds up training for this share of the time since the last one is reported.
 _SLOW_SHARE = 0.2
 _SLOW_SECONDS = 5.0
 _NONE_FOLLOWS = "It was to be the last one: the run ends without it."
@@ -48,10 +49,7 @@ class LastSaveFailed(SaveFailed):
 class GRPOCheckpointManager(CheckpointManager):
     """An upstream manager becomes one by :func:`adopt`.
 
-    Attributes:
-        settings: The table ``[checkpoint]``.
-        dump_folder: ``job.dump_folder``.
-        missing: What became of the newest checkpoint, if it could not be written; else None.
+    ``missing`` describes the failure of the newest checkpoint, if it could not be written.
     """
 
     settings: Checkpoint
@@ -63,7 +61,7 @@ class GRPOCheckpointManager(CheckpointManager):
     _last_save_at: float | None = None
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        """Saves if it is due, and says so if that holds up training for long."""
+        """Saves if it is due, and reports a save that holds up training for long."""
         if not self._should_save(curr_step, last_step):
             return
         begin = time.monotonic()
@@ -85,7 +83,7 @@ class GRPOCheckpointManager(CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Future | AsyncSaveResponse | None:
-        """Writes a checkpoint; see upstream. A failure is told, and ends the run if it is to."""
+        """Writes a checkpoint; a failure is reported, and ends the run if it is to."""
         self._saving, self._is_told, self.missing = checkpoint_id, False, None
         try:
             if to_hf:
@@ -113,20 +111,24 @@ class GRPOCheckpointManager(CheckpointManager):
             return AsyncSaveResponse(done, done) if is_pinned else done
 
     def maybe_wait_for_staging(self) -> None:
-        """Is called in each step: waits for staging, and tells of a failure in the background."""
+        """Is called in each step: waits for staging, and reports a failure in the background."""
         super().maybe_wait_for_staging()
         future = cast(Future | None, self.save_future) if self.enable else None
         if future is not None and future.done() and (error := future.exception()) is not None:
             self._tell_failure(self._describe_failure(error))
 
     def finish(self) -> None:
-        """Waits for what is still being written, after which nothing is saved any more. Collective."""
+        """Waits for what is still being written, after which nothing is saved any more.
+        Collective.
+        """
         self._then = _NONE_FOLLOWS
         if self.enable:
             self._async_wait()
 
     def raise_if_missing(self) -> None:
-        """Raises :class:`LastSaveFailed` if the newest checkpoint could not be written. Collective."""
+        """Raises :class:`LastSaveFailed` if the newest checkpoint could not be written.
+        Collective.
+        """
         self.finish()
         if self.missing is not None:
             raise LastSaveFailed(
@@ -165,7 +167,9 @@ class GRPOCheckpointManager(CheckpointManager):
         return f"The checkpoint {self._saving} could not be written: {reason}. {kept}"
 
     def _end_failed(self, error: BaseException) -> None:
-        """Removes what the failed save has left, and reports it; raises with `save_failure = "stop"`."""
+        """Removes the remains of the failed save, and reports it; raises with `save_failure =
+        "stop"`.
+        """
         # Described first: what is removed gives room.
         self.missing = self._describe_failure(error)
         if dist.get_rank() == 0 and self._saving and not is_whole(Path(self._saving)):
@@ -179,7 +183,7 @@ class GRPOCheckpointManager(CheckpointManager):
         self._tell_failure(self.missing)
 
     def discard_rollouts(self) -> None:
-        """Removes the rollouts that were kept beside the newest checkpoint, which does not exist."""
+        """Removes the rollouts beside the newest checkpoint, which does not exist."""
         if self._saving is not None:
             step = int(Path(self._saving).name.removeprefix("step-"))
             file_of(self.dump_folder, step).unlink(missing_ok=True)
@@ -213,10 +217,7 @@ class GRPOCheckpointManager(CheckpointManager):
 def adopt(
     manager: CheckpointManager, settings: Checkpoint, dump_folder: str
 ) -> GRPOCheckpointManager:
-    """Turns an upstream manager into a :class:`GRPOCheckpointManager`.
-
-    Upstream's trainer constructs its manager itself and has no seam for another one.
-    """
+    """Converts an upstream manager, which upstream's trainer constructs without a seam."""
     manager.__class__ = GRPOCheckpointManager
     assert isinstance(manager, GRPOCheckpointManager)
     manager.settings, manager.dump_folder = settings, dump_folder
@@ -224,7 +225,7 @@ def adopt(
 
 
 def _reason(error: BaseException, folder: Path) -> str:
-    """Returns in one line what went wrong, with the free space if that is the reason."""
+    """Describes a failure in one line, with the free space if that is the reason."""
     causes = [error]
     if isinstance(error, CheckpointException):
         causes = [wrapped[0] for wrapped in error.failures.values()]

@@ -50,7 +50,6 @@ _HELP = ("-h", "--help", "help")
 
 
 def train(arguments: list[str]) -> int:
-    """Starts the training ranks on this machine."""
     with without_torch():
         from torchtitan.grpo.start.train import train as start
 
@@ -58,7 +57,6 @@ def train(arguments: list[str]) -> int:
 
 
 def sft(arguments: list[str]) -> int:
-    """Starts the training ranks of a supervised run on this machine."""
     with without_torch():
         from torchtitan.grpo.start.train import parse, read_settings
         from torchtitan.grpo.start.train import train as start
@@ -72,10 +70,9 @@ def sft(arguments: list[str]) -> int:
 
 
 def check_config(arguments: list[str]) -> int:
-    """Checks a configuration, and prints what its run would read and the planned layout.
+    """Prints the planned layout and settings; the exit status is 2 if the run would be refused.
 
-    The number of ranks is the one that ``train`` would start, unless ``WORLD_SIZE`` names it. The
-    exit status is 2 if the run would be refused.
+    The number of ranks is the one that ``train`` would start, unless ``WORLD_SIZE`` names it.
     """
     with without_torch():
         from torchtitan.grpo.start.train import SETTINGS_FLAG, parse, plan
@@ -109,7 +106,6 @@ def _check_config(arguments: list[str], *, shows_settings: bool) -> int:
 
 
 def schedule(arguments: list[str]) -> int:
-    """Shows the pipeline schedule of a configuration."""
     from torchtitan.grpo.pipeline.schedule_command import options
 
     given, rest = options().parse_known_args(arguments)
@@ -132,7 +128,6 @@ def schedule(arguments: list[str]) -> int:
 
 
 def evaluate(arguments: list[str]) -> int:
-    """Evaluates weights on the held-out prompts of a configuration."""
     with without_torch():
         from torchtitan.grpo.start.train import parse, plan
     from torchtitan.grpo.evaluate import evaluate as run_evaluation
@@ -159,7 +154,6 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def serve(arguments: list[str]) -> int:
-    """Runs an inference server in this process."""
     from torchtitan.grpo.inference import serve as module
 
     sys.argv = ["torchtitan-grpo serve", *arguments]
@@ -168,14 +162,12 @@ def serve(arguments: list[str]) -> int:
 
 
 def verify(arguments: list[str]) -> int:
-    """Checks that a server serves the weights that a run exported."""
     from torchtitan.grpo.verify import main as verify_main
 
     return verify_main(arguments)
 
 
 def check_gpu(arguments: list[str]) -> int:
-    """Measures what only a GPU can tell about the training step and the weight push."""
     benchmarks = Path(__file__).resolve().parents[2] / "benchmarks"
     if not benchmarks.is_dir():
         raise ConfigError(
@@ -189,7 +181,6 @@ def check_gpu(arguments: list[str]) -> int:
 
 
 def versions(arguments: list[str]) -> int:
-    """Prints a line for each package that matters."""
     from torchtitan.grpo.run_folder.start_record import package_versions
 
     print(f"python {platform.python_version()}")
@@ -199,12 +190,10 @@ def versions(arguments: list[str]) -> int:
 
 
 def version() -> str:
-    """Returns the version of this package."""
     return importlib.metadata.version("torchtitan-grpo")
 
 
 def show_settings(arguments: list[str]) -> int:
-    """Prints the page of all settings, or the full text of some; see `help_page.py`."""
     with without_torch():
         from torchtitan.grpo.command_line.help_page import help_words, page
         from torchtitan.grpo.job_config import JobConfig
@@ -227,12 +216,11 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def main() -> None:
-    """Runs the subcommand that the command line names."""
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
-    """Runs the subcommand that the command line names; returns the exit status."""
+    """Returns the exit status of the process."""
     name, rest = (arguments[0] if arguments else ""), arguments[1:]
     if name in _HELP:
         print(USAGE)

@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-# How libraries without error numbers, such as safetensors, and torch's serialization say it. The latter
-# finds only that a file is shorter than what it wrote.
+# Messages of libraries without error numbers, such as safetensors, and of torch's serialization,
+# which finds only that a file is shorter than what it wrote.
 _TEXTS = {
     errno.ENOSPC: re.compile(r"No space left on device", re.IGNORECASE),
     errno.EDQUOT: re.compile(r"Disk quota exceeded", re.IGNORECASE),
@@ -22,7 +22,7 @@ _ALMOST_FULL_MIB = 1
 
 
 def disk_failure(error: BaseException, dump_folder: str) -> str | None:
-    """Returns the message for an exception of the disk that holds ``job.dump_folder``, else ``None``."""
+    """Returns the message for an exception of the disk of ``job.dump_folder``, or else ``None``."""
     name = getattr(error, "filename", None)
     path = Path(name) if isinstance(name, str) else Path(dump_folder)
     if no_room := room_problem([error], path):
@@ -40,10 +40,7 @@ def disk_failure(error: BaseException, dump_folder: str) -> str | None:
 
 
 def room_problem(errors: list[BaseException], path: Path) -> str | None:
-    """Returns why a disk took no more, in one clause, or ``None`` if that is not what is wrong.
-
-    ``errors`` are those of one rank or several; ``path`` is what was written, or its folder.
-    """
+    """Returns a clause that says why a disk took no more; None if the ranks' ``errors`` differ."""
     numbers, mib = {_number(error) for error in errors}, free_bytes(path) / 2**20
     disk = _disk_of(path)
     # File systems without a fixed number of inodes state 0 of 0.
@@ -71,7 +68,7 @@ def _number(error: BaseException) -> int | None:
 
 
 def free_bytes(path: Path) -> int:
-    """Returns the free space of the disk that holds a path, which need not exist yet."""
+    """Returns the free space of the disk of a path, which need not exist yet."""
     disk = _disk_of(path)
     return disk.f_bavail * disk.f_frsize
 

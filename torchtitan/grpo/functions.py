@@ -18,16 +18,10 @@ _ERROR_CHARS = 2000
 
 
 def load_function(path: str, what: str, builtin: Iterable[str]) -> Callable[..., Any]:
-    """Returns the user's function or class with this name.
+    """Returns the user's function or class, or raises ValueError.
 
-    Args:
-        path: ``package.module:function``, ``package.module.function`` or
-            ``path/to/file.py:function``.
-        what: Setting that names the function, or its role. Error messages begin with it.
-        builtin: Built-in names that the setting also accepts, for the message.
-
-    Raises:
-        ValueError: If it cannot be found or imported, or is not callable.
+    ``path`` is ``package.module:function``, ``package.module.function`` or
+    ``path/to/file.py:function``. ``what`` begins error messages, which name ``builtin`` too.
     """
     subject = f"{what} {path!r}"
     module_name, name = split_path(path, what, builtin)

@@ -1,15 +1,14 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Checks that a server serves exactly the weights of a checkpoint.
+r"""Checks that a server serves exactly the weights of a checkpoint.
 
-    python -m torchtitan.grpo.verify --kind vllm --url http://127.0.0.1:8000 \\
+    python -m torchtitan.grpo.verify --kind vllm --url http://127.0.0.1:8000 \
         --run outputs/verify --prompts assets/reverse_digits/heldout.jsonl
 
-It requests greedy completions of a few prompts from the server, and compares the logprob of
-every token with the logprob that transformers computes from the run's exported checkpoint. It
-also checks that the run pushed its weights while requests were in flight. The exit status is 0
-only if every check succeeds.
+It compares the logprob of every token of the server's greedy completions with the logprob that
+transformers computes from the run's exported checkpoint, and checks that the run pushed its
+weights while requests were in flight. The exit status is 0 only if every check succeeds.
 """
 
 import argparse
@@ -58,7 +57,7 @@ def read_summary(run: Path, *more: str) -> dict[str, Any]:
 
 
 def read_json(where: Path | str, text: str) -> dict[str, Any]:
-    """Returns a JSON object that a run has written; ``where`` begins the message if it is damaged."""
+    """Returns a JSON object of a run; ``where`` begins the message if it is damaged."""
     try:
         found = json.loads(text)
     except ValueError as error:
@@ -69,7 +68,6 @@ def read_json(where: Path | str, text: str) -> dict[str, Any]:
 
 
 def read_prompts(file: Path, number: int) -> list[str]:
-    """Returns the first prompts of a JSONL file."""
     with io.TextIOWrapper(
         open_regular(file), "utf-8-sig"
     ) as lines:  # a byte-order mark is passed over
@@ -83,7 +81,6 @@ def read_prompts(file: Path, number: int) -> list[str]:
 
 
 def check_run(run: Path, *, want_in_flight: bool) -> list[Check]:
-    """Checks the summary and the metrics that the run has written."""
     summary = read_summary(run)
     file, key = run / "metrics.jsonl", "staleness/mixed_version_fraction"
     lines = enumerate(read_regular(file).decode(errors="replace").splitlines(), 1)
@@ -115,7 +112,7 @@ def check_run(run: Path, *, want_in_flight: bool) -> list[Check]:
 async def greedy_completions(
     client: InferenceClient, prompts: list[list[int]], max_new_tokens: int, wait_seconds: float
 ) -> list[Generation]:
-    """Returns one greedy completion for each prompt. All are requested at the same time."""
+    """Requests one greedy completion for each prompt, all at the same time."""
     try:
         await wait_until_up([client], [], wait_seconds)
         return await asyncio.gather(
@@ -136,11 +133,9 @@ def compare(
 ) -> tuple[float, int, int]:
     """Compares the server's greedy completions with transformers.
 
-    A token counts as greedy if its logprob is at most twice the tolerance below the highest one.
-
-    Returns:
-        The largest difference of a token's logprob, the number of tokens that transformers
-        would not have chosen greedily, and the number of tokens compared.
+    A token counts as greedy if its logprob is at most twice the tolerance below the highest
+    one. Returns the largest difference of a token's logprob, the number of tokens that
+    transformers would not have chosen greedily, and the number of tokens compared.
     """
     model = load_model(str(checkpoint), "cpu", "float32").eval()
     largest, not_greedy, compared = 0.0, 0, 0
@@ -157,7 +152,6 @@ def compare(
 
 
 def check_server(options: argparse.Namespace) -> list[Check]:
-    """Checks versions, logprobs and tokens of completions that the server returns now."""
     summary = read_summary(options.run, "hf_checkpoint")
     checkpoint = Path(summary["hf_checkpoint"])
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)

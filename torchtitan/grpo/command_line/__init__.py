@@ -23,9 +23,8 @@ class ConfigError(RunError, ValueError):
 def without_torch() -> Iterator[None]:
     """Lets the tables of a configuration be imported without torch, which takes seconds.
 
-    Torchtitan's tables are plain data, but their file and package import torch for methods that are
-    not used here. Empty modules stand in for both until the end of the block, where the true ones
-    can be imported. Does nothing if torch has been imported already.
+    Torchtitan's tables import torch for methods that are not used here. Empty modules stand in
+    for it until the end of the block, unless it has been imported already.
     """
     if "torch" in sys.modules or "torchtitan.config" in sys.modules:
         yield

@@ -45,9 +45,7 @@ Override = tuple[tuple[str, ...], Any]
 def read_arguments(cls: type, args: list[str]) -> list[Override]:
     """Returns the values that a command line gives the settings of ``cls``, in their order.
 
-    Raises:
-        ConfigError: If an argument is unknown, or its value cannot be that of the setting. The
-            message names the first one.
+    Raises ConfigError for an unknown argument, or a value that cannot be that of the setting.
     """
     return [value for option, words in _split(args) for value in _read(cls, option, words)]
 
@@ -161,7 +159,7 @@ def _parsed(annotation: Any, words: list[str]) -> Any:
 
 
 def _data(text: str) -> Any:
-    """Returns the value of a text in the form of TOML or of JSON."""
+    """Reads a text as TOML or as JSON."""
     try:
         parsed = tomllib.loads(f"value = {text}")
         if list(parsed) == ["value"]:
@@ -196,17 +194,16 @@ def _origins(annotation: Any) -> set[Any]:
 
 
 def is_flag(annotation: Any) -> bool:
-    """Returns whether a setting is on or off."""
     return members(annotation) == (bool,)
 
 
 def in_words(annotation: Any) -> str:
-    """Returns what a setting takes, in words."""
+    """Describes the values of a setting."""
     return " or ".join(_names(member)[1] for member in members(annotation))
 
 
 def metavar(annotation: Any) -> str:
-    """Returns what stands for the value of a setting, such as ``N`` or ``auto|cpu|cuda``."""
+    """Returns the placeholder of a setting's value, such as ``N`` or ``auto|cpu|cuda``."""
     return _names(members(annotation)[0])[0]
 
 

@@ -49,7 +49,7 @@ OFTEN_SET = ("job", "training", "optimizer", "lr_scheduler", "parallelism", "che
 _MAX_WIDTH = 100
 _INDENT = " " * 8
 _EMPTY = ('""', "none", "[]", "{}")
-# How the docstrings begin of settings that the short page leaves out, since no run sets them.
+# The short page leaves out settings whose docstrings begin so, since no run sets them.
 _NOT_SHOWN = ("Must stay", "DEPRECATED")
 
 USAGE = """\
@@ -82,11 +82,7 @@ set by --table.key and cleared by --table.no-key.
 class Setting:
     """One setting as the page shows it.
 
-    Attributes:
-        key: ``table.name``.
-        default: Its default as it is written in TOML.
-        doc: Its docstring in one line.
-        bounds: The range of its values in words; empty if every value is valid.
+    ``default`` is written in TOML. ``bounds`` are in words, and empty if every value is valid.
     """
 
     key: str

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The keys of a configuration, and answers to keys and values that it does not have."""
+"""The keys of a configuration, and answers to unknown keys and values."""
 
 import difflib
 import functools
@@ -16,7 +16,9 @@ from torchtitan.grpo.command_line import ConfigError
 
 @functools.cache
 def all_keys(cls: type, prefix: str = "") -> dict[str, Any]:
-    """Returns the type of each setting, and of each table, by its key, such as ``grpo.group_size``."""
+    """Returns the type of each setting, and of each table, by its key, such as
+    ``grpo.group_size``.
+    """
     keys: dict[str, Any] = {}
     for f in fields(cls):
         keys[prefix + f.name] = f.type
@@ -32,14 +34,11 @@ def settings(cls: type) -> dict[str, Any]:
 
 
 def check_keys(cls: type, data: dict[str, Any], prefix: str = "", known: Any = None) -> None:
-    """Refuses keys of a TOML file that no table has, and names the nearest key.
+    """Refuses keys of a TOML file that no table has; ConfigError names the first and the nearest
+    key.
 
-    Args:
-        cls: The table of ``data``, whose name is ``prefix`` without its dot.
-        known: All settings of the configuration; None reads them from ``cls``.
-
-    Raises:
-        ConfigError: If a key is unknown. The message names the first one.
+    ``cls`` is the table of ``data``, whose name is ``prefix`` without its dot. ``known`` are
+    all settings of the configuration; None reads them from ``cls``.
     """
     known = known or settings(cls)
     table = {f.name: f.type for f in fields(cls)}
@@ -66,12 +65,10 @@ def _nested_answer(key: str, value: Any, known: Collection[str]) -> tuple[str, s
 
 
 def hint_for(key: str, known: Collection[str], siblings: Collection[str], mark: str = "") -> str:
-    """Returns the sentence that helps whoever wrote an unknown key.
+    """Returns a sentence that helps with an unknown key.
 
-    Args:
-        known: All settings that there are.
-        siblings: Names in the table that was written.
-        mark: Stands before a key where it was written: ``--``, or nothing.
+    ``siblings`` are the names in the table that was written. ``mark`` stands before a key where
+    it was written: ``--``, or nothing.
     """
     if answer := answer_to(key):
         return answer
@@ -86,7 +83,7 @@ def hint_for(key: str, known: Collection[str], siblings: Collection[str], mark: 
 
 @functools.cache
 def other_names() -> dict[str, Any]:
-    """Returns what other projects call settings, tables and values, each with its answer."""
+    """Returns other projects' names of settings, tables and values, each with its answer."""
     data = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text())
     by_key = {key: _by_name(answers) for key, answers in data["values"].items()}
     return {"names": _by_name(data["names"]), "tables": _by_name(data["tables"]), "values": by_key}

@@ -30,11 +30,7 @@ _KEY_VARIABLES: dict[tuple[str, ...], str] = {
 
 
 def read_config(args: list[str]) -> JobConfig:
-    """Returns the configuration that the command line and its TOML file give.
-
-    Raises:
-        ConfigError: If a key or a value is not one of the settings. The message is one line.
-    """
+    """Reads the command line and its TOML file; ConfigError is one line."""
     data = _read_toml(_last_value(args, "job.config_file"))
     module = _last_value(args, "job.custom_config_module")
     if module is None:
@@ -90,7 +86,7 @@ def _read_toml(path: str | None) -> dict[str, Any]:
 
 
 def _with_custom_tables(module: str) -> type[JobConfig]:
-    """Returns the tables merged with those of ``job.custom_config_module``, as torchtitan does."""
+    """Merges the tables of ``job.custom_config_module``, as torchtitan does."""
     try:
         custom = importlib.import_module(module).JobConfig
     except (ImportError, AttributeError) as error:

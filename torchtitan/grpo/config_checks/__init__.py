@@ -3,9 +3,8 @@
 
 """Refuses configurations that cannot work, before any process group exists.
 
-`ranges.py` enforces the bounds that stand at the fields of the tables, and `unread.py` finds settings
-that nothing would read. The other files find contradictions, each in one subject. No check needs a
-device.
+`ranges.py` enforces the bounds at the fields of the tables, and `unread.py` finds settings that
+nothing would read. The other files find contradictions, each in one subject.
 """
 
 from torchtitan.grpo.config_checks.learning import check_losses, check_supervised, check_teacher
@@ -43,11 +42,7 @@ __all__ = ["ConfigError", "check_model", "longest_sequence", "unused_server_sett
 
 
 def validate(config: JobConfig) -> None:
-    """Runs all checks that need nothing but the configuration.
-
-    Raises:
-        ConfigError: If a check fails. The message describes the first problem found.
-    """
+    """Runs all checks of the configuration itself; ConfigError describes the first problem found."""
     for check in (
         check_required,
         check_prompts,

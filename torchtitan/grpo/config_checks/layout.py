@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Checks the layout of ranks, ``[parallelism]``. Needs no device and no process group."""
+"""Checks the layout of ranks, ``[parallelism]``."""
 
 import math
 import os
@@ -24,7 +24,7 @@ _PIPELINE_MINIMA = {
 
 
 def layout_problems(config: JobConfig) -> Iterator[str]:
-    """Yields what is wrong with ``[parallelism]``, as far as the configuration alone tells."""
+    """Yields problems of ``[parallelism]`` that need no model to be seen."""
     yield from _degree_problems(config)
     settings, training = config.parallelism, config.training
     parts = settings.tensor_parallel_degree * settings.context_parallel_degree
@@ -84,7 +84,7 @@ def _degree_problems(config: JobConfig) -> Iterator[str]:
 
 
 def _expert_degree_problems(settings: Parallelism, shard: int) -> Iterator[str]:
-    """Yields problems of expert parallelism, which uses the ranks of other parallelisms."""
+    """Expert parallelism uses the ranks of other parallelisms."""
     experts, tensor = settings.expert_parallel_degree, settings.tensor_parallel_degree
     expert_tensor = settings.expert_tensor_parallel_degree
     if expert_tensor not in (1, tensor):
@@ -162,7 +162,6 @@ def _pipeline_problems(config: JobConfig) -> Iterator[str]:
 
 
 def _offload_problems(config: JobConfig) -> Iterator[str]:
-    """Yields why activations of a pipeline cannot lie in host memory."""
     share = config.grpo.pipeline_offload  # pyright: ignore[reportAttributeAccessIssue]
     if share != 0 and _compiles_model(config):
         yield (
@@ -172,7 +171,6 @@ def _offload_problems(config: JobConfig) -> Iterator[str]:
 
 
 def _split_compile_problems(config: JobConfig, schedule: Schedule) -> Iterator[str]:
-    """Yields why blocks cannot be compiled for a zero-bubble schedule."""
     backend = config.compile.backend
     if schedule.is_zero_bubble and _compiles_model(config) and backend != "inductor":
         yield (
@@ -212,7 +210,6 @@ def _compiles_model(config: JobConfig) -> bool:
 
 
 def model_layout_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
-    """Yields what is wrong with ``[parallelism]`` for this model."""
     settings, args = config.parallelism, model.model_args
     tensor, context = settings.tensor_parallel_degree, settings.context_parallel_degree
     heads: int = args.n_heads  # pyright: ignore[reportAttributeAccessIssue]
@@ -250,7 +247,7 @@ def model_layout_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
 
 
 def _compiled_checkpoint_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
-    """Yields why checkpoints cannot be compiled. Those of experts' blocks lie outside of compile."""
+    """Checkpoints of experts' blocks lie outside of compile."""
     degree, mode = config.parallelism.tensor_parallel_degree, config.activation_checkpoint.mode
     is_dense = not getattr(model.model_args, "moe_enabled", False)
     is_checkpointed = mode in ("full", "selective")

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Checks what the run learns from: the loss, a teacher, or examples."""
+"""Checks the sources of learning: the loss, a teacher, or examples."""
 
 from torchtitan.grpo import config as grpo_config
 from torchtitan.grpo.command_line.keys import answer_to_value
@@ -13,14 +13,12 @@ from torchtitan.grpo.job_config import JobConfig
 
 
 def check_losses(config: JobConfig) -> None:
-    """Refuses settings of the loss that contradict each other, or that nothing would read."""
     _check_comparisons(config)
     _check_policy_loss(config.grpo)
     _check_mismatch(config.grpo)
 
 
 def _check_comparisons(config: JobConfig) -> None:
-    """Checks rewards, advantages and aggregation."""
     grpo, longest = config.grpo, config.rollout.max_new_tokens
     require(
         grpo.group_size > 1 or grpo.advantage == "batch_norm" or not config.has_rewards,
@@ -79,7 +77,6 @@ def _check_mismatch(grpo: grpo_config.GRPO) -> None:
 
 
 def check_teacher(config: JobConfig) -> None:
-    """Refuses teachers that cannot rate what is sampled, and settings that would hide their part."""
     teacher, rollout, grpo = config.teacher, config.rollout, config.grpo
     _check_used(config)
     _check_top_k(config)
@@ -138,7 +135,7 @@ def check_teacher(config: JobConfig) -> None:
 
 
 def _check_used(config: JobConfig) -> None:
-    """Refuses what decides how a rating teaches, in a run without ratings."""
+    """Refuses settings of a rating's effect in a run without ratings."""
     for key in ("coef", "top_k", "max_divergence"):
         value, default = getattr(config.teacher, key), getattr(Teacher(), key)
         require(

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Checks ``[lora]``: that adapters fit the model, and what a run with adapters cannot have."""
+"""Checks ``[lora]``: that adapters fit the model and the other settings."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def check_lora(config: JobConfig) -> None:
-    """Refuses adapters together with what cannot work with them."""
     lora, grpo, checkpoint = config.lora, config.grpo, config.checkpoint
     if lora.rank == 0:
         return
@@ -52,7 +51,6 @@ def check_lora(config: JobConfig) -> None:
 
 
 def _check_adapter_push(config: JobConfig) -> None:
-    """Refuses a push of adapters alone where it cannot work."""
     sync = config.weight_sync
     if config.lora.push == "merged":
         return
@@ -68,7 +66,6 @@ def _check_adapter_push(config: JobConfig) -> None:
 
 
 def model_lora_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
-    """Yields why the adapters of ``[lora]`` do not fit a model."""
     lora, args = config.lora, model.model_args
     if lora.rank == 0:
         return

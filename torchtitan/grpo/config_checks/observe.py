@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Checks what a run shows and writes, and its guards."""
+"""Checks the output of a run, and its guards."""
 
 import os
 from pathlib import PurePath
@@ -13,7 +13,9 @@ from torchtitan.grpo.monitoring.addresses import KEY_VARIABLE, is_loopback
 
 
 def check_observe(config: JobConfig) -> None:
-    """Refuses to print samples that are not kept, and to serve others than this host without a key."""
+    """Refuses to print samples that are not kept, and to serve others than this host without a
+    key.
+    """
     observe = config.observe
     require(
         observe.print_samples <= observe.samples_per_step,
@@ -40,7 +42,7 @@ def check_observe(config: JobConfig) -> None:
 
 
 def check_profiling(config: JobConfig) -> None:
-    """Refuses periods of the profilers that are too short, and folders outside of the run's."""
+    """Refuses too short periods of the profilers, and folders outside of the run's."""
     settings = config.profiling
     if not settings.enable_profiling and not settings.enable_memory_snapshot:
         return

@@ -23,7 +23,6 @@ _FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 
 
 def check_prompts(config: JobConfig) -> None:
-    """Refuses prompt sets that are missing or named twice, and weights that do not fit them."""
     prompts = config.prompts
     _check_template(prompts.template)
     if not config.has_servers:
@@ -90,7 +89,6 @@ _RENDERING = ("add_generation_prompt", "continue_final_message", "messages", "to
 
 
 def _check_chat(prompts: Prompts) -> None:
-    """Refuses settings of chat prompts beside those of string prompts, and reserved variables."""
     for key, value in prompts.chat_settings().items():
         require(
             prompts.template is None or not value,
@@ -109,7 +107,6 @@ _KEYS = [f.name for f in fields(EvaluationSet)]
 
 
 def check_evaluation(config: JobConfig) -> None:
-    """Refuses sets that are named twice, unknown keys in them, and values that cannot work."""
     evaluation = config.evaluation
     require(
         evaluation.path is None or not evaluation.sets,

@@ -53,7 +53,6 @@ _REFUSED = {
 
 
 def check_refused(config: JobConfig) -> None:
-    """Refuses torchtitan's settings that cannot have an effect here."""
     for key, reason in _REFUSED.items():
         value = get(config, key)
         require(not value, f"{key} must be left at its default, got {value!r}: {reason}.")
@@ -70,7 +69,6 @@ _SENT = ("grpo", "prompts", "rollout", "inference", "reward", "workers", "teache
 
 
 def check_ranges(config: JobConfig) -> None:
-    """Refuses a value outside of the bounds that its field declares."""
     for key, bounds in {**_UPSTREAM_BOUNDS, **dict(_declared_bounds(config))}.items():
         value = get(config, key)
         if not bounds.allow(value):
@@ -101,7 +99,6 @@ def check_ranges(config: JobConfig) -> None:
 
 
 def _declared_bounds(config: JobConfig) -> Iterator[tuple[str, Bounds]]:
-    """Yields the key and the bounds of each field that declares some."""
     for table in fields(config):
         values: Any = getattr(config, table.name)
         if is_dataclass(values):

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Checks batches and rollouts: lengths, filters, streaming, environments, dispatch, and recorded ones."""
+"""Checks batches and rollouts."""
 
 from torchtitan.grpo.config_checks.rules import check_file, get, require
 from torchtitan.grpo.functions import split_path
@@ -10,10 +10,7 @@ from torchtitan.grpo.rollout.environments.environment_worker import BUILTIN
 
 
 def longest_sequence(config: JobConfig) -> int:
-    """Returns the number of tokens of the longest prompt with the longest completion.
-
-    In supervised training this is the longest example.
-    """
+    """Returns the tokens of the longest prompt and completion, or of the longest example."""
     seq_len, longest_prompt = config.training.seq_len, config.prompts.max_prompt_tokens
     if config.sft.path is not None:
         return min(seq_len, config.sft.max_example_tokens or seq_len)
@@ -155,7 +152,6 @@ def check_stream(config: JobConfig) -> None:
 
 
 def check_environments(config: JobConfig) -> None:
-    """Checks the environment's name, and refuses settings that need an environment."""
     rollout, functions = config.rollout, config.reward.functions
     if rollout.environment is None:
         require(

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Defines what all checks share: the error, and the functions that refuse a setting."""
+"""The error and the functions of all checks."""
 
 import os
 from typing import Any
@@ -12,13 +12,11 @@ from torchtitan.grpo.system.files import NotRegularError, check_regular
 
 
 def require(holds: bool, message: str) -> None:
-    """Raises :class:`ConfigError` with ``message`` unless ``holds``."""
     if not holds:
         raise ConfigError(message)
 
 
 def get(config: JobConfig, key: str) -> Any:
-    """Returns the value of the key ``table.name``."""
     table, name = key.split(".")
     return getattr(getattr(config, table), name)
 

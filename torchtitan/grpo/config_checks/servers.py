@@ -67,7 +67,6 @@ def check_inference(config: JobConfig) -> None:
 
 
 def _check_launch(inference: grpo_config.Inference) -> None:
-    """Refuses settings with which the run cannot start, or restart, servers of its own."""
     try:
         refuse_keys(inference.kind, inference.extra_args, "inference.extra_args")
     except ValueError as error:
@@ -116,14 +115,14 @@ _LAUNCH_ONLY = (
     "num_servers", "python", "device", "dtype", "max_batched_tokens", "extra_args", "max_restarts",
     "restart_seconds", "max_restart_seconds",
 )  # fmt: skip
-"""Further keys of ``[inference]`` that only servers which the run starts read. A file may hold them
-for a run that launches servers, while the command line names servers that run already."""
+"""Further keys of ``[inference]`` that only launched servers read. A file may hold them while the
+command line names servers that run already.
+"""
 
 
 def unused_server_settings(config: JobConfig) -> list[str]:
-    """Returns a warning if settings of launched servers are set, and the run launches none.
-
-    A key at its default counts as not set.
+    """Returns a warning if settings of launched servers are not at their defaults, and none is
+    launched.
     """
     inference, defaults = config.inference, grpo_config.Inference()
     if inference.launch or not config.has_servers:

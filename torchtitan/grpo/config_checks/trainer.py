@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Checks the trainer: checkpoints, the optimizer, and what machine and model must have."""
+"""Checks the trainer: checkpoints, the optimizer, and the needs of machine and model."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,16 +84,13 @@ def _check_varlen(config: JobConfig, model: "HFModel | None" = None) -> None:
 
 
 def check_layout(config: JobConfig) -> None:
-    """Refuses a layout of ranks that cannot work, as far as the configuration tells."""
     for problem in layout_problems(config):
         raise ConfigError(problem)
 
 
 def check_model(config: JobConfig, model: "HFModel") -> None:
-    """Refuses sequences longer than the model's maximum or its window, and layouts that do not fit it.
-
-    Raises:
-        ConfigError: If the model cannot be used. The message names the keys to change.
+    """Refuses sequences longer than the model's maximum or its window, and layouts that do not fit
+    it.
     """
     needed = longest_sequence(config)
     if config.inference.launch and config.has_servers:

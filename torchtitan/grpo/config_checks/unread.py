@@ -124,7 +124,6 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
 
 
 def check_unread(config: JobConfig) -> None:
-    """Refuses keys that are set although nothing reads them under the other settings."""
     for name, conditions in _READ_WITH.items():
         if name == "inference" and not config.has_servers:
             continue  # a file may name servers for later runs

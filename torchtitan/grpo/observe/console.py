@@ -51,11 +51,10 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 class Progress:
-    """Shows a bar on a terminal, and one line for each step elsewhere.
+    """Shows a bar on a terminal below the line of the last step, and one line for each step
+    elsewhere.
 
-    The bar has a line above it with the last step, which fits into the terminal's width. While
-    the bar is shown, log messages go through its console: a message that another writer puts on
-    the terminal would otherwise stand in the middle of the bar.
+    Log messages go through the bar's console, so that they do not stand in the middle of it.
     """
 
     def __init__(self, mode: Literal["auto", "bar", "lines", "none"], num_steps: int) -> None:
@@ -76,7 +75,6 @@ class Progress:
             self._reroute(terminal)
 
     def update(self, step: int, metrics: dict[str, float]) -> None:
-        """Shows the metrics of a step that has ended."""
         is_wide = not self._console.is_terminal or self._console.width >= WIDE_COLUMNS
         line = (long_line if is_wide else short_line)(step, self.num_steps, metrics)
         left_out = dropped(metrics)
@@ -89,12 +87,11 @@ class Progress:
             self._console.print(f"{line}\n  {left_out}" if left_out else line, markup=False)
 
     def print(self, message: str, *, always: bool = False) -> None:
-        """Prints a message above the bar, unless ``mode`` is ``none`` and it is not for always."""
+        """Prints a message above the bar, unless ``mode`` is ``none``; ``always`` even then."""
         if always or self.mode != "none":
             self._console.print(message, markup=False)
 
     def close(self) -> None:
-        """Stops the bar, and gives the log its streams back."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

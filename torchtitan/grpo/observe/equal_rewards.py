@@ -18,10 +18,9 @@ _TAUGHT = "teacher/reverse_kl"
 class EqualRewardsWatch:
     """Counts the latest steps in which no group had two different rewards.
 
-    The first notice comes after ``observe.equal_rewards_steps`` such steps in a row, the next
-    ones after twice as many steps each. A step with two different rewards in a group starts the
-    count again. Groups that ``rollout.dynamic_sampling`` replaced are not in a batch and do not
-    count; once its budget is spent, equal groups are in the batch again.
+    A notice comes after ``observe.equal_rewards_steps`` such steps in a row, and then after
+    twice as many each time. Groups that ``rollout.dynamic_sampling`` replaced are not in a
+    batch; once its budget is spent, equal groups are.
     """
 
     def __init__(self, config: JobConfig) -> None:
@@ -33,11 +32,7 @@ class EqualRewardsWatch:
         self._steps: deque[Mapping[str, float]] = deque(maxlen=max(1, self._first))
 
     def update(self, metrics: Mapping[str, float], is_chat: bool | None) -> str | None:
-        """Adds a step, and returns a notice if one is due.
-
-        Args:
-            is_chat: Whether the prompts are lists of chat messages; None if it is unknown.
-        """
+        """Adds a step, and returns a notice if one is due; ``is_chat`` is None if it is unknown."""
         if not self._first or self._is_taught_alone(metrics):
             return None
         if metrics["reward/equal_groups_fraction"] < 1:
@@ -73,15 +68,11 @@ class EqualRewardsWatch:
         )
 
     def _is_taught_alone(self, metrics: Mapping[str, float]) -> bool:
-        """Returns whether a teacher rated the rollouts of a step, and no rewards are named.
-
-        A replay learns from the ratings in its file without naming a teacher.
-        """
+        """A replay learns from a teacher's ratings in its file without naming a teacher."""
         is_taught = _TAUGHT in metrics and self._config.teacher.coef > 0
         return is_taught and not self._config.reward.functions
 
     def _has_rewards_alone(self) -> bool:
-        """Returns whether the rewards are all that the run learns from."""
         grpo, teacher = self._config.grpo, self._config.teacher
         others = grpo.kl_coef > 0 or grpo.entropy_coef > 0 or grpo.ptx_path is not None
         is_taught = any(_TAUGHT in step for step in self._steps) and teacher.coef > 0

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What is written and printed of an evaluation, the same in a run and without one."""
+"""Metrics, records and lines of an evaluation, the same in a run and without one."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ from torchtitan.grpo.rollout.results import EvaluationResult, SetResult
 
 
 def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
-    """Returns the metrics of an evaluation: those of each set, and those of all together."""
+    """Returns the metrics of each set, and those of all together."""
     metrics = {
         "evaluation/score": result.score,
         "evaluation/seconds": result.seconds,
@@ -46,7 +46,6 @@ def sample_records(result: EvaluationResult) -> Iterator[dict[str, Any]]:
 
 
 def evaluation_lines(result: EvaluationResult) -> Iterator[str]:
-    """Yields a line for each set, for the console."""
     for of_set in result.sets:
         name = "" if len(result.sets) == 1 else f" {of_set.name},"
         passed = "".join(f", pass@{k} {value:.3f}" for k, value in of_set.pass_at.items())

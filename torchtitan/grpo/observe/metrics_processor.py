@@ -3,9 +3,8 @@
 
 """Metrics of a run, through torchtitan's metrics processor.
 
-Metrics are written to the console, to ``metrics.jsonl`` and to upstream's TensorBoard and wandb
-loggers. Keys are paths; those of quantities with a unit end in the unit. docs/metrics.md describes
-each of them.
+They go to the console, to ``metrics.jsonl`` and to upstream's TensorBoard and wandb loggers.
+Keys are paths; those of quantities with a unit end in the unit. See docs/metrics.md.
 """
 
 import netrc
@@ -45,11 +44,8 @@ from torchtitan.grpo.upstream.parallelism import ParallelDims
 class GRPOMetricsProcessor(MetricsProcessor):
     """Upstream's processor with this project's keys. Only rank 0 writes files and the console.
 
-    Attributes:
-        steps: ``metrics.jsonl``; this and the other two are None on other ranks.
-        evaluations: ``evaluations.jsonl``.
-        evaluated: ``evaluation_samples.jsonl``.
-        monitor: What rank 0 serves to whoever watches the run.
+    Its logs are None on other ranks: ``steps`` is ``metrics.jsonl``, ``evaluations`` is
+    ``evaluations.jsonl``, and ``evaluated`` is ``evaluation_samples.jsonl``.
     """
 
     def __init__(
@@ -107,11 +103,9 @@ class GRPOMetricsProcessor(MetricsProcessor):
     def log_evaluation(
         self, step: int, result: EvaluationResult, counts: Mapping[str, int]
     ) -> None:
-        """Records an evaluation, on rank 0.
+        """Records an evaluation after ``step`` steps, maybe of an older version, on rank 0.
 
-        Args:
-            step: Steps that the run has taken. The evaluated version may be older.
-            counts: What evaluations met, by the metric's name without ``evaluation/``.
+        ``counts`` are metrics by their names without ``evaluation/``.
         """
         if self._progress is None or self.evaluations is None or self.evaluated is None:
             return
@@ -121,7 +115,7 @@ class GRPOMetricsProcessor(MetricsProcessor):
         for record in sample_records(result):
             self.evaluated.add(record)
         self.monitor.latest = {**self.monitor.latest, **metrics}
-        # Under the step of now: wandb refuses what belongs to an earlier one.
+        # Under the current step: wandb refuses records of an earlier one.
         self.logger.log(metrics, step)
         for line in evaluation_lines(result):
             self._progress.print(line)
@@ -137,9 +131,8 @@ class GRPOMetricsProcessor(MetricsProcessor):
         self._progress.print(f"held-out loss at step {step}: {loss:.4f} nats/token")
 
     def report(self, outcome: RunOutcome) -> None:
-        """Writes and prints the summary of a run that has ended, and closes the files.
-
-        May be called on rank 0 alone, after :meth:`start`.
+        """Writes and prints the summary of a run that has ended, and closes the files; only on
+        rank 0.
         """
         assert self.steps is not None and self.evaluations is not None
         _warn(self._equal_rewards.end(self._is_chat))
@@ -182,15 +175,12 @@ def _warn(notice: str | None) -> None:
 def build_grpo_metrics_processor(
     job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None
 ) -> GRPOMetricsProcessor:
-    """Builds the processor; the TrainSpec names this function as ``build_metrics_processor_fn``."""
+    """The TrainSpec names this function as ``build_metrics_processor_fn``."""
     return GRPOMetricsProcessor(job_config, parallel_dims)
 
 
 def _keep_wandb_offline_without_key() -> None:
-    """Makes wandb write a local folder if no API key is known.
-
-    Without a key wandb would ask for one on the terminal and wait.
-    """
+    """Without a key wandb would ask for one on the terminal and wait."""
     if "WANDB_MODE" in os.environ or "WANDB_API_KEY" in os.environ:
         return
     try:

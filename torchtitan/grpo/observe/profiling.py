@@ -23,8 +23,7 @@ from torchtitan.grpo.upstream.tools import maybe_enable_memory_snapshot
 class StepClock:
     """Measures the time of each step and of its parts, in seconds.
 
-    A step lasts from the end of the previous step to its own end, and so includes waiting for
-    data and everything else between two steps.
+    A step lasts from the end of the previous step to its own end, waiting for data included.
     """
 
     def __init__(self) -> None:
@@ -82,7 +81,7 @@ def profilers(config: JobConfig, step: int) -> Iterator[list[Any]]:
 
 
 def _within(settings: Profiling, step: int, last: int) -> Profiling:
-    """Returns settings under which a run that ends before ``profile_freq`` profiles its last step."""
+    """Lets a run that ends before ``profile_freq`` profile its last step."""
     if last // settings.profile_freq > step // settings.profile_freq:
         return settings
     active = min(settings.profiler_active, last)
@@ -91,7 +90,7 @@ def _within(settings: Profiling, step: int, last: int) -> Profiling:
 
 
 def _trace(settings: Profiling, first: int, folder: Path) -> torch.profiler.profile:
-    """Returns torch's profiler of what this machine has; upstream's needs a GPU."""
+    """Profiles the devices of this machine; upstream's profiler needs a GPU."""
     action = torch.profiler.schedule(
         wait=settings.profile_freq - settings.profiler_warmup - settings.profiler_active,
         warmup=settings.profiler_warmup,
@@ -115,7 +114,7 @@ def _trace(settings: Profiling, first: int, folder: Path) -> torch.profiler.prof
                 f"The trace {file} cannot be written ({error}). Training goes on without it."
             )
 
-    # The warning is meant for those who read events from the profiler instead of from the files.
+    # The warning is for readers of events from the profiler instead of from the files.
     warnings.filterwarnings(
         "ignore", message="Warning: Profiler clears events", category=UserWarning
     )

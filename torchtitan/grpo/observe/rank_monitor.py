@@ -20,14 +20,9 @@ _TIMES_LONGER = 3.0
 
 
 class RankMonitor:
-    """Serves what the training thread has left behind.
+    """Serves the attributes that the training thread assigns, without waiting for anything.
 
-    The training thread assigns attributes and waits for nothing. The serving thread reads them.
-
-    Attributes:
-        phases: Phases and steps of this rank.
-        latest: Metrics of the last step, and of the last evaluation.
-        servers: Returns the state of each server, by URL.
+    ``latest`` holds the metrics of the last step and of the last evaluation.
     """
 
     def __init__(self, config: JobConfig) -> None:
@@ -38,10 +33,9 @@ class RankMonitor:
         self._thread: MonitorThread | None = None
 
     def start(self) -> None:
-        """Begins to serve, unless ``observe.monitor`` is off. Called on rank 0.
+        """Begins to serve on rank 0, unless ``observe.monitor`` is off.
 
-        Raises:
-            MonitorError: If the address cannot be used.
+        Raises MonitorError if the address cannot be used.
         """
         observe = self._config.observe
         if not observe.monitor:
@@ -60,7 +54,6 @@ class RankMonitor:
             logger.error("The address of rank 0's monitor could not be written: %s", error)
 
     def close(self) -> None:
-        """Ends the serving, and removes the address. It is idempotent."""
         if self._thread is None:
             return
         self._thread.close()
@@ -70,12 +63,10 @@ class RankMonitor:
 
 
 class Phases:
-    """Follows the phases of a training rank.
+    """Follows the phases of a training rank; any thread may read what the training thread assigns.
 
     The rank is stuck if its phase lasts longer than ``stuck_seconds`` and than three times the
     longest such phase before: a run whose steps take an hour is not stuck in its second step.
-
-    The training thread only assigns attributes here. Any other thread may read them.
     """
 
     def __init__(self, stuck_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -86,18 +77,15 @@ class Phases:
         self._completed_at = clock()
 
     def enter(self, phase: str) -> None:
-        """Records what the rank does from now on."""
         now = self._clock()
         former = self._phase
         self._longest[former] = max(self._longest[former], now - self._since)
         self._phase, self._since = phase, now
 
     def complete(self, step: int) -> None:
-        """Records that a step has been completed."""
         self._completed, self._completed_at = step, self._clock()
 
     def metrics(self) -> dict[str, float]:
-        """Returns the step and the times."""
         now = self._clock()
         return {
             "monitor/step": float(self._completed or 0),
@@ -106,7 +94,7 @@ class Phases:
         }
 
     def health(self, servers: Mapping[str, Any]) -> Health:
-        """Returns the health of the rank. ``servers`` holds the state of each server, by URL."""
+        """Returns the health of the rank; ``servers`` holds the state of each server, by URL."""
         now = self._clock()
         phase, lasted = self._phase, now - self._since
         bound = max(self._stuck_seconds, _TIMES_LONGER * self._longest.get(phase, 0.0))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a run ended, apart from what the records of its steps tell.
+    """The end of a run, apart from the records of its steps.
 
     Attributes:
         seconds: Wall-clock duration of this process's part of the run.
@@ -95,7 +95,6 @@ def numbers_of(history: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> Path:
-    """Writes ``summary.json`` and returns its path."""
     file = folder / "summary.json"
     write_whole(file, (strict_json.dumps(summary, indent=2) + "\n").encode())
     return file
@@ -135,7 +134,6 @@ def draw_reward_curve(
 def _draw_evaluations(
     axes: "Axes", evaluations: Records, sets: Mapping[str, EvaluationSet]
 ) -> None:
-    """Draws the score of each set of the configuration."""
     for (name, settings), marker in zip(sets.items(), itertools.cycle("os^vDP*X"), strict=False):
         key = f"evaluation/{name}/score"
         label = f"held out: {settings.function}"
@@ -178,7 +176,7 @@ def _draw_staleness(axes: "Axes", steps: Records) -> None:
 
 
 def _draw(axes: "Axes", records: Records, key: str, label: str, style: str, **kwargs: Any) -> None:
-    # What was not a finite number (null) is a gap in the line.
+    # A number that was not finite (null) is a gap in the line.
     points = [(record["step"], finite(record[key])) for record in records if key in record]
     # A single step would be a line without length.
     marker = {"marker": "o", "markersize": 3} if len(points) == 1 and "o" not in style else {}

@@ -14,14 +14,10 @@ from torchtitan.grpo.system.logs import logger
 
 
 class RunLog:
-    """A file of records that a resumed run continues from its checkpoint on.
+    """A file of records, which are not kept in memory: a run of weeks has millions of them.
 
-    Records are not kept in memory: a run of weeks has millions of them.
-
-    Args:
-        path: The file.
-        step: Number of batches that the run has been trained on so far. Records of later steps
-            are dropped, since those steps are taken again. With 0 the file starts empty.
+    Records of steps after ``step``, the batches trained on so far, are dropped, since those
+    steps are taken again. With 0 the file starts empty.
     """
 
     def __init__(self, path: Path, step: int) -> None:
@@ -40,10 +36,7 @@ class RunLog:
         self._path, self._unwritten, self._is_told = path, b"", False
 
     def add(self, record: dict[str, Any]) -> None:
-        """Appends a record.
-
-        If the disk has no room, the record is kept, and written with the next one that can be.
-        """
+        """Appends a record. If the disk has no room, it is written with the next one that can be."""
         self._unwritten += (strict_json.dumps(record, ensure_ascii=False) + "\n").encode()
         self._flush()
 
@@ -67,7 +60,6 @@ class RunLog:
             self._is_told = False
 
     def close(self) -> None:
-        """Closes the file."""
         if not self._stream.closed:
             self._flush()
             if number := self._unwritten.count(b"\n"):
@@ -79,10 +71,7 @@ class RunLog:
 
 
 def _records(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yields the lines of a file with their records; one that is damaged is told and left out.
-
-    A process that was killed may have left an incomplete last line.
-    """
+    """Yields lines with their records, without damaged ones, such as the last of a killed process."""
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line) if line.endswith(b"}\n") else None

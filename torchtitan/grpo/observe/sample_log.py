@@ -23,10 +23,8 @@ Advantages = Mapping[int, Sequence[float | None]]
 class SampleLog:
     """Writes a few rollouts of each step to ``samples.jsonl``, and keeps the ``latest`` records.
 
-    Args:
-        per_step: ``observe.samples_per_step``.
-        step: Number of batches that the run has been trained on so far.
-        codec: Decodes what the model saw; None if ``per_step`` is 0.
+    ``step`` counts the batches that the run has been trained on so far. ``codec`` is None if
+    ``per_step`` is 0.
     """
 
     def __init__(self, path: Path, per_step: int, step: int, codec: TextCodec | None) -> None:
@@ -72,11 +70,10 @@ class SampleLog:
 def turns(rollout: Rollout, codec: TextCodec) -> list[dict[str, Any]]:
     """Returns the whole context of a rollout, in the parts that different writers wrote.
 
-    Each part has ``role``, ``trained``, ``num_tokens``, and ``text``, which is decoded with special
-    tokens. The texts together are the whole context. The role is ``prompt``, ``model``,
-    ``environment``, or ``older model``: tokens of a policy that was too old to be trained
-    (``rollout.overdue = "resume"``). A prompt is what the model read before its first token,
-    with everything that the chat template wrote.
+    Each part has ``role``, ``trained``, ``num_tokens``, and ``text`` with special tokens. The
+    role is ``prompt`` (all before the model's first token), ``model``, ``environment``, or
+    ``older model``: tokens of a policy that was too old to be trained (``rollout.overdue =
+    "resume"``).
     """
     ids = np.concatenate([rollout.prompt_ids, rollout.token_ids]).tolist()
     begin = len(rollout.prompt_ids)
@@ -93,7 +90,6 @@ def turns(rollout: Rollout, codec: TextCodec) -> list[dict[str, Any]]:
 
 
 def _spans(rollout: Rollout) -> list[tuple[bool, int, int]]:
-    """Returns the longest spans of a completion that are trained, or not, as a whole."""
     length = len(rollout.token_ids)
     if not length:
         return []
@@ -109,8 +105,8 @@ def _spans(rollout: Rollout) -> list[tuple[bool, int, int]]:
 def _texts(ids: list[int], ends: list[int], codec: TextCodec) -> list[str]:
     """Returns the text of each part of a sequence, which add up to the text of the whole.
 
-    A part is decoded with everything before it: some tokenizers drop a space at the beginning, and
-    a character may consist of tokens of two parts.
+    A part is decoded with everything before it: some tokenizers drop a space at the beginning,
+    and a character may consist of tokens of two parts.
     """
     found, before = [], ""
     start = 0

@@ -1,16 +1,15 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The line that the console shows for a step.
+"""The line that the console shows for a step, in two forms with the same fields.
 
-There are two forms with the same fields. The short form fits into 80 columns whatever the
-numbers are, because each number has a greatest width:
+The short form always fits into 80 columns, because each number has a greatest width:
 
     rew 0.512 ent 0.51 len 11.2 age 0.75 gen/trn 12k/9.9k trn waits 45%
 
-``gen/trn`` are generated and trained tokens per second. ``trn waits`` is the share of the step
-in which the trainer waits for rollouts; ``gen waits`` is the share of time in which rollouts
-wait for the trainer. The larger of the two is shown.
+``gen/trn`` are generated and trained tokens per second. Of the share of the step in which the
+trainer waits for rollouts (``trn waits``) and the share of time in which rollouts wait for the
+trainer (``gen waits``), the larger one is shown.
 """
 
 import math
@@ -80,24 +79,23 @@ def _fields(step: int, num_steps: int, metrics: Mapping[str, float]) -> Iterator
 
 
 def dropped(metrics: Mapping[str, float]) -> str:
-    """Returns what was left out since the last step, or an empty string if nothing was."""
+    """Describes what was left out since the last step; empty if nothing was."""
     counts = [(metrics.get(key, 0.0), words) for key, words in _DROPPED]
     found = [f"{count:.0f} {words}" for count, words in counts if count]
     return f"dropped: {', '.join(found)}" if found else ""
 
 
 def who_waits(metrics: Mapping[str, float]) -> tuple[str, float]:
-    """Returns who waits more, ``trainer`` or ``rollouts``, and the share of time, in [0, 1]."""
+    """Returns the one that waits more, ``trainer`` or ``rollouts``, and its share of time."""
     trainer = metrics.get("time/wait_data_fraction", 0.0)
     rollouts = metrics.get("rollout/wait_trainer_fraction", 0.0)
     return ("rollouts", rollouts) if rollouts > trainer else ("trainer", trainer)
 
 
 def number(value: float, width: int) -> str:
-    """Returns a number in at most ``width`` characters, with as many digits as fit.
+    """Writes a number in at most ``width`` characters, at least 4, or 5 for a negative one.
 
-    The width is at least 4, and 5 for a negative number. With a width of 4, 0.5123 is ``0.51``,
-    1234 is ``1234``, and 12345 is ``12k``.
+    With a width of 4, 0.5123 is ``0.51``, 1234 is ``1234``, and 12345 is ``12k``.
     """
     if not math.isfinite(value):
         return str(value)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What this project adds to upstream's wandb and TensorBoard loggers."""
+"""Additions to upstream's wandb and TensorBoard loggers."""
 
 import copy
 import os
@@ -43,10 +43,7 @@ COLUMNS = (
 
 
 def without_pipeline(parallel_dims: ParallelDims) -> ParallelDims:
-    """Returns a copy under which upstream opens its loggers on rank 0.
-
-    Rank 0 has all metrics here, whichever stage of a pipeline it holds.
-    """
+    """Lets upstream open its loggers on rank 0, which has all metrics here, whatever its stage."""
     view = copy.copy(parallel_dims)
     view.pp = 1
     return view
@@ -54,10 +51,10 @@ def without_pipeline(parallel_dims: ParallelDims) -> ParallelDims:
 
 @contextmanager
 def wandb_run(config: JobConfig) -> Iterator[None]:
-    """Lets upstream open the same wandb run in each start of a run, for as long as it opens loggers.
+    """Lets each start of a run open the same wandb run, whose id ``job.dump_folder`` keeps.
 
-    The id is kept in ``job.dump_folder``. An id, or another way to resume, that the environment names
-    is left as it is. The variables are set for a moment only, because user code may use wandb, too.
+    An id, or another way to resume, in the environment has precedence. The variables are set
+    only while upstream opens its loggers, because user code may use wandb, too.
     """
     named = ("WANDB_RUN_ID", "WANDB_RESUME_FROM", "WANDB_FORK_FROM")
     if not config.metrics.enable_wandb or any(os.environ.get(name) for name in named):
@@ -110,7 +107,7 @@ def _loggers(tracker: BaseLogger) -> Iterator[BaseLogger]:
 
 
 def _row(sample: Mapping[str, Any]) -> list[Any]:
-    """Returns a table's row. A column of a table has one type, so that nested values are text."""
+    """A column of a table has one type, so that nested values are text."""
     context = "\n".join(
         f"[{turn['role']}{', trained' if turn['trained'] else ''}] {turn['text']}"
         for turn in sample["context"]
