@@ -1,10 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The state that a run loads from its checkpoint and saves; the rest is upstream's.
-
-`resume/` decides which checkpoint that is, and whether the run can resume from it.
-"""
+"""The state that a run loads from its checkpoint and saves; the rest is upstream's."""
 
 import math
 import os
@@ -53,11 +50,10 @@ class RunFinished(Exception):
 
 
 def find_start(config: JobConfig, model: HFModel) -> Start:
-    """Decides how the run starts, from checkpoints whose contents have been checked; see
-    `plan_start`.
+    """Decides how the run starts, from checkpoints with checked contents; see `plan_start`.
 
-    Each rank reads a share of the files. Remains of an interrupted save are removed. Collective
-    over all ranks, as is RunFinished.
+    Each rank reads a share of the files of the folder, which rank 0 has claimed before. Remains
+    of an interrupted save are removed. Collective over all ranks, as is RunFinished.
     """
     damaged: dict[int, str] = {}
     while True:
@@ -142,10 +138,7 @@ def _log_start(config: JobConfig, start: Start, rate: float, brought: float) -> 
 
 
 def save_whole(checkpointer: CheckpointManager, step: int) -> None:
-    """Saves a checkpoint from which the run can be resumed, unless ``step`` has one already.
-
-    Upstream's last checkpoint of a run holds only the model; this one holds everything.
-    """
+    """Saves a checkpoint of everything, unless ``step`` has one; upstream's last one is the model."""
     if checkpointer.enable and step % checkpointer.interval:
         checkpointer.last_save_model_only = False
         checkpointer.last_save_in_hf = False
@@ -155,8 +148,8 @@ def save_whole(checkpointer: CheckpointManager, step: int) -> None:
 def save_stopped(trainer: Trainer, source: StepSource | None, first_step: int) -> None:
     """Saves everything from which a stopped run can go on, and prints how.
 
-    ``source`` is None on ranks other than 0. No checkpoint is saved if no step was taken since
-    ``first_step``, the value of ``trainer.step`` when this process began.
+    ``source`` is None on ranks other than 0. No checkpoint is saved if ``trainer.step`` is
+    still ``first_step``, that of this process's start.
     """
     config, checkpointer, step = trainer.job_config, trainer.checkpointer, trainer.step
     assert isinstance(config, JobConfig) and isinstance(checkpointer, GRPOCheckpointManager)
@@ -180,7 +173,7 @@ def save_stopped(trainer: Trainer, source: StepSource | None, first_step: int) -
 
 
 def progress_state(progress: PromptProgress) -> dict[str, str]:
-    """Returns a checkpoint's entry of the progress through the prompts.
+    """Returns the progress through the prompts as a checkpoint's entry.
 
     It is one string: a checkpoint stores each element of a list by itself, and the number of
     open prompts changes.
@@ -195,10 +188,7 @@ def progress_from(state_dict: dict[str, Any]) -> PromptProgress:
 def describe_stop(
     config: JobConfig, step: int, num_rollouts: int | None, arguments: Sequence[str]
 ) -> str:
-    """Returns what to print after a stop request, with the command that goes on.
-
-    ``num_rollouts`` in flight are kept; None if they could not be written in time.
-    """
+    """Returns the text after a stop request; ``num_rollouts`` None were not written in time."""
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     checkpoint = folder / f"step-{step}"
     stopped = f"Stopped after step {step}."
@@ -223,7 +213,7 @@ def resume_command(config: JobConfig, arguments: Sequence[str], load_step: int |
     """Returns the command that continues a run from its newest checkpoint, or from ``load_step``."""
     kept = _without_start(without_keys(arguments))
     named = {argument.partition("=")[0] for argument in arguments}
-    # Arguments may hide settings of the file, which must not count again.
+    # The overwrite and the load_step of the first start must not apply again.
     if config.job.overwrite or named & {*_FLAGS}:
         kept.append("--job.no-overwrite")
     if load_step is not None:

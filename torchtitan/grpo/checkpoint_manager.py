@@ -1,8 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Upstream's checkpoint manager, with checkpoints that are whole or absent, and reports of
-failures.
+"""Upstream's checkpoint manager, with checkpoints that are whole or absent, and failure reports.
 
 Upstream ends the run if a checkpoint cannot be written, though the disk may have room at the
 next one, and counts interrupted checkpoints among those to keep.
@@ -47,9 +46,8 @@ class LastSaveFailed(SaveFailed):
 
 
 class GRPOCheckpointManager(CheckpointManager):
-    """An upstream manager becomes one by :func:`adopt`.
-
-    ``missing`` describes the failure of the newest checkpoint, if it could not be written.
+    """Made by :func:`adopt`; ``missing`` describes the failure of the newest checkpoint, if it
+    failed.
     """
 
     settings: Checkpoint
@@ -118,17 +116,13 @@ class GRPOCheckpointManager(CheckpointManager):
             self._tell_failure(self._describe_failure(error))
 
     def finish(self) -> None:
-        """Waits for what is still being written, after which nothing is saved any more.
-        Collective.
-        """
+        """Waits for what is still being written; nothing is saved afterwards. Collective."""
         self._then = _NONE_FOLLOWS
         if self.enable:
             self._async_wait()
 
     def raise_if_missing(self) -> None:
-        """Raises :class:`LastSaveFailed` if the newest checkpoint could not be written.
-        Collective.
-        """
+        """Raises :class:`LastSaveFailed` if the newest checkpoint was not written. Collective."""
         self.finish()
         if self.missing is not None:
             raise LastSaveFailed(
@@ -167,9 +161,7 @@ class GRPOCheckpointManager(CheckpointManager):
         return f"The checkpoint {self._saving} could not be written: {reason}. {kept}"
 
     def _end_failed(self, error: BaseException) -> None:
-        """Removes the remains of the failed save, and reports it; raises with `save_failure =
-        "stop"`.
-        """
+        """Removes the remains of a failed save, reports it, and raises if that is configured."""
         # Described first: what is removed gives room.
         self.missing = self._describe_failure(error)
         if dist.get_rank() == 0 and self._saving and not is_whole(Path(self._saving)):

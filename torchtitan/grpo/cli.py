@@ -70,7 +70,7 @@ def sft(arguments: list[str]) -> int:
 
 
 def check_config(arguments: list[str]) -> int:
-    """Prints the planned layout and settings; the exit status is 2 if the run would be refused.
+    """Prints a run's inputs and layout; the exit status is 2 if it would be refused.
 
     The number of ranks is the one that ``train`` would start, unless ``WORLD_SIZE`` names it.
     """

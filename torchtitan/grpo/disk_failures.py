@@ -40,7 +40,7 @@ def disk_failure(error: BaseException, dump_folder: str) -> str | None:
 
 
 def room_problem(errors: list[BaseException], path: Path) -> str | None:
-    """Returns a clause that says why a disk took no more; None if the ranks' ``errors`` differ."""
+    """Returns a clause that says why a disk took no more; None if the errors have another cause."""
     numbers, mib = {_number(error) for error in errors}, free_bytes(path) / 2**20
     disk = _disk_of(path)
     # File systems without a fixed number of inodes state 0 of 0.

@@ -43,9 +43,8 @@ Override = tuple[tuple[str, ...], Any]
 
 
 def read_arguments(cls: type, args: list[str]) -> list[Override]:
-    """Returns the values that a command line gives the settings of ``cls``, in their order.
-
-    Raises ConfigError for an unknown argument, or a value that cannot be that of the setting.
+    """Returns the values for settings of ``cls`` in their order; ConfigError for what does not
+    fit.
     """
     return [value for option, words in _split(args) for value in _read(cls, option, words)]
 

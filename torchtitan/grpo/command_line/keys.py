@@ -16,9 +16,7 @@ from torchtitan.grpo.command_line import ConfigError
 
 @functools.cache
 def all_keys(cls: type, prefix: str = "") -> dict[str, Any]:
-    """Returns the type of each setting, and of each table, by its key, such as
-    ``grpo.group_size``.
-    """
+    """Returns the types of settings and tables by their keys, such as ``grpo.group_size``."""
     keys: dict[str, Any] = {}
     for f in fields(cls):
         keys[prefix + f.name] = f.type
@@ -34,11 +32,9 @@ def settings(cls: type) -> dict[str, Any]:
 
 
 def check_keys(cls: type, data: dict[str, Any], prefix: str = "", known: Any = None) -> None:
-    """Refuses keys of a TOML file that no table has; ConfigError names the first and the nearest
-    key.
+    """Raises ConfigError for the first key of a TOML file that no table has, with the nearest key.
 
-    ``cls`` is the table of ``data``, whose name is ``prefix`` without its dot. ``known`` are
-    all settings of the configuration; None reads them from ``cls``.
+    ``cls`` is the table of ``data`` with the name ``prefix``; ``known`` are all settings.
     """
     known = known or settings(cls)
     table = {f.name: f.type for f in fields(cls)}
@@ -67,8 +63,8 @@ def _nested_answer(key: str, value: Any, known: Collection[str]) -> tuple[str, s
 def hint_for(key: str, known: Collection[str], siblings: Collection[str], mark: str = "") -> str:
     """Returns a sentence that helps with an unknown key.
 
-    ``siblings`` are the names in the table that was written. ``mark`` stands before a key where
-    it was written: ``--``, or nothing.
+    ``siblings`` are the names in the same table. ``mark`` stands before keys: ``--``, or
+    nothing.
     """
     if answer := answer_to(key):
         return answer

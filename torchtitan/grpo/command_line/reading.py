@@ -1,10 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Merges a TOML file and the command line into a configuration, without checking its values.
-
-The command line takes precedence over the file, and the file over the defaults.
-"""
+"""Merges the command line into a TOML file, and that into the defaults, without checking values."""
 
 import importlib
 import re

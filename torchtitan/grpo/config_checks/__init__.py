@@ -1,11 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Refuses configurations that cannot work, before any process group exists.
-
-`ranges.py` enforces the bounds at the fields of the tables, and `unread.py` finds settings that
-nothing would read. The other files find contradictions, each in one subject.
-"""
+"""Refuses configurations that cannot work, before any process group exists."""
 
 from torchtitan.grpo.config_checks.learning import check_losses, check_supervised, check_teacher
 from torchtitan.grpo.config_checks.lora import check_lora

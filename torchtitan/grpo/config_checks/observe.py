@@ -13,9 +13,7 @@ from torchtitan.grpo.monitoring.addresses import KEY_VARIABLE, is_loopback
 
 
 def check_observe(config: JobConfig) -> None:
-    """Refuses to print samples that are not kept, and to serve others than this host without a
-    key.
-    """
+    """Refuses to print samples that are not kept, and to serve other hosts without a key."""
     observe = config.observe
     require(
         observe.print_samples <= observe.samples_per_step,

@@ -115,15 +115,12 @@ _LAUNCH_ONLY = (
     "num_servers", "python", "device", "dtype", "max_batched_tokens", "extra_args", "max_restarts",
     "restart_seconds", "max_restart_seconds",
 )  # fmt: skip
-"""Further keys of ``[inference]`` that only launched servers read. A file may hold them while the
-command line names servers that run already.
+"""Further keys of ``[inference]`` for launched servers, harmless beside servers that run already.
 """
 
 
 def unused_server_settings(config: JobConfig) -> list[str]:
-    """Returns a warning if settings of launched servers are not at their defaults, and none is
-    launched.
-    """
+    """Returns a warning if settings of launched servers are set, and none is launched."""
     inference, defaults = config.inference, grpo_config.Inference()
     if inference.launch or not config.has_servers:
         return []

@@ -89,9 +89,7 @@ def check_layout(config: JobConfig) -> None:
 
 
 def check_model(config: JobConfig, model: "HFModel") -> None:
-    """Refuses sequences longer than the model's maximum or its window, and layouts that do not fit
-    it.
-    """
+    """Refuses sequences beyond the model's maximum or window, and layouts that do not fit it."""
     needed = longest_sequence(config)
     if config.inference.launch and config.has_servers:
         needed = config.inference.max_model_len or config.training.seq_len

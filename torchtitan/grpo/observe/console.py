@@ -51,10 +51,10 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 class Progress:
-    """Shows a bar on a terminal below the line of the last step, and one line for each step
+    """Shows a bar on a terminal below the line of the last step, and a line for each step
     elsewhere.
 
-    Log messages go through the bar's console, so that they do not stand in the middle of it.
+    Log messages go through the bar's console: others would stand in the middle of it.
     """
 
     def __init__(self, mode: Literal["auto", "bar", "lines", "none"], num_steps: int) -> None:

@@ -19,8 +19,7 @@ class EqualRewardsWatch:
     """Counts the latest steps in which no group had two different rewards.
 
     A notice comes after ``observe.equal_rewards_steps`` such steps in a row, and then after
-    twice as many each time. Groups that ``rollout.dynamic_sampling`` replaced are not in a
-    batch; once its budget is spent, equal groups are.
+    twice as many each time. Groups replaced by ``rollout.dynamic_sampling`` are not in a batch.
     """
 
     def __init__(self, config: JobConfig) -> None:

@@ -1,10 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Metrics of a run, through torchtitan's metrics processor.
+"""Metrics of a run (docs/metrics.md), through torchtitan's metrics processor.
 
 They go to the console, to ``metrics.jsonl`` and to upstream's TensorBoard and wandb loggers.
-Keys are paths; those of quantities with a unit end in the unit. See docs/metrics.md.
 """
 
 import netrc
@@ -42,10 +41,9 @@ from torchtitan.grpo.upstream.parallelism import ParallelDims
 
 
 class GRPOMetricsProcessor(MetricsProcessor):
-    """Upstream's processor with this project's keys. Only rank 0 writes files and the console.
+    """Upstream's processor with this project's keys; its logs are None on other ranks than 0.
 
-    Its logs are None on other ranks: ``steps`` is ``metrics.jsonl``, ``evaluations`` is
-    ``evaluations.jsonl``, and ``evaluated`` is ``evaluation_samples.jsonl``.
+    ``evaluations`` is ``evaluations.jsonl``, and ``evaluated`` is ``evaluation_samples.jsonl``.
     """
 
     def __init__(
@@ -103,9 +101,8 @@ class GRPOMetricsProcessor(MetricsProcessor):
     def log_evaluation(
         self, step: int, result: EvaluationResult, counts: Mapping[str, int]
     ) -> None:
-        """Records an evaluation after ``step`` steps, maybe of an older version, on rank 0.
-
-        ``counts`` are metrics by their names without ``evaluation/``.
+        """Records an evaluation after ``step`` steps on rank 0; the evaluated version may be
+        older.
         """
         if self._progress is None or self.evaluations is None or self.evaluated is None:
             return
@@ -131,9 +128,7 @@ class GRPOMetricsProcessor(MetricsProcessor):
         self._progress.print(f"held-out loss at step {step}: {loss:.4f} nats/token")
 
     def report(self, outcome: RunOutcome) -> None:
-        """Writes and prints the summary of a run that has ended, and closes the files; only on
-        rank 0.
-        """
+        """Writes and prints the summary of a run that has ended, and closes the files, on rank 0."""
         assert self.steps is not None and self.evaluations is not None
         _warn(self._equal_rewards.end(self._is_chat))
         steps, evaluations = self.steps.read(), self.evaluations.read()

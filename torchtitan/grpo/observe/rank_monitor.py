@@ -20,10 +20,7 @@ _TIMES_LONGER = 3.0
 
 
 class RankMonitor:
-    """Serves the attributes that the training thread assigns, without waiting for anything.
-
-    ``latest`` holds the metrics of the last step and of the last evaluation.
-    """
+    """Serves the attributes that the training thread assigns, without waiting for anything."""
 
     def __init__(self, config: JobConfig) -> None:
         self._config = config
@@ -33,10 +30,7 @@ class RankMonitor:
         self._thread: MonitorThread | None = None
 
     def start(self) -> None:
-        """Begins to serve on rank 0, unless ``observe.monitor`` is off.
-
-        Raises MonitorError if the address cannot be used.
-        """
+        """Begins to serve on rank 0; MonitorError if the address cannot be used."""
         observe = self._config.observe
         if not observe.monitor:
             return

@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 class RunOutcome:
     """The end of a run, apart from the records of its steps.
 
-    Attributes:
-        seconds: Wall-clock duration of this process's part of the run.
-        server_version: Lowest version that a server reports; -1 if none answers.
-        hf_checkpoint: Directory of the exported model.
+    ``seconds`` is the duration of this process's part of the run, and ``server_version`` the
+    lowest version that a server reports, or -1 if none answers.
     """
 
     step: int

@@ -21,11 +21,7 @@ Advantages = Mapping[int, Sequence[float | None]]
 
 
 class SampleLog:
-    """Writes a few rollouts of each step to ``samples.jsonl``, and keeps the ``latest`` records.
-
-    ``step`` counts the batches that the run has been trained on so far. ``codec`` is None if
-    ``per_step`` is 0.
-    """
+    """Writes a few rollouts of each step to ``samples.jsonl``, and keeps the ``latest`` records."""
 
     def __init__(self, path: Path, per_step: int, step: int, codec: TextCodec | None) -> None:
         assert codec is not None or per_step == 0, "what is written must be decoded"
@@ -71,9 +67,8 @@ def turns(rollout: Rollout, codec: TextCodec) -> list[dict[str, Any]]:
     """Returns the whole context of a rollout, in the parts that different writers wrote.
 
     Each part has ``role``, ``trained``, ``num_tokens``, and ``text`` with special tokens. The
-    role is ``prompt`` (all before the model's first token), ``model``, ``environment``, or
-    ``older model``: tokens of a policy that was too old to be trained (``rollout.overdue =
-    "resume"``).
+    role is ``prompt``, ``model``, ``environment``, or ``older model``: tokens of a policy that
+    was too old to be trained (``rollout.overdue = "resume"``).
     """
     ids = np.concatenate([rollout.prompt_ids, rollout.token_ids]).tolist()
     begin = len(rollout.prompt_ids)
@@ -103,7 +98,7 @@ def _spans(rollout: Rollout) -> list[tuple[bool, int, int]]:
 
 
 def _texts(ids: list[int], ends: list[int], codec: TextCodec) -> list[str]:
-    """Returns the text of each part of a sequence, which add up to the text of the whole.
+    """Returns the text of each part of a sequence.
 
     A part is decoded with everything before it: some tokenizers drop a space at the beginning,
     and a character may consist of tokens of two parts.

@@ -7,9 +7,9 @@ The short form always fits into 80 columns, because each number has a greatest w
 
     rew 0.512 ent 0.51 len 11.2 age 0.75 gen/trn 12k/9.9k trn waits 45%
 
-``gen/trn`` are generated and trained tokens per second. Of the share of the step in which the
-trainer waits for rollouts (``trn waits``) and the share of time in which rollouts wait for the
-trainer (``gen waits``), the larger one is shown.
+``gen/trn`` are generated and trained tokens per second. ``trn waits`` is the share of the step
+in which the trainer waits for rollouts; ``gen waits``, if it is larger, the share in which
+rollouts wait for the trainer.
 """
 
 import math
