@@ -61,17 +61,11 @@ def dry_run(
     *,
     shows_settings: bool = False,
 ) -> Iterator[str]:
-    """Yields what the run would read and warn of, as it is found, and then how it would be laid out.
+    """Yields findings and warnings about what the run would read, and then its layout.
 
-    Args:
-        model: The model that would be trained. Its arguments may be changed.
-        date: What chat templates would take for now; empty is this moment.
-        shows_settings: Whether every setting follows with its value.
-
-    Raises:
-        ConfigError: If a prompt set, a column, a reward function or an environment is unusable.
-        DataError: If ``grpo.ptx_path``, ``rollout.replay`` or ``[sft]`` is unusable.
-        ModelError: If the weights do not belong to the model.
+    The model's arguments may be changed. ``date`` is what chat templates take for now; empty is
+    this moment. ConfigError is raised for prompts, columns, rewards or environments, DataError for
+    ``grpo.ptx_path``, ``rollout.replay`` or ``[sft]``, ModelError for weights of another model.
     """
     yield "Start"
     yield from (f"  {line}" for line in start)
@@ -115,7 +109,7 @@ def dry_run(
 
 
 def _weights(config: JobConfig, model: HFModel, warnings: list[str]) -> str:
-    """Compares the weights with the model, says how many there are, and adds what the run would warn of."""
+    """Compares the weights with the model, counts them, and adds warnings."""
     try:
         num_tensors, notes = check_weights(config, model)
     except WeightsAbsent:
@@ -127,7 +121,7 @@ def _weights(config: JobConfig, model: HFModel, warnings: list[str]) -> str:
 
 
 def _examples(config: JobConfig, model: HFModel, date: str, warnings: list[str]) -> Iterator[str]:
-    """Yields what the files of supervised examples hold, and adds what the run would warn of."""
+    """Describes the files of supervised examples, and adds warnings."""
     for key, path in (("path", config.sft.path), ("held_out_path", config.sft.held_out_path)):
         if path is None:
             continue
@@ -143,7 +137,7 @@ def _examples(config: JobConfig, model: HFModel, date: str, warnings: list[str])
 
 
 def _memory(config: JobConfig, model: HFModel) -> Iterator[str]:
-    """Yields the memory of a training step and that of the push."""
+    """Describes the memory of a training step and of the push."""
     yield "Memory of a training step, on the rank that holds the most (estimated)"
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     yield from (f"  {line}" for line in describe_memory(config, model, num_ranks))
@@ -152,7 +146,7 @@ def _memory(config: JobConfig, model: HFModel) -> Iterator[str]:
 
 
 def _push_memory(config: JobConfig, model: HFModel) -> Iterator[str]:
-    """Yields what the push of weights will hold, which is allocated when the run starts."""
+    """Describes what the push of weights allocates when the run starts."""
     shapes = parameter_shapes(config, model)
     _, adapter_of = build_without_memory(config, model)
     inference = config.inference
@@ -173,11 +167,7 @@ def _push_memory(config: JobConfig, model: HFModel) -> Iterator[str]:
 
 
 def check_inputs(config: RolloutProcessConfig, timeout_seconds: float) -> InputReport:
-    """Opens the inputs of a run in a process like the rollout process.
-
-    Args:
-        timeout_seconds: Maximum time, after which the process is ended.
-    """
+    """Opens a run's inputs in a process like the rollout process, which a timeout ends."""
     folder = Path(tempfile.mkdtemp(prefix="grpo-check-"))  # mode 0700: there may be keys
     try:
         (folder / CONFIG_FILE).write_text(json.dumps(config.to_dict(), allow_nan=False))
@@ -194,7 +184,7 @@ def check_inputs(config: RolloutProcessConfig, timeout_seconds: float) -> InputR
 
 
 def _wait(child: subprocess.Popen, progress: Path, timeout_seconds: float) -> None:
-    """Waits for the end of the check, and shows how far it has come."""
+    """Waits for the end of the check, and shows its progress."""
     deadline, told = time.monotonic() + timeout_seconds, ""
     while time.monotonic() < deadline:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -223,9 +213,8 @@ def _read_report(folder: Path, timeout_seconds: float) -> InputReport:
 
 
 def describe_settings(config: JobConfig) -> str:
-    """Returns the resolved configuration in lines like TOML.
-
-    A default that this project has changed names torchtitan's behind it.
+    """Returns the resolved configuration in lines like TOML, with torchtitan's default where it
+    differs.
     """
     changed = changed_defaults()
     lines = []
@@ -269,9 +258,9 @@ def _describe_batch(config: JobConfig) -> str:
 
 
 def changed_defaults() -> dict[str, tuple[Any, Any]]:
-    """Returns this project's default and torchtitan's, for each of torchtitan's keys that differs.
+    """Returns this project's and torchtitan's default of each of torchtitan's keys that differs.
 
-    ``[model]`` is left out: a Hugging Face directory determines the model here.
+    ``[model]`` is left out, because a Hugging Face directory determines the model here.
     """
     here, upstream = JobConfig().to_dict(), job_config.JobConfig().to_dict()
     return {

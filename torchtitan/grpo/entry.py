@@ -3,8 +3,8 @@
 
 """Runs a training rank from its command line to its exit status.
 
-A mistake of the user, and a failure outside of this program, is reported once, in one line, by rank
-0. Only a bug in this program shows a traceback.
+A user's mistake or a failure outside of this program is reported once, in one line, by rank 0. Only
+a bug in this program shows a traceback.
 """
 
 import contextlib
@@ -68,10 +68,10 @@ _LOSS_PATIENCE_SECONDS = 1.0
 
 
 class RunnableTrainer(Protocol):
-    """What :func:`run` needs of a trainer. The implementation is `grpo_train.GRPOTrainer`."""
+    """The part of `grpo_train.GRPOTrainer` that :func:`run` needs."""
 
     def train(self) -> None:
-        """Trains until the last step, or until a stop request."""
+        """Trains until the last step or a stop request."""
         ...
 
     def close(self) -> None:
@@ -85,14 +85,9 @@ TrainerFactory = Callable[[JobConfig, HFModel, StopRequest, RankChannel], Runnab
 def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
     """Checks the configuration, trains, and returns the exit status of the process.
 
-    Args:
-        make_trainer: Builds the trainer of this rank.
-        args: Command line, without the program's name.
-
-    Returns:
-        0 after a complete run, 1 after a failure, 2 if the configuration or the model cannot be
-        used, 3 if a guard stopped the run, 4 if its last checkpoint could not be written, and 128 plus
-        the signal's number after a stop request.
+    It is 0 after a complete run, 1 after a failure, 2 if configuration or model cannot be used, 3
+    if a guard stopped the run, 4 if its last checkpoint could not be written, and 128 plus the
+    signal's number after a stop request.
     """
     args = list(args)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -130,11 +125,9 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
 
 
 def planned(config: JobConfig, hf_model: HFModel) -> tuple[list[str], str]:
-    """Returns where the run would begin, in lines, and what chat templates would take for now.
+    """Returns lines about the run's beginning, and what chat templates would take for now.
 
-    Raises:
-        CheckpointError: If it would be refused.
-        FolderError: If its folder cannot be made.
+    Raises CheckpointError if it would be refused, FolderError if its folder cannot be made.
     """
     check_folder(config)
     start = plan_start(config, hf_model)
@@ -142,7 +135,7 @@ def planned(config: JobConfig, hf_model: HFModel) -> tuple[list[str], str]:
 
 
 def _train_in_folder(make_trainer: TrainerFactory, config: JobConfig, hf_model: HFModel) -> int:
-    """Makes the run's folder this run's, on rank 0, before any rank writes; then trains."""
+    """Takes the run's folder on rank 0, before any rank writes; then trains."""
     status = 1
     try:
         folder = RunFolder(config)
@@ -166,7 +159,7 @@ def _train_in_folder(make_trainer: TrainerFactory, config: JobConfig, hf_model: 
 
 
 def _check_weights(config: JobConfig, model: HFModel, start: Start) -> None:
-    """Refuses weights that cannot be trained, before anything of an earlier run is moved."""
+    """Refuses unusable weights before anything of an earlier run is moved."""
     if start.folder is None or config.lora.rank:  # else a checkpoint brings them
         for note in check_weights(config, model)[1]:
             print(f"warning: {note}", flush=True)
@@ -180,12 +173,7 @@ def print_dry_run(
     *,
     shows_settings: bool = False,
 ) -> int:
-    """Opens what the run would open and prints what was found; returns the exit status.
-
-    Args:
-        date: What chat templates would take for now; empty is this moment.
-        shows_settings: Whether the value of every setting is printed at the end.
-    """
+    """Prints a :func:`dry_run`, perhaps with every setting; returns the exit status."""
     init_console("error", is_rank_zero=True)
     try:
         for line in dry_run(config, model, start, date, shows_settings=shows_settings):
@@ -253,13 +241,10 @@ def _report(
     status: int,
     wait: Callable[[float], bool | None] = time.sleep,
 ) -> int:
-    """Prints an error without a traceback and returns its exit status, which is ``status`` by default.
+    """Prints an error without a traceback and returns its exit status, by default ``status``.
 
-    Usually all ranks fail with the same error. Rank 0 prints it and ends, and the other ranks wait
-    until torchrun ends them. A rank that fails alone prints its error after the wait.
-
-    Args:
-        wait: Waits for so many seconds; returns True if the rank has been stopped meanwhile.
+    If all ranks fail with it, rank 0 prints it and torchrun ends the others while they ``wait``,
+    which returns True if the rank was stopped. A rank that fails by itself prints after the wait.
     """
     if is_rank_zero or not wait(_RANK_ZERO_PATIENCE_SECONDS):
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -268,7 +253,7 @@ def _report(
 
 
 def _tell_torchrun(message: str) -> None:
-    """Leaves a message for torchrun, which repeats it at the end of its own report of the failure."""
+    """Leaves a message that torchrun repeats at the end of its report."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
@@ -286,11 +271,10 @@ def _tell_torchrun(message: str) -> None:
 def leave(main: Callable[[], int]) -> None:
     """Runs ``main``, which closes everything, and ends the process with its status.
 
-    The process ends without Python's usual cleanup, because threads may be left that Python cannot
-    end. A thread may be inside a collective with a rank that has died, or a broadcast to a server
-    that has stopped. One of gloo's threads may be about to release the last reference to a tensor,
-    for which it needs the interpreter's lock; if the interpreter is being torn down at that moment,
-    the process aborts (https://github.com/pytorch/pytorch/issues/190489).
+    Python's usual cleanup is left out, because it cannot end threads inside a collective with a
+    dead rank, or a broadcast to a stopped server. And if a thread of gloo's releases the last
+    reference to a tensor while the interpreter is torn down, the process aborts
+    (https://github.com/pytorch/pytorch/issues/190489).
     """
     try:
         status = main()

@@ -3,7 +3,7 @@
 
 """``torchtitan-grpo evaluate X.toml``: the evaluation of a run, without training.
 
-Launched servers load the weights that are named; servers at ``inference.urls`` are asked as they are.
+Launched servers load the named weights; servers at ``inference.urls`` are asked as they are.
 """
 
 import argparse
@@ -48,7 +48,7 @@ from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.weight_wire.model_folder import require_undamaged
 
 FOLDER = "evaluate"
-"""Folder in the dump folder with one folder for each set of weights that was evaluated."""
+"""Folder in the dump folder with one folder for each evaluated set of weights."""
 RESULT_FILE = "evaluation.json"
 SAMPLES_FILE = "evaluation_samples.jsonl"
 _STOPPED = 128 + signal.SIGINT
@@ -57,11 +57,10 @@ _TABLE_COLUMNS = 1000
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated.
+    """Evaluated weights, described for console and result.
 
-    Attributes:
-        model: Hugging Face directory of the weights, or of their tokenizer if servers have them.
-        described: What it is, for the console and the result.
+    ``model`` is their Hugging Face directory, or that of their tokenizer if servers have the
+    weights.
     """
 
     model: HFModel
@@ -69,7 +68,7 @@ class Subject:
 
 
 def options() -> argparse.ArgumentParser:
-    """Returns the parser of what the command takes beside settings."""
+    """Returns the parser of arguments beside settings."""
     parser = argparse.ArgumentParser(prog="torchtitan-grpo evaluate", allow_abbrev=False)
     parser.add_argument("--model", help="Hugging Face directory, or name on the Hub, to evaluate")
     parser.add_argument(
@@ -80,13 +79,10 @@ def options() -> argparse.ArgumentParser:
 
 
 def evaluate(given: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Evaluates and prints a table; returns the exit status.
+    """Evaluates with the ranks' settings in ``arguments``, prints a table and returns the exit
+    status.
 
-    Args:
-        arguments: Settings, as of the ranks of a run.
-
-    Raises:
-        RunError: If the configuration, the model, the checkpoint or the folder cannot be used.
+    Raises RunError if the configuration, the model, the checkpoint or the folder cannot be used.
     """
     config = load_config(list(arguments))
     held: HeldFolders | None = None
@@ -136,15 +132,15 @@ def _evaluate(config: JobConfig, given: argparse.Namespace, subject: Subject, fo
 
 
 def print_table(result: EvaluationResult) -> None:
-    """Prints the figures as a table, as wide as it needs to be.
+    """Prints the figures at full width.
 
-    Rich would otherwise cut words, on a narrow terminal and in the 80 columns that it assumes for a file.
+    Rich would cut words on a narrow terminal and in the 80 columns that it assumes for a file.
     """
     Console(width=_TABLE_COLUMNS).print(table(result))
 
 
 def table(result: EvaluationResult) -> Table:
-    """Returns the figures as a table, a row for each set."""
+    """Returns the figures as a table, one row for each set."""
     ks = sorted({k for of_set in result.sets for k in of_set.pass_at})
     made = Table(box=None, pad_edge=False)
     made.add_column("set")
@@ -194,7 +190,7 @@ def _check(config: JobConfig, given: argparse.Namespace) -> None:
 
 
 def _named(config: JobConfig, given: argparse.Namespace) -> tuple[HFModel, str]:
-    """Returns the model that the weights are of, and the name of the folder of their evaluation."""
+    """The weights' model, and the name of their evaluation's folder."""
     if given.model:
         config.model.hf_assets_path = given.model
     for note in locate_models(config):
@@ -213,7 +209,7 @@ def _named(config: JobConfig, given: argparse.Namespace) -> tuple[HFModel, str]:
 
 
 def _subject(config: JobConfig, given: argparse.Namespace, model: HFModel, folder: Path) -> Subject:
-    """Returns what is evaluated; writes the weights of a checkpoint as a Hugging Face directory."""
+    """The subject; writes a checkpoint's weights as a Hugging Face directory."""
     if given.checkpoint:
         checkpoint, target = find_checkpoint(config, given.checkpoint), folder / "model"
         export_checkpoint(config, model, checkpoint, target)
@@ -258,7 +254,7 @@ async def _run(config: RolloutProcessConfig) -> tuple[EvaluationResult, list[str
 def _record(
     config: JobConfig, subject: Subject, result: EvaluationResult, servers: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns the content of the result's file."""
+    """Content of the result's file."""
     settings = evaluation_sets(config.evaluation)
     return {
         "evaluated": subject.described,

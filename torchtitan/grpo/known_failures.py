@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Turns failures that torch reports at length into one message with the settings that help."""
+"""Turns long failures of torch into one message with the settings that help."""
 
 import os
 import re
@@ -22,7 +22,7 @@ _LONG_ROW_TOKENS = 8192
 
 
 def known_failure(error: BaseException, config: JobConfig) -> str | None:
-    """Returns the message for a failure of training that the user can do something about."""
+    """Returns a message for a failure of training that the user can mend."""
     for cause in _chain(error):
         if isinstance(cause, MemoryError | torch.OutOfMemoryError) or (
             isinstance(cause, RuntimeError) and _OUT_OF_MEMORY.search(str(cause))
@@ -38,7 +38,7 @@ def known_failure(error: BaseException, config: JobConfig) -> str | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error and what it arose from, the innermost last."""
+    """Yields an error and its causes, the innermost last."""
     found: BaseException | None = error
     while found is not None:
         yield found
@@ -61,7 +61,7 @@ def _out_of_memory(error: BaseException, config: JobConfig) -> str:
 
 
 def _rows_at_once(config: JobConfig) -> tuple[str, int]:
-    """Returns the setting that says how many rows a microbatch has, and its value."""
+    """The setting of the rows of a microbatch, and its value."""
     if config.parallelism.pipeline_parallel_degree > 1:
         key = "parallelism.pipeline_parallel_microbatch_size"
         return key, config.parallelism.pipeline_parallel_microbatch_size

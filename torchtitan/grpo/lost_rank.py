@@ -3,10 +3,10 @@
 
 """Ends a run in which a rank is lost: one message, a record, and an end within a bound.
 
-All ranks of a host know of the loss at the same time. The first one that claims the report prints
-it; the agent of `torchtitan-grpo train` then adds nothing. Each rank writes what its collectives were
-doing (torch's flight recorder), and ends. Its training thread may be inside a collective that never
-returns, so the channel's thread ends the process after a few seconds if it has not ended by itself.
+All ranks of a host learn of the loss together; the first to claim the report prints it, and the
+agent of `torchtitan-grpo train` adds nothing. Each rank writes torch's flight recorder of its
+collectives. Its training thread may be inside a collective that never returns, so the channel's
+thread ends the process if it has not ended after a few seconds.
 """
 
 import os
@@ -28,16 +28,13 @@ _CLOSE_SECONDS = 6.0
 
 
 class LostRankHandler:
-    """Reports a lost rank and ends this process soon.
-
-    ``is_stopping`` tells whether the run is being stopped, so that ranks that end are no news.
-    """
+    """Reports a lost rank and ends this process soon; no news if the run ``is_stopping``."""
 
     def __init__(self, config: JobConfig, is_stopping: Callable[[], bool]) -> None:
         self._config, self._is_stopping = config, is_stopping
 
     def __call__(self, lost: LostRank) -> None:
-        """Is called on the channel's thread."""
+        """Runs on the channel's thread."""
         if self._is_stopping():
             return  # the stop has a bound and a message of its own
         is_here = lost.status.host == socket.gethostname()
@@ -74,7 +71,7 @@ def describe_lost(lost: LostRank, config: JobConfig) -> str:
 
 
 def describe_next(config: JobConfig) -> str:
-    """Returns what follows the loss: a restart by torchrun, or the user's own."""
+    """Returns what follows: a restart by torchrun, or the user's own."""
     most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1
     begin = "from the newest checkpoint" if config.checkpoint.enable else (
@@ -88,7 +85,7 @@ def describe_next(config: JobConfig) -> str:
 
 
 def _claims_report(lost: LostRank) -> bool:
-    """Whether this rank is the one of its host that prints the message."""
+    """Returns whether this rank prints the message for its host."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         reporter = 1 if lost.status.rank == 0 else 0
@@ -104,14 +101,14 @@ def _claims_report(lost: LostRank) -> bool:
 
 
 def _trace_file() -> str | None:
-    """Returns how the names of the flight recorder's files begin, or None if it is off."""
+    """Beginning of the names of the flight recorder's files, or None if it is off."""
     if int(os.environ.get("TORCH_FR_BUFFER_SIZE", "0") or 0) <= 0:
         return None
     return os.environ.get("TORCH_FR_DUMP_TEMP_FILE")
 
 
 def dump_collectives() -> None:
-    """Writes the flight recorder's entries of this rank, in the form that torch's tools read."""
+    """Writes this rank's flight recorder for torch's tools."""
     prefix = _trace_file()
     if prefix is None:
         return
@@ -123,7 +120,7 @@ def dump_collectives() -> None:
 
 
 def dump_flight_recorder() -> bytes:
-    """Returns the entries of NCCL's recorder in a build that has one, else those of gloo's."""
+    """Returns NCCL's entries, or gloo's in a build without NCCL's recorder."""
     module: Any = _distributed_c10d  # its stubs do not know the recorder
     dump = getattr(module, "_dump_nccl_trace", None) or module._dump_fr_trace
     return dump()

@@ -23,7 +23,7 @@ class ServerError(RuntimeError):
 
     @property
     def was_answered(self) -> bool:
-        """Whether the server answered."""
+        """True if the server answered."""
         return True
 
 

@@ -41,7 +41,7 @@ class RouteError(ServerError):
 
     @property
     def is_refusal(self) -> bool:
-        """Whether repeating the request is of no use."""
+        """True if repeating the request is of no use."""
         if self.status in (408, 429):  # it was sent too slowly, or there were too many
             return False
         return self.status is not None and 300 <= self.status < 500

@@ -42,7 +42,7 @@ class WrongServer(ServerError):
 
 @dataclass(frozen=True)
 class ServerNeeds:
-    """What a run needs of each of its servers."""
+    """Needs of a run that each of its servers must meet."""
 
     kind: ServerKind
     model_path: str

@@ -175,7 +175,7 @@ def _is_forbidden(error: Exception | None) -> TypeGuard[OSError]:
 
 
 def _is_visible(folder: Path) -> bool:
-    """Whether this user can see a folder's content, or its absence."""
+    """Returns whether this user can see a folder's content, or its absence."""
     try:
         if folder.is_dir():
             os.scandir(folder).close()

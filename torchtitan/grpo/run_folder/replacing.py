@@ -8,9 +8,10 @@
     kept-TIME        the same, but it stays: it may be the run of an earlier attempt of this launch
     removing-TIME    is being removed; any later run goes on with that
 
-Each arrow is one rename. The new run writes nothing before the second, and notes its launch after it
-(`launch.py`), so that its restarts never come here. What lies on another file system, such as a folder
-of checkpoints that is a link, is moved to ``replaced-TIME`` beside it, which ``elsewhere.json`` names.
+A folder gets its next name in one rename. The new run writes nothing before the second name, and
+notes its launch after it (`launch.py`), so that its restarts never come here. Parts on other file
+systems, such as linked checkpoints, move to ``replaced-TIME`` beside them, named in
+``elsewhere.json``.
 """
 
 import os

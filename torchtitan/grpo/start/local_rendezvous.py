@@ -3,10 +3,10 @@
 
 """A rendezvous for torchrun's agent where all ranks are on one host.
 
-Torchrun's own rendezvous, that of ``--standalone`` included, listens on every interface, and its agent
-unpickles what it finds in the store: whoever reaches the port runs code as the user. With a single agent
-there is nobody to meet. What the agent notes for itself stays in its memory, and only the store of the
-training ranks, from which nothing is unpickled, has a socket. It listens on loopback.
+Torchrun's own (also ``--standalone``) listens on every interface, and its agent unpickles what it
+finds in the store: whoever reaches the port runs code as the user. A single agent meets nobody, so
+its notes stay in memory. Only the ranks' store, from which nothing is unpickled, has a socket, on
+loopback.
 
     torchrun --rdzv-backend torchtitan_grpo --nproc_per_node=2 -m torchtitan.grpo_train ...
 
@@ -43,11 +43,7 @@ class LocalRendezvous(RendezvousHandler):
 
     @classmethod
     def make(cls, params: RendezvousParameters) -> "LocalRendezvous":
-        """Returns the rendezvous for torchrun's settings.
-
-        Raises:
-            ValueError: If they are those of several hosts.
-        """
+        """Takes torchrun's settings; raises ValueError for those of several hosts."""
         if params.endpoint or params.max_nodes > 1:
             raise ValueError(
                 f"--rdzv-backend {BACKEND} is for one host: --nnodes must be 1 and --rdzv-endpoint left "
@@ -57,9 +53,8 @@ class LocalRendezvous(RendezvousHandler):
         return cls(params.run_id)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Returns the place of the only agent, with a new store for the ranks.
-
-        Restarted ranks must not find the keys of those before them.
+        """Returns the only agent's place, with a new store: restarted ranks must not find earlier
+        keys.
         """
         self._num_rounds += 1
         self._ranks_store = listening_store(_LOOPBACK, None, _TIMEOUT_SECONDS)
@@ -69,27 +64,22 @@ class LocalRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """The ranks connect to the store of this process, and open none."""
+        """True: the ranks connect to this process's store."""
         return True
 
     def get_backend(self) -> str:
-        """Returns the name under which the rendezvous is registered."""
         return BACKEND
 
     def is_closed(self) -> bool:
-        """Returns whether the run has ended."""
         return self._is_closed
 
     def set_closed(self) -> None:
-        """Notes that the run has ended."""
         self._is_closed = True
 
     def num_nodes_waiting(self) -> int:
-        """Returns 0: there are no other agents."""
         return 0
 
     def get_run_id(self) -> str:
-        """Returns the name of the run."""
         return self._run_id
 
     def shutdown(self) -> bool:
@@ -99,7 +89,7 @@ class LocalRendezvous(RendezvousHandler):
 
 
 def register() -> None:
-    """Makes the rendezvous known to torch under the name :data:`BACKEND`."""
+    """Makes the rendezvous known to torch as :data:`BACKEND`."""
     # Where this package is installed, torch has registered its entry point under the name already.
     with contextlib.suppress(ValueError):
         rendezvous_handler_registry.register(BACKEND, LocalRendezvous.make)

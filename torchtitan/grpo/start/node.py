@@ -3,8 +3,8 @@
 
 """Starts this node's ranks of a run on several nodes, for `scripts/launch_multinode.sh`.
 
-It says what it decided: interface, address, rendezvous, number of ranks, and in each round of the
-rendezvous which ranks are here. The ranks run under torchrun's agent, see `torchrun.py`.
+It says what it decided: interface, address, rendezvous, number of ranks, and in each round which
+ranks are here. The ranks run under torchrun's agent (`torchrun.py`).
 """
 
 import argparse
@@ -33,17 +33,16 @@ _RESOLVE_SECONDS = 1.0  # between two questions for the address of the endpoint
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """The command line of `scripts/launch_multinode.sh`, with what the environment adds to it.
+    """Command line of `scripts/launch_multinode.sh`, with what the environment adds.
 
     Attributes:
-        config_file: TOML file of the run.
         num_nodes: Lowest and highest number of nodes.
         endpoint: Host and port of the rendezvous.
-        num_ranks: Number of ranks on this node; ``None`` is one for each visible GPU.
-        interface: Interface on which this node reaches the others; ``None`` asks the routes.
-        max_restarts: How often the ranks are started again after some have failed.
+        num_ranks: Ranks on this node; ``None`` is one for each visible GPU.
+        interface: Interface to the other nodes; ``None`` asks the routes.
+        max_restarts: Number of restarts of all ranks after a failure.
         run_id: Name of the run, the same on all nodes.
-        join_seconds: How long the nodes wait for one another.
+        join_seconds: Time for which nodes wait for one another.
         rest: Further arguments of the ranks.
     """
 
@@ -60,7 +59,7 @@ class NodeOptions:
 
 @dataclass(frozen=True)
 class Place:
-    """Where this node is."""
+    """This node's interface and address, and the endpoint, which is here if it ``holds_store``."""
 
     interface: str
     address: str
@@ -69,14 +68,14 @@ class Place:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line, without the usage before it."""
+    """Reports a mistake in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n")
 
 
 def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> NodeOptions:
-    """Returns the options of a command line; a mistake ends the process with status 2."""
+    """Returns a command line's options; a mistake ends the process with status 2."""
     words = list(arguments)
     split = words.index("--") if "--" in words else len(words)
     words, rest = words[:split], words[split + 1 :]
@@ -131,7 +130,7 @@ def _nodes(value: str | None) -> tuple[int, int]:
 
 
 def _endpoint(value: str | None) -> tuple[str, int]:
-    """Reads ``HOST:PORT``, or ``HOST`` alone; an IPv6 address stands in brackets."""
+    """Reads ``HOST:PORT`` or ``HOST``; an IPv6 address stands in brackets."""
     host, _, port = (value or "").rpartition(":")
     if value and not value.endswith("]") and host:
         host = host.strip("[]")
@@ -146,11 +145,7 @@ def _endpoint(value: str | None) -> tuple[str, int]:
 
 
 def find_place(options: NodeOptions) -> Place:
-    """Finds the interface and address of this node, and whether the rendezvous is here.
-
-    Raises:
-        ConfigError: If the endpoint or the interface cannot be used.
-    """
+    """Finds this node's interface and address; ConfigError if they or the endpoint are unusable."""
     host, port = options.endpoint
     target = _resolve(host, port, options.join_seconds)
     try:
@@ -175,12 +170,9 @@ def find_place(options: NodeOptions) -> Place:
 
 
 def _resolve(host: str, port: int, patience_seconds: float) -> str:
-    """Returns the address of the endpoint's host, and waits for one if its name is not known yet.
+    """Address of the endpoint's host, or ConfigError after ``patience_seconds``.
 
-    A cluster may make the name, or start the machine that has it, later than this node.
-
-    Raises:
-        ConfigError: If the name is not known within ``patience_seconds``.
+    A cluster may make the name, or start its machine, later than this node.
     """
     begin, reminders = time.monotonic(), Reminders()
     while True:
@@ -203,11 +195,7 @@ def _resolve(host: str, port: int, patience_seconds: float) -> str:
 
 
 def run_node(options: NodeOptions) -> int:
-    """Runs this node's ranks; returns the run's exit status.
-
-    Raises:
-        ConfigError: If a setting or an option cannot be used.
-    """
+    """Runs this node's ranks; returns the run's exit status. Raises ConfigError."""
     with without_torch():
         from torchtitan.grpo.command_line.reading import read_config
 
@@ -228,10 +216,10 @@ def run_node(options: NodeOptions) -> int:
 
 
 def import_torch_quietly() -> None:
-    """Imports torch without the warnings of its sockets, in this process alone.
+    """Imports torch without the warnings of its sockets, only in this process.
 
-    The node of the endpoint may end before the other nodes. Torch's store would then print pages of
-    function addresses on each of them. :func:`_run_ranks` reports what matters instead.
+    If the endpoint's node ends first, torch's store would print pages of function addresses on the
+    others. :func:`_run_ranks` reports what matters.
     """
     given = os.environ.get(_CPP_LOG_LEVEL)
     os.environ.setdefault(_CPP_LOG_LEVEL, "ERROR")
@@ -242,7 +230,7 @@ def import_torch_quietly() -> None:
 
 
 def launch_command(options: NodeOptions) -> str:
-    """Returns the command that starts this node again, without the settings after the two dashes."""
+    """Returns the command that starts this node again, up to the settings after the two dashes."""
     low, high = options.num_nodes
     words = ["bash", "scripts/launch_multinode.sh", options.config_file]
     words += ["--nnodes", f"{low}" if low == high else f"{low}:{high}"]
@@ -317,7 +305,6 @@ def _describe(options: NodeOptions, place: Place, num_ranks: int) -> None:
 
 
 def say(text: str) -> None:
-    """Prints a line for the user."""
     print(f"[launch] {text}", flush=True)
 
 

@@ -5,14 +5,13 @@
 
 It is torch's c10d rendezvous with three differences.
 
-- Its stores listen on the address that is given. Torch's own listen on all interfaces, and whoever
-  can connect to a store can put something into it that a rank unpickles.
-- The node that holds the store has rank 0 of the nodes in every round. Torch sorts the nodes by
-  their addresses, so that rank 0, the rollout process and the registry of servers would be where
-  nobody expects them, and could move when a node is replaced.
-- Each round has a store of its own for the ranks. Torch keeps the store of the first round: a node
-  that joins later waits in vain for its address, and restarted ranks read the keys of those before
-  them (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/elastic/rendezvous/dynamic_rendezvous.py).
+- Its stores listen on the given address. Torch's listen on all interfaces, and whoever can connect to
+  a store can put something into it that a rank unpickles.
+- The node with the store has rank 0 in every round. Torch sorts nodes by address, so rank 0 with the
+  rollout process and registry would be on any node, and could move when a node is replaced.
+- Each round has a new store for the ranks. Torch keeps the first one: a later node waits in vain for
+  its address, and restarted ranks read the keys of those before them
+  (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/elastic/rendezvous/dynamic_rendezvous.py).
 """
 
 import os
@@ -36,7 +35,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torchtitan.grpo.system.waits import Reminders
 
 BACKEND = "torchtitan-grpo"
-"""Name under which the rendezvous is registered with torch."""
+"""Name of the rendezvous for torch."""
 
 # How long a link between nodes may be down before the agents behind it give up.
 _READ_TIMEOUT = timedelta(seconds=300)
@@ -45,14 +44,10 @@ _POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Node:
-    """What a node tells the rendezvous of itself.
+    """A node's description for the rendezvous.
 
-    Attributes:
-        address: Address of this node, on which its stores listen.
-        endpoint: Address and port of the rendezvous.
-        holds_store: Whether the rendezvous is on this node.
-        num_ranks: Number of ranks on this node.
-        join_seconds: How long a round waits until all nodes are there.
+    Its stores listen on ``address``; ``endpoint`` is address and port of the rendezvous, which is
+    here if ``holds_store``. A round waits ``join_seconds`` for all nodes.
     """
 
     address: str
@@ -63,14 +58,10 @@ class Node:
 
 
 class NodeRendezvous(RendezvousHandler):
-    """See the module.
+    """See the module. ``tell`` is called with sentences for the user.
 
-    Args:
-        tell: Called with sentences for the user.
-
-    Raises:
-        OSError: If this node cannot listen at the endpoint.
-        TimeoutError: If the node at the endpoint cannot be reached in time.
+    Raises OSError if this node cannot listen at the endpoint, and TimeoutError if it cannot reach
+    it.
     """
 
     def __init__(
@@ -106,7 +97,7 @@ class NodeRendezvous(RendezvousHandler):
         return dist.TCPStore(host, port, is_master=False, timeout=_READ_TIMEOUT)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Waits for the other nodes, and returns this node's place among them."""
+        """Waits for the other nodes; returns this node's place."""
         self._num_rounds += 1
         again = "" if self._num_rounds == 1 else " again"
         self._tell(f"waiting until all nodes are there{again}")
@@ -123,7 +114,7 @@ class NodeRendezvous(RendezvousHandler):
         )
 
     def _rank_of(self, info: RendezvousInfo) -> int:
-        """Moves the node that holds the store to the front of the order that torch chose."""
+        """Moves the node with the store to the front of torch's order."""
         if self._node.holds_store:
             info.store.set("first_node", str(info.rank))
             return 0
@@ -143,7 +134,7 @@ class NodeRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """The ranks connect to the store of this process, and open none."""
+        """True: the ranks connect to this process's store."""
         return True
 
     def get_backend(self) -> str:
@@ -159,9 +150,9 @@ class NodeRendezvous(RendezvousHandler):
         return self._inner.num_nodes_waiting()
 
     def get_run_id(self) -> str:
-        """Returns an id that is the same on all nodes, and new whenever the store is new.
+        """Returns an id that is the same on all nodes, and new with each store.
 
-        The ranks tell by it whether they were started again, or the whole run was.
+        It tells ranks whether they were started again, or the whole run was.
         """
         return f"{self._inner.get_run_id()}-{self._launch}"
 
@@ -170,15 +161,7 @@ class NodeRendezvous(RendezvousHandler):
 
 
 def bound_store(address: str, port: int) -> dist.TCPStore:
-    """Returns a store that listens on one address alone.
-
-    Args:
-        address: An address of this host.
-        port: Port; 0 chooses a free one.
-
-    Raises:
-        OSError: If nothing can listen there.
-    """
+    """Returns a store on one address of this host; port 0 is a free one. Raises OSError."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=family)
     return dist.TCPStore(

@@ -3,9 +3,8 @@
 
 """Runs the training ranks on this machine under torchrun's agent, in this process.
 
-The agent is that of ``torchrun --standalone``, with a rendezvous whose store listens on loopback. Here
-it prints nothing: each rank says itself what went wrong, and torchrun's own report of thirty lines would
-bury that message.
+The rendezvous's store listens on loopback. The agent prints nothing: its report of thirty lines
+would bury each rank's message about what went wrong.
 """
 
 import contextlib
@@ -34,10 +33,10 @@ from torchtitan.grpo.system.rank_status import REPORTED_FILE, read_status
 
 
 class _Agent(LocalElasticAgent):
-    """An agent that restarts no ranks once one of its ranks has ended for good.
+    """An agent that restarts no ranks once one of them has ended for good.
 
-    A guard stops a run so that the user looks at it, and a last checkpoint that found no room would
-    find none again. The agent has no setting for this, so its class is replaced.
+    A run that a guard stopped is for the user to look at, and a checkpoint without room would find
+    none again. The agent has no such setting, so its class is replaced.
     """
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
@@ -50,7 +49,7 @@ class _Agent(LocalElasticAgent):
 
 @contextlib.contextmanager
 def respecting_final_statuses() -> Iterator[None]:
-    """Makes agents that are launched in the block respect such an end."""
+    """Makes agents launched in the block respect such an end."""
     upstream = api.LocalElasticAgent
     api.LocalElasticAgent = _Agent
     try:
@@ -63,7 +62,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Added to the time that ranks have to end, since they report and close after it.
 _MARGIN_SECONDS = 10
 UNUSED_SIGNAL = "SIGQUIT"
-"""The agent insists on handling some signal; `_pass_on_signals` handles those that matter."""
+"""The agent insists on handling a signal; `_pass_on_signals` handles the real ones."""
 
 
 def run_ranks(
@@ -71,16 +70,9 @@ def run_ranks(
 ) -> int:
     """Runs ``torchtitan.grpo_train`` on ``num_ranks`` ranks; returns the run's exit status.
 
-    A signal is passed on to the ranks, which end in order within ``stop_timeout_seconds``. Further
-    signals change nothing: the ranks are already ending.
-
-    Args:
-        arguments: Command line of the ranks.
-        max_restarts: How often all ranks are started again after one of them has failed.
-
-    Returns:
-        0 if all ranks end with 0, the status of the first rank that failed, or 128 plus the
-        signal's number after a signal.
+    The first signal is passed on, and the ranks end in order within ``stop_timeout_seconds``. All
+    ranks are started again up to ``max_restarts`` times after a failure. The status is 0, that of
+    the first rank that failed, or 128 plus the signal's number.
     """
     folder = make_private_folder("ranks")
     config = LaunchConfig(
@@ -103,10 +95,7 @@ def run_ranks(
 def run_agent(
     config: LaunchConfig, arguments: list[str], stop_timeout_seconds: float, folder: Path
 ) -> int:
-    """Runs this node's ranks as ``config`` describes; returns the run's exit status.
-
-    See :func:`run_ranks` for the other arguments and the result.
-    """
+    """Runs this node's ranks as ``config`` describes; see :func:`run_ranks`."""
     logging.disable(logging.CRITICAL)  # the agent's, in this process alone
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(stop_timeout_seconds) + _MARGIN_SECONDS)
@@ -122,7 +111,7 @@ def run_agent(
 
 
 def _pass_on_signals() -> None:
-    """Makes the first signal end the ranks; the agent does so when its exception is raised."""
+    """Makes the first signal raise the agent's exception, with which it ends the ranks."""
 
     def handle(signum: int, frame: FrameType | None) -> None:
         for each in _SIGNALS:
@@ -135,7 +124,7 @@ def _pass_on_signals() -> None:
 
 
 def _status_of(error: ChildFailedError, folder: Path) -> int:
-    """Returns the exit status of the rank that failed first, and reports one that a signal ended."""
+    """The first failed rank's exit status; reports one that a signal ended."""
     rank, failure = error.get_first_failure()
     if failure.exitcode >= 0:
         return failure.exitcode
@@ -157,6 +146,6 @@ def _status_of(error: ChildFailedError, folder: Path) -> int:
 
 
 def _last_attempt(folder: Path) -> Path | None:
-    """Returns the folder of the agent's last attempt to run the ranks."""
+    """Folder of the agent's last attempt to run the ranks."""
     attempts = folder.glob("*/attempt_*")
     return max(attempts, key=lambda path: int(path.name.removeprefix("attempt_")), default=None)

@@ -13,17 +13,11 @@ from torchtitan.grpo.job_config import JobConfig
 
 
 def choose_num_ranks(config: JobConfig, num_gpus: int, asked: int | None) -> int:
-    """Returns the number of training ranks.
+    """Returns the number of training ranks; ConfigError if there are too few GPUs.
 
-    The layout decides, if it fixes all degrees. A layout with ``data_parallel_shard_degree = -1``
-    gets as many ranks as there are GPUs that no launched server needs, and on a machine without a
-    GPU as few as it can have.
-
-    Args:
-        asked: Number that the user asked for; None if the user left it open.
-
-    Raises:
-        ConfigError: If there are not enough GPUs.
+    A layout that fixes all degrees decides. With ``data_parallel_shard_degree = -1`` the run gets
+    as many ranks as there are GPUs that no launched server needs, and without a GPU as few as the
+    layout allows. ``asked`` is the user's number, if any.
     """
     if asked is not None:
         if num_gpus and asked > num_gpus:
@@ -44,7 +38,7 @@ def choose_num_ranks(config: JobConfig, num_gpus: int, asked: int | None) -> int
 
 
 def _ranks_of_layout(config: JobConfig) -> tuple[int, bool]:
-    """Returns the smallest number of ranks of the layout, and whether it is the only one."""
+    """The layout's smallest number of ranks, and whether it is the only one."""
     settings = config.parallelism
     degrees = (
         settings.data_parallel_replicate_degree,
@@ -58,7 +52,7 @@ def _ranks_of_layout(config: JobConfig) -> tuple[int, bool]:
 
 
 def gpus_of_servers(config: JobConfig) -> int:
-    """Returns the number of GPUs that launched servers are left: at least one for each server."""
+    """Returns the number of GPUs left to launched servers: at least one for each."""
     inference = config.inference
     uses_gpus = inference.launch and inference.device != "cpu" and config.has_servers
     return inference.num_servers * max(1, inference.tensor_parallel_size) if uses_gpus else 0
@@ -67,18 +61,15 @@ def gpus_of_servers(config: JobConfig) -> int:
 _COUNTS = ("--gpus", "--nproc", "--nproc_per_node", "--nproc-per-node")
 _RESTARTS = ("--max-restarts", "--max_restarts")
 SETTINGS_FLAG = "--settings"
-"""Makes a dry run print the value of every setting."""
+"""Makes a dry run print all settings."""
 
 
 @dataclass
 class TrainArguments:
-    """The command line of ``train``, taken apart.
+    """Parts of the command line of ``train``.
 
-    Attributes:
-        rest: Command line of the ranks.
-        num_ranks: Number of ranks that was asked for; None if it was left open.
-        counted: The option that asked for it.
-        max_restarts: How often the ranks are started again after one of them has died.
+    ``rest`` is for the ranks, and ``counted`` the option that gave ``num_ranks``, if any. Ranks are
+    started again up to ``max_restarts`` times after a death.
     """
 
     rest: list[str]
@@ -88,11 +79,7 @@ class TrainArguments:
 
 
 def parse(arguments: list[str]) -> TrainArguments:
-    """Takes the command line of ``train`` apart.
-
-    Raises:
-        ConfigError: If the file is missing, or the number of ranks is none.
-    """
+    """Parses the command line; ConfigError if the file is missing or the number of ranks is none."""
     parsed = TrainArguments([])
     words = list(arguments)
     if words and not words[0].startswith("-"):
@@ -118,11 +105,7 @@ def parse(arguments: list[str]) -> TrainArguments:
 
 
 def read_settings(parsed: TrainArguments) -> JobConfig:
-    """Returns the configuration that the command line and its file give, not checked.
-
-    Raises:
-        ConfigError: If a key or a value is none of the settings.
-    """
+    """Returns the unchecked configuration; ConfigError for a wrong key or value."""
     is_dry = "--dry-run" in parsed.rest
     flags = ("--dry-run", SETTINGS_FLAG) if is_dry else ()
     return read_config([word for word in parsed.rest if word not in flags])
@@ -131,9 +114,8 @@ def read_settings(parsed: TrainArguments) -> JobConfig:
 def plan(parsed: TrainArguments) -> tuple[JobConfig, int, int]:
     """Returns the configuration, the number of ranks, and the number of visible GPUs.
 
-    Raises:
-        ConfigError: If a key or a value is none of the settings, servers are not named or cannot be
-            started, or there are not enough GPUs.
+    Raises ConfigError if a key or value is wrong, if servers are not named or cannot be started, or
+    if there are too few GPUs.
     """
     config = read_settings(parsed)
     if config.job.config_file is None:
@@ -154,11 +136,7 @@ def plan(parsed: TrainArguments) -> tuple[JobConfig, int, int]:
 
 
 def train(arguments: list[str]) -> int:
-    """Starts the training ranks on this machine; returns the run's exit status.
-
-    Raises:
-        ConfigError: If a key or a value is none of the settings, or there are not enough GPUs.
-    """
+    """Starts the training ranks here; returns the run's exit status. Raises ConfigError."""
     parsed = parse(arguments)
     config, num_ranks, num_gpus = plan(parsed)
     if "--dry-run" not in parsed.rest:
@@ -170,7 +148,7 @@ def train(arguments: list[str]) -> int:
 
 
 def _opening(config: JobConfig, num_ranks: int, num_gpus: int) -> str:
-    """Returns the line that says what is started."""
+    """Line that says what is started."""
     ranks = "1 training rank" if num_ranks == 1 else f"{num_ranks} training ranks"
     if num_gpus == 0:
         return f"Starting {ranks} on the CPU."

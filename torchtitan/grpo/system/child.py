@@ -217,7 +217,7 @@ def _reap_orphans() -> None:
 
 
 def _any_has_ended() -> bool:
-    """Whether a child has ended whose status nobody has asked for."""
+    """Returns whether a child has ended whose status nobody has asked for."""
     with contextlib.suppress(ChildProcessError):  # there are no children
         return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     return False

@@ -81,7 +81,7 @@ class ConnectionLimits:
         return _LimitedProtocol(self, self._make_inner())
 
     def make_room(self, host: str) -> bool:
-        """Whether one more connection may be served; may close another one for it.
+        """Returns whether one more connection may be served; may close another one for it.
 
         It closes an idle connection, one without a request or with all answered: of those without a
         key, else of all, the longest idle one of the host with the most. If none is idle, it closes

@@ -154,7 +154,7 @@ def gpus_for_servers() -> list[str]:
 
 
 def are_gpus_shared() -> bool:
-    """Whether training uses the GPUs of :func:`gpus_for_servers`."""
+    """Returns whether training uses the GPUs of :func:`gpus_for_servers`."""
     return 0 < torch.cuda.device_count() <= _num_training_gpus()
 
 

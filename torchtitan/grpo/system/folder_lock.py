@@ -151,7 +151,7 @@ class FolderLock:
                 os.close(descriptor)
 
     def _is_silent(self, holder: Holder | None, status: os.stat_result) -> bool:
-        """Whether signs of life have long been missing, by this process's own clock."""
+        """Returns whether signs of life have long been missing, by this process's own clock."""
         now, sign = time.monotonic(), (holder, status.st_ino, status.st_mtime_ns)
         if sign != self._last_sign:
             self._is_heard = self._last_sign is not None
@@ -160,15 +160,13 @@ class FolderLock:
         return is_old or now - self._last_heard >= SILENCE_SECONDS
 
     def _is_unreachable(self, holder: Holder | None) -> bool:
-        """Whether a file server may keep the lock for a host that is gone: its launch started us,
-        too.
-        """
+        """Returns whether a file server may keep the lock for a lost host of this launch."""
         if holder is None or holder.launch is None or holder.boot == self._own.boot:
             return False
         return holder.launch == self._own.launch
 
     def _names(self, descriptor: int) -> bool:
-        """Whether the lock's file is still the opened one."""
+        """Returns whether the lock's file is still the opened one."""
         try:
             return os.path.samestat(os.fstat(descriptor), os.stat(self.file))
         except FileNotFoundError:
@@ -256,7 +254,7 @@ def _read_holder(descriptor: int) -> Holder | None:
 
 
 def _try_flock(descriptor: int, mode: int = fcntl.LOCK_EX) -> bool | None:
-    """Whether the kernel's lock was free and is now held; None if there are no locks."""
+    """Returns whether the kernel's lock was free and is now held; None if there are no locks."""
     try:
         fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -20,7 +20,7 @@ import psutil
 import torch
 
 CAN_SHARE = hasattr(os, "memfd_create")
-"""Whether the system has memory files. Without them ranks send their shards."""
+"""True if the system has memory files. Without them ranks send their shards."""
 
 _CGROUP = Path("/sys/fs/cgroup")
 _PINNED_FOR_ALL_CONTEXTS = 1  # cudaHostRegisterPortable

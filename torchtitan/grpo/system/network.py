@@ -23,7 +23,7 @@ def boot_id() -> str:
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether a host, or ``None`` for a Unix socket, is reached only from this machine."""
+    """Returns whether a host, or ``None`` for a Unix socket, can be reached only from here."""
     if host is None or host.lower() == "localhost":
         return True
     try:

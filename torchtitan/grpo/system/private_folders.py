@@ -74,7 +74,7 @@ def _remove_left_behind(parent: Path) -> None:
 
 
 def _is_locked(folder: Path) -> bool:
-    """Whether a living process holds a folder's lock, or the file system has no locks."""
+    """Returns whether a living process holds a folder's lock, or the file system has no locks."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,7 +131,7 @@ def remove_noted(folder: Path) -> None:
 
 
 def sees_all_processes() -> bool:
-    """Whether /proc lists all processes of this machine: not in a container."""
+    """Returns whether /proc lists all processes of this machine: not in a container."""
     with contextlib.suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino == _ALL_PROCESSES
     return False

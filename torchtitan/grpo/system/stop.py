@@ -53,7 +53,7 @@ class StopRequest:
         return self.signum is not None
 
     def is_older_than(self, seconds: float) -> bool:
-        """Whether a stop was requested more than so many seconds ago."""
+        """Returns whether a stop was requested more than so many seconds ago."""
         return time.monotonic() - self._signaled_at > seconds
 
     @property

@@ -49,7 +49,7 @@ class Evaluations:
         self.num_left_out = self.num_begun_again = 0
 
     def is_due(self, step: int) -> bool:
-        """Whether an evaluation belongs between this step and the next one.
+        """Returns whether an evaluation belongs between this step and the next one.
 
         It stays due if it was refused, or given up by :meth:`collect`, until it is begun.
         """

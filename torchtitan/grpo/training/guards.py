@@ -215,7 +215,7 @@ class Guards:
         )
 
     def judge_servers(self, step: int, lost_seconds: float) -> bool:
-        """Whether to end because for ``lost_seconds`` no server could take work; 0 if one can."""
+        """Returns whether the run must end because no server took work for ``lost_seconds``."""
         was_lost = self._is_lost
         self._is_lost = lost_seconds >= self._guards.servers_lost_seconds
         if self._is_lost and not was_lost and self._guards.servers_lost != "off":

@@ -44,7 +44,7 @@ class GradientParts:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no part has anything to learn from."""
+        """True if no part has anything to learn from."""
         return self._mass == 0
 
     def scale_of(self, part: TrainBatch) -> float:
@@ -66,7 +66,7 @@ class GradientParts:
 
     @property
     def are_rewards_equal(self) -> bool:
-        """Whether no group of any part has two different rewards."""
+        """True if no group of any part has two different rewards."""
         return all(part.samples.are_rewards_equal for part in self._parts)
 
     def whole(self) -> TrainBatch:
@@ -187,7 +187,7 @@ class Learner:
         )  # fmt: skip
 
     def _are_rewards_refused(self, step: int, are_equal: bool) -> bool:
-        """Whether a guard ends the run because of the batch's rewards."""
+        """Returns whether a guard ends the run because of the batch's rewards."""
         return self.guards.judge_rewards(step, are_equal=are_equal) is Verdict.STOP
 
     def _update(

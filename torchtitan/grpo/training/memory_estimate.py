@@ -239,7 +239,7 @@ def estimate_memory(
 
 
 def _keeps_whole(config: JobConfig, layout: "_Layout") -> bool:
-    """Whether all parameters are whole at the end of a forward pass anyway."""
+    """Returns whether all parameters are whole at the end of a forward pass anyway."""
     reshards = config.parallelism.fsdp_reshard_after_forward
     has_pipeline = config.parallelism.pipeline_parallel_degree > 1
     return layout.shards == 1 or reshards == "never" or (has_pipeline and reshards != "always")

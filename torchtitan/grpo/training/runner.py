@@ -31,7 +31,7 @@ class ForwardRunner(ABC):
     """Runs a model forward over this data-parallel rank's rows."""
 
     has_output: bool
-    """Whether this rank sees the output, as holder of the last pipeline stage."""
+    """True if this rank sees the output, as holder of the last pipeline stage."""
 
     stages: Sequence[LeanStage] = ()
     """Pipeline stages that also run forward in the gaps of training passes; empty without a

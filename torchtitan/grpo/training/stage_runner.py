@@ -113,5 +113,5 @@ class PipelineRunner(ModelRunner):
 
 
 def _has_run(job: ForwardJob) -> bool:
-    """Whether a job's model has inferred its shapes, which it cannot do in a gap."""
+    """Returns whether a job's model has inferred its shapes, which it cannot do in a gap."""
     return all(stage.knows_shapes for stage in job.runner.stages)

@@ -185,7 +185,7 @@ def num_updates(config: GRPO) -> int:
 
 
 def scores_old_policy(config: GRPO) -> bool:
-    """Whether a batch needs a forward pass before its first update."""
+    """Returns whether a batch needs a forward pass before its first update."""
     return config.old_policy == "step_start" and (
         num_updates(config) > 1 or config.mismatch_normalize
     )

@@ -18,7 +18,7 @@ READY = "torchtitan_grpo adds adapters to the base weights here."
 
 @dataclass(frozen=True)
 class AdapterNote:
-    """What a bucket of adapters needs beside names, dtypes and shapes; ``index`` counts from 0."""
+    """Further facts about a bucket of adapters beside names, dtypes and shapes; ``index`` is from 0."""
 
     index: int
     is_last: bool

@@ -141,7 +141,7 @@ def parse_rating(
 
 
 def refuses_num_top(error: RouteError) -> bool:
-    """Whether ``--max-logprobs`` is too small for a rating: vLLM names the field that it refuses."""
+    """Returns whether ``--max-logprobs`` is too small; vLLM names the field that it refuses."""
     if error.status != 400 or not isinstance(error.body, dict):
         return False
     reason = error.body.get("error")
