@@ -66,7 +66,7 @@ def _degree_problems(config: JobConfig) -> Iterator[str]:
         if degree < 1:
             yield f"parallelism.{key} must be at least 1, got {degree}."
             return
-    experts = degrees.pop("expert_parallel_degree")  # adds no ranks of its own
+    experts = degrees.pop("expert_parallel_degree")  # adds no ranks
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     product, shard = math.prod(degrees.values()), settings.data_parallel_shard_degree
     above = [f"parallelism.{key} ({degree})" for key, degree in degrees.items() if degree > 1]

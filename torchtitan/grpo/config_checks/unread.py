@@ -10,7 +10,7 @@ from torchtitan.grpo.config_checks.rules import get, require
 from torchtitan.grpo.job_config import JobConfig
 
 _Condition = tuple[Callable[[JobConfig], bool], str]
-"""Whether it holds, and its words in a message."""
+"""The truth of a condition, and its words in a message."""
 
 
 def _is(key: str, *values: object, why: str = "") -> _Condition:

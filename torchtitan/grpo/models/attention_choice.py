@@ -76,7 +76,8 @@ def varlen_problem(config: JobConfig, head_dim: int | None = None) -> str | None
 def try_packed_attention(config: JobConfig, device: torch.device, head_dim: int) -> None:
     """Tries the kernel of a run on CUDA before the model is built; collective over all ranks.
 
-    ``auto`` then takes another one; RuntimeError if the configuration names one that fails.
+    If it fails, ``auto`` takes another one, and a kernel that the configuration names raises
+    RuntimeError.
     """
     dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
     kind = choose_packed_attention(config, device.type, head_dim)
@@ -137,7 +138,7 @@ def failure_of(
         return f"{type(error).__name__}: {text[0] if text else 'no message'}"
     for name, wrong, right in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
         error = float((wrong.cpu().float() - right).abs().max() / right.abs().max())
-        if not error <= _TOLERANCE:  # which NaN is not either
+        if not error <= _TOLERANCE:  # NaN is an error, too
             return f"{name} differs by {error:.2g} of its largest value from float32 on the CPU."
     return None
 

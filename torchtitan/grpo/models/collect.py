@@ -24,8 +24,7 @@ def agree_on_assembly(
 ) -> list[Assembly]:
     """Exchanges the held blocks, and returns the same plan on all ranks.
 
-    Collective over all ranks, on the training thread. Raises RuntimeError if modules are
-    missing.
+    Collective over all ranks, on the training thread. RuntimeError names missing modules.
     """
     mine = {name: Held(tuple(p.shape), local_block(p)) for name, p in parameters.items()}
     held_by_rank: list[dict[str, Held]] = [{} for _ in range(dist.get_world_size())]
@@ -72,9 +71,9 @@ class Collector:
     """Collects parameters bucket by bucket; one bucket is in transit while another is assembled.
 
     Each rank constructs one with the same arguments, and iterates over :meth:`collect` to its
-    end, in the same order as the other collectives on the group. The receiver reads the shards
-    of the ranks ``in_place`` from shared memory; these send only a notice that they are
-    complete.
+    end, in the same order as the other collectives on ``group`` (all ranks if None). The
+    receiver reads the shards of the ranks ``in_place`` from shared memory; these send only a
+    notice that they are complete.
     """
 
     def __init__(

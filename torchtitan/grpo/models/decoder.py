@@ -165,12 +165,12 @@ class OutputEmbedding(nn.Embedding):
 
 
 def is_tied(model: nn.Module) -> bool:
-    """Whether the whole model, of which this may be a stage, has tied embeddings."""
+    """Returns whether the whole model, of which this may be a stage, has tied embeddings."""
     return bool(getattr(model, "enable_weight_tying", False))
 
 
 def embeds_tokens(model: nn.Module) -> bool:
-    """Whether the model, or this stage of it, takes tokens and not hidden states."""
+    """Returns whether the model, or this stage of it, takes tokens and not hidden states."""
     embeddings = model.tok_embeddings
     return embeddings is not None and not isinstance(embeddings, OutputEmbedding)
 
@@ -189,7 +189,7 @@ def tie_again(model: nn.Module) -> None:
     output: Any = model.output
     if not is_tied(model) or embeddings is None or output is None:
         return
-    if isinstance(embeddings, OutputEmbedding):  # which was not sharded
+    if isinstance(embeddings, OutputEmbedding):  # not sharded
         embeddings.weight = output.weight
     else:
         output.weight = embeddings.weight

@@ -32,9 +32,7 @@ __all__ = ["HFModel", "ModelError", "read_hf_model"]
 
 @dataclass(frozen=True)
 class HFModel:
-    """A Hugging Face directory's model; ``window`` is its shortest attention window, if it has
-    any.
-    """
+    """A Hugging Face directory's model; ``window`` is the shortest attention window, if any."""
 
     path: Path
     architecture: str

@@ -46,7 +46,7 @@ def hf_meta(
 
 
 def keeps_bytes(adapter: BaseStateDictAdapter, name: str, shape: Sequence[int]) -> bool:
-    """Whether the adapter only renames a parameter, or splits it as it does stacked experts."""
+    """Returns whether the adapter only renames a parameter, or splits it like stacked experts."""
     native = torch.empty(tuple(shape), device="meta")
     end = 0
     for converted in adapter.to_hf({name: native}).values():
@@ -172,7 +172,7 @@ def write_hf(
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # what found no room
+        shutil.rmtree(partial, ignore_errors=True)  # remains of a full disk
 
 
 def full_hf_tensors(

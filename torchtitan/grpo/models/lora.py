@@ -7,8 +7,8 @@
 
 A target keeps its name and weight, and gets layers ``lora_A`` and ``lora_B``, as in PEFT. Under
 tensor parallelism, a target divided by rows has its ``B`` divided by rows, and one divided by
-columns its ``A`` by columns; every rank holds the other factor whole. Pushes and exports add
-adapters to whole targets in the dtype of the result, so that both have the same bits.
+columns its ``A`` by columns; every rank holds the other factor whole. Pushes and exports may
+add adapters to whole targets, in the dtype of the result, so that both have the same bits.
 """
 
 import json
@@ -295,4 +295,4 @@ def export_peft(
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
         finally:
-            shutil.rmtree(partial, ignore_errors=True)  # what found no room
+            shutil.rmtree(partial, ignore_errors=True)  # remains of a full disk

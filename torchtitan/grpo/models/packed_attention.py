@@ -58,7 +58,7 @@ class SequenceBorders(BlockMask):
 
 
 class HostSequences:
-    """The sequence ids of packed rows, [rows, seq] int, for a host that need not wait for a
+    """The sequence ids of packed rows, [rows, seq] int, for which a host need not wait for a
     device.
 
     FSDP would move a tensor, or one in a container that it knows, to the device.
@@ -76,8 +76,7 @@ class HostSequences:
 class PackedAttention(nn.Module):
     """Replaces upstream's ``inner_attention`` in every layout.
 
-    Inputs are this rank's heads (tensor parallelism) or part of the sequence (context
-    parallelism).
+    Inputs are heads of this rank (tensor parallelism) or its part of the sequence (context).
     """
 
     context_group: dist.ProcessGroup | None = None
@@ -96,8 +95,8 @@ class PackedAttention(nn.Module):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Shapes: ``q`` [rows, heads, seq, head_dim], ``k`` and ``v`` [rows, kv_heads, seq,
-        head_dim].
+        """Takes ``q`` [rows, heads, seq, head_dim], and the same with ``kv_heads`` for ``k`` and
+        ``v``.
         """
         if isinstance(q, DTensor):
             assert isinstance(k, DTensor) and isinstance(v, DTensor)
@@ -210,7 +209,7 @@ def _causal_varlen_attn() -> Callable[..., torch.Tensor]:
 
 
 def flex_pays(seq_len: int) -> bool:
-    """Whether FlexAttention saves more than its mask of blocks costs."""
+    """Returns whether FlexAttention saves more than its mask of blocks costs."""
     return seq_len >= _FLEX_MIN_SEQ_LEN
 
 
@@ -270,8 +269,7 @@ def context_part(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch
 def scatter_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Exchanges [rows, heads, seq / n, head_dim] for [rows, heads / n, seq, head_dim].
 
-    The heads of a token are adjacent in memory, so that kernels for rows end to end need no
-    copy.
+    The heads of a token are adjacent in memory: kernels for rows end to end need no copy.
     """
     n = group.size()
     rows, heads, part, head_dim = tensor.shape
@@ -291,9 +289,7 @@ def gather_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 
 
 def shareable_kv_heads(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    """Repeats heads of keys or values in place until ranks can share them; query heads keep
-    theirs.
-    """
+    """Repeats each key or value head in place, beside its query heads, until ranks can share them."""
     repeats = num_ranks // math.gcd(tensor.shape[1], num_ranks)
     return tensor.repeat_interleave(repeats, dim=1) if repeats > 1 else tensor
 

@@ -56,8 +56,7 @@ class ScoredTokens:
         self._mask, self._host_mask = mask, host_mask
 
     def positions(self, part: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
-        """Returns the tokens of a part of the rows, [tokens] int64, counted row by row; None for
-        all.
+        """Returns the tokens of a part of the rows, [tokens] int64 row by row; None for all.
 
         ``part`` cuts [rows, seq_local] out of [rows, seq].
         """

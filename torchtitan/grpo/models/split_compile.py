@@ -9,12 +9,11 @@ that gives the gradient of a linear layer's weight, and makes the graph return t
 
 1. Each parameter enters the compiled graph through a tap, an autograd function.
 2. The backward pass gives the tap a stand-in of the gradient's shape, which takes no memory and
-carries the factors. It is NaN, so that lost factors do not go unnoticed.
+   carries the factors. It is NaN, so that lost factors do not go unnoticed.
 3. The tap puts the factors into the store, which multiplies them when the pipeline's schedule
-asks for it; outside the passes of such a schedule, the product is computed at once.
+   asks for it; outside the passes of such a schedule, the product is computed at once.
 
-Other gradients, such as those of norms or of a weight that two layers share, remain in the
-graph.
+Other gradients, as of norms or of a weight that two layers share, remain in the graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -147,7 +146,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Cut:
-    """The factors that a compiled graph returns for a gradient: numbers of its outputs.
+    """Numbers of a compiled graph's outputs that are the factors of a gradient.
 
     ``left`` is the gradient of the layer's output, ``right`` the layer's input, ``example`` a
     fake tensor like the gradient.

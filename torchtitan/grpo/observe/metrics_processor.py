@@ -158,7 +158,7 @@ class GRPOMetricsProcessor(MetricsProcessor):
 
 
 def _has_content(path: Path) -> bool:
-    """Whether something was written: runs without rollouts leave their samples empty."""
+    """Runs without rollouts leave their samples empty."""
     return path.exists() and path.stat().st_size > 0
 
 

@@ -5,8 +5,7 @@
 
 A few microbatches of random tokens are timed with random weights, in two stages on each rank,
 or in as many as the configuration fixes. These times predict the duration of every schedule.
-The fastest ones are then run: predictions ignore the overhead of further stages and of split
-backward passes.
+The fastest ones are then run: predictions ignore the overhead of more stages and split passes.
 """
 
 import gc

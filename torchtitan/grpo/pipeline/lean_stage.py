@@ -105,7 +105,7 @@ class _Mark(torch.autograd.Function):
 
 
 TORCH_ALLOCATES = hasattr(_RecvInfo, "allocate_buffer")
-"""Whether torch's stage allocates a buffer when it receives, as it does from release 2.15 on."""
+"""True from torch 2.15 on: its stage allocates a buffer only when it receives."""
 OUTPUTS = "_forward_chunk_states" if TORCH_ALLOCATES else "fwd_cache"
 """Attribute in which torch's stage keeps the outputs of forward passes."""
 
@@ -141,7 +141,7 @@ class LeanStage(PipelineStage):
 
     @property
     def knows_shapes(self) -> bool:
-        """Whether a schedule has run the stage and has therefore inferred what the stage receives."""
+        """True after a schedule has run the stage and has inferred what the stage receives."""
         return isinstance(self.args_recv_info, _OnDemand)
 
     def example_of_exchanges(self) -> torch.Tensor:
@@ -292,7 +292,7 @@ class _OnDemand(dict[int, tuple[_RecvInfo, ...]]):
 # FSDP2 adds microbatches up in the dtype of the reduction, but only in the hooks of a backward pass,
 # which has ended before W.
 SUMS_IN_GRAD = hasattr(FSDPParam, "unsharded_grad_dtype")
-"""Whether FSDP2's sum is the parameter's ``grad``, as from torch 2.15 on, and not FSDP2's own."""
+"""True from torch 2.15 on: FSDP2's sum is the parameter's ``grad``, and not FSDP2's own."""
 
 
 class DeferredStage(LeanStage):

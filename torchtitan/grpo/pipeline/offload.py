@@ -222,7 +222,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements fill their memory without gaps, in any order."""
+    """Returns whether a tensor's elements fill their memory without gaps, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride != expected:

@@ -78,7 +78,7 @@ def num_stages(settings: Parallelism, num_layers: int) -> int:
 
 
 def fixes_stages(settings: Parallelism) -> bool:
-    """Whether the configuration, rather than the schedule, determines the number of stages."""
+    """Returns whether the configuration, and not the schedule, determines the number of stages."""
     return (
         settings.module_fqns_per_model_part is not None
         or settings.pipeline_parallel_layers_per_stage is not None
@@ -86,7 +86,7 @@ def fixes_stages(settings: Parallelism) -> bool:
 
 
 def ends_one_at_a_time(settings: Parallelism) -> bool:
-    """Whether the last stage, or the whole model, finishes each microbatch before the next."""
+    """Returns whether the last stage, or the whole model, finishes a microbatch before the next."""
     if settings.pipeline_parallel_degree == 1:
         return True
     return schedule_of(settings).finishes_each_microbatch

@@ -69,9 +69,7 @@ class GapModel:
 
     @classmethod
     def beside(cls, trained: list[LeanStage], stages: list[LeanStage], number: int) -> "GapModel":
-        """Numbers the stages of one more model, which must have run; ``number`` counts earlier
-        models.
-        """
+        """Numbers one more model's stages, which must have run; ``number`` counts earlier models."""
         is_trained = stages[0].submod is trained[0].submod
         numbers = GapNumbers(number * (stages[0].num_stages + 1), is_trained)
         holders = trained if numbers.shares_weights else [None] * len(stages)
@@ -91,8 +89,7 @@ class GapModel:
 
 @dataclass
 class GapRows:
-    """Inputs of :meth:`TableSchedule.run` that a training pass may run through a model in its
-    gaps.
+    """Inputs of :meth:`TableSchedule.run` that a pass may run through another model in its gaps.
 
     The pass sets ``num_done``, and the outputs on the rank of the last stage.
     """
