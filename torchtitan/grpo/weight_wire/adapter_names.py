@@ -12,23 +12,21 @@ TARGETS = {
     "up_proj": "feed_forward.w3",
     "down_proj": "feed_forward.w2",
 }
-"""The layers of a block that may have adapters: their last name in Hugging Face's model, and their
-native name in a block."""
+"""The layers that may have adapters: their last name in Hugging Face's model, and in a block."""
 
 FACTORS = (".lora_A.weight", ".lora_B.weight")
-"""How the names of an adapter's two parameters end, after the name of the target's module."""
+"""Ends of the names of an adapter's two parameters, after the name of the target's module."""
 
 PEFT_PREFIX = "base_model.model."
-"""How PEFT's names of a model's parameters begin."""
+"""Prefix of PEFT's names of a model's parameters."""
 
 
 def is_adapter(name: str) -> bool:
-    """Returns whether a native name is that of an adapter's parameter."""
     return name.endswith(FACTORS)
 
 
 def target_of(name: str) -> str:
-    """Returns the name of the weight that an adapter's parameter changes; other names stay."""
+    """Returns the weight that an adapter's parameter changes; other names stay."""
     for factor in FACTORS:
         if name.endswith(factor):
             return name.removesuffix(factor) + ".weight"
@@ -36,18 +34,17 @@ def target_of(name: str) -> str:
 
 
 def served_weight_of(name: str) -> str:
-    """Returns the name of a weight on a server, given that of an adapter's parameter as PEFT has it.
+    """Returns a server's name of the weight that a parameter in PEFT's names changes.
 
-    Names of weights stay as they are.
+    Names of weights stay.
     """
     return target_of(name).removeprefix(PEFT_PREFIX)
 
 
 def factor_of(name: str) -> str:
-    """Returns which of :data:`FACTORS` an adapter's parameter is."""
     return next(factor for factor in FACTORS if name.endswith(factor))
 
 
 def module_of(name: str) -> str:
-    """Returns the name of the module to which a parameter belongs, or an adapter's target."""
+    """Returns the module to which a parameter belongs, or an adapter's target."""
     return target_of(name).rpartition(".")[0]

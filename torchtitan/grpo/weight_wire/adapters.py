@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Low-rank adapters that arrive at a server alone, and are added to its base weights there.
+"""Low-rank adapters that are pushed without their base weights, and are added to a server's own.
 
-The base weights are those of the directory that the server was started from. They are read anew for
-each version, through the page cache of the host, so that a server needs no second copy of them and
-no version depends on the one before it.
+The base weights are those of the directory that the server was started from. They are read anew
+for each version, through the page cache of the host, so that a server needs no second copy of
+them and no version depends on the one before it.
 """
 
 import hashlib
@@ -29,8 +29,8 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 def is_of_adapters(bucket: BucketSpec) -> bool:
     """Returns whether a bucket holds factors of adapters and not weights.
 
-    Raises:
-        ValueError: If it is a delta, or if its names and its ``lora_scale`` contradict each other.
+    Raises ValueError if it is a delta, or if its names and its ``lora_scale`` contradict each
+    other.
     """
     if bucket.lora_scale is None:
         return False
@@ -52,8 +52,8 @@ def is_of_adapters(bucket: BucketSpec) -> bool:
 def base_digest(folder: str) -> str:
     """Returns a digest of the names, dtypes, shapes and some elements of a directory's weights.
 
-    Training changes every weight, so that the first and the last row of each tell models apart. How
-    the weights are divided among files does not matter.
+    Training changes every weight, so the first and the last row of each tell models apart. The
+    division of the weights among files does not matter.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(WeightFiles(Path(folder), "base weights").slices().items()):
@@ -65,12 +65,6 @@ def base_digest(folder: str) -> str:
 
 
 class BaseWeights:
-    """The weights of a server's directory, with adapters added.
-
-    Args:
-        folder: The directory.
-    """
-
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._stored = WeightFiles(Path(folder), "base weights").headers()
@@ -80,12 +74,7 @@ class BaseWeights:
         return base_digest(self._folder)
 
     def check(self, bucket: BucketSpec) -> None:
-        """Refuses factors that do not belong to the weights which they are to be added to.
-
-        Raises:
-            ValueError: If they belong to another base, if a target does not exist, or if the shape
-                of a factor does not fit it.
-        """
+        """Raises ValueError if factors belong to another base, or do not fit the weights."""
         if bucket.lora_base != self._digest:
             raise ValueError(
                 "Adapters can only be added to the base weights with which they are trained, and those "
@@ -108,11 +97,7 @@ class BaseWeights:
                 )
 
     def require_pairs(self, factors: Mapping[str, torch.Tensor]) -> None:
-        """Checks that both factors of each adapter have arrived.
-
-        Raises:
-            ValueError: If an adapter lacks one of its factors.
-        """
+        """Raises ValueError if an adapter lacks one of its factors."""
         for target in dict.fromkeys(served_weight_of(name) for name in factors):
             if not all(name in factors for name in _factors_of(target)):
                 raise ValueError(f"The adapter of {target} must have both of its factors.")
@@ -124,9 +109,7 @@ class BaseWeights:
         """Yields the targets of adapters, with ``scale * B A`` added, in the dtype of the factors.
 
         The operation is that of a trainer that merges them itself, so that the bits are equal.
-
-        Raises:
-            ValueError: If an adapter lacks one of its factors.
+        Raises ValueError if an adapter lacks one of its factors.
         """
         self.require_pairs(factors)
         for target in dict.fromkeys(served_weight_of(name) for name in factors):

@@ -22,7 +22,6 @@ _ALIGNMENT = 64
 
 
 def tensor_bytes(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[int]:
-    """Returns the size of each tensor in bytes."""
     return [
         torch.Size(shape).numel() * WIRE_DTYPES[dtype].itemsize
         for dtype, shape in zip(dtypes, shapes, strict=True)
@@ -30,12 +29,7 @@ def tensor_bytes(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list
 
 
 def bucket_bytes(bucket: BucketSpec) -> int:
-    """Returns the length of a bucket's payload in bytes.
-
-    Raises:
-        ValueError: If the bucket is a delta whose counts are impossible or whose tensors differ
-            in item size.
-    """
+    """Returns the length of a bucket's payload in bytes; ValueError for an impossible delta."""
     if bucket.num_changed is None:
         return sum(tensor_bytes(bucket.dtypes, bucket.shapes))
     numels, itemsize = element_counts(bucket)
@@ -54,11 +48,7 @@ def check_lengths(bucket: BucketSpec) -> None:
 
 
 def element_counts(bucket: BucketSpec) -> tuple[list[int], int]:
-    """Returns the number of elements of each tensor of a delta, and the bytes of one element.
-
-    Raises:
-        ValueError: If the tensors differ in item size.
-    """
+    """Returns the number of elements of each tensor of a delta, and the bytes of one element."""
     itemsizes = {WIRE_DTYPES[dtype].itemsize for dtype in bucket.dtypes}
     if len(itemsizes) != 1:
         raise ValueError(f"The tensors of a delta must have one item size, got {bucket.dtypes}.")

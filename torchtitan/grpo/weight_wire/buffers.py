@@ -1,19 +1,19 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Receive buffers that are reused from one push to the next.
+r"""Receive buffers that are reused from one push to the next.
 
-Fresh host memory costs a page fault for every 4 KiB, which takes about as long as receiving into
-it. The buffers of the previous version are therefore kept for the next one:
+Fresh host memory costs a page fault for every 4 KiB, about as long as receiving into it. The
+buffers of the previous version are therefore kept for the next one:
 
     take -> LENT -- settle, still used --> HELD -- settle, no longer used --> FREE -> take
-                 \\- settle, not used / give_back ---------------------------^
+                 \- settle, not used / give_back ---------------------------^
 
-LENT: an update receives into the buffer. HELD: weights that are served, or are the base of deltas,
-lie in the buffer. FREE: the next update may take it.
+LENT: an update receives into the buffer. HELD: weights that are served, or are the base of
+deltas, lie in the buffer. FREE: the next update may take it.
 
-A pool belongs to one server. It holds the memory of at most two versions: the one that is served
-from it and the one that is being received.
+A pool belongs to one server. It holds the memory of at most two versions: the one that is
+served from it and the one that is being received.
 """
 
 import threading
@@ -23,13 +23,10 @@ import torch
 
 
 class BufferPool:
-    """Flat byte buffers, used by one update at a time.
+    """Flat byte buffers, used by one update at a time. Methods may be called from any thread.
 
-    Threads that receive from different groups may call the methods at the same time.
-
-    Args:
-        pinned: Whether host buffers are pinned, so that a GPU's copy engine reads them without the
-            help of the CPU. Whoever starts such a copy gives the buffer back when it is over.
+    A GPU's copy engine reads ``pinned`` host buffers without the CPU. The caller that starts
+    such a copy gives the buffer back when the copy is over.
     """
 
     def __init__(self, pinned: bool = False) -> None:
@@ -41,7 +38,6 @@ class BufferPool:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of all buffers in host memory."""
         with self._lock:
             buffers = self._free + self._lent + self._held
         return sum(buffer.nbytes for buffer in buffers if buffer.device.type == "cpu")
@@ -88,5 +84,4 @@ class BufferPool:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Returns the address of the storage that a tensor lies in."""
     return tensor.untyped_storage().data_ptr()

@@ -3,9 +3,9 @@
 
 """Checksum of a tensor's bytes, which is the same on every device.
 
-The bytes are padded with zeros to whole 32-bit words ``w``, which are arranged in rows of 2**15.
-The checksum is ``sum(w[row, column] * column_weight * row_weight)`` plus a multiple of the number
-of bytes, modulo 2**64. The weights are chosen such that, in tensors of up to 16 GiB,
+The bytes are padded with zeros to whole 32-bit words ``w``, which are arranged in rows of
+2**15. The checksum is ``sum(w[row, column] * column_weight * row_weight)`` plus a multiple of
+the number of bytes, modulo 2**64. The weights are chosen such that, in tensors of up to 16 GiB,
 
     - a change of a single word, and so of a byte, always changes the checksum, because all
       weights are odd;
@@ -13,8 +13,8 @@ of bytes, modulo 2**64. The weights are chosen such that, in tensors of up to 16
       at most 32 factors of two and that of two words at most 31, which is less than 64 together;
     - other damage, such as a torn or shifted copy, is missed with a probability of about 2**-64.
 
-The checksum guards against mistakes and broken hardware, not against malice. Servers import this
-module too, so it needs torch alone.
+The checksum guards against mistakes and broken hardware, not against malice. Servers import
+this module too, so it needs only torch.
 """
 
 import functools
@@ -67,18 +67,12 @@ def _row_sums(octets: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _column_weights(device: torch.device) -> torch.Tensor:
-    """Returns the weight of each column, [columns] int64.
-
-    The weights are odd, and distinct modulo twice the number of columns.
-    """
+    """Returns [columns] int64, odd and distinct modulo twice the number of columns."""
     return 2 * _scattered(torch.arange(1, _COLUMNS + 1, device=device)) + 1
 
 
 def _row_weights(rows: torch.Tensor) -> torch.Tensor:
-    """Returns the weight of each row, [rows] int64.
-
-    The weights are distinct, and each is 1 modulo twice the number of columns.
-    """
+    """Returns [rows] int64, distinct and each 1 modulo twice the number of columns."""
     return 2 * _COLUMNS * _scattered(torch.arange(1, rows.numel() + 1, device=rows.device)) + 1
 
 

@@ -1,14 +1,14 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Broadcasts host memory over NCCL, on a stream that nothing else waits for.
+r"""Broadcasts host memory over NCCL, on a stream that nothing else waits for.
 
     host memory --copy engine--> one piece on the device --NCCL--> the server's workers
-                  \\______________ stream of this server ______________/
+                  \______________ stream of this server ______________/
 
 The kernel of a broadcast runs until the server has received, so whatever waits for its stream
-waits for the server. Therefore each server has a stream and a buffer of its own (`device_lanes.py`),
-and the host polls an event, with a deadline, where it could have waited for the stream.
+waits for the server. Each server therefore has its own stream and buffer (`device_lanes.py`),
+and the host polls an event, with a deadline, instead of waiting for the stream.
 """
 
 import time
@@ -26,18 +26,13 @@ _POLL_SECONDS = 0.002
 
 
 class DeviceBroadcast:
-    """Used by one thread, the one that pushes to the group's server.
+    """Broadcasts to one server; used by one thread, the one that pushes to the server.
 
-    Args:
-        device: The GPU.
-        server_url: Address of the server, whose lane is used.
-        piece_bytes: Most bytes of one broadcast. A larger payload is sent in several pieces, one
-            after another, through the same memory of the device.
-        timeout_seconds: Maximum duration of sending one payload.
+    A payload above ``piece_bytes`` is sent in pieces, one after another, through the same
+    memory of the device. ``timeout_seconds`` bounds one payload.
 
-    Raises:
-        RuntimeError: If a kernel of an earlier broadcast to the server has not ended.
-        torch.cuda.OutOfMemoryError: If the GPU has no room for a piece.
+    Raises RuntimeError if a kernel of an earlier broadcast to the server has not ended, and
+    torch.cuda.OutOfMemoryError if the GPU has no room for a piece.
     """
 
     def __init__(
@@ -58,16 +53,13 @@ class DeviceBroadcast:
     def send(
         self, payload: torch.Tensor, group: dist.ProcessGroup, is_left: Callable[[], bool]
     ) -> None:
-        """Broadcasts a payload; returns when the server has received it.
+        """Broadcasts [num_bytes] uint8 in host memory; returns when the server has received it.
 
-        Args:
-            payload: [num_bytes] uint8 in host memory. It may change when this method returns.
-            group: The group, in which this rank is rank 0.
-            is_left: Returns whether the group is being taken down.
+        The payload may change afterwards. This rank is rank 0 of the group, and ``is_left``
+        tells whether the group is being taken down.
 
-        Raises:
-            RuntimeError: If the group was left meanwhile.
-            TimeoutError: If the server did not receive the payload in time.
+        Raises RuntimeError if the group was left meanwhile, and TimeoutError if the server did
+        not receive the payload in time.
         """
         with broadcasting():
             self._send(payload, group, is_left)

@@ -6,8 +6,8 @@
 A transfer waits for another process, and whatever shares its stream would wait as well: FSDP's
 collectives, the copies of a snapshot, or the transfer to another server.
 
-A lane belongs to one peer at a time. It is kept for the life of the process, because its memory can
-be given back only by a call that waits for all kernels of the device.
+A lane belongs to one peer at a time. It is kept for the life of the process, because only a
+call that waits for all kernels of the device could free its memory.
 """
 
 import threading
@@ -20,13 +20,7 @@ from torchtitan.grpo.system.own_streams import new_stream
 
 @dataclass
 class DeviceLane:
-    """A stream of transfers with one peer, and a buffer on the device.
-
-    Attributes:
-        stream: The stream.
-        device: The GPU.
-        is_taken: Whether a peer uses the lane.
-    """
+    """A stream of transfers with one peer, and a buffer on the device."""
 
     stream: torch.cuda.Stream
     device: torch.device
@@ -34,17 +28,13 @@ class DeviceLane:
     _buffer: torch.Tensor | None = None
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        """Returns [num_bytes] uint8 on the device, from the stream's memory pool.
-
-        It is always the same memory, which grows with the largest piece.
-        """
+        """Returns [num_bytes] uint8 of the lane's memory on the device, which grows as needed."""
         if self._buffer is None or self._buffer.numel() < num_bytes:
             with torch.cuda.stream(self.stream):
                 self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return self._buffer[:num_bytes]
 
     def is_idle(self) -> bool:
-        """Returns whether nobody uses the lane and everything on its stream has ended."""
         return not self.is_taken and self.stream.query()
 
 
@@ -55,15 +45,10 @@ _lock = threading.Lock()
 def take_lane(device: torch.device, peer: str) -> DeviceLane:
     """Returns the peer's lane, which nobody else has until :func:`give_back`.
 
-    A peer without a lane takes over one that is idle, whose peer has left. A lane is made only if
-    there is none.
+    ``peer`` is a server's URL, or a weight group's name. A peer without a lane takes over one
+    that is idle, whose peer has left. A lane is made only if there is none.
 
-    Args:
-        device: The GPU.
-        peer: Name of the peer: a server's URL, or a weight group's name.
-
-    Raises:
-        RuntimeError: If the peer's lane is in use, or if a kernel on it has not ended.
+    Raises RuntimeError if the peer's lane is in use, or if a kernel on it has not ended.
     """
     torch.cuda.set_device(device)  # each thread has its own current device
     with _lock:

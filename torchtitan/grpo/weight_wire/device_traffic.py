@@ -3,12 +3,12 @@
 
 """Keeps the aborts of communicators apart from broadcasts that make progress.
 
-An abort frees memory of the GPU, for which the driver may wait until the kernels of all other
+An abort frees memory of the GPU. For this the driver may wait until the kernels of all other
 broadcasts have ended, and hold up every launch meanwhile, those of training as well. An abort
-therefore waits until the broadcasts that are under way have ended, and broadcasts begin after it.
-Broadcasts that were given up do not count, so that all of them are aborted together. An abort that
-the driver does not finish no longer counts after a few seconds either: it delays every other server
-once, and not at each broadcast.
+therefore waits until the broadcasts that are under way have ended, and broadcasts begin after
+it. Broadcasts that were given up do not count, so that all of them are aborted together. An
+abort that the driver does not finish no longer counts after a few seconds: it delays every
+other server once, and not at each broadcast.
 """
 
 import threading
@@ -43,7 +43,6 @@ def broadcasting() -> Iterator[None]:
 
 @contextmanager
 def aborting() -> Iterator[None]:
-    """Holds during the abort of a communicator."""
     this = object()
     with _changed:
         _aborts[this] = time.monotonic() + 2 * _WAIT_SECONDS

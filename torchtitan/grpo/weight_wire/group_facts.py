@@ -1,26 +1,27 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What both ends of a weight group must have in common, and the choice of its backend.
+"""Chooses the backend of a weight group by the facts that both of its ends must share.
 
 NCCL does not adapt one rank to another:
 
-- A communicator compares the versions of its ranks, and refuses any difference. Torch makes the
-  communicator with the first broadcast, so the refusal would come in the middle of a push; if the
-  two versions do not even exchange the same data, they wait for each other instead.
+- A communicator refuses ranks of different versions. Torch makes the communicator with the
+  first broadcast, so the refusal would come in the middle of a push; if the two versions do not
+  even exchange the same data, they wait for each other instead.
 - A communicator refuses two ranks on one GPU.
-- ``NCCL_CUMEM_ENABLE`` decides how a rank shares its buffers with ranks on the same host. Each rank
-  opens the buffers of the others in the way of its own setting, which fails if theirs is another.
-- ``NCCL_ALGO`` and ``NCCL_PROTO`` restrict what a rank may choose for a broadcast. Ranks that choose
-  differently wait for each other. For ``NCCL_NVLS_ENABLE`` the ranks agree on the lesser, by the
-  sources of 2.18 to 2.30; nobody has tried it here.
+- ``NCCL_CUMEM_ENABLE`` decides how a rank shares its buffers with ranks on the same host. Each
+  rank opens the buffers of the others by its own setting, which fails if theirs is another.
+- ``NCCL_ALGO`` and ``NCCL_PROTO`` restrict what a rank may choose for a broadcast. Ranks that
+  choose differently wait for each other. For ``NCCL_NVLS_ENABLE`` the ranks agree on the
+  lesser, by the sources of 2.18 to 2.30; nobody has tried it here.
 
 NCCL reads these variables once in a process, with the first communicator, so no group can have
-settings of its own. (From 2.29.7 on ``NCCL_NO_CACHE`` makes NCCL read them again, but the first of
-them also decides how memory is released, so it must not change while a process has communicators.)
+its own settings. (From 2.29.7 on ``NCCL_NO_CACHE`` makes NCCL read them again, but the first of
+them also decides how memory is released, so it must not change while a process has
+communicators.)
 
-Gloo needs nothing of all this. These are plain data without torch, so that HTTP clients can import
-them; `own_group_facts.py` finds out the facts of a process.
+Gloo needs nothing of all this. HTTP clients import this module, so it does not need torch;
+`own_group_facts.py` finds out the facts of a process.
 """
 
 import itertools
@@ -29,7 +30,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 SHARING_SETTING = "NCCL_CUMEM_ENABLE"
-"""Environment variable of NCCL that must agree between the ranks of a communicator."""
 NCCL_SETTINGS = (SHARING_SETTING, "NCCL_NVLS_ENABLE", "NCCL_ALGO", "NCCL_PROTO")
 """Environment variables of NCCL that are compared."""
 
@@ -39,16 +39,10 @@ GroupTransportName = Literal["auto", "nccl", "host"]
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """Facts about one process that joins weight groups; ``None`` stands for what is not known.
+    """Facts about one process that joins weight groups; ``None`` for what is not known.
 
-    Attributes:
-        device: ``cpu`` or ``cuda``.
-        torch: Version of torch, such as ``2.13.0+cu130``.
-        nccl: Version of NCCL, such as ``2.29.7``.
-        gpu: UUID of the process's GPU.
-        settings: Value of each of :data:`NCCL_SETTINGS` in the process's environment; empty for a
-            variable that is not set.
-        hint: A sentence on facts that are not known, for messages.
+    ``gpu`` is its UUID. ``settings`` holds the environment's values of :data:`NCCL_SETTINGS`,
+    empty if not set. ``hint`` is a sentence on facts that are not known, for messages.
     """
 
     device: str | None = None
@@ -61,14 +55,11 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The result of :func:`choose_backend`.
+    """The result of :func:`choose_backend`, with sentences for messages.
 
-    Attributes:
-        backend: ``nccl``, ``gloo``, or ``None`` if ``weight_sync.transport`` demands NCCL and NCCL
-            cannot work.
-        obstacles: Sentences that say why NCCL cannot work and what to change. Empty if nobody
-            would expect it to, because ``auto`` has met a side without a GPU.
-        doubts: Sentences that say what is not known about whether NCCL can work.
+    ``backend`` is ``None`` if NCCL is demanded and cannot work. ``obstacles`` say why NCCL
+    cannot work and what to change; there are none if ``auto`` has met a side without a GPU.
+    ``doubts`` say what is not known.
     """
 
     backend: Literal["nccl", "gloo"] | None
@@ -79,15 +70,10 @@ class BackendChoice:
 def choose_backend(
     transport: GroupTransportName, ours: Sequence[GroupFacts], theirs: Sequence[GroupFacts]
 ) -> BackendChoice:
-    """Decides how weights travel to one server.
+    """Decides how weights travel from the source ranks (``ours``) to one server's workers.
 
-    ``auto`` takes NCCL only if nothing is known to prevent it and nothing is unknown. ``nccl`` is
-    refused only for what is known to prevent it.
-
-    Args:
-        transport: ``weight_sync.transport``.
-        ours: Facts about the trainer's source ranks.
-        theirs: Facts about the server's workers.
+    ``auto`` takes NCCL only if nothing is known to prevent it and nothing is unknown. ``nccl``
+    is refused only for what is known to prevent it.
     """
     if transport == "host":
         return BackendChoice("gloo")
@@ -124,7 +110,6 @@ def _text(body: Mapping[str, Any], name: str) -> str | None:
 
 
 def _obstacles(ours: GroupFacts, theirs: GroupFacts) -> Iterator[str]:
-    """Yields the reasons for which NCCL cannot connect a source rank with a worker."""
     for side, facts in (("the trainer", ours), ("the server", theirs)):
         if facts.device == "cpu":
             yield f"NCCL needs a GPU on both sides, but {side} runs on a CPU."
@@ -169,7 +154,7 @@ def _doubts(ours: GroupFacts, theirs: GroupFacts) -> Iterator[str]:
 
 
 def _difference(name: str, ours: GroupFacts, theirs: GroupFacts) -> str:
-    """Returns how a setting differs, and what to do; empty if it agrees or is not known."""
+    """Tells how a setting differs, and what to do; empty if it agrees or is not known."""
     if ours.settings is None or theirs.settings is None:
         return ""
     own, other = ours.settings[name], theirs.settings[name]

@@ -4,9 +4,9 @@
 """Lets threads launch collectives in the order in which they were announced.
 
 The kernel of an NCCL broadcast occupies its GPU until all members of the group have launched
-theirs. If two workers of a server launched the broadcasts of two groups in opposite orders, and a
-GPU could run only one of them, neither would ever end. So all workers launch in the order of the
-announcements, which is the same for all of them. A launch does not wait for the end of the
+theirs. If two workers of a server launched the broadcasts of two groups in opposite orders, and
+a GPU could run only one of them, neither would ever end. So all workers launch in the order of
+the announcements, which is the same for all of them. A launch does not wait for the end of the
 broadcasts before it.
 """
 
@@ -16,10 +16,7 @@ from contextlib import contextmanager
 
 
 class LaunchOrder:
-    """Hands out tickets, and lets each ticket launch after all lower ones.
-
-    Methods may be called from any thread.
-    """
+    """Hands out tickets, and lets each launch after all lower ones. It is thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -38,8 +35,7 @@ class LaunchOrder:
     def turn(self, ticket: int, timeout_seconds: float) -> Iterator[None]:
         """Waits until all lower tickets have launched or given up; the block launches.
 
-        Raises:
-            RuntimeError: If the turn does not come in time, or after :meth:`close`.
+        Raises RuntimeError if the turn does not come in time, or after :meth:`close`.
         """
         with self._changed:
             has_come = self._changed.wait_for(
@@ -68,7 +64,6 @@ class LaunchOrder:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Refuses all further launches."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

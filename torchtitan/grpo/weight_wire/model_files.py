@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Decides which safetensors file of a model's folder holds a tensor, and what is no plain weight.
+"""Decides which safetensors file of a model's folder holds a tensor, and checks the tensors.
 
-As in transformers, ``model.safetensors`` counts first, then the files that the index names. Without
-either, all safetensors files of the folder count together, and none may repeat a tensor of another.
-Only headers are read, except where an output layer is compared with the embedding.
+As in transformers, ``model.safetensors`` counts first, then the files that the index names.
+Without either, all safetensors files of the folder count together, and none may repeat a tensor
+of another. Only headers are read, except where an output layer is compared with the embedding.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,13 +40,7 @@ _BUFFERS = (".inv_freq", ".position_ids")
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a safetensors file.
-
-    Attributes:
-        file: The file.
-        dtype: Data type as safetensors names it, such as ``BF16``.
-        shape: Its shape.
-    """
+    """A tensor in a safetensors file, whose dtype is named as there, such as ``BF16``."""
 
     file: Path
     dtype: str
@@ -54,14 +48,9 @@ class Stored:
 
 
 class WeightFiles:
-    """The weights in a model's folder.
+    """The weights in a model's folder, which the TOML key ``setting`` names.
 
-    Args:
-        path: The folder.
-        setting: TOML key that names the folder, for error messages.
-
-    Raises:
-        ModelError: If there are no weights, or a file that counts cannot be read.
+    Raises ModelError if there are no weights, or a file that counts cannot be read.
     """
 
     def __init__(self, path: Path, setting: str) -> None:
@@ -123,7 +112,6 @@ class WeightFiles:
             ) from error
 
     def headers(self) -> dict[str, Stored]:
-        """Returns where each tensor is."""
         return {name: found[-1] for name, found in self._found.items()}
 
     def own_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -139,12 +127,8 @@ class WeightFiles:
     def stored(self, name: str, shape: Sequence[int] | None = None) -> Stored:
         """Returns where a tensor is.
 
-        Args:
-            name: Name of the tensor.
-            shape: Shape that it must have, if any.
-
-        Raises:
-            ModelError: If it is missing or stored twice, is no plain weight, or has another shape.
+        Raises ModelError if it is missing or stored twice, is no plain weight, or has another
+        shape.
         """
         found = self._found.get(name)
         if not found:
@@ -173,7 +157,6 @@ class WeightFiles:
         return stored
 
     def read(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """Returns a tensor, after the checks of :meth:`stored`."""
         with safe_open(self.stored(name, shape).file, framework="pt") as handle:
             return handle.get_tensor(name)
 
@@ -183,11 +166,7 @@ class WeightFiles:
         return {name: opened[each[-1].file].get_slice(name) for name, each in self._found.items()}
 
     def refuse_missing(self, name: str) -> NoReturn:
-        """Refuses the folder because the model needs a tensor that the files lack.
-
-        Raises:
-            ModelError: Always; quantised weights have other names, and are told as such.
-        """
+        """Raises ModelError for a tensor that the files lack, perhaps because they are quantised."""
         packed = [f"{other} is {each[-1].dtype}" for other, each in self._found.items()
                   if each[-1].dtype not in _PLAIN]  # fmt: skip
         if packed:
@@ -208,19 +187,12 @@ class WeightFiles:
         )
 
     def check(self, needed: Mapping[str, Sequence[int]], *, is_tied: bool) -> list[str]:
-        """Compares the files with what a model needs.
+        """Compares the files with the tensors that a model needs; returns remarks for the user.
 
-        Args:
-            needed: Names and shapes of the tensors that are read.
-            is_tied: Whether the embedding is the output layer as well.
-
-        Returns:
-            What the user should know: tensors and files that are not read.
-
-        Raises:
-            ModelError: If a tensor is missing, ambiguous, quantised or of another shape; if a tensor
-                beside a weight looks like a part of it, such as its scales; or if a tied model has
-                another output layer.
+        The remarks name tensors and files that are not read. With ``is_tied``, the embedding is
+        the output layer as well. Raises ModelError if a tensor is missing, ambiguous, quantised
+        or of another shape; if a tensor beside a weight looks like a part of it, such as its
+        scales; or if a tied model has another output layer.
         """
         if parts := [*self._packed(needed), *self._parts_of(needed)]:
             self._refuse_parts(parts)
@@ -242,7 +214,7 @@ class WeightFiles:
                     yield f"{name} is {stored.dtype}"
 
     def _parts_of(self, needed: Mapping[str, Sequence[int]]) -> Iterator[str]:
-        """Yields tensors beside a weight, other than biases, which are left out as in transformers."""
+        """Yields tensors beside a weight, except biases, which are left out as in transformers."""
         modules = {name.rpartition(".")[0] for name in needed}
         for name in self._found:
             if name not in needed and not name.endswith(".bias"):

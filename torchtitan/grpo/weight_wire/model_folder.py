@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a folder that is named as a model holds, as far as its JSON files and its file names tell.
+"""Tells by JSON files and file names what a folder holds that is named as a model.
 
 Trainer and servers share it. It does not import torch.
 """
@@ -20,11 +20,9 @@ REMEDY = (
     "Name the model's release in bfloat16, usually the one whose name lacks FP8, INT8, AWQ, GPTQ or "
     "4bit; or a copy that was dequantised, in transformers with dequantize() and save_pretrained."
 )
-"""What to do about quantised weights."""
 MERGE = (
     "Merge them, in PEFT with merge_and_unload() and save_pretrained, and name the merged folder."
 )
-"""What to do about adapters."""
 
 _LFS_POINTER = b"version https://git-lfs"
 _CONVERT = "Convert the weights to safetensors, or name another directory"
@@ -48,18 +46,14 @@ class ModelError(RunError, ValueError):
 
 
 class WeightsAbsent(ModelError):
-    """Files of a model's weights are not there."""
+    pass
 
 
 def read_json(file: Path, setting: str) -> dict[str, Any]:
     """Reads a JSON file of a model: UTF-8 or UTF-16, with or without a byte-order mark.
 
-    Args:
-        file: The file.
-        setting: TOML key that names the folder, for error messages.
-
-    Raises:
-        ModelError: If the file cannot be read, or does not hold an object.
+    Raises ModelError if the file cannot be read, or does not hold an object. ``setting`` is the
+    TOML key that names the folder.
     """
     try:
         check_folder(file.parent)
@@ -81,20 +75,12 @@ def read_json(file: Path, setting: str) -> dict[str, Any]:
 def require_undamaged(
     path: Path, setting: str, share: int = 0, num_shares: int = 1, *, weights: bool
 ) -> None:
-    """Refuses a directory that this project has exported and that has changed since.
+    """Raises ModelError for a directory that this project has exported and that has changed since.
 
-    Other directories have no checksums. Text that has another size, or is gone, was changed by the
-    user, such as a chat template: damage does not change a size, or leaves what is no JSON.
-
-    Args:
-        path: The directory.
-        setting: TOML key that names it.
-        share: Which share of the files is read, so that ranks can divide them.
-        num_shares: Number of shares.
-        weights: Whether the weights are read, or all other files.
-
-    Raises:
-        ModelError: With the names of the files that have changed.
+    Other directories have no checksums. Text that has another size, or is gone, was changed by
+    the user, such as a chat template: damage does not change a size, or leaves what is no JSON.
+    Ranks can divide the files into ``num_shares``. ``weights`` selects the weights, or else all
+    other files.
     """
 
     def is_wanted(name: str, size: int) -> bool:
@@ -112,11 +98,7 @@ def require_undamaged(
 
 
 def refuse_quantised(config: dict[str, Any], file: Path, setting: str) -> None:
-    """Refuses a ``config.json`` that describes quantised weights.
-
-    Raises:
-        ModelError: If it does.
-    """
+    """Raises ModelError for a ``config.json`` that describes quantised weights."""
     for key in ("quantization_config", "compression_config"):
         if found := config.get(key):
             method = found.get("quant_method") if isinstance(found, dict) else None
@@ -128,7 +110,7 @@ def refuse_quantised(config: dict[str, Any], file: Path, setting: str) -> None:
 
 
 def about_pointer(file: Path) -> str:
-    """Returns a sentence about a file that Git LFS has not fetched; nothing if it is another file."""
+    """Returns a sentence about a file that Git LFS has not fetched; nothing for other files."""
     try:
         with open_regular(file) as opened:
             is_pointer = opened.read(len(_LFS_POINTER)) == _LFS_POINTER
@@ -138,7 +120,7 @@ def about_pointer(file: Path) -> str:
 
 
 def about_folder(path: Path) -> str:
-    """Returns what a folder is that lacks a model's config.json or its weights, and the remedy."""
+    """Says what a folder is that lacks a model's config.json or its weights, and the remedy."""
     if not path.is_dir():
         return f"{path} is a file: name the folder." if path.exists() else f"There is no {path}."
     if (path / "adapter_config.json").is_file():

@@ -3,7 +3,7 @@
 
 """Finds out the facts about this process that `group_facts.py` compares.
 
-The trainer, the embedded server and vLLM's workers call it, so this module needs torch alone.
+The trainer, the embedded server and vLLM's workers call it, so this module needs only torch.
 """
 
 import ctypes
@@ -18,11 +18,7 @@ _LIBRARY = "libnccl.so.2"
 
 
 def own_group_facts(device: torch.device) -> GroupFacts:
-    """Returns the facts about this process.
-
-    Args:
-        device: The device of this process, from which it sends or on which it receives.
-    """
+    """Returns the facts about this process, which sends from or receives on ``device``."""
     on_gpu = device.type == "cuda"
     return GroupFacts(
         device=device.type,
@@ -37,8 +33,8 @@ def own_group_facts(device: torch.device) -> GroupFacts:
 def nccl_version() -> str:
     """Returns the version of the NCCL that torch uses, such as ``2.29.7``.
 
-    The library itself is asked. ``torch.cuda.nccl.version()`` names the NCCL that torch was built
-    with, and images with SGLang or vLLM often hold a newer one.
+    The library itself is asked. ``torch.cuda.nccl.version()`` names the NCCL that torch was
+    built with, and images with SGLang or vLLM often hold a newer one.
     """
     try:
         # Torch has loaded it, so this is the same library and not a second one.

@@ -3,15 +3,15 @@
 
 """Process groups between the trainer and one server, beside the default process group.
 
-The trainer has rank 0, and the server's workers have the ranks after it. The trainer, the embedded
-server and vLLM's workers call these functions, so this module needs torch alone. SGLang has its
-own implementation; the rendezvous here is compatible with it, so that the trainer treats all kinds
-of servers alike.
+The trainer has rank 0, and the server's workers have the ranks after it. The trainer, the
+embedded server and vLLM's workers call these functions, so this module needs only torch. SGLang
+has its own implementation; the rendezvous here is compatible with it, so that the trainer
+treats all kinds of servers alike.
 
-Neither side may end because the other one did. The watchdog thread of an NCCL group ends the process
-when the group's peer is lost: whatever it is told, it sets a flag of the whole process, on which the
-monitor of the *default* group acts. Groups with servers therefore have no watchdog. Whoever uses such a
-group polls its operations with deadlines of its own, and aborts the communicator.
+Neither side may end because the other one did. The watchdog thread of an NCCL group ends the
+process when the group's peer is lost: whatever it is told, it sets a flag of the whole process,
+on which the monitor of the *default* group acts. Groups with servers therefore have no
+watchdog. Their users poll operations with their own deadlines, and abort the communicator.
 """
 
 import functools
@@ -57,19 +57,16 @@ def create_weight_group(
 ) -> dist.ProcessGroup:
     """Joins a weight group.
 
-    Over gloo it returns when all ``world_size`` members have joined. Over NCCL it returns when this
-    one has reached the store: the communicator is made at the first broadcast.
+    Over gloo it returns when all ``world_size`` members have joined, and the group listens only
+    on the address that leads to the trainer, whichever interface training uses. Over NCCL it
+    returns when this member has reached the store: the communicator is made at the first
+    broadcast.
 
     Args:
-        master_address: Host of the trainer's store.
-        master_port: Port of the trainer's store.
         rank: 0 on the trainer, ``rank_offset + worker`` on a server.
-        world_size: 1 plus the number of the server's workers.
         group_name: Prefix of the keys in the store. Each name may be used only once.
-        backend: ``gloo`` or ``nccl``.
         timeout_seconds: Maximum duration of the rendezvous and, over gloo, of each later
-            collective. A gloo group listens on the address that leads to the trainer's, and on no
-            other, whichever interface training uses. Over NCCL nothing ends a collective but :func:`destroy_weight_group`.
+            collective. Over NCCL only :func:`destroy_weight_group` ends a collective.
         store: The store on which the trainer listens; ``None`` connects to it, as servers do.
 
     Raises:
@@ -105,10 +102,10 @@ def create_weight_group(
 
 @functools.cache
 def _gloo_on_route() -> str:
-    """Registers gloo on an address of its own, and returns the name of this backend.
+    """Registers gloo on a chosen address; returns the name of this backend.
 
-    Torch's own name for it makes a group on the interface that ``GLOO_SOCKET_IFNAME`` names for the
-    whole process, or on the address that this host's name has.
+    Torch's gloo takes the interface of ``GLOO_SOCKET_IFNAME``, which the whole process shares,
+    or the address that this host's name has.
     """
 
     def make(options: Any, address: str) -> dist.ProcessGroupGloo:
@@ -137,12 +134,9 @@ def _nccl_options() -> Any:
 def limit_communicators(timeout_seconds: float) -> None:
     """Bounds the time in which a weight group's communicator over NCCL must be made.
 
-    Call it before the process's first collective over NCCL, in any group: torch reads the limit once.
-    Communicators that are made in NCCL's usual, blocking mode, such as training's, have no such limit.
+    Call it before the process's first collective over NCCL, in any group: torch reads the limit
+    once. Communicators in NCCL's usual, blocking mode, such as training's, have no such limit.
     A limit that the environment sets stays.
-
-    Args:
-        timeout_seconds: The limit.
     """
     os.environ.setdefault(_COMMUNICATOR_TIMEOUT, str(math.ceil(timeout_seconds)))
 

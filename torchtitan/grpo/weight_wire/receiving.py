@@ -3,8 +3,9 @@
 
 """A server's end of a weight group, which it can leave even while it waits for a broadcast.
 
-A broadcast over NCCL runs on a stream that nothing else uses (`device_lanes.py`). The streams on which
-the server generates never wait for it; the receiving thread polls an event instead, with a deadline.
+A broadcast over NCCL runs on a stream that nothing else uses (`device_lanes.py`). The streams
+on which the server generates never wait for it; the receiving thread polls an event instead,
+with a deadline.
 """
 
 import contextlib
@@ -43,16 +44,8 @@ _POLL_EVENT_SECONDS = 0.002
 class WeightGroup:
     """A process group in which rank 0, the trainer, broadcasts to this server.
 
-    See :func:`create_weight_group` for the arguments.
-
-    Args:
-        timeout_seconds: Maximum duration of the rendezvous, and of each payload.
-        piece_bytes: Most bytes of one broadcast over NCCL; 0 for payloads that are not divided.
-
-    Attributes:
-        name: Name of the group.
-        is_nccl: Whether the group's backend is NCCL.
-        timeout_seconds: As above.
+    See :func:`create_weight_group` for the arguments. ``timeout_seconds`` also bounds each
+    payload. A broadcast over NCCL has at most ``piece_bytes``; 0 does not divide payloads.
     """
 
     def __init__(
@@ -85,18 +78,12 @@ class WeightGroup:
         device: torch.device,
         turn: AbstractContextManager[None] = nullcontext(),  # noqa: B008  (it has no state)
     ) -> None:
-        """Receives one payload of rank 0 into ``tensor``.
+        """Receives one payload of rank 0 into ``tensor``, which is contiguous and of its size.
 
-        Args:
-            tensor: Contiguous tensor of the payload's size, which is received into. Over NCCL it
-                may lie on the device, or in pinned host memory, into which the device copies each
-                piece.
-            device: Device of the model.
-            turn: Entered while broadcasts over NCCL are launched; see `launch_order.py`.
-
-        Raises:
-            RuntimeError: If the trainer has ended, if nothing arrives within the group's
-                timeout, or if :meth:`leave` is called.
+        Over NCCL the tensor may lie on the device, or in pinned host memory, into which the
+        device copies each piece. ``turn`` is entered while broadcasts over NCCL are launched;
+        see `launch_order.py`. Raises RuntimeError if the trainer has ended, nothing arrives in
+        time, or :meth:`leave` is called.
         """
         if self._left.is_set():
             raise RuntimeError(f"Group {self.name!r} was left before the broadcast.")
@@ -209,9 +196,9 @@ class WeightGroup:
 def leave_groups(groups: Iterable[WeightGroup]) -> None:
     """Leaves groups, all at the same time.
 
-    An aborted communicator frees memory of the GPU, for which the driver may wait until all kernels
-    have ended, and those of the other groups end only when their communicators are aborted as well.
-    What the driver still does after a few seconds goes on in the background.
+    An aborted communicator frees memory of the GPU, for which the driver may wait until all
+    kernels have ended, and those of the other groups end only when their communicators are
+    aborted as well. After a few seconds, the driver's work goes on in the background.
     """
     threads = [thread for group in groups if (thread := group.begin_leave()) is not None]
     deadline = time.monotonic() + _LEAVE_SECONDS

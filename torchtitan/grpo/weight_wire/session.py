@@ -5,15 +5,15 @@
 
     (none) -- begin --> OPEN -- announce or read, ... --> OPEN -- collect or drop --> (none)
 
-Announced buckets are received into staging while the old weights are served. ``collect`` returns only an
-update that is whole: every bucket has arrived and was verified. The server then swaps it in, and calls
-``settle``. Any other update is dropped, and the served weights do not change.
+Announced buckets are received into staging while the old weights are served. ``collect``
+returns only a whole update: every bucket has arrived and was verified. The server then swaps it
+in, and calls ``settle``. Any other update is dropped, and the served weights do not change.
 
-A delta is applied to a copy of the weights that were settled last. It is refused unless they are its base
-version, completely received in the dtype of the delta.
+A delta is applied to a copy of the weights that were settled last. It is refused unless they
+are its base version, completely received in the dtype of the delta.
 
-vLLM's workers and the embedded server use this module. What differs between them is the
-:class:`StagingPlace`, the check against the model, and the swap.
+vLLM's workers and the embedded server differ in the :class:`StagingPlace`, the check against
+the model, and the swap.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,14 +47,10 @@ class _Settled:
 class UpdateSession:
     """The weight groups of one server process, and at most one open update.
 
-    Args:
-        place: Where updates are staged, and where bases of deltas are.
-        check: Raises ValueError unless tensors of these names and shapes fit the model.
-        folder: Returns the directory of the model, to whose weights adapters are added.
-
-    Attributes:
-        received: Dtypes of the update that was collected, by name. Tensors that a delta left unchanged are
-            included.
+    ``check`` raises ValueError unless tensors of these names and shapes fit the model.
+    ``folder`` returns the directory of the model, to whose weights adapters are added.
+    ``received`` holds the dtypes of the collected update, by name, also of tensors that a delta
+    left unchanged.
     """
 
     def __init__(
@@ -104,7 +100,6 @@ class UpdateSession:
             ) from error
 
     def group(self, name: str) -> WeightGroup:
-        """Returns a group that was joined."""
         try:
             return self._groups[name]
         except KeyError:
@@ -129,11 +124,7 @@ class UpdateSession:
 
     @property
     def staging(self) -> Staging:
-        """Returns what was staged since :meth:`begin`.
-
-        Raises:
-            UpdateError: If no update is open.
-        """
+        """The buckets since :meth:`begin`; UpdateError if no update is open."""
         if self._staging is None:
             raise UpdateError("No weight update is open. Begin one first.")
         return self._staging
@@ -147,11 +138,10 @@ class UpdateSession:
     def announce(
         self, bucket: BucketSpec, group_name: str, sequence: int | None = None
     ) -> "Future[None]":
-        """Queues a bucket, or refuses it before its broadcast is awaited; see :meth:`Staging.announce`.
+        """Queues a bucket, or refuses it before its broadcast is awaited, with ValueError.
 
-        Raises:
-            ValueError: If the bucket is refused. The update then fails too, because without this bucket
-                it would be a mixture.
+        The update then fails too, because without this bucket it would be a mixture. See
+        :meth:`Staging.announce`.
         """
         staging = self.staging
         try:
@@ -166,8 +156,7 @@ class UpdateSession:
     def read(self, folder: str) -> None:
         """Queues the reading of all weights of a directory.
 
-        Raises:
-            ValueError: If the directory has none, or others than the model's.
+        Raises ValueError if the directory has none, or others than the model's.
         """
         headers = WeightFiles(Path(folder), "model_path").headers()
         self._check_fit(headers, [stored.shape for stored in headers.values()])
@@ -181,8 +170,7 @@ class UpdateSession:
     def collect(self, timeout_seconds: float) -> dict[str, torch.Tensor]:
         """Waits for all buckets; returns the new tensors, or the factors of adapters, by name.
 
-        Raises:
-            UpdateError: If a bucket failed, or did not arrive in time. The update is dropped.
+        Raises UpdateError if a bucket failed, or did not arrive in time. The update is dropped.
         """
         staging, self._staging = self.staging, None
         try:
@@ -195,28 +183,22 @@ class UpdateSession:
 
     @property
     def is_of_adapters(self) -> bool:
-        """Whether the update holds factors of adapters."""
         return self._lora_scale is not None
 
     def with_adapters(
         self, factors: Mapping[str, torch.Tensor], *, all_weights: bool
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the weights that adapters change, or all weights, with the adapters added.
-
-        Raises:
-            ValueError: If an adapter lacks one of its factors.
-        """
+        """Yields the weights that adapters change, or all weights, with the adapters added."""
         assert self._lora_scale is not None, "no adapters were announced"
         add = self._base_weights.all_with if all_weights else self._base_weights.adapted
         return add(factors, self._lora_scale)
 
     def settle(self, in_use: Iterable[torch.Tensor], version: str | None) -> None:
-        """Notes that the update that was collected is served.
+        """Notes that the collected update is served.
 
-        Args:
-            in_use: All tensors that are served, or are the base of deltas. They keep their buffers.
-            version: Version to which deltas may be applied; ``None`` if this is not possible, for
-                instance because only a part of the weights was received.
+        The tensors ``in_use`` are served, or are the base of deltas, and keep their buffers.
+        Deltas may be applied to ``version``; it is ``None`` if this is not possible, for
+        instance because only a part of the weights was received.
         """
         self._settled = None if version is None else _Settled(version, self.received)
         self.buffers.settle(in_use)
@@ -226,7 +208,6 @@ class UpdateSession:
         self._settled = None
 
     def drop(self) -> None:
-        """Drops the open update, if there is one."""
         staging, self._staging = self._staging, None
         if staging is not None:
             staging.drop()

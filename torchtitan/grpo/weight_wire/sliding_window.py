@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""How many tokens a model's attention reaches, as transformers reads ``config.json``.
+"""Tells how many tokens a model's attention reaches, as transformers reads ``config.json``.
 
-A window that is not shorter than the sequences changes nothing. Neither the trainer nor the embedded
-server computes a shorter one.
+A window that is not shorter than the sequences changes nothing. Neither the trainer nor the
+embedded server computes a shorter one.
 """
 
 from typing import Any
@@ -17,14 +17,11 @@ _WINDOW, _MAX_WINDOW_LAYERS = 4096, 28
 def attention_window(config: dict[str, Any], architecture: str) -> int | None:
     """Returns the number of tokens, its own included, that each token attends to; None for all.
 
-    Args:
-        config: Contents of ``config.json``.
-        architecture: Its architecture. Mistral's models have a window unless it is null, and others
-            only with ``use_sliding_window``; dense ones in the layers that ``layer_types`` or
-            ``max_window_layers`` tell.
+    Mistral's models have a window unless it is null, and others only with
+    ``use_sliding_window``; dense ones in the layers that ``layer_types`` or
+    ``max_window_layers`` tell.
 
-    Raises:
-        ValueError: If the settings contradict each other.
+    Raises ValueError if the settings contradict each other.
     """
     kinds = config.get("layer_types") or []
     if unknown := [kind for kind in kinds if kind not in (_FULL, _SLIDING)]:

@@ -3,10 +3,11 @@
 
 """Lossless deltas between two versions of a bucket.
 
-The payload of a bucket holds tensors of one item size, one after another. The payload of its delta
-holds for each tensor the int32 positions of the elements that changed, followed by their new
-values, or the whole tensor if that is not longer. Elements are compared and copied as bits, so
-NaNs and the sign of zero are preserved. Servers import this module too, so it needs torch alone.
+The payload of a bucket holds tensors of one item size, one after another. The payload of its
+delta holds for each tensor the int32 positions of the elements that changed, followed by their
+new values, or the whole tensor if that is not longer. Elements are compared and copied as bits,
+so NaNs and the sign of zero are preserved. Servers import this module too, so it needs only
+torch.
 """
 
 from collections.abc import Sequence
@@ -26,10 +27,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Changes:
     """The new elements of one tensor.
 
-    Attributes:
-        indices: [num_changed] int32, positions in the flattened tensor; ``None`` if the tensor
-            is sent whole.
-        values: [num_changed] or [numel] integers, the bits of the new elements.
+    ``indices`` are [num_changed] int32, positions in the flattened tensor; ``None`` if it is
+    sent whole. ``values`` are [num_changed] or [numel] integers, the bits of the elements.
     """
 
     indices: torch.Tensor | None
@@ -39,20 +38,11 @@ class Changes:
 def encode(
     previous: torch.Tensor, current: torch.Tensor, numels: Sequence[int], itemsize: int
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Returns the delta from one version of a bucket to the next.
+    """Returns the delta from one version of a bucket to the next, [num_bytes] uint8 each.
 
-    Args:
-        previous: [num_bytes] uint8, the version that the receiver holds.
-        current: [num_bytes] uint8, the version that the receiver is to hold.
-        numels: Number of elements of each tensor.
-        itemsize: Bytes of one element: 1, 2, 4 or 8.
-
-    Returns:
-        [delta_bytes] uint8, and for each tensor the number of changed elements, or -1 if it is
-        sent whole.
-
-    Raises:
-        ValueError: If the sizes contradict each other.
+    ``numels`` are the elements of each tensor, ``itemsize`` (1, 2, 4 or 8) the bytes of one
+    element. Also returns for each tensor the number of changed elements, or -1 if it is sent
+    whole.
     """
     num_bytes = sum(numels) * itemsize
     if not previous.numel() == current.numel() == num_bytes:
@@ -91,8 +81,7 @@ def _changed(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
 def delta_bytes(numels: Sequence[int], num_changed: Sequence[int], itemsize: int) -> int:
     """Returns the length of a delta in bytes.
 
-    Raises:
-        ValueError: If a count is neither -1 nor within its tensor's size.
+    Raises ValueError if a count is neither -1 nor within its tensor's size.
     """
     total = 0
     for numel, count in zip(numels, num_changed, strict=True):
@@ -107,9 +96,8 @@ def decode(
 ) -> list[Changes]:
     """Returns the changes of each tensor of a delta. This is the inverse of :func:`encode`.
 
-    Raises:
-        ValueError: If the length of the payload contradicts the counts, or an index is outside
-            its tensor.
+    Raises ValueError if the length of the payload contradicts the counts, or an index is
+    outside its tensor.
     """
     expected = delta_bytes(numels, num_changed, itemsize)
     if payload.numel() != expected:
@@ -133,8 +121,8 @@ def decode(
 def apply(target: torch.Tensor, changes: Changes) -> None:
     """Writes changes into a contiguous tensor of the dtype in which they were sent.
 
-    Changes may lie on another device than the tensor: they may have come over NCCL, and the tensor
-    may be a copy that is kept in host memory.
+    Changes may lie on another device than the tensor: they may have come over NCCL, and the
+    tensor may be a copy that is kept in host memory.
     """
     bits = target.view(-1).view(_BITS[target.element_size()])
     values = changes.values.to(target.device)

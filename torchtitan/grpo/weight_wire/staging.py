@@ -8,15 +8,15 @@
     waits for       each broadcast, up to the timeout of its group
     unblocked by    the broadcast, the group's timeout, the end of the trainer, or `drop`
 
-Requests that announce buckets may overtake each other. Each bucket therefore has a number within
-its group, and it is received after all lower numbers were announced. Otherwise the bytes of one
-bucket could be taken for those of another one with the same size.
+Requests that announce buckets may overtake each other. Each bucket therefore has a number
+within its group, and is received after all lower numbers were announced. Otherwise the bytes of
+one bucket could be taken for those of another one with the same size.
 
-Buckets of different groups are received at the same time, because each source rank of the trainer
-has a network interface and a group of its own. Over NCCL the workers of a server launch their
+Buckets of different groups are received at the same time, because each source rank of the
+trainer has its own network interface and group. Over NCCL the workers of a server launch their
 broadcasts in the same order; see `launch_order.py`.
 
-vLLM's workers and the embedded server use this module, so it needs torch and numpy alone.
+vLLM's workers and the embedded server use this module, so it needs only torch and numpy.
 """
 
 import queue
@@ -60,11 +60,11 @@ class StagingPlace:
         base: Returns a copy of a served tensor, by its name and the dtype in which it was sent.
             A delta is applied to the copy, on the copy's device.
         place: Converts a whole, verified tensor, for example by a cast or a move to another
-            device. It may return the tensor itself.
-        on_host: Whether versions are staged in host memory, because the device has no room. Over
-            NCCL the device then holds one piece at a time.
-        stream: What the staging threads queue on the GPU, ``place`` included, runs on this stream;
-            ``None`` is the current one. ``place`` may return before its copy is over.
+            device. It may return the tensor itself, and before a copy on ``stream`` is over.
+        on_host: Whether versions are staged in host memory, because the device has no room.
+            Over NCCL the device then holds one piece at a time.
+        stream: Stream of what the staging threads queue on the GPU; ``None`` is the current
+            one.
     """
 
     device: torch.device
@@ -74,23 +74,18 @@ class StagingPlace:
     stream: torch.cuda.Stream | None = None
 
     def buffer_device(self, group: WeightGroup) -> torch.device:
-        """Returns where the group's payloads are received."""
         return self.device if group.is_nccl and not self.on_host else torch.device("cpu")
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        """Returns a context in which :attr:`stream` is the current one."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
 
 @dataclass
 class _Announced:
-    """One bucket, or one reading from a disk.
+    """One bucket, or one reading from a disk, which has no group.
 
-    Attributes:
-        work: Receives it.
-        group: Its group; ``None`` for a disk.
-        ticket: Its place in the :class:`LaunchOrder`, for a bucket over NCCL.
-        future: Ends when it has arrived and was verified.
+    ``ticket`` is the place in the :class:`LaunchOrder`, over NCCL. ``future`` ends when all has
+    arrived and was verified.
     """
 
     work: Callable[["_Announced"], None]
@@ -100,7 +95,7 @@ class _Announced:
 
     @property
     def source(self) -> str:
-        """What has a thread of its own: the name of the group, or nothing for the disk."""
+        """Key of the thread: the name of the group, or nothing for the disk."""
         return self.group.name if self.group is not None else ""
 
 
@@ -118,11 +113,7 @@ class _Thread:
 class Staging:
     """Holds the buckets of one update until the update is committed.
 
-    Methods may be called from any thread.
-
-    Args:
-        place: See :class:`StagingPlace`.
-        buffers: Pool of the receive buffers. The caller settles it after the commit.
+    Methods may be called from any thread. The caller settles ``buffers`` after the commit.
     """
 
     def __init__(self, place: StagingPlace, buffers: BufferPool) -> None:
@@ -151,21 +142,21 @@ class Staging:
 
     @property
     def failure(self) -> str | None:
-        """Why the update cannot be committed, or ``None``."""
+        """Reason why the update cannot be committed, or ``None``."""
         return self._failure
 
     def refuse(self, reason: str) -> None:
         """Makes the update fail because of a bucket; no further bucket is received.
 
-        The bytes of the refused bucket may have been sent already and would be received as those
-        of the next one. (gloo ends a process that receives more bytes than it expects.)
+        The bytes of the refused bucket may have been sent already and would be received as
+        those of the next one. (gloo ends a process that receives more bytes than it expects.)
         """
         self._broken = True
         self._fail(reason)
         self._put_early()
 
     def _fail(self, reason: str) -> None:
-        """Records why the update failed. The first reason is kept."""
+        """Keeps the first reason of a failure."""
         self._failure = self._failure or reason
 
     def announce(
@@ -175,19 +166,12 @@ class Staging:
         *,
         sequence: int | None = None,
     ) -> "Future[None]":
-        """Queues a bucket to be received.
+        """Queues a bucket to be received; the future ends when its tensors are whole and verified.
 
-        The future that is returned ends when the tensors of the bucket are whole and verified.
-
-        Args:
-            bucket: Description of the bucket. The caller has checked that names, dtypes and
-                shapes fit the model.
-            group: Group over which the bucket is broadcast.
-            sequence: Number of the bucket among those of the update over this group, from 0.
-                ``None`` if the caller announces each bucket after the one before has arrived.
-
-        Raises:
-            ValueError: If a tensor was announced before, or a sequence number twice.
+        The caller has checked that names, dtypes and shapes fit the model. ``sequence`` is the
+        number of the bucket among those of the update over this group, from 0; ``None`` if the
+        caller announces each bucket after the one before has arrived. Raises ValueError if a
+        tensor was announced before, or a sequence number twice.
         """
         item = _Announced(lambda item: self._receive(bucket, item), group)
         with self._lock:
@@ -206,10 +190,8 @@ class Staging:
     ) -> "Future[None]":
         """Queues the reading of verified tensors from another source, such as a disk.
 
-        Args:
-            dtypes: Dtype of each tensor, by name. The tensors must fit the model.
-            load: Reads the tensors on the staging thread. If it raises ValueError or OSError,
-                the update fails.
+        ``dtypes`` describes the tensors, which must fit the model. ``load`` runs on the staging
+        thread; if it raises ValueError or OSError, the update fails.
         """
 
         def work(_: _Announced) -> None:
@@ -224,7 +206,6 @@ class Staging:
         return item.future
 
     def _put(self, item: _Announced) -> None:
-        """Queues an item; the caller holds the lock."""
         if item.group is not None and item.group.is_nccl:
             item.ticket = self._order.ticket()
         if item.source not in self._threads:
@@ -234,8 +215,7 @@ class Staging:
     def collect(self, timeout_seconds: float) -> dict[str, torch.Tensor]:
         """Waits for all announced buckets and returns the new tensors, by name.
 
-        Raises:
-            UpdateError: If a bucket failed, or did not arrive within ``timeout_seconds``.
+        Raises UpdateError if a bucket failed, or did not arrive within ``timeout_seconds``.
         """
         with self._lock:
             if self._early:

@@ -3,7 +3,7 @@
 
 """Describes a transfer to a server: the group to join, and each bucket.
 
-These are plain data without torch, so that HTTP clients can import them.
+HTTP clients import this module, so it does not need torch.
 """
 
 from dataclasses import dataclass
@@ -13,19 +13,16 @@ from dataclasses import dataclass
 class WeightGroupInfo:
     """Describes how a server joins one of the trainer's process groups for weights.
 
+    The trainer has rank 0, and the server's workers those from ``rank_offset`` on.
+
     Attributes:
-        master_address: Host on which the trainer's store listens.
-        master_port: Port of that store.
-        rank_offset: Rank of the server's first worker in the group. The trainer has rank 0.
-        world_size: 1 plus the number of the server's workers.
-        group_name: Name of the group, unique for each connection.
-        backend: ``gloo`` or ``nccl``.
+        group_name: Unique for each connection.
         timeout_seconds: Maximum duration of the rendezvous, and of each collective.
         deltas: Whether deltas may be sent. If so, a server that cannot read its own weights
             back (vLLM) keeps a copy of what it received, on the host.
-        piece_bytes: Most bytes of one broadcast over NCCL. A larger bucket is broadcast in several
-            pieces, so that neither side needs memory for a whole one on its GPU. 0 for one
-            broadcast a bucket, which is what SGLang receives.
+        piece_bytes: Most bytes of one broadcast over NCCL. A larger bucket is broadcast in
+            several pieces, so that neither side needs memory for a whole one on its GPU. 0 for
+            one broadcast a bucket, which is what SGLang receives.
     """
 
     master_address: str
@@ -48,16 +45,16 @@ class BucketSpec:
 
     Attributes:
         names: Hugging Face parameter names.
-        dtypes: Dtypes in which the tensors are sent, such as ``float32`` or ``bfloat16``.
+        dtypes: Dtypes in which the tensors are sent, such as ``bfloat16``.
         shapes: Full (unsharded) shapes.
-        checksums: Checksum of each whole tensor's bytes; see `checksum.py`. ``None`` if the
-            receiver is not to compare them.
-        num_changed: For each tensor of a delta, the number of elements in the payload, or -1
-            if the tensor is sent whole. ``None`` if the bucket is not a delta.
-        base_version: Version to which the changes of a delta are applied; ``None`` if the
-            bucket is not a delta.
-        lora_scale: ``alpha / rank`` of the low-rank adapters whose factors the bucket holds, under
-            PEFT's names; ``None`` if it holds weights.
+        checksums: Checksum of each whole tensor's bytes, see `checksum.py`; ``None`` if the
+            receiver does not compare them.
+        num_changed: For each tensor of a delta, the number of elements in the payload, or -1 if
+            the tensor is sent whole. ``None`` if the bucket is not a delta.
+        base_version: Version to which a delta is applied; ``None`` if the bucket is not a
+            delta.
+        lora_scale: ``alpha / rank`` of the low-rank adapters whose factors the bucket holds,
+            under PEFT's names; ``None`` if it holds weights.
         lora_base: Digest of the base weights to which such adapters belong; see `adapters.py`.
     """
 

@@ -6,8 +6,8 @@
     DISK_PATH/version-7.partial/   every source rank writes its part into it
     DISK_PATH/version-7/           the leader renames it once all parts are complete
 
-A directory gets its final name only when it is complete and on the disk. The checksums of
-all tensors lie in it, and the servers that this project controls compare them.
+A directory gets its final name only when it is complete and on the disk. The checksums of all
+tensors lie in it, and the servers that this project controls compare them.
 
 DISK_PATH belongs to one run at a time, because the versions of two runs would have the same
 names. The run holds a lock on it, which ends with its process.
@@ -45,13 +45,7 @@ def write_part(
 ) -> None:
     """Writes one source rank's part of a version: a safetensors file, and its checksums.
 
-    Args:
-        directory: As returned by :meth:`VersionDirectories.begin`.
-        rank: Rank of the source in the default process group.
-        buckets: Description and payload, [num_bytes] uint8, of each bucket.
-
-    Raises:
-        OSError: If the disk is full or the directory cannot be written to.
+    ``directory`` comes from :meth:`VersionDirectories.begin`; payloads are [num_bytes] uint8.
     """
     tensors = {}
     for spec, payload in buckets:
@@ -72,18 +66,11 @@ def write_part(
 
 
 class VersionDirectories:
-    """Makes and removes the directories of versions below ``weight_sync.disk_path``.
+    """Makes and removes the directories of versions below ``weight_sync.disk_path``, on rank 0.
 
-    Only rank 0 has an instance.
-
-    Args:
-        root: The directory; it is made if it does not exist.
-        source: Directory of the trained model. Its config and tokenizer files are copied
-            beside the weights, since a server may want them there.
-        lock_seconds: How long another run may still hold the directory.
-
-    Raises:
-        ValueError: If another run holds the directory for longer.
+    The config and tokenizer files of ``source``, the trained model, are copied beside the
+    weights, since a server may want them there. Raises ValueError if another run holds the
+    directory for longer than ``lock_seconds``.
     """
 
     def __init__(self, root: Path, source: Path, lock_seconds: float = _LOCK_SECONDS) -> None:
@@ -106,8 +93,8 @@ class VersionDirectories:
     def finish(self, version: int) -> Path:
         """Completes the directory of a version, once all source ranks have written their parts.
 
-        The checksums of all parts are merged into one file and the model's config is copied
-        beside the weights. Then the directory gets its final name.
+        The checksums are merged into one file, and the model's config is copied beside the
+        weights. Then the directory gets its final name.
         """
         partial = self._root / f"version-{version}.partial"
         checksums: dict[str, int] = {}
@@ -124,15 +111,11 @@ class VersionDirectories:
         return target
 
     def remove(self, version: int) -> None:
-        """Deletes whatever exists of a version."""
         for name in (f"version-{version}", f"version-{version}.partial"):
             shutil.rmtree(self._root / name, ignore_errors=True)
 
     def close(self) -> None:
-        """Lets other runs use the directory. It is idempotent.
-
-        The files of the version that servers serve now stay in the directory.
-        """
+        """Lets other runs use the directory, in which the served version stays. It is idempotent."""
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
@@ -162,9 +145,8 @@ def _locked(root: Path, timeout_seconds: float) -> int:
 def read_weights(folder: str) -> dict[str, torch.Tensor]:
     """Returns the weights of a directory, on the CPU.
 
-    Raises:
-        ValueError: If there are none, or if the directory has a ``checksums.json`` with which they
-            disagree.
+    Raises ValueError if there are none, or if they disagree with the ``checksums.json`` of the
+    directory.
     """
     stored, tensors = WeightFiles(Path(folder), "model_path").headers(), {}
     for file in dict.fromkeys(one.file for one in stored.values()):
