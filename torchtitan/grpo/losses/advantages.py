@@ -1,12 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Computes advantages from rewards.
+"""Computes advantages from rewards. Groups are identified by id, not by position.
 
-Groups are identified by id, not by position. For every kind, a group of one sample and a group
-whose rewards are all equal get advantages of exactly 0, because neither shows which completion
-was better. The exception is ``batch_norm`` if all groups have one sample: it then compares the
-samples of the whole batch.
+For every kind, a group of one sample and a group with equal rewards get advantages of exactly 0,
+because neither shows which completion was better. The exception is ``batch_norm`` if all groups
+have one sample: it then compares the samples of the whole batch.
 """
 
 from typing import Literal
@@ -26,26 +25,15 @@ def shape_rewards(
 ) -> np.ndarray:
     """Scales rewards by a factor for their sign and subtracts DAPO's soft overlong penalty.
 
-    The penalty is 0 up to ``max_new_tokens - overlong_buffer`` tokens, grows linearly, and
-    is ``overlong_penalty`` at ``max_new_tokens`` (https://arxiv.org/abs/2503.14476,
-    equation 13). The factors do not apply to the penalty.
+    The penalty is 0 up to ``max_new_tokens - overlong_buffer`` tokens, grows linearly, and is
+    ``overlong_penalty`` at ``max_new_tokens`` (https://arxiv.org/abs/2503.14476, equation 13). The
+    factors do not apply to it; a buffer of 0 disables it.
 
     Example: with a buffer of 4 out of 10 tokens and a penalty of 1, a completion of 6 tokens
     loses nothing, one of 8 tokens loses 0.5 and one of 10 tokens loses 1.
 
-    Args:
-        rewards: [samples] float, finite.
-        completion_lengths: [samples] int, number of tokens that the model wrote.
-        positive_scale: Factor of rewards above 0.
-        negative_scale: Factor of rewards below 0.
-        overlong_buffer: Number of tokens over which the penalty grows; 0 disables the penalty.
-        max_new_tokens: Full length of a completion, in tokens.
-
-    Returns:
-        The shaped rewards, [samples] float64.
-
-    Raises:
-        ValueError: If a reward is not finite, or the shapes differ.
+    Rewards, lengths (tokens that the model wrote) and the result, float64, are [samples]. Raises
+    ValueError if a reward is not finite, or the shapes differ.
     """
     if rewards.shape != completion_lengths.shape:
         raise ValueError(
@@ -61,7 +49,7 @@ def shape_rewards(
 
 
 def require_finite(rewards: np.ndarray) -> None:
-    """Raises ValueError, with the first ones, if some rewards are not finite."""
+    """Raises ValueError, with the first infinite or NaN rewards, if there are some."""
     if not np.isfinite(rewards).all():
         raise ValueError(f"Rewards must be finite, got {rewards[~np.isfinite(rewards)][:4]}.")
 
@@ -81,7 +69,7 @@ def compute_advantages(
     eps: float,
     length_power: float,
 ) -> np.ndarray:
-    """Returns the advantage of each sample.
+    """Returns the advantage of each sample, [samples] float32.
 
     With ``mean`` and ``std`` of the sample's group, and N samples in the group::
 
@@ -92,23 +80,16 @@ def compute_advantages(
         batch_norm           (r - mean) / (std of all r - mean in the batch + eps)
         max_rl               (r - mean) / (mean + eps)
 
-    GRPO (https://arxiv.org/abs/2402.03300), Dr.GRPO (https://arxiv.org/abs/2503.20783),
-    RLOO (https://arxiv.org/abs/2402.14740), REINFORCE++-baseline
-    (https://arxiv.org/abs/2501.03262) and MaxRL (https://arxiv.org/abs/2602.02710), which needs
-    rewards of at least 0 and maximizes the likelihood of success where they are 0 or 1. If every group has one sample, ``batch_norm``
+    GRPO (https://arxiv.org/abs/2402.03300), Dr.GRPO (https://arxiv.org/abs/2503.20783), RLOO
+    (https://arxiv.org/abs/2402.14740), REINFORCE++-baseline (https://arxiv.org/abs/2501.03262) and
+    MaxRL (https://arxiv.org/abs/2602.02710), which needs rewards of at least 0 and maximizes the
+    likelihood of success where they are 0 or 1. If every group has one sample, ``batch_norm``
     subtracts the mean of the batch, which is plain REINFORCE++.
 
     Args:
-        rewards: [samples] float, finite.
-        group_ids: [samples] int.
-        completion_lengths: [samples] int, trained tokens of each sample.
-        kind: ``grpo.advantage``.
         std: Whether the variance is divided by N - 1 (``sample``) or by N (``population``).
-        length_power: Advantages are multiplied by ``(mean length / length) ** power``. The mean
-            is over samples with a token; a sample without tokens keeps its advantage.
-
-    Returns:
-        The advantages, [samples] float32.
+        length_power: Advantages are multiplied by ``(mean length / length) ** power``. The mean is
+            over samples with a token; a sample without tokens keeps its advantage.
 
     Raises:
         ValueError: If a reward is not finite, or below 0 with ``max_rl``, the shapes differ, or the
@@ -134,7 +115,7 @@ def _compared(
     std: Literal["sample", "population"],
     eps: float,
 ) -> np.ndarray:
-    """Returns the advantages before they are scaled by length."""
+    """Advantages before they are scaled by length."""
     centered, member_of, sizes = _centered(rewards, group_ids)
     squares = np.bincount(member_of, centered**2, len(sizes))
     match kind:
@@ -167,17 +148,10 @@ def _compared(
 
 
 def informative_samples(rewards: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
-    """Returns which samples are in a group whose rewards are not all equal.
+    """Returns which samples are in a group whose rewards are not all equal, [samples] bool.
 
-    This is the predicate of DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476). A group
-    of one sample is not informative.
-
-    Args:
-        rewards: [samples] float.
-        group_ids: [samples] int.
-
-    Returns:
-        True for the samples of informative groups, [samples] bool.
+    It is the predicate of DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476), False for
+    groups of one sample.
     """
     _, member_of = np.unique(group_ids, return_inverse=True)
     num_groups = int(member_of.max(initial=-1)) + 1
@@ -188,15 +162,10 @@ def informative_samples(rewards: np.ndarray, group_ids: np.ndarray) -> np.ndarra
 
 
 def num_equal_groups(rewards: np.ndarray, group_ids: np.ndarray) -> int:
-    """Returns the number of groups whose rewards are all equal.
+    """Returns the number of groups whose rewards are all equal, from which nothing is learned.
 
-    Nothing is learned from the rewards of such a group. If every group has one sample, samples are
-    compared over the whole batch (see :func:`compute_advantages`): all groups count if all rewards
-    of the batch are equal, and none otherwise.
-
-    Args:
-        rewards: [samples] float.
-        group_ids: [samples] int.
+    If every group has one sample, the whole batch is compared (see :func:`compute_advantages`): all
+    groups count if all rewards of the batch are equal, and none otherwise.
     """
     groups = np.unique(group_ids)
     is_single = len(groups) == len(group_ids)
@@ -208,7 +177,7 @@ def num_equal_groups(rewards: np.ndarray, group_ids: np.ndarray) -> int:
 def _centered(
     rewards: np.ndarray, group_ids: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns rewards minus the mean of their group, the group of each, and the groups' sizes."""
+    """Rewards minus their group's mean, the group of each, and the groups' sizes."""
     _, member_of, sizes = np.unique(group_ids, return_inverse=True, return_counts=True)
     means = np.bincount(member_of, rewards, len(sizes)) / sizes
     # The mean of equal numbers may be off in its last bit. Divided by a standard deviation of the

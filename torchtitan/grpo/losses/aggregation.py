@@ -3,10 +3,9 @@
 
 """The weight of each token, by which the losses of tokens become one number.
 
-The loss of an optimizer step is ``sum(weight * token_loss)`` over all its trained tokens on all
-ranks. The weights are computed once, from the lengths of all samples of the step, so that the
-loss does not depend on how tokens are split over rows, microbatches and ranks. A token that the
-mismatch correction masks later still counts in the denominator.
+The loss of an optimizer step is ``sum(weight * token_loss)`` over all trained tokens on all ranks.
+The weights come from the lengths of all samples of the step, so the loss does not depend on rows,
+microbatches and ranks. A token that the mismatch correction masks still counts in the denominator.
 """
 
 from typing import Literal
@@ -17,17 +16,10 @@ AggregationKind = Literal["token_mean", "sequence_mean", "constant_length"]
 
 
 def weight_mass(completion_lengths: np.ndarray, *, kind: AggregationKind) -> int:
-    """Returns the count that :func:`token_weights` divides by: of tokens or of sequences.
+    """Returns the divisor of :func:`token_weights`: trained tokens, or samples with at least one.
 
-    If the samples of one optimizer step arrive in parts and each part is weighted by itself, the
-    weights over the whole step are those of each part times the part's fraction of the total mass.
-
-    Args:
-        completion_lengths: [samples] int, trained tokens of each sample.
-        kind: ``grpo.aggregation``.
-
-    Returns:
-        The number of tokens under ``token_mean``, else of samples with at least one token.
+    If the samples of an optimizer step arrive in parts that are weighted separately, the weights
+    over the step are those of each part times the part's fraction of the total mass.
     """
     if kind == "token_mean":
         return int(completion_lengths.sum())
@@ -37,7 +29,8 @@ def weight_mass(completion_lengths: np.ndarray, *, kind: AggregationKind) -> int
 def token_weights(
     completion_lengths: np.ndarray, *, kind: AggregationKind, constant_length: int
 ) -> np.ndarray:
-    """Returns the weight of the trained tokens of each sample of one optimizer step.
+    """Returns the weight of each trained token of the samples of one optimizer step, [samples]
+    float64.
 
     With ``n_i`` trained tokens in sample i, and S samples with at least one::
 
@@ -45,23 +38,12 @@ def token_weights(
         sequence_mean     1 / (S * n_i)
         constant_length   1 / (S * constant_length)
 
-    DAPO (https://arxiv.org/abs/2503.14476), GRPO (https://arxiv.org/abs/2402.03300) and
-    Dr.GRPO (https://arxiv.org/abs/2503.20783), in this order. A sample without a trained
-    token has weight 0 and does not count in S. Without samples the result is empty.
+    DAPO (https://arxiv.org/abs/2503.14476), GRPO (https://arxiv.org/abs/2402.03300) and Dr.GRPO
+    (https://arxiv.org/abs/2503.20783), in this order. A sample without a trained token has weight 0
+    and does not count in S. Example: lengths 1 and 3 under ``sequence_mean`` give 1/2 and 1/6.
 
-    Example: lengths 1 and 3 under ``sequence_mean`` give 1/2 and 1/6.
-
-    Args:
-        completion_lengths: [samples] int, trained tokens of each sample, at least 0.
-        kind: ``grpo.aggregation``.
-        constant_length: Divisor of the kind ``constant_length``, at least 1; not used otherwise.
-
-    Returns:
-        The weight of each trained token of a sample, [samples] float64.
-
-    Raises:
-        ValueError: If a length is negative, ``constant_length`` is used and below 1, or the
-            kind is unknown.
+    Raises ValueError if a length is negative, ``constant_length`` is used and below 1, or the kind
+    is unknown.
     """
     lengths = np.asarray(completion_lengths, np.float64)
     if (lengths < 0).any():

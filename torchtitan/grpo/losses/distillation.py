@@ -1,31 +1,27 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Distillation on policy: the reverse KL divergence from a teacher, of the sampled or of many tokens.
+"""On-policy distillation: the reverse KL divergence from a teacher, of the sampled or of many
+tokens.
 
-With the rating of the sampled token alone the divergence is an advantage of each token. The student
-samples ``x``, and the teacher rates each token of it. With the student's logprob ``s`` and the teacher's
-``t`` of the same token, given the same tokens before it::
+With ratings of sampled tokens only, the divergence is an advantage of each token. For the logprobs
+``s`` and ``t`` of student and teacher for a token that the student sampled::
 
     advantage = -coef * ((s - t) - baseline)
 
-The expectation of ``s - t`` over the student's own samples is ``KL(student || teacher)`` at that
-position, and the policy gradient with this advantage is its gradient, whatever the baseline is. This is
-GKD with reverse KL on sampled sequences (https://arxiv.org/abs/2306.13649), in the per-token form of
-https://thinkingmachines.ai/blog/on-policy-distillation/. What is kept of GKD is the divergence and
-the student's own samples; a token answers for itself alone (a discount of 0), and only sampled
-tokens are rated, not the whole vocabulary.
+The expectation of ``s - t`` over the student's samples is ``KL(student || teacher)`` at that
+position, and the policy gradient with this advantage is its gradient, whatever the baseline is.
+This is GKD with reverse KL on sampled sequences (https://arxiv.org/abs/2306.13649), in the
+per-token form of https://thinkingmachines.ai/blog/on-policy-distillation/: each token answers only
+for itself (a discount of 0), and the vocabulary is not rated.
 
-The baseline is the mean of ``s - t`` over the trained tokens of the prompt's rollouts. Without it the
-many tokens that both models like would gain next to nothing, and the gradient would consist of the
-few that the teacher rejects.
+The baseline is the mean of ``s - t`` over the trained tokens of the prompt's rollouts. Without it
+the many tokens that both models like would gain next to nothing, and the gradient would consist of
+the few that the teacher rejects. Both logprobs are of sampling time: the policy loss corrects for
+the age of a sample as it does for any advantage.
 
-Both logprobs are of sampling time. The policy loss corrects for the age of a sample as it does for
-any advantage.
-
-With the teacher's ``k`` most likely tokens (``teacher.top_k``) the divergence is a loss of its own, which
-:func:`top_k_reverse_kl` computes. It is not estimated from one sample, so that its gradient has no noise
-at a position. The student still learns on its own samples, as in GKD.
+With the teacher's ``k`` most likely tokens (``teacher.top_k``) the divergence is a separate loss,
+:func:`top_k_reverse_kl`. No sample estimates it, so its gradient has no noise at a position.
 """
 
 from dataclasses import dataclass
@@ -34,23 +30,23 @@ import numpy as np
 import torch
 
 TAIL_FLOOR = 1e-6
-"""Probability that "any other token" has at least. What float32 logprobs leave of 1 has an error of about
-this size."""
+"""Least probability of "any other token". What float32 logprobs leave of 1 has an error of this
+size.
+"""
 
 _LOGPROB_FLOOR = -100.0
-"""Logprob that counts in place of a lower one. Its probability is less than float32 can hold precisely."""
+"""Replaces lower logprobs, whose probabilities float32 cannot hold precisely."""
 
 
 @dataclass(frozen=True)
 class TopLogprobs:
-    """Logprobs of a teacher's most likely tokens in the place of each label.
+    """Logprobs of a teacher's most likely tokens at each label.
 
     Attributes:
         student: [rows, seq, k] float, under the current policy; carries gradients. -inf for a token
             that only the teacher's vocabulary has.
         teacher: [rows, seq, k] float.
-        is_rated: [rows, seq] bool, False where there are no such tokens, and anything else may stand in
-            their places, NaN included.
+        is_rated: [rows, seq] bool. Where it is False, the others may hold anything, NaN included.
     """
 
     student: torch.Tensor
@@ -58,7 +54,7 @@ class TopLogprobs:
     is_rated: torch.Tensor
 
     def only(self, mask: torch.Tensor) -> "TopLogprobs":
-        """Returns 0 for both logprobs, without gradients, outside of a mask [rows, seq] bool."""
+        """Returns 0 for both, without gradients, outside of a mask [rows, seq] bool."""
         kept = self.is_rated & mask
 
         def masked(values: torch.Tensor) -> torch.Tensor:
@@ -77,18 +73,17 @@ def top_k_reverse_kl(
 
         sum of exp(s) * (s - t)  +  (1 - S) * log((1 - S) / (1 - T))
 
-    Reverse KL is GKD's divergence on sampled sequences (https://arxiv.org/abs/2306.13649). This one is of
-    the two distributions coarsened: all tokens but the ``k`` are one outcome. By the data processing
-    inequality it is at most the divergence over the vocabulary, and equals it if no token is left out,
-    or if the two models divide what is left in the same proportions.
+    Reverse KL is GKD's divergence on sampled sequences (https://arxiv.org/abs/2306.13649). By the
+    data processing inequality, that of these coarsened distributions is at most the divergence over
+    the vocabulary. They are equal if no token is left out, or if both models divide the rest alike.
 
-    Both ``1 - S`` and ``1 - T`` are at least :data:`TAIL_FLOOR`, so that values and gradients are finite
-    for all finite logprobs, and for a student's -inf, which counts as a probability of 0. Where the
-    floor holds, the rest has no gradient of its own.
+    Both ``1 - S`` and ``1 - T`` are at least :data:`TAIL_FLOOR`, so that values and gradients are
+    finite for all finite logprobs, and for a student's -inf, a probability of 0. Where the floor
+    holds, the rest has no gradient.
 
     Args:
-        student_logprobs: [..., k] float, of different tokens, from the softmax of the whole vocabulary at
-            temperature 1; carries gradients.
+        student_logprobs: [..., k] float, of different tokens, from the softmax of the whole
+            vocabulary at temperature 1; carries gradients.
         teacher_logprobs: [..., k] float, finite, of the same tokens.
 
     Returns:
@@ -113,11 +108,8 @@ def sampled_reverse_kl(
 ) -> torch.Tensor:
     """Returns ``student - teacher`` of each trained token that is rated, and 0 elsewhere.
 
-    Args:
-        student_logprobs: [rows, seq] float, recorded at sampling time, at temperature 1.
-        teacher_logprobs: [rows, seq] float, of the same tokens, at temperature 1; NaN if not rated.
-        loss_mask: [rows, seq] bool, True on trained tokens.
-        max_divergence: Larger values are clamped to it, on both sides; 0 bounds nothing.
+    All tensors are [rows, seq]. Logprobs are at temperature 1, the student's of sampling time, the
+    teacher's NaN if not rated. ``max_divergence`` clamps on both sides; 0 bounds nothing.
     """
     is_rated = loss_mask & ~teacher_logprobs.isnan()
     divergences = torch.where(is_rated, student_logprobs - teacher_logprobs, 0.0)
@@ -129,9 +121,8 @@ def sample_sums(
 ) -> torch.Tensor:
     """Returns the sum of the divergence over the tokens of each sample, [samples] float64.
 
-    Args:
-        teacher_kl: [rows, seq] float, of :func:`sampled_reverse_kl`; 0 where not trained.
-        sample_ids: [rows, seq] int64, index of the sample; below 0 where there is none.
+    ``teacher_kl`` is that of :func:`sampled_reverse_kl`, 0 where not trained. ``sample_ids``,
+    [rows, seq] int64, are below 0 where there is no sample.
     """
     is_sample = sample_ids >= 0
     sums = torch.zeros(num_samples, dtype=torch.float64, device=teacher_kl.device)
@@ -141,10 +132,8 @@ def sample_sums(
 def group_baselines(sums: np.ndarray, lengths: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
     """Returns the mean divergence of a token in each sample's group, [samples] float64.
 
-    Args:
-        sums: [samples] float, of :func:`sample_sums`, over all ranks.
-        lengths: [samples] int, number of trained tokens of each sample.
-        group_ids: [samples] int.
+    ``sums`` are those of :func:`sample_sums` over all ranks, and ``lengths`` the trained tokens of
+    samples; all are [samples].
     """
     _, member_of = np.unique(group_ids, return_inverse=True)
     totals, tokens = np.bincount(member_of, sums), np.bincount(member_of, lengths)
@@ -154,14 +143,9 @@ def group_baselines(sums: np.ndarray, lengths: np.ndarray, group_ids: np.ndarray
 def with_teacher(
     advantages: torch.Tensor, teacher_kl: torch.Tensor, *, coef: float
 ) -> torch.Tensor:
-    """Adds a token's own divergence to advantages that are constant within a rollout.
+    """Adds a token's divergence to advantages: ``advantages - coef * teacher_kl``, [rows, seq].
 
-    Args:
-        advantages: [rows, seq] float, those of rewards plus ``coef`` times the baseline; 0 where not
-            trained.
-        teacher_kl: [rows, seq] float, of :func:`sampled_reverse_kl`; 0 where not trained.
-
-    Returns:
-        [rows, seq], ``advantages - coef * teacher_kl``.
+    The advantages are those of rewards plus ``coef`` times the baseline, constant within a rollout,
+    and ``teacher_kl`` is that of :func:`sampled_reverse_kl`; both are 0 where not trained.
     """
     return advantages - coef * teacher_kl

@@ -29,21 +29,13 @@ def kl_estimate(
     ``k2``, which passes straight through: the value is unbiased, and so is the gradient where the
     policy itself drew the tokens (https://arxiv.org/abs/2510.01555).
 
-    Above ``d =`` :data:`LOG_RATIO_BOUND`, ``k3`` continues as the straight line that touches it
-    there. It stays finite, and as a loss it keeps pulling the policy towards ``other`` with the
-    slope ``exp(LOG_RATIO_BOUND) - 1``, however far away the policy is. NaN in the inputs stays
-    NaN, so the caller masks the inputs first.
+    Above ``d =`` :data:`LOG_RATIO_BOUND`, ``k3`` continues as its tangent there. It stays finite,
+    and as a loss it keeps pulling the policy towards ``other`` with the slope
+    ``exp(LOG_RATIO_BOUND) - 1``, however far away the policy is. NaN stays NaN, so the caller masks
+    the inputs first.
 
-    Args:
-        logprobs: [...] float, under the policy that the tokens come from.
-        other_logprobs: [...] float, of the same tokens under the other policy.
-        estimator: ``grpo.kl_estimator``.
-
-    Returns:
-        The estimates, in the inputs' shape.
-
-    Raises:
-        ValueError: If the estimator is unknown.
+    Both logprobs are of the same tokens, [...] float, as is the result. Raises ValueError if the
+    estimator is unknown.
     """
     difference = other_logprobs - logprobs
     match estimator:
@@ -71,18 +63,14 @@ def kl_estimate(
 def importance(log_ratio: torch.Tensor, estimator: KLEstimator) -> torch.Tensor:
     """Returns the factor of ``grpo.kl_importance`` for tokens that an older policy drew.
 
-    DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556) multiplies ``k3`` by the ratio and differentiates
-    the product. This is right for estimators whose value is the KL divergence and whose own gradient
-    is not: the gradient of the ratio completes it. ``k2``, ``k1_straight`` and ``k3_straight`` have
-    the right gradient themselves, and need no more than to be weighted: with the ratio's gradient
-    on top, the straight ones would regularise twice as much.
+    DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556) multiplies ``k3`` by the ratio and
+    differentiates the product. This suits estimators whose value is the KL divergence and whose
+    gradient is not: the ratio's gradient completes it. ``k2``, ``k1_straight`` and ``k3_straight``
+    have the right gradient and need only the weight: with the ratio's gradient, the straight ones
+    would regularize twice as much.
 
-    Args:
-        log_ratio: [...] float, the policy's logprobs minus those of the policy that drew the tokens.
-        estimator: ``grpo.kl_estimator``.
-
-    Returns:
-        The ratio, with a gradient for ``k1``, ``k3`` and ``abs`` alone.
+    ``log_ratio``, [...] float, is the policy's logprobs minus those of the policy that drew the
+    tokens. Only for ``k1``, ``k3`` and ``abs`` has the returned ratio a gradient.
     """
     has_own_gradient = estimator in ("k2", "k1_straight", "k3_straight")
     return ratio(log_ratio.detach() if has_own_gradient else log_ratio)
@@ -107,18 +95,10 @@ def sample_kl_sums(
 ) -> torch.Tensor:
     """Sums :func:`kl_estimate` over the trained tokens of each sample, for its reward.
 
-    The sums of several microbatches or ranks can be added. Untrained tokens may hold anything.
-
-    Args:
-        logprobs: [rows, seq] float, under the policy that sampled the tokens.
-        ref_logprobs: [rows, seq] float.
-        loss_mask: [rows, seq] bool.
-        sample_ids: [rows, seq] int64, index of the sample at each trained token.
-        num_samples: Number of samples of the whole step.
-        estimator: ``grpo.kl_estimator``.
-
-    Returns:
-        [num_samples] float64, detached; 0 for samples that have no token in these rows.
+    The inputs are [rows, seq]: logprobs, float, under the sampling policy and the reference, and
+    sample indexes, int64; untrained tokens may hold anything. Returns [num_samples] float64,
+    detached, with 0 for samples without a token here, so that sums of microbatches and ranks can be
+    added.
     """
     kl = kl_estimate(
         torch.where(loss_mask, logprobs.detach(), 0.0),

@@ -3,16 +3,15 @@
 
 """Log-probabilities of labels computed from hidden states, without whole logits.
 
-The output projection and the softmax are one autograd function that goes over the
-vocabulary slice by slice, all tokens at a time. The forward pass keeps running sums of
-the softmax (https://arxiv.org/abs/1805.02867) and two numbers for each token. The backward pass
-turns each slice's logits into gradients in place. The part of the weight gradient that belongs to
-a slice is then final, so that it is written once and never read.
+The output projection and the softmax are one autograd function over slices of the vocabulary, all
+tokens at a time. The forward pass keeps running sums of the softmax
+(https://arxiv.org/abs/1805.02867) and two numbers for each token. The backward pass turns each
+slice's logits into gradients in place; its part of the weight gradient is then final, written once
+and never read.
 
-The forward pass allocates the memory of the weight's gradient and keeps as many logits in it as
-fit; the backward pass computes the others again. The peak memory stays the same, and fewer matrix
-products are computed: none is repeated with at most as many tokens as hidden dims. `softmax_slices`
-shows where the logits lie.
+The forward pass allocates the weight's gradient and keeps as many logits there as fit; the backward
+pass computes the others again. The peak memory stays the same, and no matrix product is repeated
+with at most as many tokens as hidden dims. `softmax_slices` shows where the logits lie.
 """
 
 import torch
@@ -43,11 +42,8 @@ def linear_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns log-probability of each label, and entropy, of ``softmax(hidden @ weight.T / T)``.
 
-    See :func:`packed_linear_logprobs`, which returns both in one tensor.
-
-    Returns:
-        ``(logprobs, entropy)``, each [...] float32; the entropy is 0 without
-        ``with_entropy``.
+    Both are [...] float32; the entropy is 0 without ``with_entropy``. See
+    :func:`packed_linear_logprobs`.
     """
     logprobs, entropy = packed_linear_logprobs(
         hidden,
@@ -80,36 +76,31 @@ def packed_linear_logprobs(
 ) -> torch.Tensor:
     """Returns log-probability and entropy of each token as one tensor, the output of one node.
 
-    With ``other_ids`` the same passes also return the log-probabilities of these ids, which are
-    picked from the logits of each slice as those of the labels are.
-
+    With ``other_ids`` the same passes also pick the log-probabilities of these ids from each slice.
     Logits, softmax and sums are float32, or float64 for float64 inputs. Nothing waits for a device.
 
-    With ``group`` each rank holds a contiguous piece of the vocabulary, in rank order and
-    of any size, 0 included. Logits are never gathered: two all-reduces of a few numbers for each
-    token compute the result, which is equal on all ranks. Every rank must pass the same tokens.
-    The gradient of ``hidden`` is then this rank's summand of a sum over the group, and that of
-    ``weight`` is the gradient of the local piece.
+    With ``group`` each rank holds a contiguous piece of the vocabulary, in rank order and of any
+    size, 0 included, and passes the same tokens. Two all-reduces of a few numbers for each token,
+    not of logits, give all ranks the same result. The gradient of ``hidden`` is this rank's summand
+    of a sum over the group, and that of ``weight`` is the gradient of the local piece.
 
     Args:
         hidden: [..., dim] float.
         weight: [vocab_local, dim] float.
         labels: [...] int, ids of the whole vocabulary. A label outside of it gets -inf.
         temperature: Divisor of the logits, above 0.
-        chunk_tokens: Bound of memory, at least 1: at any time there are at most as many logits
-            as this many tokens have. Slices are at least 128 ids wide, however.
-        trains_entropy: Whether the entropy has a gradient. Without it, a gradient that arrives is
-            ignored.
-        keep_logits: Whether to allocate the weight's gradient, if it is needed, in the forward
-            pass and keep logits there. The gradients do not depend on it. Each forward pass
-            allocates that memory, so it does not suit several forward passes in a row.
+        chunk_tokens: Bound of memory, at least 1: at most as many logits exist as this many tokens
+            have. Slices are at least 128 ids wide, however.
+        trains_entropy: Whether the entropy has a gradient; if not, one that arrives is ignored.
+        keep_logits: Whether the forward pass allocates the weight's gradient, if needed, and keeps
+            logits there. It does not change gradients, and does not suit several forward passes in
+            a row, each of which allocates.
         group: The ranks over which the vocabulary is sharded; None for a whole one.
-        other_ids: [..., k] int, further ids of the whole vocabulary, those of a token different from
-            each other; the label may be one of them. An id outside of the vocabulary gets -inf, and
-            may be repeated. None for none.
+        other_ids: [..., k] int, different ids of the whole vocabulary for each token; the label may
+            be one of them. An id outside of the vocabulary gets -inf, and may be repeated.
 
     Returns:
-        [..., 2 + k] float32: log-probability and entropy, which is 0 without ``with_entropy``, and the
+        [..., 2 + k] float32: log-probability, entropy (0 without ``with_entropy``), and the
         log-probabilities of the other ids, in their order.
 
     Raises:
@@ -151,7 +142,7 @@ def _check(
 
 
 def _all_ids(labels: torch.Tensor, other_ids: torch.Tensor | None) -> torch.Tensor:
-    """Returns the label and the other ids of each token, [..., 1 + k]."""
+    """Label and other ids of each token, [..., 1 + k]."""
     if other_ids is None:
         return labels.unsqueeze(-1)
     if other_ids.shape[:-1] != labels.shape:
@@ -163,7 +154,8 @@ def _all_ids(labels: torch.Tensor, other_ids: torch.Tensor | None) -> torch.Tens
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """[..., 1 + n] from [tokens, dim] hidden states, the [vocab_local, dim] weight and [..., n] ids.
+    """[..., 1 + n] from [tokens, dim] hidden states, the [vocab_local, dim] weight and [..., n]
+    ids.
 
     The output is not a view, which FSDP2 cannot hook.
     """
@@ -226,7 +218,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _sum_up(slices: LogitSlices, sums: SoftmaxSums, memory: torch.Tensor | None) -> None:
-    """Runs the forward pass over all slices; keeps logits in ``memory``, unless it is None."""
+    """Runs the forward pass over all slices; keeps logits in ``memory``, if given."""
     kept = None
     if memory is not None:
         kept = KeptLogits(memory, len(slices.hidden), slices.width, slices.dtype)
@@ -240,9 +232,9 @@ def _sum_up(slices: LogitSlices, sums: SoftmaxSums, memory: torch.Tensor | None)
 
 
 def _take_memory(ctx, memory: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the memory with the kept logits, or None if it holds none.
+    """Memory with the kept logits, or None if it holds none.
 
-    The gradient is written into this memory and returned. Another pass over the same graph, with
+    The gradient is written there and returned. Another pass over the same graph, with
     ``retain_graph``, finds no logits there and must not touch it.
     """
     if not ctx.logits_are_kept:

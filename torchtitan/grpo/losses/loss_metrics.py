@@ -3,18 +3,16 @@
 
 """Metrics of the loss, each with the rule by which microbatches and ranks are combined.
 
-A metric is named where it is computed. The numbers of a microbatch stay on the device until
-the minibatch is done; :class:`MetricTotals` then combines them over microbatches, optimizer
-steps, parts of a batch and ranks. The rules:
+The numbers of a microbatch stay on the device until the minibatch is done; :class:`MetricTotals`
+then combines them over microbatches, optimizer steps, parts of a batch and ranks. The rules:
 
 =================  =========================  ===================================================
-reduction          numbers                    value of the metric
-=================  =========================  ===================================================
-``sum``            total                      sum over the batch
-``mean``           total, count               sum of totals / sum of counts
-``max``, ``min``   extreme                    largest or smallest of the batch
-``loss``           loss                       sum over an optimizer step, averaged over the steps
-``effective_size`` sum w, sum w^2, count      ``(sum w)^2 / (count * sum w^2)``
+reduction          numbers                    value of the metric =================
+=========================  =================================================== ``sum``
+total                      sum over the batch ``mean``           total, count               sum of
+totals / sum of counts ``max``, ``min``   extreme                    largest or smallest of the
+batch ``loss``           loss                       sum over an optimizer step, averaged over the
+steps ``effective_size`` sum w, sum w^2, count      ``(sum w)^2 / (count * sum w^2)``
 =================  =========================  ===================================================
 
 Without a trained token in the batch every metric is 0.
@@ -34,11 +32,9 @@ _NUM_ADDED: dict[Reduction, int] = {"sum": 1, "mean": 2, "loss": 1, "effective_s
 
 
 class TokenMetric(NamedTuple):
-    """A metric with a value at each token, as a policy loss returns it.
+    """A metric with values [rows, seq], float or bool, as a policy loss returns it.
 
-    Attributes:
-        values: [rows, seq] float or bool. Values at untrained tokens are ignored.
-        reduction: How the values of all trained tokens of the batch become one number.
+    ``reduction`` makes one number of those at the trained tokens of the batch.
     """
 
     values: torch.Tensor
@@ -46,33 +42,24 @@ class TokenMetric(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """Numbers from which a metric is computed over all microbatches and ranks.
-
-    Attributes:
-        reduction: See the module's table.
-        numbers: Detached scalars [], as many as the table says.
-    """
+    """Detached scalars [] of a metric, as many as the module's table says for its reduction."""
 
     reduction: Reduction
     numbers: tuple[torch.Tensor, ...]
 
 
 def loss_metric(value: torch.Tensor) -> Metric:
-    """Returns the metric of a term of the loss, a scalar [] as it enters the gradient."""
+    """Returns the metric of a term of the loss, a scalar [] as in the gradient."""
     return Metric("loss", (value.detach(),))
 
 
 def mean_metric(total: torch.Tensor, count: torch.Tensor) -> Metric:
-    """Returns the metric of a mean, from the scalar [] total and what it is divided by."""
+    """Returns the metric of a mean, from scalars []."""
     return Metric("mean", (total.detach(), count))
 
 
 def token_metric(metric: TokenMetric, loss_mask: torch.Tensor) -> Metric:
-    """Reduces values at tokens to the numbers of a microbatch, in float64.
-
-    Args:
-        loss_mask: [rows, seq] bool, True on trained tokens.
-    """
+    """Reduces values at tokens, where ``loss_mask`` [rows, seq] is True, in float64."""
     values, reduction = metric.values.detach().double(), metric.reduction
     match reduction:
         case "sum":
@@ -87,7 +74,7 @@ def token_metric(metric: TokenMetric, loss_mask: torch.Tensor) -> Metric:
 
 
 def check_token_metric(name: str, metric: object, shape: torch.Size) -> None:
-    """Raises ValueError, with the metric's name, unless it is a TokenMetric of this shape."""
+    """Raises ValueError unless the metric is a TokenMetric of this shape."""
     if not isinstance(metric, TokenMetric):
         raise ValueError(
             f"Metric {name!r} must be a TokenMetric(values, reduction), got a "
@@ -109,13 +96,9 @@ def check_token_metric(name: str, metric: object, shape: torch.Size) -> None:
 class MetricTotals:
     """Metrics of one batch, combined so far. Every rank has the same names.
 
-    Args:
-        reductions: The reduction of each metric, by name.
-
-    Attributes:
-        added: float64 on the CPU, all numbers that are added up over ranks, as of :meth:`fetch`.
-        largest: float64 on the CPU, as of :meth:`fetch`, all numbers of which ranks take the largest: maxima, and
-            minima with the opposite sign. -inf if there is no value yet.
+    After :meth:`fetch`, ``added``, float64 on the CPU, holds all numbers that ranks add up.
+    ``largest`` holds those of which they take the largest: maxima, and minima with the opposite
+    sign; -inf if there is none.
     """
 
     def __init__(self, reductions: Mapping[str, Reduction]) -> None:
@@ -133,12 +116,8 @@ class MetricTotals:
     def add(self, microbatches: Sequence[Mapping[str, Metric]], scale: float = 1.0) -> None:
         """Adds the metrics of one minibatch, which stay on their device until :meth:`fetch`.
 
-        Args:
-            microbatches: The metrics of each microbatch that this rank has seen, by name.
-            scale: Factor of metrics that are terms of the loss.
-
-        Raises:
-            ValueError: If the names or reductions differ from those of the constructor.
+        ``scale`` is the factor of terms of the loss. Raises ValueError if names or reductions
+        differ.
         """
         if not microbatches:
             return
@@ -151,8 +130,7 @@ class MetricTotals:
     def fetch(self, beside: torch.Tensor | None = None) -> float:
         """Moves what was added to the CPU, and waits for the device once.
 
-        Args:
-            beside: A number on the same device, which is moved along and returned.
+        ``beside``, a number on the same device, is moved along and returned.
         """
         numbers = [combined for combined, _ in self._on_device]
         if beside is not None:
@@ -170,23 +148,18 @@ class MetricTotals:
         return float(moved[-1]) if beside is not None else 0.0
 
     def merge(self, other: "MetricTotals") -> None:
-        """Adds what another minibatch has, of the same metrics."""
+        """Adds another minibatch's totals of the same metrics."""
         self.fetch()
         other.fetch()
         self.added += other.added
         self.largest = torch.maximum(self.largest, other.largest)
 
     def scale_losses(self, scale: float) -> None:
-        """Multiplies the metrics that are terms of the loss."""
         self.added *= self._factors(scale)
         self._on_device = [(combined, own * scale) for combined, own in self._on_device]
 
     def values(self, num_optimizer_steps: int) -> dict[str, float]:
-        """Returns the value of each metric.
-
-        Args:
-            num_optimizer_steps: Optimizer steps of the batch, at least 1.
-        """
+        """Returns the value of each metric after at least one optimizer step."""
         self.fetch()
         added, largest = iter(self.added.tolist()), iter(self.largest.tolist())
         found = {}

@@ -3,9 +3,8 @@
 
 """Corrects the mismatch between the step's first policy and the sampling-time policy.
 
-Servers compute with other kernels, and with weights that may be some steps old. The distribution
-that samples were drawn from therefore differs from the one that the trainer computes. The loss of
-each token is weighted by the ratio of the two probabilities, which is bounded.
+Servers compute with other kernels, and with weights that may be some steps old. The loss of each
+token is therefore weighted by the bounded ratio of its probabilities in trainer and server.
 """
 
 import math
@@ -24,18 +23,18 @@ MismatchCorrection = Literal["none", "truncate", "mask"]
 
 @dataclass(frozen=True)
 class MismatchWeights:
-    """Weights of the policy loss, and which tokens the correction changed; all detached.
+    """Weights of the policy loss, and the tokens that the correction changed; all detached [rows,
+    seq].
 
     Attributes:
-        weights: [rows, seq] float, 0 where not trained, masked, vetoed, rejected or off-policy.
-        ratios: [rows, seq] float, from which the effective sample size is computed: the
-            weights, or the uncorrected ratios if there is no correction.
-        capped: [rows, seq] bool, trained tokens whose ratio was clamped to a bound.
-        masked: [rows, seq] bool, all trained tokens that are left out, for whatever reason.
-        vetoed: [rows, seq] bool, trained tokens of sequences that the veto left out.
-        rejected: [rows, seq] bool, trained tokens of sequences that a bound of `rejection.py` left
-            out.
-        off_policy: [rows, seq] bool, trained tokens of sequences that off-policy masking left out.
+        weights: float, 0 where not trained, masked, vetoed, rejected or off-policy.
+        ratios: float, for the effective sample size: the weights, or the uncorrected ratios if
+            there is no correction.
+        capped: bool, trained tokens whose ratio was clamped to a bound.
+        masked: bool, all trained tokens that are left out, for whatever reason.
+        vetoed: bool, trained tokens of sequences that the veto left out.
+        rejected: bool, the same for a bound of `rejection.py`.
+        off_policy: bool, the same for off-policy masking.
     """
 
     weights: torch.Tensor
@@ -47,7 +46,7 @@ class MismatchWeights:
     off_policy: torch.Tensor
 
     def without(self, *, rejected: torch.Tensor, off_policy: torch.Tensor) -> "MismatchWeights":
-        """Returns the weights with 0 at the given tokens of whole sequences, [rows, seq] bool."""
+        """Returns weights with 0 at the tokens of whole sequences, [rows, seq] bool."""
         gone = rejected | off_policy
         return replace(
             self,
@@ -60,7 +59,7 @@ class MismatchWeights:
         )
 
     def divided_by(self, mean: torch.Tensor) -> "MismatchWeights":
-        """Returns the weights divided by a scalar [], their mean over a whole optimizer step."""
+        """Returns weights divided by a scalar [], their mean over an optimizer step."""
         return replace(self, weights=self.weights / mean, ratios=self.ratios / mean)
 
 
@@ -73,17 +72,9 @@ def mismatch_ratio(
     """Returns the ratio of trainer to sampling-time probability at each token.
 
     ``token`` is the ratio of the token, ``sequence`` the product over the trained tokens of its
-    sequence, and ``geometric`` their geometric mean, ``exp(mean(log_ratio))``. The logs are
-    summed, and clamped before ``exp`` (see `sequences.py`).
-
-    Args:
-        log_ratio: [rows, seq] float, 0 where not trained.
-        loss_mask: [rows, seq] bool.
-        sequence_ids: [rows, seq] int64.
-        level: ``grpo.mismatch_level``.
-
-    Raises:
-        ValueError: If the level is unknown.
+    sequence, and ``geometric`` their geometric mean, ``exp(mean(log_ratio))``. The logs are summed,
+    and clamped before ``exp`` (see `sequences.py`). ``log_ratio``, [rows, seq] float, is 0 where
+    not trained. Raises ValueError if the level is unknown.
     """
     match level:
         case "token":
@@ -116,21 +107,12 @@ def mismatch_weights(
         mask       r where floor <= r <= cap, else 0    MIS; IcePop at token level
 
     A sequence with a trained token whose own ratio is below ``veto`` gets weight 0 under every
-    correction. Truncation is from IMPALA (https://arxiv.org/abs/1802.01561), masking from IcePop
-    (https://arxiv.org/abs/2510.18855). Values at untrained tokens may be anything.
+    correction; 0 disables the veto, and a floor of 0 bounds nothing. Truncation is from IMPALA
+    (https://arxiv.org/abs/1802.01561), masking from IcePop (https://arxiv.org/abs/2510.18855).
 
-    Args:
-        old_logprobs: [rows, seq] float, of the trainer before the batch's first update.
-        generator_logprobs: [rows, seq] float, recorded at sampling time.
-        loss_mask: [rows, seq] bool.
-        sequence_ids: [rows, seq] int64.
-        correction: ``grpo.mismatch_correction``.
-        level: ``grpo.mismatch_level``.
-        floor: Lower bound of the ratio; 0 bounds nothing.
-        veto: ``grpo.mismatch_veto``; 0 disables the veto.
-
-    Raises:
-        ValueError: If the correction or the level is unknown.
+    All tensors are [rows, seq], with anything at untrained tokens. ``old_logprobs`` are the
+    trainer's before the batch's first update, and the generator's are of sampling time. Raises
+    ValueError if the correction or the level is unknown.
     """
     log_ratio = torch.where(loss_mask, (old_logprobs - generator_logprobs).detach(), 0.0)
     r = mismatch_ratio(log_ratio, loss_mask, sequence_ids, level)
@@ -159,7 +141,7 @@ def mismatch_weights(
 def _capped_and_masked(
     correction: MismatchCorrection, outside: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns where a correction caps the ratio and where it masks the token."""
+    """Where a correction caps the ratio and where it masks the token."""
     nowhere = torch.zeros_like(outside)
     match correction:
         case "none":
@@ -183,11 +165,7 @@ def mismatch_metrics(
 ) -> dict[str, Metric]:
     """Returns the ``mismatch/...`` metrics of a microbatch.
 
-    Args:
-        old_logprobs: [rows, seq] float, detached, 0 where not trained.
-        generator_logprobs: [rows, seq] float, 0 where not trained.
-        loss_mask: [rows, seq] bool.
-        sequence_ids: [rows, seq] int64.
+    All tensors are [rows, seq]; the logprobs are detached and 0 where not trained.
     """
     num_tokens = loss_mask.sum()
 

@@ -10,14 +10,13 @@
                                                       + teacher.coef * teacher_kl)
          + sum over mixed-in tokens of ptx_weight * -logprob
 
-Only the policy loss is multiplied by the mismatch weight: the KL penalty, the entropy bonus and the
-teacher's part, which is there with ``teacher.top_k``, also apply to tokens that the correction leaves
-out. A token that is left out still counts in the denominator of the aggregation, which is part of
-``loss_weight``.
+Only the policy loss has the mismatch weight: KL penalty, entropy bonus and the teacher's part (with
+``teacher.top_k``) also apply to tokens that the correction leaves out. These still count in the
+denominator of the aggregation, which is part of ``loss_weight``.
 
-With ``grpo.mismatch_normalize`` the mismatch weights are divided by their mean over the tokens of the
-whole optimizer step that are kept. The mean is over all microbatches and ranks, so it is computed
-before the first of them (:func:`weight_sums`).
+``grpo.mismatch_normalize`` divides the mismatch weights by their mean over the kept tokens of the
+whole optimizer step, on all ranks, which is computed before its first microbatch
+(:func:`weight_sums`).
 """
 
 from collections.abc import Mapping
@@ -51,12 +50,8 @@ def negative_log_likelihood(logprobs: torch.Tensor, weights: torch.Tensor) -> to
     """Returns the weighted sum of ``-logprob``, a scalar [].
 
     With the weight ``1 / n`` at each of ``n`` tokens of a batch, the sum over all microbatches and
-    ranks is the batch's mean cross entropy.
-
-    Args:
-        logprobs: [rows, seq] float, of the labels. May hold anything, NaN included, where the weight
-            is 0.
-        weights: [rows, seq] float, at least 0.
+    ranks is the batch's mean cross entropy. Logprobs [rows, seq] may hold anything, NaN included,
+    where the weight, at least 0, is 0.
     """
     counts = weights > 0
     # Before the product, because 0 * NaN is NaN, in the loss and in its gradient.
@@ -67,17 +62,17 @@ def negative_log_likelihood(logprobs: torch.Tensor, weights: torch.Tensor) -> to
 class LossInputs:
     """Inputs of the loss: tensors [rows, seq], aligned to the predicted token (`data/rows.py`).
 
-    At untrained tokens, all tensors but ``sequence_ids`` and ``ptx_weights`` may hold anything,
-    NaN included.
+    At untrained tokens, all but ``sequence_ids`` and ``ptx_weights`` may hold anything, NaN
+    included.
 
     Attributes:
         logprobs: float, of the labels under the current policy; carries gradients.
         entropy: float, of the current policy's distribution; carries gradients. 0 if no setting
             needs the entropy.
-        old_logprobs: float, of the policy before the batch's first optimizer step, detached.
-            ``logprobs.detach()`` if the batch has one optimizer step.
+        old_logprobs: float, detached, before the batch's first optimizer step; with only one step
+            ``logprobs.detach()``.
         generator_logprobs: float, recorded at sampling time.
-        ref_logprobs: float, of the reference model; None without a reference model.
+        ref_logprobs: float, of the reference model; None without one.
         advantages: float, constant within a sequence except for a teacher's part.
         loss_mask: bool, True on trained tokens of rollouts.
         loss_weights: float, see ``aggregation.py``.
@@ -107,21 +102,14 @@ def objective(
     mean_weight: torch.Tensor | None = None,
     teacher: Teacher | None = None,
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """Computes the loss of a microbatch, to be summed over microbatches and ranks.
+    """Computes the loss of a microbatch, a scalar [] to be summed over microbatches and ranks, and
+    metrics.
 
-    Rows without a trained or mixed-in token give a loss of 0 with gradients of 0. The function
-    computes in the inputs' dtype, and can be compiled with ``torch.compile(fullgraph=True)``.
+    Rows without a trained or mixed-in token give a loss of 0 with gradients of 0. It computes in
+    the inputs' dtype, and can be compiled with ``torch.compile(fullgraph=True)``. ``mean_weight``,
+    a scalar [], divides the mismatch weights (:func:`weight_sums`); None divides by nothing.
 
-    Args:
-        mean_weight: Scalar [], what the mismatch weights are divided by: their mean over the
-            optimizer step (:func:`weight_sums`). None divides by nothing.
-        teacher: ``[teacher]``, whose ``top_k`` and ``coef`` count; None without a teacher.
-
-    Returns:
-        The loss, a scalar [], and the metrics of the microbatch by name.
-
-    Raises:
-        ValueError: If the shapes differ, or a setting needs a tensor that is None.
+    Raises ValueError if the shapes differ, or a setting needs a tensor that is None.
     """
     _check(inputs, config, teacher)
     clean = _without_untrained(inputs)
@@ -166,7 +154,7 @@ def objective(
 def _teacher_term(
     top: TopLogprobs, loss_weights: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """Returns the weighted sum of the divergence from the teacher, a scalar [], and its metric."""
+    """Weighted sum of the divergence from the teacher, a scalar [], and its metric."""
     teacher_kl = top_k_reverse_kl(top.student, top.teacher)
     metric = mean_metric(teacher_kl.sum(), top.is_rated.sum())
     return (loss_weights * teacher_kl).sum(), {"teacher/top_k_kl": metric}
@@ -175,7 +163,7 @@ def _teacher_term(
 def metric_reductions(config: GRPO, teacher: Teacher | None = None) -> dict[str, Reduction]:
     """Returns the reduction of each metric by name, found by computing a small example.
 
-    Ranks that do not see the model's output learn the names of the metrics this way, too.
+    Ranks that do not see the model's output learn the names in this way, too.
     """
     example, top = example_inputs(), None
     if teacher is not None and teacher.top_k > 0:
@@ -200,16 +188,12 @@ def metric_reductions(config: GRPO, teacher: Teacher | None = None) -> dict[str,
 
 
 def batch_loss_metrics(totals: MetricTotals, num_optimizer_steps: int = 1) -> dict[str, float]:
-    """Returns the metrics of a batch.
+    """Returns the metrics of a batch from totals over microbatches, ranks and optimizer steps.
 
-    ``loss/total``, ``loss/policy`` and ``loss/ptx`` are what was minimized, averaged over
-    the batch's optimizer steps; the rest are means over trained tokens, each counting 1
-    (``mismatch/vetoed_fraction``: over sequences), unless the policy loss declares another
-    reduction. All are 0 without a trained token. ``policy/entropy`` is left out if no entropy
-    was computed.
-
-    Args:
-        totals: Combined over microbatches, ranks and optimizer steps.
+    ``loss/total``, ``loss/policy`` and ``loss/ptx`` are what was minimized, averaged over the
+    optimizer steps; the rest are means over trained tokens (``mismatch/vetoed_fraction``: over
+    sequences), unless the policy loss declares another reduction. All are 0 without a trained
+    token. ``policy/entropy`` is left out if it was not computed.
     """
     metrics = totals.values(num_optimizer_steps)
     if metrics["policy/entropy"] == 0:  # the entropy of a real distribution is above 0
@@ -250,9 +234,8 @@ def _check_top(top: TopLogprobs | None, shape: torch.Size, top_k: int) -> None:
 
 
 def _without_untrained(inputs: LossInputs) -> LossInputs:
-    """Returns the inputs with zeros at untrained tokens.
-
-    This comes before any arithmetic: 0 * NaN is NaN, in the loss and in its gradient.
+    """Inputs with zeros at untrained tokens, before any arithmetic: 0 * NaN is NaN, also in
+    gradients.
     """
 
     def masked(values: torch.Tensor) -> torch.Tensor:
@@ -290,7 +273,7 @@ def _policy_inputs(clean: LossInputs, config: GRPO) -> PolicyInputs:
 
 
 def _proximal(clean: LossInputs, config: GRPO) -> torch.Tensor:
-    """Returns the detached logprobs that are compared with those of sampling time."""
+    """Detached logprobs that are compared with those of sampling time."""
     return clean.logprobs.detach() if config.old_policy == "sampling" else clean.old_logprobs
 
 
@@ -301,21 +284,12 @@ def weight_sums(
     sequence_ids: torch.Tensor,
     config: GRPO,
 ) -> torch.Tensor:
-    """Returns what the mean of the mismatch weights is made of, for ``grpo.mismatch_normalize``.
+    """Returns [2] float64: the sum of the mismatch weights and the number of kept tokens.
 
-    The mean is over the trained tokens that are kept: a token that is left out neither learns nor
-    makes the others learn more. Sequences that off-policy masking will leave out count, because it
-    depends on the policy of later optimizer steps.
-
-    Args:
-        old_logprobs: [rows, seq] float, of the policy before the batch's first optimizer step.
-        generator_logprobs: [rows, seq] float, recorded at sampling time.
-        loss_mask: [rows, seq] bool.
-        sequence_ids: [rows, seq] int64.
-
-    Returns:
-        [2] float64, the sum of the weights and the number of tokens that are kept. The sums of
-        microbatches and ranks can be added.
+    They give the mean for ``grpo.mismatch_normalize``, and those of microbatches and ranks can be
+    added. A token that is left out neither learns nor makes the others learn more. Sequences that
+    off-policy masking will leave out count, because it depends on the policy of later optimizer
+    steps. The inputs are as in :func:`mismatch_weights`.
     """
     nothing = torch.zeros_like(old_logprobs)
     clean = _without_untrained(
@@ -353,7 +327,7 @@ def _mismatch(clean: LossInputs, config: GRPO, mean_weight: torch.Tensor | None)
 
 
 def _corrected(clean: LossInputs, config: GRPO) -> MismatchWeights:
-    """Returns the mismatch weights of all rules that compare with the proximal policy."""
+    """Mismatch weights of all rules that compare with the proximal policy."""
     proximal = _proximal(clean, config)
     bounds = RejectionBounds(
         k1=config.mismatch_max_k1,
@@ -387,7 +361,7 @@ def _weights(clean: LossInputs, config: GRPO) -> MismatchWeights:
 def _term_metrics(
     term: PolicyTerm, loss_mask: torch.Tensor, taken: Mapping[str, Metric]
 ) -> dict[str, Metric]:
-    """Returns the metrics of the policy term. A term without clipping metrics reports 0."""
+    """Metrics of the policy term, with 0 for missing clipping metrics."""
     nowhere = TokenMetric(torch.zeros_like(loss_mask), "mean")
     metrics = {CLIPPED: nowhere, DUAL_CLIPPED: nowhere} | term.metrics
     for name in metrics:

@@ -3,11 +3,10 @@
 
 """Finds what ``grpo.policy_loss`` names: a built-in policy term, or a function of the user's.
 
-A function of the user's is called as ``function(inputs: PolicyInputs, config: GRPO, **options)``
-with the options of ``grpo.policy_loss_options``. It returns the loss of every token, [rows, seq],
-with gradients through ``inputs.logprobs``, or a :class:`PolicyTerm` with metrics besides. What it
-returns where nothing is trained is not used; the mismatch weight, aggregation, KL and entropy
-terms are applied as to the built-in ones. Example::
+A user's function is called as ``function(inputs: PolicyInputs, config: GRPO, **options)`` with
+``grpo.policy_loss_options``. It returns the loss of every token, [rows, seq], with gradients
+through ``inputs.logprobs``, or a :class:`PolicyTerm` with metrics. Untrained places do not count;
+mismatch weight, aggregation, KL and entropy terms are applied as to built-in ones. Example::
 
     def mine(inputs, config, *, ceiling=1.2):
         ratio = torch.exp(inputs.logprobs - inputs.old_logprobs)
@@ -29,15 +28,11 @@ from torchtitan.grpo.losses.loss_metrics import check_token_metric
 from torchtitan.grpo.losses.policy_terms import BUILTIN, PolicyFunction, PolicyInputs, PolicyTerm
 
 _LOADED: dict[str, PolicyFunction] = {}
-"""Functions of the user's, loaded once: a compiled loss looks a name up, and cannot import."""
+"""Users' functions, loaded once: a compiled loss looks a name up, and cannot import."""
 
 
 def policy_function(name: str) -> PolicyFunction:
-    """Returns the function that ``grpo.policy_loss`` names.
-
-    Raises:
-        ValueError: If it cannot be found or imported, or is not callable.
-    """
+    """Returns the function that ``grpo.policy_loss`` names; raises ValueError if it is unusable."""
     if name in BUILTIN:
         return BUILTIN[name]
     if name not in _LOADED:
@@ -48,10 +43,8 @@ def policy_function(name: str) -> PolicyFunction:
 def check_policy_function(config: GRPO) -> None:
     """Loads ``grpo.policy_loss`` and tries it, with its options, on two short sequences.
 
-    Raises:
-        ValueError: If the function cannot be loaded or does not accept the options, or if its
-            result has another shape, is not finite, or carries no gradient to the logprobs.
-            The message names the key.
+    ValueError, with the key, means that it cannot be loaded, does not accept the options, or has a
+    result of another shape, that is not finite, or without a gradient to the logprobs.
     """
     name = config.policy_loss
     function = policy_function(name)
@@ -75,7 +68,7 @@ def check_policy_function(config: GRPO) -> None:
 
 
 def example_inputs() -> PolicyInputs:
-    """Returns a small example: a packed row of two sequences, and one of padding."""
+    """Returns a packed row of two short sequences, and one of padding."""
     mask = torch.tensor([[False, True, True, True, True], [False] * 5])
 
     def masked(*values: float) -> torch.Tensor:

@@ -3,8 +3,8 @@
 
 """The policy terms, which raise the probability of good tokens and lower that of bad ones.
 
-Each function returns the loss of every token; the objective weights and sums them. All inputs are 0
-at untrained tokens, so that only means over sequences need the mask.
+Each returns the loss of every token; the objective weights and sums them. All inputs are 0 at
+untrained tokens, so only means over sequences need the mask.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,7 +47,7 @@ class PolicyInputs:
 
 @dataclass(frozen=True)
 class PolicyTerm:
-    """Holds what a policy term returns: the loss of each token, and metrics.
+    """Result of a policy term.
 
     Attributes:
         token_losses: [rows, seq] float.
@@ -60,8 +60,9 @@ class PolicyTerm:
 
 
 PolicyFunction = Callable[..., PolicyTerm]
-"""``(inputs: PolicyInputs, config: GRPO, **options) -> PolicyTerm``, the options being
-``grpo.policy_loss_options``."""
+"""``(inputs: PolicyInputs, config: GRPO, **options) -> PolicyTerm`` with
+``grpo.policy_loss_options``.
+"""
 
 CLIPPED, DUAL_CLIPPED = "loss/clipped_fraction", "loss/dual_clipped_fraction"
 
@@ -69,13 +70,10 @@ CLIPPED, DUAL_CLIPPED = "loss/clipped_fraction", "loss/dual_clipped_fraction"
 def clipped_surrogate(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
     """Clipped surrogate with one ratio for each token, ``r = exp(logprob - old)``.
 
-    ::
-
-        loss = -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
-
-    GRPO (https://arxiv.org/abs/2402.03300) with DAPO's separate bounds
-    (https://arxiv.org/abs/2503.14476). With ``dual_clip = c``, the loss of a token with
-    ``A < 0`` is at most ``-c * A`` (https://arxiv.org/abs/1912.09729).
+    ``loss = -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)``: GRPO
+    (https://arxiv.org/abs/2402.03300) with DAPO's separate bounds
+    (https://arxiv.org/abs/2503.14476). With ``dual_clip = c``, a token with ``A < 0`` loses at most
+    ``-c * A`` (https://arxiv.org/abs/1912.09729).
     """
     return _clipped(ratio(inputs.logprobs - inputs.old_logprobs), inputs.advantages, config)
 
@@ -84,10 +82,10 @@ def gspo(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
     """Clipped surrogate with one ratio for each sequence, the geometric mean over its tokens.
 
     The ratio ``s = exp(mean over trained tokens of (logprob - old))`` is clipped as above: GSPO
-    (https://arxiv.org/abs/2507.18071). The gradient is that of GSPO-token: at each token the
-    ratio is ``s * pi / stop_gradient(pi)``, which has the value of ``s`` and passes the
-    token's own gradient. If weight and advantage are constant in a sequence, this equals the
-    gradient of ``s`` itself. A token that the mismatch weight leaves out gets no gradient.
+    (https://arxiv.org/abs/2507.18071). The gradient is GSPO-token's: the ratio at each token is ``s
+    * pi / stop_gradient(pi)``, which has the value of ``s`` and passes the token's own gradient.
+    With weight and advantage constant in a sequence, it equals the gradient of ``s``. A token that
+    the mismatch weight leaves out gets none.
     """
     log_ratio = inputs.logprobs - inputs.old_logprobs
     sequence_log_ratio = sequence_means(log_ratio.detach(), inputs.loss_mask, inputs.sequence_ids)
@@ -100,8 +98,8 @@ def cispo(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
     """Weights logprobs by the clipped ratio, held constant, so that no token loses its gradient.
 
     ``loss = -stop_gradient(min(r, 1 + clip_high)) * A * logprob``: CISPO of MiniMax-M1
-    (https://arxiv.org/abs/2506.13585), which bounds the weight from above alone;
-    ``cispo_two_sided`` also holds it above ``1 - clip_low``.
+    (https://arxiv.org/abs/2506.13585), which bounds the weight only from above; ``cispo_two_sided``
+    also holds it above ``1 - clip_low``.
     """
     r = ratio(inputs.logprobs - inputs.old_logprobs).detach()
     weight = r.clamp(max=1 + config.clip_high)
@@ -119,12 +117,9 @@ def reinforce(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
 def sapo(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
     """Replaces the clip by a gate that takes the gradient away smoothly as the ratio leaves 1.
 
-    ::
-
-        loss = -4 / t * sigmoid(t * (r - 1)) * A
-
-    with the ratio ``r`` of the token and the temperature ``t`` of the sign of ``A``: SAPO
-    (https://arxiv.org/abs/2511.20347). At ``r = 1`` the gradient is that of the ratio itself.
+    ``loss = -4 / t * sigmoid(t * (r - 1)) * A``, with the ratio ``r`` of the token and the
+    temperature ``t`` of the sign of ``A``: SAPO (https://arxiv.org/abs/2511.20347). At ``r = 1``
+    the gradient is that of the ratio itself.
     """
     r = ratio(inputs.logprobs - inputs.old_logprobs)
     temperature = torch.full_like(r, config.sapo_temperature).where(
@@ -142,8 +137,8 @@ def gmpo(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
         loss = -exp(mean over trained tokens of l) * A
         l = min(log r, clip_high) where A > 0, max(log r, -clip_low) where A <= 0
 
-    GMPO (https://arxiv.org/abs/2507.20673), whose minimum leaves one bound of the two for each sign
-    of the advantage. As in :func:`gspo`, each token passes its own gradient, scaled by the mean.
+    GMPO (https://arxiv.org/abs/2507.20673), whose minimum leaves one bound for each sign of the
+    advantage. As in :func:`gspo`, each token passes its own gradient, scaled by the mean.
     """
     log_ratio = inputs.logprobs - inputs.old_logprobs
     is_good = inputs.advantages > 0
@@ -167,7 +162,7 @@ BUILTIN: dict[str, PolicyFunction] = {
     "sapo": sapo,
     "gmpo": gmpo,
 }
-"""The policy terms that ``grpo.policy_loss`` knows by name."""
+"""Policy terms by their names in ``grpo.policy_loss``."""
 
 
 def _clipped(r: torch.Tensor, advantages: torch.Tensor, config: GRPO) -> PolicyTerm:

@@ -3,9 +3,8 @@
 
 """Finds whole sequences that are too far from the policy that sampled them to learn from.
 
-A correction weights tokens, or leaves single tokens out. The rules here leave out sequences, under
-any correction, so that weights may be truncated and the worst sequences rejected at the same time.
-All inputs are detached, and 0 where nothing is trained.
+It works under any correction of single tokens, so that weights may be truncated and the worst
+sequences rejected at the same time. All inputs are detached, and 0 where nothing is trained.
 """
 
 from dataclasses import dataclass
@@ -18,14 +17,7 @@ from torchtitan.grpo.losses.sequences import ratio, sequence_maxima, sequence_me
 
 @dataclass(frozen=True)
 class RejectionBounds:
-    """Largest values with which a sequence is kept; 0 turns a bound off.
-
-    Attributes:
-        k1: ``grpo.mismatch_max_k1``.
-        k3: ``grpo.mismatch_max_k3``.
-        tv: ``grpo.mismatch_max_tv``.
-        ratio: ``grpo.mismatch_max_ratio``.
-    """
+    """Largest values with which a sequence is kept (``grpo.mismatch_max_...``); 0 turns a bound off."""
 
     k1: float = 0.0
     k3: float = 0.0
@@ -49,22 +41,14 @@ def rejected_sequences(
         tv      mean(|r - 1|) / 2         of the total variation distance
         ratio   max(r, 1 / r)             the largest of any token
 
-    The first three are estimates over the sequence of the divergence in the second column.
-    Rejection by divergences of a sequence is from https://richardli.xyz/rl-collapse, and by its
-    largest token from Trust Region Masking (https://arxiv.org/abs/2512.23075).
+    The first three estimate the divergence in the second column over the sequence. Rejection by
+    divergences is from https://richardli.xyz/rl-collapse, and by the largest token from Trust
+    Region Masking (https://arxiv.org/abs/2512.23075).
 
     Example: ratios 4 and 1/2 give ``k1 = |log 2| / 2``, ``k3 = (2.5 - log 2) / 2``, ``tv = 0.875``
     and ``ratio = 4``.
 
-    Args:
-        trainer_logprobs: [rows, seq] float, detached, 0 where not trained.
-        generator_logprobs: [rows, seq] float, 0 where not trained.
-        loss_mask: [rows, seq] bool.
-        sequence_ids: [rows, seq] int64.
-        bounds: Bounds; those that are 0 are not looked at.
-
-    Returns:
-        [rows, seq] bool.
+    All tensors are [rows, seq], the logprobs float and 0 where not trained, the result bool.
     """
     log_ratio = trainer_logprobs - generator_logprobs
     rejected = torch.zeros_like(loss_mask)
@@ -98,19 +82,11 @@ def off_policy_sequences(
 
     Off-policy sequence masking of DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556): a sequence is
     found if its advantage is negative and ``mean(log generator - log policy) > threshold`` over its
-    trained tokens. The policy is the current one, so that later optimizer steps of a batch find
-    more sequences than earlier ones.
+    trained tokens. The policy is the current one, so later optimizer steps of a batch find more
+    sequences.
 
-    Args:
-        logprobs: [rows, seq] float, under the current policy, detached, 0 where not trained.
-        generator_logprobs: [rows, seq] float, 0 where not trained.
-        advantages: [rows, seq] float, constant within a sequence.
-        loss_mask: [rows, seq] bool.
-        sequence_ids: [rows, seq] int64.
-        threshold: ``grpo.off_policy_mask_threshold``; 0 finds nothing.
-
-    Returns:
-        [rows, seq] bool.
+    All tensors are [rows, seq], the logprobs detached and 0 where not trained, advantages constant
+    within a sequence, the result bool. ``threshold`` 0 finds nothing.
     """
     if threshold == 0:
         return torch.zeros_like(loss_mask)

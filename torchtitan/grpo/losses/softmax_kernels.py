@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Triton kernels of `softmax_passes.py`: each reads every logit of a slice once.
+"""Triton kernels of `softmax_passes.py`, which read every logit of a slice once.
 
-They are written by hand because the number of tokens differs from microbatch to microbatch, and the
-width of a slice with it: a kernel that is compiled for one shape would be compiled again and again.
-Here, shapes are arguments. All temporary numbers are in the dtype of the logits.
+They are written by hand and take shapes as arguments, because the number of tokens and the width of
+a slice differ from microbatch to microbatch: a kernel compiled for one shape would be compiled
+again and again. Temporary numbers are in the dtype of the logits.
 """
 
 from typing import Any
@@ -91,7 +91,7 @@ def grads_kernel(
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes the gradients of one block of a row, which may be in the place of the logits."""
+    """Writes gradients of one block of a row, which may replace the logits."""
     row = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * BLOCK
     columns = begin + tl.arange(0, BLOCK)

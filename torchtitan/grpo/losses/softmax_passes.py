@@ -3,13 +3,12 @@
 
 """The two elementwise passes over a slice of logits: into sums, and from logits to gradients.
 
-Both are operators of torch's, so that whatever counts or traces sees one operator for each slice,
-and its arguments but ``scratch`` are what it moves, on fake tensors as well. On CUDA each is one
-Triton kernel (`softmax_kernels.py`), which reads a logit once: 4 bytes forward, with or without the
-entropy, and backward 4 bytes and those of the gradient. Elsewhere, several operations process one
-block of rows at a time, which stays in the cache of a CPU between them. The arithmetic is written
-down for each of the two, because a kernel that reads once needs a running maximum in each lane,
-which would only add work to operations on whole blocks.
+Both are operators of torch's, so that counters and tracers see one operator for each slice, also on
+fake tensors, whose arguments but ``scratch`` are what it moves. On CUDA each is one Triton kernel
+(`softmax_kernels.py`) that reads a logit once: 4 bytes forward, with or without entropy, and
+backward 4 bytes and those of the gradient. Elsewhere, several operations process one block of rows
+at a time, which stays in a CPU's cache. The arithmetic is written twice, because the kernel needs a
+running maximum in each lane, which would only add work to operations on whole blocks.
 """
 
 import functools
@@ -43,9 +42,7 @@ def _sum_slice(
     Args:
         logits: [tokens, width] float32 or float64.
         ids: [tokens, n] int. An id may be outside of the slice.
-        maximum: [tokens], the maximum so far, which must be finite.
-        exp_sum: [tokens], the first sum.
-        weighted_sum: [tokens], the second sum.
+        maximum: [tokens], the maximum so far, which must be finite; the two sums alike.
         at_ids: [tokens, n], overwritten by the scaled logits of the ids that the slice has.
     """
     columns, inside = _columns(ids, start, logits.shape[1])
@@ -93,15 +90,14 @@ def _write_grads(
 ) -> None:
     """Writes ``p (offset + slope log p)``, and ``id_grads`` added at the ids, for a slice.
 
-    Here ``log p`` are the logits, times ``scale``, minus ``normalizer``. All tensors are contiguous.
+    Here ``log p`` are the logits, times ``scale``, minus ``normalizer``. All tensors are
+    contiguous.
 
     Args:
         logits: [tokens, width] float32 or float64; may be ``out``.
-        ids: [tokens, n] int. The first one of a token may be among the others, which
-            differ from each other or are outside of the vocabulary.
-        normalizer: [tokens].
-        offset: [tokens].
-        slope: [tokens], or None for 0.
+        ids: [tokens, n] int. The first one of a token may be among the others, which differ from
+            each other or are outside of the vocabulary.
+        normalizer: [tokens], and ``offset`` and ``slope`` alike; ``slope=None`` is 0.
         id_grads: [tokens, n].
         out: [tokens, width], in the dtype of the logits or a narrower one.
     """
@@ -153,7 +149,7 @@ def _write_grads_on_gpu(*arguments) -> None:
 
 @functools.cache
 def _triton_kernels():
-    """Returns the module of Triton kernels, or None, with a line in the log, if they do not run."""
+    """Module of Triton kernels, or None, with a line in the log, if they do not run."""
     try:
         from torchtitan.grpo.losses import softmax_kernels
 
@@ -181,13 +177,13 @@ def _triton_kernels():
 
 
 def new_scratch(logits: torch.Tensor) -> torch.Tensor:
-    """Allocates flat memory that :func:`sum_slice` uses for slices as large as this, or smaller."""
+    """Allocates flat memory that :func:`sum_slice` uses for slices up to this size."""
     # A CPU would get it from the system, page by page, for each slice anew.
     return logits.new_empty(_block_size(logits) if logits.device.type == "cpu" else 0)
 
 
 def _block_size(logits: torch.Tensor) -> int:
-    """Returns the number of logits, at least a row, that elementwise work processes at a time."""
+    """Number of logits, at least a row, that elementwise work processes at a time."""
     # At most two tensors of a block are allocated, and so no more than a slice.
     size = max(_BLOCK_LOGITS_PER_THREAD, logits.numel() // 2)
     if logits.device.type == "cpu":
@@ -203,7 +199,7 @@ def _row_blocks(logits: torch.Tensor, size: int) -> list[slice]:
 
 
 def _columns(ids: torch.Tensor, start: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the column [tokens, n] of each id in a slice, and whether the slice has it."""
+    """The column [tokens, n] of each id in a slice, and whether the slice has it."""
     columns = ids - start
     inside = (columns >= 0) & (columns < width)
     return columns.clamp(0, width - 1), inside

@@ -3,12 +3,11 @@
 
 """Softmax over a vocabulary in slices: its sums, and gradients through it.
 
-What is done to every logit is in `softmax_passes.py`; here is what is done to every token, and which
-logits are kept for the backward pass. The gradient of the weight, [vocab, dim], is written in the
-backward pass only. Where it will be needed, its memory is allocated in the forward pass already, and
-holds the logits of the first slices until then. The backward pass goes over the slices in the same
-order, and reads the logits of a slice before it writes the gradient over them. In float32, with four
-times as many tokens as hidden dims and eight slices, two fit::
+`softmax_passes.py` handles every logit; here are the work for every token, and the choice of logits
+that are kept for the backward pass. Where the weight's gradient, [vocab, dim], will be needed, the
+forward pass already allocates it, and it holds the logits of the first slices. The backward pass
+goes over the slices in the same order, and reads a slice's logits before it writes the gradient
+over them. In float32, with four times as many tokens as hidden dims and eight slices, two fit::
 
     rows of the gradient   | s0 | s1 | s2 | s3 | s4 | s5 | s6 | s7 |
     logits kept there      | of s0             | of s1             |
@@ -29,7 +28,6 @@ _ALIGNMENT_BYTES = 64
 
 
 def accumulation_dtype(hidden: torch.Tensor) -> torch.dtype:
-    """Returns the dtype of logits, softmax and sums."""
     return torch.promote_types(hidden.dtype, torch.float32)
 
 
@@ -45,11 +43,8 @@ def slice_width(tokens: int, vocab: int, chunk_tokens: int) -> int:
 class LogitSlices:
     """Computes [tokens, width] logits of one slice of the vocabulary at a time.
 
-    Attributes:
-        hidden: [tokens, dim], in the dtype of the matrix products.
-        weight: [vocab_local, dim], as passed to the constructor.
-        width: Number of ids in a slice; the last slice may have fewer.
-        dtype: Dtype of the logits.
+    ``hidden``, [tokens, dim], is in the dtype of the products, ``weight``, [vocab_local, dim], as
+    given, and ``dtype`` that of the logits. The last slice may have fewer than ``width`` ids.
     """
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, width: int) -> None:
@@ -67,7 +62,7 @@ class LogitSlices:
         return range(0, vocab, max(self.width, 1))
 
     def buffer(self, dtype: torch.dtype) -> torch.Tensor:
-        """Allocates uninitialized, flat memory for one number for each logit of a slice."""
+        """Allocates flat memory for one number for each logit of a slice."""
         return self.hidden.new_empty(len(self.hidden) * self.width, dtype=dtype)
 
     def part_of(self, buffer: torch.Tensor, start: int) -> torch.Tensor:
@@ -80,7 +75,7 @@ class LogitSlices:
         return self.weight[start : start + self.width].to(self.hidden.dtype)
 
     def compute(self, start: int, out: torch.Tensor) -> None:
-        """Writes the logits of the slice at ``start`` to ``out``, [tokens, width]."""
+        """Writes the logits [tokens, width] of the slice at ``start``."""
         weight = self.weight_slice(start).t()
         if self.hidden.dtype == out.dtype:
             torch.mm(self.hidden, weight, out=out)
@@ -91,11 +86,8 @@ class LogitSlices:
 class KeptLogits:
     """Finds the kept logits of a slice in the memory of the weight's gradient.
 
-    Args:
-        memory: [vocab_local, dim], contiguous, the later memory of the gradient.
-        tokens: Number of tokens whose logits are kept.
-        width: Number of ids in a slice: a multiple of 128, or the whole vocabulary.
-        dtype: Dtype of the logits, which may differ from that of ``memory``.
+    ``memory``, [vocab_local, dim], is contiguous, and its dtype may differ from ``dtype`` of the
+    logits. ``width`` is a multiple of 128, or the whole vocabulary.
     """
 
     def __init__(self, memory: torch.Tensor, tokens: int, width: int, dtype: torch.dtype) -> None:
@@ -131,8 +123,7 @@ class KeptLogits:
 class SoftmaxSums:
     """Running maximum and sums of the softmax, over slices and then over ranks.
 
-    Args:
-        ids: [tokens, n] int, whose log-probabilities are computed. Id 0 is the first of the first slice.
+    Log-probabilities are of ``ids``, [tokens, n] int, where 0 is the first of the first slice.
     """
 
     def __init__(
@@ -150,7 +141,7 @@ class SoftmaxSums:
         self._scratch: torch.Tensor | None = None
 
     def add(self, start: int, logits: torch.Tensor) -> None:
-        """Adds one slice, [tokens, width] logits, whose first id is ``start``."""
+        """Adds the [tokens, width] logits of the slice at ``start``."""
         if self._scratch is None:
             self._scratch = new_scratch(logits)
         sum_slice(
@@ -179,9 +170,9 @@ class SoftmaxSums:
 
 
 class LogitGrads:
-    """Turns a slice of logits into the gradient with respect to it.
+    """Turns a slice of logits, divided by the temperature, into the gradient with respect to it.
 
-    The gradient is that of the logits after their division by the temperature. With ``p`` the softmax, ``H`` its entropy, ``y`` the ids of a token, ``g[y]`` and ``h`` the
+    With ``p`` the softmax, ``H`` its entropy, ``y`` the ids of a token, ``g[y]`` and ``h`` the
     gradients of their log-probabilities and of the entropy, and ``G`` the sum of ``g[y]``::
 
         d log p[y] / d z[v] = 1[v = y] - p[v]
@@ -189,8 +180,8 @@ class LogitGrads:
         gradient of z[v]    = sum over y of g[y] 1[v = y] - p[v] (h log p[v] + h H + G)
 
     Args:
-        ids: [tokens, n] int, where id 0 is the first of the first slice. The first one of a token may
-            be among the others, which differ from each other.
+        ids: [tokens, n] int, where id 0 is the first of the first slice. The first one of a token
+            may be among the others, which differ from each other.
         normalizer: [tokens] logarithm of the sum of exponentials.
         entropy: [tokens], used only with ``entropy_grad``.
         logprob_grads: [tokens, n], ``g`` above.
@@ -215,11 +206,9 @@ class LogitGrads:
             self._offset = self._offset + self._slope * entropy
 
     def write(self, start: int, logits: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes the gradient of the slice whose first id is ``start``.
+        """Writes the gradient of the slice at ``start`` to ``out``, which may be ``logits``.
 
-        Args:
-            logits: [tokens, width]; may be ``out``.
-            out: [tokens, width], in the dtype that the gradient shall have.
+        Both are [tokens, width]; ``out`` has the dtype of the gradient.
         """
         write_grads(
             logits, start, self._ids, self._scale, self._normalizer, self._offset, self._slope,
