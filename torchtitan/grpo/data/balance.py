@@ -50,9 +50,7 @@ def partition(
     equal_counts: bool = False,
     tolerance: float = 1e-3,
 ) -> list[list[int]]:
-    """Splits things into parts of about equal cost.
-
-    Equal input gives equal output.
+    """Splits things into parts of about equal cost. Equal input gives equal output.
 
     Args:
         costs: Cost of each thing, finite and at least 0.
@@ -64,9 +62,6 @@ def partition(
     Returns:
         The things of each part, as ascending indices into ``costs``, the lightest part first.
         With fewer things than parts some parts are empty.
-
-    Raises:
-        ValueError: If ``num_parts`` is below 1, or a cost is negative or not finite.
     """
     values = _checked(costs, num_parts)
     parts = _differencing(values, num_parts, equal_counts)
@@ -85,9 +80,9 @@ def partition(
 def lower_bound(costs: Sequence[float], num_parts: int) -> float:
     """Returns a cost that the heaviest part of every split reaches or exceeds.
 
-    It is the largest of these numbers: the mean of the parts; the largest thing; and, for each j,
-    the least cost of j + 1 of the ``j * num_parts + 1`` largest things, because some part holds
-    at least j + 1 of them.
+    It is the largest of these numbers: the mean of the parts; the largest thing; and, for each
+    j, the least cost of j + 1 of the ``j * num_parts + 1`` largest things, because some part
+    holds at least j + 1 of them.
     """
     ordered = sorted(costs, reverse=True)
     bound = max(sum(ordered) / num_parts, ordered[0] if ordered else 0.0)
@@ -103,15 +98,10 @@ def lower_bound_with_sizes(
     """Returns a lower bound as :func:`lower_bound` does, for parts of limited size.
 
     If the parts are almost full, a part with a thing that is costly for its size must also hold
-    its portion of the other things. For each j, the j costliest things lie in q <= j parts. These
-    parts hold at least what does not fit into the other parts; that is cheapest if it consists of
-    the things with the least cost for their size, which the bound may cut into pieces.
-
-    Args:
-        costs: Cost of each thing, at least 0.
-        sizes: Size of each thing, at least 1.
-        num_parts: Number of parts, at least 1.
-        part_size: Largest total size of the things of a part.
+    its portion of the other things. For each j, the j costliest things lie in q <= j parts.
+    These parts hold at least what does not fit into the other parts; that is cheapest if it
+    consists of the things with the least cost for their size, which the bound may cut into
+    pieces. ``part_size`` is the largest total size of the things of a part.
     """
     bound = lower_bound(costs, num_parts)
     cost, size = np.asarray(costs, np.float64), np.asarray(sizes, np.float64)
@@ -211,7 +201,7 @@ def even_out(
 
     Args:
         costs: Cost of each thing, at least 0.
-        row_of: [things] int, the row of each thing.
+        row_of: [things] int, the row of each thing; the result is the same after the swaps.
         num_rows: Number of rows of all parts together.
         part_of_row: [num_rows] int, the part of each row; None if each row is a part.
         sizes: Size of each thing, at least 0; None if nothing takes room.
@@ -221,9 +211,6 @@ def even_out(
         bundles: Whether to try up to two things for up to three, each of one row, if no swap of
             single things helps. In full rows only such swaps exchange a long thing for several
             short ones.
-
-    Returns:
-        [things] int, the row of each thing after the swaps.
     """
     parts = np.arange(num_rows) if part_of_row is None else np.asarray(part_of_row)
     state = _Split(costs, row_of, parts, sizes, row_size)
@@ -244,8 +231,8 @@ def even_out(
 class _Split:
     """The things of each row, the cost of each part and the room of each row.
 
-    Each row has an empty thing of cost and size 0, numbered behind the real things. A move swaps
-    a thing for the empty thing of its new row; the empty thing itself stays in its row.
+    Each row has an empty thing of cost and size 0, numbered behind the real things. A move
+    swaps a thing for the empty thing of its new row; the empty thing itself stays in its row.
     """
 
     def __init__(
@@ -280,7 +267,7 @@ class _Split:
                     self.sums[self.parts[end]] += self.cost[thing]
 
     def best_swap(self, may_move: bool) -> tuple[list[int], list[int]] | None:
-        """Returns the thing to give and the thing to take, or None if no swap helps."""
+        """The thing to give and the thing to take, or None if no swap helps."""
         heaviest = int(self.sums.argmax())
         part = self.parts[self.row]
         given = np.flatnonzero((part == heaviest) & (self.cost > 0))
@@ -296,7 +283,7 @@ class _Split:
         return None
 
     def best_bundle_swap(self) -> tuple[list[int], list[int]] | None:
-        """Returns the things to give and the things to take, or None if no such swap helps."""
+        """The things to give and the things to take, or None if no such swap helps."""
         lightest = np.argsort(self.sums, kind="stable").tolist()
         heaviest = int(self.sums.argmax())
         given = self._bundles([heaviest], 2)[:_MAX_GIVEN]
@@ -304,7 +291,7 @@ class _Split:
         return self._best(given, self._bundles(lightest, 3)[:_MAX_TAKEN])
 
     def _bundles(self, of_parts: Sequence[int], most: int) -> np.ndarray:
-        """Returns [bundles, most], up to ``most`` things of a row, padded with its empty thing."""
+        """[bundles, most], up to ``most`` things of a row, padded with its empty thing."""
         found: list[tuple[int, ...]] = []
         for part in of_parts:
             for row in np.flatnonzero(self.parts == part).tolist():
@@ -319,7 +306,7 @@ class _Split:
         return np.array(found, np.int64).reshape(-1, most)
 
     def _best(self, given: np.ndarray, taken: np.ndarray) -> tuple[list[int], list[int]] | None:
-        """Returns the best pair of a bundle of ``given`` [g, any] and one of ``taken`` [t, any]."""
+        """The best pair of a bundle of ``given`` [g, any] and one of ``taken`` [t, any]."""
         if not len(given) or not len(taken):
             return None
         source, target = self.row[given[:, 0]], self.row[taken[:, 0]]

@@ -7,9 +7,9 @@ Products with weights cost the same for each token. The cost of causal attention
 to the number of pairs of tokens, about half the square of the length. In packed rows attention
 stays inside each sequence, so the cost of a row is the sum over its sequences.
 
-Norms, softmax, rotary embeddings and the recomputation of activations are left out, and so is the
-fact that the output layer computes trained tokens only: they change little of the cost of one
-sequence relative to another.
+Norms, softmax, rotary embeddings and the recomputation of activations are left out, and so is
+the fact that the output layer computes trained tokens only: they change little of the cost of
+one sequence relative to another.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,6 @@ _TRAINING = 3
 
 
 def token_cost(num_tokens: int) -> float:
-    """Returns the number of tokens: each token costs 1."""
     return float(num_tokens)
 
 
@@ -32,10 +31,8 @@ def token_cost(num_tokens: int) -> float:
 class FlopsCost:
     """Floating-point operations of one forward and backward pass.
 
-    Attributes:
-        per_token: Number of operations of a token in all products with weights.
-        per_pair: Number of operations for a query and one key that it attends to, over all
-            layers.
+    ``per_token`` counts those of a token in all products with weights, and ``per_pair`` those
+    of a query and one key that it attends to, over all layers.
     """
 
     per_token: float
@@ -49,9 +46,8 @@ class FlopsCost:
 def flops_cost(config: Mapping[str, Any]) -> FlopsCost:
     """Returns the cost function of a model.
 
-    Args:
-        config: Contents of the Hugging Face ``config.json`` of a Llama or Qwen3 model, dense or
-            with experts. Only the experts that a token is routed to count.
+    ``config`` is the ``config.json`` of a Llama or Qwen3 model, dense or with experts. Only the
+    experts that a token is routed to count.
     """
     dim, num_layers = config["hidden_size"], config["num_hidden_layers"]
     num_heads = config["num_attention_heads"]
@@ -68,7 +64,7 @@ def flops_cost(config: Mapping[str, Any]) -> FlopsCost:
 
 
 def _feed_forward(config: Mapping[str, Any], dim: int) -> int:
-    """Returns the number of weights of one layer's feed-forward that a token is multiplied with."""
+    """The number of weights of one layer's feed-forward that a token is multiplied with."""
     # transformers 5 writes `num_local_experts`, and version 4 `num_experts`.
     num_experts = config.get("num_local_experts") or config.get("num_experts")
     if not num_experts:

@@ -3,8 +3,9 @@
 
 """Supervised examples of ``[sft]``: prompts as GRPO reads them, and completions that are given.
 
-Prompts go through the same code as those of rollouts, so that the model is taught the tokens that
-it will be prompted with: the template of string prompts, the chat template, and the system prompt.
+Prompts go through the same code as those of rollouts, so that the model is taught the tokens
+that it will be prompted with: the template of string prompts, the chat template, and the system
+prompt.
 
 Example: a conversation of chat messages, ``sft.column = "messages"``::
 
@@ -37,12 +38,7 @@ _REMEDY = "Raise sft.max_example_tokens or training.seq_len."
 
 
 class ExampleTable(Table):
-    """A table whose conversations are taken apart into prompt and completion.
-
-    Args:
-        table: The rows as they are in the file.
-        settings: Names of the columns.
-    """
+    """A table whose conversations are taken apart into prompt and completion."""
 
     def __init__(self, table: Table, settings: SFT) -> None:
         self.path, self.num_bytes = table.path, table.num_bytes
@@ -52,11 +48,7 @@ class ExampleTable(Table):
         return len(self._table)
 
     def row(self, i: int) -> dict[str, Any]:
-        """Returns row ``i`` with a prompt and, as a string, its completion.
-
-        Raises:
-            RowError: If the row cannot be used, or has no completion.
-        """
+        """Returns row ``i`` with a prompt and, as a string, its completion."""
         return self._example(dict(self._table.row(i)), i)
 
     def rows(self, first: int, end: int) -> Iterator[dict[str, Any] | RowError]:
@@ -116,6 +108,9 @@ def _ends_with_assistant(value: Any) -> bool:
 class ExampleStream:
     """The examples of a file, shuffled anew in each epoch, resumable by their position.
 
+    :class:`DataError` is raised if the file, a row that was checked, or every example cannot be
+    used.
+
     Args:
         path: ``sft.path`` or ``sft.held_out_path``.
         key: TOML key of ``path``, for messages.
@@ -123,19 +118,16 @@ class ExampleStream:
         prompts: ``[prompts]``, for templates and order.
         codec: The model's tokenizer, with the variables of the chat template.
         eos_token_ids: End-of-sequence tokens of the model.
-        vocab_size: Vocabulary size of the model; all token ids must be below it.
+        vocab_size: All token ids must be below it.
         max_tokens: Examples with more tokens are left out.
         seed: ``debug.seed``.
         position: Number of rows that were read before, of all epochs.
 
     Attributes:
-        checked: What the check of the rows has found.
+        checked: Findings of the check of the rows.
         num_too_long: Number of examples that were left out so far because they are too long.
-        num_unusable: Number of rows that were left out so far because they are no examples, which
-            the check has not found.
-
-    Raises:
-        DataError: If the file, or a row that was checked, cannot be used.
+        num_unusable: Number of rows that were left out so far because they are no examples,
+            which the check has not found.
     """
 
     def __init__(
@@ -187,11 +179,7 @@ class ExampleStream:
         return len(self._set)
 
     def notes(self) -> list[str]:
-        """Returns what a reader of the examples would not expect of their prompts' tokens.
-
-        Raises:
-            DataError: If a row is invalid, or all examples are too long.
-        """
+        """Returns what a reader of the examples would not expect of their prompts' tokens."""
         try:
             is_chat = not isinstance(self._set.sample().text, str)
             return list(prompt_notes(self._codec, is_chat=is_chat))
@@ -204,11 +192,6 @@ class ExampleStream:
         return self._stream.position
 
     def next(self) -> Sample:
-        """Returns the next example that can be used.
-
-        Raises:
-            DataError: If none can be used, or the file cannot be read any more.
-        """
         begin = self.position
         while self.position < begin + len(self):
             try:
@@ -224,11 +207,7 @@ class ExampleStream:
         raise self._none_fits()
 
     def all(self) -> list[Sample]:
-        """Returns the examples of one epoch that can be used.
-
-        Raises:
-            DataError: If none can be used, or the file cannot be read any more.
-        """
+        """Returns the examples of one epoch that can be used."""
         samples = [self.next()]
         while self.position < len(self):
             sample = self.next()
@@ -238,7 +217,6 @@ class ExampleStream:
         return samples
 
     def close(self) -> None:
-        """Closes the file."""
         self._stream.close()
 
     def _none_fits(self) -> DataError:
@@ -274,7 +252,7 @@ class ExampleStream:
         return Sample(prompt.token_ids, np.array(completion, np.int32), None)
 
     def _end(self, *, is_chat: bool) -> int:
-        """Returns the token that ends a completion: of chat messages, what the template writes."""
+        """The token that ends a completion: of chat messages, what the template writes."""
         if not is_chat:
             return self._eos[0]
         if self._end_of_turn is None:

@@ -3,11 +3,11 @@
 
 """Gives each rank the rows that rank 0 has planned for it.
 
-Only rank 0 talks to the rollout process and plans. It broadcasts a small header, which tells the
-other ranks what follows: a batch, or a signal such as the end of the run. Tensors travel as they
-are over a gloo group that belongs to the feed, so that nothing is pickled and the groups of the
-training are not used. With ``prompts.single_rank_load = false`` rank 0 sends only packing lists,
-and each rank fetches its rollouts from the rollout process.
+Only rank 0 talks to the rollout process and plans. It broadcasts a small header, which tells
+the other ranks what follows: a batch, or a signal such as the end of the run. Tensors travel as
+they are over a gloo group that belongs to the feed, so that nothing is pickled and the groups
+of the training are not used. With ``prompts.single_rank_load = false`` rank 0 sends only
+packing lists, and each rank fetches its rollouts from the rollout process.
 """
 
 from collections.abc import Sequence
@@ -115,13 +115,7 @@ class _Header:
 
 @dataclass(frozen=True)
 class FetchAddress:
-    """Tells where ranks fetch the rollouts of a batch; see `rollout/batch_fetch.py`.
-
-    Attributes:
-        endpoint: ZeroMQ endpoint of the rollout process.
-        secret: Secret that marks every request.
-        version: Version whose batch it is.
-    """
+    """The place where ranks fetch the rollouts of a batch; see `rollout/batch_fetch.py`."""
 
     endpoint: str
     secret: str
@@ -129,13 +123,11 @@ class FetchAddress:
 
 
 class Feed:
-    """Distributes plans and signals over the ranks; see the module's docstring.
+    """Distributes plans and signals over the ranks.
 
-    Args:
-        batch_rank: This rank's index among the data-parallel ranks.
-        row_len: ``training.seq_len``.
-        timeout_seconds: Maximum time that a rank waits for rank 0's next header.
-        fetch_seconds: Maximum time that a rank waits for rollouts that it fetches itself.
+    ``batch_rank`` is this rank's index among the data-parallel ranks. A rank waits at most
+    ``timeout_seconds`` for rank 0's next header, and ``fetch_seconds`` for rollouts that it
+    fetches.
     """
 
     def __init__(
@@ -165,12 +157,8 @@ class Feed:
     ) -> TrainBatch:
         """Announces a batch, scatters its rows and broadcasts its samples. Called on rank 0.
 
-        Args:
-            plan: Plan of the batch, or of one part of it.
-            publish_slot: See :class:`TrainBatch`.
-            progress: See :class:`TrainBatch`.
-            address: Where ranks fetch their rollouts; None scatters the rows from rank 0.
-            part: See :class:`TrainBatch`.
+        ``address`` tells where ranks fetch their rollouts; None scatters the rows from rank 0.
+        See :class:`TrainBatch` for the other arguments.
         """
         header = _Header(
             signal=Signal.STEP,
@@ -198,8 +186,7 @@ class Feed:
     def receive(self) -> TrainBatch | Signal:
         """Waits for the next batch or signal of rank 0. Called on all other ranks.
 
-        Raises:
-            RankZeroFailed: If the signal is FAIL.
+        Raises :class:`RankZeroFailed` if the signal is FAIL.
         """
         header = self._broadcast_header(None)
         if header.signal == Signal.FAIL:
@@ -218,10 +205,8 @@ class Feed:
     ) -> float:
         """Combines the metrics of all ranks, in place, and returns rank 0's gradient norm.
 
-        The host waits here for the device, once.
-
-        The norm is the same on all ranks but for its last bits, which depend on the layout. With
-        one rank's number all ranks decide the same.
+        The host waits here for the device, once. The norm is the same on all ranks but for its
+        last bits, which depend on the layout. With one rank's number all ranks decide the same.
         """
         norm = totals.fetch(grad_norm)
         own = torch.tensor([norm if self.rank == 0 else 0.0], dtype=torch.float64)
@@ -284,7 +269,7 @@ class Feed:
         dtype: torch.dtype,
         plan: StepPlan | None,
     ) -> dict[str, torch.Tensor]:
-        """Returns fields of this rank's rows by name, scattered together as one tensor."""
+        """Scatters fields of the ranks' rows together as one tensor; returns them by name."""
         out = torch.empty(len(names), *shape, dtype=dtype)
         of_ranks = None
         if plan is not None:
@@ -313,7 +298,7 @@ class Feed:
         return _rows_from(where, weights, fetched, num_rows=header.num_rows, row_len=self.row_len)
 
     def _client_for(self, address: FetchAddress | None) -> BatchFetcher:
-        """Returns a client of the current rollout process, whose address rank 0 broadcasts."""
+        """The client of the current rollout process, whose address rank 0 broadcasts."""
         words = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
         if address is not None:
             text = f"{address.endpoint} {address.secret}".encode()
@@ -326,7 +311,6 @@ class Feed:
         return self._client
 
     def close(self) -> None:
-        """Closes the connection to the rollout process, if there is one."""
         if self._client is not None:
             self._client.close()
             self._client = None
@@ -377,17 +361,11 @@ def _widths(shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
 def _packing_list(
     rows: Sequence[Sequence[int]], samples: Sequence[Sample], num_entries: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the packing list of a rank.
+    """The sequences of a rank's ``rows``, with room for the most that any rank has.
 
-    Args:
-        rows: For each row of the rank, the indices of its samples.
-        samples: All samples of the plan, each with its ``source``.
-        num_entries: Length of the tensors: the largest number of samples of any rank.
-
-    Returns:
-        A tensor [num_entries, 4] int64 with the row, source, sample id and part of each sequence,
-        in the order of the rows, and -1 in the entries behind the last sequence. And a tensor
-        [num_entries] float64 with the loss weight of each sequence.
+    Returns [num_entries, 4] int64 with the row, source, sample id and part of each sequence, in
+    the order of the rows, and -1 in the entries behind the last one, and [num_entries] float64
+    with loss weights.
     """
     where = torch.full((num_entries, _LIST_WIDTH), _NOTHING, dtype=torch.int64)
     weights = torch.zeros(num_entries, dtype=torch.float64)
@@ -409,15 +387,7 @@ def _rows_from(
     num_rows: int,
     row_len: int,
 ) -> TrainRows:
-    """Lays out fetched rollouts in the rows that rank 0 would have sent.
-
-    Args:
-        where: The first tensor of :func:`_packing_list`.
-        weights: Its second tensor.
-        fetched: The rollout of each entry.
-        num_rows: Number of rows of this rank.
-        row_len: ``training.seq_len``.
-    """
+    """Lays out fetched rollouts, one for each entry of :func:`_packing_list`, as rank 0 would."""
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     samples = []
     for i, rollout in enumerate(fetched):

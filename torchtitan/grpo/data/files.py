@@ -14,19 +14,13 @@ _Value = TypeVar("_Value")
 
 
 class DataError(RunError, ValueError):
-    """Raised for a data file that cannot be used; the message names TOML key, file and line."""
+    """A data file cannot be used; the message names TOML key, file and line."""
 
 
 def decode_line(line: bytes, kind: type[_Value], where: str) -> _Value:
-    """Decodes one line as a value of ``kind``.
+    """Decodes one line of JSON as a value of ``kind``, or raises :class:`DataError`.
 
-    Args:
-        line: The line, in JSON.
-        kind: A type that msgspec supports.
-        where: TOML key, file and line number, for error messages, as ``key: file:number``.
-
-    Raises:
-        DataError: If the line is not JSON, or not a value of this type.
+    ``where`` names TOML key, file and line number, as ``key: file:number``.
     """
     try:
         return msgspec.json.decode(line.removeprefix(UTF8_MARK), type=kind)

@@ -3,8 +3,9 @@
 
 """Packs sequences into rows and deals rows to ranks. The functions are pure.
 
-Invariants of :func:`pack_rows`, :func:`fill_rows` and :func:`pack_into`: every sequence stands
-in exactly one row, no row is longer than ``row_len``, and equal input gives equal output.
+A row is a list of indices into ``lengths``. Invariants of :func:`pack_rows`, :func:`fill_rows`
+and :func:`pack_into`: every sequence stands in exactly one row, no row is longer than
+``row_len``, and equal input gives equal output.
 """
 
 import bisect
@@ -21,11 +22,7 @@ _EVEN_ROWS = 0.02
 
 
 def check_lengths(lengths: Sequence[int], row_len: int) -> None:
-    """Refuses lengths that are not in [1, row_len].
-
-    Raises:
-        ValueError: If a sequence is empty or does not fit into a row.
-    """
+    """Raises ``ValueError`` if a length is not in [1, row_len]."""
     for length in lengths:
         if not 1 <= length <= row_len:
             raise ValueError(
@@ -36,18 +33,8 @@ def check_lengths(lengths: Sequence[int], row_len: int) -> None:
 def pack_rows(lengths: Sequence[int], row_len: int) -> list[list[int]]:
     """Packs sequences into rows by best-fit decreasing.
 
-    Sequences are placed longest first, each into the row that it fills best, or into a new row if
-    it fits into none.
-
-    Args:
-        lengths: Number of tokens of each sequence, in [1, row_len].
-        row_len: Number of tokens of a row.
-
-    Returns:
-        The rows, each a list of indices into ``lengths``.
-
-    Raises:
-        ValueError: If a sequence does not fit into a row.
+    Sequences are placed longest first, each into the row that it fills best, or into a new row
+    if it fits into none. Raises ``ValueError`` as :func:`check_lengths`.
     """
     check_lengths(lengths, row_len)
     rows: list[list[int]] = []
@@ -69,20 +56,11 @@ def pack_rows(lengths: Sequence[int], row_len: int) -> list[list[int]]:
 def fill_rows(lengths: Sequence[int], row_len: int) -> list[list[int]]:
     """Packs sequences into rows, one row after the other, each as full as possible.
 
-    A row takes the longest sequence that is left, and those of the others that fill the row best.
-    The reachable sums are the bits of one integer, which makes the search exact and fast (minimum
-    bin slack: Gupta and Ho, 1999, https://doi.org/10.1080/095372899233244). It is exact among the
-    256 longest sequences that fit.
-
-    Args:
-        lengths: Number of tokens of each sequence, in [1, row_len].
-        row_len: Number of tokens of a row.
-
-    Returns:
-        The rows, each a list of indices into ``lengths``.
-
-    Raises:
-        ValueError: If a sequence does not fit into a row.
+    A row takes the longest sequence that is left, and those of the others that fill the row
+    best. The reachable sums are the bits of one integer, which makes the search exact and fast
+    (minimum bin slack: Gupta and Ho, 1999, https://doi.org/10.1080/095372899233244). It is
+    exact among the 256 longest sequences that fit. Raises ``ValueError`` as
+    :func:`check_lengths`.
     """
     check_lengths(lengths, row_len)
     left = _longest_first(lengths)[::-1]
@@ -100,7 +78,7 @@ def fill_rows(lengths: Sequence[int], row_len: int) -> list[list[int]]:
 
 
 def _fullest(lengths: Sequence[int], free: int) -> list[int]:
-    """Returns ascending indices of sequences with the largest sum of lengths up to ``free``."""
+    """Ascending indices of sequences with the largest sum of lengths up to ``free``."""
     reachable, within = 1, (1 << free + 1) - 1  # Bit s is set if the sum s can be reached.
     before: list[int] = []
     for length in lengths:
@@ -120,16 +98,9 @@ def _fullest(lengths: Sequence[int], free: int) -> list[int]:
 def pack_into(
     lengths: Sequence[int], costs: Sequence[float], num_rows: int, row_len: int
 ) -> list[list[int]] | None:
-    """Packs sequences into a given number of rows, with even costs if such a packing fits.
+    """Packs sequences into ``num_rows`` rows, with even costs if such a packing fits.
 
-    Args:
-        lengths: Number of tokens of each sequence, in [1, row_len].
-        costs: Cost of each sequence.
-        num_rows: Number of rows, at least 1.
-        row_len: Number of tokens of a row.
-
-    Returns:
-        ``num_rows`` rows, some of which may be empty, or None if no packing was found.
+    Some rows may be empty. Returns None if no packing was found.
     """
     if sum(lengths) > num_rows * row_len:
         return None
@@ -149,8 +120,8 @@ def pack_into(
 def fewest_rows(lengths: Sequence[int], row_len: int) -> int:
     """Returns a lower bound of the number of rows of every packing.
 
-    This is Martello and Toth's bound (https://doi.org/10.1016/0166-218X(90)90094-S). Two sequences
-    that are longer than half a row never fit into one row, and a sequence longer than
+    This is Martello and Toth's bound (https://doi.org/10.1016/0166-218X(90)90094-S). Two
+    sequences that are longer than half a row never fit into one row, and a sequence longer than
     ``row_len - k`` cannot share its row with a sequence of length k or more.
     """
     ordered = sorted(lengths)
@@ -171,17 +142,10 @@ def fewest_rows(lengths: Sequence[int], row_len: int) -> int:
 
 
 def split_evenly(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Splits things into parts of equal count and of about equal total size.
+    """Splits things into parts of equal count and of about equal total size, as ascending indices.
 
-    Things are placed largest first, each into the smallest part that is not full. Counts differ by
-    at most one, so with fewer things than parts some parts stay empty.
-
-    Args:
-        sizes: Size of each thing, at least 0.
-        num_parts: Number of parts, at least 1.
-
-    Returns:
-        The things of each part, as ascending indices into ``sizes``.
+    Things are placed largest first, each into the smallest part that is not full. Counts differ
+    by at most one, so with fewer things than parts some parts stay empty.
     """
     floor, num_larger = divmod(len(sizes), num_parts)
     parts: list[list[int]] = [[] for _ in range(num_parts)]
@@ -201,17 +165,10 @@ def rows_per_rank(num_rows: int, num_ranks: int, multiple: int) -> int:
 
 
 def deal_rows(row_tokens: Sequence[int], num_ranks: int, per_rank: int) -> list[list[int | None]]:
-    """Deals rows to ranks, ``per_rank`` to each.
+    """Deals rows to ranks, ``per_rank`` to each; None stands for an empty row.
 
     Rows are dealt in snake order of their tokens, longest first, which evens out the sums.
-
-    Args:
-        row_tokens: Number of tokens in each row; at most ``num_ranks * per_rank`` rows.
-        num_ranks: Data-parallel degree.
-        per_rank: Number of rows of each rank; see :func:`rows_per_rank`.
-
-    Returns:
-        The rows of each rank; None stands for an empty row.
+    There are at most ``num_ranks * per_rank`` rows.
     """
     order = [*_longest_first(row_tokens), *[None] * (per_rank * num_ranks - len(row_tokens))]
     dealt: list[list[int | None]] = [[] for _ in range(num_ranks)]

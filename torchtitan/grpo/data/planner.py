@@ -28,10 +28,7 @@ from torchtitan.grpo.types import BatchPart, RolloutGroup
 class PlannedPart:
     """The plan of one part of a step's batch, and what is logged of its rollouts.
 
-    Attributes:
-        plan: The plan of this part.
-        metrics: Metrics of the whole batch, with the part that ends it; empty before.
-        part: Which part of its batch this is.
+    ``metrics`` are those of the whole batch, with the part that ends it; empty before.
     """
 
     plan: StepPlan
@@ -42,15 +39,8 @@ class PlannedPart:
 class StepPlanner:
     """Plans the steps of a run with its settings, part by part.
 
-    Each part is planned as if it were a batch of its own. Where ``grpo.ptx_path`` is set,
-    supervised examples are mixed in.
-
-    Args:
-        config: Configuration of the run.
-        model: The model that is trained.
-
-    Raises:
-        DataError: If ``grpo.ptx_path`` cannot be used.
+    Each part is planned as if it were a separate batch. Where ``grpo.ptx_path`` is set,
+    supervised examples are mixed in; :class:`DataError` is raised if it cannot be used.
     """
 
     def __init__(self, config: JobConfig, model: HFModel) -> None:
@@ -92,8 +82,8 @@ class StepPlanner:
             step: Batches trained on so far; the stream of supervised examples continues there.
             version: Policy version that the ages of samples count from.
             num_ranks: Data-parallel degree.
-            part: Which part of its batch it is. A part that begins a batch discards the parts
-                that were planned before.
+            part: The part. If it begins a batch, the parts that were planned before are
+                discarded.
         """
         if part.begins_batch:
             self._parts = []
@@ -103,12 +93,7 @@ class StepPlanner:
         return PlannedPart(plan, metrics, part)
 
     def plan_supervised(self, examples: Sequence[Sample], *, num_ranks: int) -> PlannedPart:
-        """Plans a batch of supervised examples alone.
-
-        Args:
-            examples: At least one for each of ``grpo.num_minibatches``, without weights.
-            num_ranks: Data-parallel degree.
-        """
+        """Plans a batch that holds only supervised examples, one or more for each minibatch."""
         plan = self._plan_sequences((), 0, num_ranks, examples)
         # There are no rollouts, so all tokens with a loss are supervised ones.
         plan = replace(plan, num_trained_tokens=sum(plan.minibatch_tokens))
@@ -150,9 +135,7 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Combines the metrics of a batch's plans (:class:`StepPlan`) into those of the batch.
 
-    Args:
-        parts: The groups and the plan of each part.
-        version: Policy version that the ages of samples count from.
+    The ages of samples count from ``version``.
     """
     plans = [plan for _, plan in parts]
     rollouts = [r for groups, _ in parts for g in groups for r in g.rollouts]
@@ -213,7 +196,7 @@ def _open_ptx(config: JobConfig, model: HFModel) -> PtxStream | None:
 def _advantages_of(
     groups: Sequence[RolloutGroup], plan: StepPlan, config: GRPO
 ) -> dict[int, list[float | None]]:
-    """Returns the advantage of each rollout by ``group_id``, as every rank computes it.
+    """The advantage of each rollout by ``group_id``, as every rank computes it.
 
     An advantage is None for a rollout that is not trained, and for every rollout if the KL
     penalty is part of the reward: the penalty is known only after the reference was evaluated.

@@ -26,24 +26,13 @@ class _Example(msgspec.Struct):
 
 
 class PtxStream:
-    """The examples of ``grpo.ptx_path``, tokenized; each epoch has a permutation of its own.
+    """The examples of ``grpo.ptx_path``, tokenized; each epoch has a different permutation.
 
-    The constructor reads the whole file, so that a bad example is found before training.
-
-    Args:
-        path: A ``.jsonl`` file; each line has a ``completion`` and may have a ``prompt``.
-        codec: The model's tokenizer.
-        eos_token_ids: End-of-sequence tokens. The first one is appended to each completion that
-            does not end in one of them.
-        vocab_size: Vocabulary size of the model; all token ids must be below it.
-        row_len: ``training.seq_len``; longer examples are left out.
-        seed: ``debug.seed``.
-
-    Attributes:
-        num_too_long: Number of examples that are left out.
-
-    Raises:
-        DataError: If the file or a line of it cannot be used, or all examples are too long.
+    The constructor reads the whole file, and raises :class:`DataError` if it cannot be used, so
+    that a bad example is found before training. Each line of the ``.jsonl`` file has a
+    ``completion`` and may have a ``prompt``. The first of ``eos_token_ids`` is appended to each
+    completion that does not end in one of them. Examples longer than ``row_len`` are left out
+    and counted in ``num_too_long``.
     """
 
     def __init__(
@@ -74,15 +63,13 @@ class PtxStream:
             )
 
     def __len__(self) -> int:
-        """Returns the number of examples of an epoch."""
         return len(self._samples)
 
     def take(self, step: int, num_examples: int) -> list[Sample]:
         """Returns the examples of one step, without weights, which the plan sets.
 
-        Args:
-            step: Number of batches trained on before, so that a resumed run continues the order.
-            num_examples: ``grpo.ptx_per_step``.
+        ``step`` is the number of batches trained on before, so that a resumed run continues the
+        order.
         """
         first = step * num_examples
         return [self._samples[self._index(first + i)] for i in range(num_examples)]

@@ -4,11 +4,11 @@
 """Records batches of rollouts in a file, from which a run can train on them again.
 
 The file holds JSON lines: a header, then one line for each batch, in the order of training. The
-columns of rollouts (`types.py`) are lists of numbers, those with lists for each token base64 of the
-arrays. Logprobs are written as float64 numbers that equal the float32 ones exactly, so that reading
-restores the same bits. Each line begins with the CRC-32 of the rest of it, which a line that was
-changed by hand may leave out. If the name ends in ``.gz``, each line is a gzip member of its own: a
-run that ends at any time leaves complete lines, and ``zcat`` shows them.
+columns of rollouts (`types.py`) are lists of numbers, those with lists for each token base64 of
+the arrays. Logprobs are written as float64 numbers that equal the float32 ones exactly, so that
+reading restores the same bits. Each line begins with the CRC-32 of the rest of it, which a line
+that was changed by hand may leave out. If the name ends in ``.gz``, each line is a separate
+gzip member: a run that ends at any time leaves complete lines, and ``zcat`` shows them.
 """
 
 import gzip
@@ -35,12 +35,7 @@ _SUM = re.compile(rb'\{"crc32":(\d+),')
 
 
 class RecordHeader(msgspec.Struct):
-    """The first line of a file of recorded rollouts tells how they were made.
-
-    Attributes:
-        vocab_size: Vocabulary size of the model that wrote the rollouts.
-        temperature: ``rollout.temperature`` of the run, which the logprobs depend on.
-    """
+    """The first line of a file of recorded rollouts, by which a run can refuse it."""
 
     format: str
     format_version: int
@@ -51,12 +46,9 @@ class RecordHeader(msgspec.Struct):
 
 @dataclass(frozen=True)
 class BatchRecord:
-    """One batch.
+    """One batch, on which policy ``version`` was trained.
 
-    Attributes:
-        version: Policy version that was trained on it.
-        progress: Progress through the prompts, this batch included.
-        groups: The groups, as they were planned.
+    ``progress`` includes this batch, and the groups are as they were planned.
     """
 
     version: int
@@ -67,14 +59,8 @@ class BatchRecord:
 class RolloutRecorder:
     """Appends each batch to ``rollout.record`` before it is trained on.
 
-    A resumed run keeps the batches before its checkpoint and drops the later ones, which are
-    generated and trained again.
-
-    Args:
-        path: The file. It is compressed if its name ends in ``.gz``.
-        vocab_size: Vocabulary size of the model.
-        temperature: ``rollout.temperature``.
-        version: Number of batches already trained on.
+    A resumed run, which begins after ``version`` batches, keeps those before its checkpoint and
+    drops the later ones, which are generated and trained again.
 
     Raises:
         DataError: If a new run would overwrite the file, if the file cannot be written, or if a
@@ -103,7 +89,6 @@ class RolloutRecorder:
             raise DataError(f"rollout.record: {path} cannot be written: {error}.") from error
 
     def write(self, version: int, progress: PromptProgress, groups: Sequence[RolloutGroup]) -> None:
-        """Appends one batch to the file."""
         line = self._line(_batch_fields(BatchRecord(version, progress, groups)))
         while line:
             line = line[self._file.write(line) :]
@@ -122,7 +107,7 @@ class RolloutRecorder:
     def _batches_before(
         self, version: int, batches: Iterator[BatchRecord]
     ) -> Iterator[BatchRecord]:
-        """Returns the batches that a resumed run has trained on; refuses a file that lacks any."""
+        """The batches that a resumed run has trained on; refuses a file that lacks any."""
         found = [batch.version for batch in batches if batch.version < version]
         if found != list(range(version)):
             raise DataError(
@@ -153,20 +138,13 @@ class RolloutRecorder:
 class RecordReader:
     """Iterates over the batches of a file as (where, record), with one batch in memory at a time.
 
-    Each iteration reads the file from its beginning. An incomplete last line, which a run leaves
-    if it is killed while writing, is skipped: the run has not trained on that batch.
+    Each iteration reads the file from its beginning, and raises :class:`DataError` if the file
+    or one of its lines cannot be used. An incomplete last line, which a run leaves if it is
+    killed while writing, is skipped, and ``was_cut_off`` set: the run has not trained on that
+    batch.
 
-    Args:
-        path: The file.
-        vocab_size: Vocabulary size of this run's model.
-        temperature: ``rollout.temperature`` of this run.
-        key: TOML key of ``path``, for messages.
-
-    Attributes:
-        was_cut_off: True if the last iteration found an incomplete last line.
-
-    Raises:
-        DataError: If the file or one of its lines cannot be used; raised during iteration.
+    ``vocab_size`` and ``temperature`` are those of this run; ``key`` is the TOML key of
+    ``path``.
     """
 
     def __init__(self, path: str, vocab_size: int, temperature: float, key: str) -> None:
@@ -381,7 +359,7 @@ def _little_endian(column: Column) -> np.dtype[Any]:
 
 
 def _spans(mask: np.ndarray) -> list[tuple[int, int]]:
-    """Returns [start, end) of each run of True."""
+    """The [start, end) of each run of True."""
     borders = np.flatnonzero(np.diff(mask, prepend=False, append=False))
     return [(int(start), int(end)) for start, end in borders.reshape(-1, 2)]
 

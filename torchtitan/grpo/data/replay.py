@@ -25,23 +25,9 @@ _KEY = "rollout.replay"
 class ReplaySource(OfflineSource):
     """Plans the batches of a recorded file; see :class:`StepSource`.
 
-    Batch ``k`` of the file (from 0) is what step ``k + 1`` is trained on, so that a resumed
-    run continues from its checkpoint. The ages of samples count from the version that the
-    batch was recorded with.
-
-    Args:
-        config: Of the run.
-        model: What is trained.
-        start_version: Batches already trained on.
-        progress: Kept until a batch brings its own.
-        should_stop: Polled while the file is checked, and between batches.
-
-    Attributes:
-        progress: Of the recorded run with the last batch.
-        is_exhausted: The last :meth:`next_step` came to the end of the file.
-        link: There is no rollout process.
-        servers: There are none.
-        samples: Log of some rollouts of each step.
+    Batch ``k`` of the file (from 0) is what step ``k + 1`` is trained on, so that a resumed run
+    continues from its checkpoint. The ages of samples count from the version that the batch was
+    recorded with. ``progress`` is that of the recorded run.
     """
 
     def __init__(
@@ -72,11 +58,7 @@ class ReplaySource(OfflineSource):
         self.samples = open_sample_log(config, model, start_version)
 
     def start(self) -> None:
-        """Reads the whole file once, so that a bad line is found before training.
-
-        Raises:
-            DataError: If the file or one of its lines cannot be used.
-        """
+        """Reads the whole file once, so that a bad line is found before training."""
         num_batches = 0
         for where, batch in self._reader:
             if self._should_stop():
@@ -97,10 +79,7 @@ class ReplaySource(OfflineSource):
         self._batches = iter(self._reader)
 
     def next_step(self, version: int, num_ranks: int) -> PlannedPart | None:
-        """Plans the batch ``version`` of the file, or the next part of that batch.
-
-        Returns None at the end of the file, or if the run is asked to stop.
-        """
+        """Plans the batch ``version`` of the file, or the next part of that batch."""
         begins_batch = not self._parts
         if begins_batch:
             self._batch = self._seek(version)
@@ -127,7 +106,7 @@ class ReplaySource(OfflineSource):
         self.samples.close()
 
     def _seek(self, index: int) -> BatchRecord | None:
-        """Returns the batch ``index`` of the file; batches are requested in order."""
+        """Batches are requested in order."""
         assert index >= self._position, f"batch {index} comes after batch {self._position}"
         for _, batch in self._batches:
             self._position += 1

@@ -3,9 +3,9 @@
 
 """Checks recorded rollouts before a run trains on them.
 
-A group has a teacher's rating of each of its tokens, or none at all. The settings of the run that
-replays it must be those that a run with a teacher may have; `config_checks/teacher.py` cannot see what
-a file holds.
+A group has a teacher's rating of each of its tokens, or none at all. The settings of the run
+that replays it must be those that a run with a teacher may have; `config_checks/teacher.py`
+cannot see what a file holds.
 """
 
 from collections.abc import Iterator
@@ -19,11 +19,9 @@ from torchtitan.grpo.types import Rollout, RolloutGroup
 
 
 def check_batch(batch: BatchRecord, where: str, vocab_size: int, row_len: int) -> None:
-    """Refuses a batch that cannot be trained on.
+    """Raises :class:`DataError` for a batch that cannot be trained on.
 
-    Raises:
-        DataError: If the batch is invalid. The message names ``where`` (key, file, line), the
-            group and the rollout.
+    The message names ``where`` (key, file, line), the group and the rollout.
     """
     ids = [group.group_id for group in batch.groups]
     _require(len(ids) > 0, f"{where}: a batch must have a group, got none.")
@@ -53,11 +51,7 @@ def check_batch(batch: BatchRecord, where: str, vocab_size: int, row_len: int) -
 
 
 def check_ratings_are_used(batch: BatchRecord, where: str, config: JobConfig) -> None:
-    """Refuses settings under which the ratings of a batch would be lost or wrong, or are missing.
-
-    Raises:
-        DataError: If there is such a setting, or if a teacher is to teach and has not rated a group.
-    """
+    """Raises :class:`DataError` if the ratings of a batch would be lost or wrong, or are absent."""
     for group in batch.groups:
         here = f"{where}, group {group.group_id}"
         is_rated = group.rollouts[0].teacher_logprobs is not None

@@ -46,8 +46,8 @@ class Sample:
         sampled: [completion_len] bool, True for the tokens of a rollout that are trained; None
             if all are. The other tokens, which an environment inserted, are only context.
         source: Position of a rollout among all rollouts of its batch.
-        part: Which of the rollout's sequences it is.
-        columns: Of the rollout's :data:`COLUMNS`, those that it has.
+        part: Position of the sequence among those of its rollout.
+        columns: Those of :data:`COLUMNS` that the rollout has.
     """
 
     prompt_ids: np.ndarray
@@ -80,29 +80,30 @@ class Sample:
 
 @dataclass(frozen=True)
 class TrainRows:
-    """Packed rows, as the model and the loss take them.
+    """Packed rows, as the model and the loss take them. All tensors but some columns are [rows,
+    seq].
 
     Attributes:
-        tokens: [rows, seq] int64.
-        positions: [rows, seq] int64, restarting at 0 with each sequence.
-        sequence_ids: [rows, seq] int64, one id for each sequence of a row, padding included.
-        labels: [rows, seq] int64, the next token of the same sequence, 0 at its end.
-        loss_mask: [rows, seq] bool, True where the label is a sampled token of a rollout.
-        generator_logprobs: [rows, seq] float32, of the label, 0 where not trained.
-        advantages: [rows, seq] float32, of the label; 0 where not trained. All are 0 until
+        tokens: int64.
+        positions: int64, restarting at 0 with each sequence.
+        sequence_ids: int64, one id for each sequence of a row, padding included.
+        labels: int64, the next token of the same sequence, 0 at its end.
+        loss_mask: bool, True where the label is a sampled token of a rollout.
+        generator_logprobs: float32, of the label, 0 where not trained.
+        advantages: float32, of the label; 0 where not trained, and everywhere until
             :meth:`with_advantages` fills them in.
-        loss_weights: [rows, seq] float32, weight of the label's loss in the global loss; 0
-            where not trained. The denominators are those of the whole optimizer step, so that
-            sums over microbatches and ranks need no further division.
-        ptx_weights: [rows, seq] float32, weight of supervised completion tokens,
-            ``grpo.ptx_coef`` included; 0 elsewhere.
-        sample_ids: [rows, seq] int64, index in the step's table of samples, on all tokens
-            of a rollout; :data:`NO_SAMPLE` elsewhere.
+        loss_weights: float32, weight of the label's loss in the global loss; 0 where not
+            trained. The denominators are those of the whole optimizer step, so that sums over
+            microbatches and ranks need no further division.
+        ptx_weights: float32, weight of supervised completion tokens, ``grpo.ptx_coef``
+            included; 0 elsewhere.
+        sample_ids: int64, index in the step's table of samples, on all tokens of a rollout;
+            :data:`NO_SAMPLE` elsewhere.
         columns: Those of :data:`COLUMNS` that any rollout has, of the label: [rows, seq] or
             [rows, seq, k], with the column's ``fill`` where not trained.
-        host_mask: [rows, seq] bool, :attr:`scored` in host memory, wherever the other tensors are:
-            the host can count these tokens without waiting for a device. By default it is computed.
-        host_sequence_ids: [rows, seq] int64, :attr:`sequence_ids` in host memory likewise.
+        host_mask: bool, :attr:`scored` in host memory, wherever the other tensors are: the host
+            can count these tokens without waiting for a device. By default it is computed.
+        host_sequence_ids: int64, :attr:`sequence_ids` in host memory likewise.
     """
 
     tokens: torch.Tensor
@@ -151,7 +152,6 @@ class TrainRows:
         return self._changed(lambda name, tensor: tensor[rows])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns all tensors by name."""
         named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "columns"}
         return named | dict(self.columns)
 
@@ -161,11 +161,7 @@ class TrainRows:
         return TrainRows(**changed, columns=columns)
 
     def with_advantages(self, advantages: np.ndarray) -> "TrainRows":
-        """Returns these rows with the advantage of its sample at each trained token.
-
-        Args:
-            advantages: [samples] float, indexed as the step's table of samples.
-        """
+        """Returns these rows with the advantage of its sample, [samples], at each trained token."""
         # NO_SAMPLE, which is -1, looks up the additional entry at the end.
         table = torch.from_numpy(np.append(advantages, 0.0).astype(np.float32))
         # A copy that blocks would wait for the optimizer step before this batch.
@@ -176,14 +172,11 @@ class TrainRows:
 def sequences_of(rollout: Rollout, **settings: float) -> list[Sample]:
     """Returns the sequences of a rollout, in the order of its turns.
 
-    A rollout has several if a chat template shows the model other tokens in a later turn than those
-    of the turns before; each later sequence begins with the context that the server was sent as its
-    prompt. All sequences have the rollout's sample id, and with it its advantage and its weight, so
-    that it counts as one sample.
-
-    Args:
-        rollout: The rollout.
-        settings: Further attributes of each sequence, such as its weight.
+    A rollout has several if a chat template shows the model other tokens in a later turn than
+    those of the turns before; each later sequence begins with the context that the server was
+    sent as its prompt. All sequences have the rollout's sample id, and with it its advantage
+    and its weight, so that it counts as one sample. ``settings`` are further attributes of each
+    sequence.
     """
     ids = rollout.token_ids
     prompts = [rollout.prompt_ids]
@@ -221,10 +214,7 @@ def column_shapes(samples: Sequence[Sample]) -> dict[str, tuple[int, ...]]:
 def build_rows(samples: Sequence[Sample], rows: Sequence[Sequence[int]], row_len: int) -> TrainRows:
     """Lays samples out in rows, with advantages of 0.
 
-    Args:
-        samples: All samples of the step.
-        rows: For each row, the indices of its samples; an empty row is all padding.
-        row_len: Number of tokens of a row.
+    ``rows`` holds for each row the indices of its samples; an empty row is all padding.
     """
     shape = (len(rows), row_len)
     arrays: dict[str, np.ndarray] = {

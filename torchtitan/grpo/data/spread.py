@@ -52,19 +52,16 @@ def spread_by_cost(
 ) -> Spread:
     """Spreads sequences over ranks by cost, in as few rows as they can be packed into.
 
+    The rank with the least cost comes first. A ``ValueError`` says that a sequence does not fit
+    into a row, or that a cost is negative or not finite.
+
     Args:
         lengths: Number of tokens of each sequence, in [1, row_len].
         costs: Cost of each sequence, finite and at least 0.
         num_ranks: Data-parallel degree.
         row_len: Number of tokens of a row.
-        multiple: Number that the number of rows of each rank is a multiple of.
+        multiple: Divisor of the number of rows of each rank.
         min_rows: Smallest number of rows of each rank; a multiple of ``multiple``.
-
-    Returns:
-        The rows of each rank; the rank with the least cost comes first.
-
-    Raises:
-        ValueError: If a sequence does not fit into a row, or a cost is negative or not finite.
     """
     check_lengths(lengths, row_len)
     per_rank = max(rows_per_rank(fewest_rows(lengths, row_len), num_ranks, multiple), min_rows)
@@ -95,12 +92,8 @@ def group_rows(rows: list[list[int]], costs: Sequence[float], size: int) -> list
     """Orders a rank's rows so that microbatches of ``size`` consecutive rows have even costs.
 
     The heaviest microbatch sets the pace of a pipeline. Every rank begins with its heaviest
-    microbatch, because ranks wait for each other in each microbatch.
-
-    Args:
-        rows: Rows of the rank; their number is a multiple of ``size``.
-        costs: Cost of each sequence.
-        size: ``training.local_batch_size``.
+    microbatch, because ranks wait for each other in each microbatch. The number of rows is a
+    multiple of ``size``.
     """
     row_costs = [sum(costs[i] for i in row) for row in rows]
     groups = partition(row_costs, len(rows) // size, equal_counts=True)
@@ -108,7 +101,6 @@ def group_rows(rows: list[list[int]], costs: Sequence[float], size: int) -> list
 
 
 def rank_costs(spread: Spread, costs: Sequence[float]) -> list[float]:
-    """Returns the total cost of each rank's sequences."""
     return [sum(costs[i] for row in rows for i in row) for rows in spread]
 
 
@@ -164,7 +156,7 @@ def _dealt_by_cost(
 def _evened_out(
     spread: Spread, lengths: Sequence[int], costs: Sequence[float], row_len: int
 ) -> Spread:
-    """Returns the rows after swaps that make the heaviest rank lighter."""
+    """The rows after swaps that make the heaviest rank lighter."""
     num_ranks, per_rank = len(spread), len(spread[0])
     row_of = np.empty(len(lengths), np.int64)
     for r, row in enumerate(row for rows in spread for row in rows):

@@ -4,9 +4,9 @@
 """Plans which rows each rank trains on, from groups of rollouts. Only rank 0 plans.
 
 Invariants: every sample stands in one row of one minibatch. All samples of a group stand in the
-same minibatch, but possibly on several ranks: advantages are computed from the table of samples.
-Every rank has the same number of rows in every minibatch, a multiple of a microbatch. The layout
-of the rows changes neither which tokens are trained nor how much they weigh.
+same minibatch, but possibly on several ranks: advantages are computed from the table of
+samples. Every rank has the same number of rows in every minibatch, a multiple of a microbatch.
+The layout of the rows changes neither which tokens are trained nor how much they weigh.
 """
 
 import functools
@@ -54,7 +54,6 @@ class SampleTable:
         return num_equal_groups(self.rewards, self.group_ids) == len(np.unique(self.group_ids))
 
     def take(self, chosen: np.ndarray) -> "SampleTable":
-        """Returns the samples that a mask or indices select."""
         return SampleTable(
             self.rewards[chosen], self.group_ids[chosen], self.completion_lengths[chosen]
         )
@@ -77,9 +76,9 @@ class StepPlan:
         mass: Total mass of the weights of rollouts; see :func:`aggregation.weight_mass`.
         num_trained_tokens: Completion tokens of rollouts, over all ranks and minibatches.
         num_tokens: Prompt and completion tokens, with supervised ones and without padding.
-        metrics: Metrics of the plan: staleness, the fraction of padding, the rows of a rank, and
-            the cost of the costliest rank relative to the mean of the ranks
-            (``data/max_over_mean_cost``; minibatches are weighted by cost).
+        metrics: Staleness, the fraction of padding, the rows of a rank, and the cost of the
+            costliest rank relative to the mean (``data/max_over_mean_cost``; minibatches are
+            weighted by cost).
     """
 
     sequences: Sequence[Sample]
@@ -94,7 +93,6 @@ class StepPlan:
 
     @functools.cached_property
     def rows_of_rank(self) -> list[TrainRows]:
-        """The rows of each data-parallel rank, laid out."""
         return [build_rows(self.sequences, rows, self.row_len) for rows in self.layout]
 
     @functools.cached_property
@@ -108,7 +106,6 @@ class StepPlan:
 
     @property
     def capacity(self) -> int:
-        """Number of tokens that fit into the rows of all ranks."""
         return len(self.layout) * len(self.layout[0]) * self.row_len
 
 
@@ -132,7 +129,7 @@ def plan_step(
     (``grpo.filter_zero_advantage``), the rows are padding and no token is trained.
 
     Args:
-        groups: All groups of the batch; none if it holds supervised sequences alone.
+        groups: All groups of the batch; none if it holds only supervised sequences.
         config: ``[grpo]``.
         version: Policy version that the ages of samples count from.
         num_ranks: Data-parallel degree.
@@ -183,7 +180,7 @@ def _metrics_of_groups(table: SampleTable, kept: np.ndarray, num_groups: int) ->
 
 
 def _kept(table: SampleTable, config: GRPO) -> np.ndarray:
-    """Returns which samples are trained: all, or those of groups that carry a gradient."""
+    """A mask of the samples that are trained: all, or those of groups that carry a gradient."""
     if config.filter_zero_advantage:
         return informative_samples(table.rewards, table.group_ids)
     return np.ones(len(table), np.bool_)
@@ -196,7 +193,6 @@ def _weighted_minibatches(
     config: GRPO,
     max_new_tokens: int,
 ) -> list[list[Sample]]:
-    """Returns the sampled sequences of each minibatch, with their weights in the loss."""
     constant_length = config.aggregation_length or max_new_tokens
     return [
         _weighted(rollouts, sources, indices, table, config.aggregation, constant_length)
@@ -205,16 +201,14 @@ def _weighted_minibatches(
 
 
 def _ptx_of_minibatches(ptx: Sequence[Sample], config: GRPO) -> list[list[Sample]]:
-    """Returns the supervised sequences of each minibatch, with their weights."""
     parts = split_evenly([s.num_tokens for s in ptx], config.num_minibatches)
     return [_weighted_ptx([ptx[i] for i in part], config.ptx_coef) for part in parts]
 
 
 def epoch_order(num_minibatches: int, epoch: int) -> list[int]:
-    """Returns the order in which an epoch trains on a batch's minibatches.
+    """Returns the order in which an epoch trains on a batch's minibatches, the same on every rank.
 
-    Each epoch starts with the next minibatch, so that no minibatch is always the first or the
-    last one. The order is the same on every rank and in every run.
+    Each epoch starts with the next minibatch, so that none is always the first or the last one.
     """
     return [(epoch + i) % num_minibatches for i in range(num_minibatches)]
 
@@ -258,7 +252,7 @@ def _weighted(
     aggregation: AggregationKind,
     constant_length: int,
 ) -> list[Sample]:
-    """Returns the rollouts of one minibatch, with weights normalized over that minibatch."""
+    """The rollouts of one minibatch, with weights normalized over that minibatch."""
     lengths = table.completion_lengths[indices]
     weights = token_weights(lengths, kind=aggregation, constant_length=constant_length)
     return [
@@ -316,7 +310,7 @@ class _Layout:
 def _lay_out(
     minibatches: Sequence[Sequence[Sample]], layout: _Layout
 ) -> tuple[list[list[list[int]]], dict[str, float]]:
-    """Lays out each minibatch in rows of its own, the same number on each rank and in each."""
+    """Lays out each minibatch in separate rows, the same number on each rank and in each."""
     lengths = [[s.num_tokens for s in samples] for samples in minibatches]
     spreads = [layout.spread(of_minibatch, min_rows=0) for of_minibatch in lengths]
     per_rank = max(len(spread[0]) for spread in spreads)

@@ -17,18 +17,16 @@ if TYPE_CHECKING:
 
 
 class StepSource(ABC):
-    """Plans the steps of a run, one after another. Exists on rank 0 alone.
+    """Plans the steps of a run, one after another. Exists only on rank 0.
 
-    `controller.RolloutController` plans live rollouts, `data/replay.py` recorded ones, and
-    `data/supervised.py` examples that are given.
     The trainer constructs a source, calls :meth:`start` once, then :meth:`next_step` for each
     part of each step, and :meth:`close` at the end, which must work in any state.
 
     Attributes:
         progress: Progress through the prompts, including the last step that was returned whole.
-        is_exhausted: True once :meth:`next_step` returned None because no batches are left.
-            The run then ends as it does after its last step. It is False when
-            :meth:`next_step` returned None because the run was asked to stop.
+        is_exhausted: True once :meth:`next_step` returned None because no batches are left. The
+            run then ends as it does after its last step. It is False when :meth:`next_step`
+            returned None because the run was asked to stop.
         link: Connection to the rollout process, or None if the source has none.
         samples: Log of some rollouts of each step.
         servers: Inference servers that were present at the start; empty before :meth:`start`.
@@ -48,12 +46,8 @@ class StepSource(ABC):
     def next_step(self, version: int, num_ranks: int) -> PlannedPart | None:
         """Plans the batch that is trained on the weights of ``version``, or its next part.
 
-        Args:
-            version: Number of optimizer steps that the run has taken.
-            num_ranks: Data-parallel degree.
-
-        Returns:
-            The plan, or None if the run is asked to stop or no batches are left.
+        Returns None if the run is asked to stop or no batches are left. ``num_ranks`` is the
+        data-parallel degree.
         """
 
     @abstractmethod
@@ -67,8 +61,7 @@ class StepSource(ABC):
     def wait_saved(self, step: int, timeout_seconds: float) -> int | None:
         """Waits until what :meth:`save` requested for ``step`` is written.
 
-        Returns:
-            Number of rollouts that are kept, or None if they were not written in time.
+        Returns the number of rollouts, or None if they were not written in time.
         """
         return 0
 
@@ -80,14 +73,9 @@ class StepSource(ABC):
     def request_evaluation(self, version: int, pinned: Sequence[str] = ()) -> bool:
         """Requests an evaluation of the held-out prompts under ``version``, without waiting.
 
-        One that is still running is given up.
-
-        Args:
-            version: Oldest policy version that may generate a completion.
-            pinned: URLs of servers that alone generate them; empty for all servers.
-
-        Returns:
-            Whether it was requested. It is not if there is nothing that could generate completions.
+        One that is still running is given up. Only the servers with the URLs ``pinned``
+        generate completions, if there are any. Returns ``False`` if nothing could generate
+        completions.
         """
         return False
 
@@ -96,13 +84,9 @@ class StepSource(ABC):
         return None
 
     def wait_evaluation(self, version: int) -> "EvaluationResult | None":
-        """Waits for the result of the requested evaluation.
+        """Waits for the result of the requested evaluation, after ``version`` batches.
 
-        Args:
-            version: Number of batches that the run has been trained on.
-
-        Returns:
-            The result, or None if the run is asked to stop or nothing was requested.
+        Returns None if the run is asked to stop or nothing was requested.
         """
         return None
 
@@ -131,13 +115,12 @@ class OfflineSource(StepSource):
         self.servers = []
 
     def fetch_address(self, version: int) -> None:
-        """Returns None, since rank 0 scatters the rows itself."""
+        """Rank 0 scatters the rows itself."""
 
     def save(self, step: int) -> None:
-        """Does nothing, since no rollouts are in flight that a checkpoint could lack."""
+        """No rollouts are in flight that a checkpoint could lack."""
 
     def served_version(self) -> int:
-        """Returns -1, since there is no server."""
         return -1
 
     def attend(self) -> None:

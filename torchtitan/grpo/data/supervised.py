@@ -22,25 +22,9 @@ class SupervisedSource(OfflineSource):
     """Plans steps of supervised examples; see :class:`StepSource`.
 
     The loss of an example is that of the supervised sequences that GRPO mixes in
-    (``grpo.ptx_path``), so that rows, layouts and loss are the same code.
-
-    Args:
-        config: Configuration of the run.
-        model: The model that is trained.
-        start_version: Number of batches that the run has been trained on so far.
-        progress: Progress through the examples so far.
-        date: What chat templates take for now.
-        should_stop: Polled before each step.
-
-    Raises:
-        DataError: If ``sft.path`` is unusable.
-
-    Attributes:
-        progress: ``position`` counts the rows that were read, of all epochs; nothing is open.
-        is_exhausted: Always False, since the examples repeat without end.
-        link: There is no rollout process.
-        servers: There are none.
-        samples: Stays empty, since nothing is sampled.
+    (``grpo.ptx_path``), so that rows, layouts and loss are the same code. The ``position`` of
+    ``progress`` counts the rows that were read, of all epochs. Raises :class:`DataError` if
+    ``sft.path`` is unusable.
     """
 
     is_exhausted = False
@@ -80,7 +64,6 @@ class SupervisedSource(OfflineSource):
             )
 
     def next_step(self, version: int, num_ranks: int) -> PlannedPart | None:
-        """Plans the next examples; see :meth:`StepSource.next_step`."""
         if self._should_stop():
             return None
         examples = [self._examples.next() for _ in range(self.config.sft.examples_per_step)]
@@ -110,18 +93,10 @@ def open_examples(
     *,
     date: str = "",
 ) -> ExampleStream:
-    """Opens a file of examples.
+    """Opens a file of examples, or raises :class:`DataError`.
 
-    Args:
-        config: Configuration of the run.
-        model: The model that is trained.
-        path: The file.
-        key: TOML key of ``path``, for messages.
-        progress: Where a resumed run continues; None begins with the first example.
-        date: What chat templates take for now; empty is the time of the first rendering.
-
-    Raises:
-        DataError: If the file cannot be used.
+    A resumed run continues at ``progress``. ``date`` is what chat templates take for now; empty
+    is the time of the first rendering.
     """
     limit = config.sft.max_example_tokens
     variables = config.prompts.chat_template_kwargs

@@ -1,11 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-r"""Answers that are no formulas, although math-verify would read them as such.
+"""Answers that are no formulas, although math-verify would read them as such.
 
-``2024-01-05`` is no difference, ``7:30 PM`` no ratio, ``10110_2`` no variable, and ``east`` no product.
-Each function of :data:`ANSWER_KINDS` takes two answers in the form of :func:`~.answer_text.as_latex` and
-returns whether they agree, or ``None`` if they are not of its kind.
+``2024-01-05`` is no difference, ``7:30 PM`` no ratio, ``10110_2`` no variable, and ``east`` no
+product. Each function of :data:`ANSWER_KINDS` takes two answers in the form of
+:func:`~.answer_text.as_latex` and returns whether they agree, or ``None`` if they are not of
+its kind.
 """
 
 import re
@@ -56,7 +57,7 @@ def same_date(a: str, b: str) -> bool | None:
 
 
 def _dates(text: str) -> list[tuple[int, ...]]:
-    """Returns the year, month and day of each reading of a date."""
+    """The year, month and day of each reading of a date."""
     named = _NAMED.fullmatch(text)
     if named is not None:
         month = _MONTHS.index(named["month"] or named["named"]) + 1
@@ -80,7 +81,7 @@ def same_time(a: str, b: str) -> bool | None:
 
 
 def _clocks(time: re.Match[str]) -> set[int]:
-    """Returns the seconds after midnight; without AM or PM, of both halves of the day."""
+    """The seconds after midnight; without AM or PM, of both halves of the day."""
     hour, minute, second = (int(part or 0) for part in time.groups()[:3])
     halves = [time[4][0].lower()] if time[4] else ["a", "p"]
     hours = {hour % 12 + 12 * (half == "p") for half in halves} if hour <= 12 else {hour}
@@ -97,7 +98,7 @@ def same_based_number(a: str, b: str) -> bool | None:
 
 
 def _based(answer: str) -> tuple[str, int | None]:
-    """Returns the digits and the base of a number; the base is ``None`` if it states none."""
+    """The digits and the base of a number; the base is ``None`` if it states none."""
     text = plain_text(answer)
     found = _BASE.fullmatch(text)
     if found is None:
@@ -128,7 +129,7 @@ def same_choice(a: str, b: str) -> bool | None:
 
 
 def without_choice(answer: str) -> str:
-    """Returns what stands behind a choice's letter: ``12`` for ``(A) 12``."""
+    """Returns the text behind a choice's letter: ``12`` for ``(A) 12``."""
     found = re.fullmatch(rf"(?:{TEXT_COMMAND}\s*\{{\s*)?\([A-J]\)\s*\}}?\s*(.+)", answer, re.DOTALL)
     return found[1] if found is not None else answer
 
@@ -145,10 +146,10 @@ def same_words(a: str, b: str) -> bool | None:
 
 
 def _words(answer: str) -> str | None:
-    r"""Returns the normalised text of an answer, else ``None``.
+    r"""The normalized text of an answer, else ``None``.
 
-    ``\text{...}`` around more than a letter is text, and so are plain words: three letters or more
-    with a vowel, or one of the common words of two letters.
+    ``\text{...}`` around more than a letter is text, and so are plain words: three letters or
+    more with a vowel, or one of the common words of two letters.
     """
     if _EMPTY_SET.fullmatch(answer):
         return "no solution"

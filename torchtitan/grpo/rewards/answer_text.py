@@ -174,7 +174,6 @@ def _character_as_latex(character: str) -> str:
 
 
 def without_thousands_separators(text: str) -> str:
-    """Removes separators as the module's docstring says."""
     return _RUN.sub(_ungrouped, text)
 
 
@@ -190,7 +189,7 @@ def _ungrouped(run: re.Match[str]) -> str:
 
 
 def _enclosing(text: str, position: int) -> str | None:
-    """Returns the content of the innermost brackets around ``position``, but for arguments of LaTeX."""
+    """The content of the innermost brackets around ``position``, but for arguments of LaTeX."""
     depth = 0
     for start in range(position - 1, -1, -1):
         if text[start] in _CLOSING:
@@ -205,7 +204,7 @@ def _enclosing(text: str, position: int) -> str | None:
 
 
 def _end(text: str, start: int) -> int:
-    """Returns the position of the bracket that closes the one at ``start``, else the text's end."""
+    """The position of the bracket that closes the one at ``start``, else the text's end."""
     depth = 0
     for position in range(start, len(text)):
         depth += (text[position] in _OPENING) - (text[position] in _CLOSING)

@@ -3,8 +3,8 @@
 
 """Reward functions that come with the trainer, in TRL's signature.
 
-Each function is called with lists of equal length, which have one entry for each completion. The
-column ``answer`` comes from the data set. A completion is a string or, for a conversational
+Each function is called with lists of equal length, which have one entry for each completion.
+The column ``answer`` comes from the data set. A completion is a string or, for a conversational
 prompt, a list with one message of the assistant.
 """
 
@@ -41,11 +41,11 @@ def partial_match(
     """Returns the fraction of positions at which the completion has the answer's character.
 
     The number of equal positions is divided by the longer of the two lengths, so both missing
-    and superfluous characters lower the reward. White space around both texts is ignored. Of a list of
-    answers the closest one counts.
+    and superfluous characters lower the reward. White space around both texts is ignored. Of a
+    list of answers the closest one counts.
 
-    Example: answer ``4321``. ``4321`` earns 1, ``4329`` earns 3/4, ``43`` earns 2/4,
-    ``432100`` earns 4/6, ``1234`` earns 0.
+    Example: answer ``4321``. ``4321`` earns 1, ``4329`` earns 3/4, ``43`` earns 2/4, ``432100``
+    earns 4/6, ``1234`` earns 0.
     """
     return _best(
         completions, answer, lambda text, right: _matching_fraction(text.strip(), right.strip())
@@ -58,11 +58,11 @@ def boxed_math(
     r"""Returns 1 if the completion's final answer is mathematically equal to the expected one.
 
     The final answer is the content of the last ``\boxed{...}``, or else what follows the last
-    ``####``; a completion with neither earns 0. The expected answer is read in the same way, then
-    after ``The answer is``, and as a whole if it has none of these, so GSM8K's column ``answer``
-    can be used unchanged. Of a list of answers any counts. ``1/2``, ``0.5`` and ``\frac{1}{2}`` are
-    equal (see `math_answers`). A completion whose answer cannot be compared within the limit of
-    processor time receives ``None``.
+    ``####``; a completion with neither earns 0. The expected answer is read in the same way,
+    then after ``The answer is``, and as a whole if it has none of these, so GSM8K's column
+    ``answer`` can be used unchanged. Of a list of answers any counts. ``1/2``, ``0.5`` and
+    ``\frac{1}{2}`` are equal (see `math_answers`). A completion whose answer cannot be compared
+    within the limit of processor time receives ``None``.
     """
     return _best(completions, answer, _equal_answers)
 
@@ -72,7 +72,7 @@ def _best(
     answers: Sequence[Any],
     score: Callable[[str, str], float | None],
 ) -> list[float | None]:
-    """Returns the best score of each completion over its right answers; ``None`` if one is unknown."""
+    """The best score of each completion over its right answers; ``None`` if one is unknown."""
     best: list[float | None] = []
     for completion, answer in zip(completions, answers, strict=True):
         text = completion_text(completion)
@@ -113,7 +113,6 @@ BUILTIN: dict[str, Callable[..., Sequence[float | None]]] = {
 
 
 def completion_text(completion: Completion) -> str:
-    """Returns the text of a completion, conversational or not."""
     if isinstance(completion, str):
         return completion
     return "".join(message["content"] for message in completion)
@@ -122,7 +121,7 @@ def completion_text(completion: Completion) -> str:
 def final_answer(text: str) -> str | None:
     r"""Returns the content of the last ``\boxed{...}``, else the rest of the line after ``####``.
 
-    ``\boxed {5}``, ``\boxed 5`` and ``\fbox{5}`` are boxes too. A box within a box does not matter.
+    ``\boxed {5}``, ``\boxed 5`` and ``\fbox{5}`` are boxes too, and so is a box within a box.
     """
     last, end, content = None, 0, None
     for box in _BOX.finditer(text):
@@ -137,9 +136,9 @@ def final_answer(text: str) -> str | None:
 
 
 def read_expected(answer: str) -> str:
-    """Returns a column's final answer, else what follows "answer is", else the whole text.
+    r"""Returns a column's final answer, else what follows "answer is", else the whole text.
 
-    Example: ``She has 6*7.\\n#### 42`` and ``The answer is 42.`` give ``42``.
+    Example: ``She has 6*7.\n#### 42`` and ``The answer is 42.`` give ``42``.
     """
     final = final_answer(answer)
     if final:
@@ -149,7 +148,7 @@ def read_expected(answer: str) -> str:
 
 
 def _braced(text: str, start: int) -> str | None:
-    """Returns the text from ``start`` to the brace that closes the one before ``start``."""
+    """The text from ``start`` to the brace that closes the one before ``start``."""
     depth = 1
     for position in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[position], 0)

@@ -39,12 +39,7 @@ def unearnable_warning(
 ) -> str | None:
     """Returns a warning with an example and the remedy, if there is reason for one.
 
-    Args:
-        function: Name of the reward function.
-        examples: The first prompts of one set.
-        key: TOML key of the data set's path, for the message.
-        count_tokens: Number of tokens of a text.
-        max_new_tokens: Longest completion.
+    ``examples`` are the first prompts of one set, and ``key`` is the TOML key of its path.
     """
     if function not in _SHORTEST:
         return None

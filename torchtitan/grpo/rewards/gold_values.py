@@ -27,7 +27,8 @@ def right_answers(value: Any) -> list[str]:
     """Returns the texts that a value of the column ``answer`` holds; none if it is no answer.
 
     Any element of a list is a right answer. A number is right in each of its usual forms, and a
-    boolean in those of Python and JSON. Arrays and scalars of numpy and pyarrow are read as well.
+    boolean in those of Python and JSON. Arrays and scalars of numpy and pyarrow are read as
+    well.
 
     Example: ``["1/2", 0.5]`` gives ``1/2`` and ``0.5``, ``21.0`` gives ``21`` and ``21.0``, and
     ``None``, NaN, ``[]`` and ``{}`` give nothing.
@@ -39,12 +40,12 @@ def right_answers(value: Any) -> list[str]:
 
 
 def gold_judge(functions: Sequence[str]) -> Callable[[Mapping[str, Any]], str | None]:
-    """Returns what says why the columns of a row cannot be used with these reward functions.
+    """Returns a judge of the columns of a row, which says why these functions cannot use them.
 
-    A column must hold what can be passed to a reward function, and ``answer`` what the functions that
-    come with the trainer understand. A set whose first row has no column ``answer`` is not judged by
-    it: the reward functions are tried on that row, and the message then names the columns that there
-    are.
+    A column must hold what can be passed to a reward function, and ``answer`` what the built-in
+    functions understand. A set whose first row has no column ``answer`` is not judged by it:
+    the reward functions are tried on that row, and the message then names the columns that
+    there are.
     """
     first: list[Mapping[str, Any]] = []
     comparing = [function for function in functions if function in _COMPARING]
@@ -84,7 +85,7 @@ def answer_problem(columns: Mapping[str, Any], function: str) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """Returns the Python value of a scalar or an array of numpy or pyarrow."""
+    """The Python value of a scalar or an array of numpy or pyarrow."""
     for method in ("as_py", "tolist"):
         if hasattr(value, method):
             return getattr(value, method)()

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Reward functions for GSM8K's answer form, a last line `#### <number>`.
+"""Reward functions for GSM8K's answer form, a last line `#### <number>`, in TRL's signature.
 
-They have TRL's signature. The column ``answer`` holds either GSM8K's text, with the worked
-solution before the `####`, or the number alone.
+The column ``answer`` holds either GSM8K's text, with the worked solution before the `####`, or
+only the number.
 """
 
 import re
@@ -27,8 +27,8 @@ def hash_answer_format(
 ) -> list[float]:
     r"""Returns 1 if the only `#### <number>` line is the last line, 1/2 if there is such a line.
 
-    Example: ``She has 2 + 3 = 5 apples.\n#### 5`` earns 1; with a further sentence below,
-    or with a second `#### 5` line, 1/2; ``The answer is 5`` and ``#### five`` earn 0.
+    Example: ``She has 2 + 3 = 5 apples.\n#### 5`` earns 1; with a further sentence below, or
+    with a second `#### 5` line, 1/2; ``The answer is 5`` and ``#### five`` earn 0.
     """
     return [_format_reward(completion_text(completion)) for completion in completions]
 
@@ -38,11 +38,9 @@ def hash_answer_exact(
 ) -> list[float | None]:
     """Returns 1 if the last `#### <number>` line has the expected number, else 0.
 
-    Thousands commas and a dollar sign are ignored, and ``5.0`` is ``5``. Of a list of answers any
-    counts; without an answer it returns ``None``.
-
-    Raises:
-        ValueError: If an expected answer holds no number.
+    Thousands commas and a dollar sign are ignored, and ``5.0`` is ``5``. Of a list of answers
+    any counts; without an answer it returns ``None``. Raises ``ValueError`` if an expected
+    answer holds no number.
     """
     expected = [[_expected_number(text) for text in right_answers(value)] for value in answer]
     return [

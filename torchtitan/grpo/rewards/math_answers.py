@@ -63,9 +63,8 @@ class OutOfTime(BaseException):
 def same_answer(given: str, wanted: str) -> bool:
     """Returns whether a completion's final answer is the expected one.
 
-    Raises:
-        OutOfTime: If that takes more than :data:`PROCESSOR_SECONDS` of processor time. Time in which
-            the process does not run does not count.
+    Raises :class:`OutOfTime` after :data:`PROCESSOR_SECONDS`. Time in which the process does
+    not run does not count.
     """
     if given == wanted:
         return True
@@ -123,7 +122,7 @@ def _same_value(given: str, wanted: str) -> bool:
 
 
 def _plain_number(text: str) -> Decimal | None:
-    """Returns the exact value of a decimal number, which math-verify would round."""
+    """The exact value of a decimal number, which math-verify would round."""
     if len(text) > _MAX_PLAIN:
         return None
     power = _TIMES_POWER.fullmatch(text)
@@ -133,7 +132,7 @@ def _plain_number(text: str) -> Decimal | None:
 
 
 def _same_brackets(given: str, wanted: str) -> bool:
-    """Returns whether not one of the two is a pair in order and the other a set."""
+    """Whether not one of the two is a pair in order and the other a set."""
     texts = [re.sub(r"\\(?:left|right)\s*", "", text) for text in (given, wanted)]
     kinds = {
         pattern for text in texts for pattern in (_ORDERED, _UNORDERED) if pattern.fullmatch(text)
@@ -142,7 +141,7 @@ def _same_brackets(given: str, wanted: str) -> bool:
 
 
 def _equation_says(given: str, wanted: str) -> bool:
-    """Returns whether ``x = 5`` or ``3 + 2 = 5`` is the answer 5; ``1 = 5`` and ``2x = 5`` are not."""
+    """Whether ``x = 5`` or ``3 + 2 = 5`` is the answer 5; ``1 = 5`` and ``2x = 5`` are not."""
     if "," in given or ";" in given or " or " in given or "\\text" in given.rpartition("=")[2]:
         return _math_verify_agrees(given, wanted)
     *left, value = (part.strip() for part in _EQUATION.split(given))
@@ -163,13 +162,13 @@ def _variables(text: str) -> set[str]:
 
 
 def _is_name(text: str) -> bool:
-    r"""Returns whether an expression only names something: ``x``, ``S_n``, ``f(2)``, ``|AB|``, ``\angle A``."""
+    """Whether an expression only names something: ``x``, ``S_n``, ``f(2)``, ``|AB|``."""
     text = _INDEX.sub("", TEXT.sub("T", text))
     return re.fullmatch(r"[|\s]*(?:\\?[A-Za-z]+[\s'|]*)+(?:\([^()]*\))?[\s'|]*", text) is not None
 
 
 def _elements(text: str) -> list[str]:
-    """Returns the elements of a list without brackets if one of them has words or units, else none."""
+    """The elements of a list without brackets if one of them has words or units, else none."""
     parts = re.split(r"\s*(?:,|;|(?:\\text\s*\{\s*)?\b(?:and|or)\b(?:\s*\})?)\s*", text)
     parts = [part for part in parts if part]
     if not 1 < len(parts) <= 8 or re.search(r"[()\[\]]|\\[{}]|\\begin|=", text):
@@ -197,7 +196,7 @@ def _math_verify_agrees(given: str, wanted: str) -> bool:
 
 
 def _is_huge(text: str) -> bool:
-    """Returns whether a number would take too long in a way that cannot be interrupted."""
+    """Whether a number would take too long in a way that cannot be interrupted."""
     return _HUGE.search(text) is not None or any(
         tower[3] is not None
         or int(tower[2]) * math.log(max(int(tower[1]), 1)) > math.log(_MAX_EXPONENT)
@@ -234,9 +233,7 @@ def _processor_time(seconds: float) -> Iterator[None]:
 
 @functools.cache
 def _math_verify() -> tuple[Callable[[str], Any], Callable[[Any, Any], bool]]:
-    """Imports math-verify when it is first needed: that takes seconds, which must not count as time for
-    a user's answer.
-    """
+    """Imports math-verify outside the time that counts for a user's answer; it takes seconds."""
     left = signal.setitimer(signal.ITIMER_PROF, 0.0)
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify

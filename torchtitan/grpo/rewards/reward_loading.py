@@ -18,8 +18,7 @@ _WHAT = "reward.functions: reward function"
 def load_function(path: str) -> RewardFunction:
     """Finds a reward function by a path (see `functions`), or the bare name of a built-in one.
 
-    Raises:
-        ValueError: If the function cannot be found or imported, or is not callable.
+    Raises ``ValueError`` if it cannot be found or imported, or is not callable.
     """
     return BUILTIN.get(path) or functions.load_function(path, _WHAT, BUILTIN)
 

@@ -38,15 +38,10 @@ class RewardError(RuntimeError):
 
 
 class RewardPool:
-    """Scores groups with the reward functions.
+    """Scores groups with the reward functions of ``[reward]``.
 
-    Args:
-        functions: Names of the functions, as in ``reward.functions``.
-        num_workers: ``reward.num_workers``.
-        timeout_seconds: ``reward.timeout_seconds``, the time limit for scoring one group.
-        max_consecutive_failures: ``reward.max_consecutive_failures``.
-        on_failure: Called with each group that could not be scored.
-        surroundings: Variables and limits of the workers.
+    The time limit holds for one group. ``on_failure`` is called with each group that could not
+    be scored.
     """
 
     def __init__(
@@ -84,7 +79,6 @@ class RewardPool:
 
     @property
     def failures(self) -> Counter[str]:
-        """Number of groups that could not be scored, by cause."""
         return self._owner.failures
 
     async def start(self) -> None:
@@ -101,9 +95,8 @@ class RewardPool:
     ) -> list[float | None]:
         """Calls functions once, on a prompt and an empty completion; see :meth:`score`.
 
-        Raises:
-            RewardError: If a function raises, exceeds the time limit, or returns a value that
-                cannot be trained on.
+        Raises :class:`RewardError` if a function raises, exceeds the time limit, or returns a
+        value that cannot be trained on.
         """
         try:
             return [value for (value,) in await self._score(prompt, [""], [[]], which, columns)]
@@ -122,12 +115,8 @@ class RewardPool:
     ) -> list[Values]:
         """Returns for each function its value for each completion of one prompt.
 
-        Args:
-            prompt: Its text and columns are passed to the functions.
-            completions: Decoded texts.
-            completion_ids: Token ids of each completion.
-            which: Positions of the functions to call; ``None`` calls all.
-            columns: Further arguments for the functions, with one value for each completion.
+        ``which`` are positions of functions (``None``: all). ``columns`` are further arguments
+        with one value for each completion.
 
         Raises:
             ScoringFailed: If this group cannot be scored.

@@ -33,13 +33,13 @@ Values = list[float | None]
 
 
 class LoadFunctions(msgspec.Struct, tag=True):
-    """Has the worker import reward functions. This is the first request."""
+    """Asks for the import of reward functions. This is the first request."""
 
     functions: list[str]
 
 
 class Score(msgspec.Struct, tag=True):
-    """Has the worker call the functions at these positions with the completions of one prompt."""
+    """Asks for calls of the functions at these positions with the completions of one prompt."""
 
     which: list[int]
     prompts: list[Any]
@@ -110,7 +110,7 @@ def _score(request: Score, functions: _Functions) -> Reply | Refused:
 
 
 def _user_line(error: BaseException, function: RewardFunction) -> str:
-    """Returns where a reward function raised: the last line of its own file on the way there."""
+    """The last line of a reward function's own file on the way to where it raised."""
     frames = traceback.extract_tb(error.__traceback__)
     code = getattr(inspect.unwrap(function), "__code__", None)
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]

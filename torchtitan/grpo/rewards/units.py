@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-r"""Units of measurement in answers: ``5\text{ cm}``, ``25 cm²``, ``\$3``, ``42 apples``, ``2 h 30 min``.
+r"""Units of measurement in answers, such as ``5\text{ cm}``, ``25 cm²``, ``\$3`` or ``42 apples``.
 
-A unit that only one of two answers states does not matter. If both state one, the quantities must be
-equal: ``5 m`` is ``500 cm`` and neither ``5 cm`` nor ``5 s``. Words that are no units, such as
-``apples``, are units of their own.
+A unit that only one of two answers states does not matter. If both state one, the quantities
+must be equal: ``5 m`` is ``500 cm`` and neither ``5 cm`` nor ``5 s``. Words that are no known
+units, such as ``apples``, are separate units.
 """
 
 import re
@@ -101,10 +101,8 @@ _PHRASES = re.compile(r"\bin\s+(?:total|all)\b", re.IGNORECASE)
 class Unit:
     """A unit, or the words that stand in its place.
 
-    Attributes:
-        factor: How many of the first units of its dimensions it is.
-        dimensions: What is measured, with exponents; empty for words.
-        words: The words, if they name no known unit.
+    ``factor`` is its size in the first unit of its ``dimensions``, which map what is measured
+    to exponents and are empty for words.
     """
 
     factor: Fraction
@@ -262,7 +260,6 @@ _UNITS = _read_table()
 
 
 def scaled(value: str, factor: Fraction) -> str:
-    """Returns ``value`` times ``factor`` in LaTeX."""
     if factor == 1:
         return value
     return f"({value})\\cdot\\frac{{{factor.numerator}}}{{{factor.denominator}}}"

@@ -238,7 +238,7 @@ class RolloutLink:
         self._send(link_messages.Save(version, list(kept_steps)))
 
     def wait_saved(self, version: int, timeout_seconds: float) -> int | None:
-        """Waits until rollouts are written. Returns their number, or ``None`` if it takes too long."""
+        """Waits until rollouts are written. Returns their number, or ``None`` after the timeout."""
         deadline = time.monotonic() + timeout_seconds
         while version not in self._saved and time.monotonic() < deadline:
             self._receive()

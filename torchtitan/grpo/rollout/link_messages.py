@@ -45,7 +45,7 @@ class Save(msgspec.Struct, tag=True):
 
 
 class Stop(msgspec.Struct, tag=True):
-    pass
+    """Rank 0 ends the rollout process."""
 
 
 class VersionServed(msgspec.Struct, tag=True):

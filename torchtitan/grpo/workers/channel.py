@@ -74,9 +74,8 @@ def not_passed(prompt: "Prompt", columns: Mapping[str, Any], to: str, error: Not
 def pack_frame(call: int, message: Any) -> bytes:
     """Encodes a message with the header in front of it.
 
-    Raises:
-        NotPlainData: If the message holds anything but text, bytes, booleans, numbers that fit
-            into 64 bits, lists, dictionaries and ``None``.
+    Raises :class:`NotPlainData` for anything but text, bytes, booleans, numbers that fit into
+    64 bits, lists, dictionaries and ``None``.
     """
     try:
         body = _encoder.encode(message)
@@ -89,7 +88,8 @@ class WorkerChannel(Generic[Request]):
     """The worker's end: takes over stdin and stdout of the process for requests and replies.
 
     Afterwards user code that reads stdin finds it empty, and what user code prints goes to
-    stderr, which is the log of the rollout process. Create the channel before any user code runs.
+    stderr, which is the log of the rollout process. Create the channel before any user code
+    runs.
     """
 
     def __init__(self, decode: Callable[[bytes], Request]) -> None:
@@ -117,7 +117,9 @@ class WorkerChannel(Generic[Request]):
         return (call, self._decode(body)) if len(body) == length else None
 
     def reply(self, call: int, message: Any) -> None:
-        """Sends the reply to a call, or nothing if it is NotPlainData. Any thread may call this method."""
+        """Sends the reply to a call, or nothing if it is NotPlainData. Any thread may call this
+        method.
+        """
         frame = pack_frame(call, message)
         with self._lock:
             self._replies.write(frame)

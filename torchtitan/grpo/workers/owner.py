@@ -21,7 +21,9 @@ OUTPUT_HINT = "Its output is in rollout_process.log."
 
 
 class CallFailed(Exception):
-    """One call of user code failed; failures with the same cause have one ``kind``. The run continues."""
+    """One call of user code failed; failures with the same cause have one ``kind``. The run
+    continues.
+    """
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -37,11 +39,11 @@ class WorkerProgram(Generic[Reply]):
         decode_reply: Decodes the body of a reply.
         load: First request of each process: it loads the user's code.
         subject: What is loaded, for messages, such as ``rollout.environment 'calculator'``.
-        calls: What its calls are, for messages, such as ``groups in a row could not be scored``.
-        timeout_seconds: Time limit of one call, with its TOML key. Loading may take
-            ``LOAD_FACTOR`` times as long.
+        calls: What its calls are, for messages, such as ``groups in a row could not be
+            scored``.
+        timeout_seconds: Time limit of one call, with its TOML key.
         max_consecutive_failures: Failed calls in a row that end the run, with its TOML key.
-        error: What ends the run.
+        error: The error that ends the run.
         on_failure: Called with each failed call.
         surroundings: Environment variables and limits of each process.
     """
@@ -71,13 +73,9 @@ class WorkerOwner(Generic[Reply]):
     async def start(
         self, on_end: Callable[[WorkerLost], None] = lambda reason: None
     ) -> tuple[WorkerProcess[Reply | Refused], Reply]:
-        """Starts a process and has it load the user's code.
+        """Starts a process and has it load the user's code. Returns it with its reply.
 
-        Args:
-            on_end: Called once, when the process has ended, with the reason.
-
-        Returns:
-            The process, and its reply to the load request.
+        ``on_end`` is called once, when the process has ended, with the reason.
 
         Raises:
             RuntimeError: The program's ``error``, if the user's code cannot be loaded in time.
@@ -113,7 +111,6 @@ class WorkerOwner(Generic[Reply]):
             ) from failure
 
     def record_success(self) -> None:
-        """Ends a row of failures."""
         self._failures_in_a_row = 0
 
     async def close(self) -> None:

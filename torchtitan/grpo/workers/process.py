@@ -50,7 +50,6 @@ class Surroundings:
     max_cpu_seconds: int = 0
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Returns the variables that a worker sees."""
         names = *_PASSED, RUN_VARIABLE, *self.pass_variables
         return {name: value for name, value in environ.items() if is_named(name, names)}
 
@@ -81,12 +80,9 @@ class ChannelBroken(WorkerLost):
 class WorkerProcess(Generic[Reply]):
     """A child process that answers requests, any number of them at a time.
 
-    Once the process has ended, for whatever reason, all pending calls and all later ones raise
-    :class:`WorkerLost`; the process is not started again.
-
-    Args:
-        module: Module that the process runs as ``__main__``. It must create a `WorkerChannel`.
-        on_end: Called once, when the process has ended, with the reason.
+    Once the process has ended, for whatever reason, all pending and later calls raise
+    :class:`WorkerLost`; the process is not started again. The ``module``, which must create a
+    `WorkerChannel`, runs as ``__main__``. ``on_end`` is called once with the reason.
     """
 
     def __init__(
@@ -110,7 +106,7 @@ class WorkerProcess(Generic[Reply]):
         return self._reason is not None
 
     async def start(self) -> None:
-        """Starts the process in its own session."""
+        """Starts the process in a separate session."""
         self._process = await asyncio.create_subprocess_exec(
             *LIGHT_PYTHON,
             self._module,

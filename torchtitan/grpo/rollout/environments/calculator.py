@@ -28,7 +28,7 @@ _MAX_SIZE = 10**18
 
 
 class CannotCalculate(ValueError):
-    pass
+    """The calculator cannot evaluate an expression."""
 
 
 class Calculator(Environment):

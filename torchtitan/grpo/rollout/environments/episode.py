@@ -67,9 +67,7 @@ class Conversation:
         self._unfinished = ""  # beginning of the assistant's message that later turns continue
 
     def insert(self, turn_ids: Sequence[int], text: str, inserted: Sequence[int]) -> None:
-        """Adds a turn of the model, and what an environment inserted after it; the message
-        continues.
-        """
+        """Adds a turn and what an environment inserted after it; the message continues."""
         row = self._codec.render_chat(self._messages) if self._row is None else self._row
         self._row = row + self._codec.decode_exactly([*turn_ids, *inserted])
         self._unfinished += text + self._codec.decode_exactly(inserted)
@@ -104,9 +102,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Followed:
-    """A completion after the environment has read a turn; ``None`` must start again from the
-    prompt.
-    """
+    """A completion after the environment has read a turn; ``None`` must start again."""
 
     generation: Generation | None
     is_over: bool

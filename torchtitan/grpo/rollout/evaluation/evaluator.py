@@ -69,11 +69,12 @@ class Evaluator:
         dispatcher.listeners.append(self._has_changed.set)
 
     async def evaluate(self, version: int, pinned: Collection[str] = ()) -> EvaluationResult:
-        """Evaluates once servers serve ``version`` or a newer one, or only those of the URLs
-        ``pinned``.
+        """Evaluates once servers serve ``version`` or a newer one.
 
-        A completion is left out, with a warning, if generation or scoring failed or if its
-        score is ``None``. Raises ``RuntimeError`` if no completion of a set received a score.
+        Only the servers with the URLs ``pinned`` generate completions, as long as one of them
+        is there. A completion is left out, with a warning, if generation or scoring failed or
+        if its score is ``None``. Raises ``RuntimeError`` if no completion of a set received a
+        score.
         """
         async with self._turn:
             started = time.monotonic()

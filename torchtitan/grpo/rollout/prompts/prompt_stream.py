@@ -142,9 +142,7 @@ class PromptStream:
                 self._skipped.append(Skipped(index, "too long", prompts.path, reason))
 
     def take_skipped(self) -> Iterator[Skipped]:
-        """Yields what was left out since the last call, also while another thread waits for a
-        prompt.
-        """
+        """Yields what was left out since the last call, also while another thread draws."""
         while self._skipped:
             yield self._skipped.popleft()
 

@@ -175,7 +175,9 @@ class Dispatcher:
             self.servers[url].window = self._window()
 
     async def watch_loads(self) -> None:
-        """Asks all servers once per second how busy they are; one without an answer stays in use."""
+        """Asks all servers once per second how busy they are. One that gives no answer stays in
+        use.
+        """
         while True:
             running = [server for server in self.servers.values() if not server.is_down]
             await asyncio.gather(*(server.ask_load() for server in running))

@@ -27,7 +27,7 @@ class Table(ABC):
 
     @abstractmethod
     def row(self, i: int) -> dict[str, Any]:
-        pass
+        """Returns row ``i`` with its columns renamed."""
 
     def rows(self, first: int, end: int) -> Iterator[dict[str, Any] | RowError]:
         """Yields the rows ``first`` to ``end - 1``, or why a row cannot be used."""
@@ -39,10 +39,10 @@ class Table(ABC):
 
     @abstractmethod
     def where(self, i: int) -> str:
-        pass
+        """Returns the location of row ``i`` for messages."""
 
     def close(self) -> None:  # noqa: B027
-        pass
+        """Closes files. No row can be read afterwards."""
 
 
 def renamed(

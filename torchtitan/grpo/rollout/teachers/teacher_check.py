@@ -3,9 +3,9 @@
 
 """Decides whether a server can be the teacher of a run.
 
-A teacher rates token ids, so that each id must mean the same to both models. And it must stay the
-same model: it is asked for fixed tokens at the start, and again whenever it comes back after it was
-lost.
+A teacher rates token ids, so that each id must mean the same to both models. And it must stay
+the same model: it is asked for fixed tokens at the start, and again whenever it comes back
+after it was lost.
 """
 
 import asyncio
@@ -31,12 +31,9 @@ _SAME_MODEL_NATS = 0.1
 class TeacherNeeds:
     """What a run needs of each of its teachers.
 
-    Attributes:
-        vocabulary: The tokens of the trained model, with their ids.
-        vocab_size: Vocabulary size of the trained model.
-        num_tokens: Longest prompt and completion together.
-        model_path: ``teacher.model_path``; None takes the directory that the server names.
-        top_k: ``teacher.top_k``.
+    ``vocabulary`` and ``vocab_size`` are those of the trained model, and ``num_tokens`` is the
+    length of the longest prompt and completion together. A ``model_path`` of None takes the
+    directory that the server names.
     """
 
     vocabulary: Mapping[str, int]
@@ -88,7 +85,6 @@ async def check_teacher(client: InferenceClient, needs: TeacherNeeds) -> Teacher
 
 
 async def rate_probe(client: InferenceClient, needs: TeacherNeeds, num_top: int) -> TeacherProbe:
-    """Has a server rate the probe tokens."""
     (rating,) = await client.rate([needs.probe()], [1], num_top)
     return TeacherProbe(rating.logprobs, num_top)
 
@@ -114,7 +110,7 @@ def check_same_model(url: str, first: TeacherProbe, now: TeacherProbe) -> None:
 
 
 def _num_further(facts: ServerFacts, needs: TeacherNeeds) -> int:
-    """Returns how many tokens of the teacher the student does not have."""
+    """The number of tokens of the teacher that the student does not have."""
     return max(0, (facts.vocab_size or 0) - needs.vocab_size)
 
 
@@ -145,7 +141,7 @@ def _size_problems(facts: ServerFacts, needs: TeacherNeeds) -> list[str]:
 
 
 def _vocabulary_problems(facts: ServerFacts, needs: TeacherNeeds) -> list[str]:
-    """Returns how the teacher's tokens differ from those of the trained model."""
+    """The differences between the tokens of the teacher and those of the trained model."""
     path = needs.model_path or facts.model_path
     if path is None or not (Path(path) / "tokenizer.json").is_file():
         return [

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-r"""Sends rollouts to teachers, which may be slow, lost, or restarted.
+"""Sends rollouts to teachers, which may be slow, lost, or restarted.
 
 The state of a teacher::
 
@@ -10,13 +10,13 @@ The state of a teacher::
       |                          v
       +----- it rates the probe tokens as at the start ---- lost
 
-A teacher that nobody has asked for a while must rate them before it is asked for more: no request would
-have failed if it was restarted meanwhile, perhaps with other weights.
+A teacher that nobody has asked for a while must rate them before it is asked for more: no
+request would have failed if it was restarted meanwhile, perhaps with other weights.
 
-A pause grows with each failure in a row. A rating that fails is asked for again, from any teacher
-that is ready. It is given up only if no teacher has answered anything for ``teacher.wait_seconds``
-since it was first asked for, or if this one rating fails again and again while others come: a slow
-teacher loses nothing.
+A pause grows with each failure in a row. A rating that fails is asked for again, from any
+teacher that is ready. It is given up only if no teacher has answered anything for
+``teacher.wait_seconds`` since it was first asked for, or if this one rating fails again and
+again while others come.
 """
 
 import asyncio
@@ -75,18 +75,16 @@ class Unrated(RuntimeError):
 
 
 class TeachersFailing(RuntimeError):
-    """Raised if too many groups in a row got no rating. The run must stop."""
+    """Too many groups in a row got no rating. The run must stop."""
 
 
 def student_tokens(top: TopTokens, top_k: int, vocab_size: int, url: str) -> TopTokens:
     """Returns the ``top_k`` most likely tokens that the student has, the most likely one first.
 
-    A teacher may have more tokens than the student: often its vocabulary is the same, and its model
-    has rows that no token uses. The student cannot write them, so they belong to the outcome "any
-    other token", and the most likely ones of the student's vocabulary take their places.
-
-    Raises:
-        ServerError: If a place has fewer tokens of the student.
+    A teacher may have more tokens than the student: often its vocabulary is the same, and its
+    model has rows that no token uses. The student cannot write them, so they belong to the
+    outcome "any other token", and the most likely ones of the student's vocabulary take their
+    places. Raises :class:`ServerError` if a place has fewer tokens of the student.
     """
     logprobs = np.where(top.ids < vocab_size, top.logprobs, -np.inf)
     order = np.argsort(-logprobs, axis=1, kind="stable")[:, :top_k]
@@ -123,16 +121,8 @@ class _Patience:
 class TeacherPool:
     """Rates rollouts with the teachers of a run.
 
-    Args:
-        clients: One client for each of ``teacher.urls``.
-        settings: ``[teacher]``.
-        needs: What each teacher must be.
-        drops: Counts and announces ratings that failed.
-        announce: Called with sentences that the user should read now.
-
-    Attributes:
-        num_waiting: Number of rollouts that wait for their rating now.
-        last_error: Message of the last rating that failed; empty if none did.
+    ``num_waiting`` rollouts wait for their rating now. ``last_error`` is the message of the
+    last rating that failed; empty if none did.
     """
 
     def __init__(
@@ -184,10 +174,8 @@ class TeacherPool:
         return _REQUEST_TOKENS if takes_lists else 0
 
     async def rate(self, pairs: Sequence[Pair]) -> list[Rating]:
-        """Returns the teacher's rating of each rollout, by one request.
-
-        Raises:
-            NotRated: If no teacher gave them.
+        """Returns the teacher's rating of each rollout, by one request, or raises
+        :class:`NotRated`.
         """
         sequences = [[*prompt.tolist(), *completion.tolist()] for prompt, completion in pairs]
         self.num_waiting += len(pairs)
@@ -201,13 +189,11 @@ class TeacherPool:
         return found
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the metrics since the last call."""
         seconds, self._seconds = self._seconds, []
         mean = {"teacher/rating_seconds": sum(seconds) / len(seconds)} if seconds else {}
         return mean | {"teacher/waiting_rollouts": float(self.num_waiting)}
 
     async def close(self) -> None:
-        """Closes the connections, in bounded time."""
         closing = [asyncio.create_task(teacher.client.close()) for teacher in self._teachers]
         await asyncio.wait(closing, timeout=_CLOSE_SECONDS)
 
@@ -251,9 +237,8 @@ class TeacherPool:
     async def _ready_teacher(self, asked_at: float) -> Server:
         """Waits for a teacher with room, and returns the one that has the most.
 
-        Raises:
-            NotRated: If no teacher has answered anything for ``teacher.wait_seconds`` since the
-                rating was first asked for.
+        Raises NotRated if no teacher has answered anything for ``teacher.wait_seconds`` since
+        ``asked_at``.
         """
         most = self._settings.max_concurrent_requests
         while True:
@@ -274,13 +259,13 @@ class TeacherPool:
             await asyncio.sleep(min(max(pause, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS))
 
     def _is_idle(self, teacher: Server) -> bool:
-        """Returns whether a restart of a teacher could have gone unnoticed."""
+        """Whether a restart of a teacher could have gone unnoticed."""
         silent = time.monotonic() - self._confirmed_at[teacher.url]
         is_asked = bool(teacher.jobs) and teacher is not self._in_question
         return silent > _IDLE_SECONDS and not is_asked
 
     async def _is_recognized(self, teacher: Server) -> bool:
-        """Returns whether a teacher that was lost, or idle, answers and is the one that it was."""
+        """Whether a teacher that was lost, or idle, answers and is the one that it was."""
         async with self._checking:
             job, self._in_question = teacher.begin_job(0), teacher
             try:
@@ -334,7 +319,8 @@ class GroupRater:
 
         Raises:
             Unrated: If a rollout got none. The others of the group are not rated any further.
-            TeachersFailing: If this is the last of ``teacher.max_unrated_groups`` such groups in a row.
+            TeachersFailing: If this is the last of ``teacher.max_unrated_groups`` such groups
+                in a row.
         """
         self.num_waiting += 1
         failed: NotRated | None = None
@@ -372,7 +358,6 @@ class GroupRater:
         return f"{text}, whose last error was: {error}" if error else text
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the metrics since the last call."""
         return self._pool.take_metrics()
 
     def _count(self, failed: NotRated) -> RuntimeError:
@@ -388,7 +373,8 @@ class GroupRater:
 def request_parts(lengths: Sequence[int], most_tokens: int) -> list[slice]:
     """Splits rollouts of these lengths, in order, into those that share a request.
 
-    ``request_parts([3, 4, 5, 2], 8)`` is ``[0:2, 2:4]``. A longer rollout is a request by itself.
+    ``request_parts([3, 4, 5, 2], 8)`` is ``[0:2, 2:4]``. A longer rollout is a request by
+    itself.
     """
     begins: list[int] = []
     total = 0
