@@ -60,15 +60,8 @@ def build_publisher(
 ) -> WeightPublisher:
     """Builds one rank's publisher; collective over all ranks.
 
-    Args:
-        config: The checked configuration.
-        model_parts: The parts of the model on this rank.
-        adapter: State-dict adapter of the model family.
-        device: The training device.
-        channel: This rank's end of the channel with the other ranks.
-        link: The link to the rollout process. Only rank 0, which leads, has one.
-        servers: On rank 0, the servers to push to.
-        vocab_size: Size of the vocabulary from which probe tokens are drawn.
+    Only rank 0, which leads, has a ``link`` to the rollout process, and ``servers`` to push to.
+    ``vocab_size`` is that from which probe tokens are drawn.
     """
     sync = config.weight_sync
     parameters = dict(named_parameters(model_parts))
@@ -111,7 +104,6 @@ def build_publisher(
 
 
 def client_for(inference: Inference, server: ServerInfo) -> InferenceClient:
-    """Makes the client of a server, with the configured keys and timeouts."""
     return make_client(
         server.kind,
         server.url,
@@ -146,15 +138,14 @@ def _agree_on_plan(
 
 
 def _patience_seconds(sync: WeightSync) -> float:
-    """Returns how long ranks wait for one another within one version."""
     return 10 * sync.timeout_seconds + 600
 
 
 def _agree_on_held(sync: WeightSync, num_servers: int) -> int:
     """Returns the maximum number of slots that may be HELD; collective.
 
-    Servers that join later are not counted. If more versions then have buffers than slots can be
-    HELD, buckets are copied out of the slots.
+    Servers that join later are not counted. If more versions then have buffers than slots can
+    be HELD, buckets are copied out of the slots.
     """
     max_held = [max_alive(sync, num_servers)]
     dist.broadcast_object_list(max_held, src=0)
@@ -252,4 +243,4 @@ _MAKERS: dict[str, Callable[[JobConfig, PushPlan, torch.device], Transport[Any]]
     "host": _make_group_transport,
     "disk": _make_disk_transport,
 }
-"""Makes the transport of each value of ``weight_sync.transport``, on every rank."""
+"""Makers of the transport of each value of ``weight_sync.transport``, on every rank."""

@@ -4,15 +4,15 @@
 """Gathers versions on their source ranks, in full and with Hugging Face names.
 
 Gathering runs on background threads of every rank, one for each source to which the rank
-contributes, so that sources do not wait for one another. Each thread has a process group of its
-own, because two threads must not issue collectives on one communicator. What each rank sends is
+contributes, so that sources do not wait for one another. Each thread has its own process group,
+because two threads must not issue collectives on one communicator. What each rank sends is
 decided once, at construction; see `plan.py`. If ranks write into their source's memory (see
 `slot_memory.py`), the buckets in the slot are complete as soon as all ranks have copied, except
 for parameters that must be converted.
 
 Snapshots lie in host memory on every training device, so gathering uses only the CPU and gloo.
-NVIDIA does not guarantee progress for NCCL communicators that are used at the same time, and the
-communicators of FSDP are in use while a version is gathered.
+NVIDIA does not guarantee progress for NCCL communicators that are used at the same time, and
+those of FSDP are in use while a version is gathered.
 """
 
 import asyncio
@@ -56,14 +56,8 @@ def agree_on_push(
 ) -> PushPlan:
     """Decides what each rank sends; collective over all ranks.
 
-    Args:
-        parameters: Names and (sharded) parameters of this rank.
-        adapter: State-dict adapter of the model family.
-        wire_dtype: Dtype of the snapshots and of the buckets.
-        bucket_bytes: See :func:`plan_buckets`.
-        adapters_only: Whether only LoRA adapters are pushed.
-        max_sources: ``weight_sync.max_sources``.
-        contiguous: See :func:`lay_out_slot`.
+    ``parameters`` are those of this rank, sharded. ``wire_dtype`` is the dtype of the snapshots
+    and of the buckets. ``contiguous`` is that of :func:`lay_out_slot`.
     """
     limits = SourceLimits(max_sources, agree_on_hosts())
     everything = agree_on_assembly(parameters, adapter)
@@ -94,13 +88,8 @@ def number_by_name(names: list[str]) -> tuple[int, ...]:
 class Gatherer:
     """Does one rank's part of gathering versions on their source ranks.
 
-    All ranks must construct this object at the same time.
-
-    Args:
-        plan: What each rank sends.
-        slots: The snapshot slots that this rank has allocated or mapped.
-        adapter: State-dict adapter of the model family.
-        timeout_seconds: Maximum duration of one transfer between ranks.
+    All ranks must construct it at the same time. ``timeout_seconds`` bounds one transfer
+    between ranks.
     """
 
     def __init__(
@@ -132,12 +121,10 @@ class Gatherer:
     def gather(
         self, slot: int, shards: Mapping[str, torch.Tensor], payload: Payload | None
     ) -> None:
-        """Gathers a version from a slot. All ranks take part, and a source fills its payload in order.
+        """Gathers a version from a slot in which all ranks have their shards; all ranks take part.
 
-        Args:
-            slot: Slot in which all ranks have their shards of the version.
-            shards: This rank's part of each of its parameters.
-            payload: The payload to fill on a source rank; ``None`` on other ranks.
+        ``shards`` are this rank's parts of its parameters. A source fills its ``payload`` in
+        order; other ranks have none.
         """
         assert (payload is not None) == (self._own is not None)
         gather_one = functools.partial(self._gather_one, slot, shards, payload)
@@ -207,17 +194,14 @@ class Gatherer:
 
 
 class Agent:
-    """What the leader asks of each rank: to copy, gather and drop versions.
+    """Carries out what the leader asks of each rank: to copy, gather and drop versions.
 
-    The leader calls its own rank's agent directly, and those of other ranks over the channel. All
-    methods run in the event loop of the publisher's thread. Gathering blocks, so it runs on a
-    separate thread.
+    The leader calls its own rank's agent directly, and those of other ranks over the channel.
+    All methods run in the event loop of the publisher's thread. Gathering blocks, so it runs on
+    a separate thread.
 
-    Args:
-        rank: Rank of the current process in the default process group.
-        gatherer: Does this rank's part of gathering shards on source ranks.
-        read_snapshot: Waits until a slot holds a version, and returns this rank's shards of it.
-        pool: Buffers of the versions that this rank sends; ``None`` if it is not a source.
+    ``read_snapshot`` waits until a slot holds a version, and returns this rank's shards of it.
+    Ranks that are no sources have no ``pool``.
     """
 
     def __init__(
@@ -233,7 +217,6 @@ class Agent:
 
     @operation
     async def wait_copied(self, slot: int, version: int) -> None:
-        """Waits until this rank's shards of a version lie in a slot."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._gathering, self._read_snapshot, slot, version)
 
@@ -241,12 +224,9 @@ class Agent:
     async def gather(self, slot: int, version: int, is_held: bool) -> None:
         """Takes part in gathering a version. Source ranks keep the version until :meth:`drop`.
 
-        Args:
-            slot: Slot in which all ranks have their shards of the version.
-            version: Policy version.
-            is_held: Whether the slot is not written until the version is dropped, so that the
-                version can be sent from the slot. Otherwise, the slot may be written again once
-                all ranks have returned from this method.
+        If the slot ``is_held``, it is not written until the version is dropped, so that the
+        version can be sent from it. Otherwise, it may be written again once all ranks have
+        returned.
         """
         payload = None
         if self._pool is not None:
@@ -275,6 +255,5 @@ class Agent:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def close(self) -> None:
-        """Ends the gathering threads. A thread that hangs ends with the process."""
         self._gatherer.close()
         self._gathering.shutdown(wait=False, cancel_futures=True)

@@ -4,9 +4,9 @@
 """A lane keeps one server at the newest version.
 
 After each push, a lane takes the version that is the newest by then and skips the versions in
-between. A lane waits only for its own server, each time with a timeout, so a slow, stopped or dead
-server does not delay any other server. A lost server gets no work until it has been joined again
-and has confirmed the newest weights.
+between. A lane waits only for its own server, each time with a timeout, so a slow, stopped or
+dead server does not delay any other server. A lost server gets no work until it has been joined
+again and has confirmed the newest weights.
 
              +------------------- newer_version --------------------+
              v                                                      |
@@ -17,24 +17,21 @@ and has confirmed the newest weights.
        |                     v                         v                       |
        +------------------ LOST <-----------------------------------------------+
 
-A failure in JOINING leads to LOST as well, and every state but CLOSED leads to CLOSED when
-the server is removed. A lane joins when it has a version to send. The first push after a
-join sends everything, whatever version the server reports, because the server may be a new
-process.
+A failure in JOINING leads to LOST as well, and every state but CLOSED leads to CLOSED when the
+server is removed. A lane joins when it has a version to send. The first push after a join sends
+everything, because the server may be a new process.
 
 The state determines what the dispatcher may assume:
 
-- The dispatcher learns of a version at ``attested`` and never before. By then, the server has
-  answered the commit and has afterwards reported the version itself.
-- While the next push of a READY lane is under way, the dispatcher continues to assume the
-  former version. The server generates with the former version until it commits, and it reports
-  the version of every token.
-- The dispatcher learns of a loss at ``failed`` and ``version_mismatch``, before the lane
-  recovers (leaves the groups and ends the pause). The retry is due after the recovery.
+- It learns of a version at ``attested`` and never before. By then, the server has answered the
+  commit and has afterwards reported the version itself.
+- While the next push of a READY lane is under way, it continues to assume the former version.
+  The server generates with that until it commits, and it reports the version of every token.
+- It learns of a loss at ``failed`` and ``version_mismatch``, before the lane recovers (leaves
+  the groups and ends the pause). The retry is due after the recovery.
 
-The lane of a READY server asks repeatedly for the server's version. A server that was restarted
-answers but serves other weights, and no other check would reveal this until a newer version is
-pushed.
+The lane of a READY server asks repeatedly for the server's version: nothing else would reveal a
+server that was restarted with other weights until a newer version is pushed.
 """
 
 import asyncio
@@ -66,12 +63,11 @@ _HELD_SECONDS = 0.05
 # update that an earlier trainer left behind.
 _MAX_REFUSALS = 3
 _LOSSES = (ServerError, OSError, TimeoutError, RuntimeError)
-"""Exceptions that a server may cause in a push. ``RuntimeError`` covers exceptions of torch."""
+"""Exceptions that a server may cause in a push; torch raises RuntimeError."""
 
 
 class LaneState(Enum):
     JOINING = "joining"
-    """The connection to the server is being made."""
     SYNCING = "syncing"
     """A version is being sent, up to the answer to the commit."""
     ATTESTING = "attesting"
@@ -81,7 +77,6 @@ class LaneState(Enum):
     LOST = "lost"
     """The lane recovers from a failure, then waits until it is time to join again."""
     CLOSED = "closed"
-    """The server was removed from the run."""
 
 
 class LaneEvent(Enum):
@@ -116,7 +111,7 @@ _NEXT = {
 
 
 def next_state(state: LaneState, event: LaneEvent) -> LaneState:
-    """Returns the state to which ``event`` leads from ``state``; ValueError if it must not happen there."""
+    """Returns the state after an event, or raises ValueError if it must not happen there."""
     following = _NEXT.get((state, event))
     if following is None:
         possible = sorted(e.value for s, e in _NEXT if s is state)
@@ -127,14 +122,14 @@ def next_state(state: LaneState, event: LaneEvent) -> LaneState:
 
 
 class WeightsRefused(RuntimeError):
-    """Raised if a server that was present at the start of the run refuses the run's weights."""
+    """A server that was present at the start of the run refuses the run's weights."""
 
 
 class FirstJoin:
-    """Counts the refusals of one server that was present at the start, until it has taken a version.
+    """Counts the first refusals of a server that was present at the start.
 
-    Without the count, a run whose servers cannot take its weights would ask them forever. Later
-    refusals, and those of servers that join during the run, count as losses of the server.
+    Otherwise, a run whose servers cannot take its weights would ask them forever. Later
+    refusals, and those of servers that join later, count as losses of the server.
     """
 
     def __init__(self, url: str, *, is_initial: bool) -> None:
@@ -145,7 +140,7 @@ class FirstJoin:
         self._num_left = None
 
     def fail(self, error: BaseException) -> None:
-        """Records that the server was lost; raises WeightsRefused if it has refused each first push."""
+        """Counts a loss of the server; raises WeightsRefused after too many refusals."""
         if self._num_left is None:
             return
         if not (isinstance(error, ServerError) and error.was_answered):
@@ -169,10 +164,8 @@ class VersionMismatch(ServerError):
 class Listeners:
     """Callbacks for the changes of a lane; called in the leader's event loop.
 
-    Attributes:
-        on_change: Called after each change of a public attribute of a lane.
-        on_version: Called with the URL and the version when a server has confirmed a version.
-        on_lost: Called with the URL and the reason when a server is lost.
+    ``on_change`` follows each change of a public attribute. ``on_version`` gets the URL and the
+    version that a server has confirmed, ``on_lost`` the URL and the reason of a loss.
     """
 
     on_change: Callable[[], None]
@@ -183,24 +176,14 @@ class Listeners:
 class Lane:
     """Keeps one server at the newest version; see the module's docstring.
 
-    Args:
-        connection: The connection to the server.
-        versions: The record of which version is where.
-        sync: The table ``[weight_sync]``.
-        attestation: Settings of the check that a server serves what was pushed.
-        listeners: Callbacks of all lanes.
-        is_initial: Whether the server was present at the start of the run.
-
     Attributes:
-        num_pushes: Number of confirmed pushes.
         num_attested: Number of confirmed pushes that were attested by log-probabilities.
-        num_failures: Number of times that the server was lost.
         is_blocked: Whether the trainer could not prepare the newest version. The server
             continues with an older version.
         last_error: Reason for the last loss, or for the failure to prepare the last version.
-        last_push: Report of the last confirmed push.
-        held_from: Once the server has confirmed this version or a newer one, no newer version is
-            pushed to it. ``None`` keeps the server at the newest version. Any thread may set this.
+        held_from: Once the server has confirmed this version or a newer one, no newer version
+            is pushed to it. ``None`` keeps the server at the newest version. Any thread may set
+            this.
     """
 
     def __init__(
@@ -241,7 +224,6 @@ class Lane:
         return self.num_failures > 0 and self.version < 0
 
     async def run(self) -> None:
-        """Keeps the server at the newest version until this call is cancelled."""
         while True:
             try:
                 newer = await self._next_version()
@@ -271,7 +253,7 @@ class Lane:
         await self._client.close()
 
     async def _next_version(self) -> int | None:
-        """Waits for a version to push; returns ``None`` if there is none for ``_CHECK_SECONDS``."""
+        """Waits for a version to push; ``None`` if there is none for ``_CHECK_SECONDS``."""
         if not self._is_held():
             newer = await self._versions.newer_than(self.version, _CHECK_SECONDS)
             return None if self._is_held() else newer
@@ -302,10 +284,7 @@ class Lane:
         self._confirm(report)
 
     async def _prepare(self, version: int) -> bool:
-        """Prepares a version on the trainer's side and returns whether this succeeded.
-
-        Otherwise the server continues with its current version, and the method waits before it returns.
-        """
+        """Prepares a version on the trainer's side; on failure it waits, and returns False."""
         try:
             await self._connection.prepare(version)
         except NotPrepared as error:
@@ -327,7 +306,7 @@ class Lane:
                 with self._versions.sending(base):
                     return await self._connection.push(version, base)
         except TimeoutError as error:
-            if str(error):  # a timeout within the push has a message of its own
+            if str(error):  # a timeout within the push has its own message
                 raise
             raise TimeoutError(
                 f"{self.url} must take version {version} within weight_sync.push_timeout_seconds "
@@ -344,10 +323,10 @@ class Lane:
 
     async def _check_idle(self) -> None:
         if self._client.stops_for != "nothing":
-            # A server that was stopped may by now have received a pause request that was cancelled.
+            # A server that was stopped may meanwhile have received a pause request that was cancelled.
             await self._client.resume()
         await self._check_version(self.version)
-        # The dispatcher may have marked the server as lost for reasons of its own.
+        # The dispatcher may have marked the server as lost for other reasons.
         self.announce()
 
     async def _check_version(self, version: int) -> None:

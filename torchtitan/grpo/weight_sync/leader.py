@@ -45,13 +45,8 @@ _PATIENCE_PUSHES = 4
 class LeaderParts:
     """The objects that a leader uses.
 
-    Attributes:
-        agents: Agents of all ranks, in the order of ranks.
-        sources: Agents of the source ranks.
-        senders: Senders of the source ranks, ascending by rank.
-        own: The agent and, if there is one, the sender of this rank, which the leader closes.
-        transport: Sends versions to servers. The leader closes it.
-        make_client: Makes the client of one server.
+    ``agents`` are those of all ranks, ``senders`` those of the source ranks, ascending. The
+    leader closes the transport and its ``own`` agent and sender.
     """
 
     agents: Sequence[Agent]
@@ -65,21 +60,9 @@ class LeaderParts:
 class Leader:
     """Makes ranks gather versions and runs a lane for each server; see the module's docstring.
 
-    Args:
-        slots: The slots, which the training thread fills.
-        parts: The objects that the leader uses.
-        sync: The table ``[weight_sync]``.
-        attestation: Settings of the check that a server serves what was pushed.
-        listeners: Callbacks of all lanes.
-        servers: The servers at the start.
-        changed_servers: Called repeatedly. Returns all servers if they have changed since the last
-            call, and otherwise ``None``.
-
-    Attributes:
-        lanes: The lanes, one for each server that belongs to the run.
-        pin: Keeps one server at the weights of an evaluation.
-        gather_seconds: Duration of gathering the last version.
-        error: The error that ended :meth:`run`. It is set before the method has finished closing.
+    ``changed_servers`` is called repeatedly. It returns all servers if they have changed since
+    the last call, and otherwise ``None``. ``error`` is what ended :meth:`run`, which is set
+    before the method has finished closing.
     """
 
     def __init__(
@@ -106,14 +89,10 @@ class Leader:
 
     @property
     def num_versions(self) -> int:
-        """Number of versions that have buffers now."""
         return self._versions.num_alive
 
     async def run(self, should_end: Callable[[], bool]) -> None:
-        """Leads the push until ``should_end`` returns True.
-
-        The method raises any error that ends a lane or the gathering.
-        """
+        """Leads the push until ``should_end`` returns True; raises what ends a lane or gathering."""
         watching = asyncio.create_task(self._watch_pin(), name="pin")
         try:
             await self._parts.transport.lead(self._parts.senders)
@@ -169,8 +148,8 @@ class Leader:
     def _set_servers(self, servers: Sequence[ServerInfo]) -> None:
         """Starts lanes for new servers and ends the lanes of servers that have left.
 
-        A server that has left and returned since the last call has kept its lane. The rollout
-        process no longer knows the version of this server, so the lane announces it again.
+        A server that left and returned since the last call has kept its lane. The rollout
+        process no longer knows its version, so the lane announces it again.
         """
         is_start = not self._was_started
         self._was_started = True
@@ -227,9 +206,9 @@ class Pin:
                             |
                             +------- yield_if_needed --------------------> free
 
-    A pinned server takes no new weights, so its rollouts become too old for training. Another server
-    has to take the new weights meanwhile. If no other server takes them, the pin ends, so that
-    training never waits for an evaluation. Any thread may use a pin.
+    A pinned server takes no new weights, so its rollouts become too old for training. If no
+    other server takes the new weights meanwhile, the pin ends, so that training never waits for
+    an evaluation. Any thread may use a pin.
     """
 
     def __init__(self) -> None:
@@ -239,17 +218,14 @@ class Pin:
 
     @property
     def url(self) -> str | None:
-        """URL of the pinned server; ``None`` if no server is pinned."""
         lane = self._lane
         return lane.url if lane is not None else None
 
     def set(self, lanes: Sequence[Lane], version: int | None) -> None:
         """Pins the server with the newest version, and unpins the server that was pinned before.
 
-        Args:
-            lanes: The lanes of all servers.
-            version: The server keeps the first version that is not older than this one. ``None``
-                pins no server.
+        The server keeps the first version that is not older than ``version``; ``None`` pins no
+        server.
         """
         with self._lock:
             self._release()
@@ -262,7 +238,7 @@ class Pin:
                 self._progress = (-1, time.monotonic())
 
     def yield_if_needed(self, lanes: Sequence[Lane], published: int) -> None:
-        """Ends the pin if no other server takes new weights, of which ``published`` are the newest."""
+        """Ends the pin if no other server takes new weights; ``published`` are the newest."""
         with self._lock:
             pinned = self._lane
             if pinned is None:
@@ -307,7 +283,6 @@ async def _all(tasks: Sequence["asyncio.Task[None]"]) -> None:
 
 
 async def _run_after(former: "asyncio.Task[None] | None", lane: Lane) -> None:
-    """Runs a lane once a former lane of the same server has left the server."""
     if former is not None:
         await asyncio.wait({former})  # unlike await, this never cancels the former lane's closing
     await lane.run()

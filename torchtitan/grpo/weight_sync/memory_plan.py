@@ -3,8 +3,8 @@
 
 """Predicts, before a run starts, how much memory the weight push will hold.
 
-Snapshot slots in host memory are allocated at the start. Over NCCL, each rank that sends has a buffer
-on its GPU for each server, which is allocated when the server joins.
+Snapshot slots in host memory are allocated at the start. Over NCCL, each rank that sends has a
+buffer on its GPU for each server, which is allocated when the server joins.
 """
 
 import math
@@ -38,13 +38,9 @@ _BY_COLUMNS = (".attention.wo.weight", ".feed_forward.w2.weight")
 class PushMemory:
     """The memory that the push holds, in bytes.
 
-    Attributes:
-        version: Size of one version of the weights, as it is sent.
-        slot: Size of one version in the snapshot slots of all ranks that send.
-        num_held: Number of slots for versions that servers still receive.
-        largest_bucket: Size of the largest bucket that is sent to a server.
-        num_servers: Number of servers that are known at the start.
-        model: Size of one version of the whole model, even if only LoRA adapters are sent.
+    ``version`` is one version of the weights as it is sent, and ``slot`` the same in the
+    snapshot slots of all ranks that send. ``num_held`` counts slots for versions that servers
+    still receive. ``model`` is the whole model, even if only LoRA adapters are sent.
     """
 
     version: int
@@ -61,7 +57,6 @@ class PushMemory:
         return self.slot * self.num_slots
 
     def describe(self, *, on_gpu: bool) -> Iterator[str]:
-        """Yields one line for each place where memory is held."""
         if self.version < self.model:
             yield (
                 f"a version of the adapters has {_text(self.version)}, and one of the whole model "
@@ -95,7 +90,6 @@ def _text(num_bytes: int) -> str:
 
 
 def memory_of(plan: PushPlan, sync: WeightSync, max_held: int, num_servers: int) -> PushMemory:
-    """Returns the memory of a push that has been planned by the ranks."""
     return PushMemory(
         version=plan.num_bytes,
         slot=sum(layout.num_bytes for layout in plan.layouts.values()),
@@ -118,18 +112,9 @@ def predict_memory(
 ) -> PushMemory:
     """Returns the memory that a push will need, before any rank exists.
 
-    The parallel layout affects the memory in two ways. First, GPUs copy only to contiguous memory, so
-    that parameters which tensor parallelism divides by columns lie in a slot twice. Second,
-    parameters are divided among the ranks that send them, so that a rank may have less to send than
-    one bucket holds.
-
-    Args:
-        config: Configuration of the run.
-        shapes: Shape of each parameter, by native name.
-        adapter: State-dict adapter of the model family.
-        num_servers: Number of servers.
-        num_ranks: Number of training ranks.
-        on_gpu: Whether the trainer has GPUs.
+    The parallel layout matters in two ways. GPUs copy only to contiguous memory, so parameters
+    which tensor parallelism divides by columns lie in a slot twice. And parameters are divided
+    among the ranks that send them, so a rank may have less to send than one bucket holds.
     """
     sync, degree = config.weight_sync, config.parallelism.tensor_parallel_degree
     dtype, limits = wire_dtype(config), SourceLimits(sync.max_sources)
@@ -165,7 +150,6 @@ def describe_placement(config: JobConfig, num_layers: int) -> Iterator[str]:
 
 
 def wire_dtype(config: JobConfig) -> torch.dtype:
-    """Resolves ``weight_sync.dtype``."""
     dtype = config.weight_sync.dtype
     name = config.training.mixed_precision_param if dtype == "auto" else dtype
     return TORCH_DTYPE_MAP[name]
@@ -192,7 +176,7 @@ def _ranks_by_module(
 def _assembly(name: str, shape: tuple[int, ...], degree: int, ranks: Sequence[int]) -> Assembly:
     """Returns a parameter in the parts into which tensor parallelism divides it.
 
-    The parts into which FSDP divides it further are contiguous and do not affect the layout.
+    FSDP divides these into contiguous parts, which do not affect the layout.
     """
     if degree == 1 or not name.endswith(_BY_COLUMNS) or shape[-1] % degree:
         whole = Block((0,) * len(shape), shape)

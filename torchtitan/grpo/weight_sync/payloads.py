@@ -8,9 +8,9 @@
           +--- dropped by the leader, no reader is left <----+
 
 A bucket is sent as soon as it is filled, while later buckets are still being gathered. A slow
-server may still receive a version while newer versions are gathered, so every version has
-buffers of its own. They are either the buffers of a snapshot slot that is held for the version,
-or copies. Buffers are reused only when the leader has dropped the version and the last thread that
+server may still receive a version while newer versions are gathered, so every version has its
+own buffers. They are either the buffers of a snapshot slot that is held for the version, or
+copies. Buffers are reused only when the leader has dropped the version and the last thread that
 reads them has returned, however long ago that thread's lane has abandoned the push.
 """
 
@@ -29,7 +29,7 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 @dataclass(frozen=True)
 class Bucket:
-    """The bytes of several tensors, as they are sent to a server: ``payload`` is [num_bytes] uint8."""
+    """The bytes of several tensors, [num_bytes] uint8, as they are sent to a server."""
 
     spec: BucketSpec
     payload: torch.Tensor
@@ -42,17 +42,9 @@ class PayloadFailed(RuntimeError):
 class Payload:
     """The buckets that a source sends for one version. They do not change after they are filled.
 
-    A payload is made on the event loop of the publisher's thread and filled by the
-    gathering thread.
-
-    Args:
-        version: Policy version.
-        specs: Descriptions of the buckets.
-        buffers: A uint8 tensor for each bucket.
-        checksum: Whether checksums are added to the descriptions.
-
-    Attributes:
-        deltas: Buckets that are encoded as changes to another version, by that version and the index.
+    It is made on the event loop of the publisher's thread and filled by the gathering thread.
+    ``deltas`` holds buckets that are encoded as changes to another version, by that version and
+    the index.
     """
 
     def __init__(
@@ -84,11 +76,7 @@ class Payload:
         former.set()
 
     async def wait_filled(self, index: int, timeout_seconds: float) -> None:
-        """Waits until a bucket is filled.
-
-        Raises:
-            PayloadFailed: If gathering failed, or if it took longer than the timeout.
-        """
+        """Waits until a bucket is filled; PayloadFailed if gathering failed or takes too long."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 while self._num_filled <= index and self._failure is None:
@@ -101,7 +89,6 @@ class Payload:
             )
 
     def bucket(self, index: int) -> Bucket:
-        """Returns a filled bucket. Any thread may call this."""
         assert index < self._num_filled, (index, self._num_filled)
         return Bucket(self._specs[index], self.buffers[index])
 
@@ -116,10 +103,8 @@ def with_checksums(spec: BucketSpec, payload: torch.Tensor) -> BucketSpec:
 class _Held:
     """A version that the pool holds.
 
-    Attributes:
-        is_lent: Whether its buffers belong to a snapshot slot, which the leader releases.
-        num_readers: Number of :meth:`PayloadPool.reading` contexts that are open.
-        is_dropped: Whether no further reader is admitted.
+    ``is_lent`` buffers belong to a snapshot slot, which the leader releases. ``num_readers``
+    counts open :meth:`PayloadPool.reading` contexts.
     """
 
     payload: Payload
@@ -133,12 +118,6 @@ class PayloadPool:
 
     The pool makes no decisions: the leader's :class:`Versions` makes it take and drop versions.
     Any thread may call any method except :meth:`take`.
-
-    Args:
-        specs: Descriptions of the source's buckets.
-        sizes: Number of bytes of each bucket.
-        checksum: Whether checksums are added to the buckets' descriptions.
-        buckets_in_slot: See :meth:`SnapshotSlots.buckets`.
     """
 
     def __init__(
@@ -156,7 +135,7 @@ class PayloadPool:
         self._lock = threading.Lock()
 
     def take(self, version: int, held_slot: int | None = None) -> Payload:
-        """Returns a payload with buffers for a new version, on the event loop of the publisher's thread.
+        """Returns a payload for a new version, on the event loop of the publisher's thread.
 
         If the slot of the version is held as long as the version, buckets are sent from there.
         """
@@ -177,7 +156,7 @@ class PayloadPool:
 
     @contextmanager
     def reading(self, version: int) -> Iterator[Payload]:
-        """Keeps a version's buffers while a thread reads them; raises PayloadFailed if it was dropped."""
+        """Keeps a version's buffers while a thread reads them; PayloadFailed if it was dropped."""
         with self._lock:
             held = self._held.get(version)
             if held is None or held.is_dropped:

@@ -25,10 +25,8 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 class BucketPlan:
     """One bucket: which native parameters it needs, and what it holds.
 
-    Attributes:
-        assemblies: How the bucket's parameters are assembled, in the order of the bytes.
-        spec: Hugging Face names, dtypes and shapes, in the order of the bytes.
-        num_bytes_of: Number of bytes of each parameter in the Hugging Face layout, by native name.
+    ``assemblies`` and ``spec`` are in the order of the bytes. ``num_bytes_of`` counts those of
+    each parameter in the Hugging Face layout, by native name.
     """
 
     assemblies: tuple[Assembly, ...]
@@ -42,12 +40,9 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class SourcePlan:
-    """What one rank assembles and sends to every server.
+    """The buckets that one rank assembles and sends to every server, in this order.
 
-    Attributes:
-        rank: Rank of the source in the default process group.
-        members: The source and all ranks that send it blocks, ascending.
-        buckets: Its buckets, in the order in which they are sent.
+    ``members`` are the source and all ranks that send it blocks, ascending.
     """
 
     rank: int
@@ -89,8 +84,8 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """Divides parameters into buckets of at most ``bucket_bytes`` bytes.
 
-    A bucket with only one parameter may be larger. LoRA adapters that are sent as a part of their
-    target are in its bucket.
+    A bucket with only one parameter may be larger. LoRA adapters that are sent as a part of
+    their target are in its bucket.
     """
     assemblies = _with_adapters_behind(assemblies)
     metas = {a.name: hf_meta(adapter, a.name, a.shape) for a in assemblies}
@@ -113,7 +108,7 @@ def plan_buckets(
 
 
 def _with_adapters_behind(assemblies: Sequence[Assembly]) -> list[Assembly]:
-    """Returns the parameters with each LoRA adapter right behind its target.
+    """Puts each LoRA adapter right behind its target.
 
     A bias, which comes after the weight, may begin another bucket.
     """

@@ -3,8 +3,8 @@
 
 """Pushes weights to all servers from background threads.
 
-Every rank has one publisher. The training thread starts the copy of its shards into a slot
-and continues; other threads do the rest:
+Every rank has one publisher. The training thread starts the copy of its shards into a slot and
+continues; other threads do the rest:
 
     training thread     reserve_slot (rank 0) -> fence -> optimizer step -> publish
     snapshot-copy       fills the slot on CPU; on CUDA, a side stream fills it
@@ -41,18 +41,15 @@ _POLL_SECONDS = 0.2
 
 
 class PublisherFailed(RunError):
-    """Raised if an error has ended the publisher's thread. The message names the error."""
+    """An error has ended the publisher's thread. The message names the error."""
 
 
 class Publisher:
     """The publisher of a run without servers, such as a replay: it sends nothing.
 
-    :class:`WeightPublisher` pushes to servers. Both are used by the training thread.
-
-    Attributes:
-        probes: The trainer's log-probabilities of the probe tokens, by version.
-        failure: The error that ended this rank's part of the push, or ``None`` while it is running.
-        num_failures: Number of times that a server was lost.
+    :class:`WeightPublisher` pushes to servers. Both are used by the training thread. ``probes``
+    are the trainer's log-probabilities of the probe tokens, by version. ``failure`` is the
+    error that ended this rank's part of the push. ``num_failures`` counts losses of servers.
     """
 
     def __init__(self, probes: Probes | None = None) -> None:
@@ -80,9 +77,7 @@ class Publisher:
     def publish(self, version: int, slot: int) -> None:
         """Starts to push the current parameters and returns. Call it after the optimizer step.
 
-        Args:
-            version: Policy version of the parameters.
-            slot: The slot that rank 0 reserved for this version, on all ranks.
+        ``slot`` is the slot that rank 0 reserved for this version, on all ranks.
         """
 
     def wait_for(
@@ -90,37 +85,26 @@ class Publisher:
     ) -> None:
         """Waits until the servers serve ``version`` or a newer one; called on rank 0.
 
-        As long as at least one server is present, the method does not wait for lost servers. The
-        wait for a present server has no timeout here, because the server's lane has its own.
-
-        Args:
-            version: Policy version.
-            timeout_seconds: Maximum time during which no server can take the version, because every
-                server is lost or the version cannot be prepared.
-            should_stop: Ends the wait when it returns True.
+        As long as at least one server is present, lost servers are not waited for. The wait for
+        a present server has no timeout here, because the server's lane has its own.
 
         Raises:
-            TimeoutError: If no server could take the version for ``timeout_seconds``.
+            TimeoutError: If for ``timeout_seconds`` no server could take the version, because
+                every server is lost or the version cannot be prepared.
             PublisherFailed: If the publisher's thread has ended.
         """
 
     def pin(self, version: int | None) -> list[str]:
         """Keeps one of several servers at the first version not older than ``version``; on rank 0.
 
-        The other servers continue to take new versions, because training needs a server with
-        current weights. For this reason, the only server of a run is never pinned, and a pin ends
-        by itself when no other server is left or takes new versions.
-
-        Args:
-            version: Policy version. ``None`` lets every server take new versions again.
-
-        Returns:
-            As :meth:`pinned`.
+        ``None`` lets every server take new versions again. Training needs a server with current
+        weights, so the only server of a run is never pinned, and a pin ends by itself when no
+        other server is left or takes new versions. Returns :meth:`pinned`.
         """
         return []
 
     def pinned(self) -> list[str]:
-        """Returns a list with the URL of the server that is pinned now, if there is one."""
+        """Returns the URL of the server that is pinned now, if there is one, as a list."""
         return []
 
     def metrics(self) -> dict[str, float]:
@@ -128,36 +112,22 @@ class Publisher:
         return {}
 
     def server_states(self) -> dict[str, dict[str, str | int]]:
-        """Returns the state and the version of each server, by URL. Any thread may call this.
-
-        The result is empty on ranks other than rank 0.
-        """
+        """Returns the state and the version of each server, by URL. Any thread may call this."""
         return {}
 
     def raise_if_failed(self) -> None:
         """Raises :class:`PublisherFailed` if this rank's part of the push has ended."""
 
     def close(self, timeout_seconds: float = 2.0) -> None:
-        """Ends the push. This method is idempotent.
-
-        Work that is still under way after ``timeout_seconds`` is abandoned.
-        """
+        """Ends the push, and abandons work that lasts longer. It is idempotent."""
 
 
 class WeightPublisher(Publisher):
     """Pushes weights in the background; see the module's docstring.
 
-    Args:
-        snapshots: Copies this rank's shards into slots.
-        slots: The record of which versions the slots hold; on rank 0, a :class:`SlotTable`.
-        probes: The trainer's log-probabilities of the probe tokens.
-        attest_every: ``weight_sync.attest_every``.
-        make_leader: On rank 0, makes the leader. The leader calls the argument after each change of
-            a lane. ``None`` on other ranks.
-        follow: On other ranks, does what the leader asks until it is cancelled.
-
-    Attributes:
-        error: The error that ended the publisher's thread, or ``None``.
+    ``slots`` is a :class:`SlotTable` on rank 0. ``make_leader`` makes the leader there, which
+    calls the argument after each change of a lane. On other ranks, ``follow`` does what the
+    leader asks until it is cancelled.
     """
 
     def __init__(
@@ -224,7 +194,6 @@ class WeightPublisher(Publisher):
 
     @property
     def lanes(self) -> Sequence[Lane]:
-        """The lanes, one for each server. Ranks other than the leader have no lanes."""
         return self._leader.lanes if self._leader is not None else []
 
     @property

@@ -7,11 +7,12 @@
 
 The functions are pure and give the same result on all ranks.
 
-Ranks copy most shards directly into the buckets that are sent, so that these shards need no
-gathering. Two kinds of shards are first copied into blocks of their own and are assembled from there
-in the buckets: shards of parameters whose bytes differ in the Hugging Face layout and, if a GPU makes
-the copies, shards whose elements are not contiguous in the parameter. A GPU's copy engine writes
-contiguous memory. To any other memory, torch would copy in a way that makes the training thread wait.
+Ranks copy most shards directly into the buckets that are sent, so that these need no gathering.
+Two kinds of shards are first copied into separate blocks and are assembled from there in the
+buckets: shards of parameters whose bytes differ in the Hugging Face layout and, if a GPU makes
+the copies, shards whose elements are not contiguous in the parameter. A GPU's copy engine
+writes contiguous memory. To any other memory, torch would copy in a way that makes the training
+thread wait.
 """
 
 import math
@@ -33,7 +34,7 @@ _ALIGNMENT = 64  # bytes at which buckets and blocks are aligned: a cache line
 
 @dataclass(frozen=True)
 class Place:
-    """Where a whole parameter lies: from byte ``begin`` of a bucket."""
+    """Place of a whole parameter: from byte ``begin`` of a bucket."""
 
     shape: tuple[int, ...]
     bucket: int
@@ -42,16 +43,11 @@ class Place:
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """Where shards and buckets lie in a slot; see the module's docstring.
+    """The offsets of shards and buckets in a slot; see the module's docstring.
 
-    Attributes:
-        dtype: The wire dtype, which all tensors have.
-        assemblies: The source's parameters.
-        buckets: First byte of each bucket, and the byte after its last.
-        places: Places of the parameters that are not converted, by native name.
-        blocks: First byte of each block that is not copied directly into a bucket, by native
-            name and rank.
-        num_bytes: Number of bytes of a slot.
+    ``buckets`` holds the first byte of each bucket, and the byte after its last. ``places`` are
+    those of the parameters that are not converted, by native name. ``blocks`` holds the first
+    byte of each block that is not copied directly into a bucket, by native name and rank.
     """
 
     dtype: torch.dtype
@@ -85,14 +81,9 @@ class SlotLayout:
 
 @dataclass(frozen=True)
 class PushPlan:
-    """Which rank sends which parameters, and where they lie in the slots; the same on every rank.
+    """The parameters that each source sends, and where they lie; the same on every rank.
 
-    Attributes:
-        sources: What each source sends, ascending by rank.
-        layouts: Layout of each source's slots, by rank.
-        wire_dtype: Dtype of the snapshots and of the buckets.
-        model_bytes: Number of bytes of one version of the whole model, even if only a part of the
-            model is pushed.
+    ``model_bytes`` counts one version of the whole model, even if only a part of it is pushed.
     """
 
     sources: list[SourcePlan]
@@ -101,12 +92,10 @@ class PushPlan:
     model_bytes: int = 0
 
     def source(self, rank: int) -> SourcePlan | None:
-        """Returns what a rank sends, or ``None`` if the rank is not a source."""
         return next((source for source in self.sources if source.rank == rank), None)
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of one version, over all sources."""
         return sum(source.num_bytes for source in self.sources)
 
     def names_from(self, rank: int) -> list[str]:

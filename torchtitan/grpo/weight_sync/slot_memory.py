@@ -5,12 +5,12 @@
 
 Each rank copies its shards directly into the buckets from which its source sends (see
 `system/shared_slots.py`). Sending a shard through a socket, or copying it again, would take
-cores from training. On GPUs, copy engines write the slots, and each process pins the memory
-for this purpose. No version occupies GPU memory, and no kernel gathers a version.
+cores from training. On GPUs, copy engines write the slots, and each process pins the memory for
+this purpose. No version occupies GPU memory, and no kernel gathers a version.
 
-The memory of all slots is allocated at the start. Otherwise, it would be allocated in the middle
-of the run, when a slow server makes one more slot necessary, and the copy into that slot would
-not have ended when the next optimizer step begins.
+The memory of all slots is allocated at the start. Otherwise, a slow server could make one more
+slot necessary in the middle of the run, and the copy into that slot would not have ended when
+the next optimizer step begins.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -32,17 +32,12 @@ from torchtitan.grpo.weight_sync.slot_layout import PushPlan, Shards, pieces_of
 class SnapshotSlots:
     """Allocates the slots of this rank and maps the slots of other ranks on the same host.
 
-    All ranks must construct this object at the same time. A rank that cannot map the memory of its
-    source copies its shards into memory of its own and sends them to the source.
+    All ranks must construct it at the same time. A rank that cannot map the memory of its
+    source copies its shards into its own memory and sends them to the source. Slots that a GPU
+    writes must be ``pinned``.
 
-    Args:
-        plan: What each rank sends.
-        num_slots: Number of slots.
-        pinned: Whether a GPU writes the slots, so that their memory must be pinned.
-
-    Attributes:
-        shards: For each slot, the tensors into which this rank copies its shards, by native
-            name and in the wire dtype.
+    ``shards`` holds for each slot the tensors into which this rank copies its shards, by native
+    name and in the wire dtype.
     """
 
     shards: Sequence[Mapping[str, torch.Tensor]]
@@ -123,7 +118,6 @@ def _who_reaches(reached: set[int]) -> dict[int, set[int]]:
 def _shards_in(
     plan: PushPlan, memory: Mapping[int, list[torch.Tensor]], slot: int, rank: int
 ) -> dict[str, torch.Tensor]:
-    """Returns the tensors into which a rank copies its shards in the memory of mapped sources."""
     shards: dict[str, torch.Tensor] = {}
     for source in plan.sources:
         if rank in source.members and source.rank in memory:

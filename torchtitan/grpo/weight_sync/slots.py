@@ -14,21 +14,21 @@ room for the newest weights: at most one slot is SENDING, and a slot that is onl
 overwritten by a newer version. If the newer version were left out instead, the run could
 deadlock, because the trainer may wait for rollouts of that version.
 
-A slot that is SENDING is being gathered, one version at a time, until all ranks have read
-it. If buckets lie in the slots (see `slot_memory.py`), gathering copies nothing, and the
-slot stays HELD as long as the version may be sent to servers. Slots beyond the first two exist
-for this purpose. If too many slots are HELD, buckets are copied out of the slot instead.
+A slot that is SENDING is being gathered, one version at a time, until all ranks have read it.
+If buckets lie in the slots (see `slot_memory.py`), gathering copies nothing, and the slot stays
+HELD as long as the version may be sent to servers. Slots beyond the first two exist for this
+purpose. If too many slots are HELD, buckets are copied out of the slot instead.
 
-No rank writes a slot that is being read or copied into, although copies run on a thread of
-their own and ranks may be ahead of or behind one another:
+No rank writes a slot that is being read or copied into, although copies run on a separate
+thread and ranks may be ahead of or behind one another:
 
 - Two copies never overlap, because each rank makes its copies one at a time, in order.
 - A copy never overlaps with a reader. A slot is never both RESERVED and SENDING or HELD, and it
-  becomes SENDING, and then HELD, only with the version for which it was last reserved. Each
-  other decision to write the slot was therefore made at one of two times. If it was made before
-  the decision for that version, its copy was also started earlier on every rank, and the
-  reader waits for the later copy. If it was made after the release, all ranks have read the
-  slot and no source rank sends from it.
+  becomes SENDING, and then HELD, only with the version for which it was last reserved. Every
+  other decision to write the slot was made either before the decision for that version or after
+  the release. In the first case its copy was also started earlier on every rank, and the reader
+  waits for the later copy. In the second, all ranks have read the slot and no source rank sends
+  from it.
 
 The fence is not needed for these guarantees. It prevents the optimizer from overwriting
 parameters that are being copied. `test_interleavings.py` checks all interleavings of a model of
@@ -53,10 +53,9 @@ class SlotState(Enum):
 class Slots:
     """The states of all slots, immutable: each method that changes a state returns a new object.
 
-    Attributes:
-        versions: Version with which each slot was last filled; -1 before the first.
-        max_held: Maximum number of slots that may be HELD.
-        num_superseded: Number of versions that were never taken, because a newer one was filled.
+    ``versions`` are those with which each slot was last filled; -1 before the first. At most
+    ``max_held`` slots may be HELD. ``num_superseded`` counts versions that were never taken,
+    because a newer one was filled.
     """
 
     states: tuple[SlotState, ...]
@@ -76,7 +75,7 @@ class Slots:
         return cls((SlotState.FREE,) * total, (-1,) * total, max_held)
 
     def reserve(self) -> tuple[Self, int]:
-        """Reserves a slot for the next version: a free slot or, if none is free, the oldest PENDING."""
+        """Reserves a FREE slot for the next version or, if there is none, the oldest PENDING one."""
         free = self._in_state(SlotState.FREE)
         waiting = self._in_state(SlotState.PENDING)
         assert free or waiting, f"at most one slot may be RESERVED and one SENDING: {self}"
@@ -90,10 +89,9 @@ class Slots:
         return replace(self._with(slot, SlotState.PENDING), versions=versions)
 
     def take_newest(self) -> tuple[Self, int] | None:
-        """Makes the PENDING slot with the newest version SENDING.
+        """Makes the PENDING slot with the newest version SENDING; ``None`` if no slot is PENDING.
 
-        Other PENDING slots are freed, because their older versions are no longer needed. Returns
-        ``None`` if no slot is PENDING.
+        Other PENDING slots are freed, because their older versions are no longer needed.
         """
         waiting = self._in_state(SlotState.PENDING)
         if not waiting:
@@ -107,7 +105,6 @@ class Slots:
         return replace(after, num_superseded=self.num_superseded + len(waiting) - 1), newest
 
     def can_hold(self) -> bool:
-        """Returns whether the slot that is SENDING may become HELD."""
         return len(self._in_state(SlotState.HELD)) < self.max_held
 
     def hold(self, slot: int) -> Self:
@@ -129,12 +126,10 @@ class Slots:
 class SlotVersions:
     """Records which version each slot of this rank holds or is being filled with.
 
-    Every rank has one such record. The training thread writes the record, and the gathering thread
-    waits for its changes. Any thread may call any method. The lock is held for microseconds and
-    never while a thread waits.
-
-    Attributes:
-        published: Newest version with which a slot was filled; -1 before the first.
+    The training thread writes the record, and the gathering thread waits for its changes. Any
+    thread may call any method. The lock is held for microseconds and never while a thread
+    waits. ``published`` is the newest version with which a slot was filled; -1 before the
+    first.
     """
 
     def __init__(self) -> None:
@@ -145,8 +140,8 @@ class SlotVersions:
     def filled(self, slot: int, version: int) -> None:
         """Records that the copy of ``version`` into ``slot`` is about to be started.
 
-        The method wakes no thread, because on a busy machine a thread that the training thread
-        wakes up takes the training thread's core. See :meth:`wake`.
+        It wakes no thread, because on a busy machine a thread that the training thread wakes up
+        takes the training thread's core. See :meth:`wake`.
         """
         with self._changed:
             self._version_in[slot] = self.published = version
@@ -156,7 +151,7 @@ class SlotVersions:
             self._changed.notify_all()
 
     def wait_filled(self, slot: int, version: int, timeout_seconds: float) -> None:
-        """Waits until this rank's training thread, which may lag behind rank 0's, has filled a slot."""
+        """Waits until this rank's training thread has filled a slot; it may lag behind rank 0's."""
         with self._changed:
             if not self._changed.wait_for(
                 lambda: self._version_in.get(slot) == version, timeout_seconds
@@ -172,12 +167,8 @@ class SlotVersions:
 class SlotTable(SlotVersions):
     """The :class:`SlotVersions` of rank 0, with the states of the slots.
 
-    The training thread reserves and fills slots. The leader takes, holds and releases slots through
-    :class:`Versions`.
-
-    Args:
-        num_slots: ``weight_sync.num_slots``.
-        max_held: Maximum number of slots that may be HELD. There are as many additional slots.
+    The training thread reserves and fills slots. The leader takes, holds and releases slots
+    through :class:`Versions`. There are ``max_held`` slots besides ``weight_sync.num_slots``.
     """
 
     def __init__(self, num_slots: int, max_held: int = 0) -> None:

@@ -7,11 +7,11 @@ The training thread only starts a copy, which includes the cast to the wire dtyp
 
 - On CUDA, a copy engine writes pinned host memory on a side stream. :meth:`Snapshots.fence`
   orders the next optimizer step after the copy on the device, without a wait on the host.
-- On CPU, the thread ``snapshot-copy`` makes one copy at a time, in the order in which the copies
-  were started. Only the fence before the next optimizer step may wait.
+- On CPU, the thread ``snapshot-copy`` makes one copy at a time, in the order in which the
+  copies were started. Only the fence before the next optimizer step may wait.
 
-Two copies therefore never write a slot at the same time, and a step without an optimizer
-step needs no fence. `slots.py` ensures that no copy writes a slot that is still read.
+Two copies therefore never write a slot at the same time, and a step without an optimizer step
+needs no fence. `slots.py` ensures that no copy writes a slot that is still read.
 """
 
 import threading
@@ -39,12 +39,9 @@ _POLL_SECONDS = 0.002
 class Snapshots:
     """Copies of local shards in the wire dtype.
 
-    Args:
-        parameters: Names and (sharded) parameters of this rank.
-        slots: For each slot, the tensors into which the shards are copied, by name; see
-            ``SnapshotSlots.shards``. On CUDA, they must be contiguous and pinned. Parameters
-            without such a tensor are not copied.
-        device: The training device.
+    ``slots`` holds for each slot the tensors into which the (sharded) parameters are copied, by
+    name; see ``SnapshotSlots.shards``. On CUDA, they must be contiguous and pinned. Parameters
+    without such a tensor are not copied.
     """
 
     def __init__(
@@ -67,40 +64,33 @@ class Snapshots:
         """Starts the copy of the current shards and returns; called on the training thread.
 
         The caller must call :meth:`fence` before the parameters change again, and must ensure
-        that the slot is no longer read.
-
-        Args:
-            slot: Index of the slot to copy into.
-            announce: Called on the training thread as soon as :meth:`read` waits for this copy and
-                no longer for an earlier one. A reader must not read the slot before this call.
-            wake: Called when readers may read the slot. On CPU, the copying thread calls it at the
-                end of the copy, so that the training thread does not wake up another thread.
+        that the slot is no longer read. ``announce`` is called on the training thread as soon
+        as :meth:`read` waits for this copy and no longer for an earlier one; a reader must not
+        read the slot before. ``wake`` is called when readers may read the slot, on CPU by the
+        copying thread, so that the training thread does not wake up another thread.
         """
         self._copies.start(slot, announce, wake)
 
     def fence(self, timeout_seconds: float = _WAIT_SECONDS) -> None:
         """Orders the training thread's subsequent work after all copies that were started.
 
-        Only on CPU does this wait, at most ``timeout_seconds``. It raises if the last copy failed.
+        Only on CPU does this wait, at most ``timeout_seconds``. It raises if the last copy
+        failed.
         """
         self._copies.fence(timeout_seconds)
 
     @property
     def stalled_seconds(self) -> float:
-        """How long the training stream waited in the last fence that it has passed; 0 on CPU."""
+        """Time for which the training stream waited in the last fence it has passed; 0 on CPU."""
         return self._copies.stalled_seconds
 
     def read(self, slot: int, timeout_seconds: float = _WAIT_SECONDS) -> Shards:
-        """Waits for the last copy into a slot and returns the slot's shards; on the gathering thread."""
+        """Waits for the last copy into a slot; returns its shards, on the gathering thread."""
         self._copies.wait_for(slot, timeout_seconds)
         return self._slots[slot]
 
     def close(self, timeout_seconds: float = 5.0) -> None:
-        """Waits for copies that were started, and ends the copying thread.
-
-        Raises:
-            TimeoutError: If the thread did not end in time. It will end with the process.
-        """
+        """Waits for copies that were started, and ends the copying thread, or raises TimeoutError."""
         self._copies.close(timeout_seconds)
 
 
@@ -130,11 +120,10 @@ class _Copy:
 class _ThreadCopies:
     """Copies on CPU, on a thread.
 
-    The training thread never waits in this class and never releases the interpreter, except in a
-    fence whose copy has not ended. If the training thread released the interpreter while another
-    thread is busy, it would get the interpreter back up to 5 ms later. For this reason, the class
-    does not use a ``ThreadPoolExecutor``, whose ``submit`` takes locks that all executors of the
-    process share.
+    The training thread never waits in this class and never releases the interpreter, except in
+    a fence whose copy has not ended: if another thread is busy, it would get the interpreter
+    back up to 5 ms later. A ``ThreadPoolExecutor`` is not used because its ``submit`` takes
+    locks that all executors of the process share.
     """
 
     stalled_seconds = 0.0
@@ -217,8 +206,8 @@ def _copy_all(
 class _StreamCopies:
     """Copies on CUDA, on a side stream and with copy engines.
 
-    The training thread only queues work. It would wait for the device if a target were not pinned
-    or not contiguous.
+    The training thread only queues work. It would wait for the device if a target were not
+    pinned or not contiguous.
     """
 
     def __init__(

@@ -3,16 +3,15 @@
 
 """Chooses the ranks that send parameters to servers, so that each sends about equally many bytes.
 
-A server can receive from all sources at the same time, so that neither the network interface of one
-rank nor the copies that one process makes limit the speed of a push. The functions are pure and give
-the same result on all ranks.
+A server can receive from all sources at the same time, so that neither the network interface of
+one rank nor the copies that one process makes limit the speed of a push. The functions are pure
+and give the same result on all ranks.
 
-Ranks that share a parameter form a family. Without pipeline parallelism, all ranks form one family.
-With it, the ranks of each pipeline rank form a family. Each family has at least one source, because
-other ranks do not hold its parameters. Within a family, parameters are assigned in descending order
-of size, each to the source that has the fewest elements so far (R. L. Graham, "Bounds on
-multiprocessing timing anomalies", 1969). No source therefore sends more than the mean plus one
-parameter.
+Ranks that share a parameter form a family: all ranks without pipeline parallelism, and the
+ranks of each pipeline rank with it. Each family has at least one source, because other ranks do
+not hold its parameters. Within a family, parameters are assigned in descending order of size,
+each to the source that has the fewest elements so far (R. L. Graham, "Bounds on multiprocessing
+timing anomalies", 1969). No source therefore sends more than the mean plus one parameter.
 """
 
 from collections.abc import Collection, Sequence
@@ -24,12 +23,10 @@ from torchtitan.grpo.weight_wire.adapter_names import is_adapter, target_of
 
 @dataclass(frozen=True)
 class SourceLimits:
-    """Which ranks may be sources.
+    """The ranks that may be sources.
 
-    Attributes:
-        max_sources: ``weight_sync.max_sources``; 0 allows every rank.
-        hosts: For each rank, the number of its host. Ranks beyond the end of the tuple are on
-            host 0.
+    ``max_sources`` is ``weight_sync.max_sources``; 0 allows every rank. ``hosts`` numbers the
+    host of each rank. Ranks beyond the end of the tuple are on host 0.
     """
 
     max_sources: int = 0
@@ -44,9 +41,9 @@ def choose_sources(
 ) -> dict[int, list[Assembly]]:
     """Returns what each source assembles, in the order of ``assemblies``.
 
-    A block that the source holds itself need not be sent. Any other block is sent to the source by
-    a rank that holds it, preferably a rank on the source's host, and among several such ranks by the
-    rank that has the least to send.
+    A source already holds some blocks. Each other block is sent to it by a rank that holds the
+    block, preferably on the source's host, and among several by the rank that has the least to
+    send.
     """
     families = families_of(assemblies)
     num_ranks = sum(len(family) for family in families)
@@ -82,7 +79,7 @@ def _holders(assembly: Assembly) -> set[int]:
 
 
 def _spread_over_hosts(family: Collection[int], limits: SourceLimits) -> list[int]:
-    """Returns the ranks of a family, ordered so that the first ones lie on many different hosts."""
+    """Orders the ranks of a family so that the first ones lie on many different hosts."""
     num_on_host: dict[int, int] = {}
     keys = {}
     for rank in sorted(family):

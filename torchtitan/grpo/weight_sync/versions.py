@@ -6,8 +6,7 @@
     published -> taken -> begun (the newest) -> sent by lanes -> dropped by the source ranks
     in a slot    slot SENDING                   slot HELD or FREE     slot FREE
 
-All code that needs to know where a version is asks :class:`Versions`. That object owns the
-following information:
+All code that needs to know where a version is asks :class:`Versions`, which knows
 
 - the slots and the versions in them (:class:`SlotTable`, which the training thread shares);
 - which versions have buffers on source ranks, and whether a slot is held for them;
@@ -18,12 +17,12 @@ Source ranks (:class:`PayloadPool`) and transports make no decisions: they keep 
 files of a version until :class:`Versions` makes them drop the version.
 
 A version is kept while it is the newest or a lane sends it. A version that a server has
-confirmed is also kept as the base of the server's next delta. If room is needed, however, a base
-is dropped, and the next push to that server then sends everything. At most ``max_alive``
+confirmed is also kept as the base of the server's next delta. If room is needed, however, a
+base is dropped, and the next push to that server then sends everything. At most ``max_alive``
 versions therefore have buffers, whatever servers do.
 
-The training thread accesses only the slot table, whose lock is held for microseconds. Everything
-else belongs to the leader's event loop and has no locks. Any thread may read
+The training thread accesses only the slot table, whose lock is held for microseconds.
+Everything else belongs to the leader's event loop and has no locks. Any thread may read
 :attr:`ServerVersions.confirmed` and :attr:`Versions.num_alive`.
 """
 
@@ -40,12 +39,8 @@ from torchtitan.grpo.weight_sync.slots import SlotTable
 class _Version:
     """A version that has buffers on source ranks.
 
-    Attributes:
-        number: Policy version.
-        held_slot: Slot that is held for the version and from which it is sent, or ``None``.
-        num_sending: Number of pushes that send the version, or a delta against it.
-        num_bases: Number of servers for which it is kept as the base of their next delta.
-        dropping: The task that drops the version. ``None`` until it is being dropped.
+    ``num_sending`` counts the pushes that send it, or a delta against it; ``num_bases`` the
+    servers for which it is the base of the next delta. ``dropping`` is the task that drops it.
     """
 
     number: int
@@ -57,7 +52,7 @@ class _Version:
 
 @dataclass(frozen=True)
 class TakenSlot:
-    """A slot whose version is to be gathered; ``is_held`` if it is held until the version is dropped."""
+    """A slot to be gathered; ``is_held`` if it is held until the version is dropped."""
 
     slot: int
     version: int
@@ -67,15 +62,9 @@ class TakenSlot:
 class Versions:
     """Records which version is where; see the module's docstring.
 
-    Args:
-        slots: The slots, which the training thread fills.
-        max_alive: Maximum number of versions that may have buffers at once, at least 2.
-        drop: Makes all source ranks and the transport drop a version, and returns when its
-            buffers are free.
-
-    Attributes:
-        newest: Newest version that was begun; -1 before the first.
-        max_alive: The argument of the same name. It may be changed.
+    At most ``max_alive`` versions, at least 2, have buffers at once; it may be changed.
+    ``drop`` makes all source ranks and the transport drop a version, and returns when its
+    buffers are free. ``newest`` is the newest version that was begun; -1 before the first.
     """
 
     def __init__(
@@ -99,7 +88,7 @@ class Versions:
     async def take_newest(self, timeout_seconds: float) -> TakenSlot | None:
         """Takes the filled slot with the newest version, once there is room for another version.
 
-        Returns ``None`` if there is no room, or if no slot is filled, before the timeout.
+        Returns ``None`` if there is no room, or no filled slot, in time.
         """
         if not await self.room(timeout_seconds):
             return None
@@ -108,7 +97,6 @@ class Versions:
         return None if taken is None else TakenSlot(*taken, is_held=self._slots.can_hold())
 
     async def room(self, timeout_seconds: float) -> bool:
-        """Waits until there is room for another version, and returns whether there is."""
         async with self._changed:
             try:
                 async with asyncio.timeout(timeout_seconds):
@@ -154,7 +142,7 @@ class Versions:
         return ServerVersions(self)
 
     async def newer_than(self, number: int, timeout_seconds: float) -> int | None:
-        """Waits for a version newer than ``number`` and returns the newest, or ``None`` after the timeout."""
+        """Waits for a version newer than ``number``; returns the newest, or ``None`` in vain."""
         async with self._changed:
             try:
                 async with asyncio.timeout(timeout_seconds):
@@ -175,7 +163,6 @@ class Versions:
             self._maybe_drop(version)
 
     def has(self, number: int) -> bool:
-        """Returns whether a version can still be read."""
         version = self._alive.get(number)
         return version is not None and version.dropping is None
 
@@ -230,11 +217,9 @@ class Versions:
 
 
 class ServerVersions:
-    """Which version one server serves, and which version its next delta may be against.
+    """The version that one server serves, and the one against which its next delta may be.
 
-    Attributes:
-        confirmed: Version that the server has confirmed. It is -1 before the first confirmation
-            and while the server is lost.
+    ``confirmed`` is -1 before the first confirmation and while the server is lost.
     """
 
     def __init__(self, versions: Versions) -> None:

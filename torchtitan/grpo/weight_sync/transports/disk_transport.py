@@ -29,15 +29,6 @@ from torchtitan.grpo.weight_wire.version_files import VersionDirectories, write_
 
 
 class DiskSender(Sender):
-    """Writes a source rank's buckets to files.
-
-    Args:
-        rank: Rank of the current process in the default process group.
-        pool: The versions that this rank holds.
-        num_buckets: Number of buckets that this rank sends of each version.
-        timeout_seconds: Maximum time until the last bucket of a version has been gathered.
-    """
-
     def __init__(
         self, rank: int, pool: PayloadPool, num_buckets: int, timeout_seconds: float
     ) -> None:
@@ -65,10 +56,8 @@ class DiskSender(Sender):
 class DiskTransport(Transport[DiskSender]):
     """Sends versions as files; see the module's docstring.
 
-    Args:
-        plan: What each source rank sends.
-        make_directories: Opens ``weight_sync.disk_path`` on rank 0. The call may block.
-        timeout_seconds: Maximum time for writing a version, and for loading it on a server.
+    ``make_directories`` opens ``weight_sync.disk_path`` on rank 0 and may block.
+    ``timeout_seconds`` bounds writing a version, and loading it on a server.
     """
 
     sender_type = DiskSender
@@ -103,11 +92,9 @@ class DiskTransport(Transport[DiskSender]):
     async def written(self, version: int) -> tuple[Path, int]:
         """Returns the directory of a version, and the number of bytes of its tensors.
 
-        The first call starts to write the version. Other calls wait for the same files.
-
-        Raises:
-            NotPrepared: If the version could not be written in time, for example because the disk
-                is full. The next call tries again.
+        The first call starts to write the version. Other calls wait for the same files. Raises
+        NotPrepared if the version could not be written in time, for example because the disk is
+        full. The next call tries again.
         """
         task = self._writing.get(version)
         if task is None:
@@ -117,7 +104,7 @@ class DiskTransport(Transport[DiskSender]):
             async with asyncio.timeout(self._timeout_seconds):
                 return await asyncio.shield(task), self._plan.num_bytes
         except (OSError, RuntimeError) as error:
-            # A TimeoutError has no message of its own.
+            # A TimeoutError has no message.
             late = (
                 f"writing took longer than weight_sync.timeout_seconds = {self._timeout_seconds:g}"
             )
@@ -143,7 +130,6 @@ class DiskTransport(Transport[DiskSender]):
             raise
 
     async def forget(self, version: int) -> None:
-        """Deletes the files of a version that no server needs any more."""
         task = self._writing.pop(version, None)
         if task is not None and self._directories is not None:
             # The task is not cancelled, because work that has begun on the writers' threads cannot

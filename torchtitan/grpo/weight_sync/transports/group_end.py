@@ -3,10 +3,10 @@
 
 """A source rank's end of the process group with one server.
 
-A broadcast waits for the server. Each group therefore has a thread of its own for its collectives
-and, over NCCL, the server's stream (see `weight_wire/device_broadcast.py`). Leaving a group may wait
-for the driver, so a separate thread leaves the group. The event loop, which all servers share, never
-waits.
+A broadcast waits for the server. Each group therefore has its own thread for its collectives
+and, over NCCL, the server's stream (see `weight_wire/device_broadcast.py`). Leaving a group may
+wait for the driver, so a separate thread leaves the group. The event loop, which all servers
+share, never waits.
 """
 
 import asyncio
@@ -47,14 +47,8 @@ PIECE_BYTES = 64 * 1024**2
 class GroupSettings:
     """Settings of all groups with servers.
 
-    Attributes:
-        master_address: ``weight_sync.master_address``.
-        transport: ``weight_sync.transport``.
-        timeout_seconds: Maximum duration of the rendezvous, and of each broadcast.
-        device: The training device, from which payloads are broadcast over NCCL.
-        largest_bucket: Number of bytes of the largest bucket.
-        piece_bytes: Most bytes of one broadcast over NCCL to a server that receives pieces.
-        deltas: ``weight_sync.delta``.
+    ``timeout_seconds`` bounds the rendezvous, and each broadcast. ``largest_bucket`` and
+    ``piece_bytes`` are bytes; pieces are broadcast over NCCL to servers that receive pieces.
     """
 
     master_address: str
@@ -69,15 +63,8 @@ class GroupSettings:
 class GroupEnd:
     """A source rank's end of the process group with one server, of which it is rank 0.
 
-    Args:
-        server_url: Address of the server.
-        world_size: 1 plus the number of the server's workers.
-        backend: ``gloo`` or ``nccl``.
-        settings: Settings of all groups.
-        in_pieces: Whether the server receives a large bucket in several broadcasts.
-
-    Attributes:
-        info: What the server must be told in order to join.
+    ``world_size`` is 1 plus the number of the server's workers. With ``in_pieces``, the server
+    receives a large bucket in several broadcasts. ``info`` tells the server how to join.
     """
 
     def __init__(
@@ -153,10 +140,8 @@ class GroupEnd:
     async def send(self, read: Callable[[Callable[[torch.Tensor], None]], None]) -> None:
         """Broadcasts one payload to the server's workers.
 
-        Args:
-            read: Function that calls its argument with the payload and keeps the payload alive
-                meanwhile. It runs on the group's thread and continues even if this call is
-                cancelled.
+        ``read`` calls its argument with the payload and keeps the payload alive meanwhile. It
+        runs on the group's thread and continues even if this call is cancelled.
         """
         number, self._num_queued = self._num_queued, self._num_queued + 1
         await self._on_thread(functools.partial(self._send, number, read))
@@ -228,10 +213,9 @@ def _destroy(group: dist.ProcessGroup, gate: AbstractContextManager[None]) -> No
 
 
 def _run(call: Callable[[], T]) -> T:
-    """Calls a function and returns its result.
+    """Calls a function; its error keeps no group, store or payload alive.
 
-    If the function fails, its error keeps no group, store or payload alive: an error may live on
-    in a reference cycle, and training ranks collect cycles rarely.
+    An error may live on in a reference cycle, and training ranks collect cycles rarely.
     """
     try:
         return call()

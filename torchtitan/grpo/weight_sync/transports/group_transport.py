@@ -11,7 +11,8 @@ One push:
     unblocked by    the server's answer, its death, or the timeout
 
 A collective that one side has abandoned cannot be completed. After any failure, all groups with
-the server are therefore taken down, and the connection must be joined again before the next push.
+the server are therefore taken down, and the connection must be joined again before the next
+push.
 """
 
 import asyncio
@@ -96,10 +97,7 @@ class GroupSender(Sender):
     async def open(
         self, server_url: str, world_size: int, backend: str, in_pieces: bool
     ) -> WeightGroupInfo:
-        """Makes a group with a server, which no process has joined yet.
-
-        A former group with the same server is taken down first.
-        """
+        """Makes a group with a server, which nobody has joined yet; an earlier one is taken down."""
         await self.leave(server_url)
         end = GroupEnd(server_url, world_size, backend, self._settings, in_pieces=in_pieces)
         self._ends[server_url] = end
@@ -112,7 +110,7 @@ class GroupSender(Sender):
 
     @operation
     async def send(self, server_url: str, version: int, index: int, base: int | None) -> None:
-        """Broadcasts a bucket over the group with a server, after :meth:`prepare` has described it."""
+        """Broadcasts a bucket to a server, after :meth:`prepare` has described it."""
 
         def read(broadcast: Callable[[torch.Tensor], None]) -> None:
             with self.pool.reading(version) as payload:
@@ -123,7 +121,6 @@ class GroupSender(Sender):
 
     @operation
     async def leave(self, server_url: str) -> None:
-        """Takes down the group with a server, if there is one."""
         end = self._ends.pop(server_url, None)
         if end is not None:
             await end.leave()
@@ -141,7 +138,6 @@ class GroupSender(Sender):
 
 
 def encode_delta(new: Payload, old: Payload, index: int) -> Bucket:
-    """Returns a bucket as changes to the same bucket of an older version."""
     current, previous = new.bucket(index), old.bucket(index)
     spec = current.spec
     itemsize = getattr(torch, spec.dtypes[0]).itemsize
@@ -151,14 +147,14 @@ def encode_delta(new: Payload, old: Payload, index: int) -> Bucket:
 
 
 class NcclImpossible(ServerError):
-    """``weight_sync.transport`` requires NCCL, and the server cannot be reached over NCCL."""
+    pass
 
 
 class Handshake:
     """Chooses the backend of the groups with a server, the same for all source ranks.
 
     The choice is made anew whenever the server joins, because a server may return with another
-    version of NCCL or on another GPU. It is logged whenever it changes.
+    version of NCCL or on another GPU.
     """
 
     def __init__(self, client: InferenceClient, transport: GroupTransportName) -> None:
@@ -211,8 +207,6 @@ class Handshake:
 
 
 class GroupTransport(Transport[GroupSender]):
-    """Sends versions over process groups; see the module's docstring."""
-
     sender_type = GroupSender
 
     def __init__(self, plan: PushPlan, settings: GroupSettings) -> None:
@@ -244,12 +238,8 @@ class GroupTransport(Transport[GroupSender]):
 class GroupConnection(Connection):
     """The groups of all source ranks with one server.
 
-    Args:
-        client: The server.
-        senders: The senders of the source ranks, in the order in which they send.
-        num_buckets: Number of buckets that each source rank sends, by rank.
-        timeout_seconds: Maximum duration of a join, and of the transfer of each bucket.
-        transport: ``weight_sync.transport``, which determines the backend of the groups.
+    Senders send in the given order; ``num_buckets`` counts the buckets of each, by rank.
+    ``timeout_seconds`` bounds a join, and the transfer of each bucket.
     """
 
     def __init__(
@@ -315,8 +305,8 @@ class GroupConnection(Connection):
         """Sends all buckets and returns their total number of bytes.
 
         Source ranks send at the same time if the server can receive from several at once.
-        Otherwise, buckets are sent one after another, from each source in turn, so that no single
-        source is busy for long.
+        Otherwise, buckets are sent one after another, from each source in turn, so that no
+        single source is busy for long.
         """
         of_source = [
             [(sender, index) for index in range(self._num_buckets[sender.rank])]
@@ -346,9 +336,8 @@ class GroupConnection(Connection):
     ) -> int:
         """Sends buckets one after another and returns their total number of bytes.
 
-        While one bucket is sent, the next one is already announced to the server, so that the
-        server does not wait for a request between the two. Broadcasts and requests are both made
-        in the order of the buckets.
+        While one bucket is sent, the next one is already announced, so that the server does not
+        wait for a request between the two. Both keep the order of the buckets.
         """
         num_bytes = 0
         under_way: deque[asyncio.Task[None]] = deque()
@@ -376,7 +365,6 @@ class GroupConnection(Connection):
         version: int,
         base: int | None,
     ) -> None:
-        """Sends one bucket and asks the server to receive it."""
         group_name = self._group_of[sender.rank]
         await self._beside(
             sender.send(self.client.url, version, index, base),
@@ -402,8 +390,8 @@ class GroupConnection(Connection):
     async def _beside(self, ours, theirs) -> None:
         """Runs this side's part of a collective while the server is asked to run its part.
 
-        The method raises the first failure, because this side would otherwise wait for a server
-        that has refused the request. Each part ends by its own timeout: that of the group, or that
+        The first failure is raised, because this side would otherwise wait for a server that
+        has refused the request. Each part ends by its own timeout: that of the group, or that
         of the control request.
         """
         own, other = asyncio.ensure_future(ours), asyncio.ensure_future(theirs)

@@ -30,12 +30,9 @@ logger = logging.getLogger(__name__)
 class PushReport:
     """A push that the server has committed.
 
-    Attributes:
-        version: Policy version that the server now serves.
-        num_bytes: Number of bytes of all payloads together.
-        push_seconds: Time from the first request to the last answer.
-        transfer_seconds: Time within the push from the first bucket sent to the last one received.
-        pause_seconds: Time within the push during which the server generated nothing.
+    It lasts from the first request to the last answer, and the transfer within it from the
+    first bucket sent to the last one received. During ``pause_seconds`` the server generated
+    nothing.
     """
 
     version: int
@@ -50,13 +47,10 @@ class NotPrepared(RuntimeError):
 
 
 class Connection(ABC):
-    """Carries versions to one server. A connection is either joined or not joined.
+    """Carries versions to one server, whose client the caller closes.
 
-    After any failure, :meth:`recover` takes the connection down, and the connection must be joined
-    again before the next push.
-
-    Args:
-        client: The server. The caller closes it.
+    After any failure, :meth:`recover` takes the connection down, and it must be joined again
+    before the next push.
     """
 
     def __init__(self, client: InferenceClient) -> None:
@@ -64,24 +58,22 @@ class Connection(ABC):
 
     @abstractmethod
     async def join(self) -> None:
-        """Joins the connection, so that versions can be pushed; ServerError if that fails or takes too long."""
+        """Joins the connection, so that versions can be pushed; ServerError if that fails."""
 
     @abstractmethod
     async def prepare(self, version: int) -> None:
         """Prepares a version on the trainer's side only.
 
-        Raises:
-            NotPrepared: If the version could not be prepared. The server is unchanged.
+        Raises NotPrepared if that failed. The server is unchanged.
         """
 
     @abstractmethod
     async def push(self, version: int, base: int | None) -> PushReport:
         """Sends one version to the server and makes the server serve it.
 
-        Args:
-            version: Policy version that the source ranks hold or are gathering.
-            base: Version that the server has confirmed and that the source ranks still hold. Only
-                the changes since this version are sent. ``None`` sends everything.
+        The source ranks hold the version or are gathering it. Only the changes since ``base``
+        are sent, a version that the server has confirmed and the source ranks still hold;
+        ``None`` sends everything.
 
         Raises:
             ServerError: If the server refused, failed, or did not answer in time.
@@ -92,8 +84,8 @@ class Connection(ABC):
     async def recover(self) -> None:
         """Cancels, on both sides, the work that was under way when a failure occurred.
 
-        The method returns within a bounded time, whatever the server does. Afterwards, the
-        connection is no longer joined, and the server generates again if it answers requests.
+        It returns within a bounded time, whatever the server does. Afterwards, the connection
+        is no longer joined, and the server generates again if it answers requests.
         """
 
     @abstractmethod
@@ -103,8 +95,8 @@ class Connection(ABC):
     async def release_server(self, timeout_seconds: float) -> None:
         """Makes the server leave its groups, drop an open update, and generate again.
 
-        A trainer that was killed earlier may have left such groups and updates behind. If the server
-        does not answer, the method logs this and returns.
+        A trainer that was killed earlier may have left such groups and updates behind. A server
+        that does not answer is only logged.
         """
         for step in (self.client.leave_weight_groups, self.client.resume):
             try:
@@ -122,12 +114,8 @@ class Connection(ABC):
 class Sender(ABC):
     """A source rank's part of sending versions.
 
-    The leader calls the methods that subclasses mark with ``rank_calls.operation``: directly on its own
-    rank, and over the ranks' channel on other ranks.
-
-    Args:
-        rank: Rank of the current process in the default process group.
-        pool: The versions that this rank holds.
+    The leader calls the methods that subclasses mark with ``rank_calls.operation``: directly on
+    its own rank, and over the ranks' channel on other ranks.
     """
 
     def __init__(self, rank: int, pool: PayloadPool) -> None:
@@ -142,11 +130,7 @@ S = TypeVar("S", bound=Sender)
 
 
 class Transport(ABC, Generic[S]):
-    """One way to send versions to servers. Every rank makes it from the same configuration.
-
-    Attributes:
-        sender_type: Class of the senders.
-    """
+    """One way to send versions to servers. Every rank makes it from the same configuration."""
 
     sender_type: type[S]
 
@@ -162,9 +146,7 @@ class Transport(ABC, Generic[S]):
     async def lead(self, senders: Sequence[S]) -> None:
         """Prepares the transport on rank 0; called once, before the methods below.
 
-        Args:
-            senders: The senders of all source ranks, ascending by rank. Versions are sent in this
-                order.
+        Versions are sent by the senders of all source ranks in this order, ascending by rank.
         """
 
     @abstractmethod
@@ -175,4 +157,4 @@ class Transport(ABC, Generic[S]):
         """Discards what :meth:`Connection.prepare` made for a version that no lane sends any more."""
 
     def close(self) -> None:
-        """Ends what :meth:`lead` started. This method is idempotent."""
+        """Ends what :meth:`lead` started. It is idempotent."""
