@@ -78,7 +78,8 @@ async def gathered(built: Built, reach: Reach) -> Gathered:
         storage = slot_memory.SnapshotSlots(plan, 2)
     snapshots = Snapshots(parameters, storage.shards, CPU)
     gatherer = Gatherer(plan, storage, built.adapter, timeout_seconds=60.0)
-    buckets = gatherer.own.buckets if gatherer.own is not None else ()
+    source = plan.source(dist.get_rank())
+    buckets = source.buckets if source is not None else ()
     specs, sizes = [b.spec for b in buckets], [b.num_bytes for b in buckets]
     pool = PayloadPool(specs, sizes, False, storage.buckets)
     tensors, names = [], []

@@ -16,6 +16,8 @@ import logging
 
 import torch
 
+logger = logging.getLogger()
+
 # 8 MiB of float32: small enough for the part of the last-level cache that a core has, and large
 # enough that threads, which synchronize after each operation, rarely wait on a busy machine.
 _BLOCK_LOGITS_PER_THREAD = 2**21
@@ -168,7 +170,7 @@ def _triton_kernels():
         raise
     # Triton has no error of its own for a missing compiler, or a device that it does not know.
     except Exception as error:
-        logging.getLogger().warning(
+        logger.warning(
             "The softmax over the vocabulary runs as separate operations, which move several times "
             f"the memory, because its Triton kernels do not run here: {error!r}"
         )

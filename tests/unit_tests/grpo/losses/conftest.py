@@ -340,10 +340,14 @@ def pack(
 def row_slice(inputs: LossInputs, begin: int, end: int) -> LossInputs:
     """A microbatch: rows ``[begin, end)``."""
     top = inputs.teacher_top
-    tensors = {name: value[begin:end] for name, value in vars(inputs).items() if value is not top}
+    tensors = {
+        name: value[begin:end] for name, value in vars(inputs).items() if torch.is_tensor(value)
+    }
+    tensors["ref_logprobs"] = tensors.get("ref_logprobs")
+    columns = {name: value[begin:end] for name, value in inputs.columns.items()}
     if top is not None:
         top = TopLogprobs(*(value[begin:end] for value in vars(top).values()))
-    return LossInputs(**tensors, teacher_top=top)
+    return LossInputs(**tensors, teacher_top=top, columns=columns)
 
 
 def mean_weight(config: GRPO, microbatches: list[LossInputs]) -> torch.Tensor | None:

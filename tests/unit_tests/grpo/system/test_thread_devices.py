@@ -24,7 +24,7 @@ ON_A_GPU = {
 ELSEWHERE = {
     "{}",  # an environment's
     "embedded-engine", "weight-gather-source", "folder-lock", "log-limit", "lost-rank-end",
-    "monitor", "orphan-reaper", "parent-watch", "rank-watch", "run-removal", "snapshot-copy",
+    "monitor", "orphan-reaper", "parent-watch", "rank-channel", "run-removal", "snapshot-copy",
     "stop-watch", "verifiers", "weight-encode", "weight-leave-{}", "weight-publisher",
     "weight-slots", "weight-write",
 }  # fmt: skip
