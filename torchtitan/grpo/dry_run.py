@@ -137,7 +137,6 @@ def _examples(config: JobConfig, model: HFModel, date: str, warnings: list[str])
 
 
 def _memory(config: JobConfig, model: HFModel) -> Iterator[str]:
-    """Describes the memory of a training step and of the push."""
     yield "Memory of a training step, on the rank that holds the most (estimated)"
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     yield from (f"  {line}" for line in describe_memory(config, model, num_ranks))
@@ -146,7 +145,6 @@ def _memory(config: JobConfig, model: HFModel) -> Iterator[str]:
 
 
 def _push_memory(config: JobConfig, model: HFModel) -> Iterator[str]:
-    """Describes what the push of weights allocates when the run starts."""
     shapes = parameter_shapes(config, model)
     _, adapter_of = build_without_memory(config, model)
     inference = config.inference
@@ -184,7 +182,6 @@ def check_inputs(config: RolloutProcessConfig, timeout_seconds: float) -> InputR
 
 
 def _wait(child: subprocess.Popen, progress: Path, timeout_seconds: float) -> None:
-    """Waits for the end of the check, and shows its progress."""
     deadline, told = time.monotonic() + timeout_seconds, ""
     while time.monotonic() < deadline:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -213,9 +210,7 @@ def _read_report(folder: Path, timeout_seconds: float) -> InputReport:
 
 
 def describe_settings(config: JobConfig) -> str:
-    """Returns the resolved configuration in lines like TOML, with torchtitan's default where it
-    differs.
-    """
+    """Returns the resolved configuration like TOML, with torchtitan's default where it differs."""
     changed = changed_defaults()
     lines = []
     for table, values in config.to_dict().items():
@@ -230,7 +225,6 @@ def describe_settings(config: JobConfig) -> str:
 
 
 def describe_plan(config: JobConfig) -> str:
-    """Returns the planned layout, the batch and the servers, in lines."""
     lines = [
         "Layout",
         f"  ranks: {describe_layout(config)}",

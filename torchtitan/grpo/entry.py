@@ -70,13 +70,9 @@ _LOSS_PATIENCE_SECONDS = 1.0
 class RunnableTrainer(Protocol):
     """The part of `grpo_train.GRPOTrainer` that :func:`run` needs."""
 
-    def train(self) -> None:
-        """Trains until the last step or a stop request."""
-        ...
+    def train(self) -> None: ...
 
-    def close(self) -> None:
-        """Ends everything that the trainer started."""
-        ...
+    def close(self) -> None: ...
 
 
 TrainerFactory = Callable[[JobConfig, HFModel, StopRequest, RankChannel], RunnableTrainer]

@@ -68,7 +68,6 @@ class Subject:
 
 
 def options() -> argparse.ArgumentParser:
-    """Returns the parser of arguments beside settings."""
     parser = argparse.ArgumentParser(prog="torchtitan-grpo evaluate", allow_abbrev=False)
     parser.add_argument("--model", help="Hugging Face directory, or name on the Hub, to evaluate")
     parser.add_argument(
@@ -79,11 +78,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def evaluate(given: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Evaluates with the ranks' settings in ``arguments``, prints a table and returns the exit
-    status.
-
-    Raises RunError if the configuration, the model, the checkpoint or the folder cannot be used.
-    """
+    """Evaluates with the ranks' ``arguments``; returns the exit status, or raises RunError."""
     config = load_config(list(arguments))
     held: HeldFolders | None = None
     try:
@@ -140,7 +135,6 @@ def print_table(result: EvaluationResult) -> None:
 
 
 def table(result: EvaluationResult) -> Table:
-    """Returns the figures as a table, one row for each set."""
     ks = sorted({k for of_set in result.sets for k in of_set.pass_at})
     made = Table(box=None, pad_edge=False)
     made.add_column("set")
@@ -195,7 +189,7 @@ def _named(config: JobConfig, given: argparse.Namespace) -> tuple[HFModel, str]:
         config.model.hf_assets_path = given.model
     for note in locate_models(config):
         print(note, file=sys.stderr)
-    # Servers of other kinds can serve quantised weights, and nothing else reads them here.
+    # Servers of other kinds can serve quantized weights, and nothing else reads them here.
     reads_itself = config.inference.launch and config.inference.kind == "embedded"
     model = read_hf_model(
         config.model.hf_assets_path, may_be_quantised=not (reads_itself or given.checkpoint)
@@ -254,7 +248,6 @@ async def _run(config: RolloutProcessConfig) -> tuple[EvaluationResult, list[str
 def _record(
     config: JobConfig, subject: Subject, result: EvaluationResult, servers: Sequence[str]
 ) -> dict[str, Any]:
-    """Content of the result's file."""
     settings = evaluation_sets(config.evaluation)
     return {
         "evaluated": subject.described,

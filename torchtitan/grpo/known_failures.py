@@ -38,7 +38,6 @@ def known_failure(error: BaseException, config: JobConfig) -> str | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error and its causes, the innermost last."""
     found: BaseException | None = error
     while found is not None:
         yield found
@@ -61,7 +60,6 @@ def _out_of_memory(error: BaseException, config: JobConfig) -> str:
 
 
 def _rows_at_once(config: JobConfig) -> tuple[str, int]:
-    """The setting of the rows of a microbatch, and its value."""
     if config.parallelism.pipeline_parallel_degree > 1:
         key = "parallelism.pipeline_parallel_microbatch_size"
         return key, config.parallelism.pipeline_parallel_microbatch_size

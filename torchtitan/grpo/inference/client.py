@@ -1,8 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The interface of inference servers; the implementations are in `vllm/`, `sglang/` and
-`embedded/`.
+"""The interface of inference servers, which `vllm/`, `sglang/` and `embedded/` implement.
 
 The rollout process samples with it, the trainer pushes weights with it, both from asyncio code. A
 client holds one HTTP session, which belongs to the event loop of its first request.
@@ -23,7 +22,7 @@ class ServerError(RuntimeError):
 
     @property
     def was_answered(self) -> bool:
-        """True if the server answered."""
+        """True if the server answered, but did not do what it was asked."""
         return True
 
 
@@ -180,9 +179,7 @@ class InferenceClient(ABC):
 
     @abstractmethod
     async def leave_weight_groups(self) -> None:
-        """Drops an open update, and leaves all groups. A broadcast that the server waits for is
-        ended.
-        """
+        """Drops an open update, and leaves all groups, also in the middle of a broadcast."""
 
     @abstractmethod
     async def begin_update(self) -> None:

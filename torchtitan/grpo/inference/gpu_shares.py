@@ -15,9 +15,7 @@ _WITHOUT_TRAINING = 0.9
 
 @dataclass(frozen=True)
 class GpuShare:
-    """One server's GPUs, named as in ``CUDA_VISIBLE_DEVICES``, its number of workers, and its part
-    of each GPU's memory; ``None`` is the server's own default.
-    """
+    """A server's GPUs (as in ``CUDA_VISIBLE_DEVICES``), workers, and part of memory, if limited."""
 
     gpus: tuple[str, ...] = ()
     tensor_parallel_size: int = 1

@@ -56,8 +56,7 @@ class Answer:
 
 
 class HttpConnection:
-    """Base URL, keys and HTTP session of one server; the event loop of the first request owns the
-    session.
+    """URL, keys and HTTP session of one server, in the event loop of the first request.
 
     Args:
         admin_key: Key of control routes; ``None`` is ``api_key``.
@@ -202,8 +201,6 @@ class HttpConnection:
 
 
 class HttpClient(InferenceClient):
-    """Base class of the clients of all kinds."""
-
     def __init__(
         self, http: HttpConnection, capabilities: Capabilities, *, request_timeout_seconds: float
     ) -> None:
@@ -255,7 +252,6 @@ class HttpClient(InferenceClient):
 
 
 def excerpt(value: Any) -> str:
-    """Returns the beginning of an answer, for an error message."""
     text = value if isinstance(value, str) else json.dumps(value, default=str, allow_nan=True)
     return text if len(text) <= _EXCERPT_CHARS else text[:_EXCERPT_CHARS] + "..."
 

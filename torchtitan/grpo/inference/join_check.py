@@ -136,7 +136,6 @@ def model_problems(facts: ServerFacts, needs: ServerNeeds) -> list[str]:
 
 
 def release_warnings(url: str, facts: ServerFacts, kind: ServerKind) -> list[str]:
-    """Returns a warning if this project was not tried with the server's release."""
     known = kind_row(kind).known_releases
     if not known or (facts.release or "").startswith(known):
         return []

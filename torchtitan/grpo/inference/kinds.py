@@ -52,7 +52,6 @@ class KindRow:
 
     @property
     def install_script(self) -> str | None:
-        """Script that makes :attr:`environment`."""
         return None if self.environment is None else f"scripts/install_{self.name}.sh"
 
     def load_client(self) -> Callable[..., InferenceClient]:

@@ -66,7 +66,6 @@ class LaunchedServer:
             note_held(self.process.pid, self.folder)
 
     def stop(self, grace_seconds: float = 3.0) -> None:
-        """Ends the server and its workers."""
         stop_servers([self], grace_seconds)
 
     def describe_end(self) -> str:
@@ -146,7 +145,6 @@ def mask_keys(command: Sequence[str]) -> list[str]:
 def server_specs(
     config: "RolloutProcessConfig", environ: Mapping[str, str], ports: Sequence[int]
 ) -> list[ServerSpec]:
-    """Returns the settings of the servers of ``[inference]``, one for each port."""
     inference = config.inference
     device = inference.device if inference.device != "auto" else default_device(environ)
     dtype = inference.dtype
@@ -278,13 +276,11 @@ def free_ports(count: int) -> list[int]:
 
 
 class HeldPorts:
-    """Distinct free ports that the kernel gives to no other connection while they are held (on
-    Linux).
+    """Distinct free ports, which the kernel (of Linux) gives to no other connection while held.
 
     A restarted server must find its port free, but meanwhile the kernel may give the port to any
     outgoing connection. A socket that is bound and does not listen prevents this. Servers can still
-    listen there, because all kinds set SO_REUSEADDR; connections of the ended server do not prevent
-    it.
+    listen there, because all kinds set SO_REUSEADDR; old connections do not matter.
     """
 
     def __init__(self, count: int) -> None:

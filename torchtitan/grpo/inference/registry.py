@@ -9,8 +9,7 @@ processes, and a person can look into it or remove a file.
 
 A living server writes its file every two seconds, with a higher number. The reader takes a server
 for alive once it has *seen* the number change, and for dead after 30 s without a change by its own
-clock. So no clocks of different hosts are compared, and files of killed servers or earlier runs do
-not count.
+clock. So hosts' clocks are not compared, and files of killed servers or earlier runs do not count.
 """
 
 import contextlib
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from torchtitan.grpo.config import Inference
 
 BEAT_SECONDS = 2.0
-"""Time between two registrations of a server."""
 DEAD_SECONDS = 30.0
 """Allowed silence of a server, longer than a disk or a link should need to come back."""
 _MAX_BYTES = 4096
@@ -83,8 +81,6 @@ def registry_folder(inference: "Inference", dump_folder: str) -> str | None:
 
 
 class RegistryFolder:
-    """The folder of the files, made at the first write."""
-
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
 
@@ -130,7 +126,7 @@ _Mark = tuple[str, int, float, int]
 
 
 class RegisteredServers:
-    """Follows a folder's servers of the run's kind; others belong to another run."""
+    """Follows a folder's servers of the run's kind. ``clock`` must never go back."""
 
     name = "inference.registry"
 

@@ -80,7 +80,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(arguments: list[str]) -> tuple[ServerSpec, str | None]:
-    """Returns the server of a command line, with unknown arguments for it, and its registry."""
+    """Returns the server, with unknown arguments for it, and its registry."""
     parser = _make_parser()
     options, extra = parser.parse_known_args(arguments)
     try:

@@ -64,13 +64,11 @@ def remedy(log_file: Path, begin: int = 0) -> str:
 
 
 def last_line(log_file: Path, begin: int = 0) -> str:
-    """Returns the last line of a log that is not empty."""
     lines = [line.strip() for line in log_tail(log_file, begin).splitlines() if line.strip()]
     return lines[-1][-_LINE_CHARS:] if lines else "(nothing yet)"
 
 
 def log_tail(log_file: Path, begin: int = 0) -> str:
-    """Returns the end of a log, for an error message."""
     try:
         with log_file.open("rb") as file:
             file.seek(max(begin, log_file.stat().st_size - _TAIL_BYTES))
@@ -87,8 +85,7 @@ def _without_prefix(line: str) -> str:
 
 
 def _lines(log_file: Path, begin: int) -> Iterator[str]:
-    """Yields the lines of the first ``_SEARCHED_BYTES`` bytes behind ``begin``, if the log is
-    readable.
+    """Yields the lines of ``_SEARCHED_BYTES`` from ``begin``, if the log is readable.
 
     It is not read at once: the C library keeps as much free memory as the largest block that was
     ever returned to it, so each log of a lost server would enlarge this process for good.

@@ -68,8 +68,7 @@ def batched_tokens(spec: ServerSpec) -> int:
 
     By default 2,048 on a GPU and 256 on a CPU, which saturate the device with a few running
     requests; more would only make these wait longer. With many running requests it is twice their
-    number, so that half is left for prompts. SGLang wants a multiple of its page size, a power of
-    2.
+    number, so that half is left for prompts. SGLang wants a multiple of its page size.
     """
     if spec.max_batched_tokens:
         return spec.max_batched_tokens

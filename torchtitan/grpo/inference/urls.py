@@ -27,7 +27,10 @@ _Mark = tuple[int, int, int, int]
 
 
 def checked_urls(urls: Sequence[str], source: str) -> list[str]:
-    """Returns URLs in lower case without trailing slashes; ValueError names ``source``."""
+    """Returns URLs in lower case without trailing slashes.
+
+    Raises ValueError, with ``source``, if there is none, or if one is malformed or repeated.
+    """
     checked = []
     for url in urls:
         try:
@@ -108,9 +111,7 @@ def read_urls(path: Path) -> list[str]:
 
 
 def named_urls(inference: "Inference") -> list[str]:
-    """Returns the URLs that ``[inference]`` names; none if the file is missing (only rank 0 needs
-    it).
-    """
+    """Returns the URLs of ``[inference]``; none if the file, which rank 0 needs, is missing."""
     if inference.urls_file is None:
         return checked_urls(inference.urls, "inference.urls") if inference.urls else []
     path = Path(inference.urls_file)

@@ -115,7 +115,6 @@ def _compared(
     std: Literal["sample", "population"],
     eps: float,
 ) -> np.ndarray:
-    """Advantages before they are scaled by length."""
     centered, member_of, sizes = _centered(rewards, group_ids)
     squares = np.bincount(member_of, centered**2, len(sizes))
     match kind:

@@ -29,8 +29,7 @@ def weight_mass(completion_lengths: np.ndarray, *, kind: AggregationKind) -> int
 def token_weights(
     completion_lengths: np.ndarray, *, kind: AggregationKind, constant_length: int
 ) -> np.ndarray:
-    """Returns the weight of each trained token of the samples of one optimizer step, [samples]
-    float64.
+    """Returns the weight of each trained token of an optimizer step's samples, [samples] float64.
 
     With ``n_i`` trained tokens in sample i, and S samples with at least one::
 

@@ -1,8 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""On-policy distillation: the reverse KL divergence from a teacher, of the sampled or of many
-tokens.
+"""On-policy distillation: reverse KL divergence from a teacher, of sampled or of many tokens.
 
 With ratings of sampled tokens only, the divergence is an advantage of each token. For the logprobs
 ``s`` and ``t`` of student and teacher for a token that the student sampled::
@@ -30,9 +29,7 @@ import numpy as np
 import torch
 
 TAIL_FLOOR = 1e-6
-"""Least probability of "any other token". What float32 logprobs leave of 1 has an error of this
-size.
-"""
+"""Least probability of "any other token", about the error of what float32 logprobs leave of 1."""
 
 _LOGPROB_FLOOR = -100.0
 """Replaces lower logprobs, whose probabilities float32 cannot hold precisely."""

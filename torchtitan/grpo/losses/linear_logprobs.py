@@ -263,7 +263,6 @@ def _add_input_gradients(
     grad_hidden: torch.Tensor | None,
     grad_weight: torch.Tensor | None,
 ) -> None:
-    """Runs the backward pass over all slices."""
     logit_buffer = slices.buffer(slices.dtype)
     # Where the products have another dtype, the gradients are written in it right away.
     grad_buffer = logit_buffer

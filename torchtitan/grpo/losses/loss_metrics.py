@@ -49,7 +49,7 @@ class Metric(NamedTuple):
 
 
 def loss_metric(value: torch.Tensor) -> Metric:
-    """Returns the metric of a term of the loss, a scalar [] as in the gradient."""
+    """Returns the metric of a term of the loss, a scalar []."""
     return Metric("loss", (value.detach(),))
 
 
@@ -148,7 +148,6 @@ class MetricTotals:
         return float(moved[-1]) if beside is not None else 0.0
 
     def merge(self, other: "MetricTotals") -> None:
-        """Adds another minibatch's totals of the same metrics."""
         self.fetch()
         other.fetch()
         self.added += other.added
@@ -159,7 +158,6 @@ class MetricTotals:
         self._on_device = [(combined, own * scale) for combined, own in self._on_device]
 
     def values(self, num_optimizer_steps: int) -> dict[str, float]:
-        """Returns the value of each metric after at least one optimizer step."""
         self.fetch()
         added, largest = iter(self.added.tolist()), iter(self.largest.tolist())
         found = {}

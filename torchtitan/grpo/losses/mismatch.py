@@ -23,8 +23,7 @@ MismatchCorrection = Literal["none", "truncate", "mask"]
 
 @dataclass(frozen=True)
 class MismatchWeights:
-    """Weights of the policy loss, and the tokens that the correction changed; all detached [rows,
-    seq].
+    """Weights of the policy loss, and tokens that the correction changed: detached [rows, seq].
 
     Attributes:
         weights: float, 0 where not trained, masked, vetoed, rejected or off-policy.
@@ -141,7 +140,6 @@ def mismatch_weights(
 def _capped_and_masked(
     correction: MismatchCorrection, outside: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a correction caps the ratio and where it masks the token."""
     nowhere = torch.zeros_like(outside)
     match correction:
         case "none":

@@ -102,8 +102,7 @@ def objective(
     mean_weight: torch.Tensor | None = None,
     teacher: Teacher | None = None,
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """Computes the loss of a microbatch, a scalar [] to be summed over microbatches and ranks, and
-    metrics.
+    """Returns a microbatch's loss [], to be summed over microbatches and ranks, and its metrics.
 
     Rows without a trained or mixed-in token give a loss of 0 with gradients of 0. It computes in
     the inputs' dtype, and can be compiled with ``torch.compile(fullgraph=True)``. ``mean_weight``,
@@ -234,9 +233,7 @@ def _check_top(top: TopLogprobs | None, shape: torch.Size, top_k: int) -> None:
 
 
 def _without_untrained(inputs: LossInputs) -> LossInputs:
-    """Inputs with zeros at untrained tokens, before any arithmetic: 0 * NaN is NaN, also in
-    gradients.
-    """
+    """Inputs with zeros at untrained tokens, before any arithmetic: 0 * NaN is NaN."""
 
     def masked(values: torch.Tensor) -> torch.Tensor:
         return torch.where(inputs.loss_mask, values, 0.0)

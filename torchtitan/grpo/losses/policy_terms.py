@@ -60,9 +60,7 @@ class PolicyTerm:
 
 
 PolicyFunction = Callable[..., PolicyTerm]
-"""``(inputs: PolicyInputs, config: GRPO, **options) -> PolicyTerm`` with
-``grpo.policy_loss_options``.
-"""
+"""``(inputs: PolicyInputs, config: GRPO, **grpo.policy_loss_options) -> PolicyTerm``"""
 
 CLIPPED, DUAL_CLIPPED = "loss/clipped_fraction", "loss/dual_clipped_fraction"
 

@@ -58,8 +58,7 @@ def spread(per_sequence: torch.Tensor, sequence_ids: torch.Tensor) -> torch.Tens
 def sequence_means(
     values: torch.Tensor, loss_mask: torch.Tensor, sequence_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Returns, at each token, the mean of its sequence's values over the trained tokens, [rows,
-    seq].
+    """Returns, at each token, the mean of its sequence's trained values, [rows, seq].
 
     Values are 0 where not trained. The mean is 0 for a sequence without a trained token.
     """

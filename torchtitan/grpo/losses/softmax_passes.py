@@ -168,7 +168,7 @@ def _triton_kernels():
         torch.cuda.current_stream().synchronize()
     except torch.OutOfMemoryError:
         raise
-    # Triton has no error of its own for a missing compiler, or a device that it does not know.
+    # Triton has no special error for a missing compiler, or a device that it does not know.
     except Exception as error:
         logger.warning(
             "The softmax over the vocabulary runs as separate operations, which move several times "
@@ -194,7 +194,6 @@ def _block_size(logits: torch.Tensor) -> int:
 
 
 def _row_blocks(logits: torch.Tensor, size: int) -> list[slice]:
-    """Cuts the rows of [tokens, width] logits into blocks of at most ``size`` logits."""
     tokens, width = logits.shape
     rows = size // width
     return [slice(begin, min(begin + rows, tokens)) for begin in range(0, tokens, rows)]

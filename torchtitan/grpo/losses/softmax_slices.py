@@ -57,7 +57,6 @@ class LogitSlices:
         self.width = width
 
     def starts(self) -> range:
-        """Returns the first id of each slice; empty if there is nothing to compute."""
         vocab = len(self.weight) if len(self.hidden) else 0
         return range(0, vocab, max(self.width, 1))
 
@@ -75,7 +74,6 @@ class LogitSlices:
         return self.weight[start : start + self.width].to(self.hidden.dtype)
 
     def compute(self, start: int, out: torch.Tensor) -> None:
-        """Writes the logits [tokens, width] of the slice at ``start``."""
         weight = self.weight_slice(start).t()
         if self.hidden.dtype == out.dtype:
             torch.mm(self.hidden, weight, out=out)

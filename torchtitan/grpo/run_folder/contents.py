@@ -12,10 +12,8 @@ if TYPE_CHECKING:  # `torchtitan-grpo --help` must not import torch
     from torchtitan.grpo.job_config import JobConfig
 
 STARTS_FOLDER = "starts"
-"""Folder with one numbered folder for each start of the run."""
 
 WANDB_ID_FILE = "wandb_id_rank"
-"""Beginning of the name of a file with a rank's run id in wandb."""
 
 _WRITTEN = (
     *("metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "ledger.jsonl"),
@@ -31,8 +29,7 @@ _WRITTEN = (
 
 
 def describe_run(config: "JobConfig", folder: Path | None = None) -> str | None:
-    """Returns what an earlier run has left, by default in the dump folder; None if it would be no
-    loss.
+    """Returns what an earlier run has left, by default in the dump folder; None if nothing.
 
     Logs and empty files of a run that failed before its first step do not count.
     """
@@ -49,7 +46,6 @@ def describe_run(config: "JobConfig", folder: Path | None = None) -> str | None:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Returns the steps of folders ``step-N``, ascending."""
     names = (path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir())
     return sorted(int(name) for name in names if name.isdecimal())
 
@@ -75,7 +71,6 @@ def written(config: "JobConfig") -> Iterator[Path]:
 
 
 def _patterns(config: "JobConfig") -> Iterator[tuple[str, str]]:
-    """Yields folders, relative to the dump folder or absolute, with patterns."""
     yield from (("", pattern) for pattern in _WRITTEN)
     comm, profiling = config.comm, config.profiling
     yield config.checkpoint.folder, "step-*"

@@ -34,7 +34,7 @@ _NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class FolderError(RunError):
-    """``job.dump_folder`` cannot be used, for the reason in the message."""
+    """``job.dump_folder`` cannot be used."""
 
 
 class RunFolder:
@@ -97,7 +97,7 @@ class RunFolder:
 
 
 def hold(config: JobConfig, folder: Path | None = None) -> HeldFolders:
-    """Makes and locks a folder for the life of this process; None is all that a run writes.
+    """Makes and locks a folder, or all that a run writes, for the life of this process.
 
     Raises FolderInUse if another process holds it, FolderError if it cannot be made or written.
     """
@@ -133,7 +133,6 @@ def _is_within(path: Path, folder: Path) -> bool:
 
 
 def describe_earlier(config: JobConfig) -> Iterator[str]:
-    """Yields lines about earlier runs in a run's folder."""
     for path in earlier_runs(config.job.dump_folder, "replacing"):
         yield (
             f"A start was ended while it moved a run to {path}. The next start moves that back first."
@@ -175,7 +174,6 @@ def _is_forbidden(error: Exception | None) -> TypeGuard[OSError]:
 
 
 def _is_visible(folder: Path) -> bool:
-    """Returns whether this user can see a folder's content, or its absence."""
     try:
         if folder.is_dir():
             os.scandir(folder).close()
@@ -225,7 +223,6 @@ def _nearest(folder: Path) -> Path:
 
 
 def _not_usable(dump_folder: str, error: Exception) -> str:
-    """Returns the message about a folder that cannot be made or written."""
     reason = getattr(error, "strerror", None) or str(error)
     name = getattr(error, "filename", None)
     where = f" ({name})" if name and str(name) != dump_folder else ""

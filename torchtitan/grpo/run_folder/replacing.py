@@ -37,7 +37,6 @@ _CLOSE_SECONDS = 2.0
 
 
 def earlier_runs(dump_folder: str, *states: str) -> list[Path]:
-    """Returns folders of earlier runs, by default of whole ones."""
     folder = Path(dump_folder)
     wanted = states or ("replaced", "kept")
     found = folder.iterdir() if folder.is_dir() else iter(())
@@ -107,7 +106,6 @@ def _move(path: Path, target: Path) -> None:
 
 
 def _remove_empty(folder: Path, root: Path) -> None:
-    """Removes an empty folder, and those around it below ``root``."""
     with suppress(OSError):
         while folder != root and folder.is_relative_to(root):
             folder.rmdir()
@@ -115,10 +113,7 @@ def _remove_empty(folder: Path, root: Path) -> None:
 
 
 def restore_interrupted(dump_folder: str) -> list[Path]:
-    """Moves back what a killed start was moving aside; returns the folders in which it was.
-
-    Raises OSError if an item cannot be moved back.
-    """
+    """Moves back what a killed start was moving; returns its folders. OSError if an item cannot be."""
     found = earlier_runs(dump_folder, "replacing")
     for moving in found:
         for aside, root in [*_elsewhere(moving), (moving, Path(dump_folder))]:

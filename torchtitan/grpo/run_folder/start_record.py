@@ -56,7 +56,6 @@ def _setting(key: str, value: Any) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Returns a value in TOML's notation; None as ``not set``."""
     if value is None:
         return "not set"
     if isinstance(value, bool):
@@ -82,7 +81,6 @@ _GIT_SECONDS = 5.0
 
 
 def source_commit() -> str | None:
-    """Returns the commit from git, from :data:`COMMIT_VARIABLE`, or from pip's record."""
     folder = Path(__file__).resolve().parents[1]
     return git_commit(folder) or os.environ.get(COMMIT_VARIABLE) or _installed_commit()
 
@@ -123,7 +121,6 @@ _PACKAGES = (
 
 
 def package_versions() -> dict[str, str]:
-    """Returns the versions of installed packages by name."""
     versions = {}
     for name in _PACKAGES:
         try:
@@ -139,7 +136,7 @@ _SECRET_OPTIONS = tuple(f"--{table}.{key}" for table, key in SECRETS)
 def record_start(
     config: "JobConfig", step: int, arguments: Sequence[str], servers: Sequence[ServerInfo]
 ) -> Path:
-    """Records a start with its command line, without the program's name; returns the folder."""
+    """Records a start with its command line; returns the folder."""
     folder = _make_next(Path(config.job.dump_folder) / STARTS_FOLDER)
     head = f"# Configuration of a run as it was started after {step} steps.\n\n"
     (folder / "config.toml").write_text(head + to_toml(config.to_dict()), encoding="utf-8")
@@ -158,7 +155,6 @@ def _make_next(starts: Path) -> Path:
 
 
 def environment(step: int, arguments: Sequence[str]) -> dict[str, Any]:
-    """Returns what a run depends on beside its configuration."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "first_step": step + 1,
@@ -176,7 +172,6 @@ def environment(step: int, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def without_keys(arguments: Sequence[str]) -> list[str]:
-    """Masks the servers' keys."""
     masked: list[str] = []
     is_value = False
     for argument in arguments:

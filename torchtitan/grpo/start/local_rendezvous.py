@@ -53,9 +53,7 @@ class LocalRendezvous(RendezvousHandler):
         return cls(params.run_id)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Returns the only agent's place, with a new store: restarted ranks must not find earlier
-        keys.
-        """
+        """Returns the only agent's place, with a new store: earlier keys would mislead ranks."""
         self._num_rounds += 1
         self._ranks_store = listening_store(_LOOPBACK, None, _TIMEOUT_SECONDS)
         store = dist.PrefixStore(f"round-{self._num_rounds}", self._memory)

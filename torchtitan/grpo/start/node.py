@@ -130,7 +130,7 @@ def _nodes(value: str | None) -> tuple[int, int]:
 
 
 def _endpoint(value: str | None) -> tuple[str, int]:
-    """Reads ``HOST:PORT`` or ``HOST``; an IPv6 address stands in brackets."""
+    """Reads ``HOST[:PORT]``; an IPv6 address stands in brackets."""
     host, _, port = (value or "").rpartition(":")
     if value and not value.endswith("]") and host:
         host = host.strip("[]")

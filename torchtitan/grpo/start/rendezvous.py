@@ -68,7 +68,7 @@ class NodeRendezvous(RendezvousHandler):
         self, node: Node, parameters: RendezvousParameters, tell: Callable[[str], None]
     ) -> None:
         self._node, self._tell = node, tell
-        # Torch's handler then makes no store of its own, which would listen on all interfaces.
+        # Torch's handler then makes no store, which would listen on all interfaces.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         store = self._open_store()
         if node.holds_store:

@@ -49,7 +49,6 @@ class _Agent(LocalElasticAgent):
 
 @contextlib.contextmanager
 def respecting_final_statuses() -> Iterator[None]:
-    """Makes agents launched in the block respect such an end."""
     upstream = api.LocalElasticAgent
     api.LocalElasticAgent = _Agent
     try:
@@ -96,7 +95,7 @@ def run_agent(
     config: LaunchConfig, arguments: list[str], stop_timeout_seconds: float, folder: Path
 ) -> int:
     """Runs this node's ranks as ``config`` describes; see :func:`run_ranks`."""
-    logging.disable(logging.CRITICAL)  # the agent's, in this process alone
+    logging.disable(logging.CRITICAL)  # the agent's, only in this process
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(stop_timeout_seconds) + _MARGIN_SECONDS)
     _pass_on_signals()
@@ -146,6 +145,5 @@ def _status_of(error: ChildFailedError, folder: Path) -> int:
 
 
 def _last_attempt(folder: Path) -> Path | None:
-    """Folder of the agent's last attempt to run the ranks."""
     attempts = folder.glob("*/attempt_*")
     return max(attempts, key=lambda path: int(path.name.removeprefix("attempt_")), default=None)

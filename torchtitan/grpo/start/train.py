@@ -61,7 +61,6 @@ def gpus_of_servers(config: JobConfig) -> int:
 _COUNTS = ("--gpus", "--nproc", "--nproc_per_node", "--nproc-per-node")
 _RESTARTS = ("--max-restarts", "--max_restarts")
 SETTINGS_FLAG = "--settings"
-"""Makes a dry run print all settings."""
 
 
 @dataclass
@@ -79,7 +78,7 @@ class TrainArguments:
 
 
 def parse(arguments: list[str]) -> TrainArguments:
-    """Parses the command line; ConfigError if the file is missing or the number of ranks is none."""
+    """Parses the command line of ``train``; raises ConfigError."""
     parsed = TrainArguments([])
     words = list(arguments)
     if words and not words[0].startswith("-"):
@@ -105,7 +104,7 @@ def parse(arguments: list[str]) -> TrainArguments:
 
 
 def read_settings(parsed: TrainArguments) -> JobConfig:
-    """Returns the unchecked configuration; ConfigError for a wrong key or value."""
+    """Returns the configuration, not checked; ConfigError for a wrong key or value."""
     is_dry = "--dry-run" in parsed.rest
     flags = ("--dry-run", SETTINGS_FLAG) if is_dry else ()
     return read_config([word for word in parsed.rest if word not in flags])
@@ -148,7 +147,6 @@ def train(arguments: list[str]) -> int:
 
 
 def _opening(config: JobConfig, num_ranks: int, num_gpus: int) -> str:
-    """Line that says what is started."""
     ranks = "1 training rank" if num_ranks == 1 else f"{num_ranks} training ranks"
     if num_gpus == 0:
         return f"Starting {ranks} on the CPU."

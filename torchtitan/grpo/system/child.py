@@ -80,8 +80,7 @@ def start_child(
     log_file: Path | None = None,
     cwd: str | None = None,
 ) -> subprocess.Popen:
-    """Starts ``command`` as a child that ends with the calling thread (see
-    :func:`die_with_parent`).
+    """Starts a child that ends with the calling thread; see :func:`die_with_parent`.
 
     Output is appended to ``log_file``, readable only by this user and within the size of
     `log_limit.py`; by default it goes where this process's goes.
@@ -118,8 +117,7 @@ def stop_children(children: Sequence[subprocess.Popen], grace_seconds: float = 3
     """Ends children of :func:`start_child`, and all processes in their sessions.
 
     ``grace_seconds``, for all together, lie between SIGTERM and SIGKILL. Python's trackers of
-    shared memory come last: they remove what their program's other processes left, and end by
-    themselves.
+    shared memory come last: they remove what other processes left, and end.
     """
     for child in children:
         _signal_session(child, signal.SIGTERM)
@@ -157,7 +155,6 @@ def _kill_all_but_trackers(child: subprocess.Popen) -> list[psutil.Process]:
 
 
 def describe_status(status: int | None) -> str:
-    """Returns an exit status in words, with the name of the signal."""
     if status is None or status >= 0:
         return f"exit status {status}"
     try:
@@ -176,7 +173,6 @@ def adopt_orphans() -> None:
 
 
 def end_descendants() -> None:
-    """Kills all descendants of this process."""
     own = psutil.Process()
     _kill_all(lambda: [child.pid for child in own.children(recursive=True)])
 
@@ -217,7 +213,6 @@ def _reap_orphans() -> None:
 
 
 def _any_has_ended() -> bool:
-    """Returns whether a child has ended whose status nobody has asked for."""
     with contextlib.suppress(ChildProcessError):  # there are no children
         return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     return False

@@ -38,7 +38,7 @@ _BUSY = (
 
 
 def body_seconds(num_bytes: int, most: float = _BODY_SECONDS) -> float:
-    """Returns the time, from a body's beginning and ``most`` at most, until more must have arrived."""
+    """Returns the time until more of a body must have arrived, at most ``most``, from its beginning."""
     return min(most, _BODY_GRACE_SECONDS + num_bytes / _SLOWEST_BYTES_PER_SECOND)
 
 
@@ -83,11 +83,10 @@ class ConnectionLimits:
     def make_room(self, host: str) -> bool:
         """Returns whether one more connection may be served; may close another one for it.
 
-        It closes an idle connection, one without a request or with all answered: of those without a
-        key, else of all, the longest idle one of the host with the most. If none is idle, it closes
-        the oldest busy one without a key, provided that its host has more of them than the new
-        one's. So a host can shut out only itself, and nobody without a key shuts out those with
-        one.
+        It closes an idle connection, without unanswered requests: of those without a key, else of
+        all, the longest idle one of the host with the most. If none is idle, it closes the oldest
+        busy one without a key, provided that its host has more of them than the new one's. So a
+        host can shut out only itself, and nobody without a key shuts out those with one.
         """
         if self.num_open < self.max_connections:
             return True

@@ -57,7 +57,6 @@ def settle_device() -> DeviceType:
 
 
 def _use_host_memory_monitor() -> None:
-    """Replaces torchtitan's memory monitor and peak FLOPS lookup, which need CUDA."""
     from torchtitan.grpo.upstream.metrics import metrics as upstream_metrics
     from torchtitan.grpo.upstream.tools import utils as upstream_utils
 
@@ -126,11 +125,7 @@ def prepare_fsdp_for_gloo(model_parts: list[nn.Module]) -> None:
 
 
 def lower_timeouts(dims: "ParallelDims", timeout_seconds: float) -> None:
-    """Applies ``comm.train_timeout_seconds`` after the first, slower step. Collective over all
-    ranks.
-
-    Upstream's ``set_pg_timeouts`` needs a device index, which a CPU lacks.
-    """
+    """Applies ``comm.train_timeout_seconds`` after the slow first step. Collective over all ranks."""
     groups = [mesh.get_group() for mesh in dims.get_all_one_dimensional_meshes().values()]
     # No rank may use the shorter timeout while another is still in the slow first step.
     dist.barrier()
@@ -142,10 +137,7 @@ def lower_timeouts(dims: "ParallelDims", timeout_seconds: float) -> None:
 
 
 def gpus_for_servers() -> list[str]:
-    """Returns this machine's GPUs without training ranks, or all if there are none.
-
-    They are named as in ``CUDA_VISIBLE_DEVICES``.
-    """
+    """Returns this machine's GPUs without training ranks, or all, as in ``CUDA_VISIBLE_DEVICES``."""
     if not torch.cuda.is_available():
         return []
     named = os.environ.get("CUDA_VISIBLE_DEVICES")

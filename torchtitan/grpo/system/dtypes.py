@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The dtypes that settings name."""
-
 import torch
 
 TORCH_DTYPE_MAP = {

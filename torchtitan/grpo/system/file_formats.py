@@ -38,8 +38,7 @@ _NEW = "NEW_FILE"
 
 
 def other_format(content: bytes, path: str) -> str | None:
-    """Says what a file is and what to do, if its content, the beginning or a bad part, is not
-    UTF-8.
+    """Says what a file is and what to do, if its beginning or another part is not UTF-8.
 
     The sentences begin in small letters, such as ``it is compressed with gzip. Unpack it: ...``.
     """

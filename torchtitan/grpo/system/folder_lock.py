@@ -213,7 +213,6 @@ class FolderLock:
 
 
 def peek(file: Path) -> Holder | None:
-    """Returns the holder that a file names, if it names one."""
     with contextlib.suppress(FileNotFoundError), _opened(file) as descriptor:
         return _read_holder(descriptor)
     return None

@@ -25,7 +25,7 @@ def new_group(
     timeout_seconds: float,
     ranks: Sequence[int] | None = None,
 ) -> dist.ProcessGroup:
-    """Returns a new group of all or some ranks. Collective over all ranks, in the same order."""
+    """Returns a group of all or some ranks. Collective over all, members or not, in the same order."""
     # A rank that is not a member gets a placeholder, which it never uses.
     return dist.new_group(  # pyright: ignore[reportReturnType]
         list(ranks) if ranks is not None else None,
@@ -53,10 +53,7 @@ def route_address(setting: str, server_url: str) -> str:
 
 
 def listening_store(address: str, world_size: int | None, timeout_seconds: float) -> dist.TCPStore:
-    """Returns a store that listens on a free port of ``address``, and on no other interface.
-
-    Raises ValueError if ``address`` is not one of this host, and OSError if anything else is wrong.
-    """
+    """Returns a store on a free port of ``address``; ValueError if that is not one of this host."""
     try:
         family, _, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(target[:2], family=family)

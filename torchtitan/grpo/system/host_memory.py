@@ -28,9 +28,7 @@ _SECRET_BYTES = 16
 
 
 def available_bytes(cgroup: Path = _CGROUP) -> int:
-    """Returns free bytes of the host, within the container's limit (cgroup v2); cached files are
-    free.
-    """
+    """Returns free bytes within the container's limit (cgroup v2); cached files are free."""
     free = psutil.virtual_memory().available
     try:
         limit = (cgroup / "memory.max").read_text().strip()
@@ -44,13 +42,11 @@ def available_bytes(cgroup: Path = _CGROUP) -> int:
 
 
 def pin(tensors: Sequence[torch.Tensor]) -> None:
-    """Pins existing memory, such as mapped memory, so that a GPU's copy engines reach it without
-    the CPU.
+    """Pins existing, such as mapped, memory: a GPU's copy engines then reach it without the CPU.
 
     Each process must pin its own mapping before the GPU copies; it stays pinned until the process
     ends. Pinning waits for the device, so it belongs to the start of a run. RuntimeError means that
-    the system or the driver refuses, for instance because of the container's limit of locked
-    memory.
+    the system or the driver refuses, such as for a limit of locked memory.
     """
     cudart: Any = torch.cuda.cudart()
     for tensor in tensors:
@@ -68,7 +64,7 @@ def pin(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def own_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Allocates memory of this rank, with every page already touched."""
+    """Allocates memory of this rank with every page touched."""
     return torch.empty(shape, dtype=dtype).zero_()
 
 
@@ -138,5 +134,4 @@ def attach(offer: SlotOffer) -> list[torch.Tensor] | None:
 
 
 def _mapped(file: int, num_bytes: int) -> mmap.mmap:
-    """Maps all of a memory file, with every page already allocated."""
     return mmap.mmap(file, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)

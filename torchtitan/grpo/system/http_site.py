@@ -21,7 +21,6 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @web.middleware
 async def answered(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Marks the connection of each request as busy while the request is answered."""
     with answering():
         return await handler(request)
 

@@ -53,9 +53,7 @@ def default_address() -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the interface of an address of this host, if it is one; all of 127.0.0.0/8 is
-    loopback.
-    """
+    """Returns the interface that has an address; all of 127.0.0.0/8 is loopback."""
     is_local = is_loopback(address) and address != "::1"
     for name, addresses in _addresses(socket.AF_INET, socket.AF_INET6).items():
         if any(own == address or (is_local and own.startswith("127.")) for own in addresses):

@@ -1,8 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Temporary folders of processes, which are also removed after kill -9: by whoever makes the next
-one.
+"""Temporary folders of processes; those of killed ones are removed when the next one is made.
 
 Each process holds a lock on its folder, which the kernel releases when the process ends. (The
 process number in the name is for people; it means nothing in another container.)
@@ -86,13 +85,11 @@ def _is_locked(folder: Path) -> bool:
 
 
 def note_held(session: int, folder: Path) -> None:
-    """Notes in ``folder`` the shared memory that the processes of a session hold now, beside
-    earlier notes.
+    """Adds the shared memory that a session's processes hold now to the notes in ``folder``.
 
     Python's semaphores that nobody holds and that are younger than the session are noted, too,
     because vLLM and SGLang leave some; another program would not need them either. A process in a
-    container does not see the holders in other containers that share the memory, so it leaves such
-    semaphores.
+    container does not see the holders in other containers that share the memory, so it leaves them.
     """
     # The files are listed before the processes, so that a file that is made meanwhile is not noted.
     files, young = _files(), _semaphores_since(session)

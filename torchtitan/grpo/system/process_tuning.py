@@ -43,8 +43,7 @@ def map_large_blocks() -> None:
     small blocks scatter over the freed rest, so there is no room for the next block. glibc maps
     blocks of 128 KiB or more separately at first, but raises this threshold whenever it frees a
     larger mapping, unless a program has set it. Large blocks then cost a system call and page
-    faults, so a process that computes with large arrays should not call this. Children do not
-    inherit it.
+    faults, so a process that computes with large arrays should not call this.
     """
     if sys.platform != "linux":
         return
@@ -62,8 +61,7 @@ def spare_collections() -> None:
     A full collection visits every object. Existing ones stay to the end (modules, prompts), so they
     are excluded. A thousand completions in flight add about 150 objects each, so full collections
     are made ten times rarer, about one in two minutes. Reference cycles, which wait for them, must
-    be rare: each connection that asyncio has closed is one, so clients reuse theirs
-    (`IDLE_SECONDS`).
+    be rare: each connection that asyncio has closed is one(see `IDLE_SECONDS`).
     """
     gc.collect()
     gc.freeze()

@@ -31,8 +31,6 @@ class Call(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """Encoded result of a call, or an error."""
-
     number: int
     result: bytes = b""
     error: str | None = None
@@ -42,9 +40,7 @@ class Answer(msgspec.Struct):
 class Served(Protocol):
     """An object whose operations a rank offers to rank 0."""
 
-    async def close(self) -> None:
-        """Ends what the object has started."""
-        ...
+    async def close(self) -> None: ...
 
 
 class Caller(Protocol):
@@ -65,7 +61,6 @@ def operation(method: Method) -> Method:
 
 
 def operations_of(interface: type) -> dict[str, Any]:
-    """Returns result types of operations by method name."""
     methods = inspect.getmembers(interface, lambda member: hasattr(member, _MARK))
     return {name: get_type_hints(method)["return"] for name, method in methods}
 

@@ -52,11 +52,8 @@ class RankLost(RuntimeError):
 class Message(msgspec.Struct, omit_defaults=True):
     """One message between a rank and rank 0.
 
-    Attributes:
-        secret: Shows, in the first message, that the sender is a rank of the run.
-        farewell: The sender ends, so the end of the connection is no loss.
-        failed: It ends with an error.
-        lost: A rank that rank 0 has lost.
+    ``secret`` is in the first message. After a ``farewell`` the end of the connection is no loss,
+    and ``failed`` then means an error. ``lost`` is a rank that rank 0 has lost.
     """
 
     status: Status | None = None
@@ -243,7 +240,6 @@ class RankChannel:
                 await one.close()
 
     def _post(self, call: Callable[..., object], *arguments: Any) -> None:
-        """Runs a function in the channel's event loop, soon."""
         with suppress(RuntimeError):  # the loop has ended
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(call, *arguments)
@@ -311,7 +307,6 @@ class RankChannel:
         await self._hear(stranger)
 
     async def _hear(self, peer: _Peer) -> None:
-        """Handles a rank's messages until its connection ends, which may be its loss."""
         self._peers.append(peer)
         if len(self._peers) == self._num_others:
             self._all_here.set()

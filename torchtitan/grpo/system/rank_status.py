@@ -22,8 +22,6 @@ _FILE_BYTES = 512
 
 
 class Status(msgspec.Struct, frozen=True):
-    """Status of a rank, with its last completed step."""
-
     rank: int
     host: str
     pid: int
@@ -40,8 +38,7 @@ class Status(msgspec.Struct, frozen=True):
 class LostRank(msgspec.Struct, frozen=True):
     """A rank that is gone, with its last status.
 
-    ``silent_seconds`` is 0 if its connection was closed. ``has_reported`` means that it announced
-    its failure, and so reports the reason itself.
+    ``silent_seconds`` is 0 if its connection closed; ``has_reported`` if it announced its failure.
     """
 
     status: Status
@@ -81,7 +78,6 @@ class StatusBoard:
                 os.pwrite(self._file, msgspec.json.encode(self.current).ljust(_FILE_BYTES), 0)
 
     def close(self) -> None:
-        """Closes the file, which gets no further changes."""
         with self._lock:
             if self._file is not None:
                 os.close(self._file)

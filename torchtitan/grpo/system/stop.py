@@ -25,12 +25,10 @@ class StopRequest:
 
     Repeated signals have no effect, because a rank may get one from the terminal and one from
     torchrun. The death of torchrun counts as SIGTERM, because nothing else would end its ranks. A
-    process that still runs ``timeout_seconds`` later is ended; the kernel then ends its children
-    (`child.py`).
+    process that still runs ``timeout_seconds`` later is ended, and with it its children.
 
     Python runs handlers on the main thread, which may be inside a collective that waits for a dead
-    rank. But the interpreter also writes the signal to a pipe, whose reading thread starts the
-    clock.
+    rank. But the interpreter also writes the signal to a pipe, whose reader starts the clock.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -58,7 +56,6 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """Exit status by the convention of shells."""
         return 128 + (self.signum or 0)
 
     def wait(self, timeout_seconds: float) -> bool:

@@ -23,10 +23,7 @@ _POLL_SECONDS = 0.02
 
 
 def separate_rounds() -> None:
-    """Makes the next process group, and those made from it, use only keys of this round.
-
-    Without an agent's store nothing is done, because each start then has a new store.
-    """
+    """Makes the next group, and those made from it, use only this round's keys in an agent's store."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return
     # Not `dist.rendezvous`, which is a function of the same name.
@@ -44,9 +41,7 @@ def separate_rounds() -> None:
 
 
 def agree_on_round(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> str:
-    """Returns a name of this round, the same on all ranks; raises TimeoutError if a rank does not
-    come.
-    """
+    """Returns this round's name on all ranks; raises TimeoutError if a rank does not come."""
     if rank == 0:
         return _lead(store, world_size, timeout_seconds)
     own = secrets.token_hex(16)

@@ -12,7 +12,6 @@ class Backoff:
         self.num_failures = 0
 
     def seconds_after_failure(self) -> float:
-        """Counts a failure."""
         # The exponent is bounded, because a float overflows at 2 to the power of 1024.
         doublings = min(self.num_failures, 64)
         self.num_failures += 1

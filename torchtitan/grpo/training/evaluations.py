@@ -57,7 +57,6 @@ class Evaluations:
         return is_usual or self._must_begin
 
     def counts(self) -> dict[str, int]:
-        """Returns counts of what happened to evaluations, by metric."""
         return {"left_out": self.num_left_out, "begun_again": self.num_begun_again}
 
     def begin(self, step: int) -> None:
@@ -100,7 +99,6 @@ class Evaluations:
                 self._unpin()
 
     def finish(self, step: int) -> None:
-        """Waits for a running evaluation and records it."""
         if self._source.is_evaluating:
             self._record(step, self._source.wait_evaluation(step))
         self._unpin()

@@ -20,8 +20,6 @@ from torchtitan.grpo.upstream.parallelism import ParallelDims, dist_utils
 
 
 class GradientClipper:
-    """Clips the gradient of one optimizer step on every rank."""
-
     def __init__(self, parts: Sequence[nn.Module], dims: ParallelDims, max_norm: float) -> None:
         self._parts, self._dims, self._max_norm = parts, dims, max_norm
 

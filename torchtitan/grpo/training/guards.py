@@ -44,7 +44,6 @@ class Reading:
 
     @classmethod
     def of(cls, grad_norm: float, metrics: Mapping[str, float]) -> "Reading":
-        """Takes the numbers from loss metrics of all ranks."""
         entropy = metrics["policy/entropy"]
         return cls(
             grad_norm,
@@ -57,8 +56,6 @@ class Reading:
 
 
 class GuardRules:
-    """Finds what is wrong with a reading, by the rules of active guards."""
-
     def __init__(self, config: JobConfig) -> None:
         self._guards = config.guards
         self._max_norm = config.training.max_norm
@@ -127,7 +124,6 @@ def _not_finite(reading: Reading) -> str | None:
 
 
 def _named(numbers: Mapping[str, float]) -> str | None:
-    """The numbers that are not finite."""
     broken = [f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value)]
     return " and ".join(broken) or None
 
@@ -136,7 +132,6 @@ GUARDS = (
     "nonfinite", "grad_norm", "entropy", "equal_rewards", "mismatch_kl", "reference_kl",
     "servers_lost",
 )  # fmt: skip
-"""Guards by the names of their settings."""
 
 
 class GuardStopped(RunError):
@@ -166,7 +161,7 @@ class Guards:
     def __init__(self, config: JobConfig, say: Callable[[str], None]) -> None:
         self._guards, self._say = config.guards, say
         self._rules = GuardRules(config)
-        # A replay that names no reward may have been taught by a teacher alone.
+        # A replay that names no reward may have been taught only by a teacher.
         has_rewards = config.has_rewards and (config.reward.functions or config.has_servers)
         self._equal_limit = config.observe.equal_rewards_steps if has_rewards else 0
         self._counts: Counter[str] = Counter(dict.fromkeys((*GUARDS, "skipped"), 0))
@@ -231,7 +226,6 @@ class Guards:
         self.reason = self.reason or "A guard of rank 0 has stopped the run."
 
     def metrics(self) -> dict[str, float]:
-        """Returns how often each guard has acted since this start."""
         return {f"guards/{name}": float(count) for name, count in self._counts.items()}
 
     def raise_if_stopped(self) -> None:
@@ -239,7 +233,6 @@ class Guards:
             raise GuardStopped(self.reason)
 
     def _find(self, guard: str, step: int, found: str, *, is_told: bool = False) -> Verdict:
-        """Counts and reports a finding; returns its consequence."""
         action = getattr(self._guards, guard)
         self._counts[guard] += 1
         self._in_a_row[guard] += 1

@@ -44,7 +44,6 @@ class GradientParts:
 
     @property
     def is_empty(self) -> bool:
-        """True if no part has anything to learn from."""
         return self._mass == 0
 
     def scale_of(self, part: TrainBatch) -> float:
@@ -66,7 +65,6 @@ class GradientParts:
 
     @property
     def are_rewards_equal(self) -> bool:
-        """True if no group of any part has two different rewards."""
         return all(part.samples.are_rewards_equal for part in self._parts)
 
     def whole(self) -> TrainBatch:
@@ -91,7 +89,7 @@ class Learned:
     grad_norms: list[float]
 
     def add(self, totals: MetricTotals, grad_norm: float) -> None:
-        """Adds metrics of all ranks and gradient norm of a step, taken or skipped."""
+        """Adds metrics of all ranks and the gradient norm of a step, taken or skipped."""
         self.totals.merge(totals)
         self.grad_norms.append(grad_norm)
 
@@ -137,7 +135,7 @@ class Learner:
         minibatches = self._score(batch)
         for epoch in range(self.config.num_epochs):
             for index in epoch_order(self.config.num_minibatches, epoch):
-                # Without trained tokens momentum and weight decay alone would move the weights.
+                # Without trained tokens only momentum and weight decay would move the weights.
                 if not batch.minibatch_tokens[index]:
                     continue
                 if not self._update(minibatches, index, step, learned):
@@ -187,13 +185,11 @@ class Learner:
         )  # fmt: skip
 
     def _are_rewards_refused(self, step: int, are_equal: bool) -> bool:
-        """Returns whether a guard ends the run because of the batch's rewards."""
         return self.guards.judge_rewards(step, are_equal=are_equal) is Verdict.STOP
 
     def _update(
         self, minibatches: list[Minibatch], index: int, step: int, learned: Learned
     ) -> bool:
-        """Takes one optimizer step; see :meth:`_apply_gradient`."""
         old = [minibatch.old for minibatch in minibatches if minibatch.old is not None]
         ref = [minibatch.ref for minibatch in minibatches if minibatch.ref is not None]
         totals = self._new_totals()
@@ -201,7 +197,7 @@ class Learner:
         self.optimizers.zero_grad()
         self._add_gradient(scored, totals, waiting=[*old, *ref])
         for job in old:
-            job.finish()  # with the weights of now
+            job.finish()  # with the current weights
         return self._apply_gradient(step, learned, totals)
 
     def _add_gradient(

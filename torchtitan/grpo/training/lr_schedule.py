@@ -15,11 +15,9 @@ from torchtitan.grpo.upstream.trainer import LRSchedulersContainer, OptimizersCo
 from torchtitan.grpo.upstream.trainer import build_lr_schedulers as build_upstream
 
 Groups = list[list[dict[str, Any]]]
-"""Settings of each optimizer's groups of parameters."""
 
 
 def settings_of(optimizers: OptimizersContainer) -> Groups:
-    """Returns what ``[optimizer]`` asks for in each group."""
     return [
         [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         for optimizer in optimizers
@@ -110,12 +108,10 @@ def _held(num_taken: int, factor: Factor, last: int) -> float:
 
 
 def factors_of(scheduler: Any) -> list[Factor]:
-    """Returns the schedules of an optimizer's groups."""
     return scheduler.lr_lambdas
 
 
 def schedule_of(config: LRScheduler, num_steps: int) -> Factor:
-    """Returns the schedule of ``[lr_scheduler]`` over ``num_steps``."""
     nothing: Any = [torch.optim.SGD([torch.zeros(1)], lr=1.0)]
     container = build_lr_schedulers(nothing, config, num_steps, num_steps=num_steps)
     return factors_of(container.schedulers[0])[0]

@@ -104,7 +104,6 @@ def _estimate(config: JobConfig, model: HFModel, num_ranks: int) -> TrainingMemo
 
 
 def choose_kept(config: JobConfig, memory: TrainingMemory, available: int) -> Kept:
-    """Returns what ``auto`` keeps if a step may fill ``available`` bytes."""
     if config.parallelism.fsdp_reshard_after_forward == "always":
         return "free"
     if config.parallelism.pipeline_parallel_degree > 1:
@@ -113,7 +112,6 @@ def choose_kept(config: JobConfig, memory: TrainingMemory, available: int) -> Ke
 
 
 def microbatch_tokens(config: JobConfig) -> int:
-    """Returns the tokens of a microbatch, padding included."""
     settings, training = config.parallelism, config.training
     rows = training.local_batch_size
     if settings.pipeline_parallel_degree > 1:

@@ -56,7 +56,6 @@ class BlockSizes:
 
     @classmethod
     def of(cls, args: Any) -> "BlockSizes":
-        """Takes the sizes from upstream's arguments of a model."""
         has_experts = getattr(args, "moe_enabled", False)
         copies = args.moe_args.top_k if has_experts else 1
         return cls(
@@ -101,7 +100,6 @@ class BlockSizes:
         return ("wq", "wv") if self.copies > 1 else ("wq", "wv", "w1", "w2")
 
     def products(self) -> dict[str, int]:
-        """Multiplications of a token with each kind of weight."""
         return {
             "wq": self.dim * self.heads,
             "wk": self.dim * self.kv_heads,
@@ -162,13 +160,11 @@ class TrainingMemory:
         return added
 
     def fixed(self, kept: Kept) -> int:
-        """Returns bytes that do not depend on the number of tokens."""
         states = self.parameters + self.gradients + self.optimizer + self.reference
         whole = self.whole_parameters if self.always_whole else 0
         return states + whole + self.working + self.kept(kept)
 
     def total(self, mode: str, tokens: int, kept: Kept) -> int:
-        """Returns a step's peak with so many tokens in a microbatch."""
         return self.fixed(kept) + round(tokens * self.per_token[mode])
 
     def largest_microbatch(self, mode: str, kept: Kept, available: int) -> int:
@@ -176,7 +172,6 @@ class TrainingMemory:
         return max(0, int((available - self.fixed(kept)) / self.per_token[mode]))
 
     def choose_kept(self, mode: str, tokens: int, available: int) -> Kept:
-        """Returns the most that can be kept between microbatches."""
         choices: tuple[Kept, ...] = ("keep_all", "keep_parameters")
         for kept in choices:
             if self.kept(kept) == 0 or self.total(mode, tokens, kept) <= available:
@@ -185,7 +180,6 @@ class TrainingMemory:
 
 
 def available_bytes(device_bytes: int, servers_share: float = 0.0) -> int:
-    """Returns the bytes that a training step may fill beside servers."""
     return int(device_bytes * (1 - _RESERVED - servers_share))
 
 
@@ -246,8 +240,6 @@ def _keeps_whole(config: JobConfig, layout: "_Layout") -> bool:
 
 
 class _Layout:
-    """Divides parameters and tokens among ranks."""
-
     def __init__(self, config: JobConfig, num_ranks: int) -> None:
         settings = config.parallelism
         self.tensor, self.context = (
@@ -261,14 +253,13 @@ class _Layout:
         self._expert_tensor = settings.expert_tensor_parallel_degree if self._experts > 1 else 1
 
     def whole(self, name: str, shape: tuple[int, ...]) -> int:
-        """Elements of a gathered parameter on this rank."""
+        """Elements of a gathered parameter."""
         numel = math.prod(shape)
         if ".experts." in name and self._experts > 1:
             return -(-numel // (self._experts * self._expert_tensor))
         return -(-numel // self.tensor) if len(shape) >= _MATRIX_DIMS else numel
 
     def shard(self, name: str, shape: tuple[int, ...]) -> int:
-        """Elements of a parameter that this rank stores."""
         if ".experts." in name and self._experts > 1:
             ranks = self.shards * self.tensor
             return -(-math.prod(shape) // max(ranks, self._experts * self._expert_tensor))
@@ -288,7 +279,6 @@ def _num_states(config: JobConfig, name: str) -> int:
 def _largest_stage(
     config: JobConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Parameters of the pipeline rank that holds the most."""
     settings = config.parallelism
     if settings.pipeline_parallel_degree == 1:
         return dict(shapes)
@@ -316,7 +306,7 @@ def _head_bytes(config: JobConfig, shapes: Mapping[str, tuple[int, ...]], layout
 
 def _mask_bytes(config: JobConfig, itemsize: int) -> int:
     """A dense mask, and what attention adds to its scores in its place."""
-    if config.grpo.packed_attention != "sdpa":  # `auto` takes it on GPUs for short rows alone
+    if config.grpo.packed_attention != "sdpa":  # `auto` takes it on GPUs only for short rows
         return 0
     settings, rows = config.parallelism, config.training.local_batch_size
     if settings.pipeline_parallel_degree > 1:

@@ -62,9 +62,7 @@ def hf_train_spec(
 
 
 def scoring_settings(config: JobConfig, head_dim: int | None = None) -> ScoringSettings:
-    """Returns the settings of token scoring; ``head_dim=None`` if every kernel takes the heads'
-    size.
-    """
+    """Returns the settings of token scoring; ``head_dim=None`` if every kernel takes the heads."""
     grpo = config.grpo
     return ScoringSettings(
         attention=choose_packed_attention(config, utils.device_type, head_dim),
@@ -100,7 +98,6 @@ def _pipeline(
     parallelize_fn: Any,
     loss_fn: StageLoss,
 ) -> tuple[Any, list[nn.Module], bool, bool]:
-    """Splits the model into stages, for upstream's Trainer."""
     measured = resolve_schedule(model, dims, config, device)
     stages, parts = split_model(model, dims, config, device)
     schedule = build_schedule(config, stages, loss_fn, measured)
@@ -132,8 +129,7 @@ def choose_reference(trainer: Trainer, policy: ModelRunner) -> Reference | BaseR
 
 
 def build_reference(trainer: Trainer) -> Reference:
-    """Builds a frozen model in the policy's layout from ``grpo.ref_model_path`` or the policy's
-    directory.
+    """Builds the reference in the policy's layout, from ``grpo.ref_model_path`` if that is set.
 
     Raises ModelError if the directory holds another model, or unreadable weights.
     """

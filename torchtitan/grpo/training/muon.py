@@ -25,15 +25,12 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Quintic polynomial of the Muon post, with the largest possible slope at 0."""
 
 EPS = 1e-7
-"""Smallest norm that a matrix is divided by."""
 
 
 def newton_schulz(matrices: torch.Tensor, num_steps: int) -> torch.Tensor:
-    """Returns approximately ``U V^T`` of each [..., rows, columns] matrix ``U S V^T``, in its
-    dtype.
+    """Returns about ``U V^T`` of each [..., rows, columns] matrix ``U S V^T``, in its dtype.
 
-    Singular values of the result lie between about 0.5 and 1.5. There is at most one dim of a
-    batch.
+    Singular values of the result lie between about 0.5 and 1.5. At most one dim is a batch.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]

@@ -87,7 +87,6 @@ def probe_shape(
 
 
 def probe_rows(tokens: Sequence[int], num_rows: int, row_len: int) -> TrainRows:
-    """Puts the tokens at the beginning of padded rows."""
     ids = np.asarray(tokens, np.int32)
     nothing = np.zeros(len(ids) - 1, np.float32)
     sample = Sample(ids[:1], ids[1:], nothing)
@@ -96,7 +95,6 @@ def probe_rows(tokens: Sequence[int], num_rows: int, row_len: int) -> TrainRows:
 
 @contextmanager
 def _untempered(heads: Sequence[LogprobHead]) -> Iterator[None]:
-    """Sets the output layers' temperature to 1 for the block."""
     temperatures = [head.temperature for head in heads]
     for head in heads:
         head.temperature = 1.0

@@ -43,7 +43,7 @@ def base_reference(
 ) -> BaseReference:
     if not isinstance(policy, PipelineRunner):
         return BaseReference(policy, parts)
-    # Stages of its own, which turn the adapters off also when they run in a gap of a training pass.
+    # Separate stages, which turn the adapters off also when they run in a gap of a training pass.
     runner = PipelineForwardRunner(policy.schedule.stages, config)
     for stage in runner.stages:
         stage.surrounding = partial(adapters_off, [stage.submod])
@@ -79,8 +79,7 @@ class Reference(ForwardRunner):
 
     @torch.no_grad()
     def follow(self, policy_parts: Sequence[nn.Module]) -> None:
-        """Moves the weights towards the policy's as an exponential moving average, if ``ema`` is
-        set.
+        """Moves the weights, an exponential moving average with ``ema``, towards the policy's.
 
         Both models have the same layout, so each rank updates its shards.
         """

@@ -28,15 +28,11 @@ Losses are summed over microbatches and ranks.
 
 
 class ForwardRunner(ABC):
-    """Runs a model forward over this data-parallel rank's rows."""
-
     has_output: bool
     """True if this rank sees the output, as holder of the last pipeline stage."""
 
     stages: Sequence[LeanStage] = ()
-    """Pipeline stages that also run forward in the gaps of training passes; empty without a
-    pipeline.
-    """
+    """Pipeline stages for forward passes, also in the gaps of training passes; else empty."""
 
     @abstractmethod
     def forward(self, rows: TrainRows) -> torch.Tensor | None:
@@ -65,7 +61,6 @@ class ForwardJob:
 
     @property
     def waiting(self) -> TrainRows:
-        """Rows that have not been computed."""
         return self._rows.select(slice(self._num_done, None))
 
     def add(self, num_rows: int, outputs: list[torch.Tensor]) -> None:
@@ -87,8 +82,6 @@ class ForwardJob:
 
 
 class ModelRunner(ForwardRunner):
-    """Runs the trained model."""
-
     @abstractmethod
     def forward_backward(
         self, rows: TrainRows, loss: LossFunction, waiting: Sequence[ForwardJob] = ()

@@ -56,15 +56,11 @@ class PipelineForwardRunner(ForwardRunner):
         return torch.cat(outputs) if self.has_output else None
 
     def inputs_of(self, parts: list[TrainRows]) -> list[tuple[torch.Tensor, ...]]:
-        """Inputs of microbatches that do not come from other stages."""
         return [(part.tokens,) if self.has_input else () for part in parts]
 
 
 class PipelineRunner(ModelRunner):
-    """Trains stages on the same rows on every rank of the pipeline.
-
-    All rows are one sequence of microbatches, so the pipeline is filled and emptied once.
-    """
+    """Trains stages on one sequence of microbatches, so the pipeline is filled once."""
 
     def __init__(self, schedule: TableSchedule, stage_loss: StageLoss, config: JobConfig) -> None:
         self.schedule, self.stage_loss = schedule, stage_loss

@@ -40,8 +40,7 @@ class WeightMean:
         self._config, self._feed, self._is_counted = config, feed, is_counted
 
     def of(self, rows: TrainRows, old_logprobs: torch.Tensor | None) -> torch.Tensor:
-        """Returns the mean over kept tokens, a scalar [], and 1 without any. Collective over all
-        ranks.
+        """Returns the mean over kept tokens, a scalar []; 1 without any. Collective over all ranks.
 
         ``rows`` are this rank's in the optimizer step. ``old_logprobs``, [rows, seq], precede the
         batch's first optimizer step; None on ranks that do not see the output.
@@ -62,8 +61,7 @@ class WeightMean:
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """Rows of one minibatch on the training device, with advantages and logprobs under other
-    policies.
+    """A minibatch's rows on the training device, with advantages and other policies' logprobs.
 
     Attributes:
         old_logprobs: [rows, seq] float32, before the batch's first optimizer step. None if that is
@@ -95,7 +93,7 @@ class Minibatch:
     weight_mean: WeightMean | None
 
     def scored(self) -> ScoredRows:
-        """Finishes both passes. Collective over all ranks."""
+        """Finishes both passes. Collective."""
         old = _logprobs(self.old)
         mean = None if self.weight_mean is None else self.weight_mean.of(self.rows, old)
         return ScoredRows(self.rows, old, _logprobs(self.ref), mean)
@@ -149,7 +147,6 @@ class MinibatchLoss:
         return self.scale * loss
 
     def add_metrics(self, totals: MetricTotals) -> None:
-        """Adds this rank's metrics of microbatches."""
         totals.add(list(self._metrics.values()), self.scale)
 
 
@@ -180,12 +177,10 @@ def with_top_k(rows: TrainRows, top_k: int) -> TrainRows:
 
 
 def num_updates(config: GRPO) -> int:
-    """Returns the optimizer steps of one batch."""
     return config.num_minibatches * config.num_epochs
 
 
 def scores_old_policy(config: GRPO) -> bool:
-    """Returns whether a batch needs a forward pass before its first update."""
     return config.old_policy == "step_start" and (
         num_updates(config) > 1 or config.mismatch_normalize
     )
@@ -272,7 +267,6 @@ def _teacher_baselines(
     *,
     is_counted: bool,
 ) -> np.ndarray:
-    """Mean divergence of a token from the teacher in each sample's group."""
     sums = torch.zeros(len(samples), dtype=torch.float64)
     if is_counted:
         for rows in minibatches:
@@ -283,7 +277,6 @@ def _teacher_baselines(
 
 
 def _teacher_kl(rows: TrainRows, teacher: Teacher) -> torch.Tensor:
-    """Each trained token's divergence from the teacher; 0 where nothing is rated."""
     if "teacher_logprobs" not in rows.columns:
         return torch.zeros_like(rows.generator_logprobs)
     ratings = rows.columns["teacher_logprobs"]
@@ -322,10 +315,7 @@ def _reference_kl(
     config: GRPO,
     is_counted: bool,
 ) -> torch.Tensor:
-    """[samples] float64, this rank's part of each sample's KL from the reference.
-
-    The policy is that of sampling time, which wrote the tokens and earned the reward.
-    """
+    """[samples] float64, this rank's part of the sampling policy's KL from the reference."""
     total = torch.zeros(num_samples, dtype=torch.float64)
     for rows, ref in zip(minibatches, ref_logprobs, strict=True):
         if ref is None or not is_counted:

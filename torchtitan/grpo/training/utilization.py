@@ -18,7 +18,7 @@ from torchtitan.grpo.upstream.tools import utils
 from torchtitan.grpo.upstream.trainer import Trainer
 
 # Products with each weight: one in a forward pass, and two in a backward pass, which computes the
-# gradients of its input and of the weight. Frozen weights have no gradient of their own.
+# gradients of its input and of the weight. Frozen weights have no gradient.
 _FORWARD, _TRAINING, _TRAINING_FROZEN = 1, 3, 2
 
 
@@ -53,8 +53,7 @@ class Utilization:
     def add(self, plan: StepPlan, *, begins_batch: bool) -> None:
         """Adds the plan, for all ranks, of a batch or a part of one.
 
-        The first part (``begins_batch``) drops what was added since the last step: its batch was in
-        vain.
+        The first part (``begins_batch``) drops what was added in vain since the last step.
         """
         if begins_batch:
             self._flops = 0.0
@@ -66,7 +65,6 @@ class Utilization:
         self._flops += self._num_epochs * step
 
     def _forward(self, sequences: Sequence[Sample], num_scored: int) -> tuple[float, float]:
-        """FLOPs of a forward pass with weights, and in attention."""
         lengths = [sequence.num_tokens for sequence in sequences]
         per_token = self._cost.per_token / _TRAINING
         weights = per_token * sum(lengths) - self._head * (sum(lengths) - num_scored)
@@ -74,7 +72,6 @@ class Utilization:
         return weights, self._cost.per_pair / _TRAINING * pairs
 
     def metrics(self, step_seconds: float) -> dict[str, float]:
-        """Returns ``time/mfu`` of a step."""
         return {"time/mfu": self._flops / (step_seconds * self._peak)}
 
 
@@ -87,7 +84,6 @@ def build_utilization(trainer: Trainer, config: JobConfig, model: HFModel) -> Ut
 
 
 def _trained_sequences(plan: StepPlan) -> list[Sample]:
-    """Sequences of all minibatches that have something to learn from."""
     found = []
     for rows in plan.layout:
         per_minibatch = len(rows) // plan.num_minibatches

@@ -37,7 +37,6 @@ def check_weights(config: JobConfig, model: HFModel) -> tuple[int, list[str]]:
 
 
 def parameter_shapes(config: JobConfig, model: HFModel) -> dict[str, tuple[int, ...]]:
-    """Returns shapes by native name, with adapters."""
     built, _ = build_without_memory(config, copy.deepcopy(model))
     if config.lora.rank:
         add_adapters(built, config.lora, torch.float32)
@@ -47,10 +46,7 @@ def parameter_shapes(config: JobConfig, model: HFModel) -> dict[str, tuple[int, 
 def build_without_memory(
     config: JobConfig, model: HFModel
 ) -> tuple[nn.Module, Callable[[str], BaseStateDictAdapter]]:
-    """Returns the model on the meta device, and a maker of a directory's adapter.
-
-    It changes the model's arguments.
-    """
+    """Returns the model on the meta device, whose arguments it changes, and a maker of adapters."""
     spec, args = hf_train_spec(model, config, config.training.steps), model.model_args
     args.update_from_config(config)
     with torch.device("meta"):

@@ -1,11 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-# SGLang has an environment of its own, which the type checker does not see.
+# SGLang has a separate environment, which the type checker does not see.
 # pyright: reportMissingImports=false
 
-"""Lets an SGLang server add low-rank adapters, which arrive without other weights, to its base
-weights.
+"""Lets an SGLang server add low-rank adapters, which arrive without weights, to its base.
 
 Adapters come through SGLang's own route and process group. Two plugin hooks in the scheduler keep
 the factors of a version until all have arrived, and then give SGLang the weights of the directory
@@ -66,8 +65,6 @@ class AdaptedWeights:
 
 
 class ReceivedAdapters:
-    """Factors of one version until all of its buckets have arrived."""
-
     def __init__(self) -> None:
         self._base: tuple[str, BaseWeights] | None = None
         self._factors: dict[str, torch.Tensor] = {}

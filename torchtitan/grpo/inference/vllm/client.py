@@ -1,8 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Client of vLLM servers (0.32 and 0.33) in which this project's weight transfer engine is
-installed.
+"""Client of vLLM servers (0.32 and 0.33) with this project's weight transfer engine.
 
 They need ``--enable-scale-out`` (its route for token ids reports the weight version of every token,
 which the OpenAI routes do not), ``VLLM_SERVER_DEV_MODE=1`` (routes for reinforcement learning),
@@ -119,8 +118,7 @@ class VLLMClient(HttpClient):
         """Requests one token twice, where a different token is the only allowed one each time.
 
         With logprobs after everything that shapes sampling, each token is certain and has logprob
-        0; unshaped ones cannot both be 0. (``/server_info`` tells the mode too, but takes half a
-        minute.)
+        0; unshaped ones cannot both be 0. (``/server_info`` takes half a minute.)
         """
         for token in _PROBE_TOKENS:
             name = f"probe-{uuid.uuid4().hex}"
