@@ -330,7 +330,6 @@ def ledger_record(step: int, batch: RolloutBatch, groups: Sequence[RolloutGroup]
 
 
 def checkpointed_steps(config: JobConfig) -> list[int]:
-    """Returns the steps for which a checkpoint exists, ascending."""
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     names = (path.name.removeprefix("step-") for path in folder.glob("step-*"))
     return sorted(int(name) for name in names if name.isdecimal())
@@ -344,7 +343,6 @@ def process_config(
     fetch_secret: str,
     date: str = "",
 ) -> RolloutProcessConfig:
-    """Returns the configuration of a rollout process that starts after ``start_version`` batches."""
     saved = file_of(config.job.dump_folder, start_version)
     device = config.inference.device
     if device == "auto":

@@ -145,8 +145,6 @@ class Attestation:
 
 
 class ServerAttestation:
-    """Compares the log-probabilities of one server with the trainer's, push after push."""
-
     def __init__(self, attestation: Attestation, client: InferenceClient) -> None:
         self._attestation, self._client = attestation, client
         self._before: list[float] | None = None

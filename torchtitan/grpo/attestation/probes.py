@@ -29,7 +29,6 @@ def attested_tokens(config: JobConfig, vocab_size: int) -> list[int]:
 
 
 def is_attested(version: int, every: int) -> bool:
-    """Returns whether ``version`` is attested under ``weight_sync.attest_every``."""
     return every > 0 and version % every == 0
 
 

@@ -64,7 +64,6 @@ def flops_cost(config: Mapping[str, Any]) -> FlopsCost:
 
 
 def _feed_forward(config: Mapping[str, Any], dim: int) -> int:
-    """The number of weights of one layer's feed-forward that a token is multiplied with."""
     # transformers 5 writes `num_local_experts`, and version 4 `num_experts`.
     num_experts = config.get("num_local_experts") or config.get("num_experts")
     if not num_experts:

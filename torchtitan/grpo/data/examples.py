@@ -207,7 +207,6 @@ class ExampleStream:
         raise self._none_fits()
 
     def all(self) -> list[Sample]:
-        """Returns the examples of one epoch that can be used."""
         samples = [self.next()]
         while self.position < len(self):
             sample = self.next()

@@ -40,8 +40,6 @@ class RankZeroFailed(RuntimeError):
 
 
 class Signal(IntEnum):
-    """Tells what the sender of a header sends next."""
-
     READY = 0
     """Servers, prompts and rewards are ready: training begins."""
     STEP = 1
@@ -298,7 +296,6 @@ class Feed:
         return _rows_from(where, weights, fetched, num_rows=header.num_rows, row_len=self.row_len)
 
     def _client_for(self, address: FetchAddress | None) -> BatchFetcher:
-        """The client of the current rollout process, whose address rank 0 broadcasts."""
         words = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
         if address is not None:
             text = f"{address.endpoint} {address.secret}".encode()

@@ -119,7 +119,6 @@ class RolloutRecorder:
         return (batch for batch in self._batches() if batch.version < version)
 
     def _begin(self, kept: Iterable[BatchRecord]) -> None:
-        """Writes the header, followed by the batches that a resumed run keeps."""
         partial = self._path.with_name(self._path.name + ".partial")
         try:
             with partial.open("wb") as file:

@@ -79,7 +79,6 @@ class ReplaySource(OfflineSource):
         self._batches = iter(self._reader)
 
     def next_step(self, version: int, num_ranks: int) -> PlannedPart | None:
-        """Plans the batch ``version`` of the file, or the next part of that batch."""
         begins_batch = not self._parts
         if begins_batch:
             self._batch = self._seek(version)
@@ -106,7 +105,6 @@ class ReplaySource(OfflineSource):
         self.samples.close()
 
     def _seek(self, index: int) -> BatchRecord | None:
-        """Batches are requested in order."""
         assert index >= self._position, f"batch {index} comes after batch {self._position}"
         for _, batch in self._batches:
             self._position += 1

@@ -143,7 +143,6 @@ class TrainRows:
         )
 
     def microbatches(self, size: int) -> list["TrainRows"]:
-        """Splits into consecutive microbatches of ``size`` rows."""
         begins = range(0, self.num_rows, size)
         return [self.select(slice(begin, begin + size)) for begin in begins]
 

@@ -156,7 +156,6 @@ def _dealt_by_cost(
 def _evened_out(
     spread: Spread, lengths: Sequence[int], costs: Sequence[float], row_len: int
 ) -> Spread:
-    """The rows after swaps that make the heaviest rank lighter."""
     num_ranks, per_rank = len(spread), len(spread[0])
     row_of = np.empty(len(lengths), np.int64)
     for r, row in enumerate(row for rows in spread for row in rows):

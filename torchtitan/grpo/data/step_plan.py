@@ -97,7 +97,6 @@ class StepPlan:
 
     @functools.cached_property
     def column_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape at one position of each of the rows' columns."""
         return column_shapes(self.sequences)
 
     @property
@@ -252,7 +251,6 @@ def _weighted(
     aggregation: AggregationKind,
     constant_length: int,
 ) -> list[Sample]:
-    """The rollouts of one minibatch, with weights normalized over that minibatch."""
     lengths = table.completion_lengths[indices]
     weights = token_weights(lengths, kind=aggregation, constant_length=constant_length)
     return [
@@ -336,7 +334,6 @@ def _lay_out(
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
-    """Returns metrics of the ages of samples relative to ``version``; 0 without samples."""
     ages = [version - rollout.oldest_version for rollout in rollouts]
     mixed = [len({segment.version for segment in rollout.segments}) > 1 for rollout in rollouts]
     return {

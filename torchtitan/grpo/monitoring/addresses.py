@@ -22,7 +22,6 @@ KEY_VARIABLE = "TORCHTITAN_GRPO_MONITOR_KEY"
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only this host can connect to an address."""
     if host == "localhost":
         return True
     try:

@@ -79,7 +79,6 @@ def exposition(values: Mapping[str, float]) -> bytes:
 
 
 def prometheus_name(key: str) -> tuple[str, str | None]:
-    """Returns the name of a metric, and the server that it belongs to."""
     server = None
     if (match := _NUMBERED.fullmatch(key) or _ADDRESSED.fullmatch(key)) is not None:
         before, server, after = match.groups()

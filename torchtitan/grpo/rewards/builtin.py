@@ -121,7 +121,8 @@ def completion_text(completion: Completion) -> str:
 def final_answer(text: str) -> str | None:
     r"""Returns the content of the last ``\boxed{...}``, else the rest of the line after ``####``.
 
-    ``\boxed {5}``, ``\boxed 5`` and ``\fbox{5}`` are boxes too, and so is a box within a box.
+    ``\boxed {5}``, ``\boxed 5`` and ``\fbox{5}`` are boxes too. A box within a box is taken out
+    of its content.
     """
     last, end, content = None, 0, None
     for box in _BOX.finditer(text):

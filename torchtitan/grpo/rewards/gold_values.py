@@ -85,7 +85,6 @@ def answer_problem(columns: Mapping[str, Any], function: str) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """The Python value of a scalar or an array of numpy or pyarrow."""
     for method in ("as_py", "tolist"):
         if hasattr(value, method):
             return getattr(value, method)()

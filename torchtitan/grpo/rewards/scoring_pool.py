@@ -132,7 +132,6 @@ class RewardPool:
         return values
 
     async def close(self) -> None:
-        """Kills the worker processes. It is idempotent."""
         await self._owner.close()
 
     async def _score(

@@ -72,7 +72,6 @@ class BadReward(Exception):
 
 
 def main() -> None:
-    """Serves requests until the pool closes the channel."""
     channel = WorkerChannel(decode_request)
     functions: _Functions = []
     while (received := channel.read()) is not None:

@@ -117,8 +117,6 @@ class Unit:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A value in LaTeX and its unit, if it has one."""
-
     value: str
     unit: Unit | None
 

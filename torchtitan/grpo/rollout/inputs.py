@@ -190,7 +190,6 @@ def evaluation_functions(config: RolloutProcessConfig) -> list[str]:
 
 
 def acceptor_position(config: RolloutProcessConfig) -> int | None:
-    """Returns the position of ``rollout.should_accept`` in the reward pool, if it is set."""
     return len(config.reward.functions) if config.rollout.should_accept is not None else None
 
 

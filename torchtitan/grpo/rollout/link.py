@@ -195,7 +195,6 @@ class RolloutLink:
 
     @property
     def is_evaluating(self) -> bool:
-        """Whether an evaluation was requested whose result was not taken yet."""
         return self._evaluation.request is not None
 
     def request_evaluation(self, version: int, pinned: Sequence[str] = ()) -> None:
@@ -384,7 +383,6 @@ class RolloutLink:
             raise (RolloutKilled if self._was_killed() else RolloutFailed)(self._failure)
 
     def _was_killed(self) -> bool:
-        """Whether the process ended with a failure and without giving a reason."""
         has_ended = self._child is not None and self._child.poll() not in (None, 0)
         return has_ended and not self._has_spoken
 

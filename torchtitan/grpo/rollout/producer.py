@@ -213,16 +213,13 @@ class Producer:
 
     @property
     def is_asked(self) -> bool:
-        """Whether rank 0 waits for a batch or for a part of one."""
         return self._is_asked
 
     @property
     def num_buffered(self) -> int:
-        """Number of finished groups that wait for a batch."""
         return len(self._finished)
 
     def describe(self) -> str:
-        """Describes what the next batch still waits for."""
         servers = self._dispatcher.servers.values()
         ready = sum(server.is_ready() for server in servers)
         text = f"{self._admission.describe()}; {ready} of {len(servers)} servers ready"

@@ -32,7 +32,6 @@ class CompletionFilter:
         ]
 
     def num_truncated(self, generations: Sequence[Generation]) -> int:
-        """Returns how many completions do not pass because they were truncated."""
         return sum(map(self._drops_truncated, generations))
 
     def _drops_truncated(self, generation: Generation) -> bool:

@@ -148,7 +148,6 @@ def _file_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def _teacher_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """The mean divergence from the teacher, if a rollout was rated."""
     total, num_tokens = 0.0, 0
     for rollout in rollouts:
         if rollout.teacher_logprobs is not None:

@@ -128,7 +128,6 @@ def read_saved(path: Path, version: int) -> SavedRollouts:
 
 
 def discard_after(dump_folder: str, step: int) -> None:
-    """Removes the files of all steps after ``step``, where a run begins."""
     for file in (Path(dump_folder) / FOLDER).glob("step-*.msgpack"):
         if int(file.stem.removeprefix("step-")) > step:
             file.unlink(missing_ok=True)

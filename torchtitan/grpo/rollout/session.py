@@ -72,7 +72,6 @@ class RolloutSession:
         self._teachers: TeacherPool | None = None
 
     def _read_saved(self, config: RolloutProcessConfig) -> SavedRollouts | None:
-        """The rollouts kept beside the checkpoint; None without, or if they are damaged."""
         if config.saved_rollouts is None:
             return None
         try:
@@ -212,7 +211,6 @@ def _turn_ends(stop_strings: list[str], codec: TextCodec) -> list[int]:
 def make_evaluator(
     config: RolloutProcessConfig, inputs: Inputs, dispatcher: Dispatcher, drops: DropLog
 ) -> Evaluator | None:
-    """Returns the evaluator of the held-out prompts; ``None`` if there are none."""
     if inputs.evaluation_pool is None:
         return None
     room = SpareRoom(

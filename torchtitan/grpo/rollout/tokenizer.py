@@ -62,7 +62,6 @@ class TextCodec:
 
     @functools.cached_property
     def longest_token(self) -> int:
-        """Number of characters of the longest token in the vocabulary."""
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str) -> list[int]:
@@ -94,7 +93,6 @@ class TextCodec:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def count(self, text: str) -> int:
-        """Returns the number of tokens of text that follows other text."""
         return len(self.encode_continuation(text))
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
@@ -165,7 +163,6 @@ class TextCodec:
 
     @property
     def largest_id(self) -> int:
-        """The largest id of the tokenizer's tokens, added ones included."""
         return max(self._tokenizer.get_vocab().values(), default=-1)
 
     def unknown_ids(self, vocab_size: int, known: Sequence[int]) -> tuple[int, ...]:
@@ -177,7 +174,6 @@ class TextCodec:
         return tuple(token for token in range(vocab_size) if token not in ids)
 
     def token_text(self, token_id: int) -> str | None:
-        """Returns the spelling of a token, or ``None`` if the tokenizer does not have it."""
         return self._tokenizer.id_to_token(token_id)
 
     def has_chat_template(self) -> bool:
@@ -198,7 +194,6 @@ class TextCodec:
         )
 
     def chat_date(self) -> str:
-        """Returns the day that the chat template prints as today's; empty if it prints none."""
         return self._template.date
 
     @functools.cached_property

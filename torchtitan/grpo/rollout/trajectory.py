@@ -81,7 +81,6 @@ class Trajectory:
         return task.result()
 
     def cut(self) -> None:
-        """Ends the completion with the segments that are already generated."""
         self.is_cut = True
         self.task.cancel()
 

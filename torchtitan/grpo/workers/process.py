@@ -102,11 +102,9 @@ class WorkerProcess(Generic[Reply]):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the process has ended or is being killed."""
         return self._reason is not None
 
     async def start(self) -> None:
-        """Starts the process in a separate session."""
         self._process = await asyncio.create_subprocess_exec(
             *LIGHT_PYTHON,
             self._module,

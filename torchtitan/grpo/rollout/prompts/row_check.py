@@ -144,7 +144,6 @@ def _refuse_bad_rows(prompts: PromptSet, bad: Sequence[str], num_checked: int) -
 
 
 def _ranges(prompts: PromptSet) -> Iterator[tuple[int, int]]:
-    """Yields the first row and the end of each range of rows that is checked."""
     num_rows = len(prompts)
     if num_rows <= FULL_CHECK_ROWS and prompts.num_bytes <= FULL_CHECK_BYTES:
         for first in range(0, num_rows, _BLOCK_ROWS):

@@ -128,7 +128,6 @@ class Dispatcher:
     # -- servers ----------------------------------------------------------------------
 
     def add(self, client: InferenceClient) -> None:
-        """Adds a server in the state WAITING."""
         assert client.url not in self.servers, f"{client.url} must not be added twice"
         server = self.servers[client.url] = Server(client)
         server.window = self._window()
@@ -163,13 +162,11 @@ class Dispatcher:
         self._leave_ready(server)
 
     def set_down(self, url: str, reason: str) -> None:
-        """Records that the server's process has ended."""
         if url in self.servers:
             self.servers[url].is_down = True
         self.set_lost(url, reason)
 
     def set_running(self, url: str) -> None:
-        """Records that the server was restarted and is WAITING."""
         if url in self.servers:
             self.servers[url].is_down = False
             self.servers[url].window = self._window()

@@ -95,7 +95,6 @@ class Server:
         return sum(job.is_evaluation for job in self.jobs)
 
     def is_ready(self) -> bool:
-        """Returns whether the server is attested and not in the pause after a failure."""
         return self.version is not None and time.monotonic() >= self.retry_at
 
     def free_places(self) -> float:

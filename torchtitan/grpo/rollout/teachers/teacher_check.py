@@ -43,7 +43,6 @@ class TeacherNeeds:
     top_k: int = 0
 
     def probe(self) -> list[int]:
-        """Returns the fixed tokens by which a teacher is recognized."""
         generator = random.Random(20)
         length = max(2, min(_PROBE_LENGTH, self.num_tokens))
         return [generator.randrange(self.vocab_size) for _ in range(length)]
@@ -110,7 +109,6 @@ def check_same_model(url: str, first: TeacherProbe, now: TeacherProbe) -> None:
 
 
 def _num_further(facts: ServerFacts, needs: TeacherNeeds) -> int:
-    """The number of tokens of the teacher that the student does not have."""
     return max(0, (facts.vocab_size or 0) - needs.vocab_size)
 
 
@@ -141,7 +139,6 @@ def _size_problems(facts: ServerFacts, needs: TeacherNeeds) -> list[str]:
 
 
 def _vocabulary_problems(facts: ServerFacts, needs: TeacherNeeds) -> list[str]:
-    """The differences between the tokens of the teacher and those of the trained model."""
     path = needs.model_path or facts.model_path
     if path is None or not (Path(path) / "tokenizer.json").is_file():
         return [

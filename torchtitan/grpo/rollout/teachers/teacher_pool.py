@@ -350,7 +350,6 @@ class GroupRater:
         ]
 
     def describe(self) -> str:
-        """Describes what waits for a teacher; empty if nothing does."""
         if self.num_waiting == 0:
             return ""
         text = f"{self.num_waiting} groups wait for a teacher"
