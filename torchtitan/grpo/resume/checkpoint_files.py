@@ -3,9 +3,10 @@
 
 """The files of a checkpoint: written whole or not at all, and checked before they are used.
 
-A checkpoint is whole once its `.metadata` exists, which is written last and in one piece. Beside its
-data each rank leaves the sizes and checksums of what it wrote (`sums_<rank>.json`), before that
-moment. A checkpoint of the same step that is there already counts as absent from the first write on.
+A checkpoint is whole once its `.metadata` exists, which is written last and in one piece.
+Before that, each rank leaves the sizes and checksums of what it wrote (`sums_<rank>.json`)
+beside its data. An earlier checkpoint of the same step counts as absent from the first write
+on.
 """
 
 import os
@@ -58,8 +59,6 @@ class CheckpointWriter(FileSystemWriter):
 
 
 class _SummingFileSystem(FileSystem):
-    """Keeps the checksums of the files that are written."""
-
     def __init__(self) -> None:
         self._sums: Sums = {}
 
@@ -105,12 +104,12 @@ def clear_folder(folder: Path) -> None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a checkpoint has been written to its end, in either format."""
+    """Returns whether a checkpoint has been written to its end, in either format."""
     return (folder / METADATA_FILE).is_file() or (folder / "model.safetensors.index.json").is_file()
 
 
 def remove_incomplete(checkpoints: Path) -> list[Path]:
-    """Removes and returns what interrupted saves have left, and the folder of checkpoints if it is empty.
+    """Removes and returns what interrupted saves have left, and the folder if it is empty.
 
     Call it on one rank, while nothing is being saved.
     """

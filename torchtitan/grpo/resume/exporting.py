@@ -60,10 +60,8 @@ def find_checkpoint(config: JobConfig, named: str) -> Path:
 def export_checkpoint(config: JobConfig, model: HFModel, folder: Path, target: Path) -> None:
     """Writes the model of a checkpoint as a Hugging Face directory, in ``export_dtype``.
 
-    The optimizer's state is not read. The whole model must fit into host memory.
-
-    Args:
-        model: The directory with its config and tokenizer. Building the model changes its arguments.
+    The optimizer's state is not read. The whole model must fit into host memory. ``model``
+    gives config and tokenizer; building it changes its arguments.
     """
     dtype = TORCH_DTYPE_MAP[config.checkpoint.export_dtype]
     built, adapter_of = build_without_memory(config, model)

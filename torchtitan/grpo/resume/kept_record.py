@@ -3,8 +3,9 @@
 
 """The record of a run in its checkpoints, and what becomes of settings that differ from it.
 
-A later start needs the record before it has any state. What is set anew counts, except for settings
-that the state in the checkpoint depends on: they are refused, so that nothing is ignored in silence.
+A later start needs the record before it has any state. A new value counts, except for settings
+that the state in the checkpoint depends on: they are refused, so that nothing is ignored in
+silence.
 """
 
 import hashlib
@@ -30,7 +31,6 @@ from torchtitan.grpo.run_folder.start_record import toml_value
 from torchtitan.grpo.system.files import open_regular
 
 STATE_KEY = "run_record"
-"""Name of the record among the states of a checkpoint."""
 
 _SAMPLE_BYTES = 65536
 
@@ -40,7 +40,7 @@ class CheckpointError(RunError, ValueError):
 
 
 class CheckpointDamaged(CheckpointError):
-    """A checkpoint cannot be read, or its files are not what was written, for the ``reason`` in one line."""
+    """A checkpoint cannot be read, or is not what was written, for the ``reason`` in one line."""
 
     def __init__(self, folder: Path, reason: str) -> None:
         super().__init__(
@@ -52,16 +52,12 @@ class CheckpointDamaged(CheckpointError):
 
 
 class RunRecord(msgspec.Struct):
-    """What later starts must know about the run that wrote a checkpoint.
+    """Facts about the run that wrote a checkpoint, for later starts.
 
-    Attributes:
-        settings: The configuration, by table and key, with keys masked.
-        model_sizes: Torchtitan's arguments of the model, by name.
-        weights: Digest of samples of the weights in ``model.hf_assets_path``, with which the run
-            began; empty if the directory has none.
-        prompt_bytes: Size of each file of prompts.
-        schedule_steps: Number of steps over which the learning rate's schedule is laid.
-        date: Local time of the run's first start, in ISO format, which chat templates print.
+    Keys are masked in the ``settings``, which are listed by table and key. ``model_sizes`` are
+    torchtitan's arguments of the model. ``weights`` is a digest of samples of those with which
+    the run began, empty if there were none. ``schedule_steps`` is the length of the learning
+    rate's schedule. Chat templates print the ``date``, the local time of the run's first start.
     """
 
     settings: dict[str, dict[str, Any]]
@@ -75,7 +71,7 @@ class RunRecord(msgspec.Struct):
 
 
 def record_of(config: JobConfig, model: HFModel, schedule_steps: int) -> RunRecord:
-    """Returns the record of a run. It must be made before a trainer is: that changes the model."""
+    """Returns the record of a run. Call it before a trainer is made: that changes the model."""
     paths = config.prompts.paths or [config.prompts.path]
     return RunRecord(
         settings=config.to_dict(),
@@ -100,8 +96,7 @@ def _sizes(arguments: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, s
 def weights_digest(folder: Path) -> str:
     """Returns a digest of the sizes of a directory's safetensors files and of parts of each.
 
-    Training changes every weight, so samples tell two models of equal sizes apart, and a large
-    model need not be read.
+    Training changes every weight, so samples tell two models of equal sizes apart.
     """
     digest = hashlib.sha256()
     files = sorted(folder.glob("*.safetensors"))
@@ -125,7 +120,7 @@ class RecordState(Stateful):
         return {"json": self._text}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """This run has its own record."""
+        """Does nothing: this run has its own record."""
 
 
 def states_in(folder: Path) -> set[str]:
@@ -141,9 +136,8 @@ def states_in(folder: Path) -> set[str]:
 
 
 def read_kept(folder: Path, states: set[str]) -> tuple[int, RunRecord | None]:
-    """Returns the step of a whole checkpoint and its record, without a process group.
-
-    The record is None if the checkpoint was written before checkpoints had records.
+    """Returns the step of a whole checkpoint, and its record if it has one, without a process
+    group.
     """
     wanted: dict[str, Any] = {"train_state": {"step": 0}}
     if STATE_KEY in states:
@@ -176,7 +170,6 @@ class Change:
     new: Any
 
     def describe(self, next_step: int) -> str:
-        """Returns the change and what becomes of it in one line."""
         if self.key == "training.steps":
             effect = f"takes effect: the run ends after step {self.new}"
         elif self.key.startswith("parallelism.fsdp_"):  # when FSDP gathers, and not its shards
@@ -224,15 +217,16 @@ _SAMPLING = {
     *("rollout.drop_truncated", "rollout.dynamic_sampling", "rollout.should_accept"),
     *("teacher.urls", "teacher.kind", "teacher.model_path", "teacher.top_k"),
 }
-"""Settings under which the rollouts that are kept beside a checkpoint were made, besides those of
-[prompts] and [reward]."""
+"""Settings under which rollouts beside a checkpoint were made, besides those of [prompts] and
+[reward].
+"""
 
 
 def changes(record: RunRecord, config: JobConfig, num_ranks: int) -> list[Change]:
     """Returns the settings that differ from a record, in the order of the tables.
 
-    Where a run writes, and what it logs, is not listed. A setting that the record lacks is new in
-    this version of the program, and counts as having had its default.
+    Settings of outputs and logs are left out. A setting that the record lacks is new in this
+    version of the program, and counts as having had its default.
     """
     defaults = JobConfig().to_dict()
     found = [Change(RANKS, record.num_ranks, num_ranks)] if record.num_ranks != num_ranks else []
@@ -300,7 +294,7 @@ _NO_SIZES = {
 
 
 def _has_moved(change: Change, record: RunRecord) -> bool:
-    """Whether the files of prompts have other paths, but the same names and sizes."""
+    """Tells whether the files of prompts have other paths, but the same names and sizes."""
     old, new = ([x] if isinstance(x, str) else list(x) for x in (change.old, change.new))
     return len(old) == len(new) and all(
         Path(a).name == Path(b).name

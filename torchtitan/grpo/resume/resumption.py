@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""How a run starts: anew, or from a checkpoint, and what then differs.
+"""Decides how a run starts, anew or from a checkpoint, and tells what then differs.
 
-:func:`plan_start` only reads, and needs no process group: every rank, and a dry run, comes to the
-same plan from the files.
+:func:`plan_start` only reads, and needs no process group: every rank, and a dry run, comes to
+the same plan from the files.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,16 +36,15 @@ from torchtitan.grpo.training.lr_schedule import describe_shortened, schedule_of
 
 @dataclass(frozen=True)
 class Start:
-    """How a run starts.
+    """The way in which a run starts.
 
     Attributes:
         record: The record of this run, which its checkpoints will hold.
         step: Number of steps that the run has taken.
-        folder: The checkpoint from which it resumes; None if it begins anew.
-        kept: The record in that checkpoint; None if it has none.
-        changes: Settings that differ from it.
+        folder: The checkpoint from which it resumes, with the record ``kept``; None if it
+            begins anew.
         newer_steps: Steps of newer checkpoints in the same folder.
-        damaged: What is wrong with newer checkpoints that cannot be used, by their steps.
+        damaged: Damage of newer checkpoints that cannot be used, by their steps.
         goes_on: Whether what the folder holds was written by this run.
     """
 
@@ -71,17 +70,13 @@ def plan_start(
     *,
     goes_on: bool = False,
 ) -> Start:
-    """Decides from the files how a run starts.
+    """Decides from the files how a run starts; if a checkpoint is damaged, by the one before it.
 
-    The newest checkpoint may be damaged; then the one before it is taken.
+    With ``goes_on``, this run wrote what the folder holds, before its launcher started the
+    ranks again. It is then not replaced (``job.overwrite``), and never in the way.
 
-    Args:
-        goes_on: Whether what the folder holds was written by this run, before its launcher started
-            the ranks again. It is then not replaced (``job.overwrite``), and never in the way.
-
-    Raises:
-        CheckpointError: If the dump folder holds a run that this one would write over, or if the
-            checkpoint, or a setting that differs from its run's, makes it impossible to resume.
+    Raises CheckpointError if the dump folder holds a run that this one would write over, or if
+    the checkpoint, or a setting that differs from its run's, makes it impossible to resume.
     """
     found = dict(damaged or {})
     while True:
@@ -100,7 +95,7 @@ def plan_start(
 
 
 def _may_be_passed_over(folder: Path, config: JobConfig) -> bool:
-    """Whether another checkpoint may be taken: the user named neither this one nor its step."""
+    """Tells whether another checkpoint may be taken: the user named neither this one nor its step."""
     own = Path(config.job.dump_folder) / config.checkpoint.folder
     return config.checkpoint.load_step == -1 and folder.parent == own
 
@@ -152,8 +147,9 @@ def checkpoint_folder(
     """Returns the checkpoint from which a run resumes, or None if it begins anew.
 
     As in torchtitan, that is the one of ``checkpoint.load_step`` or the newest in the folder;
-    without a checkpoint there, it is ``checkpoint.initial_load_path`` if that is to be loaded whole.
-    Those that are ``damaged`` do not count, nor does any in a folder that will be replaced (``is_new``).
+    without a checkpoint there, it is ``checkpoint.initial_load_path`` if that is to be loaded
+    whole. Those that are ``damaged`` do not count, nor does any in a folder that will be
+    replaced (``is_new``).
     """
     settings = config.checkpoint
     if not settings.enable:
@@ -223,7 +219,7 @@ def check_new_run(config: JobConfig) -> None:
 
 
 def is_finished(config: JobConfig, start: Start) -> bool:
-    """Whether a run has nothing left to do: all steps, the export, and the summary are there."""
+    """Returns whether nothing is left to do: all steps, the export, and the summary are there."""
     folder = Path(config.job.dump_folder)
     export = folder / "hf" / f"step-{start.step}"
     ended = export.is_dir() and (folder / "summary.json").is_file()
@@ -231,7 +227,6 @@ def is_finished(config: JobConfig, start: Start) -> bool:
 
 
 def describe_finished(config: JobConfig, start: Start) -> str:
-    """Returns one line for a finished run whose ``training.steps`` were not raised."""
     return (
         f"The run in {config.job.dump_folder} is finished: it has taken {start.step} steps, and "
         f"training.steps is {config.training.steps}. To go on, add --training.steps "

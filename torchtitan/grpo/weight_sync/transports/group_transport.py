@@ -147,7 +147,7 @@ def encode_delta(new: Payload, old: Payload, index: int) -> Bucket:
 
 
 class NcclImpossible(ServerError):
-    pass
+    """``weight_sync.transport`` requires NCCL, which cannot reach the server."""
 
 
 class Handshake:
