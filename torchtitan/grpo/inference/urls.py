@@ -111,7 +111,7 @@ def read_urls(path: Path) -> list[str]:
 
 
 def named_urls(inference: "Inference") -> list[str]:
-    """Returns the URLs of ``[inference]``; none if the file, which rank 0 needs, is missing."""
+    """Returns the URLs of ``[inference]``; none if the file is missing, which only rank 0 needs."""
     if inference.urls_file is None:
         return checked_urls(inference.urls, "inference.urls") if inference.urls else []
     path = Path(inference.urls_file)

@@ -125,7 +125,10 @@ def prepare_fsdp_for_gloo(model_parts: list[nn.Module]) -> None:
 
 
 def lower_timeouts(dims: "ParallelDims", timeout_seconds: float) -> None:
-    """Applies ``comm.train_timeout_seconds`` after the slow first step. Collective over all ranks."""
+    """Applies ``comm.train_timeout_seconds`` after the slow first step. Collective over all ranks.
+
+    Upstream's ``set_pg_timeouts`` needs a device index, which a CPU lacks.
+    """
     groups = [mesh.get_group() for mesh in dims.get_all_one_dimensional_meshes().values()]
     # No rank may use the shorter timeout while another is still in the slow first step.
     dist.barrier()

@@ -65,7 +65,7 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
 
 
 def check_folder(folder: str | os.PathLike[str], *, below: bool = False) -> None:
-    """Refuses folders, with ``below`` at any depth, with other than regular files and folders.
+    """Refuses a folder that holds anything but regular files and folders; ``below`` looks deeper.
 
     It is for libraries that open its files. Dangling links and a missing folder pass.
     """

@@ -160,7 +160,7 @@ class FolderLock:
         return is_old or now - self._last_heard >= SILENCE_SECONDS
 
     def _is_unreachable(self, holder: Holder | None) -> bool:
-        """Returns whether a file server may keep the lock for a lost host of this launch."""
+        """Returns whether a file server may keep the lock for a lost host of the same launch."""
         if holder is None or holder.launch is None or holder.boot == self._own.boot:
             return False
         return holder.launch == self._own.launch

@@ -42,11 +42,11 @@ def available_bytes(cgroup: Path = _CGROUP) -> int:
 
 
 def pin(tensors: Sequence[torch.Tensor]) -> None:
-    """Pins existing, such as mapped, memory: a GPU's copy engines then reach it without the CPU.
+    """Pins memory that exists already, so that a GPU's copy engines reach it without the CPU.
 
     Each process must pin its own mapping before the GPU copies; it stays pinned until the process
     ends. Pinning waits for the device, so it belongs to the start of a run. RuntimeError means that
-    the system or the driver refuses, such as for a limit of locked memory.
+    the system or the driver refuses, for instance because of a limit of locked memory.
     """
     cudart: Any = torch.cuda.cudart()
     for tensor in tensors:

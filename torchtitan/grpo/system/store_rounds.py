@@ -23,7 +23,10 @@ _POLL_SECONDS = 0.02
 
 
 def separate_rounds() -> None:
-    """Makes the next group, and those made from it, use only this round's keys in an agent's store."""
+    """Makes the next process group, and those made from it, use only keys of this round.
+
+    Without an agent's store nothing is done, because each start then has a new store.
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return
     # Not `dist.rendezvous`, which is a function of the same name.

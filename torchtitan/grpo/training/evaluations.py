@@ -104,7 +104,7 @@ class Evaluations:
         self._unpin()
 
     def run(self, step: int) -> None:
-        """Evaluates and waits for the result; a stop of the run ends the wait."""
+        """Evaluates and waits for the result, until the run is asked to stop."""
         if not self._is_on:
             return
         self.finish(step)

@@ -89,7 +89,7 @@ class RankZeroTurn:
 def patience_seconds(config: JobConfig) -> float:
     """Returns how long other ranks wait for rank 0's next signal.
 
-    It exceeds the timeouts of servers' start, rollouts, last two evaluations and a push together.
+    It exceeds the timeouts of starting servers, rollouts, two last evaluations and a push together.
     """
     return (
         120

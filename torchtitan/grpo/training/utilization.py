@@ -53,7 +53,7 @@ class Utilization:
     def add(self, plan: StepPlan, *, begins_batch: bool) -> None:
         """Adds the plan, for all ranks, of a batch or a part of one.
 
-        The first part (``begins_batch``) drops what was added in vain since the last step.
+        ``begins_batch`` drops what was added since the last step, for a batch that was not trained.
         """
         if begins_batch:
             self._flops = 0.0
