@@ -127,7 +127,7 @@ def _mean_difference(expected: Sequence[float], served: Sequence[float]) -> tupl
 
 @dataclass(frozen=True)
 class Attestation:
-    """What servers must prove after a push; the same for all of them.
+    """The proof that all servers must give after a push.
 
     Attributes:
         every: Versions divisible by this are attested by log-probabilities; 0 attests none.

@@ -11,7 +11,7 @@ Example: prompt ``[5, 6]``, completion ``[7, 8]``, both the step's sample 3, row
 
     tokens        5 6 7 8 0 0
     positions     0 1 2 3 0 1
-    sequence_ids  0 0 0 0 1 1      (padding is a sequence of its own)
+    sequence_ids  0 0 0 0 1 1      (padding is a separate sequence)
     labels        6 7 8 0 0 0
     loss_mask     0 1 1 0 0 0
     sample_ids    3 3 3 3 -1 -1

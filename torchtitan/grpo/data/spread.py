@@ -11,7 +11,7 @@ One more row costs every rank a row, mostly of padding, so that few rows come be
 balance. For each number of rows, from the lower bound upwards:
 
 1. Split the sequences into parts of even cost, one for each rank, and pack each part into rows.
-   First split by cost alone, then with equal counts: each rank then has sequences of all lengths,
+   First split by cost only, then with equal counts: each rank then has sequences of all lengths,
    which evens out tokens as well.
 2. If some part does not fit, pack all sequences into rows, either of even tokens or as full as
    possible, and deal the rows to ranks so that costs are even. Then swap sequences as long as the

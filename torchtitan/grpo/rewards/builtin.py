@@ -121,8 +121,8 @@ def completion_text(completion: Completion) -> str:
 def final_answer(text: str) -> str | None:
     r"""Returns the content of the last ``\boxed{...}``, else the rest of the line after ``####``.
 
-    ``\boxed {5}``, ``\boxed 5`` and ``\fbox{5}`` are boxes too. A box within a box is taken out
-    of its content.
+    ``\boxed {5}``, ``\boxed 5`` and ``\fbox{5}`` are boxes too. The mark of a box within a box
+    is dropped.
     """
     last, end, content = None, 0, None
     for box in _BOX.finditer(text):

@@ -132,7 +132,7 @@ def _plain_number(text: str) -> Decimal | None:
 
 
 def _same_brackets(given: str, wanted: str) -> bool:
-    """Whether not one of the two is a pair in order and the other a set."""
+    """Returns False if one of the two is an ordered pair and the other a set."""
     texts = [re.sub(r"\\(?:left|right)\s*", "", text) for text in (given, wanted)]
     kinds = {
         pattern for text in texts for pattern in (_ORDERED, _UNORDERED) if pattern.fullmatch(text)
@@ -141,7 +141,7 @@ def _same_brackets(given: str, wanted: str) -> bool:
 
 
 def _equation_says(given: str, wanted: str) -> bool:
-    """Whether ``x = 5`` or ``3 + 2 = 5`` is the answer 5; ``1 = 5`` and ``2x = 5`` are not."""
+    """Returns whether ``x = 5`` or ``3 + 2 = 5`` is the answer 5; ``1 = 5`` and ``2x = 5`` are not."""
     if "," in given or ";" in given or " or " in given or "\\text" in given.rpartition("=")[2]:
         return _math_verify_agrees(given, wanted)
     *left, value = (part.strip() for part in _EQUATION.split(given))
@@ -162,7 +162,7 @@ def _variables(text: str) -> set[str]:
 
 
 def _is_name(text: str) -> bool:
-    """Whether an expression only names something: ``x``, ``S_n``, ``f(2)``, ``|AB|``."""
+    """Returns whether an expression only names something: ``x``, ``S_n``, ``f(2)``, ``|AB|``."""
     text = _INDEX.sub("", TEXT.sub("T", text))
     return re.fullmatch(r"[|\s]*(?:\\?[A-Za-z]+[\s'|]*)+(?:\([^()]*\))?[\s'|]*", text) is not None
 
@@ -196,7 +196,7 @@ def _math_verify_agrees(given: str, wanted: str) -> bool:
 
 
 def _is_huge(text: str) -> bool:
-    """Whether a number would take too long in a way that cannot be interrupted."""
+    """Returns whether a number would take too long in a way that cannot be interrupted."""
     return _HUGE.search(text) is not None or any(
         tower[3] is not None
         or int(tower[2]) * math.log(max(int(tower[1]), 1)) > math.log(_MAX_EXPONENT)

@@ -169,7 +169,7 @@ class Admission:
         return sorted(finished, key=lambda group_id: self._open[group_id].deadline)
 
     def _leaves_place(self, deadline: int) -> bool:
-        """Whether groups due before ``deadline`` still fit if one due then is taken now."""
+        """Returns whether groups due before ``deadline`` still fit if one due then is taken now."""
         earlier = sorted(g.deadline for g in self._open.values() if g.deadline < deadline)
         # With the deadlines sorted, n groups are due by the deadline d of the n-th group.
         return all(

@@ -19,7 +19,7 @@ from torchtitan.grpo.workers.owner import CallFailed
 
 logger = logging.getLogger(__name__)
 
-# Announced for one kind: a server or a reward function may each have a reason of its own.
+# Announced for one kind: a server or a reward function may each have a different reason.
 _MAX_ANNOUNCED = 3
 
 

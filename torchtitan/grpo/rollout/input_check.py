@@ -27,7 +27,7 @@ from torchtitan.grpo.workers.owner import OUTPUT_HINT
 
 REPORT_FILE = "report.json"
 PROGRESS_FILE = "progress.txt"
-"""How far a check has come that takes long, as a sentence."""
+"""Progress of a long check, as a sentence."""
 
 
 class InputReport(msgspec.Struct):

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a run would read, in lines for the terminal."""
+"""Describes what a run would read, in lines for the terminal."""
 
 from collections.abc import Iterator
 from typing import Any

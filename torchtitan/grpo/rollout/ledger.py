@@ -23,7 +23,7 @@ from torchtitan.grpo.types import PromptProgress
 CloseReason = Literal[
     "too long", "unusable", "failed", "unscored", "unrated", "expired", "overdue", "filtered"
 ]
-"""Why a group is not trained on:
+"""The reason why a group is not trained on:
 
 - ``too long``: the prompt exceeds ``prompts.max_prompt_tokens``.
 - ``unusable``: the row is no prompt, which the check before training has not found.
@@ -54,7 +54,7 @@ class Ledger:
 
     @property
     def progress(self) -> PromptProgress:
-        """How far the run has come, for the checkpoint."""
+        """Progress of the run, for the checkpoint."""
         return PromptProgress(self._position, tuple(sorted(self._open)))
 
     def issue(self, index: int, skipped: Mapping[int, CloseReason] = MappingProxyType({})) -> None:

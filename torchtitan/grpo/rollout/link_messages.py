@@ -101,7 +101,7 @@ class Announcement(msgspec.Struct, tag=True):
 
 
 class Dropped(msgspec.Struct, tag=True):
-    """What this process has dropped so far, by kind; see :mod:`.drops`."""
+    """Numbers of what this process has dropped so far, by kind; see :mod:`.drops`."""
 
     counts: dict[str, int]
 

@@ -203,7 +203,7 @@ class TrajectoryWriter:
                 episode.close()
 
     def _turn_is_unfinished(self, prompt: Prompt, whole: Generation) -> bool:
-        """Whether the turn was cut by the segment length and has room for more tokens."""
+        """Returns whether the segment length cut the turn and more tokens have room."""
         return whole.finish_reason == "length" and self._room_behind(prompt, whole) > 0
 
     def _submit(

@@ -346,7 +346,7 @@ def _fault_of_messages(value: Any) -> str | None:
 
 
 def _is_blank(content: Any) -> bool:
-    """Whether a prompt, or the content of a message, has no visible text and nothing else."""
+    """Returns whether a prompt, or the content of a message, has nothing to show."""
     if isinstance(content, list):
         return all(map(_is_blank, content))
     if isinstance(content, dict):

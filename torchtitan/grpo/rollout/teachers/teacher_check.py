@@ -20,7 +20,7 @@ from torchtitan.grpo.inference.join_check import WrongServer
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 
 MOST_FURTHER_TOKENS = 128
-"""How many tokens more than the student a teacher may have, with ``teacher.top_k``."""
+"""Number of tokens that a teacher may have beyond those of the student, with ``teacher.top_k``."""
 
 _PROBE_LENGTH = 32
 # Kernels of one server round differently from call to call, far less than models differ.
@@ -29,7 +29,7 @@ _SAME_MODEL_NATS = 0.1
 
 @dataclass(frozen=True)
 class TeacherNeeds:
-    """What a run needs of each of its teachers.
+    """Requirements of a run on each of its teachers.
 
     ``vocabulary`` and ``vocab_size`` are those of the trained model, and ``num_tokens`` is the
     length of the longest prompt and completion together. A ``model_path`` of None takes the

@@ -259,13 +259,13 @@ class TeacherPool:
             await asyncio.sleep(min(max(pause, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS))
 
     def _is_idle(self, teacher: Server) -> bool:
-        """Whether a restart of a teacher could have gone unnoticed."""
+        """Returns whether a restart of a teacher could have gone unnoticed."""
         silent = time.monotonic() - self._confirmed_at[teacher.url]
         is_asked = bool(teacher.jobs) and teacher is not self._in_question
         return silent > _IDLE_SECONDS and not is_asked
 
     async def _is_recognized(self, teacher: Server) -> bool:
-        """Whether a teacher that was lost, or idle, answers and is the one that it was."""
+        """Returns whether a teacher that was lost or idle answers and is still the same."""
         async with self._checking:
             job, self._in_question = teacher.begin_job(0), teacher
             try:
