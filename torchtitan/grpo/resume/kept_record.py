@@ -136,8 +136,9 @@ def states_in(folder: Path) -> set[str]:
 
 
 def read_kept(folder: Path, states: set[str]) -> tuple[int, RunRecord | None]:
-    """Returns the step of a whole checkpoint, and its record if it has one, without a process
-    group.
+    """Returns the step and the record of a whole checkpoint, without a process group.
+
+    The record is None if the checkpoint was written before checkpoints had records.
     """
     wanted: dict[str, Any] = {"train_state": {"step": 0}}
     if STATE_KEY in states:
