@@ -106,7 +106,7 @@ _CHANGES: dict[str, Callable[[Fields], None]] = {
 }
 _REPLACEMENTS: dict[str, Callable[[bytes], bytes]] = {
     "truncated JSON": lambda body: body[: len(body) // 2],
-    "no UTF-8": lambda body: body.replace(b'"text": "', b'"text": "\xff\xfe', 1),
+    "no UTF-8": lambda body: body.replace(b"{", b'{"\xff\xfe": 0, ', 1),
     "deep JSON": lambda _: b"[" * 200_000,
     "HTML": lambda _: b"<html><body><h1>Welcome to the gateway</h1></body></html>",
     "empty": lambda _: b"",
