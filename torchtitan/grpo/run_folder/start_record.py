@@ -29,6 +29,14 @@ from torchtitan.grpo.types import ServerInfo
 if TYPE_CHECKING:
     from torchtitan.grpo.job_config import JobConfig
 
+COMMIT_VARIABLE = "TORCHTITAN_GRPO_COMMIT"
+"""Names the commit of a source that was copied without its repository."""
+_GIT_SECONDS = 5.0
+_PACKAGES = (
+    *("torchtitan-grpo", "torch", "torchtitan", "transformers", "tokenizers", "safetensors"),
+    *("huggingface_hub", "datasets", "numpy", "pyzmq", "vllm", "sglang"),
+)
+_SECRET_OPTIONS = tuple(f"--{table}.{key}" for table, key in SECRETS)
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _MASK = "***"
 
@@ -75,11 +83,6 @@ def _key(key: str) -> str:
     return key if _BARE_KEY.fullmatch(key) else json.dumps(key, ensure_ascii=False, allow_nan=False)
 
 
-COMMIT_VARIABLE = "TORCHTITAN_GRPO_COMMIT"
-"""Names the commit of a source that was copied without its repository."""
-_GIT_SECONDS = 5.0
-
-
 def source_commit() -> str | None:
     folder = Path(__file__).resolve().parents[1]
     return git_commit(folder) or os.environ.get(COMMIT_VARIABLE) or _installed_commit()
@@ -114,12 +117,6 @@ def _installed_commit() -> str | None:
     return json.loads(record or "{}").get("vcs_info", {}).get("commit_id")
 
 
-_PACKAGES = (
-    *("torchtitan-grpo", "torch", "torchtitan", "transformers", "tokenizers", "safetensors"),
-    *("huggingface_hub", "datasets", "numpy", "pyzmq", "vllm", "sglang"),
-)
-
-
 def package_versions() -> dict[str, str]:
     versions = {}
     for name in _PACKAGES:
@@ -128,9 +125,6 @@ def package_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
-
-
-_SECRET_OPTIONS = tuple(f"--{table}.{key}" for table, key in SECRETS)
 
 
 def record_start(

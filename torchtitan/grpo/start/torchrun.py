@@ -31,6 +31,12 @@ from torchtitan.grpo.start import local_rendezvous
 from torchtitan.grpo.system.private_folders import make_private_folder, remove_private_folder
 from torchtitan.grpo.system.rank_status import REPORTED_FILE, read_status
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Added to the time that ranks have to end, since they report and close after it.
+_MARGIN_SECONDS = 10
+UNUSED_SIGNAL = "SIGQUIT"
+"""The agent insists on handling a signal; `_pass_on_signals` handles the real ones."""
+
 
 class _Agent(LocalElasticAgent):
     """An agent that restarts no ranks once one of them has ended for good.
@@ -55,13 +61,6 @@ def respecting_final_statuses() -> Iterator[None]:
         yield
     finally:
         api.LocalElasticAgent = upstream
-
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Added to the time that ranks have to end, since they report and close after it.
-_MARGIN_SECONDS = 10
-UNUSED_SIGNAL = "SIGQUIT"
-"""The agent insists on handling a signal; `_pass_on_signals` handles the real ones."""
 
 
 def run_ranks(

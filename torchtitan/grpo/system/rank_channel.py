@@ -165,6 +165,11 @@ class RankChannel:
                 "output."
             )
 
+    @property
+    def _backlog(self) -> int:
+        """Room for all ranks, which connect at once, beside strangers."""
+        return self._num_others + _MAX_STRANGERS
+
     def raise_if_lost(self) -> None:
         if self.lost is not None:
             raise RankLost(f"Training rank {self.lost.status.rank} is lost.")
@@ -252,7 +257,9 @@ class RankChannel:
 
     async def _watch(self, connection: socket.socket) -> None:
         if self._is_leader:
-            hearing = await asyncio.start_server(self._admit, sock=connection)
+            hearing = await asyncio.start_server(
+                self._admit, sock=connection, backlog=self._backlog
+            )
         else:
             leader = _Peer(*await asyncio.open_connection(sock=connection))
             leader.status = Status(0, connection.getpeername()[0], 0)  # until it has sent its own
@@ -285,9 +292,7 @@ class RankChannel:
         """
         stranger = _Peer(reader, writer)
         self._strangers.append(stranger)
-        if (
-            len(self._strangers) > _MAX_STRANGERS + self._num_others
-        ):  # all ranks may connect at once
+        if len(self._strangers) > self._backlog:
             self._strangers.pop(0).close()
         status: Status | None = None
         try:
