@@ -26,8 +26,8 @@ WAITING = """
 import sys
 from torchtitan.grpo.system.stop import StopRequest
 stop = StopRequest(float(sys.argv[1]))
-print("ready", flush=True)
 assert not stop.is_older_than(0)
+print("ready", flush=True)
 assert stop.wait(120)
 assert stop.is_older_than(0) and not stop.is_older_than(1000)
 print("asked", flush=True)
