@@ -21,7 +21,7 @@ def test_the_wheel_is_an_overlay(repository, tmp_path):
     assert {"torchtitan/grpo_train.py", "torchtitan/grpo/inference/embedded/server.py"} <= names
     assert not any(name.startswith(("tests/", "scripts/")) for name in names)
     # As in a server's environment: no torchtitan is installed, the folder is a namespace.
-    program = "import torchtitan.grpo.system.child as c; print(c.__file__)"
+    program = "import torchtitan.grpo.system.files as f; print(f.__file__)"
     result = subprocess.run(
         [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append({str(tmp_path / 'site')!r}); {program}"],
         capture_output=True, text=True, check=True, timeout=60,
