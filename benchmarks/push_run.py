@@ -41,9 +41,9 @@ from torchtitan.grpo.types import ServerInfo
 from torchtitan.grpo.upstream.trainer import train_spec as train_specs
 from torchtitan.grpo.weight_sync.build import build_publisher
 from torchtitan.grpo.weight_sync.gather import agree_on_push
+from torchtitan.grpo.weight_sync.plan import families_of
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan
-from torchtitan.grpo.weight_sync.sources import families_of
 from torchtitan.grpo_train import GRPOTrainer
 
 PUSH_SECONDS = 120.0

@@ -2,6 +2,8 @@
 
 # ruff: noqa: E402  (the programs' folder must be importable first)
 
+import asyncio
+import inspect
 import json
 import os
 import sys
@@ -19,6 +21,17 @@ from forked import ForkServer
 # An example takes as long as the machine lets it: bounds of time belong to benchmarks.
 settings.register_profile("grpo", deadline=None)
 settings.load_profile("grpo")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs an ``async`` test in an event loop of its own."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
+    asyncio.run(asyncio.wait_for(test(**arguments), 300))
+    return True
 
 
 @pytest.fixture(scope="session")

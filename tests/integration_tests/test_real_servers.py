@@ -51,7 +51,7 @@ from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import GenerateRequest, Generation, TopTokens
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.group_facts import NCCL_SETTINGS, GroupFacts, choose_backend
-from torchtitan.grpo.weight_wire.own_group_facts import own_group_facts
+from torchtitan.grpo.weight_wire.process_group import own_group_facts
 
 LONG_COMPLETION = 400
 TEMPERATURE = 0.8

@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import json
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,9 @@ class Server:
         port_file = folder / "port"
         self.log = folder / "log"
         module = "torchtitan.grpo.inference.embedded"
-        command = [*LIGHT_PYTHON, module, "--model-path", model_path, "--port", "0"]
+        # With the usual limit of open files, whatever that of the tests is.
+        command = ["bash", "-c", 'ulimit -Sn 1024; exec "$@"', "_", *LIGHT_PYTHON, module]
+        command += ["--model-path", model_path, "--port", "0"]
         command += ["--port-file", str(port_file), "--device", "cpu", "--seed", "0", *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(keys or {})}
         self.process = start_child(command, env=environment, log_file=self.log)
@@ -86,24 +88,26 @@ class Server:
                 await asyncio.sleep(0.05)
             return int(self._port_file.read_text())
 
-        self.url = f"http://127.0.0.1:{asyncio.run(asyncio.wait_for(poll(), TIMEOUT))}"
+        self.port = asyncio.run(asyncio.wait_for(poll(), TIMEOUT))
+        self.url = f"http://127.0.0.1:{self.port}"
         return self
 
 
 class Client:
-    """Sends requests to one server and returns parsed bodies."""
+    """Sends requests to one server, each over a connection of its own; returns parsed bodies."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        self.session, self.url, self.key = session, url, ""
+    def __init__(self, url: str) -> None:
+        self.url, self.key = url, ""
 
     async def call(
         self, method: str, route: str, body: Any = None, key: str = ""
     ) -> tuple[int, Any]:
         key = key or self.key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        async with self.session.request(
-            method, self.url + route, json=body, headers=headers
-        ) as response:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT)) as session,
+            session.request(method, self.url + route, json=body, headers=headers) as response,
+        ):
             text = await response.text()
             is_json = response.content_type == "application/json"
             return response.status, json.loads(text) if is_json else text
@@ -134,15 +138,6 @@ class Client:
             return info
 
         return await asyncio.wait_for(poll(), TIMEOUT)
-
-
-def with_client(server: Server, test: Callable[[Client], Awaitable[None]]) -> None:
-    async def run() -> None:
-        timeout = aiohttp.ClientTimeout(total=TIMEOUT)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
-            await test(Client(session, server.url))
-
-    asyncio.run(run())
 
 
 class Trainer:

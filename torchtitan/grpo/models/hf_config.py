@@ -21,11 +21,11 @@ from torchtitan.grpo.models.decoder import DecoderArgs
 from torchtitan.grpo.models.families import FAMILIES, decoder_args, refusals
 from torchtitan.grpo.weight_wire.model_folder import (
     ModelError,
+    attention_window,
     read_json,
     refuse_quantised,
     require_undamaged,
 )
-from torchtitan.grpo.weight_wire.sliding_window import attention_window
 
 __all__ = ["HFModel", "ModelError", "read_hf_model"]
 

@@ -32,12 +32,12 @@ from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_sync.payloads import Payload, PayloadPool
 from torchtitan.grpo.weight_sync.plan import (
     BucketPlan,
+    SourceLimits,
     SourcePlan,
     plan_sources,
 )
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, Shards, lay_out_slot
 from torchtitan.grpo.weight_sync.slot_memory import SnapshotSlots
-from torchtitan.grpo.weight_sync.sources import SourceLimits
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
 _HOST = torch.device("cpu")

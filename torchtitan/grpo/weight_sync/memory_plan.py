@@ -23,9 +23,8 @@ from torchtitan.grpo.pipeline.stages import fixes_stages, stage_modules, stage_r
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_sync.leader import max_alive
-from torchtitan.grpo.weight_sync.plan import plan_sources
+from torchtitan.grpo.weight_sync.plan import SourceLimits, plan_sources
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, lay_out_slot
-from torchtitan.grpo.weight_sync.sources import SourceLimits
 from torchtitan.grpo.weight_sync.transports.group_end import PIECE_BYTES
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 

@@ -4,19 +4,26 @@
 """Decides which rank assembles which parameters, and in which buckets they are sent.
 
 The functions are pure and give the same result on all ranks. Every source sends what it has
-assembled to every server; `sources.py` chooses the sources.
+assembled to every server, and each sends about equally many bytes. A server can receive from
+all sources at the same time, so that neither the network interface of one rank nor the copies
+that one process makes limit the speed of a push.
+
+Ranks that share a parameter form a family: all ranks without pipeline parallelism, and the
+ranks of each pipeline rank with it. Each family has at least one source, because other ranks do
+not hold its parameters. Within a family, parameters are assigned in descending order of size,
+each to the source that has the fewest elements so far (R. L. Graham, "Bounds on multiprocessing
+timing anomalies", 1969). No source therefore sends more than the mean plus one parameter.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from torchtitan.grpo.models.hf_weights import hf_meta
 from torchtitan.grpo.models.lora import AdapterNames, lora_scale
-from torchtitan.grpo.models.shards import Assembly, in_buckets
+from torchtitan.grpo.models.shards import Assembly, Piece, in_buckets
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
-from torchtitan.grpo.weight_sync.sources import SourceLimits, choose_sources
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter, target_of
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
@@ -52,6 +59,21 @@ class SourcePlan:
     @property
     def num_bytes(self) -> int:
         return sum(bucket.num_bytes for bucket in self.buckets)
+
+
+@dataclass(frozen=True)
+class SourceLimits:
+    """The ranks that may be sources.
+
+    ``max_sources`` is ``weight_sync.max_sources``; 0 allows every rank. ``hosts`` numbers the
+    host of each rank. Ranks beyond the end of the tuple are on host 0.
+    """
+
+    max_sources: int = 0
+    hosts: tuple[int, ...] = ()
+
+    def host(self, rank: int) -> int:
+        return self.hosts[rank] if rank < len(self.hosts) else 0
 
 
 def plan_sources(
@@ -125,3 +147,87 @@ def _with_adapters_behind(assemblies: Sequence[Assembly]) -> list[Assembly]:
         if assembly.name not in behind
         for each in (assembly, *adapters_of.get(assembly.name, ()))
     ]
+
+
+def choose_sources(
+    assemblies: Sequence[Assembly], limits: SourceLimits
+) -> dict[int, list[Assembly]]:
+    """Returns what each source assembles, in the order of ``assemblies``.
+
+    A source already holds some blocks. Each other block is sent to it by a rank that holds the
+    block, preferably on the source's host, and among several by the rank that has the least to
+    send.
+    """
+    families = families_of(assemblies)
+    num_ranks = sum(len(family) for family in families)
+    source_of: dict[str, int] = {}
+    for family in families:
+        wanted = limits.max_sources * len(family) // num_ranks if limits.max_sources else num_ranks
+        sources = _spread_over_hosts(family, limits)[: max(1, wanted)]
+        members = [a for a in assemblies if not family.isdisjoint(_holders(a))]
+        source_of |= _assign(members, sources)
+    num_sent = dict.fromkeys(range(1 + max(map(max, families), default=0)), 0)
+    by_source: dict[int, list[Assembly]] = {}
+    for assembly in assemblies:
+        source = source_of[assembly.name]
+        chosen = _with_senders(assembly, source, limits, num_sent)
+        by_source.setdefault(source, []).append(chosen)
+    return by_source
+
+
+def families_of(assemblies: Sequence[Assembly]) -> list[set[int]]:
+    """Returns the sets of ranks that share parameters, directly or through other ranks."""
+    families: list[set[int]] = []
+    for ranks in {frozenset(_holders(assembly)) for assembly in assemblies}:
+        family = set(ranks)
+        for other in [f for f in families if not f.isdisjoint(family)]:
+            family |= other
+            families.remove(other)
+        families.append(family)
+    return sorted(families, key=min)
+
+
+def _holders(assembly: Assembly) -> set[int]:
+    return {rank for piece in assembly.pieces for rank in piece.holders}
+
+
+def _spread_over_hosts(family: Collection[int], limits: SourceLimits) -> list[int]:
+    """Orders the ranks of a family so that the first ones lie on many different hosts."""
+    num_on_host: dict[int, int] = {}
+    keys = {}
+    for rank in sorted(family):
+        host = limits.host(rank)
+        keys[rank] = num_on_host[host] = num_on_host.get(host, 0) + 1
+    return sorted(family, key=lambda rank: (keys[rank], rank))
+
+
+def _assign(assemblies: Sequence[Assembly], sources: Sequence[int]) -> dict[str, int]:
+    """Returns the source of each parameter, by name. A LoRA adapter has the source of its target."""
+    num_elements = dict.fromkeys(sorted(sources), 0)
+    source_of = {}
+    targets = {a.name for a in assemblies if not is_adapter(a.name)}
+    alone = [a for a in assemblies if a.name in targets or target_of(a.name) not in targets]
+    for assembly in sorted(alone, key=lambda a: -a.numel):
+        holders = _holders(assembly)
+        source = min(num_elements, key=lambda r: (num_elements[r], r not in holders, r))
+        num_elements[source] += assembly.numel
+        source_of[assembly.name] = source
+    return {
+        a.name: source_of[a.name if a.name in source_of else target_of(a.name)] for a in assemblies
+    }
+
+
+def _with_senders(
+    assembly: Assembly, source: int, limits: SourceLimits, num_sent: dict[int, int]
+) -> Assembly:
+    """Chooses a sender for each block of the parameter, and counts its elements in ``num_sent``."""
+
+    def sent(piece: Piece) -> Piece:
+        rank = min(
+            piece.holders,
+            key=lambda r: (r != source, limits.host(r) != limits.host(source), num_sent[r], r),
+        )
+        num_sent[rank] += piece.block.numel
+        return piece.sent_by(rank)
+
+    return replace(assembly, pieces=tuple(sent(piece) for piece in assembly.pieces))

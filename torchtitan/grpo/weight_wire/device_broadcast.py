@@ -17,8 +17,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.weight_wire.device_lanes import give_back, take_lane
-from torchtitan.grpo.weight_wire.device_traffic import broadcasting
+from torchtitan.grpo.weight_wire.device_lanes import broadcasting, give_back, take_lane
 
 # How often the event at the end of a broadcast is polled. Each look takes the interpreter's lock from
 # the training thread.

@@ -21,7 +21,7 @@ them also decides how memory is released, so it must not change while a process 
 communicators.)
 
 Gloo needs nothing of all this. HTTP clients import this module, so it does not need torch;
-`own_group_facts.py` finds out the facts of a process.
+`process_group.py` finds out the facts of a process.
 """
 
 import itertools

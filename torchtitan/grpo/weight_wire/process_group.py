@@ -14,6 +14,7 @@ on which the monitor of the *default* group acts. Groups with servers therefore 
 watchdog. Their users poll operations with their own deadlines, and abort the communicator.
 """
 
+import ctypes
 import functools
 import math
 import os
@@ -23,10 +24,13 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.cuda import nccl
 from torch.distributed import distributed_c10d as c10d
 
 from torchtitan.grpo.system.network import source_address
+from torchtitan.grpo.weight_wire.group_facts import NCCL_SETTINGS, GroupFacts
 
 # Torch reads it when a group is made. The name is misleading: it makes the host wait in
 # ``Work.wait()``, which nobody calls for these groups, and it leaves out the group's watchdog and the
@@ -167,3 +171,41 @@ def destroy_weight_group(group: dist.ProcessGroup) -> None:
         if dist.get_backend(group) == dist.Backend.NCCL:
             group.abort()
         dist.destroy_process_group(group)
+
+
+_LIBRARY = "libnccl.so.2"
+
+
+def own_group_facts(device: torch.device) -> GroupFacts:
+    """Returns the facts about this process, which sends from or receives on ``device``."""
+    on_gpu = device.type == "cuda"
+    return GroupFacts(
+        device=device.type,
+        # A plain string: its own type is a subclass, which vLLM's processes cannot send.
+        torch=str(torch.__version__),
+        nccl=nccl_version() if on_gpu else None,
+        gpu=f"GPU-{torch.cuda.get_device_properties(device).uuid}" if on_gpu else None,
+        settings={name: os.environ.get(name, "") for name in NCCL_SETTINGS},
+    )
+
+
+def nccl_version() -> str:
+    """Returns the version of the NCCL that torch uses, such as ``2.29.7``.
+
+    The library itself is asked. ``torch.cuda.nccl.version()`` names the NCCL that torch was
+    built with, and images with SGLang or vLLM often hold a newer one.
+    """
+    try:
+        # Torch has loaded it, so this is the same library and not a second one.
+        library = ctypes.CDLL(_LIBRARY)
+    except OSError:  # this torch contains its NCCL
+        return ".".join(map(str, nccl.version()[:3]))
+    code = ctypes.c_int()
+    status = library.ncclGetVersion(ctypes.byref(code))
+    assert status == 0, f"ncclGetVersion returned {status}"
+    return version_text(code.value)
+
+
+def version_text(code: int) -> str:
+    """Returns ``2.29.7`` for NCCL's version code 22907."""
+    return f"{code // 10000}.{code // 100 % 100}.{code % 100}"

@@ -82,7 +82,7 @@ class WeightGroup:
 
         Over NCCL the tensor may lie on the device, or in pinned host memory, into which the
         device copies each piece. ``turn`` is entered while broadcasts over NCCL are launched;
-        see `launch_order.py`. Raises RuntimeError if the trainer has ended, nothing arrives in
+        see :class:`~torchtitan.grpo.weight_wire.staging.LaunchOrder`. Raises RuntimeError if the trainer has ended, nothing arrives in
         time, or :meth:`leave` is called.
         """
         if self._left.is_set():

@@ -16,8 +16,14 @@ from aiohttp import web
 
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.inference.kinds import KINDS, make_client
-from torchtitan.grpo.inference.sglang.adapter_note import PROBE, READY, AdapterNote, note_of
-from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
+from torchtitan.grpo.weight_wire.transfer_messages import (
+    PROBE,
+    READY,
+    AdapterNote,
+    BucketSpec,
+    WeightGroupInfo,
+    note_of,
+)
 
 GROUP = WeightGroupInfo("127.0.0.1", 1, 1, 2, "group", "gloo", 5.0, deltas=True)
 BUCKETS = (

@@ -16,8 +16,7 @@ from torchtitan.grpo.weight_sync.payloads import Payload, PayloadFailed, Payload
 from torchtitan.grpo.weight_sync.transports import disk_transport
 from torchtitan.grpo.weight_sync.transports.disk_transport import DiskSender
 from torchtitan.grpo.weight_sync.transports.group_end import GroupSettings
-from torchtitan.grpo.weight_sync.transports.group_transport import GroupSender, encode_delta
-from torchtitan.grpo.weight_wire import sparse
+from torchtitan.grpo.weight_sync.transports.group_transport import GroupSender
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 CPU = torch.device("cpu")
@@ -57,87 +56,60 @@ def make_rank_parts(
     return Agent(0, gatherer, read, pool), group, DiskSender(0, pool, len(SPECS), 5.0)
 
 
-def test_a_bucket_comes_whole_or_as_changes_to_an_older_version():
-    async def body() -> None:
-        agent, sender, _ = make_rank_parts()
-        for version in (3, 4):
-            await agent.gather(0, version, False)
-        whole = await sender.prepare(4, 1, None)
-        assert (whole.names, whole.num_changed, whole.base_version) == (("b",), None, None)
-        assert whole.checksums is not None
-        delta = await sender.prepare(4, 1, 3)
-        assert (delta.num_changed, delta.base_version) == ((1,), 3)
-        # Of the whole tensor, once the changes are in it.
-        assert delta.checksums == whole.checksums
-        await agent.close()
-        await sender.close()
-
-    asyncio.run(body())
+async def test_a_bucket_comes_whole_or_as_changes_to_an_older_version():
+    agent, sender, _ = make_rank_parts()
+    for version in (3, 4):
+        await agent.gather(0, version, False)
+    whole = await sender.prepare(4, 1, None)
+    assert (whole.names, whole.num_changed, whole.base_version) == (("b",), None, None)
+    assert whole.checksums is not None
+    delta = await sender.prepare(4, 1, 3)
+    assert (delta.num_changed, delta.base_version) == ((1,), 3)
+    # Of the whole tensor, once the changes are in it.
+    assert delta.checksums == whole.checksums
+    await agent.close()
+    await sender.close()
 
 
-def test_a_version_is_sent_from_its_slot_only_while_that_is_held():
+async def test_a_version_is_sent_from_its_slot_only_while_that_is_held():
     in_slots = [[torch.zeros(4 * NUMEL, dtype=torch.uint8) for _ in SPECS] for _ in range(2)]
 
-    async def body() -> None:
-        pool = PayloadPool(SPECS, [4 * NUMEL] * 2, False, in_slots.__getitem__)
-        gatherer: Any = FillingGatherer()
-        agent = Agent(0, gatherer, lambda slot, version: snapshot(version), pool)
-        await agent.gather(1, 3, True)
-        await agent.gather(0, 4, False)
-        with pool.reading(3) as held, pool.reading(4) as copied:
-            assert held.buffers is in_slots[1]
-            assert copied.buffers is not in_slots[0]
-        await agent.close()
-
-    asyncio.run(body())
+    pool = PayloadPool(SPECS, [4 * NUMEL] * 2, False, in_slots.__getitem__)
+    gatherer: Any = FillingGatherer()
+    agent = Agent(0, gatherer, lambda slot, version: snapshot(version), pool)
+    await agent.gather(1, 3, True)
+    await agent.gather(0, 4, False)
+    with pool.reading(3) as held, pool.reading(4) as copied:
+        assert held.buffers is in_slots[1]
+        assert copied.buffers is not in_slots[0]
+    await agent.close()
 
 
-def test_a_delta_makes_the_new_bucket_of_the_old_one():
-    async def body() -> None:
-        pool = PayloadPool(SPECS, [4 * NUMEL] * 2, checksum=False)
-        for version in (3, 9):
-            payload = pool.take(version)
-            FillingGatherer().gather(0, snapshot(version), payload)
-        with pool.reading(3) as old, pool.reading(9) as new:
-            bucket = encode_delta(new, old, 0)
-            spec = bucket.spec
-            assert spec.num_changed == (6,)
-            held = old.bucket(0).payload.clone()
-            (changes,) = sparse.decode(bucket.payload, [NUMEL], spec.num_changed, 4)
-            sparse.apply(held.view(torch.float32), changes)
-            assert torch.equal(held, new.bucket(0).payload)
+async def test_what_was_dropped_or_could_not_be_gathered_says_so():
+    def read(slot: int, version: int) -> dict[str, torch.Tensor]:
+        tensors = snapshot(version)
+        if version == 2:
+            tensors["b"][7] = float("nan")
+        return tensors
 
-    asyncio.run(body())
-
-
-def test_what_was_dropped_or_could_not_be_gathered_says_so():
-    async def body() -> None:
-        def read(slot: int, version: int) -> dict[str, torch.Tensor]:
-            tensors = snapshot(version)
-            if version == 2:
-                tensors["b"][7] = float("nan")
-            return tensors
-
-        agent, sender, _ = make_rank_parts(read)
-        await agent.gather(0, 1, False)
-        with pytest.raises(RuntimeError, match="rank 3 is gone"):
-            await agent.gather(0, 2, False)
-        assert (await sender.prepare(2, 0, None)).names == ("a",)
-        with pytest.raises(PayloadFailed, match=r"Bucket 1 .* rank 3 is gone"):
-            await sender.prepare(2, 1, None)
-        await agent.drop(1)
-        with pytest.raises(PayloadFailed, match="Version 1 is no longer held"):
-            await sender.prepare(1, 0, None)
-        with pytest.raises(RuntimeError, match="must open a group with http://server before"):
-            await sender.send("http://server", 2, 0, None)
-        await sender.leave("http://server")
-        await agent.close()
-        await sender.close()
-
-    asyncio.run(body())
+    agent, sender, _ = make_rank_parts(read)
+    await agent.gather(0, 1, False)
+    with pytest.raises(RuntimeError, match="rank 3 is gone"):
+        await agent.gather(0, 2, False)
+    assert (await sender.prepare(2, 0, None)).names == ("a",)
+    with pytest.raises(PayloadFailed, match=r"Bucket 1 .* rank 3 is gone"):
+        await sender.prepare(2, 1, None)
+    await agent.drop(1)
+    with pytest.raises(PayloadFailed, match="Version 1 is no longer held"):
+        await sender.prepare(1, 0, None)
+    with pytest.raises(RuntimeError, match="must open a group with http://server before"):
+        await sender.send("http://server", 2, 0, None)
+    await sender.leave("http://server")
+    await agent.close()
+    await sender.close()
 
 
-def test_a_version_that_is_being_written_keeps_its_buffers_though_nobody_waits(
+async def test_a_version_that_is_being_written_keeps_its_buffers_though_nobody_waits(
     monkeypatch, tmp_path
 ):
     begun, may_end = threading.Event(), threading.Event()
@@ -150,20 +122,17 @@ def test_a_version_that_is_being_written_keeps_its_buffers_though_nobody_waits(
 
     monkeypatch.setattr(disk_transport, "write_part", slow_write)
 
-    async def body() -> None:
-        agent, _, sender = make_rank_parts()
-        await agent.gather(0, 1, False)
-        writing = asyncio.create_task(sender.write(1, str(tmp_path)))
-        await asyncio.to_thread(begun.wait, 30)
-        writing.cancel()
-        await asyncio.gather(writing, return_exceptions=True)
-        dropping = asyncio.create_task(agent.drop(1))
-        await asyncio.wait({dropping}, timeout=0.1)
-        assert not dropping.done(), "another version would be written into the buffers"
-        may_end.set()
-        await dropping
-        assert (tmp_path / "model-rank00000.safetensors").is_file()
-        await agent.close()
-        await sender.close()
-
-    asyncio.run(body())
+    agent, _, sender = make_rank_parts()
+    await agent.gather(0, 1, False)
+    writing = asyncio.create_task(sender.write(1, str(tmp_path)))
+    await asyncio.to_thread(begun.wait, 30)
+    writing.cancel()
+    await asyncio.gather(writing, return_exceptions=True)
+    dropping = asyncio.create_task(agent.drop(1))
+    await asyncio.wait({dropping}, timeout=0.1)
+    assert not dropping.done(), "another version would be written into the buffers"
+    may_end.set()
+    await dropping
+    assert (tmp_path / "model-rank00000.safetensors").is_file()
+    await agent.close()
+    await sender.close()

@@ -309,33 +309,22 @@ def test_no_interleaving_breaks_an_invariant_or_gets_stuck(
 
 
 @pytest.mark.parametrize(
-    ("kind", "bug", "message"),
+    ("kind", "bug", "message", "late_come_any_time"),
     [
-        ("commit", "confirms before the commit", "work is sent for a version not served yet"),
-        ("nothing", "no check", "no goal is in reach"),
-        ("commit", "no resume after a failure", "the server is left paused"),
-        ("transfer", "no resume after a push", "the server is left paused"),
-        ("transfer", "keeps its label while it is updated", "tokens are labeled with what"),
-        ("nothing", "commits what was not opened", "tokens are labeled with what"),
-        ("transfer", "the loss is not told", "the dispatcher believes what the lane does not"),
+        ("commit", "confirms before the commit", "work is sent for a version not served", False),
+        ("nothing", "no check", "no goal is in reach", False),
+        ("commit", "no resume after a failure", "the server is left paused", False),
+        ("transfer", "no resume after a push", "the server is left paused", False),
+        ("transfer", "keeps its label while it is updated", "tokens are labeled with what", False),
+        ("nothing", "commits what was not opened", "tokens are labeled with what", False),
+        ("transfer", "the loss is not told", "believes what the lane does not", False),
+        ("nothing", "commits whatever is open", "tokens are labeled with what", True),
+        ("commit", "a pause is never looked for", "no goal is in reach", True),
     ],
 )
-def test_the_exploration_finds_what_is_broken_on_purpose(kind, bug, message, explore):
-    model = Model(kind, last_version=1, max_faults=1, bug=bug)
-    with pytest.raises(AssertionError, match=message):
-        explore(System(), model.steps, is_goal=model.is_done)
-
-
-@pytest.mark.parametrize(
-    ("kind", "bug", "message"),
-    [
-        ("nothing", "commits whatever is open", "tokens are labeled with what"),
-        ("commit", "a pause is never looked for", "no goal is in reach"),
-    ],
-)
-def test_requests_that_arrive_too_late_do_harm_where_nobody_expects_them(
-    kind, bug, message, explore
+def test_the_exploration_finds_what_is_broken_on_purpose(
+    kind, bug, message, late_come_any_time, explore
 ):
-    model = Model(kind, last_version=1, max_faults=1, late_come_any_time=True, bug=bug)
+    model = Model(kind, 1, 1, late_come_any_time, bug)
     with pytest.raises(AssertionError, match=message):
         explore(System(), model.steps, is_goal=model.is_done)

@@ -1,17 +1,19 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""In which order the leader has ranks copy and gather, and lets servers have a version."""
+"""When the leader has ranks copy and gather, and which server stays behind for an evaluation."""
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from torchtitan.grpo.config import WeightSync
+from torchtitan.grpo.weight_sync import leader as module
 from torchtitan.grpo.weight_sync.lane import Listeners
-from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts
+from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts, Pin
 from torchtitan.grpo.weight_sync.slots import SlotTable
 
 SECONDS = 30
@@ -75,49 +77,43 @@ def _no_server(server: object) -> Any:
     raise AssertionError("there are no servers")
 
 
-def test_no_rank_gathers_and_no_server_gets_a_version_before_all_ranks_have_copied_it():
-    async def body() -> None:
-        rig = Rig()
-        first, second = rig.ranks
-        first.copied.set()
-        await asyncio.wait_for(second.asked.wait(), SECONDS)
-        newer = asyncio.create_task(rig.leader._versions.newer_than(-1, SECONDS))
-        # Time for whatever might go on without the second rank.
-        await asyncio.wait({newer}, timeout=0.1)
-        assert not newer.done()
-        assert rig.calls == [(0, "copied", 7)]
-        second.copied.set()
-        assert await newer == 7
-        await rig.end()
-        assert rig.calls[1:] == [(1, "copied", 7), (0, "gather", 7), (1, "gather", 7)]
-        # Both slots can be had again.
-        assert {rig.slots.reserve(), rig.slots.reserve()} == {0, 1}
-
-    asyncio.run(body())
+async def test_no_rank_gathers_and_no_server_gets_a_version_before_all_ranks_have_copied_it():
+    rig = Rig()
+    first, second = rig.ranks
+    first.copied.set()
+    await asyncio.wait_for(second.asked.wait(), SECONDS)
+    newer = asyncio.create_task(rig.leader._versions.newer_than(-1, SECONDS))
+    # Time for whatever might go on without the second rank.
+    await asyncio.wait({newer}, timeout=0.1)
+    assert not newer.done()
+    assert rig.calls == [(0, "copied", 7)]
+    second.copied.set()
+    assert await newer == 7
+    await rig.end()
+    assert rig.calls[1:] == [(1, "copied", 7), (0, "gather", 7), (1, "gather", 7)]
+    # Both slots can be had again.
+    assert {rig.slots.reserve(), rig.slots.reserve()} == {0, 1}
 
 
-def test_a_slot_that_is_sent_from_is_free_again_once_its_version_is_dropped():
-    async def body() -> None:
-        rig = Rig(max_held=1, num_sources=1)
-        for rank in rig.ranks:
-            rank.copied.set()
-        await wait_until(lambda: not rig.slots.can_hold())
-        # 7 is held and still the newest, so 8 is copied out of its slot.
-        rig.slots.filled(rig.slots.reserve(), 8)
-        rig.slots.wake()
-        await wait_until(rig.slots.can_hold)
-        dropped = (0, "drop", 7)
-        assert dropped in rig.calls and (1, "drop", 7) not in rig.calls
-        rig.slots.filled(rig.slots.reserve(), 9)
-        rig.slots.wake()
-        await wait_until(lambda: not rig.slots.can_hold())
-        await rig.end()
-        gathered = [call for call in rig.calls if call[0] == 0 and "gather" in call[1]]
-        assert gathered == [(0, "gather, held", 7), (0, "gather", 8), (0, "gather, held", 9)]
-        # All but the one that is held can be had.
-        assert len({rig.slots.reserve(), rig.slots.reserve()}) == 2
-
-    asyncio.run(body())
+async def test_a_slot_that_is_sent_from_is_free_again_once_its_version_is_dropped():
+    rig = Rig(max_held=1, num_sources=1)
+    for rank in rig.ranks:
+        rank.copied.set()
+    await wait_until(lambda: not rig.slots.can_hold())
+    # 7 is held and still the newest, so 8 is copied out of its slot.
+    rig.slots.filled(rig.slots.reserve(), 8)
+    rig.slots.wake()
+    await wait_until(rig.slots.can_hold)
+    dropped = (0, "drop", 7)
+    assert dropped in rig.calls and (1, "drop", 7) not in rig.calls
+    rig.slots.filled(rig.slots.reserve(), 9)
+    rig.slots.wake()
+    await wait_until(lambda: not rig.slots.can_hold())
+    await rig.end()
+    gathered = [call for call in rig.calls if call[0] == 0 and "gather" in call[1]]
+    assert gathered == [(0, "gather, held", 7), (0, "gather", 8), (0, "gather, held", 9)]
+    # All but the one that is held can be had.
+    assert len({rig.slots.reserve(), rig.slots.reserve()}) == 2
 
 
 async def wait_until(holds: Callable[[], bool]) -> None:
@@ -126,14 +122,76 @@ async def wait_until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_a_copy_that_fails_ends_the_leader_before_anything_is_gathered():
-    async def body() -> None:
-        rig = Rig()
-        rig.ranks[1].error = TimeoutError("Rank 1 must have published version 7")
-        rig.ranks[1].copied.set()
-        with pytest.raises(TimeoutError, match="must have published version 7"):
-            await asyncio.wait_for(rig.running, SECONDS)
-        assert not rig.calls
-        assert rig.leader.num_versions == 0
+async def test_a_copy_that_fails_ends_the_leader_before_anything_is_gathered():
+    rig = Rig()
+    rig.ranks[1].error = TimeoutError("Rank 1 must have published version 7")
+    rig.ranks[1].copied.set()
+    with pytest.raises(TimeoutError, match="must have published version 7"):
+        await asyncio.wait_for(rig.running, SECONDS)
+    assert not rig.calls
+    assert rig.leader.num_versions == 0
 
-    asyncio.run(body())
+
+def lane(name: str, version: int, **changes: Any) -> Any:
+    values = {"url": f"http://{name}", "version": version, "held_from": None, "last_push": None}
+    return SimpleNamespace(**values | {"is_blocked": False} | changes)
+
+
+def test_of_several_servers_that_are_there_the_newest_is_pinned_and_a_single_one_never():
+    lost = lane("c", -1)
+    lanes = [lane("a", 3), lane("b", 4), lost]
+    pin = Pin()
+    pin.set(lanes, 5)
+    assert [each.held_from for each in lanes] == [None, 5, None]
+    assert pin.url == "http://b"
+    pin.set(lanes, None)
+    assert [each.held_from for each in lanes] == [None, None, None]
+    assert pin.url is None
+    pin.set([lanes[0], lost], 5)
+    assert pin.url is None
+
+
+def others_lost(lanes: list[Any]) -> None:
+    lanes[1].version = -1
+
+
+def others_blocked(lanes: list[Any]) -> None:
+    lanes[1].is_blocked = True
+
+
+def itself_gone(lanes: list[Any]) -> None:
+    del lanes[0]
+
+
+@pytest.mark.parametrize("change", [others_lost, others_blocked, itself_gone])
+def test_a_pinned_server_yields_when_the_others_cannot_serve_training_or_it_is_gone(change):
+    pinned, *_ = lanes = [lane("a", 3), lane("b", 2)]
+    pin = Pin()
+    pin.set(lanes, 3)
+    pin.yield_if_needed(lanes, 3)
+    assert (pinned.held_from, pin.url) == (3, "http://a")
+    change(lanes)
+    pin.yield_if_needed(lanes, 4)
+    assert (pinned.held_from, pin.url) == (None, None)
+
+
+# Seconds, the other server's version, and the newest version.
+TAKES_SOME = [(0, 3, 3), (9, 3, 4), (18, 4, 5), (27, 4, 5), (29, 4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("push_seconds", "looks"), [(0.0, TAKES_SOME), (60.0, [(0, 3, 4), (239, 3, 4), (241, 3, 4)])]
+)
+def test_a_pinned_server_yields_when_the_others_take_nothing_for_several_pushes(
+    push_seconds, looks, monkeypatch
+):
+    last_push = SimpleNamespace(push_seconds=push_seconds) if push_seconds else None
+    lanes = [lane("a", 3), lane("b", 3, last_push=last_push)]
+    pin, pinned = Pin(), list[str | None]()
+    pin.set(lanes, 3)
+    for second, version, published in looks:
+        monkeypatch.setattr(module.time, "monotonic", lambda second=second: second)
+        lanes[1].version = version
+        pin.yield_if_needed(lanes, published)
+        pinned.append(pin.url)
+    assert pinned == ["http://a"] * (len(looks) - 1) + [None]

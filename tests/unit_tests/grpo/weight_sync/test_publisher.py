@@ -12,7 +12,7 @@ import pytest
 
 from torchtitan.grpo.weight_sync.lane import LaneState
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher
-from torchtitan.grpo.weight_sync.slots import SlotTable
+from torchtitan.grpo.weight_sync.slots import SlotTable, SlotVersions
 
 
 class Waiting(WeightPublisher):
@@ -82,3 +82,17 @@ def test_the_training_thread_fences_and_tells_of_a_slot_only_as_its_copy_is_star
     assert calls == ["fence", f"copy into {slot}"]
     assert slots.take_newest(0) == (slot, 7)
     assert slots.published == 7
+
+
+def test_a_reader_waits_until_its_slot_holds_the_version_and_no_other():
+    slots = SlotVersions()
+    slots.filled(0, 3)
+    slots.filled(1, 4)
+    with pytest.raises(TimeoutError, match=r"publish version 4 .* slot 0 still holds version 3"):
+        slots.wait_filled(0, 4, 0.01)
+    reader = threading.Thread(target=slots.wait_filled, args=(0, 5, 30.0))
+    reader.start()
+    slots.filled(0, 5)
+    slots.wake()
+    reader.join(20.0)
+    assert not reader.is_alive()

@@ -93,27 +93,6 @@ def test_copy_into_returns_while_nothing_is_copied_yet(held, snapshots):
     assert held.threads == ["snapshot-copy"]
 
 
-def test_after_the_fence_the_parameters_may_change(parameters, snapshots):
-    for step in range(20):
-        snapshots.fence(SECONDS)
-        with torch.no_grad():
-            for parameter in parameters.values():
-                parameter.fill_(step)
-        snapshots.copy_into(step % 2)
-    assert [snapshots.read(slot, SECONDS)["bias"].unique().item() for slot in (0, 1)] == [18, 19]
-
-
-def test_a_reader_does_not_wait_for_the_copy_into_another_slot(held, snapshots):
-    snapshots.copy_into(0)
-    held.let_go.release()
-    snapshots.fence(SECONDS)
-    snapshots.copy_into(1)
-    snapshots.read(0, 0.0)
-    with pytest.raises(TimeoutError):
-        snapshots.read(1, 0.0)
-    held.let_go.release()
-
-
 def test_a_reader_that_is_told_of_a_slot_waits_for_the_copy_it_is_told_of(held, snapshots):
     held.let_go.release()
     snapshots.copy_into(0)

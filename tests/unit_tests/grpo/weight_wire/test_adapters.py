@@ -64,19 +64,6 @@ def test_adapters_are_added_to_the_weights_of_the_files_that_count(base, tmp_pat
     assert base_digest(str(tmp_path)) == digest
 
 
-def test_scalars_may_lie_beside_the_weights(base, tmp_path):
-    digest = base_digest(str(tmp_path))
-    tensors = {W: base._read(W), NORM: torch.ones(4), "k_scale": torch.tensor(1.0)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    assert base_digest(str(tmp_path)) != digest
-
-
-def test_weights_without_adapters_come_as_they_are(base):
-    found = dict(base.all_with(factors(), 1.0))
-    assert found.keys() == {W, NORM}
-    assert torch.equal(found[NORM], torch.ones(4))
-
-
 def test_an_adapter_without_one_of_its_factors_is_refused(base):
     with pytest.raises(ValueError, match="both of its factors"):
         list(base.adapted({A: factors()[A]}, 1.0))

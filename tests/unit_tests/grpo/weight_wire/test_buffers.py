@@ -62,11 +62,3 @@ def test_buffers_of_sizes_that_are_no_longer_sent_are_freed() -> None:
         receive(pool)
         pool.settle([])
     assert sorted(buffer.numel() for buffer in pool._free) == [32, 64]
-
-
-def test_the_bytes_of_all_buffers_count_whoever_has_them() -> None:
-    pool = BufferPool()
-    pool.settle(receive(pool))
-    pool.take(16, CPU)
-    pool.give_back(pool.take(8, CPU))
-    assert pool.host_bytes == 64 + 32 + 16 + 8

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchtitan.grpo.weight_wire import device_traffic
-from torchtitan.grpo.weight_wire.device_traffic import aborting, broadcasting
+from torchtitan.grpo.weight_wire import device_lanes
+from torchtitan.grpo.weight_wire.device_lanes import aborting, broadcasting
 
 SECONDS = 20
 
@@ -33,7 +33,7 @@ def held(
 
 @pytest.mark.parametrize(("first", "second"), [(broadcasting, aborting), (aborting, broadcasting)])
 def test_an_abort_and_a_broadcast_wait_for_each_other(monkeypatch, first, second):
-    monkeypatch.setattr(device_traffic, "_WAIT_SECONDS", SECONDS)
+    monkeypatch.setattr(device_lanes, "_WAIT_SECONDS", SECONDS)
     with ThreadPoolExecutor(2) as pool:
         is_first, end_first, first_end = held(pool, first)
         assert is_first.wait(SECONDS)
@@ -56,19 +56,19 @@ def test_those_of_one_kind_go_together(gate):
 
 
 def test_nobody_waits_without_end(monkeypatch):
-    monkeypatch.setattr(device_traffic, "_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(device_lanes, "_WAIT_SECONDS", 0.05)
     with aborting(), broadcasting(), aborting():
         pass
-    assert (device_traffic._aborts, device_traffic._num_broadcasts) == ({}, 0)
+    assert (device_lanes._aborts, device_lanes._num_broadcasts) == ({}, 0)
 
 
 def test_an_abort_that_hangs_delays_broadcasts_once_and_not_each_of_them(monkeypatch):
     waits: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: sum(waits))
-    monkeypatch.setattr(device_traffic, "time", clock)
-    monkeypatch.setattr(device_traffic._changed, "wait", waits.append)
+    monkeypatch.setattr(device_lanes, "time", clock)
+    monkeypatch.setattr(device_lanes._changed, "wait", waits.append)
     with aborting():
         for _ in range(8):
             with broadcasting():
                 pass
-    assert waits == [device_traffic._WAIT_SECONDS]
+    assert waits == [device_lanes._WAIT_SECONDS]

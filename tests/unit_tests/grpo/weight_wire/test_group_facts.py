@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan.grpo.weight_wire import own_group_facts as own
+from torchtitan.grpo.weight_wire import process_group as own
 from torchtitan.grpo.weight_wire.group_facts import (
     NCCL_SETTINGS,
     GroupFacts,
     choose_backend,
     facts_from_json,
 )
-from torchtitan.grpo.weight_wire.own_group_facts import own_group_facts, version_text
+from torchtitan.grpo.weight_wire.process_group import own_group_facts, version_text
 
 UNSET = dict.fromkeys(NCCL_SETTINGS, "")
 TRAINER = GroupFacts("cuda", "2.13.0+cu130", "2.29.7", "GPU-a", UNSET)

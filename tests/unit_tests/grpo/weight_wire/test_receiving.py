@@ -52,44 +52,41 @@ os._exit(0)  # gloo's threads are none that Python could end well
 """
 
 
-def test_a_group_that_was_left_is_kept_no_longer_than_the_trainer_keeps_its_end():
-    async def body() -> None:
-        end = GroupEnd(
-            "http://127.0.0.1:9",
-            2,
-            "gloo",
-            GroupSettings("auto", "host", 60.0, torch.device("cpu")),
-        )
-        process = subprocess.Popen(
-            [sys.executable, "-c", LIGHT + SERVER, json.dumps(asdict(end.info))],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        assert process.stdin is not None and process.stdout is not None
+async def test_a_group_that_was_left_is_kept_no_longer_than_the_trainer_keeps_its_end():
+    end = GroupEnd(
+        "http://127.0.0.1:9",
+        2,
+        "gloo",
+        GroupSettings("auto", "host", 60.0, torch.device("cpu")),
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", LIGHT + SERVER, json.dumps(asdict(end.info))],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
 
-        async def line() -> str:
-            assert process.stdout is not None
-            return (await asyncio.to_thread(process.stdout.readline)).strip()
+    async def line() -> str:
+        assert process.stdout is not None
+        return (await asyncio.to_thread(process.stdout.readline)).strip()
 
-        def go_on() -> None:
-            assert process.stdin is not None
-            process.stdin.write("\n")
-            process.stdin.flush()
+    def go_on() -> None:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
 
-        try:
-            await end.join()
-            assert await line() == "waits"
-            go_on()
-            assert await line() == "True True"
-            await end.leave()
-            go_on()
-            assert await line() == "0"
-            assert process.wait(20) == 0
-        finally:
-            process.kill()
-            process.wait(10)
-
-    asyncio.run(asyncio.wait_for(body(), 100))
+    try:
+        await end.join()
+        assert await line() == "waits"
+        go_on()
+        assert await line() == "True True"
+        await end.leave()
+        go_on()
+        assert await line() == "0"
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait(10)
 
 
 def test_groups_are_left_at_the_same_time(monkeypatch):

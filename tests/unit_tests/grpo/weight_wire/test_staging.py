@@ -68,17 +68,6 @@ def test_buckets_that_came_early_are_told_of_a_refusal(staging):
     assert group.sizes == []
 
 
-def test_what_came_damaged_was_received_and_so_is_what_follows(staging):
-    group = RecordingGroup()
-    first = staging.announce(bucket("a", 1, checksum=12345), group, sequence=0)
-    with pytest.raises(UpdateError, match="a must have checksum 12345"):
-        first.result(SECONDS)
-    second = staging.announce(bucket("b", 2), group, sequence=1)
-    with pytest.raises(UpdateError, match="a must have checksum 12345"):
-        second.result(SECONDS)
-    assert group.sizes == [4, 8]
-
-
 def test_after_damage_buckets_that_overtake_one_another_still_wait_their_turn(staging):
     group = RecordingGroup()
     first = staging.announce(bucket("a", 1, checksum=12345), group, sequence=0)

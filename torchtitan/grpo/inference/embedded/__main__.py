@@ -45,7 +45,7 @@ from torchtitan.grpo.system.connections import (
 )
 from torchtitan.grpo.system.http_site import listen
 from torchtitan.grpo.system.network import is_loopback, loopback_interface
-from torchtitan.grpo.weight_wire.own_group_facts import own_group_facts
+from torchtitan.grpo.weight_wire.process_group import own_group_facts
 
 logger = logging.getLogger("torchtitan.grpo.inference.embedded")
 

@@ -34,11 +34,11 @@ from torchtitan.grpo.types import TopTokens
 from torchtitan.grpo.weight_wire.model_files import WeightFiles
 from torchtitan.grpo.weight_wire.model_folder import (
     ModelError,
+    attention_window,
     read_json,
     refuse_quantised,
     require_undamaged,
 )
-from torchtitan.grpo.weight_wire.sliding_window import attention_window
 
 logger = logging.getLogger(__name__)
 

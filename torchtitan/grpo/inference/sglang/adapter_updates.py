@@ -18,9 +18,14 @@ from typing import Any
 
 import torch
 
-from torchtitan.grpo.inference.sglang.adapter_note import PROBE, READY, AdapterNote, note_of
 from torchtitan.grpo.weight_wire.adapters import BaseWeights, is_of_adapters
-from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
+from torchtitan.grpo.weight_wire.transfer_messages import (
+    PROBE,
+    READY,
+    AdapterNote,
+    BucketSpec,
+    note_of,
+)
 
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 

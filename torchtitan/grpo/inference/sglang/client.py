@@ -26,7 +26,6 @@ from torchtitan.grpo.inference.client import (
 )
 from torchtitan.grpo.inference.http import HttpClient, HttpConnection, excerpt
 from torchtitan.grpo.inference.identify import require_kind
-from torchtitan.grpo.inference.sglang.adapter_note import PROBE, READY, AdapterNote
 from torchtitan.grpo.inference.sglang.answers import (
     checksum_names,
     facts_of_server,
@@ -41,7 +40,13 @@ from torchtitan.grpo.inference.sglang.answers import (
 from torchtitan.grpo.types import GenerateRequest, Generation, ServerKind
 from torchtitan.grpo.weight_wire.adapter_names import served_weight_of
 from torchtitan.grpo.weight_wire.group_facts import GroupFacts
-from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
+from torchtitan.grpo.weight_wire.transfer_messages import (
+    PROBE,
+    READY,
+    AdapterNote,
+    BucketSpec,
+    WeightGroupInfo,
+)
 
 # From this release on, an update is a session with a begin and an end request.
 _FIRST_VERSION_WITH_SESSIONS = (0, 5, 21)

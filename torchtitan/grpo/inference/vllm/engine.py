@@ -29,8 +29,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from torchtitan.grpo.inference.vllm.staging_needs import StagingNeeds
-from torchtitan.grpo.inference.vllm.updates import UpdateRequest, WorkerUpdates
+from torchtitan.grpo.inference.vllm.updates import StagingNeeds, UpdateRequest, WorkerUpdates
 from torchtitan.grpo.system.host_memory import available_bytes
 from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.grpo.weight_wire.own_group_facts import own_group_facts
+from torchtitan.grpo.weight_wire.process_group import own_group_facts
 
 
 class WorkerExtension:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from torchtitan.grpo.system.groups import listening_store, route_address
 from torchtitan.grpo.weight_wire.device_broadcast import DeviceBroadcast
-from torchtitan.grpo.weight_wire.device_traffic import aborting
+from torchtitan.grpo.weight_wire.device_lanes import aborting
 from torchtitan.grpo.weight_wire.group_facts import GroupTransportName
 from torchtitan.grpo.weight_wire.process_group import create_weight_group, destroy_weight_group
 from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo

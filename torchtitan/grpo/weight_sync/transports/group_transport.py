@@ -47,7 +47,7 @@ from torchtitan.grpo.weight_wire.group_facts import (
     GroupTransportName,
     choose_backend,
 )
-from torchtitan.grpo.weight_wire.own_group_facts import own_group_facts
+from torchtitan.grpo.weight_wire.process_group import own_group_facts
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
 logger = logging.getLogger(__name__)

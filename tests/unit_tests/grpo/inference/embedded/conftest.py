@@ -6,7 +6,7 @@
 from collections.abc import Iterator
 
 import pytest
-from embedded_process import Server, make_model, save
+from embedded_process import Client, Server, make_model, save
 
 from torchtitan.grpo.system.child import stop_children
 
@@ -24,3 +24,8 @@ def server(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield made.wait()
     finally:
         stop_children([made.process])
+
+
+@pytest.fixture
+def client(server: Server) -> Client:
+    return Client(server.url)

@@ -93,20 +93,6 @@ def test_new_weights_between_two_chunks_start_the_prompt_anew(pause: bool) -> No
     torch.testing.assert_close(got[cut:], reference_logprobs(new, watched)[cut:], atol=1e-4, rtol=0)
 
 
-def test_a_pause_between_two_chunks_loses_nothing() -> None:
-    model = make_model("llama")
-    with harness(model, **CHUNKED) as h:
-        watched, long = start_long(h)
-        h.engine.pause().result(TIMEOUT)
-        done = long.prefilled_to
-        h.engine.run(lambda: None).result(TIMEOUT)
-        assert long.prefilled_to == done is not None
-        h.engine.resume().result(TIMEOUT)
-        h.finish([watched, long])
-    assert h.engine.num_recomputed == 0
-    assert_exact(model, [watched, long])
-
-
 def test_a_request_aborted_between_two_chunks_frees_its_row() -> None:
     model = make_model("llama")
     with harness(model, **CHUNKED) as h:
@@ -129,13 +115,3 @@ def test_rows_move_while_a_prompt_is_computed() -> None:
         h.engine.resume().result(TIMEOUT)
         h.finish([*short, long])
     assert_exact(model, [*short, long])
-
-
-def test_a_group_joins_a_prompt_that_is_being_computed() -> None:
-    model = make_model("qwen3")
-    with harness(model, **CHUNKED) as h:
-        watched, long = start_long(h)
-        late = h.submit(LONG, max_new_tokens=3, temperature=0.0)
-        h.finish([watched, long, late])
-    assert (long.shared_prompt_tokens, late.shared_prompt_tokens) == (0, len(LONG))
-    assert_exact(model, [watched, long, late])

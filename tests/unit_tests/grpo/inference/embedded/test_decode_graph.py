@@ -21,7 +21,7 @@ from engine_harness import (
 from graph_stand_in import TracedGraphs
 
 from torchtitan.grpo.inference.embedded import decode_graph
-from torchtitan.grpo.inference.embedded.decode_graph import Capture, Compute, bucket_of
+from torchtitan.grpo.inference.embedded.decode_graph import Capture, Compute
 from torchtitan.grpo.inference.embedded.model import ModelRunner
 from torchtitan.grpo.inference.embedded.request import Request
 
@@ -168,8 +168,3 @@ def test_one_long_row_among_short_ones_is_not_read_by_all(
         h.finish([alone])
     assert graphs.num_replayed > 0
     assert_exact(model, [*requests, alone])
-
-
-def test_buckets_end_at_the_most() -> None:
-    assert [bucket_of(n, 1, 6) for n in range(1, 7)] == [1, 2, 4, 4, 6, 6]
-    assert [bucket_of(n, 128, 300) for n in (1, 128, 129, 257, 300)] == [128, 128, 256, 300, 300]

@@ -21,8 +21,6 @@ from engine_harness import (
 
 from torchtitan.grpo.inference.embedded.engine import EngineError
 from torchtitan.grpo.inference.embedded.model import ModelRunner
-from torchtitan.grpo.inference.embedded.request import Request
-from torchtitan.grpo.inference.embedded.sampling import SamplingParams
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
@@ -43,28 +41,6 @@ def test_logprobs_equal_a_plain_forward_while_requests_join_and_leave(kind: str)
         torch.testing.assert_close(
             torch.tensor(request.logprobs), reference_logprobs(model, request), atol=1e-4, rtol=0
         )
-
-
-def test_a_sequence_longer_than_the_first_allocation_stays_exact() -> None:
-    model = make_model("qwen3")
-    with harness(model, max_slots=40) as h:
-        requests = [h.submit([3, 1, 4], max_new_tokens=200)]
-        requests += [h.submit([i], max_new_tokens=20) for i in range(39)]
-        h.finish(requests)
-    for request in requests:
-        torch.testing.assert_close(
-            torch.tensor(request.logprobs), reference_logprobs(model, request), atol=1e-4, rtol=0
-        )
-
-
-def test_a_group_shares_the_prefill_of_its_prompt() -> None:
-    with harness(make_model("qwen3"), max_slots=8) as h:
-        h.engine.pause().result(TIMEOUT)
-        group = [h.submit([5, 6, 7], max_new_tokens=4) for _ in range(8)]
-        h.engine.resume().result(TIMEOUT)
-        h.finish(group)
-    assert [r.shared_prompt_tokens for r in group] == [0] + [3] * 7
-    assert len({tuple(r.output_ids) for r in group}) > 1
 
 
 def test_greedy_takes_the_likeliest_token_and_stops_at_a_stop_token() -> None:
@@ -133,20 +109,6 @@ def test_new_weights_start_a_segment_of_waiting_requests_too() -> None:
         h.finish([running, waiting])
     assert waiting.segments == [("v3", 0)]
     assert [version for version, _ in running.segments] == ["default", "v3"]
-
-
-def test_prompt_logprobs_are_of_each_token_given_those_before_it() -> None:
-    model = make_model("qwen3", seed=4)
-    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
-    with harness(model) as h:
-        (found,) = h.engine.run(lambda: h.runner.rate([prompt])).result(TIMEOUT)
-        # A later token does not change what those before it were given.
-        (shorter,) = h.engine.run(lambda: h.runner.rate([prompt[:5]])).result(TIMEOUT)
-        request = Request("all", prompt[:1], SamplingParams(), frozenset(), False, lambda *_: None)
-        request.output_ids = prompt[1:]
-        expected = reference_logprobs(model, request)
-    torch.testing.assert_close(torch.tensor(found.logprobs), expected, atol=1e-4, rtol=0)
-    torch.testing.assert_close(found.logprobs[:4], shorter.logprobs, atol=1e-4, rtol=0)
 
 
 def test_a_paused_engine_keeps_requests_and_samples_nothing() -> None:

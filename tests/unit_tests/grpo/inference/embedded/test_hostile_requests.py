@@ -1,116 +1,93 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Requests that nobody should send: each is answered at once, and the server goes on."""
+"""Requests and connections that nobody should send: the server answers at once, and goes on."""
 
+import contextlib
 import http.client
 import json
+import logging
+import resource
+import select
+import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from forked import ForkServer
+from embedded_process import Server
 
-from torchtitan.grpo.inference.local_servers import LaunchedServer, free_ports
-from torchtitan.grpo.inference.server_spec import ServerSpec
+from torchtitan.grpo.inference.embedded.__main__ import RepeatLimit
+from torchtitan.grpo.system.child import stop_children
 
 SECONDS = 120.0
 JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
-def server(
-    fork_server: ForkServer, repository: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LaunchedServer]:
-    model = str(repository / "assets/reverse_digits/model")
-    spec = ServerSpec(
-        "embedded", model, free_ports(1)[0], "cpu", "float32", 256, 64,
-        extra_args=("--dist-timeout", "3"),
-    )  # fmt: skip
-    launched = fork_server.start_server(spec, tmp_path_factory.mktemp("server") / "log")
+def server(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    made = Server(folder, model_path, "--dist-timeout", "1", "--header-timeout", "3")
     try:
-        deadline = time.monotonic() + SECONDS
-        while not is_ready(launched):
-            assert launched.process.poll() is None, launched.log_tail()
-            assert time.monotonic() < deadline, launched.log_tail()
-            time.sleep(0.1)
-        yield launched
+        yield made.wait()
+        assert "Traceback" not in made.log.read_text()
     finally:
-        launched.stop()
-
-
-def is_ready(server: LaunchedServer) -> bool:
-    try:
-        return call(server, "GET", "/ready", None, {})[0] == 200
-    except OSError:
-        return False
+        stop_children([made.process])
 
 
 def call(
-    server: LaunchedServer,
-    method: str,
-    route: str,
-    body: Any,
-    headers: dict[str, str],
-    seconds: float = SECONDS,
+    server: Server, method: str, route: str, body: Any, headers: dict[str, str]
 ) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.spec.port, timeout=seconds)
-    try:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=SECONDS)
+    with contextlib.closing(connection):
         connection.request(method, route, body, headers)
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
-    finally:
-        connection.close()
 
 
-def post(server: LaunchedServer, route: str, body: Any, **headers: str) -> tuple[int, str]:
-    content = body if isinstance(body, str | bytes) else json.dumps(body)
-    return call(server, "POST", route, content, JSON | headers)
+def post(server: Server, route: str, body: Any) -> tuple[int, str]:
+    return call(server, "POST", route, body if isinstance(body, bytes) else json.dumps(body), JSON)
 
 
-def serves(server: LaunchedServer) -> bool:
+def info(server: Server) -> dict[str, Any]:
+    return json.loads(call(server, "GET", "/server_info", None, {})[1])
+
+
+def serves(server: Server) -> bool:
     body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2}}
     return post(server, "/generate", body)[0] == 200
 
 
-def test_too_many_prompts_are_refused_before_they_take_memory(server: LaunchedServer) -> None:
+def test_too_large_bodies_are_refused_before_they_take_memory(server: Server) -> None:
     assert serves(server)
     process = psutil.Process(server.process.pid)
     before = process.memory_info().rss
-    body = '{"input_ids": [' + ",".join(["[1]"] * 100_000) + "]}"
-    status, text = post(server, "/generate", body)
+    status, text = post(server, "/generate", {"input_ids": [[1]] * 100_000})
     assert status == 400 and "got 100000" in text
     assert process.memory_info().rss - before < 64 * 2**20
-    assert serves(server)
-
-
-def test_a_body_of_more_than_16_mb_is_refused(server: LaunchedServer) -> None:
-    status, _ = post(server, "/generate", b"[" * (17 * 2**20))
-    assert status == 413
+    assert post(server, "/generate", b"[" * (17 * 2**20))[0] == 413
     assert serves(server)
 
 
 @pytest.mark.parametrize(
-    ("body", "content_type", "status", "words"),
+    ("body", "charset", "status", "words"),
     [
-        ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "application/json", 400, "fewer brackets"),
-        ("{}", "application/json; charset=klingon", 415, "utf-8, got 'klingon'"),
-        (b'{"rid": "\xff"}', "application/json", 400, "JSON in UTF-8"),
-        ("{", "application/json", 400, "JSON in UTF-8"),
-        ("[]", "application/json", 400, "Expected `object`, got `array`"),
+        ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "", 400, "fewer brackets"),
+        ("{}", "; charset=klingon", 415, "utf-8, got 'klingon'"),
+        (b'{"rid": "\xff"}', "", 400, "JSON in UTF-8"),
+        ("{", "", 400, "JSON in UTF-8"),
+        ("[]", "", 400, "Expected `object`, got `array`"),
     ],
 )
-def test_a_body_that_is_no_json_is_one_message_and_no_traceback(
-    server: LaunchedServer, body: Any, content_type: str, status: int, words: str
+def test_a_body_that_is_no_json_is_one_message(
+    server: Server, body: Any, charset: str, status: int, words: str
 ) -> None:
+    headers = {"Content-Type": f"application/json{charset}"}
     for route in ("/generate", "/abort_request"):
-        answered, text = call(server, "POST", route, body, {"Content-Type": content_type})
+        answered, text = call(server, "POST", route, body, headers)
         assert answered == status, text
         assert words in json.loads(text)["message"]
-    assert "Traceback" not in server.log_file.read_text()
 
 
 @pytest.mark.parametrize(
@@ -119,12 +96,12 @@ def test_a_body_that_is_no_json_is_one_message_and_no_traceback(
         ({"master_port": 70_000}, "master_port"),
         ({"master_port": -1}, "master_port"),
         ({"world_size": 2**40}, "world_size"),
-        ({"master_address": "127.0.0.1"}, "was not joined within 3.0 s"),
+        ({"master_address": "127.0.0.1"}, "was not joined within 1.0 s"),
         ({"backend": "mpi"}, "backend"),
     ],
 )
 def test_a_group_that_cannot_be_joined_leaves_its_name_free(
-    server: LaunchedServer, change: dict[str, Any], words: str
+    server: Server, change: dict[str, Any], words: str
 ) -> None:
     body = {
         "master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2,
@@ -133,8 +110,7 @@ def test_a_group_that_cannot_be_joined_leaves_its_name_free(
     for _ in range(2):
         status, text = post(server, "/init_weights_update_group", body | change)
         assert status == 400 and words in text
-    assert json.loads(call(server, "GET", "/server_info", None, {})[1])["weight_groups"] == []
-    assert "Traceback" not in server.log_file.read_text()
+    assert info(server)["weight_groups"] == []
 
 
 @pytest.mark.parametrize(
@@ -147,12 +123,67 @@ def test_a_group_that_cannot_be_joined_leaves_its_name_free(
     ],
 )
 def test_what_a_foreign_page_can_make_a_browser_send_changes_nothing(
-    server: LaunchedServer, headers: dict[str, str], status: int
+    server: Server, headers: dict[str, str], status: int
 ) -> None:
     """The server has no keys, so a browser on its machine could reach its control routes."""
     for route in ("/pause_generation", "/update_weight_version"):
         answered, text = call(server, "POST", route, '{"new_version": "evil"}', JSON | headers)
         assert answered == status, text
-    info = json.loads(call(server, "GET", "/server_info", None, {})[1])
-    assert not info["is_paused"] and info["weight_version"] == "default"
+    found = info(server)
+    assert not found["is_paused"] and found["weight_version"] == "default"
     assert serves(server)
+
+
+def test_a_line_that_comes_again_and_again_is_written_a_few_times(caplog) -> None:
+    limit = RepeatLimit(max_lines=3, period_seconds=0.3)
+    logger = logging.getLogger("repeated")
+    caplog.handler.addFilter(limit)
+    try:
+        with caplog.at_level(logging.INFO, "repeated"):
+            for i in range(10):
+                logger.info("again %d", i)
+            logger.info("another one")
+            time.sleep(0.31)
+            for i in (1, 2):
+                logger.info("again later %d", i)
+    finally:
+        caplog.handler.removeFilter(limit)
+    assert caplog.messages[:4] == ["again 0", "again 1", "again 2", "another one"]
+    assert caplog.messages[4:] == ["again later 1", "again later 2"]
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """Lets this process open the files that the test below needs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_1100_half_open_connections_do_not_end_the_server(server: Server, many_files: None) -> None:
+    """The server was started with the usual limit of 1,024 open files."""
+    size = server.log.stat().st_size
+    with contextlib.ExitStack() as stack:
+        held: list[socket.socket] = []
+        for _ in range(1100):
+            connection = socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS)
+            held.append(stack.enter_context(connection))
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+        assert call(server, "GET", "/health", None, {})[0] == 200
+        deadline = time.monotonic() + SECONDS
+        while waiting := [one for one in held if not has_ended(one)]:
+            assert time.monotonic() < deadline, f"{len(waiting)} connections are held"
+            time.sleep(0.1)
+    assert serves(server)
+    assert server.log.stat().st_size - size < 50_000
+
+
+def has_ended(connection: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    if not poll.poll(0):
+        return False
+    with contextlib.suppress(ConnectionResetError):
+        return connection.recv(1) == b""
+    return True

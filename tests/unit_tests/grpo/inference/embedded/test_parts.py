@@ -1,9 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Tests the sampler, the request parser and the parameter table of the embedded server."""
+"""Parts of the embedded server: sampler, parser, requests, parameter table, and monitor."""
 
 import json
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ import torch
 
 from torchtitan.grpo.inference.client import MAX_TOP_TOKENS
 from torchtitan.grpo.inference.embedded.bodies import MAX_PROMPTS, GenerateBody, ModelFacts, parse
+from torchtitan.grpo.inference.embedded.request import Request
 from torchtitan.grpo.inference.embedded.sampling import SamplingBatch, SamplingParams, sample
+from torchtitan.grpo.inference.embedded.server import EngineMonitor
 from torchtitan.grpo.inference.embedded.step_layout import upload
 from torchtitan.grpo.inference.embedded.weights import WeightTable, tensor_sha256
 from torchtitan.grpo.weight_wire.buckets import split_bucket
@@ -176,3 +180,72 @@ def test_a_bucket_of_mixed_dtypes_is_cut_where_it_was_joined_and_aligned() -> No
     for original, received in zip(tensors, split_bucket(flat, bucket), strict=True):
         assert received.data_ptr() % 64 == 0
         torch.testing.assert_close(received, original, rtol=0, atol=0)
+
+
+STOP = 9
+
+
+def make_request(max_new_tokens: int) -> Request:
+    params = SamplingParams(max_new_tokens=max_new_tokens)
+    request = Request("r", [1, 2], params, frozenset({STOP}), False, lambda *_: None)
+    request.start_segment("1")
+    return request
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        ([3, STOP], {"type": "stop", "matched": STOP}),
+        ([3, 4, STOP], {"type": "stop", "matched": STOP}),  # the last token that is allowed
+        ([3, 4, 5], {"type": "length", "length": 3}),
+    ],
+)
+def test_a_stop_token_ends_a_request_even_as_the_last_that_is_allowed(
+    tokens: list[int], reason: dict[str, Any]
+) -> None:
+    request = make_request(3)
+    assert [request.append(token, -1.0) for token in tokens] == [False] * (len(tokens) - 1) + [True]
+    assert request.finish_reason == reason
+
+
+def test_a_logprob_that_is_not_a_number_aborts_and_its_token_is_not_kept() -> None:
+    request = make_request(3)
+    request.append(3, -1.0)
+    assert request.append(4, math.nan)
+    assert request.finish_reason is not None
+    assert request.finish_reason["type"] == "abort"
+    assert (request.output_ids, request.logprobs) == ([3], [-1.0])
+
+
+def test_a_version_that_wrote_no_token_has_no_segment() -> None:
+    request = make_request(9)
+    request.append(3, -1.0)
+    request.start_segment("2")
+    request.start_segment("3")
+    request.append(4, -1.0)
+    assert request.segments == [("1", 0), ("3", 1)]
+
+
+def test_an_engine_is_stuck_if_it_takes_no_step_between_two_questions():
+    engine: Any = SimpleNamespace(
+        num_running=1, num_waiting=0, num_steps=5, is_paused=False, is_alive=True, version="3",
+        failure=None,
+    )  # fmt: skip
+    now = 0.0
+    monitor = EngineMonitor(engine, lambda: now)
+    assert monitor.health().facts["phase"] == "generating"
+    now = 119.0
+    assert monitor.health().problem is None
+    now = 121.0
+    problem = monitor.health().problem
+    assert problem is not None and "no step was taken for 121 s" in problem
+    engine.num_steps += 1
+    assert monitor.health().problem is None
+
+    engine.is_paused = True
+    now = 500.0
+    assert monitor.health().facts["phase"] == "paused"
+    assert monitor.health().problem is None
+    engine.is_alive, engine.failure = False, MemoryError("no room")
+    problem = monitor.health().problem
+    assert problem is not None and "MemoryError('no room')" in problem

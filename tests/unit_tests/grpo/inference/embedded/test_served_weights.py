@@ -11,7 +11,6 @@ import pytest
 import torch
 from embedded_process import (
     Client,
-    Server,
     Tensors,
     Trainer,
     halves,
@@ -21,7 +20,6 @@ from embedded_process import (
     serve_weights,
     served_logprobs,
     weights_of,
-    with_client,
 )
 
 from torchtitan.grpo.inference.embedded.model import load_model
@@ -33,282 +31,252 @@ from torchtitan.grpo.weight_wire.sparse import encode
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_from_the_trainer_are_served_exactly(server: Server, dtype: torch.dtype) -> None:
-    async def test(client: Client) -> None:
-        new = make_model(5)
-        sent = {name: tensor.to(dtype) for name, tensor in weights_of(new).items()}
-        async with Trainer(client) as trainer:
-            await client.post("/begin_weight_update")
-            first, second = halves(sent)
-            await trainer.send(first)
-            await trainer.send(second, weight_version="5")
-            await client.post("/end_weight_update")
-        assert (await client.get("/model_info"))["weight_version"] == "5"
-        checker = await client.post("/weights_checker", action="checksum")
-        new.load_state_dict(sent)
-        assert checker["ranks"][0]["checksums"] == {
-            name: tensor_sha256(tensor) for name, tensor in weights_of(new).items()
-        }
-        answer = await client.generate([7, 8])
-        expected = reference_logprobs(new, [7, 8], answer["output_ids"])
-        torch.testing.assert_close(served_logprobs(answer), expected, atol=1e-4, rtol=0)
-
-    with_client(server, test)
+async def test_weights_from_the_trainer_are_served_exactly(
+    client: Client, dtype: torch.dtype
+) -> None:
+    new = make_model(5)
+    sent = {name: tensor.to(dtype) for name, tensor in weights_of(new).items()}
+    async with Trainer(client) as trainer:
+        await client.post("/begin_weight_update")
+        first, second = halves(sent)
+        await trainer.send(first)
+        await trainer.send(second, weight_version="5")
+        await client.post("/end_weight_update")
+    assert (await client.get("/model_info"))["weight_version"] == "5"
+    checker = await client.post("/weights_checker", action="checksum")
+    new.load_state_dict(sent)
+    assert checker["ranks"][0]["checksums"] == {
+        name: tensor_sha256(tensor) for name, tensor in weights_of(new).items()
+    }
+    answer = await client.generate([7, 8])
+    expected = reference_logprobs(new, [7, 8], answer["output_ids"])
+    torch.testing.assert_close(served_logprobs(answer), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("pause", [False, True])
-def test_requests_in_flight_cross_an_update_exactly(server: Server, pause: bool) -> None:
-    async def test(client: Client) -> None:
-        old, new = make_model(1), make_model(2)
-        await serve_weights(client, old, "old")
-        prompts = [[i, 3] for i in range(4)]
-        sampling = {"max_new_tokens": 800}
-        tasks = [asyncio.create_task(client.generate(p, sampling=sampling)) for p in prompts]
-        async with Trainer(client) as trainer:
-            await client.until(lambda info: info["num_running"] == 4)
-            if pause:
-                await client.post("/pause_generation", mode="retract")
+async def test_requests_in_flight_cross_an_update_exactly(client: Client, pause: bool) -> None:
+    old, new = make_model(1), make_model(2)
+    await serve_weights(client, old, "old")
+    prompts = [[i, 3] for i in range(4)]
+    sampling = {"max_new_tokens": 800}
+    tasks = [asyncio.create_task(client.generate(p, sampling=sampling)) for p in prompts]
+    async with Trainer(client) as trainer:
+        await client.until(lambda info: info["num_running"] == 4)
+        if pause:
+            await client.post("/pause_generation", mode="retract")
+        await client.post("/begin_weight_update")
+        for i, half in enumerate(halves(weights_of(new))):
+            await trainer.send(half, weight_version="new" if i else None)
+        assert (await client.get("/model_info"))["weight_version"] == "old"
+        await client.post("/end_weight_update")
+        await client.post("/continue_generation")
+        answers = await asyncio.gather(*tasks)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        first, second = answer["meta_info"]["weight_versions"]
+        cut = first["end"]
+        assert (first["version"], second["version"]) == ("old", "new")
+        assert (first["start"], second["start"], second["end"]) == (0, cut, 800)
+        served = served_logprobs(answer)
+        before = reference_logprobs(old, prompt, answer["output_ids"])
+        after = reference_logprobs(new, prompt, answer["output_ids"])
+        torch.testing.assert_close(served[:cut], before[:cut], atol=1e-4, rtol=0)
+        torch.testing.assert_close(served[cut:], after[cut:], atol=1e-4, rtol=0)
+
+
+async def test_half_an_update_is_never_served(client: Client) -> None:
+    await serve_weights(client, make_model(1), "whole")
+    held = (await client.post("/weights_checker"))["ranks"]
+    async with Trainer(client) as trainer:
+        await client.post("/begin_weight_update")
+        assert "open" in await client.refused("/begin_weight_update")
+        await trainer.send(halves(weights_of(make_model(2)))[0])
+        answer = await client.generate([1, 2])
+        expected = reference_logprobs(make_model(1), [1, 2], answer["output_ids"])
+        torch.testing.assert_close(served_logprobs(answer), expected, atol=1e-4, rtol=0)
+        # As a trainer does that came back after a crash.
+        assert "Nothing was changed" in await client.refused("/end_weight_update")
+    assert (await client.post("/weights_checker"))["ranks"] == held
+    assert (await client.get("/model_info"))["weight_version"] == "whole"
+
+
+async def test_a_chunk_that_does_not_fit_is_refused_before_any_broadcast(client: Client) -> None:
+    held = (await client.post("/weights_checker"))["ranks"]
+    good = weights_of(make_model(3))
+    name = "lm_head.weight"
+    route = "/update_weights_from_distributed"
+    async with Trainer(client) as trainer:
+        body = trainer.describe(good, weight_version="3")
+        assert "No weight update is open" in await client.refused(route, **body)
+        bad: list[tuple[Tensors, dict[str, Any], str]] = [
+            ({"lm_head.wait": good[name]}, {}, "not the model's"),
+            ({name: good[name][:-1]}, {}, "shape must be [40, 32]"),
+            ({name: good[name].long()}, {}, "dtypes must be among"),
+            (good, {"group_name": "nobody"}, "does not exist"),
+            (good, {"load_format": "direct"}, "load_format"),
+            (good, {"shapes": 3}, "shapes"),
+        ]
+        for tensors, more, message in bad:
             await client.post("/begin_weight_update")
-            for i, half in enumerate(halves(weights_of(new))):
-                await trainer.send(half, weight_version="new" if i else None)
-            assert (await client.get("/model_info"))["weight_version"] == "old"
-            await client.post("/end_weight_update")
-            await client.post("/continue_generation")
-            answers = await asyncio.gather(*tasks)
-        for prompt, answer in zip(prompts, answers, strict=True):
-            first, second = answer["meta_info"]["weight_versions"]
-            cut = first["end"]
-            assert (first["version"], second["version"]) == ("old", "new")
-            assert (first["start"], second["start"], second["end"]) == (0, cut, 800)
-            served = served_logprobs(answer)
-            before = reference_logprobs(old, prompt, answer["output_ids"])
-            after = reference_logprobs(new, prompt, answer["output_ids"])
-            torch.testing.assert_close(served[:cut], before[:cut], atol=1e-4, rtol=0)
-            torch.testing.assert_close(served[cut:], after[cut:], atol=1e-4, rtol=0)
-
-    with_client(server, test)
+            body = {**trainer.describe(tensors, weight_version="3"), **more}
+            assert message in await client.refused(route, **body)
+            assert message in await client.refused("/end_weight_update")
+    assert (await client.post("/weights_checker"))["ranks"] == held
 
 
-def test_half_an_update_is_never_served(server: Server) -> None:
-    async def test(client: Client) -> None:
-        await serve_weights(client, make_model(1), "whole")
-        held = (await client.post("/weights_checker"))["ranks"]
-        async with Trainer(client) as trainer:
-            await client.post("/begin_weight_update")
-            assert "open" in await client.refused("/begin_weight_update")
-            await trainer.send(halves(weights_of(make_model(2)))[0])
-            answer = await client.generate([1, 2])
-            expected = reference_logprobs(make_model(1), [1, 2], answer["output_ids"])
-            torch.testing.assert_close(served_logprobs(answer), expected, atol=1e-4, rtol=0)
-            # As a trainer does that came back after a crash.
-            assert "Nothing was changed" in await client.refused("/end_weight_update")
-        assert (await client.post("/weights_checker"))["ranks"] == held
-        assert (await client.get("/model_info"))["weight_version"] == "whole"
-
-    with_client(server, test)
-
-
-def test_a_chunk_that_does_not_fit_is_refused_before_any_broadcast(server: Server) -> None:
-    async def test(client: Client) -> None:
-        held = (await client.post("/weights_checker"))["ranks"]
-        good = weights_of(make_model(3))
-        name = "lm_head.weight"
-        route = "/update_weights_from_distributed"
-        async with Trainer(client) as trainer:
-            body = trainer.describe(good, weight_version="3")
-            assert "No weight update is open" in await client.refused(route, **body)
-            bad: list[tuple[Tensors, dict[str, Any], str]] = [
-                ({"lm_head.wait": good[name]}, {}, "not the model's"),
-                ({name: good[name][:-1]}, {}, "shape must be [40, 32]"),
-                ({name: good[name].long()}, {}, "dtypes must be among"),
-                (good, {"group_name": "nobody"}, "does not exist"),
-                (good, {"load_format": "direct"}, "load_format"),
-                (good, {"shapes": 3}, "shapes"),
-            ]
-            for tensors, more, message in bad:
-                await client.post("/begin_weight_update")
-                body = {**trainer.describe(tensors, weight_version="3"), **more}
-                assert message in await client.refused(route, **body)
-                assert message in await client.refused("/end_weight_update")
-        assert (await client.post("/weights_checker"))["ranks"] == held
-
-    with_client(server, test)
-
-
-def test_the_server_generates_while_it_waits_for_a_broadcast_and_can_be_freed(
-    server: Server,
+async def test_the_server_generates_while_it_waits_for_a_broadcast_and_can_be_freed(
+    client: Client,
 ) -> None:
-    async def test(client: Client) -> None:
-        async with Trainer(client) as trainer:
-            await client.post("/begin_weight_update")
-            body = trainer.describe(weights_of(make_model(3)))
-            waiting = asyncio.create_task(
-                client.refused("/update_weights_from_distributed", **body)
-            )
-            assert len((await client.generate([1]))["output_ids"]) == 8
-            assert (await client.call("GET", "/ready"))[0] == 200
-            assert not waiting.done()
-            assert "under way" in await client.refused("/end_weight_update")
-            await client.post("/leave_weight_groups")
-            assert "was left" in await waiting
-        await serve_weights(client, make_model(1), "after")
-
-    with_client(server, test)
-
-
-def test_a_trainer_that_dies_leaves_the_server_ready_for_the_next(server: Server) -> None:
-    async def test(client: Client) -> None:
-        trainer = await Trainer(client).__aenter__()
+    async with Trainer(client) as trainer:
         await client.post("/begin_weight_update")
         body = trainer.describe(weights_of(make_model(3)))
         waiting = asyncio.create_task(client.refused("/update_weights_from_distributed", **body))
+        assert len((await client.generate([1]))["output_ids"]) == 8
+        assert (await client.call("GET", "/ready"))[0] == 200
+        assert not waiting.done()
+        assert "under way" in await client.refused("/end_weight_update")
+        await client.post("/leave_weight_groups")
+        assert "was left" in await waiting
+    await serve_weights(client, make_model(1), "after")
+
+
+async def test_a_trainer_that_dies_leaves_the_server_ready_for_the_next(client: Client) -> None:
+    trainer = await Trainer(client).__aenter__()
+    await client.post("/begin_weight_update")
+    body = trainer.describe(weights_of(make_model(3)))
+    waiting = asyncio.create_task(client.refused("/update_weights_from_distributed", **body))
+    await client.generate([1])
+    destroy_weight_group(trainer.group)
+    del trainer.group
+    await waiting
+    await client.refused("/end_weight_update")
+    await serve_weights(client, make_model(2), "next")
+    assert (await client.get("/model_info"))["weight_version"] == "next"
+
+
+async def test_buckets_that_overtook_one_another_are_received_in_their_order(
+    client: Client,
+) -> None:
+    # Two tensors of one size: taken for one another, nothing would look wrong.
+    new = make_model(11)
+    names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(2)]
+    rest = {n: t for n, t in weights_of(new).items() if n not in names}
+    route = "/update_weights_from_distributed"
+    async with Trainer(client) as trainer:
+        await client.post("/begin_weight_update")
+        bodies = [
+            trainer.describe({name: weights_of(new)[name]}, sequence=i)
+            for i, name in enumerate(names)
+        ]
+        late = asyncio.create_task(client.post(route, **bodies[1]))
         await client.generate([1])
-        destroy_weight_group(trainer.group)
-        del trainer.group
-        await waiting
-        await client.refused("/end_weight_update")
-        await serve_weights(client, make_model(2), "next")
-        assert (await client.get("/model_info"))["weight_version"] == "next"
+        twice = await client.refused(route, **bodies[1])
+        assert "announced twice" in twice
+        await client.refused("/end_weight_update")  # one is still expected
+        await client.post("/leave_weight_groups")
+        assert (await asyncio.gather(late, return_exceptions=True))[0]
+    async with Trainer(client) as trainer:
+        await client.post("/begin_weight_update")
+        for body in bodies:
+            body["group_name"] = trainer.name
+        tasks = [asyncio.create_task(client.post(route, **bodies[1]))]
+        await client.generate([1])
+        tasks.append(asyncio.create_task(client.post(route, **bodies[0])))
+        wire = [weights_of(new)[name].contiguous().view(-1) for name in names]
+        await asyncio.to_thread(trainer.broadcast, [t.view(torch.uint8) for t in wire])
+        await asyncio.gather(*tasks)
+        await trainer.send(rest, sequence=2, weight_version="ordered")
+        await client.post("/end_weight_update")
+    checker = await client.post("/weights_checker", action="checksum")
+    assert checker["ranks"][0]["checksums"] == {
+        name: tensor_sha256(tensor) for name, tensor in weights_of(new).items()
+    }
 
-    with_client(server, test)
 
-
-def test_buckets_that_overtook_one_another_are_received_in_their_order(server: Server) -> None:
-    async def test(client: Client) -> None:
-        # Two tensors of one size: taken for one another, nothing would look wrong.
-        new = make_model(11)
-        names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(2)]
-        rest = {n: t for n, t in weights_of(new).items() if n not in names}
-        route = "/update_weights_from_distributed"
-        async with Trainer(client) as trainer:
-            await client.post("/begin_weight_update")
-            bodies = [
-                trainer.describe({name: weights_of(new)[name]}, sequence=i)
-                for i, name in enumerate(names)
-            ]
-            late = asyncio.create_task(client.post(route, **bodies[1]))
+async def test_leaving_all_groups_ends_a_broadcast_and_drops_the_update(client: Client) -> None:
+    await client.post("/leave_weight_groups")  # harmless without any
+    held = (await client.post("/weights_checker"))["ranks"]
+    async with Trainer(client) as one, Trainer(client) as other:
+        groups = (await client.get("/server_info"))["weight_groups"]
+        assert groups == [one.name, other.name]
+        await client.post("/begin_weight_update")
+        first, second = halves(weights_of(make_model(3)))
+        await one.send(first)
+        body = other.describe(second, weight_version="left")
+        waiting = asyncio.create_task(client.refused("/update_weights_from_distributed", **body))
+        for _ in range(5):  # by then the server has been asked
             await client.generate([1])
-            twice = await client.refused(route, **bodies[1])
-            assert "announced twice" in twice
-            await client.refused("/end_weight_update")  # one is still expected
-            await client.post("/leave_weight_groups")
-            assert (await asyncio.gather(late, return_exceptions=True))[0]
-        async with Trainer(client) as trainer:
-            await client.post("/begin_weight_update")
-            for body in bodies:
-                body["group_name"] = trainer.name
-            tasks = [asyncio.create_task(client.post(route, **bodies[1]))]
-            await client.generate([1])
-            tasks.append(asyncio.create_task(client.post(route, **bodies[0])))
-            wire = [weights_of(new)[name].contiguous().view(-1) for name in names]
-            await asyncio.to_thread(trainer.broadcast, [t.view(torch.uint8) for t in wire])
-            await asyncio.gather(*tasks)
-            await trainer.send(rest, sequence=2, weight_version="ordered")
-            await client.post("/end_weight_update")
-        checker = await client.post("/weights_checker", action="checksum")
-        assert checker["ranks"][0]["checksums"] == {
-            name: tensor_sha256(tensor) for name, tensor in weights_of(new).items()
-        }
-
-    with_client(server, test)
-
-
-def test_leaving_all_groups_ends_a_broadcast_and_drops_the_update(server: Server) -> None:
-    async def test(client: Client) -> None:
-        await client.post("/leave_weight_groups")  # harmless without any
-        held = (await client.post("/weights_checker"))["ranks"]
-        async with Trainer(client) as one, Trainer(client) as other:
-            groups = (await client.get("/server_info"))["weight_groups"]
-            assert groups == [one.name, other.name]
-            await client.post("/begin_weight_update")
-            first, second = halves(weights_of(make_model(3)))
-            await one.send(first)
-            body = other.describe(second, weight_version="left")
-            waiting = asyncio.create_task(
-                client.refused("/update_weights_from_distributed", **body)
-            )
-            for _ in range(5):  # by then the server has been asked
-                await client.generate([1])
-            await client.post("/leave_weight_groups")
-            assert "was left" in await waiting
-            assert "No weight update" in await client.refused("/end_weight_update")
-        assert (await client.get("/server_info"))["weight_groups"] == []
-        assert (await client.post("/weights_checker"))["ranks"] == held
-
-    with_client(server, test)
+        await client.post("/leave_weight_groups")
+        assert "was left" in await waiting
+        assert "No weight update" in await client.refused("/end_weight_update")
+    assert (await client.get("/server_info"))["weight_groups"] == []
+    assert (await client.post("/weights_checker"))["ranks"] == held
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_delta_is_exact_in_a_model_that_holds_its_dtype(
-    server: Server, dtype: torch.dtype
+async def test_a_delta_is_exact_in_a_model_that_holds_its_dtype(
+    client: Client, dtype: torch.dtype
 ) -> None:
-    async def test(client: Client) -> None:
-        old = {name: tensor.to(dtype) for name, tensor in weights_of(make_model(12)).items()}
-        new = {name: tensor.clone() for name, tensor in old.items()}
-        new["lm_head.weight"][3, 5] = 0.5
-        new["model.norm.weight"][:] = -0.25
-        wires = [
-            torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in tensors.values()])
-            for tensors in (old, new)
-        ]
-        numels = [tensor.numel() for tensor in old.values()]
-        payload, num_changed = encode(*wires, numels, dtype.itemsize)
-        checksums = [tensor_checksum(tensor) for tensor in new.values()]
-        route = "/update_weights_from_distributed"
-        async with Trainer(client) as trainer:
-            await client.post("/begin_weight_update")
-            await trainer.send(old, weight_version="70")
-            await client.post("/end_weight_update")
-            body = trainer.describe(
-                new,
-                num_changed=list(num_changed),
-                checksums=checksums,
-                weight_version="71",
-            )
-            await client.post("/begin_weight_update")
-            assert "base_version 69" in await client.refused(route, **body, base_version=69)
-            await client.refused("/end_weight_update")
-            await client.post("/begin_weight_update")
-            other = "float16" if dtype is torch.bfloat16 else "int32"
-            wrong = {**body, "dtypes": [other] * len(new), "base_version": 70}
-            await client.refused(route, **wrong)
-            await client.refused("/end_weight_update")
-            await client.post("/begin_weight_update")
-            sent = asyncio.create_task(client.post(route, **body, base_version=70))
-            await asyncio.to_thread(trainer.broadcast, [payload])
-            await sent
-            await client.post("/end_weight_update")
-        checker = await client.post("/weights_checker", action="checksum")
-        assert checker["ranks"][0]["checksums"] == {
-            name: tensor_sha256(tensor.float()) for name, tensor in new.items()
-        }
-        assert (await client.get("/model_info"))["weight_version"] == "71"
-
-    with_client(server, test)
+    old = {name: tensor.to(dtype) for name, tensor in weights_of(make_model(12)).items()}
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    new["lm_head.weight"][3, 5] = 0.5
+    new["model.norm.weight"][:] = -0.25
+    wires = [
+        torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in tensors.values()])
+        for tensors in (old, new)
+    ]
+    numels = [tensor.numel() for tensor in old.values()]
+    payload, num_changed = encode(*wires, numels, dtype.itemsize)
+    checksums = [tensor_checksum(tensor) for tensor in new.values()]
+    route = "/update_weights_from_distributed"
+    async with Trainer(client) as trainer:
+        await client.post("/begin_weight_update")
+        await trainer.send(old, weight_version="70")
+        await client.post("/end_weight_update")
+        body = trainer.describe(
+            new,
+            num_changed=list(num_changed),
+            checksums=checksums,
+            weight_version="71",
+        )
+        await client.post("/begin_weight_update")
+        assert "base_version 69" in await client.refused(route, **body, base_version=69)
+        await client.refused("/end_weight_update")
+        await client.post("/begin_weight_update")
+        other = "float16" if dtype is torch.bfloat16 else "int32"
+        wrong = {**body, "dtypes": [other] * len(new), "base_version": 70}
+        await client.refused(route, **wrong)
+        await client.refused("/end_weight_update")
+        await client.post("/begin_weight_update")
+        sent = asyncio.create_task(client.post(route, **body, base_version=70))
+        await asyncio.to_thread(trainer.broadcast, [payload])
+        await sent
+        await client.post("/end_weight_update")
+    checker = await client.post("/weights_checker", action="checksum")
+    assert checker["ranks"][0]["checksums"] == {
+        name: tensor_sha256(tensor.float()) for name, tensor in new.items()
+    }
+    assert (await client.get("/model_info"))["weight_version"] == "71"
 
 
-def test_a_checkpoint_is_served_from_disk_whole_or_not_at_all(
-    server: Server, tmp_path: Path
+async def test_a_checkpoint_is_served_from_disk_whole_or_not_at_all(
+    client: Client, tmp_path: Path
 ) -> None:
-    async def test(client: Client) -> None:
-        new = make_model(6)
-        path = save(new, tmp_path / "six")
-        await client.post("/update_weights_from_disk", model_path=path, weight_version="6")
-        answer = await client.generate([7, 8])
-        assert answer["meta_info"]["weight_version"] == "6"
-        expected = reference_logprobs(new, [7, 8], answer["output_ids"])
-        torch.testing.assert_close(served_logprobs(answer), expected, atol=1e-4, rtol=0)
-        route = "/update_weights_from_disk"
-        message = await client.refused(route, model_path=str(tmp_path), weight_version="7")
-        assert "Nothing was changed" in message and "safetensors" in message
-        await client.post("/update_weight_version", new_version="six")
-        assert (await client.get("/model_info"))["weight_version"] == "six"
-
-    with_client(server, test)
+    new = make_model(6)
+    path = save(new, tmp_path / "six")
+    await client.post("/update_weights_from_disk", model_path=path, weight_version="6")
+    answer = await client.generate([7, 8])
+    assert answer["meta_info"]["weight_version"] == "6"
+    expected = reference_logprobs(new, [7, 8], answer["output_ids"])
+    torch.testing.assert_close(served_logprobs(answer), expected, atol=1e-4, rtol=0)
+    route = "/update_weights_from_disk"
+    message = await client.refused(route, model_path=str(tmp_path), weight_version="7")
+    assert "Nothing was changed" in message and "safetensors" in message
+    await client.post("/update_weight_version", new_version="six")
+    assert (await client.get("/model_info"))["weight_version"] == "six"
 
 
-def test_adapters_are_added_to_the_directory_whatever_the_server_has_served_before(
-    server: Server, model_path: str
+async def test_adapters_are_added_to_the_directory_whatever_the_server_has_served_before(
+    client: Client, model_path: str
 ) -> None:
     layer = "model.layers.1.self_attn"
 
@@ -327,17 +295,14 @@ def test_adapters_are_added_to_the_directory_whatever_the_server_has_served_befo
         weights[f"{layer}.{target}.weight"].addmm_(columns, rows, alpha=0.5)
         return {name: tensor_sha256(tensor) for name, tensor in weights.items()}
 
-    async def test(client: Client) -> None:
-        # Another run pushed whole weights, and a third one adapters of another layer.
-        await serve_weights(client, make_model(7), "7")
-        for version, target in enumerate(("o_proj", "q_proj"), start=8):
-            factors = adapter(target, version)
-            async with Trainer(client) as trainer:
-                await client.post("/begin_weight_update")
-                described = {"lora_scale": 0.5, "lora_base": base_digest(model_path)}
-                await trainer.send(factors, weight_version=str(version), **described)
-                await client.post("/end_weight_update")
-            checker = await client.post("/weights_checker", action="checksum")
-            assert checker["ranks"][0]["checksums"] == adapted(target, factors)
-
-    with_client(server, test)
+    # Another run pushed whole weights, and a third one adapters of another layer.
+    await serve_weights(client, make_model(7), "7")
+    for version, target in enumerate(("o_proj", "q_proj"), start=8):
+        factors = adapter(target, version)
+        async with Trainer(client) as trainer:
+            await client.post("/begin_weight_update")
+            described = {"lora_scale": 0.5, "lora_base": base_digest(model_path)}
+            await trainer.send(factors, weight_version=str(version), **described)
+            await client.post("/end_weight_update")
+        checker = await client.post("/weights_checker", action="checksum")
+        assert checker["ranks"][0]["checksums"] == adapted(target, factors)

@@ -23,7 +23,6 @@ from embedded_process import (
     serve_weights,
     served_logprobs,
     weights_of,
-    with_client,
 )
 
 from torchtitan.grpo.inference.embedded.client import EmbeddedClient
@@ -36,168 +35,138 @@ from torchtitan.grpo.weight_wire.process_group import create_weight_group, destr
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
 
-def test_an_answer_has_the_dialects_shape_and_exact_logprobs(server: Server) -> None:
-    async def test(client: Client) -> None:
-        await serve_weights(client, make_model(1), "shape")
-        answer = await client.generate([1, 2, 3], rid="my-id")
-        meta = answer["meta_info"]
-        assert meta["id"] == "my-id"
-        assert meta["finish_reason"] == {"type": "length", "length": 8}
-        assert (meta["prompt_tokens"], meta["completion_tokens"]) == (3, 8)
-        assert meta["weight_version"] == "shape"
-        assert meta["weight_versions"] == [{"version": "shape", "start": 0, "end": 8}]
-        expected = reference_logprobs(make_model(1), [1, 2, 3], answer["output_ids"])
-        torch.testing.assert_close(served_logprobs(answer), expected, atol=1e-4, rtol=0)
-        info = await client.get("/server_info")
-        assert info["embedded"] is True and info["version"].startswith("0.5.")
-
-    with_client(server, test)
+async def test_an_answer_has_the_dialects_shape_and_exact_logprobs(client: Client) -> None:
+    await serve_weights(client, make_model(1), "shape")
+    answer = await client.generate([1, 2, 3], rid="my-id")
+    meta = answer["meta_info"]
+    assert meta["id"] == "my-id"
+    assert meta["finish_reason"] == {"type": "length", "length": 8}
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (3, 8)
+    assert meta["weight_version"] == "shape"
+    assert meta["weight_versions"] == [{"version": "shape", "start": 0, "end": 8}]
+    expected = reference_logprobs(make_model(1), [1, 2, 3], answer["output_ids"])
+    torch.testing.assert_close(served_logprobs(answer), expected, atol=1e-4, rtol=0)
+    info = await client.get("/server_info")
+    assert info["embedded"] is True and info["version"].startswith("0.5.")
 
 
-def test_prompt_logprobs_have_sglangs_form_and_need_no_new_token(server: Server) -> None:
-    async def test(client: Client) -> None:
-        await serve_weights(client, make_model(1), "prompt")
-        prompt = [3, 1, 4, 1, 5, 9, 2, 6] * 40  # longer than the logits kept at once
-        for start in (0, 5):
-            answer = await client.generate(
-                prompt, logprob_start_len=[start], sampling={"max_new_tokens": 0}
-            )
-            assert answer["output_ids"] == []
-            assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
-            entries = answer["meta_info"]["input_token_logprobs"]
-            assert [entry[1] for entry in entries] == prompt[start:]
-            assert (entries[0][0] is None) == (start == 0)
-            served = torch.tensor([entry[0] for entry in entries[1:]])
-            expected = reference_logprobs(make_model(1), prompt[:1], prompt[1:])[start:]
-            torch.testing.assert_close(served, expected, atol=1e-4, rtol=0)
-        answer = await client.generate(prompt)
-        assert "input_token_logprobs" not in answer["meta_info"]
-
-    with_client(server, test)
+async def test_prompt_logprobs_have_sglangs_form_and_need_no_new_token(client: Client) -> None:
+    await serve_weights(client, make_model(1), "prompt")
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6] * 40  # longer than the logits kept at once
+    for start in (0, 5):
+        answer = await client.generate(
+            prompt, logprob_start_len=[start], sampling={"max_new_tokens": 0}
+        )
+        assert answer["output_ids"] == []
+        assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+        entries = answer["meta_info"]["input_token_logprobs"]
+        assert [entry[1] for entry in entries] == prompt[start:]
+        assert (entries[0][0] is None) == (start == 0)
+        served = torch.tensor([entry[0] for entry in entries[1:]])
+        expected = reference_logprobs(make_model(1), prompt[:1], prompt[1:])[start:]
+        torch.testing.assert_close(served, expected, atol=1e-4, rtol=0)
+    answer = await client.generate(prompt)
+    assert "input_token_logprobs" not in answer["meta_info"]
 
 
-def test_a_completion_stops_at_the_models_own_eos(server: Server) -> None:
-    async def test(client: Client) -> None:
-        sampling = {"max_new_tokens": 500, "ignore_eos": False}
-        answers = await client.generate([[i] for i in range(8)], sampling=sampling)
-        stopped = [a for a in answers if a["meta_info"]["finish_reason"]["type"] == "stop"]
-        assert stopped
-        for answer in stopped:
-            assert answer["output_ids"].index(EOS) == len(answer["output_ids"]) - 1
-            assert answer["meta_info"]["finish_reason"]["matched"] == EOS
-
-    with_client(server, test)
+async def test_a_completion_stops_at_the_models_own_eos(client: Client) -> None:
+    sampling = {"max_new_tokens": 500, "ignore_eos": False}
+    answers = await client.generate([[i] for i in range(8)], sampling=sampling)
+    stopped = [a for a in answers if a["meta_info"]["finish_reason"]["type"] == "stop"]
+    assert stopped
+    for answer in stopped:
+        assert answer["output_ids"].index(EOS) == len(answer["output_ids"]) - 1
+        assert answer["meta_info"]["finish_reason"]["matched"] == EOS
 
 
 LONG = {"max_new_tokens": 4000}
 
 
-def test_bad_requests_answer_400_and_the_server_lives(server: Server) -> None:
-    async def test(client: Client) -> None:
-        assert "[0, 40), got 40" in await client.refused("/generate", input_ids=[1, 40])
-        assert "abort_all" in await client.refused("/abort_request")
-        assert "mode" in await client.refused("/pause_generation", mode="abort")
-        await client.generate([1])
-
-    with_client(server, test)
+async def test_bad_requests_answer_400_and_the_server_lives(client: Client) -> None:
+    assert "[0, 40), got 40" in await client.refused("/generate", input_ids=[1, 40])
+    assert "abort_all" in await client.refused("/abort_request")
+    assert "mode" in await client.refused("/pause_generation", mode="abort")
+    await client.generate([1])
 
 
-def test_a_running_request_is_aborted_by_its_rid_alone(server: Server) -> None:
-    async def test(client: Client) -> None:
-        first = asyncio.create_task(client.generate([1], rid="first", sampling=LONG))
-        second = asyncio.create_task(client.generate([2], rid="second", sampling=LONG))
-        await client.until(lambda info: info["num_running"] == 2)
-        assert "unique" in await client.refused("/generate", input_ids=[1], rid="first")
-        await client.post("/abort_request", rid="fir")
-        answer = await first
-        assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-        assert len(served_logprobs(answer)) == len(answer["output_ids"]) > 0
-        assert not second.done()
-        await client.post("/abort_request", abort_all=True)
-        assert (await second)["meta_info"]["finish_reason"]["type"] == "abort"
-
-    with_client(server, test)
+async def test_a_running_request_is_aborted_by_its_rid_alone(client: Client) -> None:
+    first = asyncio.create_task(client.generate([1], rid="first", sampling=LONG))
+    second = asyncio.create_task(client.generate([2], rid="second", sampling=LONG))
+    await client.until(lambda info: info["num_running"] == 2)
+    assert "unique" in await client.refused("/generate", input_ids=[1], rid="first")
+    await client.post("/abort_request", rid="fir")
+    answer = await first
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert len(served_logprobs(answer)) == len(answer["output_ids"]) > 0
+    assert not second.done()
+    await client.post("/abort_request", abort_all=True)
+    assert (await second)["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-def test_a_client_that_goes_away_frees_its_row(server: Server) -> None:
-    async def test(client: Client) -> None:
-        task = asyncio.create_task(client.generate([1], sampling=LONG))
-        await client.until(lambda info: info["num_running"] == 1)
-        task.cancel()
-        info = await client.until(lambda info: info["num_running"] == 0)
-        before = info["num_tokens"]
-        await client.generate([1], sampling={"max_new_tokens": 1})
-        assert (await client.get("/server_info"))["num_tokens"] == before + 1
-
-    with_client(server, test)
+async def test_a_client_that_goes_away_frees_its_row(client: Client) -> None:
+    task = asyncio.create_task(client.generate([1], sampling=LONG))
+    await client.until(lambda info: info["num_running"] == 1)
+    task.cancel()
+    info = await client.until(lambda info: info["num_running"] == 0)
+    before = info["num_tokens"]
+    await client.generate([1], sampling={"max_new_tokens": 1})
+    assert (await client.get("/server_info"))["num_tokens"] == before + 1
 
 
-def test_pause_keeps_requests_and_probes_tell_it_from_death(server: Server) -> None:
-    async def test(client: Client) -> None:
-        await client.post("/pause_generation", mode="retract")
-        task = asyncio.create_task(client.generate([1, 2]))
-        await client.until(lambda info: info["num_waiting"] == 1)
-        assert (await client.call("GET", "/health"))[0] == 200
-        assert (await client.call("GET", "/ready"))[0] == 503
-        await client.post("/continue_generation")
-        assert len((await task)["output_ids"]) == 8
-        assert (await client.call("GET", "/ready"))[0] == 200
-
-    with_client(server, test)
+async def test_pause_keeps_requests_and_probes_tell_it_from_death(client: Client) -> None:
+    await client.post("/pause_generation", mode="retract")
+    task = asyncio.create_task(client.generate([1, 2]))
+    await client.until(lambda info: info["num_waiting"] == 1)
+    assert (await client.call("GET", "/health"))[0] == 200
+    assert (await client.call("GET", "/ready"))[0] == 503
+    await client.post("/continue_generation")
+    assert len((await task)["output_ids"]) == 8
+    assert (await client.call("GET", "/ready"))[0] == 200
 
 
-def test_the_client_serves_the_embedded_server(server: Server) -> None:
-    async def run() -> None:
-        http = HttpConnection(server.url, api_key=None, admin_key=None, timeout_seconds=TIMEOUT)
-        client = EmbeddedClient(
-            http, KINDS["embedded"].capabilities, request_timeout_seconds=TIMEOUT
+async def test_the_client_serves_the_embedded_server(server: Server) -> None:
+    http = HttpConnection(server.url, api_key=None, admin_key=None, timeout_seconds=TIMEOUT)
+    client = EmbeddedClient(http, KINDS["embedded"].capabilities, request_timeout_seconds=TIMEOUT)
+    new, name = make_model(4), next(_names)
+    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    info = WeightGroupInfo("127.0.0.1", store.port, 1, 2, name, "gloo", 30.0)
+    arguments = ("127.0.0.1", store.port, 0, 2, name, "gloo", 30.0)
+    rank_0 = asyncio.create_task(asyncio.to_thread(create_weight_group, *arguments, store=store))
+    assert await client.num_workers() == 1
+    await client.join_weight_group(info)
+    group = await rank_0
+    running = asyncio.create_task(client.generate(GenerateRequest("long", [1], 4000)))
+    await client.health()
+    await client.begin_update()
+    for last, half in enumerate(halves(weights_of(new))):
+        shapes = tuple(tuple(t.shape) for t in half.values())
+        bucket = BucketSpec(tuple(half), ("float32",) * len(half), shapes)
+        wire = torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in half.values()])
+        receiving = asyncio.create_task(
+            client.receive_bucket(bucket, group_name=name, last=bool(last), version=12)
         )
-        new, name = make_model(4), next(_names)
-        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-        info = WeightGroupInfo("127.0.0.1", store.port, 1, 2, name, "gloo", 30.0)
-        arguments = ("127.0.0.1", store.port, 0, 2, name, "gloo", 30.0)
-        rank_0 = asyncio.create_task(
-            asyncio.to_thread(create_weight_group, *arguments, store=store)
-        )
-        assert await client.num_workers() == 1
-        await client.join_weight_group(info)
-        group = await rank_0
-        running = asyncio.create_task(client.generate(GenerateRequest("long", [1], 4000)))
-        await client.health()
-        await client.begin_update()
-        for last, half in enumerate(halves(weights_of(new))):
-            shapes = tuple(tuple(t.shape) for t in half.values())
-            bucket = BucketSpec(tuple(half), ("float32",) * len(half), shapes)
-            wire = torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in half.values()])
-            receiving = asyncio.create_task(
-                client.receive_bucket(bucket, group_name=name, last=bool(last), version=12)
-            )
-            await asyncio.to_thread(dist.broadcast, wire, 0, group)
-            await receiving
-        assert await client.commit_update(12) > 0
-        ids = [3, 1, 4, 1, 5, 9, 2, 6]
-        torch.testing.assert_close(
-            torch.tensor(await client.prompt_logprobs(ids)),
-            reference_logprobs(new, ids[:1], ids[1:]),
-            atol=1e-4,
-            rtol=0,
-        )
-        generation = await client.generate(GenerateRequest("short", [5, 6], 6))
-        expected = reference_logprobs(new, [5, 6], generation.token_ids.tolist())
-        torch.testing.assert_close(
-            torch.from_numpy(generation.logprobs), expected, atol=1e-4, rtol=0
-        )
-        assert {segment.version for segment in generation.segments} == {12}
-        await client.abort("long")
-        await asyncio.gather(running, return_exceptions=True)
-        await client.leave_weight_groups()
-        await client.close()
-        destroy_weight_group(group)
-
-    asyncio.run(run())
+        await asyncio.to_thread(dist.broadcast, wire, 0, group)
+        await receiving
+    assert await client.commit_update(12) > 0
+    ids = [3, 1, 4, 1, 5, 9, 2, 6]
+    torch.testing.assert_close(
+        torch.tensor(await client.prompt_logprobs(ids)),
+        reference_logprobs(new, ids[:1], ids[1:]),
+        atol=1e-4,
+        rtol=0,
+    )
+    generation = await client.generate(GenerateRequest("short", [5, 6], 6))
+    expected = reference_logprobs(new, [5, 6], generation.token_ids.tolist())
+    torch.testing.assert_close(torch.from_numpy(generation.logprobs), expected, atol=1e-4, rtol=0)
+    assert {segment.version for segment in generation.segments} == {12}
+    await client.abort("long")
+    await asyncio.gather(running, return_exceptions=True)
+    await client.leave_weight_groups()
+    await client.close()
+    destroy_weight_group(group)
 
 
-def test_keys_follow_sglangs_rule_and_sigterm_answers_those_who_wait(
+async def test_keys_follow_sglangs_rule_and_sigterm_answers_those_who_wait(
     model_path: str, tmp_path: Path
 ) -> None:
     keys = {"TORCHTITAN_GRPO_API_KEY": "user", "TORCHTITAN_GRPO_ADMIN_KEY": "admin"}
@@ -240,8 +209,9 @@ def test_keys_follow_sglangs_rule_and_sigterm_answers_those_who_wait(
         destroy_weight_group(trainer.group)
 
     try:
-        with_client(server.wait(), check_keys)
-        with_client(server, stop_busy_server)
+        await asyncio.to_thread(server.wait)
+        await check_keys(Client(server.url))
+        await stop_busy_server(Client(server.url))
     finally:
         stop_children([server.process])
     assert "Traceback" not in server.log.read_text()

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from torchtitan.grpo.inference.sglang.adapter_note import PROBE, READY, AdapterNote
 from torchtitan.grpo.inference.sglang.adapter_updates import ReceivedAdapters, load
 from torchtitan.grpo.weight_wire.adapters import BaseWeights, base_digest
+from torchtitan.grpo.weight_wire.transfer_messages import PROBE, READY, AdapterNote
 
 MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj")
 NORM = "model.norm.weight"

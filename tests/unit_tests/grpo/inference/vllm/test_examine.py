@@ -3,7 +3,6 @@
 
 """A vLLM server whose control routes are open is told apart from one with the guard."""
 
-import asyncio
 import socket
 
 import pytest
@@ -19,26 +18,23 @@ KEY = "secret"
     ("is_open", "key", "expected"),
     [(True, KEY, [NO_GUARD]), (False, KEY, []), (True, None, [])],
 )
-def test_a_server_that_is_open_although_the_run_has_keys_is_a_warning(
+async def test_a_server_that_is_open_although_the_run_has_keys_is_a_warning(
     is_open: bool, key: str | None, expected: list[str]
 ) -> None:
     async def weight_info(request: web.Request) -> web.Response:
         is_allowed = is_open or request.headers.get("Authorization") == f"Bearer {KEY}"
         return web.json_response({"weight_version": "1"}, status=200 if is_allowed else 401)
 
-    async def run() -> Examined:
-        app = web.Application()
-        app.router.add_get("/weight_info", weight_info)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            await web.SockSite(runner, listener).start()
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            http = HttpConnection(url, api_key=None, admin_key=key, timeout_seconds=60)
-            found = Examined()
-            await _examine_control(http, found)
-            await http.close()
-            await runner.cleanup()
-        return found
-
-    assert asyncio.run(run()).warnings == expected
+    app = web.Application()
+    app.router.add_get("/weight_info", weight_info)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        await web.SockSite(runner, listener).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        http = HttpConnection(url, api_key=None, admin_key=key, timeout_seconds=60)
+        found = Examined()
+        await _examine_control(http, found)
+        await http.close()
+        await runner.cleanup()
+    assert found.warnings == expected

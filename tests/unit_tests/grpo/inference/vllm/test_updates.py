@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from torchtitan.grpo.inference.vllm.examine import NO_ROOM
-from torchtitan.grpo.inference.vllm.staging_needs import StagingNeeds
-from torchtitan.grpo.inference.vllm.updates import UpdateRequest, WorkerUpdates
+from torchtitan.grpo.inference.vllm.updates import StagingNeeds, UpdateRequest, WorkerUpdates
 from torchtitan.grpo.weight_wire import sparse
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.staging import UpdateError
 
 CPU = torch.device("cpu")
+Tensors = Mapping[str, torch.Tensor]
 OLD = {"a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.arange(4.0)}
 NEW = {"a.weight": OLD["a.weight"] + 10, "b.weight": OLD["b.weight"] - 10}
 
@@ -91,29 +91,33 @@ class Worker:
     def request(self, action: Any, **options: Any) -> None:
         self.updates.update(UpdateRequest(action, **options))
 
-    def stage(self, payload: torch.Tensor, weights: Mapping[str, torch.Tensor], **delta: Any):
+    def stage(self, payload: torch.Tensor, weights: Tensors, **delta: Any):
         self.group.payloads.append(payload)
         self.request("stage", group_name="group", sequence=0, **describe(weights), **delta)
 
-    def push(self, weights: Mapping[str, torch.Tensor], version: str) -> None:
+    def verify(
+        self, weights: Tensors, version: str, base: tuple[Tensors, int] | None = None
+    ) -> None:
+        """Stages weights, or what has changed since a base, and verifies them."""
         self.updates.begin()
-        self.stage(flat(weights), weights)
+        if base is None:
+            self.stage(flat(weights), weights)
+        else:
+            numels = [tensor.numel() for tensor in weights.values()]
+            payload, num_changed = sparse.encode(flat(base[0]), flat(weights), numels, 4)
+            self.stage(payload, weights, num_changed=list(num_changed), base_version=base[1])
         self.request("verify", version=version)
+
+    def push(self, weights: Tensors, version: str, base: tuple[Tensors, int] | None = None) -> None:
+        self.verify(weights, version, base)
         self.updates.finish()
 
-    def stage_delta(
-        self, old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor], base: int
-    ) -> None:
-        numels = [tensor.numel() for tensor in old.values()]
-        payload, num_changed = sparse.encode(flat(old), flat(new), numels, 4)
-        self.stage(payload, new, num_changed=list(num_changed), base_version=base)
 
-
-def flat(weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def flat(weights: Tensors) -> torch.Tensor:
     return torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in weights.values()])
 
 
-def describe(weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def describe(weights: Tensors) -> dict[str, Any]:
     return {
         "names": list(weights),
         "dtypes": ["float32"] * len(weights),
@@ -127,11 +131,11 @@ def worker(tmp_path: Path) -> Worker:
     return Worker(tmp_path / "model")
 
 
-def assert_serves(worker: Worker, weights: Mapping[str, torch.Tensor]) -> None:
+def assert_serves(worker: Worker, weights: Tensors) -> None:
     torch.testing.assert_close(worker.model.served, dict(weights), rtol=0, atol=0)
 
 
-def changed(weights: Mapping[str, torch.Tensor], name: str, value: float) -> dict[str, Any]:
+def changed(weights: Tensors, name: str, value: float) -> dict[str, Any]:
     """The weights with one element changed."""
     new = {n: t.clone() for n, t in weights.items()}
     new[name].view(-1)[1] = value
@@ -139,9 +143,7 @@ def changed(weights: Mapping[str, torch.Tensor], name: str, value: float) -> dic
 
 
 def test_the_model_is_not_touched_before_the_update_is_finished(worker: Worker) -> None:
-    worker.updates.begin()
-    worker.stage(flat(NEW), NEW)
-    worker.request("verify", version="1")
+    worker.verify(NEW, "1")
     assert worker.model.calls == []
     assert_serves(worker, OLD)
     worker.updates.finish()
@@ -149,7 +151,8 @@ def test_the_model_is_not_touched_before_the_update_is_finished(worker: Worker) 
     assert_serves(worker, NEW)
 
 
-def test_an_update_that_was_not_verified_cannot_be_finished(worker: Worker) -> None:
+def test_what_was_not_verified_in_this_update_cannot_be_loaded(worker: Worker) -> None:
+    worker.verify(NEW, "1")
     worker.updates.begin()
     worker.stage(flat(NEW), NEW)
     with pytest.raises(RuntimeError, match="Nothing was received and verified"):
@@ -166,74 +169,37 @@ def test_damaged_bytes_are_found_by_verify_and_the_old_weights_stay(worker: Work
     assert_serves(worker, OLD)
 
 
-def test_a_delta_is_applied_to_what_was_kept_and_tensors_without_changes_are_loaded(
+def test_a_dropped_delta_leaves_its_base_as_it_was_and_the_next_is_applied_to_it(
     worker: Worker,
 ) -> None:
     worker.push(NEW, "1")
-    newer = changed(NEW, "b.weight", 7.0)
-    worker.updates.begin()
-    worker.stage_delta(NEW, newer, base=1)
-    worker.request("verify", version="2")
-    worker.updates.finish()
-    assert_serves(worker, newer)
-
-
-def test_a_dropped_delta_leaves_its_base_as_it_was(worker: Worker) -> None:
-    worker.push(NEW, "1")
-    newer = changed(NEW, "b.weight", 7.0)
-    worker.updates.begin()
-    worker.stage_delta(NEW, newer, base=1)
-    worker.request("verify", version="2")
+    worker.verify(changed(NEW, "b.weight", 7.0), "2", (NEW, 1))
     worker.request("abandon")
     assert_serves(worker, NEW)
     # Against the same base, and with another change: its checksums hold for a clean base alone.
     other = changed(NEW, "a.weight", -7.0)
-    worker.updates.begin()
-    worker.stage_delta(NEW, other, base=1)
-    worker.request("verify", version="3")
-    worker.updates.finish()
+    worker.push(other, "3", (NEW, 1))
     assert_serves(worker, other)
 
 
 @pytest.mark.parametrize("base", [0, 2])
-def test_a_delta_against_another_version_than_the_kept_one_is_refused(
-    worker: Worker, base: int
-) -> None:
+def test_a_delta_against_another_version_than_the_kept_one_is_refused(worker, base: int) -> None:
     worker.push(NEW, "1")
-    worker.updates.begin()
     with pytest.raises(ValueError, match=rf"base_version {base}; .* version 1"):
-        worker.stage_delta(NEW, changed(NEW, "b.weight", 7.0), base=base)
+        worker.verify(changed(NEW, "b.weight", 7.0), "2", (NEW, base))
 
 
-def test_a_load_that_fails_gives_layers_their_old_weights_and_keeps_no_base(
-    worker: Worker,
-) -> None:
+def test_a_load_that_fails_gives_layers_their_old_weights_and_keeps_no_base(worker) -> None:
     worker.push(NEW, "1")
     worker.model.fail_at = "b.weight"
-    worker.updates.begin()
-    worker.stage(flat(OLD), OLD)
-    worker.request("verify", version="2")
     with pytest.raises(RuntimeError, match="cannot be loaded"):
-        worker.updates.finish()
+        worker.push(OLD, "2")
     worker.request("abandon")
     assert worker.model.calls[-1] == "restore"
     assert_serves(worker, {"a.weight": OLD["a.weight"], "b.weight": NEW["b.weight"]})
     # What is served is a mixture, so no delta may build on the version that was kept.
-    worker.updates.begin()
     with pytest.raises(ValueError, match=r"base_version 1; .* version None"):
-        worker.stage_delta(NEW, changed(NEW, "b.weight", 7.0), base=1)
-
-
-def test_what_was_verified_in_an_abandoned_update_is_not_loaded_by_the_next(
-    worker: Worker,
-) -> None:
-    worker.updates.begin()
-    worker.stage(flat(NEW), NEW)
-    worker.request("verify", version="1")
-    worker.updates.begin()
-    with pytest.raises(RuntimeError, match="Nothing was received and verified"):
-        worker.updates.finish()
-    assert_serves(worker, OLD)
+        worker.verify(changed(NEW, "b.weight", 7.0), "3", (NEW, 1))
 
 
 @pytest.mark.parametrize(
@@ -289,23 +255,15 @@ def test_a_directory_is_staged_and_served_as_a_version_that_deltas_build_on(
     worker.updates.finish()
     assert_serves(worker, NEW)
     newer = changed(NEW, "a.weight", 3.0)
-    worker.updates.begin()
-    worker.stage_delta(NEW, newer, base=5)
-    worker.request("verify", version="6")
-    worker.updates.finish()
+    worker.push(newer, "6", (NEW, 5))
     assert_serves(worker, newer)
 
 
-def test_leaving_leaves_every_group_and_drops_the_update(worker: Worker) -> None:
+def test_leaving_drops_the_update_and_every_action_needs_an_open_one(worker: Worker) -> None:
     worker.updates.begin()
     worker.stage(flat(NEW), NEW)
     worker.updates.leave()
     assert worker.group.was_left
-    with pytest.raises(RuntimeError, match="No weight update is open"):
-        worker.request("verify", version="1")
-
-
-def test_every_action_needs_an_open_update(worker: Worker) -> None:
     actions: list[Callable[[], None]] = [
         lambda: worker.stage(flat(NEW), NEW),
         lambda: worker.request("verify", version="1"),

@@ -68,110 +68,97 @@ def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_the_parts_of_all_sources_become_one_directory_with_checksums(tmp_path):
-    async def body() -> None:
-        writers = [Writer(0), Writer(2)]
-        transport = await make_transport(tmp_path, writers)
-        path, num_bytes = await transport.written(4)
-        assert num_bytes == 52
-        assert path == tmp_path / "versions" / "version-4"
-        assert names_in(path) == {
-            "config.json",
-            "checksums.json",
-            "model-rank00000.safetensors",
-            "model-rank00002.safetensors",
-        }
-        found = read_weights(str(path))  # compares the checksums, too
-        assert set(found) == {"a0", "b0", "a2", "b2"}
-        for writer in writers:
-            first, second = writer.bucket[1].split([6, 20])
-            assert torch.equal(found[f"a{writer.rank}"].view(torch.uint8), first)
-            assert torch.equal(found[f"b{writer.rank}"].view(torch.uint8).view(-1), second)
-        sums = json.loads((path / "checksums.json").read_text())
-        assert sums == {name: tensor_checksum(tensor) for name, tensor in found.items()}
-
-    asyncio.run(body())
+async def test_the_parts_of_all_sources_become_one_directory_with_checksums(tmp_path):
+    writers = [Writer(0), Writer(2)]
+    transport = await make_transport(tmp_path, writers)
+    path, num_bytes = await transport.written(4)
+    assert num_bytes == 52
+    assert path == tmp_path / "versions" / "version-4"
+    assert names_in(path) == {
+        "config.json",
+        "checksums.json",
+        "model-rank00000.safetensors",
+        "model-rank00002.safetensors",
+    }
+    found = read_weights(str(path))  # compares the checksums, too
+    assert set(found) == {"a0", "b0", "a2", "b2"}
+    for writer in writers:
+        first, second = writer.bucket[1].split([6, 20])
+        assert torch.equal(found[f"a{writer.rank}"].view(torch.uint8), first)
+        assert torch.equal(found[f"b{writer.rank}"].view(torch.uint8).view(-1), second)
+    sums = json.loads((path / "checksums.json").read_text())
+    assert sums == {name: tensor_checksum(tensor) for name, tensor in found.items()}
 
 
-def test_a_version_is_written_once_for_all_who_ask_and_removed_for_good(tmp_path):
-    async def body() -> None:
-        writer = Writer(0)
-        transport = await make_transport(tmp_path, [writer])
-        writer.may_write.clear()
-        asking = [asyncio.create_task(transport.written(1)) for _ in range(3)]
-        async with asyncio.timeout(30):
-            while not (tmp_path / "versions/version-1.partial").exists():
-                await asyncio.sleep(0.01)
-        with pytest.raises(NotPrepared, match=r"longer than weight_sync\.timeout"):
-            transport._timeout_seconds = 0.01
-            await transport.written(1)
-        # Nobody sees a directory that is not whole.
-        assert names_in(tmp_path / "versions") == {"version-1.partial"}
-        writer.may_write.set()
-        assert len({path for path, _ in await asyncio.gather(*asking)}) == 1
-        assert writer.num_written == 1
-        await transport.forget(1)
-        await transport.forget(1)
-        assert names_in(tmp_path / "versions") == set()
-
-    asyncio.run(body())
-
-
-def test_removing_a_version_amid_its_writing_leaves_nothing(tmp_path):
-    async def body() -> None:
-        writers = [Writer(0), Writer(1)]
-        transport = await make_transport(tmp_path, writers)
-        writers[1].may_write.clear()
-        asking = asyncio.create_task(transport.written(1))
-        while not writers[0].num_written:
+async def test_a_version_is_written_once_for_all_who_ask_and_removed_for_good(tmp_path):
+    writer = Writer(0)
+    transport = await make_transport(tmp_path, [writer])
+    writer.may_write.clear()
+    asking = [asyncio.create_task(transport.written(1)) for _ in range(3)]
+    async with asyncio.timeout(30):
+        while not (tmp_path / "versions/version-1.partial").exists():
             await asyncio.sleep(0.01)
-        removing = asyncio.create_task(transport.forget(1))
-        asking.cancel()
-        writers[1].may_write.set()
-        await removing
-        assert names_in(tmp_path / "versions") == set()
-
-    asyncio.run(body())
-
-
-def test_a_version_that_one_source_cannot_write_is_tried_again_once_the_others_are_done(tmp_path):
-    async def body() -> None:
-        writers = [Writer(0), Writer(1)]
-        transport = await make_transport(tmp_path, writers)
-        writers[0].error = OSError(28, "No space left on device")
-        writers[1].may_write.clear()
-        asking = asyncio.create_task(transport.written(1))
-        await asyncio.sleep(0.05)
-        assert not asking.done(), "the directory still belongs to a writer"
-        writers[1].may_write.set()
-        with pytest.raises(NotPrepared, match="No space left"):
-            await asking
-        assert names_in(tmp_path / "versions") == set()
-        writers[0].error = None
-        path, _ = await transport.written(1)
-        assert set(read_weights(str(path))) == {"a0", "b0", "a1", "b1"}
-
-    asyncio.run(body())
+    with pytest.raises(NotPrepared, match=r"longer than weight_sync\.timeout"):
+        transport._timeout_seconds = 0.01
+        await transport.written(1)
+    # Nobody sees a directory that is not whole.
+    assert names_in(tmp_path / "versions") == {"version-1.partial"}
+    writer.may_write.set()
+    assert len({path for path, _ in await asyncio.gather(*asking)}) == 1
+    assert writer.num_written == 1
+    await transport.forget(1)
+    await transport.forget(1)
+    assert names_in(tmp_path / "versions") == set()
 
 
-def test_a_changed_byte_and_a_missing_tensor_are_noticed_when_read(tmp_path):
-    async def body() -> None:
-        transport = await make_transport(tmp_path, [Writer(0), Writer(1)])
-        path, _ = await transport.written(1)
-        (path / "model-rank00001.safetensors").unlink()
-        with pytest.raises(
-            ValueError, match=r"must name exactly the tensors beside it; \['a1', 'b1'\]"
-        ):
-            read_weights(str(path))
-        path, _ = await transport.written(2)
-        file = path / "model-rank00000.safetensors"
-        damaged = bytearray(file.read_bytes())
-        damaged[-1] ^= 1
-        file.write_bytes(damaged)
-        with pytest.raises(ValueError, match="must have checksum"):
-            read_weights(str(path))
+async def test_removing_a_version_amid_its_writing_leaves_nothing(tmp_path):
+    writers = [Writer(0), Writer(1)]
+    transport = await make_transport(tmp_path, writers)
+    writers[1].may_write.clear()
+    asking = asyncio.create_task(transport.written(1))
+    while not writers[0].num_written:
+        await asyncio.sleep(0.01)
+    removing = asyncio.create_task(transport.forget(1))
+    asking.cancel()
+    writers[1].may_write.set()
+    await removing
+    assert names_in(tmp_path / "versions") == set()
 
-    asyncio.run(body())
+
+async def test_a_version_that_one_source_cannot_write_is_tried_again_once_the_others_are_done(
+    tmp_path,
+):
+    writers = [Writer(0), Writer(1)]
+    transport = await make_transport(tmp_path, writers)
+    writers[0].error = OSError(28, "No space left on device")
+    writers[1].may_write.clear()
+    asking = asyncio.create_task(transport.written(1))
+    await asyncio.sleep(0.05)
+    assert not asking.done(), "the directory still belongs to a writer"
+    writers[1].may_write.set()
+    with pytest.raises(NotPrepared, match="No space left"):
+        await asking
+    assert names_in(tmp_path / "versions") == set()
+    writers[0].error = None
+    path, _ = await transport.written(1)
+    assert set(read_weights(str(path))) == {"a0", "b0", "a1", "b1"}
+
+
+async def test_a_changed_byte_and_a_missing_tensor_are_noticed_when_read(tmp_path):
+    transport = await make_transport(tmp_path, [Writer(0), Writer(1)])
+    path, _ = await transport.written(1)
+    (path / "model-rank00001.safetensors").unlink()
+    with pytest.raises(
+        ValueError, match=r"must name exactly the tensors beside it; \['a1', 'b1'\]"
+    ):
+        read_weights(str(path))
+    path, _ = await transport.written(2)
+    file = path / "model-rank00000.safetensors"
+    damaged = bytearray(file.read_bytes())
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
+    with pytest.raises(ValueError, match="must have checksum"):
+        read_weights(str(path))
 
 
 def test_a_predecessors_versions_are_removed_and_nothing_else(tmp_path):
@@ -210,40 +197,34 @@ class Loading:
         return call
 
 
-def test_a_server_that_does_not_load_a_version_in_time_is_named_with_the_setting(tmp_path):
+async def test_a_server_that_does_not_load_a_version_in_time_is_named_with_the_setting(tmp_path):
     class Hanging(Loading):
         async def update_from_disk(self, path: str, version: int) -> float:
             await asyncio.Event().wait()
             return 0.0
 
-    async def body() -> None:
-        server: Any = Hanging("nothing")
-        connection = DiskConnection(server, await make_transport(tmp_path, [Writer(0)]), 0.1)
-        with pytest.raises(
-            TimeoutError, match=r"http://a must load version 3 .*weight_sync.timeout_seconds = 0.1,"
-        ):
-            await connection.push(3, None)
-
-    asyncio.run(asyncio.wait_for(body(), 60))
+    server: Any = Hanging("nothing")
+    connection = DiskConnection(server, await make_transport(tmp_path, [Writer(0)]), 0.1)
+    with pytest.raises(
+        TimeoutError, match=r"http://a must load version 3 .*weight_sync.timeout_seconds = 0.1,"
+    ):
+        await connection.push(3, None)
 
 
 @pytest.mark.parametrize("stops_for", ["transfer", "commit", "nothing"])
-def test_a_server_that_stands_still_while_it_loads_a_version_is_resumed_after_it(
+async def test_a_server_that_stands_still_while_it_loads_a_version_is_resumed_after_it(
     tmp_path, stops_for: str
 ):
-    async def body() -> None:
-        server: Any = Loading(stops_for)
-        transport = await make_transport(tmp_path, [Writer(0)])
-        connection = DiskConnection(server, transport, 10.0)
-        await connection.join()
-        assert server.order == [("leave_weight_groups",), ("resume",)]
-        server.order.clear()
-        report = await connection.push(3, None)
-        load = ("update_from_disk", str(tmp_path / "versions" / "version-3"), 3)
-        stands_still = stops_for != "nothing"
-        assert server.order == ([("pause",), load, ("resume",)] if stands_still else [load])
-        assert (report.version, report.num_bytes) == (3, 52)
-        if not stands_still:
-            assert report.pause_seconds == 0.25  # by the server's own clock
-
-    asyncio.run(asyncio.wait_for(body(), 60))
+    server: Any = Loading(stops_for)
+    transport = await make_transport(tmp_path, [Writer(0)])
+    connection = DiskConnection(server, transport, 10.0)
+    await connection.join()
+    assert server.order == [("leave_weight_groups",), ("resume",)]
+    server.order.clear()
+    report = await connection.push(3, None)
+    load = ("update_from_disk", str(tmp_path / "versions" / "version-3"), 3)
+    stands_still = stops_for != "nothing"
+    assert server.order == ([("pause",), load, ("resume",)] if stands_still else [load])
+    assert (report.version, report.num_bytes) == (3, 52)
+    if not stands_still:
+        assert report.pause_seconds == 0.25  # by the server's own clock

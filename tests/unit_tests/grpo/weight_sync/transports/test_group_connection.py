@@ -1,107 +1,101 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a server is asked for in a push, and when it is left."""
+"""What a server is asked for when it joins and in a push, over which backend, and when it is left."""
 
 import asyncio
 import gc
+import logging
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from torchtitan.grpo.weight_sync.transports.group_transport import GroupConnection
+from torchtitan.grpo.weight_sync.transports.group_transport import (
+    GroupConnection,
+    Handshake,
+    NcclImpossible,
+)
+from torchtitan.grpo.weight_wire.group_facts import NCCL_SETTINGS, GroupFacts
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
-
-class Server:
-    """Notes what it is told, and never answers the first request to leave."""
-
-    url = "http://a"
-    receives_pieces = True
-
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    async def leave_weight_groups(self) -> None:
-        self.told.append("leave")
-        if self.told.count("leave") == 2:  # the first one is of the join
-            await asyncio.Event().wait()
-
-    async def resume(self) -> None:
-        self.told.append("resume")
-
-    async def num_workers(self) -> int:
-        return 1
-
-
-def test_a_server_is_resumed_even_if_recovering_was_cancelled():
-    async def body() -> None:
-        server: Any = Server()
-        connection = GroupConnection(server, [], {}, 60.0, "host")
-        await connection.close()
-        assert server.told == []  # it was never joined
-        await connection.join()
-        recovering = asyncio.create_task(connection.recover())
-        await asyncio.sleep(0.01)
-        recovering.cancel()
-        await asyncio.gather(recovering, return_exceptions=True)
-        assert server.told == ["leave", "resume", "leave"]
-        await connection.close()
-        assert server.told == ["leave", "resume", "leave", "leave", "resume"]
-        await connection.close()
-        assert len(server.told) == 5
-
-    asyncio.run(asyncio.wait_for(body(), 20))
-
-
+TRAINER = GroupFacts("cuda", "2.13.0", "2.29.7", "GPU-a", dict.fromkeys(NCCL_SETTINGS, ""))
+EQUAL = replace(TRAINER, gpu="GPU-b")
+OTHER = replace(EQUAL, nccl="2.30.7", torch="2.14.1")
+UNKNOWN = GroupFacts(device="cuda", hint="It keeps silent.")
 SPEC = BucketSpec(("a",), ("float32",), ((3,),))
 
 
-class Taking:
-    """A server that takes every push, and the order of all that happens to it."""
+class RefusedError(Exception): ...
+
+
+class Server:
+    """Takes everything but what it refuses, and notes the order of all that it is asked for."""
 
     url = "http://a"
     receives_pieces = True
 
-    def __init__(self, stops_for: str, *, receives_in_parallel: bool = False) -> None:
+    def __init__(
+        self,
+        stops_for: str = "nothing",
+        *,
+        receives_in_parallel: bool = False,
+        facts: tuple[GroupFacts, ...] = (),
+        refused: str = "",
+    ) -> None:
         self.stops_for, self.receives_in_parallel = stops_for, receives_in_parallel
+        self.facts, self.refused = list(facts), refused
         self.order: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
-        async def call(*arguments: Any, **options: Any) -> float:
+        async def call(*arguments: Any) -> float:
             self.order.append((name, *arguments))
             return 0.25
 
         return call
 
+    async def group_facts(self) -> list[GroupFacts]:
+        return self.facts
+
     async def num_workers(self) -> int:
         return 2
 
     async def join_weight_group(self, info: WeightGroupInfo) -> None:
-        self.order.append(("join_weight_group", info.group_name))
+        if self.refused == "join":
+            raise RefusedError
+        self.order.append(("join", info.group_name, info.backend))
 
     async def receive_bucket(
         self, bucket: BucketSpec, *, group_name: str, last: bool, version: int
     ) -> None:
+        if self.refused == "push":
+            raise RefusedError
         self.order.append(("receive", group_name, last, version))
 
 
 class Source:
-    """A source rank's sender, which notes what it sends."""
+    """A source rank's sender, which notes what it sends; from ``stops_at`` on it waits, or fails."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, stops_at: int = 99, error: Exception | None = None) -> None:
         self.rank, self.sent = rank, list[Any]()
+        self.stops_at, self.error, self.may_send = stops_at, error, asyncio.Event()
+
+    async def group_facts(self) -> GroupFacts:
+        return replace(TRAINER, gpu=f"GPU-of-{self.rank}")
 
     async def prepare(self, version: int, index: int, base: int | None) -> BucketSpec:
+        if index >= self.stops_at:
+            if self.error is not None:
+                raise self.error
+            await self.may_send.wait()
         return SPEC
 
     async def open(
         self, server_url: str, world_size: int, backend: str, in_pieces: bool
     ) -> WeightGroupInfo:
         assert world_size == 3  # this rank, and the server's two workers
-        assert backend == "gloo"
-        return WeightGroupInfo("127.0.0.1", 1, 1, 3, f"group{self.rank}", "gloo", 1.0)
+        return WeightGroupInfo("127.0.0.1", 1, 1, 3, f"group{self.rank}", backend, 1.0)
 
     async def join(self, server_url: str) -> None: ...
 
@@ -111,116 +105,135 @@ class Source:
     async def leave(self, server_url: str) -> None: ...
 
 
+def connect(
+    server: Any, *sources: Any, num_buckets: int = 2, transport: Any = "host"
+) -> GroupConnection:
+    counts = {source.rank: num_buckets + i for i, source in enumerate(sources)}
+    return GroupConnection(server, sources, counts, 20.0, transport)
+
+
+JOIN = [("leave_weight_groups",), ("resume",)]
+
+
+async def test_one_run_sends_to_one_server_over_nccl_and_to_another_over_gloo():
+    for facts, backend in ((EQUAL, "nccl"), (OTHER, "gloo")):
+        server = Server(facts=(facts, replace(facts, gpu="GPU-c")))
+        await connect(server, Source(0), Source(1), transport="auto").join()
+        # All sources use the same one.
+        assert server.order == [*JOIN, ("join", "group0", backend), ("join", "group1", backend)]
+
+
+def chosen(handshake: Handshake) -> str:
+    sources: Any = [Source(0), Source(1)]
+    return asyncio.run(handshake.backend(sources))
+
+
+def test_a_reason_against_nccl_is_given_once_for_as_long_as_it_holds(caplog):
+    caplog.set_level(logging.WARNING)
+    server: Any = Server(facts=(OTHER,))
+    handshake = Handshake(server, "auto")
+    assert [chosen(handshake) for _ in range(3)] == ["gloo"] * 3
+    server.facts = [EQUAL]  # it was restarted with the trainer's torch
+    assert chosen(handshake) == "nccl"
+    server.facts = [UNKNOWN]
+    assert chosen(handshake) == "gloo"
+    differs, unknown = [record.getMessage() for record in caplog.records]
+    assert "http://a receives weights from host memory over gloo, because NCCL cannot" in differs
+    assert "NCCL 2.29.7" in differs and "NCCL 2.30.7" in differs
+    assert "It keeps silent. Set weight_sync.transport = 'nccl' to use it" in unknown
+
+
+def test_nccl_refuses_a_server_that_differs_and_tries_one_that_keeps_silent(caplog):
+    caplog.set_level(logging.WARNING)
+    server: Any = Server(facts=(OTHER,))
+    with pytest.raises(NcclImpossible) as refused:
+        chosen(Handshake(server, "nccl"))
+    assert refused.value.was_answered  # so that the run ends instead of retrying without end
+    server.facts = [UNKNOWN]
+    assert chosen(Handshake(server, "nccl")) == "nccl"
+    assert "it is not known whether NCCL can be used" in caplog.text
+
+
+async def test_a_server_is_resumed_even_if_recovering_was_cancelled():
+    class Hanging(Server):
+        async def leave_weight_groups(self) -> None:
+            self.order.append("leave")
+            if self.order.count("leave") == 2:  # the first one is of the join
+                await asyncio.Event().wait()
+
+    server = Hanging()
+    connection = connect(server)
+    await connection.close()
+    assert server.order == []  # it was never joined
+    await connection.join()
+    recovering = asyncio.create_task(connection.recover())
+    await asyncio.sleep(0.01)
+    recovering.cancel()
+    await asyncio.gather(recovering, return_exceptions=True)
+    joined = ["leave", ("resume",), "leave"]
+    assert server.order == joined
+    for _ in range(2):
+        await connection.close()
+        assert server.order == [*joined, "leave", ("resume",)]
+
+
 # Of each source in turn.
-BUCKETS = [("receive", "group0", False, 7), ("receive", "group2", False, 7)]
-LAST = ("receive", "group0", True, 7)
+BUCKETS = [("receive", f"group{rank}", False, 7) for rank in (0, 2, 0, 2)]
+BUCKETS.append(("receive", "group2", True, 7))
 BEGIN, COMMIT, PAUSE, RESUME = ("begin_update",), ("commit_update", 7), ("pause",), ("resume",)
 
 
 @pytest.mark.parametrize(
     ("stops_for", "order"),
     [
-        ("transfer", [PAUSE, BEGIN, *BUCKETS, LAST, COMMIT, RESUME]),
-        ("commit", [BEGIN, *BUCKETS, LAST, PAUSE, COMMIT, RESUME]),
-        ("nothing", [BEGIN, *BUCKETS, LAST, COMMIT]),
+        ("transfer", [PAUSE, BEGIN, *BUCKETS, COMMIT, RESUME]),
+        ("commit", [BEGIN, *BUCKETS, PAUSE, COMMIT, RESUME]),
+        ("nothing", [BEGIN, *BUCKETS, COMMIT]),
     ],
 )
-def test_a_server_stands_still_for_as_long_as_it_must_and_is_sent_all_buckets(stops_for, order):
-    async def body() -> None:
-        server: Any = Taking(stops_for)
-        sources: Any = [Source(0), Source(2)]
-        connection = GroupConnection(server, sources, {0: 2, 2: 1}, 20.0, "host")
-        with pytest.raises(RuntimeError, match="must be joined before a push"):
-            await connection.push(7, None)
-        await connection.join()
-        joined = [("join_weight_group", "group0"), ("join_weight_group", "group2")]
-        assert server.order == [("leave_weight_groups",), RESUME, *joined]
-        server.order.clear()
-        report = await connection.push(7, 6)
-        assert server.order == order
-        assert [source.sent for source in sources] == [[(7, 0, 6), (7, 1, 6)], [(7, 0, 6)]]
-        assert (report.version, report.num_bytes) == (7, 36)
-        if stops_for == "nothing":
-            assert report.pause_seconds == 0.25  # by the server's own clock
-        await connection.close()
-
-    asyncio.run(asyncio.wait_for(body(), 60))
-
-
-class WaitingSource(Source):
-    """A source rank that has nothing to send until the test says so."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(rank)
-        self.may_send = asyncio.Event()
-
-    async def prepare(self, version: int, index: int, base: int | None) -> BucketSpec:
-        if index > 0:
-            await self.may_send.wait()
-        return await super().prepare(version, index, base)
+async def test_a_server_stands_still_for_as_long_as_it_must_and_is_sent_all_buckets(
+    stops_for, order
+):
+    server, sources = Server(stops_for), [Source(0), Source(2)]
+    connection = connect(server, *sources)
+    with pytest.raises(RuntimeError, match="must be joined before a push"):
+        await connection.push(7, None)
+    await connection.join()
+    server.order.clear()
+    report = await connection.push(7, 6)
+    assert server.order == order
+    assert [source.sent for source in sources] == [[(7, i, 6) for i in range(n)] for n in (2, 3)]
+    assert (report.version, report.num_bytes) == (7, 60)
+    if stops_for == "nothing":
+        assert report.pause_seconds == 0.25  # by the server's own clock
 
 
 @pytest.mark.parametrize("receives_in_parallel", [True, False])
-def test_sources_send_at_the_same_time_to_a_server_that_receives_so(receives_in_parallel):
-    async def body() -> None:
-        server: Any = Taking("nothing", receives_in_parallel=receives_in_parallel)
-        waiting, ready = WaitingSource(0), Source(1)
-        sources: Any = [waiting, ready]
-        connection = GroupConnection(server, sources, {0: 2, 1: 4}, 20.0, "host")
-        await connection.join()
-        pushing = asyncio.create_task(connection.push(7, None))
-        await asyncio.sleep(0.05)
-        assert len(waiting.sent) == 1
-        assert len(ready.sent) == (4 if receives_in_parallel else 1)
-        assert ("commit_update", 7) not in server.order
-        waiting.may_send.set()
-        await pushing
-        assert (len(waiting.sent), len(ready.sent)) == (2, 4)
-        await connection.close()
-
-    asyncio.run(asyncio.wait_for(body(), 60))
+async def test_sources_send_at_the_same_time_to_a_server_that_receives_so(receives_in_parallel):
+    server = Server(receives_in_parallel=receives_in_parallel)
+    waiting, ready = Source(0, stops_at=1), Source(1)
+    connection = connect(server, waiting, ready)
+    await connection.join()
+    pushing = asyncio.create_task(connection.push(7, None))
+    await asyncio.sleep(0.05)
+    assert len(waiting.sent) == 1
+    assert len(ready.sent) == (3 if receives_in_parallel else 1)
+    assert COMMIT not in server.order
+    waiting.may_send.set()
+    await pushing
+    assert (len(waiting.sent), len(ready.sent)) == (2, 3)
 
 
-def test_a_source_that_fails_ends_the_push_of_all():
-    class Broken(Source):
-        async def prepare(self, version: int, index: int, base: int | None) -> BucketSpec:
-            if index == 1:
-                raise RuntimeError("rank 1 is gone")
-            return await super().prepare(version, index, base)
-
-    async def body() -> None:
-        server: Any = Taking("nothing", receives_in_parallel=True)
-        waiting = WaitingSource(0)
-        sources: Any = [waiting, Broken(1)]
-        connection = GroupConnection(server, sources, {0: 2, 1: 2}, 20.0, "host")
-        await connection.join()
-        tasks = asyncio.all_tasks()
-        with pytest.raises(RuntimeError, match="rank 1 is gone"):
-            await connection.push(7, None)
-        assert ("commit_update", 7) not in server.order
-        assert asyncio.all_tasks() == tasks, "nothing goes on"
-        await connection.close()
-
-    asyncio.run(asyncio.wait_for(body(), 60))
-
-
-class RefusedError(Exception): ...
-
-
-class Refusing(Taking):
-    """A server that refuses requests of one kind."""
-
-    def __init__(self, refused: str) -> None:
-        super().__init__("nothing")
-        self.refused = refused
-
-    async def join_weight_group(self, info: WeightGroupInfo) -> None:
-        if self.refused == "join":
-            raise RefusedError
-
-    async def receive_bucket(self, bucket: BucketSpec, **options: Any) -> None:
-        if self.refused == "push":
-            raise RefusedError
+async def test_a_source_that_fails_ends_the_push_of_all():
+    server = Server(receives_in_parallel=True)
+    failing = Source(1, stops_at=1, error=RuntimeError("rank 1 is gone"))
+    connection = connect(server, Source(0, stops_at=1), failing)
+    await connection.join()
+    tasks = asyncio.all_tasks()
+    with pytest.raises(RuntimeError, match="rank 1 is gone"):
+        await connection.push(7, None)
+    assert COMMIT not in server.order
+    assert asyncio.all_tasks() == tasks, "nothing goes on"
 
 
 @pytest.mark.parametrize("refused", ["join", "push"])
@@ -228,9 +241,7 @@ def test_an_error_is_part_of_no_cycle(refused):
     """Its traceback refers to connections and buckets, which a cycle would keep for a long time."""
 
     async def body() -> weakref.ref[RefusedError]:
-        server: Any = Refusing(refused)
-        sources: Any = [Source(0)]
-        connection = GroupConnection(server, sources, {0: 3}, 20.0, "host")
+        connection = connect(Server(refused=refused), Source(0), num_buckets=3)
         kept = None
         try:
             await connection.join()
@@ -243,6 +254,6 @@ def test_an_error_is_part_of_no_cycle(refused):
 
     gc.disable()
     try:
-        assert asyncio.run(asyncio.wait_for(body(), 60))() is None
+        assert asyncio.run(body())() is None
     finally:
         gc.enable()

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from light import LIGHT
 from torch.distributed import distributed_c10d
 
-from torchtitan.grpo.system.groups import route_address
 from torchtitan.grpo.weight_sync.transports import group_end
 from torchtitan.grpo.weight_sync.transports.group_end import GroupEnd, GroupSettings
 from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
@@ -46,8 +45,9 @@ for line in sys.stdin:
 """
 
 
-def settings(timeout_seconds: float) -> GroupSettings:
-    return GroupSettings("auto", "host", timeout_seconds, torch.device("cpu"))
+def make_end(timeout_seconds: float = 60.0) -> GroupEnd:
+    settings = GroupSettings("auto", "host", timeout_seconds, torch.device("cpu"))
+    return GroupEnd(URL, 2, "gloo", settings)
 
 
 @contextlib.contextmanager
@@ -78,118 +78,75 @@ async def send(end: GroupEnd, payload: torch.Tensor) -> None:
     await end.send(lambda broadcast: broadcast(payload))
 
 
-def test_a_peer_joins_and_is_sent_payloads():
-    async def body() -> None:
-        end = GroupEnd(URL, 2, "gloo", settings(60.0))
-        assert (end.info.rank_offset, end.info.world_size) == (1, 2)
-        assert end.info.master_address == "127.0.0.1"
-        with peer(end.info) as process:
-            await end.join()
-            assert await line_of(process) == "joined"
-            for value in (1, 2):
-                ask_for(process, 1000)
-                await send(end, torch.full((1000,), value, dtype=torch.uint8))
-                assert await line_of(process) == str(1000 * value)
-            await end.leave()
-            await end.leave()  # harmless
-            with pytest.raises(RuntimeError):
-                await send(end, torch.zeros(1, dtype=torch.uint8))
-
-    asyncio.run(body())
+async def test_a_peer_that_stays_away_ends_the_join_at_the_timeout():
+    end = make_end(2.0)
+    with pytest.raises(dist.DistError):
+        await end.join()
+    await end.leave()
 
 
-def test_a_peer_that_stays_away_ends_the_join_at_the_timeout():
-    async def body() -> None:
-        end = GroupEnd(URL, 2, "gloo", settings(2.0))
-        with pytest.raises(dist.DistError):
-            await end.join()
+async def test_a_join_that_is_cancelled_just_when_the_peer_has_joined_leaves_no_group_behind():
+    before = set(distributed_c10d._world.pg_map)
+    end = make_end()
+    joining = asyncio.create_task(end.join())
+    await asyncio.sleep(0)
+    with peer(end.info):
+        # The event loop is blocked until the group's thread has joined, so that the
+        # cancellation comes before the loop learns of it.
+        end._thread.submit(lambda: None).result(60.0)
+        assert len(distributed_c10d._world.pg_map) == len(before) + 1
+        joining.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await joining
         await end.leave()
-
-    asyncio.run(body())
-
-
-def test_a_join_that_is_cancelled_just_when_the_peer_has_joined_leaves_no_group_behind():
-    async def body() -> None:
-        before = set(distributed_c10d._world.pg_map)
-        end = GroupEnd(URL, 2, "gloo", settings(60.0))
-        joining = asyncio.create_task(end.join())
-        await asyncio.sleep(0)
-        with peer(end.info):
-            # The event loop is blocked until the group's thread has joined, so that the
-            # cancellation comes before the loop learns of it.
-            end._thread.submit(lambda: None).result(60.0)
-            assert len(distributed_c10d._world.pg_map) == len(before) + 1
-            joining.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await joining
-            await end.leave()
-            assert set(distributed_c10d._world.pg_map) == before
-
-    asyncio.run(body())
+        assert set(distributed_c10d._world.pg_map) == before
 
 
-def test_the_store_ends_with_the_group_even_if_something_still_refers_to_the_end():
-    async def body() -> None:
-        end = GroupEnd(URL, 2, "gloo", settings(60.0))
-        address = end.info.master_address, end.info.master_port
+async def test_the_store_ends_with_the_group_even_if_something_still_refers_to_the_end():
+    end = make_end()
+    address = end.info.master_address, end.info.master_port
+    assert address[0] == "127.0.0.1"  # that on the way to the server
+    socket.create_connection(address, timeout=10.0).close()
+    await end.leave()
+    await end.leave()  # harmless
+    with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address, timeout=10.0).close()
-        await end.leave()
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(address, timeout=10.0).close()
-        with pytest.raises(RuntimeError):
-            await end.join()
-
-    asyncio.run(body())
-
-
-def test_the_error_of_a_broadcast_keeps_no_group_alive():
-    """A gloo group keeps its sockets and threads as long as anything refers to it."""
-
-    async def body() -> None:
-        end = GroupEnd(URL, 2, "gloo", settings(60.0))
-        with peer(end.info) as process:
-            await end.join()
-            group = weakref.ref(end._group)
-            process.kill()
-            with pytest.raises(RuntimeError) as raised:
-                await send(end, torch.zeros(64 * 1024**2, dtype=torch.uint8))
-            await end.leave()
-            assert raised.value.__traceback__ is not None
-            async with asyncio.timeout(60.0):  # leave() does not wait for a slow destruction
-                while group() is not None:
-                    await asyncio.sleep(0.01)
-
-    asyncio.run(body())
+    with pytest.raises(RuntimeError):
+        await end.join()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_peer_that_dies_or_stops_fails_the_broadcast_and_leaving_is_short(signum):
-    async def body() -> None:
-        end = GroupEnd(URL, 2, "gloo", settings(60.0))
-        with peer(end.info) as process:
-            await end.join()
-            assert await line_of(process) == "joined"
-            process.send_signal(signum)
-            # More than sockets hold, so that it cannot end without the peer.
-            payload = torch.zeros(64 * 1024**2, dtype=torch.uint8)
-            sending = asyncio.create_task(send(end, payload))
-            if signum == signal.SIGKILL:
-                with pytest.raises(RuntimeError):
-                    await sending
-            else:
-                await asyncio.wait({sending}, timeout=0.2)
-                assert not sending.done()
-            begin = time.monotonic()
-            await end.leave()
-            # Far from the group's 60 s, which the stopped peer would take.
-            assert time.monotonic() - begin < 20
-            process.kill()
-            await asyncio.gather(sending, return_exceptions=True)
+async def test_a_peer_that_dies_or_stops_fails_the_broadcast_and_leaving_is_short(signum):
+    end = make_end()
+    with peer(end.info) as process:
+        await end.join()
+        group = weakref.ref(end._group)
+        assert await line_of(process) == "joined"
+        for value in (1, 2):
+            ask_for(process, 1000)
+            await send(end, torch.full((1000,), value, dtype=torch.uint8))
+            assert await line_of(process) == str(1000 * value)
+        process.send_signal(signum)
+        # More than sockets hold, so that it cannot end without the peer.
+        sending = asyncio.create_task(send(end, torch.zeros(64 * 1024**2, dtype=torch.uint8)))
+        await asyncio.wait({sending}, timeout=60.0 if signum == signal.SIGKILL else 0.2)
+        assert sending.done() == (signum == signal.SIGKILL)
+        begin = time.monotonic()
+        await end.leave()
+        # Far from the group's 60 s, which the stopped peer would take.
+        assert time.monotonic() - begin < 20
+        process.kill()
+        with pytest.raises(RuntimeError) as raised:
+            await sending
+        assert raised.value.__traceback__ is not None
+        # A gloo group keeps its sockets and threads as long as anything refers to it, as an
+        # error might; leave() does not wait for a slow destruction.
+        async with asyncio.timeout(60.0):
+            while group() is not None:
+                await asyncio.sleep(0.01)
 
-    asyncio.run(body())
 
-
-def test_a_communicator_that_is_slow_to_end_holds_up_no_other_server(monkeypatch):
+async def test_a_communicator_that_is_slow_to_end_holds_up_no_other_server(monkeypatch):
     """NCCL's abort may wait for the driver; the event loop serves all lanes meanwhile."""
     ending, may_end = threading.Event(), threading.Event()
 
@@ -197,49 +154,38 @@ def test_a_communicator_that_is_slow_to_end_holds_up_no_other_server(monkeypatch
         ending.set()
         assert may_end.wait(30)
 
-    async def body() -> None:
-        end = GroupEnd(URL, 2, "gloo", settings(60.0))
-        end._group = object()  # pyright: ignore[reportAttributeAccessIssue]
-        leaving = asyncio.create_task(end.leave())
-        assert await asyncio.to_thread(ending.wait, 30), "the loop goes on"
-        assert not leaving.done()
-        may_end.set()
-        await leaving
-
     monkeypatch.setattr(group_end, "destroy_weight_group", destroy)
-    asyncio.run(body())
+    end = make_end()
+    end._group = object()  # pyright: ignore[reportAttributeAccessIssue]
+    leaving = asyncio.create_task(end.leave())
+    assert await asyncio.to_thread(ending.wait, 30), "the loop goes on"
+    assert not leaving.done()
+    may_end.set()
+    await leaving
 
 
-def test_nothing_is_broadcast_after_one_that_was_given_up_before_its_turn():
-    async def body() -> None:
-        end = GroupEnd(URL, 2, "gloo", settings(60.0))
-        begun, may_end, sent = threading.Event(), threading.Event(), list[int]()
+async def test_nothing_is_broadcast_after_one_that_was_given_up_before_its_turn():
+    end = make_end()
+    begun, may_end, sent = threading.Event(), threading.Event(), list[int]()
 
-        def first(broadcast: object) -> None:
-            begun.set()
-            assert may_end.wait(30)
+    def first(broadcast: object) -> None:
+        begun.set()
+        assert may_end.wait(30)
 
-        sending = asyncio.create_task(end.send(first))
-        await asyncio.to_thread(begun.wait, 30)
-        given_up = asyncio.create_task(end.send(lambda broadcast: sent.append(1)))
-        await asyncio.sleep(0)
-        given_up.cancel()
-        await asyncio.gather(given_up, return_exceptions=True)
-        late = asyncio.create_task(end.send(lambda broadcast: sent.append(2)))
-        may_end.set()
-        await sending
-        # The server would take its bytes for those of the broadcast that it was told of.
-        with pytest.raises(RuntimeError, match="must follow broadcast 1, which was cancelled"):
-            await late
-        assert sent == []
-        await end.leave()
-
-    asyncio.run(body())
-
-
-def test_the_address_is_that_on_the_way_to_the_server():
-    assert route_address("auto", "http://127.0.0.1:30000") == "127.0.0.1"
-    assert route_address("10.1.2.3", "http://127.0.0.1:30000") == "10.1.2.3"
+    sending = asyncio.create_task(end.send(first))
+    await asyncio.to_thread(begun.wait, 30)
+    given_up = asyncio.create_task(end.send(lambda broadcast: sent.append(1)))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    await asyncio.gather(given_up, return_exceptions=True)
+    late = asyncio.create_task(end.send(lambda broadcast: sent.append(2)))
+    may_end.set()
+    await sending
+    # The server would take its bytes for those of the broadcast that it was told of.
+    with pytest.raises(RuntimeError, match="must follow broadcast 1, which was cancelled"):
+        await late
+    assert sent == []
+    await end.leave()
 
 
 def test_an_address_of_another_host_is_refused():
