@@ -81,7 +81,7 @@ def plan_sources(
     adapter: BaseStateDictAdapter,
     wire_dtype: torch.dtype,
     bucket_bytes: int,
-    limits: SourceLimits = SourceLimits(),  # noqa: B008  (immutable)
+    limits: SourceLimits = SourceLimits(),
 ) -> list[SourcePlan]:
     """Divides parameters, in the order of the model, among sources and then into buckets.
 
