@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from torchtitan.grpo.config_checks import ConfigError, check_model
-from torchtitan.grpo.config_manager import is_dry_run, load_config
+from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.dry_run import describe_plan, describe_settings
 
 BASE = """
@@ -55,82 +55,25 @@ def test_what_the_file_gets_wrong_is_named_with_its_key(load, toml, message):
         load(toml)
 
 
-@pytest.mark.parametrize("key", ["delta", "checksum"])
-def test_what_sglang_cannot_do_is_not_silently_left_out(load, key):
-    sglang = ["--inference.no-launch", "--inference.urls=http://a:1", "--inference.kind=sglang"]
-    with pytest.raises(ConfigError, match=rf"weight_sync\.{key} needs inference\.kind .*vllm"):
-        load(BASE, *sglang, f"--weight_sync.{key}")
-
-
-def test_a_registry_is_a_folder_or_an_address_with_a_key(load, monkeypatch):
+def test_a_registry_is_a_folder_or_an_address_with_a_key(load, monkeypatch, tmp_path):
     variable = "TORCHTITAN_GRPO_ADMIN_KEY"
     monkeypatch.delenv(variable, raising=False)
     folder = ["--inference.no-launch", "--inference.registry=/shared/registry"]
     assert "that register themselves in /shared/registry" in describe_plan(load(BASE, *folder))
-    with pytest.raises(ConfigError, match=r"got inference\.urls and inference\.registry"):
-        load(BASE, *folder, "--inference.urls=http://a:1")
     address = ["--inference.no-launch", "--inference.registry_address=10.0.0.1:29500"]
     with pytest.raises(ConfigError, match=rf"registry_address needs a key.*set {variable}"):
         load(BASE, *address)
     monkeypatch.setenv(variable, "a-key")
     assert "/registry" in describe_plan(load(BASE, *address))
-    for wrong in ("0.0.0.0:29500", "10.0.0.1", ":29500"):
-        with pytest.raises(ConfigError, match=r"registry_address must be host:port"):
-            load(BASE, "--inference.no-launch", f"--inference.registry_address={wrong}")
-
-
-def test_servers_on_loopback_are_refused_in_a_run_on_several_nodes(load, monkeypatch):
-    urls = ["--inference.no-launch", "--inference.urls=http://127.0.0.1:8000"]
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    load(BASE, *urls)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="addresses that all nodes of a run on several nodes"):
-        load(BASE, *urls)
-    load(BASE, "--inference.no-launch", "--inference.urls=http://10.0.0.1:8000")
-
-
-def test_servers_are_named_in_one_place_alone(load, tmp_path):
-    file = tmp_path / "servers.txt"
-    file.write_text("# two\nhttp://a:1\nhttp://b:2/\n")
+    (file := tmp_path / "servers.txt").write_text("# two\nhttp://a:1\nhttp://b:2/\n")
     from_file = ["--inference.no-launch", f"--inference.urls_file={file}"]
     assert "embedded at http://a:1, http://b:2 (" in describe_plan(load(BASE, *from_file))
-    with pytest.raises(ConfigError, match=r"got inference\.urls and inference\.urls_file"):
-        load(BASE, *from_file, "--inference.urls=http://a:1")
-    with pytest.raises(ConfigError, match=r"got inference\.launch = true and inference\.urls_file"):
-        load(BASE, *from_file[1:])
-    file.write_text("http://a\n")
-    with pytest.raises(
-        ConfigError, match=r"inference\.urls_file \(.*http://host:port, got 'http://a'"
-    ):
-        load(BASE, *from_file)
-    file.unlink()
-    with pytest.raises(ConfigError, match=r"inference\.urls_file must be a file"):
-        load(BASE, *from_file)
 
 
-def test_the_file_of_servers_is_needed_on_the_machine_of_rank_zero_alone(load, monkeypatch):
-    monkeypatch.setenv("GROUP_RANK", "1")
-    load(BASE, "--inference.no-launch", "--inference.urls_file=/not/here.txt")
-
-
-def test_a_loss_of_ones_own_is_tried_before_anything_starts(load, tmp_path):
-    file = tmp_path / "losses.py"
-    file.write_text(
-        "def good(inputs, config):\n    return -inputs.advantages * inputs.logprobs\n"
-        "def summed(inputs, config):\n    return good(inputs, config).sum()\n"
-    )
-    assert load(BASE, f"--grpo.policy_loss={file}:good").grpo.policy_loss.endswith(":good")
-    with pytest.raises(ConfigError, match=r"grpo\.policy_loss .*one loss a token, got \[\]"):
-        load(BASE, f"--grpo.policy_loss={file}:summed")
-
-
-def test_flex_attention_is_refused_where_there_is_no_gpu(load, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"grpo\.packed_attention = 'flex' needs a CUDA GPU"):
-        load(BASE, "--grpo.packed_attention=flex")
-    with pytest.raises(ConfigError, match=r"grpo\.packed_attention = 'varlen' needs a CUDA GPU"):
-        load(BASE, "--grpo.packed_attention=varlen")
+def model_of(**facts: Any) -> Any:
+    args = SimpleNamespace(n_heads=8, hidden_dim=64, head_dim=36)
+    given = {"path": Path("model"), "max_position_embeddings": 0, "window": None, **facts}
+    return SimpleNamespace(model_args=args, **given)
 
 
 def test_varlen_attention_is_refused_where_a_gpu_or_a_model_does_not_take_it(load, monkeypatch):
@@ -140,28 +83,17 @@ def test_varlen_attention_is_refused_where_a_gpu_or_a_model_does_not_take_it(loa
     config = load(*chosen)
     with pytest.raises(ConfigError, match=r"mixed_precision_param = 'bfloat16', got 'float32'"):
         load(*chosen, "--training.mixed_precision_param=float32")
-    odd: Any = SimpleNamespace(
-        path=Path("odd"),
-        max_position_embeddings=0,
-        window=None,
-        model_args=SimpleNamespace(head_dim=36),
-    )
     with pytest.raises(
         ConfigError, match=r"'varlen' needs attention heads .* have 36\. Use 'auto'"
     ):
-        check_model(config, odd)
+        check_model(config, model_of())
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
-    with pytest.raises(
-        ConfigError, match=r"compute capability 8\.0 or more, and this one has 7\.5"
-    ):
+    with pytest.raises(ConfigError, match=r"capability 8\.0 or more, and this one has 7\.5"):
         load(*chosen)
 
 
 def test_sequences_longer_than_the_model_was_made_for_are_refused(load):
-    args = SimpleNamespace(n_heads=8, hidden_dim=64)
-    model = SimpleNamespace(
-        max_position_embeddings=1024, path=Path("model"), model_args=args, window=None
-    )
+    model = model_of(max_position_embeddings=1024)
     check_model(load(BASE, "--training.seq_len=1024"), model)
     with pytest.raises(ConfigError, match=r"at most 1024 tokens .*got 2048\. Lower training"):
         check_model(load(BASE), model)
@@ -174,12 +106,7 @@ KEYS = '[inference]\napi_key = "secret-a"\nadmin_key = "secret-b"'
 
 
 @pytest.mark.parametrize(
-    "argument",
-    [
-        "--inference.api_key=secret",
-        "--inference.admin-key=secret",
-        '--inference={api_key = "secret"}',
-    ],
+    "argument", ["--inference.admin-key=secret", '--inference={api_key = "secret"}']
 )
 def test_keys_on_the_command_line_are_refused(load, argument):
     with pytest.raises(
@@ -197,15 +124,7 @@ def test_keys_are_not_shown(load):
     assert "admin_key = '***'" in describe_settings(config)
 
 
-def test_a_missing_file_is_named():
-    with pytest.raises(ConfigError, match=r"must name a file that exists, got /no/such\.toml"):
-        load_config(["--job.config_file=/no/such.toml"])
-
-
 def test_dry_run_describes_the_resolved_configuration_and_the_layout(load):
-    arguments = ["--dry-run", "--x"]
-    assert is_dry_run(arguments)
-    assert arguments == ["--x"]
     config = load(BASE, "--grpo.prompts_per_step=3")
     assert "prompts_per_step = 3" in describe_settings(config)
     assert "3 prompts x 8 rollouts = 24" in describe_plan(config)

@@ -29,11 +29,8 @@ ANY = st.one_of(st.integers(-9, 9), st.booleans(), st.text("abc xyz", min_size=1
 
 
 def values(annotation: Any) -> st.SearchStrategy:
-    """Values of a setting's type."""
     if len(of_union := members(annotation)) > 1:
-        if any(
-            get_origin(m) is list for m in of_union
-        ):  # where text would stand for a list as well
+        if list in map(get_origin, of_union):  # where text would stand for a list as well
             of_union = tuple(m for m in of_union if m is not str)
         return st.one_of([st.none() if m is type(None) else values(m) for m in of_union])
     (annotation,) = of_union
@@ -56,7 +53,6 @@ def values(annotation: Any) -> st.SearchStrategy:
 
 
 def written(value: Any) -> str:
-    """A value as it is written on the command line."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return json.dumps(value) if isinstance(value, list | dict) else str(value)
@@ -74,12 +70,12 @@ def dashed(key: str) -> str:
 
 
 def test_every_setting_is_read_back_from_one_command_line():
-    defaults, given = {}, []
-    for key in SETTINGS:
-        defaults[key] = value = functools.reduce(getattr, key.split("."), JobConfig())
-        given.append(f"--{dashed(key)}={written(value)}")
-    config = read_config(given)
-    assert {key: functools.reduce(getattr, key.split("."), config) for key in SETTINGS} == defaults
+    def all_of(config) -> dict[str, Any]:
+        return {key: functools.reduce(getattr, key.split("."), config) for key in SETTINGS}
+
+    defaults = all_of(JobConfig())
+    given = [f"--{dashed(key)}={written(value)}" for key, value in defaults.items()]
+    assert all_of(read_config(given)) == defaults
 
 
 ONE_OF_EACH_TYPE = sorted({str(members(KEYS[key])): key for key in SETTINGS}.values())
@@ -106,49 +102,33 @@ def test_a_key_inside_of_a_setting_that_is_a_table_is_set_alone(tmp_path):
     config = f"--job.config_file={file}"
     key = "rollout.environment_options"
     assert read(key, config, f"--{key}.max-calls", "3") == {"max-calls": 3, "name": "a"}
-    assert read(key, config, f"--{key}.tool.url=x") == {
-        "max-calls": 2,
-        "name": "a",
-        "tool.url": "x",
-    }
+    added = read(key, config, f"--{key}.tool.url=x")
+    assert added == {"max-calls": 2, "name": "a", "tool.url": "x"}
     assert read(key, config, f"--{key}", "{name = 'b'}") == {"name": "b"}
-
-
-def test_a_table_is_set_as_a_whole_and_keeps_what_is_not_named():
+    # A table keeps what is not named.
     options = ["--grpo.group_size=3", "--grpo", "{clip_low = 0, policy_loss = 'gspo'}"]
     grpo = read("grpo", *options)
     assert (grpo.group_size, grpo.clip_low, grpo.policy_loss) == (3, 0.0, "gspo")
     assert isinstance(grpo.clip_low, float)
-    assert (
-        read("training.dataloader.num_workers", "--training", '{"dataloader": {"num_workers": 4}}')
-        == 4
-    )
+    nested = ["--training", '{"dataloader": {"num_workers": 4}}']
+    assert read("training.dataloader.num_workers", *nested) == 4
     with pytest.raises(ConfigError, match=r"Unknown key clip_lo.*Did you mean clip_low"):
         read("grpo", "--grpo", "{clip_lo = 0}")
 
 
-@pytest.mark.parametrize(
-    ("words", "value"),
-    [
+def test_lists_numbers_below_zero_and_the_last_of_several_values():
+    for words, value in (
         (["a.jsonl,b.jsonl"], ["a.jsonl", "b.jsonl"]),
         (["a.jsonl", "b.jsonl"], ["a.jsonl", "b.jsonl"]),
         (['["a,b.jsonl", "c"]'], ["a,b.jsonl", "c"]),
         ([""], []),
         (["[]"], []),
-    ],
-)
-def test_a_list_is_written_in_several_ways(words, value):
-    assert read("prompts.paths", "--prompts.paths", *words) == value
-
-
-def test_numbers_of_a_list_and_below_zero():
+    ):
+        assert read("prompts.paths", "--prompts.paths", *words) == value
     assert read("prompts.weights", "--prompts.weights", "1", "0.5") == [1.0, 0.5]
     assert read("prompts.weights", "--prompts.weights=1,0.5") == [1.0, 0.5]
     assert read("rollout.top_k", "--rollout.top_k", "-1") == -1
     assert read("inference.extra_args", "--inference.extra_args=--a,--b=2") == ["--a", "--b=2"]
-
-
-def test_the_last_value_counts():
     assert read("grpo.group_size", "--grpo.group_size=3", "--grpo.group-size", "5") == 5
 
 

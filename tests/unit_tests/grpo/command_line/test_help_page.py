@@ -48,15 +48,12 @@ def test_a_word_shows_the_full_text_of_what_it_names():
     assert "No setting's name contains 'clib'" in page(JobConfig, ["clib"])
 
 
-def test_headings_stand_at_settings_that_there_are():
+def test_headings_stand_at_settings_that_there_are_and_help_is_asked_for_with_or_without_words():
     keys = [setting.key for setting in settings(JobConfig)]
     assert sorted(keys) == sorted(all_settings(JobConfig))
     assert set(HEADINGS) <= set(keys)
     tables = {key.partition(".")[0] for key in keys}
     assert {*FIRST_TABLES, *OFTEN_SET} <= tables
-
-
-def test_help_is_asked_for_with_or_without_words():
     assert help_words(["--grpo.group_size=4"]) is None
     assert help_words(["--job.config_file=x", "--help"]) == []
     assert help_words(["-h", "grpo"]) == ["grpo"]

@@ -3,17 +3,23 @@
 
 """Configurations that pass the checks, and those whose refusal depends on more than settings."""
 
+import contextlib
+
+import msgspec
 import pytest
 import torch
 
 from torchtitan.grpo import cli
+from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.config.evaluation import evaluation_sets, longest_answer
-from torchtitan.grpo.config_checks import ConfigError, check_model
+from torchtitan.grpo.config_checks import ConfigError, check_model, unused_server_settings
 from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.dry_run import describe_plan
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
 
 TAUGHT = "--reward.functions= --teacher.urls=http://127.0.0.1:9000"
+ZERO_BUBBLE = "pipeline_parallel_degree=2 pipeline_parallel_schedule=ZBVZeroBubble"
 TWO_SERVERS = "--inference.no-launch --inference.urls=http://127.0.0.1:1,http://127.0.0.1:2"
 
 
@@ -22,9 +28,11 @@ TWO_SERVERS = "--inference.no-launch --inference.urls=http://127.0.0.1:1,http://
     [
         "--prompts.max_prompt_tokens=100 --rollout.max_new_tokens=256 --inference.max_model_len=356",
         "--evaluation.path=heldout.jsonl --rollout.replay={file}",
+        "--prompts.template={prompt} --prompts.system_prompt=' \\t'",  # it says nothing
         "--sft.path={file}",
         "--rollout.hedge_seconds=5 --inference.num_servers=2",
         f"--rollout.hedge_seconds=5 {TWO_SERVERS}",
+        "--rollout.hedge_seconds=5 --inference.no-launch --inference.registry={folder}",
         "--rollout.longest_first",
         "--reward.functions=environment --rollout.environment=calculator --rollout.max_turns=3",
         "--rollout.environment=package.module.Game",
@@ -60,28 +68,11 @@ def test_neither_a_replay_nor_examples_need_prompts_rewards_or_servers(tmp_path)
     assert "global batch: 32 examples" in supervised
 
 
-def test_a_machine_that_does_not_read_a_file_need_not_have_it(load, monkeypatch):
-    monkeypatch.setenv("GROUP_RANK", "1")
-    load("--rollout.replay=/no/file")
-
-
-def test_a_hedge_may_wait_for_servers_that_join_later(load, tmp_path):
-    (file := tmp_path / "urls").write_text("http://127.0.0.1:1\n")
-    load(f"--inference.no-launch --rollout.hedge_seconds=5 --inference.urls_file={file}")
-    with pytest.raises(ConfigError, match="needs a second server"):
-        load(f"--rollout.hedge_seconds=5 {TWO_SERVERS.partition(',')[0]}")
-
-
-def test_pinned_checkpoints_need_a_gpu(load, monkeypatch):
-    pinned = "--checkpoint.enable --checkpoint.async_mode=async_with_pinned_mem"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"checkpoint\.async_mode = \"async\""):
-        load(pinned)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    load(pinned)
-
-
 def test_a_set_takes_from_the_table_what_it_does_not_set_itself(load):
+    one = load("--evaluation.path=a.jsonl --evaluation.num_prompts=3").evaluation
+    ((name, settings),) = evaluation_sets(one).items()
+    assert (name, settings.path, settings.num_prompts) == ("heldout", "a.jsonl", 3)
+    assert evaluation_sets(load().evaluation) == {}
     config = load(
         "--evaluation.sets.b.max_new_tokens 700",
         "[evaluation]\nnum_prompts = 9\ntemperature = 0.5\n"
@@ -94,34 +85,6 @@ def test_a_set_takes_from_the_table_what_it_does_not_set_itself(load):
     assert {settings.num_prompts for settings in sets.values()} == {9}
     assert (sets["a"].num_samples, sets["b"].num_samples) == (1, 4)
     assert longest_answer(config.evaluation, config.rollout.max_new_tokens) == 700
-
-
-def test_a_path_is_one_set_and_nothing_is_none(load):
-    one = load("--evaluation.path=a.jsonl --evaluation.num_prompts=3").evaluation
-    ((name, settings),) = evaluation_sets(one).items()
-    assert (name, settings.path, settings.num_prompts) == ("heldout", "a.jsonl", 3)
-    assert evaluation_sets(load().evaluation) == {}
-
-
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ('template = "{prompt}"\nsystem_prompt = "x"', r"prompts\.template .* both"),
-        ("chat_template_kwargs = { tokenize = true }", r"got 'tokenize', which the run sets"),
-        *(
-            (f'template = "{text}"', r"must contain \{prompt\}")
-            for text in ("", "  ", "\\n", "Answer:", "{{prompt}}", "{}")
-        ),
-    ],
-)
-def test_chat_settings_that_contradict_are_refused(load, table, message):
-    with pytest.raises(ConfigError, match=message):
-        load(toml=f"[prompts]\n{table}\n")
-
-
-@pytest.mark.parametrize("text", ["", " ", "\\n", "\\t  ", "\\u3000"])
-def test_a_system_prompt_that_says_nothing_contradicts_no_template(load, text):
-    load(toml=f'[prompts]\ntemplate = "{{prompt}}"\nsystem_prompt = "{text}"\n')
 
 
 def test_a_teacher_s_key_is_masked_and_refused_without_a_teacher(load):
@@ -138,32 +101,150 @@ def test_the_command_for_examples_needs_some(repository, monkeypatch, capsys):
     assert "torchtitan-grpo sft needs sft.path" in capsys.readouterr().err
 
 
-SMALL = "--lora.rank=4 --training.seq_len=32 --rollout.max_new_tokens=8"
+@pytest.mark.parametrize(
+    ("num_ranks", "arguments"),
+    [
+        (8, "tensor_parallel_degree=2 expert_parallel_degree=4"),
+        (8, "tensor_parallel_degree=2 expert_parallel_degree=4 expert_tensor_parallel_degree=2"),
+        (2, f"{ZERO_BUBBLE} --compile.enable --activation_checkpoint.mode=full"),
+        (2, f"{ZERO_BUBBLE} --activation_checkpoint.mode=selective"),  # by layers
+        (2, "pipeline_parallel_degree=2 pipeline_parallel_schedule=Interleaved1F1B"),
+    ],
+)
+def test_a_layout_that_works_is_taken(load, monkeypatch, num_ranks, arguments):
+    monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
+    words = arguments.split()
+    load(" ".join(w if w.startswith("--") else f"--parallelism.{w}" for w in words))
+
+
+def test_what_depends_on_the_machine(load, monkeypatch):
+    pinned = "--checkpoint.enable --checkpoint.async_mode=async_with_pinned_mem"
+    for is_available in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda answer=is_available: answer)
+        with (
+            contextlib.nullcontext()
+            if is_available
+            else pytest.raises(ConfigError, match=r"checkpoint\.async_mode = \"async\"")
+        ):
+            load(pinned)
+    urls = "--inference.no-launch --inference.urls=http://127.0.0.1:8000"
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    load(urls)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="addresses that all nodes of a run on several nodes"):
+        load(urls)
+    # Files that rank 0 alone reads are needed on its machine alone.
+    monkeypatch.setenv("GROUP_RANK", "1")
+    load("--rollout.replay=/no/file")
+    load("--inference.no-launch --inference.urls_file=/not/here.txt")
+
+
+def test_adapters_that_do_not_fit_the_model_are_refused(make_model, monkeypatch, load):
+    def refuse(kind: str, more: str, message: str, **sizes: object) -> None:
+        _, folder = make_model(kind, **sizes)
+        config = load(
+            f"--lora.rank=4 --training.seq_len=32 --rollout.max_new_tokens=8 {more} "
+            f"--model.hf_assets_path={folder}"
+        )
+        if "pipeline" in more:
+            config.parallelism.module_fqns_per_model_part = [
+                ["tok_embeddings"], ["layers.0", "layers.1", "norm", "output"],
+            ]  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            check_model(config, read_hf_model(folder))
+
+    refuse("qwen3", "--lora.rank=33", "rank must be at most 32 for k_proj")
+    refuse("qwen3_mixed", "", "must not name down_proj, gate_proj, up_proj", mlp_only_layers=[])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    pipeline = "--parallelism.pipeline_parallel_degree=2"
+    refuse("qwen3", pipeline, "stage 0 has tok_embeddings alone", num_hidden_layers=2)
+
+
+# -- losses of one's own ------------------------------------------------------------------
+
+LOSSES = """
+from torchtitan.grpo.losses.loss_metrics import TokenMetric
+from torchtitan.grpo.losses.policy_terms import PolicyTerm
+
+
+def mine(inputs, config, *, weight, floor=0.0, names=()):
+    return -(weight + len(names)) * inputs.advantages * inputs.logprobs
+
+
+def summed(inputs, config):
+    return mine(inputs, config, weight=1).sum()
+
+
+def named_as_another(inputs, config):
+    losses = -inputs.advantages * inputs.logprobs
+    return PolicyTerm(losses, {"loss/total": TokenMetric(losses, "mean")})
+"""
+
+
+@pytest.fixture
+def load_loss(load, tmp_path):
+    def made(options: str = "", loss: str = "mine"):
+        file = tmp_path / f"loss_{abs(hash(tmp_path))}.py"
+        file.write_text(LOSSES)
+        named = loss if loss == "clip" else f"{file}:{loss}"
+        return load(toml=f'[grpo]\npolicy_loss = "{named}"\n{options}\n').grpo
+
+    return made
 
 
 @pytest.mark.parametrize(
-    ("kind", "more", "message"),
+    "options",
     [
-        ("qwen3", "--lora.rank=33", "rank must be at most 32 for k_proj"),
-        ("qwen3_mixed", "", "must not name down_proj, gate_proj, up_proj"),
+        'policy_loss_options = { weight = 2.5, names = ["a"] }',
+        '[grpo.policy_loss_options]\nweight = 2.5\nnames = ["a"]',
+        'policy_loss_options.weight = 2.5\npolicy_loss_options.names = ["a"]',
     ],
 )
-def test_adapters_that_do_not_fit_the_model_are_refused(kind, more, message, make_model, load):
-    _, folder = make_model(kind, **({"mlp_only_layers": []} if kind == "qwen3_mixed" else {}))
-    config = load(f"{SMALL} --model.hf_assets_path={folder} {more}")
+def test_options_of_a_loss_come_from_the_file_and_reach_the_rollout_process(load_loss, options):
+    grpo = load_loss(options)
+    assert grpo.policy_loss_options == {"weight": 2.5, "names": ["a"]}
+    assert msgspec.json.decode(msgspec.json.encode(grpo), type=GRPO) == grpo
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "message"),
+    [
+        ("mine", "policy_loss_options = { wight = 1.0 }", r"no option 'wight'\. .* Did you mean weight\?"),
+        ("mine", "", r"grpo\.policy_loss_options must set weight"),
+        ("mine", 'policy_loss_options = { weight = "a" }', r"failed on an example with TypeError"),
+        ("mine", "policy_loss_options = 3", r"grpo\.policy_loss_options"),
+        ("clip", "policy_loss_options = { clip_high = 0.3 }", r"no option 'clip_high'\. It takes none"),
+        ("summed", "", r"grpo\.policy_loss .*one loss a token, got \[\]"),
+        ("named_as_another", "", r"metric 'loss/total', which is the name of a metric of"),
+    ],
+)  # fmt: skip
+def test_a_loss_that_does_not_fit_is_refused_before_the_run(load_loss, loss, options, message):
     with pytest.raises(ConfigError, match=message):
-        check_model(config, read_hf_model(folder))
+        load_loss(options, loss)
 
 
-def test_a_stage_without_adapters_is_refused(make_model, monkeypatch, load):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    _, folder = make_model("qwen3", num_hidden_layers=2)
-    pipeline = (
-        "--parallelism.pipeline_parallel_degree=2 --parallelism.pipeline_parallel_schedule=1F1B"
-    )
-    config = load(f"{SMALL} --model.hf_assets_path={folder} {pipeline}")
-    config.parallelism.module_fqns_per_model_part = [
-        ["tok_embeddings"], ["layers.0", "layers.1", "norm", "output"],
-    ]  # fmt: skip
-    with pytest.raises(ConfigError, match="stage 0 has tok_embeddings alone"):
-        check_model(config, read_hf_model(folder))
+# -- settings that nothing reads ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "value", "others"),
+    [("urls", ["http://a:1"], {"api_key": "x"}), ("urls_file", "servers.txt", {})],
+)
+def test_keys_that_only_launched_servers_read_are_named_without_their_values(source, value, others):
+    config = JobConfig()
+    inference = config.inference
+    # These concern servers that run already, too.
+    inference.startup_timeout_seconds, inference.max_model_len = 5.0, 64
+    for key, setting in {source: value, **others}.items():
+        setattr(inference, key, setting)
+    assert unused_server_settings(config) == []
+    inference.python, inference.dtype, inference.extra_args = "python3", "float32", ["--key=secret"]
+    (warning,) = unused_server_settings(config)
+    assert "inference.python, inference.dtype, inference.extra_args, because" in warning
+    assert f"the servers of inference.{source} run" in warning
+    assert "secret" not in warning
+    inference.launch = True
+    assert unused_server_settings(config) == []
+    inference.launch, config.rollout.replay = False, "rollouts.bin"
+    assert unused_server_settings(config) == []

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Torchrun's agent and its ranks listen on loopback alone where all are on one host."""
+"""Torchrun's agent and its ranks listen on loopback alone on one host, and start again if that helps."""
 
 import json
 import os
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from light import LIGHT
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from torchtitan.grpo.start.local_rendezvous import BACKEND, LocalRendezvous
@@ -33,7 +34,6 @@ print(json.dumps({"world": int(total), "listening": listening}) + "\\n", end="",
 dist.barrier()
 dist.destroy_process_group()
 """
-TRAIN = "from torchtitan.grpo.start.torchrun import run_ranks; import sys; sys.exit(run_ranks(sys.argv[1:], 2, 5.0))"
 
 
 @pytest.fixture
@@ -43,41 +43,58 @@ def rank(tmp_path: Path) -> Path:
     return file
 
 
-def reports(output: str) -> list[dict]:
-    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-
-
-def test_torchrun_on_one_host_listens_on_loopback_alone(rank: Path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", BACKEND]
-    command += ["--nproc_per_node=2", str(rank)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = reports(done.stdout)
+def assert_on_loopback(output: str) -> None:
+    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     assert [report["world"] for report in found] == [2, 2]
     addresses = {address for report in found for address, _ in report["listening"]}
     assert addresses == {"127.0.0.1"}, "the ranks' store and gloo listen on loopback"
 
 
-def test_the_train_command_listens_on_loopback_alone(rank: Path, tmp_path: Path):
-    """Its agent runs the module of the training ranks, which stands here for the file above."""
-    package = tmp_path / "stand_in.py"
-    package.write_text(
-        "from torch.distributed.launcher import api\n"
-        "real = api.launch_agent\n"
-        f"api.launch_agent = lambda config, entry, args, **kw: real(config, entry, [{str(rank)!r}], **kw)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", f"import stand_in; {TRAIN}"],
-        capture_output=True, text=True, timeout=120, env=environment(), cwd=tmp_path,
-    )  # fmt: skip
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", BACKEND]
+
+
+def test_torchrun_on_one_host_listens_on_loopback_alone(rank: Path):
+    done = run([*TORCHRUN, "--nproc_per_node=2", str(rank)])
     assert done.returncode == 0, done.stderr[-3000:]
-    found = reports(done.stdout)
-    assert [report["world"] for report in found] == [2, 2]
-    assert {address for report in found for address, _ in report["listening"]} == {"127.0.0.1"}
+    assert_on_loopback(done.stdout)
+
+
+STAND_IN = """
+import sys
+from torch.distributed.launcher import api
+from torchtitan.grpo.start.torchrun import run_ranks
+
+real = api.launch_agent
+api.launch_agent = lambda config, entry, args, **kw: real(config, entry, sys.argv[2:], **kw)
+sys.exit(run_ranks([], int(sys.argv[1]), 5.0, max_restarts=2))
+"""
+
+
+def train(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs the agent of the train command, whose ranks are another program."""
+    return run([sys.executable, "-c", LIGHT + STAND_IN, *map(str, arguments)])
+
+
+def test_the_train_command_listens_on_loopback_alone(rank: Path):
+    done = train(2, rank)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_on_loopback(done.stdout)
+
+
+@pytest.mark.parametrize(("status", "num_starts"), [(3, 1), (4, 1), (1, 3)])
+def test_a_guard_or_a_missing_checkpoint_ends_a_run_that_may_be_restarted(
+    tmp_path: Path, status: int, num_starts: int
+):
+    program, starts = tmp_path / "rank.py", tmp_path / "starts"
+    program.write_text("import sys; open(sys.argv[1], 'a').write('.'); sys.exit(int(sys.argv[2]))")
+    done = train(1, program, starts, status)
+    assert done.returncode == status, done.stderr[-3000:]
+    assert len(starts.read_text()) == num_starts
 
 
 def test_restarted_ranks_find_a_new_store(tmp_path: Path):
@@ -92,9 +109,7 @@ def test_restarted_ranks_find_a_new_store(tmp_path: Path):
         "store.set('key', 'x')\n"
         "sys.exit(0 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' else 1)\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", BACKEND]
-    command += ["--max-restarts=1", "--nproc_per_node=1", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())
+    done = run([*TORCHRUN, "--max-restarts=1", "--nproc_per_node=1", str(file)])
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == ["empty", "empty"]
 

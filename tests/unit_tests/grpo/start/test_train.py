@@ -13,32 +13,34 @@ LAUNCH = ("--inference.launch", "--inference.kind=vllm")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "num_ranks", "rest"),
+    ("arguments", "num_ranks", "max_restarts", "rest"),
     [
-        (["x.toml"], None, ["--job.config_file", "x.toml"]),
-        (["x.toml", "--gpus", "2", "--a.b=1"], 2, ["--job.config_file", "x.toml", "--a.b=1"]),
-        (["--nproc=3", "--job.config_file", "x.toml"], 3, ["--job.config_file", "x.toml"]),
-        (["x.toml", "--nproc_per_node", "4"], 4, ["--job.config_file", "x.toml"]),
+        ("x.toml", None, 0, ""),
+        ("x.toml --gpus 2 --a.b=1", 2, 0, " --a.b=1"),
+        ("--nproc=3 --job.config_file x.toml", 3, 0, ""),
+        ("x.toml --nproc_per_node 4", 4, 0, ""),
+        ("x.toml --max-restarts 3 --a.b=1", None, 3, " --a.b=1"),
+        ("x.toml --max_restarts=3", None, 3, ""),
     ],
 )
-def test_the_number_of_ranks_is_taken_from_the_command_line(arguments, num_ranks, rest):
-    parsed = parse(arguments)
-    assert (parsed.num_ranks, parsed.rest) == (num_ranks, rest)
+def test_numbers_of_ranks_and_restarts_are_not_the_ranks(arguments, num_ranks, max_restarts, rest):
+    parsed = parse(arguments.split())
+    assert (parsed.num_ranks, parsed.max_restarts) == (num_ranks, max_restarts)
+    assert " ".join(parsed.rest) == f"--job.config_file x.toml{rest}"
 
 
-@pytest.mark.parametrize("arguments", [["--max-restarts", "3"], ["--max_restarts=3"]])
-def test_the_number_of_restarts_is_torchruns_and_not_the_ranks(arguments):
-    parsed = parse(["x.toml", *arguments, "--a.b=1"])
-    assert (parsed.max_restarts, parsed.rest) == (3, ["--job.config_file", "x.toml", "--a.b=1"])
-    assert parse(["x.toml"]).max_restarts == 0
-    with pytest.raises(ConfigError, match=r"--max-restarts must be a number of restarts.*'-1'"):
-        parse(["x.toml", "--max-restarts=-1"])
-
-
-@pytest.mark.parametrize("value", [["--gpus", "0"], ["--gpus=-1"], ["--gpus", "all"], ["--gpus"]])
-def test_a_number_of_ranks_that_is_none_is_refused(value):
-    with pytest.raises(ConfigError, match=r"--gpus must be a number of ranks, at least 1, got"):
-        parse(["x.toml", *value])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("--gpus 0", r"--gpus must be a number of ranks, at least 1, got"),
+        ("--gpus all", r"--gpus must be a number of ranks, at least 1, got"),
+        ("--gpus", r"--gpus must be a number of ranks, at least 1, got"),
+        ("--max-restarts=-1", r"--max-restarts must be a number of restarts.*'-1'"),
+    ],
+)
+def test_a_number_that_is_none_is_refused(value, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(["x.toml", *value.split()])
 
 
 @pytest.mark.parametrize(

@@ -38,14 +38,12 @@ class Connection:
         return self
 
     async def trickle(self, data: bytes) -> None:
-        """Sends a byte at a time until the other end gives up."""
         with contextlib.suppress(ConnectionError):
             for i in range(len(data)):
                 await self.send(data[i : i + 1])
                 await asyncio.sleep(0.02)
 
     async def answer(self) -> bytes:
-        """Returns the status line, or what comes before the end of the connection."""
         with contextlib.suppress(ConnectionError):
             return await self._reader.readline()
         return b""
@@ -130,21 +128,13 @@ def run(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    "begin", [b"", b"G", HALF, SHORT[:-1], b"\r\n\r\n", b"\r\n" * 20 + HALF], ids=range(6)
-)
+@pytest.mark.parametrize("begin", [b"", HALF, b"\r\n" * 20 + HALF], ids=range(3))
 def test_headers_must_arrive_in_time(begin: bytes) -> None:
     async def test(site: Site) -> None:
         assert await (await site.connect(begin)).is_ended()
         trickling = await site.connect(begin)
         await trickling.trickle(b"X-Long: " + 10_000 * b"x")
         assert await trickling.is_ended()
-
-    run(test, header_seconds=SOON)
-
-
-def test_the_headers_of_a_later_request_must_arrive_in_time_too() -> None:
-    async def test(site: Site) -> None:
         kept = await site.connect(SHORT)
         assert b" 200 " in await kept.answer()
         await kept.send(HALF)
@@ -169,11 +159,8 @@ def body(*headers: bytes) -> bytes:
 
 
 SLOW_BODIES = {
-    "nothing": (body(b"Content-Length: 10"), b""),
-    "half": (body(b"Content-Length: 10"), b"12345"),
     "trickled": (body(b"Content-Length: 100000"), 100_000 * b"x"),
     "chunks": (body(b"Transfer-Encoding: chunked"), 10_000 * b"1\r\nx\r\n"),
-    "no last chunk": (body(b"Transfer-Encoding: chunked"), b"5\r\nhello\r\n"),
     "inside a chunk": (body(b"Transfer-Encoding: chunked"), b"ffff\r\n" + 60_000 * b"x"),
     "compressed": (
         body(b"Content-Encoding: gzip", b"Content-Length: 100000"),
@@ -206,6 +193,8 @@ def test_a_body_must_arrive_in_time_and_not_too_slowly(
 def test_a_body_that_is_fast_enough_may_take_longer_than_the_grace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    found = [connections.body_seconds(n) for n in (0, 4096, 40_960, 2**30)]
+    assert found == [10.0, 11.0, 20.0, 60.0]
     monkeypatch.setattr(connections, "_BODY_GRACE_SECONDS", SOON)
 
     async def test(site: Site) -> None:
@@ -222,16 +211,12 @@ def test_a_body_that_is_fast_enough_may_take_longer_than_the_grace(
     run(test)
 
 
-def test_the_rate_bounds_a_body_between_the_grace_and_a_limit() -> None:
-    found = [connections.body_seconds(n) for n in (0, 4096, 40_960, 2**30)]
-    assert found == [10.0, 11.0, 20.0, 60.0]
-
-
 IDLE = {"silent": b"", "half": HALF, "kept": SHORT}
 
 
-@pytest.mark.parametrize("newcomer", ["127.0.0.1", "127.0.0.2"])
-@pytest.mark.parametrize("state", IDLE)
+@pytest.mark.parametrize(
+    ("state", "newcomer"), [("silent", "127.0.0.1"), ("half", "127.0.0.2"), ("kept", "127.0.0.2")]
+)
 def test_idle_connections_shut_nobody_out(state: str, newcomer: str) -> None:
     async def test(site: Site) -> None:
         idle = [await site.connect(IDLE[state]) for _ in range(3)]

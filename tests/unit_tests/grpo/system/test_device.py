@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The choices that depend on GPUs and on the number of machines."""
 
 import os
 
@@ -18,22 +17,18 @@ from torchtitan.grpo.system.device import (
 
 
 @pytest.mark.parametrize(
-    ("variable", "given", "expected"),
-    [
-        ("CUDA_DEVICE_MAX_CONNECTIONS", None, "32"),
-        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "1"),
-        ("CUDA_MODULE_LOADING", None, "EAGER"),
-        ("CUDA_MODULE_LOADING", "LAZY", "LAZY"),
-    ],
+    ("variable", "default", "other"),
+    [("CUDA_DEVICE_MAX_CONNECTIONS", "32", "1"), ("CUDA_MODULE_LOADING", "EAGER", "LAZY")],
 )
 def test_cuda_is_set_so_that_training_waits_for_no_push_unless_the_user_says_otherwise(
-    variable, given, expected, monkeypatch
+    variable, default, other, monkeypatch
 ):
-    monkeypatch.setenv(variable, given or "")
-    if given is None:
-        monkeypatch.delenv(variable)
+    monkeypatch.setenv(variable, other)
     settle_device()
-    assert os.environ[variable] == expected
+    assert os.environ[variable] == other
+    monkeypatch.delenv(variable)
+    settle_device()
+    assert os.environ[variable] == default
 
 
 @pytest.mark.parametrize(
@@ -56,13 +51,11 @@ def test_servers_get_the_gpus_that_the_ranks_leave(visible, local_ranks, expecte
     assert gpus_for_servers() == expected
 
 
-@pytest.mark.parametrize(("local_ranks", "are_shared"), [("1", False), ("2", True)])
-def test_servers_share_the_gpus_of_training_where_no_other_is_left(
-    local_ranks, are_shared, monkeypatch
-):
+def test_servers_share_the_gpus_of_training_where_no_other_is_left(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
-    assert are_gpus_shared() is are_shared
+    for local_ranks, are_shared in (("1", False), ("2", True)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
+        assert are_gpus_shared() is are_shared
 
 
 def test_without_gpus_servers_get_none(monkeypatch):

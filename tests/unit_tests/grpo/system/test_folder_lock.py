@@ -124,39 +124,30 @@ def left(file: Path, age: float = 0.0, **changes) -> None:
     os.utime(file, (time.time() - age, time.time() - age))
 
 
-def stop(owner: Owner, file: Path) -> None:
-    owner.send(signal.SIGSTOP)
-
-
-def damage(owner: Owner, file: Path) -> None:
-    file.write_text("{")
-
-
-def empty(owner: Owner, file: Path) -> None:
-    os.truncate(file, 0)
-
-
-def age(owner: Owner, file: Path) -> None:
-    os.utime(file, (0, 0))
+CHANGES: dict[str, Callable[[Owner, Path], object]] = {
+    "none": lambda owner, file: None,
+    "stopped": lambda owner, file: owner.send(signal.SIGSTOP),
+    "aged": lambda owner, file: os.utime(file, (0, 0)),
+    "damaged": lambda owner, file: file.write_text("{"),
+    "emptied": lambda owner, file: os.truncate(file, 0),
+}
 
 
 @pytest.mark.parametrize(
     ("arguments", "change", "told"),
     [
-        ({}, None, f"on {socket.gethostname()} (since 20"),
-        ({"unshare": NEW_UTS, "host": "node-b"}, None, "on node-b (since 20"),
-        ({"unshare": NEW_PID | NEW_UTS, "host": "node-b"}, stop, "on node-b"),
-        ({}, stop, "kill "),
-        ({}, age, "kill "),
-        ({}, damage, "the file is damaged"),
-        ({}, empty, "wait for its end"),
-        ({"forks": True}, None, "run.lock"),
+        ({}, "none", f"on {socket.gethostname()} (since 20"),
+        ({"unshare": NEW_UTS, "host": "node-b"}, "none", "on node-b (since 20"),
+        ({"unshare": NEW_PID | NEW_UTS, "host": "node-b"}, "stopped", "on node-b"),
+        ({}, "aged", "kill "),
+        ({}, "damaged", "the file is damaged"),
+        ({}, "emptied", "wait for its end"),
+        ({"forks": True}, "none", "run.lock"),
     ],
 )
 def test_a_living_holder_keeps_the_lock_and_is_told(file, own, arguments, change, told):
     owner = own(**arguments)
-    if change is not None:
-        change(owner, file)
+    CHANGES[change](owner, file)
     begin = time.monotonic()
     with pytest.raises(
         FolderInUse, match=r"^job\.dump_folder = outputs/run can be written by one"
@@ -165,10 +156,6 @@ def test_a_living_holder_keeps_the_lock_and_is_told(file, own, arguments, change
     assert told in str(e.value)
     assert living_holder(file) is not None
     assert time.monotonic() - begin < PATIENCE / 2
-
-
-def killed(own, file: Path) -> None:
-    own().kill()
 
 
 def killed_and_survived_by_a_child(own, file: Path) -> None:
@@ -181,32 +168,24 @@ def killed_when_stopped(own, file: Path) -> None:
     owner.kill()
 
 
-def of_another_boot(own, file: Path) -> None:
-    left(file, boot="another", age=400)
-
-
-def of_another_host(own, file: Path) -> None:
-    left(file, boot="another", host="node-b", age=400)
-
-
 def damaged_long_ago(own, file: Path) -> None:
     file.write_bytes(b"\0" * 64)
     os.utime(file, (0, 0))
 
 
-def emptied(own, file: Path) -> None:
-    file.touch()
+LEAVE: dict[str, Callable] = {
+    "killed, survived by a child": killed_and_survived_by_a_child,
+    "killed when stopped": killed_when_stopped,
+    "of another host": lambda own, file: left(file, boot="another", host="node-b", age=400),
+    "damaged long ago": damaged_long_ago,
+    "emptied": lambda own, file: file.touch(),
+    "none": lambda own, file: None,
+}
 
 
-@pytest.mark.parametrize(
-    "leave",
-    [
-        killed, killed_and_survived_by_a_child, killed_when_stopped, of_another_boot, of_another_host,
-        damaged_long_ago, emptied, lambda own, file: None,
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("leave", LEAVE)
 def test_a_dead_holder_does_not(file, own, leave):
-    leave(own, file)
+    LEAVE[leave](own, file)
     lock = take(file, patience=5)
     assert told_by(file).pid == os.getpid()
     with pytest.raises(FolderInUse):
@@ -232,12 +211,11 @@ def beating(file: Path) -> Iterator[Callable[[], None]]:
         thread.join()
 
 
-@pytest.mark.parametrize("has_locks", [True, False])
 @pytest.mark.parametrize("beats", [True, False])
 @pytest.mark.parametrize(
-    "changes",
-    [{"boot": "another", "host": "node-b"}, None],
-    ids=["host", "damaged"],
+    ("changes", "has_locks"),
+    [({"boot": "another", "host": "node-b"}, True), ({"host": "node-b"}, False), (None, True)],
+    ids=["host", "no locks", "damaged"],
 )
 def test_a_holder_that_only_its_signs_of_life_tell_of_is_waited_for(
     file, request, monkeypatch, beating, beats, has_locks, changes

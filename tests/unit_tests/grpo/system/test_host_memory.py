@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Host memory: what is left of it, how it is pinned, and slots that other processes write where they lie."""
 
 import dataclasses
 import pickle
@@ -33,15 +32,13 @@ slots[1].fill_(9)
 """
 
 
-def test_it_is_that_of_the_host_without_a_limit(tmp_path: Path):
-    free = available_bytes(tmp_path)
-    assert abs(free - psutil.virtual_memory().available) < 0.1 * psutil.virtual_memory().total
+def test_free_memory_is_that_of_the_host_or_of_the_limit(tmp_path: Path):
+    memory = psutil.virtual_memory()
+    assert abs(available_bytes(tmp_path) - memory.available) < 0.1 * memory.total
     for name, text in (("max", "max"), ("current", "5"), ("stat", "inactive_file 2")):
         (tmp_path / f"memory.{name}").write_text(f"{text}\n")
-    assert abs(available_bytes(tmp_path) - free) < 0.1 * psutil.virtual_memory().total
-
-
-def test_the_limit_of_a_container_counts_without_what_is_cached(tmp_path: Path):
+    assert abs(available_bytes(tmp_path) - memory.available) < 0.1 * memory.total
+    # The limit of a container counts without what is cached.
     for name, text in (("max", "1000"), ("current", "700"), ("stat", "anon 1\ninactive_file 100")):
         (tmp_path / f"memory.{name}").write_text(f"{text}\n")
     assert available_bytes(tmp_path) == 1000 - 700 + 100
@@ -64,28 +61,14 @@ class Driver:
         return 0
 
 
-@pytest.fixture
-def driver(monkeypatch):
-    def install(refuses_from: int) -> Driver:
-        found = Driver(refuses_from)
-        monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
-        return found
-
-    return install
-
-
-def test_each_tensor_is_registered_with_its_own_memory(driver):
-    found = driver(refuses_from=9)
+def test_each_tensor_is_pinned_and_a_refusal_names_size_error_and_settings(monkeypatch):
+    driver = Driver(refuses_from=2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     tensors = [torch.zeros(3), torch.zeros(0), torch.zeros(5, dtype=torch.bfloat16)]
     pin(tensors)
-    assert found.registered == [(tensors[0].data_ptr(), 12), (tensors[2].data_ptr(), 10)]
-
-
-def test_a_refusal_names_the_size_the_error_and_the_settings(driver):
-    found = driver(refuses_from=1)
+    assert driver.registered == [(tensors[0].data_ptr(), 12), (tensors[2].data_ptr(), 10)]
     with pytest.raises(RuntimeError) as error:
-        pin([torch.zeros(1), torch.zeros(2**26)])
-    assert len(found.registered) == 1
+        pin([torch.zeros(2**26)])
     for part in ("0.25 GiB", "cudaError 2", "--ulimit memlock=-1", "weight_sync.num_slots"):
         assert part in str(error.value)
 
@@ -97,23 +80,13 @@ def shared():
     made.close()
 
 
-def test_slots_are_apart_and_the_same_for_all_who_have_them_mapped(shared):
-    attached = attach(shared.offer)
-    assert attached is not None
-    for slot in range(2):
-        shared.slots[slot].fill_(slot + 1)
-    assert [(len(slot), slot.unique().tolist()) for slot in attached] == [
-        (SLOT_BYTES, [1]),
-        (SLOT_BYTES, [2]),
-    ]
-
-
 def test_another_process_reads_and_writes_them(shared):
     shared.slots[0].fill_(7)
+    assert [len(slot) for slot in shared.slots] == [SLOT_BYTES] * 2
     child = [sys.executable, "-c", LIGHT + ATTACHED]
     done = subprocess.run(child, input=pickle.dumps(shared.offer), capture_output=True, timeout=120)
     assert done.stdout.decode().strip() == "7", done.stderr.decode()
-    assert shared.slots[1].unique().tolist() == [9]
+    assert [slot.unique().tolist() for slot in shared.slots] == [[7], [9]]
 
 
 @pytest.mark.parametrize("whose", ["owner's", "other's", "private"])

@@ -19,11 +19,7 @@ LIMIT = 2**20
 PRINTS = {
     "lines": "for i in range(80): print('x' * 99_999)",
     "one line": "print('x' * 8_000_000, end='')",
-    "binary": "import os\nfor i in range(80): os.write(1, os.urandom(100_000))",
-    "stderr": "import sys\nfor i in range(80): sys.stderr.write('x' * 99_999 + chr(10))",
-    "logging": "import logging\nfor i in range(80): logging.error('x' * 100_000)",
     "a grandchild": "import subprocess\nsubprocess.run(['head', '-c', '8000000', '/dev/zero'])",
-    "warnings": "import warnings\nfor i in range(80): warnings.warn(str(i) + 'x' * 100_000)",
 }
 
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Ranks notice that another one has died, is frozen, or fails, and what it was doing."""
+"""Ranks notice that another one has died, is frozen, or fails, and rank 0 calls the others."""
 
 import contextlib
 import json
@@ -116,10 +116,8 @@ def test_strangers_neither_end_the_watch_nor_use_up_its_files(ranks, tmp_path):
     hellos = [
         framed(msgspec.msgpack.encode(Message(status, b"wrong"))),
         framed(msgspec.msgpack.encode(Message(status))),
-        framed(msgspec.msgpack.encode({"status": {"rank": 1}, "secret": "text"})),
         framed(b"\x91" * 60_000),
         b"GET / HTTP/1.1\r\n\r\n",
-        b"\xff\xff\xff\xff",
     ]
     held = [socket.create_connection(leader, 60.0) for _ in range(100)]
     for hello in hellos:
@@ -166,3 +164,29 @@ def test_the_status_outlives_its_process_in_the_folder_of_torchruns_agent(tmp_pa
     assert read_status(tmp_path) == expected
     assert expected.describe() == "in step 8, phase: short; the last completed step is 7"
     assert read_status(tmp_path / "nowhere") is None
+
+
+def test_calls_and_their_failures_cross_ranks(run_ranks):
+    leader, follower = run_ranks("channel_ranks", 2)
+    assert leader["prepared"]
+    assert leader["facts"]
+    assert leader["opened"]
+    assert leader["gathering_waits"]
+    assert leader["join"] == ["CallFailed", "rank 1: RuntimeError: http://server did not come"]
+    assert leader["error_is_freed"]
+    kind, message = leader["write"]
+    assert kind == "OSError"
+    assert message.startswith("rank 1: OSError: [Errno 28] No space left on device")
+    assert leader["send"] == "given up"
+    assert leader["gone"] == ["Rank 1 no longer answers calls."] * 2
+    assert follower["calls"] == [
+        ["gather", 1, 7, True],
+        ["prepare", 7, 0, 6],
+        ["open", "http://server", 3, "gloo"],
+        ["wait_copied", 0, 8],
+        ["drop", 5],
+        ["send", "http://server", 7, 0, None],
+        ["send", "http://server", 8, 0, None],
+        ["leave", "http://server"],
+        ["close"],
+    ]

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from torchtitan.grpo.rollout import process
 from torchtitan.grpo.system import process_tuning
 
 # Prints the number of separately mapped blocks that a block of 256 KiB adds.
@@ -43,17 +42,3 @@ def test_large_blocks_stay_out_of_the_heap_even_after_a_larger_one_was_freed():
 
     assert mapped("unset") == 0
     assert mapped("set") == 1
-
-
-def test_the_rollout_process_sets_it_before_its_event_loop_runs(monkeypatch, tmp_path):
-    calls: list[str] = []
-
-    def run(coroutine) -> None:
-        coroutine.close()
-        calls.append("event loop")
-
-    monkeypatch.setattr(process, "map_large_blocks", lambda: calls.append("map_large_blocks"))
-    monkeypatch.setattr(process.asyncio, "run", run)
-    monkeypatch.setattr(sys, "argv", ["process", str(tmp_path)])
-    process.main()
-    assert calls == ["map_large_blocks", "event loop"]

@@ -81,13 +81,13 @@ KINDS = ["pipe", "socket", "directory", "/dev/zero", "/dev/null", "/proc/kmsg", 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("use", [check_regular, open_regular, read_regular])
-def test_what_is_no_regular_file_is_refused(kind: str, use: Callable, tmp_path: Path) -> None:
-    with (
-        in_place_of(tmp_path / "file", kind) as file,
-        pytest.raises(NotRegularError, match=r"file: it must be a regular file, but it is a "),
-    ):
-        use(file)
+def test_what_is_no_regular_file_is_refused(kind: str, tmp_path: Path) -> None:
+    with in_place_of(tmp_path / "file", kind) as file:
+        for use in (check_regular, open_regular, read_regular):
+            with pytest.raises(
+                NotRegularError, match="file: it must be a regular file, but it is a "
+            ):
+                use(file)
 
 
 def test_process_substitution_is_refused_and_redirection_is_not(tmp_path: Path) -> None:
@@ -110,17 +110,9 @@ def test_a_regular_file_is_read_also_through_links(tmp_path: Path) -> None:
         read_regular(tmp_path / "broken")
 
 
-def toml(file: Path) -> None:
-    read_config([f"--job.config_file={file}"])
-
-
 def ptx(file: Path) -> None:
     codec = TextCodec(str(MODEL), [1])
     PtxStream(str(file), codec, eos_token_ids=[1], vocab_size=97, row_len=64, seed=0)
-
-
-def setting(file: Path) -> None:
-    check_file("inference.urls_file", str(file))
 
 
 def urls_setting(file: Path) -> None:
@@ -129,21 +121,21 @@ def urls_setting(file: Path) -> None:
     named_urls(config.inference)
 
 
-def record(file: Path) -> None:
-    RolloutRecorder(str(file), 97, 1.0, 0)
+def table(file: Path) -> None:
+    open_table(str(file), "train", {}, "prompt", "prompts.path")
 
 
 FILES: dict[str, Callable[[Path], object]] = {
-    "toml": toml,
-    "setting": setting,
+    "toml": lambda file: read_config([f"--job.config_file={file}"]),
+    "setting": lambda file: check_file("inference.urls_file", str(file)),
     "urls": read_urls,
     "urls_setting": urls_setting,
     "reward.py": lambda file: load_function(f"{file}:score", "reward.functions", []),
-    "jsonl.jsonl": lambda file: open_table(str(file), "train", {}, "prompt", "prompts.path"),
-    "parquet.parquet": lambda file: open_table(str(file), "train", {}, "prompt", "prompts.path"),
+    "jsonl.jsonl": table,
+    "parquet.parquet": table,
     "ptx": ptx,
     "replay": lambda file: list(RecordReader(str(file), 97, 1.0, "rollout.replay")),
-    "record": record,
+    "record": lambda file: RolloutRecorder(str(file), 97, 1.0, 0),
     "saved": lambda file: read_saved(file, 3),
     "prompts_of_verify": lambda file: verify.read_prompts(file, 1),
 }
@@ -202,7 +194,7 @@ def test_a_folder_of_data_is_looked_at_in_all_its_folders(tmp_path: Path) -> Non
         in_place_of(tmp_path / "data" / "train" / "b.jsonl", "pipe"),
         pytest.raises(ValueError, match=r"prompts\.path: .*b\.jsonl: it must be a regular file"),
     ):
-        open_table(str(tmp_path / "data"), "train", {}, "prompt", "prompts.path")
+        table(tmp_path / "data")
 
 
 def test_what_is_no_file_registers_no_server(tmp_path: Path) -> None:

@@ -107,7 +107,6 @@ def test_a_rank_has_the_whole_timeout_to_end_in_order(tmp_path):
 
 
 def test_a_rank_stops_when_torchrun_has_died(tmp_path):
-    """The parent of the rank is killed, as torchrun may be; the rank reports what it noticed."""
     (tmp_path / "program.py").write_text(WAITING.replace("stop.exit_code", "0").replace(
         'print("asked"', 'open("noticed", "w").write(str(stop.exit_code))\nprint("asked"'
     ))  # fmt: skip

@@ -1,11 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Bounds at the fields of the tables: what they allow, how they read, and that all are enforced."""
+"""Bounds at the fields of the tables, defaults of torchtitan's tables, and documentation of both."""
 
 import dataclasses
 import math
 import sys
+import tomllib
 import types
 from typing import Annotated, Any
 
@@ -15,8 +16,9 @@ from torchtitan.grpo import config as tables
 from torchtitan.grpo.config.bounds import Bounds, above, at_least, bounds_of
 from torchtitan.grpo.config.field_docs import field_docs, first_sentence
 from torchtitan.grpo.config_checks import ConfigError
-from torchtitan.grpo.config_checks.ranges import check_ranges
+from torchtitan.grpo.config_checks.ranges import _UPSTREAM_BOUNDS, check_ranges
 from torchtitan.grpo.config_manager import load_config
+from torchtitan.grpo.dry_run import changed_defaults, describe_settings
 from torchtitan.grpo.job_config import JobConfig
 
 TABLES = [field for field in dataclasses.fields(JobConfig) if field.type in vars(tables).values()]
@@ -50,45 +52,26 @@ def test_most_numbers_are_bounded_and_every_default_is_valid():
         assert bounds.allow(getattr(getattr(JobConfig(), table), name)), f"{table}.{name}"
 
 
-@pytest.mark.parametrize(("table", "name", "bounds"), BOUNDED)
-def test_the_bounds_of_each_field_are_enforced_by_its_key(table, name, bounds: Bounds):
-    invalid = bounds.minimum - 1
-    if bounds.special is not None and invalid == bounds.special[0]:
-        invalid -= 1
-    config = JobConfig()
-    setattr(getattr(config, table), name, invalid)
-    with pytest.raises(ConfigError) as error:
-        check_ranges(config)
-    assert f"{table}.{name} must be {bounds}, got {invalid}. What it sets: " in str(error.value)
-
-
-@pytest.mark.parametrize("key", ["training.steps", "training.local_batch_size"])
-def test_torchtitan_s_own_keys_are_bounded_too(key):
-    config = JobConfig()
-    table, name = key.split(".")
-    setattr(getattr(config, table), name, 0)
-    with pytest.raises(ConfigError, match=rf"{key} must be at least 1, got 0"):
-        check_ranges(config)
+def test_the_bounds_of_each_field_are_enforced_by_its_key():
+    of_torchtitan = [(*key.split("."), at_least(1)) for key in _UPSTREAM_BOUNDS]
+    for table, name, bounds in (*BOUNDED, *of_torchtitan):
+        invalid = bounds.minimum - 1
+        if bounds.special is not None and invalid == bounds.special[0]:
+            invalid -= 1
+        config = JobConfig()
+        setattr(getattr(config, table), name, invalid)
+        with pytest.raises(ConfigError) as error:
+            check_ranges(config)
+        assert f"{table}.{name} must be {bounds}, got {invalid}." in str(error.value)
 
 
 @pytest.mark.parametrize("table", [field.type for field in TABLES])
 def test_every_field_has_a_docstring_of_whole_sentences(table):
     docs = field_docs(table)
     for field in dataclasses.fields(table):
-        assert docs[field.name].endswith((".", '.")')), f"{table.__name__}.{field.name}"
-    first = {name: first_sentence(text) for name, text in docs.items()}
-    assert all(text[0].isupper() or text.startswith("`") for text in first.values())
-
-
-def test_the_command_line_may_mend_a_value_of_the_file(tmp_path):
-    file = tmp_path / "run.toml"
-    file.write_text("[grpo]\ngroup_size = 0\n[prompts]\npath = 'p'\n[inference]\nlaunch = true\n")
-    arguments = [
-        f"--job.config_file={file}", "--model.hf_assets_path=m", "--reward.functions=exact_match",
-    ]  # fmt: skip
-    assert load_config([*arguments, "--grpo.group_size=2"]).grpo.group_size == 2
-    with pytest.raises(ConfigError, match=r"grpo\.group_size must be at least 1, got 0"):
-        load_config(arguments)
+        text = docs[field.name]
+        assert text.endswith((".", '.")')), f"{table.__name__}.{field.name}"
+        assert first_sentence(text)[0].isupper() or text.startswith("`")
 
 
 def test_tables_that_a_custom_module_adds_or_extends_are_bounded(monkeypatch, tmp_path):
@@ -117,3 +100,52 @@ def test_tables_that_a_custom_module_adds_or_extends_are_bounded(monkeypatch, tm
     for argument in ("--mine.depth=0", "--grpo.warmth=0", "--grpo.group_size=0"):
         with pytest.raises(ConfigError, match=argument.strip("-").split("=")[0]):
             load_config([*arguments, argument])
+
+
+SMALLEST = """
+[model]
+hf_assets_path = "assets/reverse_digits/model"
+[prompts]
+path = "assets/reverse_digits/train.jsonl"
+[reward]
+functions = ["exact_match"]
+[inference]
+launch = true
+"""
+
+
+@pytest.fixture
+def smallest(tmp_path, repository, monkeypatch):
+    """Arguments of a run that sets what must be set and nothing else."""
+    monkeypatch.chdir(repository)
+    file = tmp_path / "smallest.toml"
+    file.write_text(SMALLEST)
+    return ["--job.config_file", str(file)]
+
+
+def test_the_description_names_torchtitans_default_beside_ours(smallest):
+    lines = describe_settings(
+        load_config([*smallest, "--optimizer.weight_decay=0.01"])
+    ).splitlines()
+    assert "lr = 1e-06  # the default here; torchtitan's is 0.0008" in lines
+    assert "decay_ratio = 0.0  # the default here; torchtitan's is None" in lines
+    assert "weight_decay = 0.01" in lines  # it is set, and so no default
+    assert "max_norm = 1.0" in lines  # it is the same in both
+
+
+def test_every_shipped_configuration_sets_what_it_was_measured_with_and_defaults_have_a_source(
+    repository,
+):
+    page = (repository / "docs/configuration.md").read_text()
+    changed = [key for key in changed_defaults() if key.startswith(("optimizer.", "lr_scheduler."))]
+    assert len(changed) == 5
+    files = {
+        file.name: tomllib.loads(file.read_text())
+        for file in repository.glob("train_configs/*.toml")
+    }
+    for key in changed:
+        table, name = key.split(".")
+        assert not [file for file, values in files.items() if name not in values[table]], key
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{key}` ")]
+        here, upstream = changed_defaults()[key]
+        assert f"`{here!r}` | `{upstream!r}`" in row and "TRL" in row
