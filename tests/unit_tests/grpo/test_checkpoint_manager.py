@@ -8,9 +8,7 @@ import logging
 import queue
 import re
 import resource
-import subprocess
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -73,45 +71,36 @@ def test_a_failure_in_the_background_is_told_at_the_next_step_and_once(manager, 
 
 # What torch, safetensors and the kernel say where a file finds no room, and what the user reads.
 NO_ROOM = {
-    "torch's check of what it wrote": (
-        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"),
-        "the disk of .* took a part of a file only, .*ulimit -f",
-    ),
-    "torch's writer": (
-        RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"),
-        "the disk of .* took a part of a file only",
-    ),
-    "a full disk": (OSError(errno.ENOSPC, "No space left on device"), "the disk of .* is full: "),
-    "a library's word for it": (
-        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
-        "the disk of .* is full: ",
-    ),
-    "a quota": (OSError(errno.EDQUOT, "Disk quota exceeded"), "the quota on the disk of .* is used"),
-    "a library's word for a quota": (
-        RuntimeError("I/O error: Disk quota exceeded (os error 122)"), "the quota on the disk of",
-    ),
+    "torch's check": (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"),
+                      "the disk of .* took a part of a file only, .*ulimit -f"),
+    "torch's writer": (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"),
+                       "the disk of .* took a part of a file only"),
+    "a library": (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
+                  "the disk of .* is full: "),
+    "a library, a quota": (RuntimeError("I/O error: Disk quota exceeded (os error 122)"), "the quota on the disk of"),
     "a limit of files": (OSError(errno.EFBIG, "File too large"), "a file in .* larger than the system allows"),
-    "another rank's": (OSError(errno.EDQUOT, "Disk quota exceeded"), "the quota on the disk of"),
+    "another rank": (OSError(errno.EDQUOT, "Disk quota exceeded"), "the quota on the disk of"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", NO_ROOM)
-@pytest.mark.parametrize("is_last", [True, False])
-def test_a_checkpoint_that_found_no_room_is_told_as_such(manager, caplog, what, is_last):
+def test_a_checkpoint_that_found_no_room_is_told_as_such(manager, caplog, what):
     error, expected = NO_ROOM[what]
     failures = {0: (error, None)}
-    if what == "another rank's":
+    if what == "another rank":
         failures = {1: (error, None), 0: (RuntimeError("another rank failed"), None)}
-    kept = file_of(manager.dump_folder, 80)
-    kept.parent.mkdir()
-    kept.touch()
-    manager.save_future = failed(CheckpointException("write", failures))
-    manager.finish() if is_last else manager._async_wait()
-    (told,) = [r.message for r in caplog.records if r.levelno == logging.ERROR]
-    assert re.search(f"step-80 could not be written: {expected}", told), told
-    assert ("saves again" in told) != is_last
-    assert ("It was to be the last one: the run ends without it." in told) == is_last
-    assert not kept.exists(), "rollouts are not kept beside a checkpoint that does not exist"
+    for is_last in (False, True):
+        caplog.clear()
+        kept = file_of(manager.dump_folder, 80)
+        kept.parent.mkdir(exist_ok=True)
+        kept.touch()
+        manager.save_future = failed(CheckpointException("write", failures))
+        manager.finish() if is_last else manager._async_wait()
+        (told,) = [r.message for r in caplog.records if r.levelno == logging.ERROR]
+        assert re.search(f"step-80 could not be written: {expected}", told), told
+        assert ("saves again" in told) != is_last
+        assert ("It was to be the last one: the run ends without it." in told) == is_last
+        assert not kept.exists(), "rollouts are not kept beside a checkpoint that does not exist"
     with pytest.raises(LastSaveFailed, match=expected) as ended:
         manager.raise_if_missing()
     assert "The newest whole checkpoint is that of step 60." in str(ended.value)
@@ -126,39 +115,20 @@ def test_a_later_checkpoint_makes_up_for_one_that_failed(manager, tmp_path, monk
     manager.raise_if_missing()
 
 
-@pytest.fixture
-def little_room(tmp_path: Path, request) -> Iterator[Path]:
-    """Two kinds of places that take no checkpoint of 4 MiB."""
-    folder = tmp_path / "checkpoint"
-    if request.param == "limit":
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
-        yield folder
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        return
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True
-    ).returncode:
-        pytest.skip("NOT TESTED: a full disk, because file systems may not be mounted here")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize(
-    ("little_room", "expected"),
-    [("disk", r"the disk of \S+ is full: 0 MiB are free"), ("limit", r"ulimit -f")],
-    indirect=["little_room"],
-)
-def test_a_real_checkpoint_that_finds_no_room(manager, little_room, expected, caplog):
-    manager._saving = str(little_room / "step-80")
-    writer = CheckpointWriter(manager._saving)
-    with pytest.raises(CheckpointException) as failure:
-        dcp.save({"weight": torch.ones(1 << 20)}, storage_writer=writer, no_dist=True)
+def test_a_real_checkpoint_that_finds_no_room(manager, caplog):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(CheckpointException) as failure:
+            writer = CheckpointWriter(manager._saving)
+            dcp.save({"weight": torch.ones(1 << 20)}, storage_writer=writer, no_dist=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     manager.save_future = failed(failure.value)
     manager.finish()
     (told,) = [r.message for r in caplog.records if "could not be written" in r.message]
-    assert re.search(rf"could not be written: .*{expected}", told), told
+    assert "ulimit -f" in told
     assert not Path(manager._saving).exists()
 
 

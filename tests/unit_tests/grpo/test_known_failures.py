@@ -1,9 +1,13 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Failures that torch reports at length are one message with the settings that help."""
+"""Failures that torch and the system report at length are one message with the settings that help."""
 
 import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan.grpo import entry
+from torchtitan.grpo.inference.server_log import remedy
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.known_failures import known_failure
 
@@ -136,3 +141,61 @@ def test_torchrun_gets_the_message_to_repeat(tmp_path: Path, monkeypatch, capsys
     assert entry._report(True, ValueError("x"), 2, wait) == 2
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")
     assert entry._report(True, ValueError("x"), 2, wait) == 2
+
+
+# -- disks ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.getuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("a file system can be mounted by root alone")
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    if mounted.returncode != 0:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True, timeout=30)
+
+
+def told_in(error: BaseException, folder: Path) -> str:
+    config = JobConfig()
+    config.job.dump_folder = str(folder)
+    return known_failure(error, config) or ""
+
+
+def test_a_full_disk_is_named_with_its_file(small_disk: Path):
+    file = small_disk / "metrics.jsonl"
+    with pytest.raises(OSError) as caught, file.open("wb") as output:
+        output.write(bytes(4 << 20))
+    found = told_in(caught.value, small_disk)
+    assert found.startswith(f"The disk of {small_disk} is full: 0 MiB are free.")
+    assert "job.dump_folder" in found and "\n" not in found
+    # One with room but without inodes is told apart.
+    file.unlink()
+    subprocess.run(["mount", "-o", "remount,nr_inodes=2", str(small_disk)], check=True, timeout=30)
+    (small_disk / "last").touch()
+    with pytest.raises(OSError) as caught:
+        (small_disk / "metrics.jsonl").touch()
+    found = told_in(caught.value, small_disk)
+    assert "takes no more files: all its inodes are used" in found
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(OSError) as caught:
+        (file / "run").mkdir(parents=True)
+    found = told_in(caught.value, file / "run")
+    assert found.startswith(f"{file / 'run'} must be a place where this user may write, but: Not a")
+    assert told_in(FileNotFoundError(2, "No such file", "x"), tmp_path) == ""
+
+
+def test_a_server_whose_log_found_no_room_is_told_apart(small_disk: Path):
+    log = small_disk / "server.log"
+    log.touch()
+    (small_disk / "other").write_bytes(bytes(900_000))
+    assert remedy(log).startswith(f"The disk of {log} is full (0.")
+    assert remedy(small_disk.parent / "server.log") == ""

@@ -1,10 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Configurations as a newcomer writes them wrong: one message each, which names the remedy.
-
-Each is given to ``--dry-run``, which opens what a run would open, with the run's own code.
-"""
+"""Configurations as a newcomer writes them wrong, given to ``--dry-run``: one message each, with the remedy."""
 
 import json
 import shutil
@@ -34,10 +31,7 @@ def good(completions, answer):
 
 @pytest.fixture
 def start(repository: Path, tmp_path: Path, monkeypatch, capsys) -> Callable[..., tuple]:
-    """Runs a dry run of the smallest configuration; returns status, output and error lines.
-
-    The lines of ``tables`` are put into their tables, in place of those that are there.
-    """
+    """Runs a dry run of the smallest configuration with other tables; returns status, output, errors."""
     monkeypatch.chdir(repository)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.delenv("RANK", raising=False)
@@ -68,95 +62,55 @@ def _no_trainer(*_):
     raise AssertionError("a dry run must not train")
 
 
-def _model_without_weights(folder: Path) -> str:
+def _remove_weights(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
-    return f'hf_assets_path = "{folder}"'
 
 
-def _model_of_another_size(folder: Path) -> str:
+def _shorten_a_tensor(folder: Path) -> None:
     tensors = load_file(folder / WEIGHTS)
     tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
     save_file(tensors, folder / WEIGHTS)
-    return f'hf_assets_path = "{folder}"'
 
 
-def _model_whose_end_is_unknown(folder: Path) -> str:
-    file = folder / "generation_config.json"
-    file.write_text(json.dumps({"eos_token_id": 100_000}))
-    return f'hf_assets_path = "{folder}"'
+def _name_no_token_as_end(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 100_000}))
 
 
-MODELS = {
-    "model_without_weights": (_model_without_weights, ["*.safetensors", "model.hf_assets_path"]),
-    "model_of_another_size": (
-        _model_of_another_size,
-        ["model.norm.weight", "must have shape [96]", "belong to the same model"],
-    ),
-    "model_whose_end_is_unknown": (
-        _model_whose_end_is_unknown,
-        ["a token id of the model", "100000", "generation_config.json"],
-    ),
-}
+@pytest.mark.parametrize(
+    ("spoil", "parts"),
+    [
+        (_remove_weights, ["*.safetensors", "model.hf_assets_path"]),
+        (_shorten_a_tensor, ["model.norm.weight", "must have shape [96]", "belong to the same model"]),
+        (_name_no_token_as_end, ["a token id of the model", "100000", "generation_config.json"]),
+    ],
+)  # fmt: skip
+def test_a_wrong_model_is_one_message_with_the_remedy(spoil, parts, start, repository, tmp_path):
+    folder = shutil.copytree(repository / "assets/reverse_digits/model", tmp_path / "model")
+    spoil(folder)
+    _expect(start, {"model": f'hf_assets_path = "{folder}"'}, [str(folder), *parts])
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_wrong_model_is_one_message_with_the_remedy(name, start, repository, tmp_path):
-    break_model, parts = MODELS[name]
-    folder = tmp_path / "model"
-    shutil.copytree(repository / "assets/reverse_digits/model", folder)
-    _expect(start, {"model": break_model(folder)}, [str(folder), *parts])
-
-
-def test_settings_of_launched_servers_are_named_where_none_is_launched(start):
-    urls = 'urls = ["http://127.0.0.1:1"]'
-    _, plain, _ = start(inference=urls)
-    assert "Nothing reads" not in plain
-    status, out, _ = start(inference=f'{urls}\nnum_servers = 2\nextra_args = ["--api-key=x"]')
-    assert status == 0
-    warning = "warning: Nothing reads inference.num_servers, inference.extra_args, because"
-    assert out.count(warning) == 1
-
-
+PROMPTS = 'path = "assets/reverse_digits/train.jsonl"'
 SETTINGS = {
-    "row_longer_than_the_model": (
-        {"training": "seq_len = 8192"},
-        ["at most 512 tokens", "Lower training.seq_len"],
+    "no prompts": ("prompts", 'path = "data/train.jsonl"', ["prompts.path", "data/train.jsonl"]),
+    "no such column": (
+        "prompts", f'{PROMPTS}\ncolumn = "question"', ["'question'", "['answer', 'prompt']", "prompts.column"],
     ),
-    "no_prompts": (
-        {"prompts": 'path = "data/train.jsonl"'},
-        ["prompts.path", "data/train.jsonl"],
+    "system prompt for strings": (
+        "prompts", f'{PROMPTS}\nsystem_prompt = "Think."', ["prompts.system_prompt needs", "chat messages"],
     ),
-    "no_held_out_prompts": (
-        {"evaluation": 'path = "data/heldout.parquet"'},
-        ["evaluation.path", "data/heldout.parquet"],
-    ),
-    "no_such_column": (
-        {"prompts": 'path = "assets/reverse_digits/train.jsonl"\ncolumn = "question"'},
-        ["'question'", "['answer', 'prompt']", "prompts.column"],
-    ),
-    "system_prompt_for_strings": (
-        {"prompts": 'path = "assets/reverse_digits/train.jsonl"\nsystem_prompt = "Think."'},
-        ["prompts.system_prompt needs", "chat messages"],
-    ),
-    "no_reward_file": ({"reward": 'functions = ["mine.py:score"]'}, ["mine.py does not exist"]),
-    "no_such_reward": ({"reward": 'functions = ["exactmatch"]'}, ["exactmatch", "exact_match"]),
-    "no_such_environment": (
-        {"rollout": 'max_new_tokens = 12\nenvironment = "games.py:Chess"'},
+    "no reward file": ("reward", 'functions = ["mine.py:score"]', ["mine.py does not exist"]),
+    "no such environment": (
+        "rollout", 'max_new_tokens = 12\nenvironment = "games.py:Chess"',
         ["rollout.environment", "games.py does not exist"],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_wrong_setting_is_one_message_with_the_remedy(name, start):
-    tables, parts = SETTINGS[name]
-    _expect(start, tables, parts)
-
-
-def test_a_degree_that_does_not_divide_the_model_is_one_message(start, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    message = ["parallelism.tensor_parallel_degree (4) must divide", "attention heads"]
-    _expect(start, {"parallelism": "tensor_parallel_degree = 4"}, message)
+    table, lines, parts = SETTINGS[name]
+    _expect(start, {table: lines}, parts)
 
 
 def test_a_wrong_reward_is_one_message_with_its_line(start, tmp_path):
@@ -176,25 +130,17 @@ def test_rows_that_do_not_fit_the_reward_or_the_model_are_one_message(start, tmp
     pq.write_table(pa.Table.from_pylist([{"prompt": "1+1=", "solution": "2"}]), parquet)
     row = {"prompt": [{"role": "user", "content": "1+1?"}], "answer": "2"}
     chat.write_text(json.dumps(row) + "\n")
-    _expect(
-        start,
-        {"prompts": f'path = "{parquet}"'},
-        ["exact_match", "needs the argument 'answer'", "['solution']", "prompts.rename"],
-    )
-    _expect(
-        start,
-        {"prompts": f'path = "{chat}"'},
-        ["chat messages", "no chat template", "prompts.template"],
-    )
+    for file, parts in (
+        (parquet, ["exact_match", "needs the argument 'answer'", "['solution']", "prompts.rename"]),
+        (chat, ["chat messages", "no chat template", "prompts.template"]),
+    ):
+        _expect(start, {"prompts": f'path = "{file}"'}, parts)
 
 
-@pytest.mark.parametrize(
-    ("last", "message"), [({"prompt": None}, "got None"), ({"prompt": ""}, "has no text")]
-)
-def test_the_last_row_is_checked_as_the_first_is(last, message, start, tmp_path):
-    rows = tmp_path / "rows.jsonl"
+def test_the_last_row_is_checked_as_the_first_is(start, tmp_path):
+    rows, message = tmp_path / "rows.jsonl", "got None"
     fine = [{"prompt": "12->", "answer": "21"}] * 8
-    rows.write_text("".join(json.dumps(row) + "\n" for row in [*fine, last]))
+    rows.write_text("".join(json.dumps(row) + "\n" for row in [*fine, {"prompt": None}]))
     parts = ["prompts.path: 1 of the 9 rows", f"{rows}:9: ", message]
     _expect(start, {"prompts": f'path = "{rows}"'}, parts)
     held_out = {"evaluation": f'path = "{rows}"\nfunction = "exact_match"'}
@@ -238,8 +184,7 @@ def test_a_right_configuration_is_listed_with_all_that_was_opened(start, tmp_pat
 
 
 def test_what_the_run_would_warn_of_is_shown(start, repository, tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(repository / "assets/reverse_digits/model", folder)
+    folder = shutil.copytree(repository / "assets/reverse_digits/model", tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "12->", "answer": ""}) + "\n")

@@ -75,19 +75,29 @@ def problems(folder: Path) -> list[str]:
     return [quick] if quick else list(damaged_files(folder))
 
 
-@pytest.mark.parametrize("existed", [False, True])
-@pytest.mark.parametrize("phase", PHASES)
+def run_program(fork_server, folder: Path, status: int, *when: str) -> None:
+    script, log = folder / "save.py", folder / "log"
+    script.write_text(PROGRAM)
+    with log.open("w") as output:
+        process = fork_server.start(script, [str(folder / "step-4"), *when], output=output)
+    assert process.wait(120) == status, log.read_text()
+
+
+def test_the_program_saves_if_it_is_not_killed(fork_server, tmp_path):
+    run_program(fork_server, tmp_path, 0, "nothing", "")
+    assert is_whole(tmp_path / "step-4") and problems(tmp_path / "step-4") == []
+
+
+@pytest.mark.parametrize(
+    ("phase", "existed"),
+    [*((phase, True) for phase in PHASES), ("in the data", False), ("in the metadata", False)],
+)
 def test_a_save_that_is_killed_leaves_nothing_that_counts(fork_server, tmp_path, phase, existed):
     earlier = save(tmp_path, 2)
     if existed:  # as when steps are taken again after a start from an earlier checkpoint
         save(tmp_path, 4)
-    script, log = tmp_path / "save.py", tmp_path / "log"
-    script.write_text(PROGRAM)
     what, when = PHASES[phase].split(", ")
-    with log.open("w") as output:
-        arguments = [str(tmp_path / "step-4"), what, when]
-        process = fork_server.start(script, arguments, output=output)
-    assert process.wait(120) == -signal.SIGKILL, log.read_text()
+    run_program(fork_server, tmp_path, -signal.SIGKILL, what, when)
     # The one that is replaced is whole until its replacement begins.
     assert is_whole(tmp_path / "step-4") == (existed and phase == "before anything is written")
     assert problems(tmp_path / "step-4") == []
@@ -97,20 +107,15 @@ def test_a_save_that_is_killed_leaves_nothing_that_counts(fork_server, tmp_path,
     assert (tmp_path / "step-4").is_dir() == is_whole(tmp_path / "step-4")
 
 
-def test_the_program_of_the_test_above_saves_if_it_is_not_killed(fork_server, tmp_path):
-    script = tmp_path / "save.py"
-    script.write_text(PROGRAM)
-    with (tmp_path / "log").open("w") as output:
-        arguments = [str(tmp_path / "step-4"), "nothing", ""]
-        process = fork_server.start(script, arguments, output=output)
-    assert process.wait(120) == 0, (tmp_path / "log").read_text()
-    assert is_whole(tmp_path / "step-4") and problems(tmp_path / "step-4") == []
-
-
 def flip_a_bit(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
+
+
+def append(file: Path) -> None:
+    with file.open("ab") as stream:
+        stream.write(b"x")
 
 
 @pytest.mark.parametrize(
@@ -121,6 +126,10 @@ def flip_a_bit(file: Path) -> None:
         (
             lambda folder: (folder / "__0_0.distcp").write_bytes(b"short"),
             "__0_0.distcp has 5 bytes instead of",
+        ),
+        (
+            lambda folder: append(folder / "__0_0.distcp"),
+            "__0_0.distcp has ",
         ),
         (lambda folder: flip_a_bit(folder / ".metadata"), ".metadata"),
         (lambda folder: (folder / ".metadata").write_bytes(b"x"), "its .metadata cannot be read"),
@@ -160,14 +169,6 @@ def test_an_empty_folder_of_checkpoints_is_removed_with_what_was_interrupted(tmp
     (tmp_path / "checkpoint/step-2").mkdir(parents=True)
     assert remove_incomplete(tmp_path / "checkpoint") == [tmp_path / "checkpoint/step-2"]
     assert not (tmp_path / "checkpoint").exists()
-
-
-def test_a_file_that_has_more_bytes_than_were_written_is_a_problem_at_once(tmp_path: Path):
-    path = save(tmp_path, 4)
-    assert quick_problem(path) is None
-    with (path / "__0_0.distcp").open("ab") as file:
-        file.write(b"x")
-    assert (quick_problem(path) or "").startswith("__0_0.distcp has ")
 
 
 def test_a_folder_is_no_whole_checkpoint_from_the_first_moment_of_its_removal(

@@ -1,18 +1,20 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""How a run starts, decided from the files: anew, refused, or from a checkpoint with changes."""
+"""How a run starts, decided from the files, and what a stopped one says about going on."""
 
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
+from torchtitan.grpo.checkpoint import describe_stop, resume_command
 from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
@@ -25,6 +27,7 @@ from torchtitan.grpo.resume.resumption import (
     is_finished,
     plan_start,
 )
+from torchtitan.grpo.run_folder.launch import LAUNCH_VARIABLE
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -128,15 +131,10 @@ def test_what_the_state_depends_on_cannot_be_changed(world, argument, message):
         world.plan(argument)
 
 
-def copy_of_model(world: World) -> Path:
-    folder = world.folder / "model"
-    shutil.copytree(world.repository / "assets/reverse_digits/model", folder)
-    return folder
-
-
 def test_a_model_that_has_moved_is_known_and_one_with_other_weights_is_refused(world):
     world.checkpoint(40, world.plan().record)
-    folder = copy_of_model(world)
+    folder = world.folder / "model"
+    shutil.copytree(world.repository / "assets/reverse_digits/model", folder)
     argument = f"--model.hf_assets_path={folder}"
     assert [change.key for change in world.plan(argument).changes] == ["model.hf_assets_path"]
     (file,) = folder.glob("*.safetensors")
@@ -148,15 +146,10 @@ def test_a_model_that_has_moved_is_known_and_one_with_other_weights_is_refused(w
 
 def test_a_model_of_other_sizes_is_refused_with_both_values(world):
     record = world.plan().record
-    world.checkpoint(40, replace_size(record, "n_layers", "28"))
+    sizes = record.model_sizes | {"n_layers": "28"}
+    world.checkpoint(40, msgspec.structs.replace(record, model_sizes=sizes))
     with pytest.raises(CheckpointError, match=r"with n_layers = 28 \(.*\), got n_layers = 4"):
         world.plan()
-
-
-def replace_size(record: RunRecord, name: str, size: str) -> RunRecord:
-    import msgspec
-
-    return msgspec.structs.replace(record, model_sizes=record.model_sizes | {name: size})
 
 
 def test_more_steps_do_not_make_the_learning_rate_jump(world):
@@ -176,29 +169,17 @@ def test_more_steps_do_not_make_the_learning_rate_jump(world):
         assert world.plan(decaying, "--training.steps=300", asked).record.schedule_steps == 300
 
 
-@pytest.mark.parametrize("first", ["2031-12-31T23:59:58", "2024-02-29T00:00:00", "1999-01-01"])
-def test_the_date_of_the_first_start_stays_over_any_number_of_resumes(world, first):
-    import msgspec
-
-    fresh = world.plan().record
+def test_the_date_of_the_first_start_stays_over_any_number_of_resumes(world):
+    fresh, first = world.plan().record, "2024-02-29T00:00:00"
     assert fresh.date > "2026"
     world.checkpoint(40, msgspec.structs.replace(fresh, date=first))
-    for step in (50, 60, 70):
+    for step in (50, 60):
         record = world.plan("--optimizer.lr=1e-5").record
         assert record.date == first
         world.checkpoint(step, record)
-    assert world.plan("--job.overwrite").record.date > "2026" or first > "2026"
-    assert world.plan("--job.overwrite").record.date != first
+    assert world.plan("--job.overwrite").record.date > "2026"
     world.checkpoint(80, msgspec.structs.replace(fresh, date=""))  # of an earlier release
     assert world.plan().record.date >= fresh.date
-
-
-def test_a_new_rate_of_muon_gets_the_schedule_over_the_whole_run(world):
-    muon = ("--optimizer.name=Muon", "--lr_scheduler.decay_ratio=1.0")
-    world.checkpoint(150, world.plan(*muon).record)
-    longer = (*muon, "--training.steps=300")
-    assert world.plan(*longer).record.schedule_steps == 150
-    assert world.plan(*longer, "--optimizer.muon_lr=1e-3").record.schedule_steps == 300
 
 
 def test_a_warm_up_that_is_longer_than_the_run_is_told_as_what_is_used(world):
@@ -274,3 +255,68 @@ def test_the_checkpoint_before_a_damaged_one_is_taken_and_the_damage_is_named(wo
     start = world.plan()
     assert (start.step, list(start.damaged), start.newer_steps) == (3, [4], [])
     assert world.describe().startswith("The checkpoint of step 4 is damaged and is not used (")
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch) -> JobConfig:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    config = JobConfig()
+    config.job.dump_folder = str(tmp_path)
+    config.checkpoint.enable = True
+    (tmp_path / "checkpoint/step-40").mkdir(parents=True)
+    (tmp_path / "checkpoint/step-40/.metadata").touch()
+    return config
+
+
+def test_the_checkpoint_the_rollouts_and_the_command_are_named(config, tmp_path):
+    arguments = ["--job.config_file", "my run.toml", "--checkpoint.enable"]
+    text = describe_stop(config, 40, 37, arguments)
+    assert text == (
+        f"Stopped after step 40. The checkpoint is {tmp_path}/checkpoint/step-40; 37 rollouts in "
+        "flight are kept with it. To go on:\n    torchtitan-grpo train --nproc 2 "
+        "--job.config_file 'my run.toml' --checkpoint.enable"
+    )
+    assert "could not be kept" in describe_stop(config, 40, None, arguments)
+
+
+def test_the_command_begins_no_new_run_and_goes_back_to_no_older_step(config, tmp_path):
+    arguments = [
+        "--job.overwrite",
+        "--a=b",
+        "--checkpoint.load_step",
+        "20",
+        "--checkpoint.load_step=3",
+    ]
+    begin = "--job.no-overwrite --checkpoint.load_step"
+    assert resume_command(config, arguments, None).endswith(f"--nproc 2 --a=b {begin}=-1")
+    (tmp_path / "checkpoint/step-60").mkdir()  # of steps that were taken again
+    (tmp_path / "checkpoint/step-60/.metadata").touch()
+    assert describe_stop(config, 40, 0, arguments).endswith(f"--a=b {begin}=40")
+    config.job.overwrite, config.checkpoint.load_step = True, 20  # in the file
+    command = resume_command(config, ["--a=b"], None)
+    assert command.endswith(f"--a=b {begin}=-1")
+
+
+def test_the_command_of_a_resumed_run_resumes_it_again_and_shows_no_key(config):
+    first = ["--a=b", "--job.no-overwrite", "--checkpoint.load_step=-1"]
+    assert resume_command(config, first, None).endswith(" ".join(["train --nproc 2", *first]))
+    # The value of a flag goes with the flag.
+    command = resume_command(config, ["--job.overwrite", "true", "--a", "b"], None)
+    assert command.endswith("train --nproc 2 --a b --job.no-overwrite")
+    assert "secret" not in describe_stop(config, 40, 0, ["--inference.api_key", "secret"])
+
+
+def test_a_run_without_a_checkpoint_says_why(config):
+    assert describe_stop(config, 0, 0, []).endswith("because the run had taken no step.")
+    config.checkpoint.enable = False
+    assert describe_stop(config, 40, 0, []).endswith("because checkpoint.enable is false.")
+
+
+def test_a_run_on_several_nodes_names_the_command_of_the_nodes(config, monkeypatch):
+    launch = "bash scripts/launch_multinode.sh x.toml --nnodes 2 --rdzv-endpoint a:29400"
+    monkeypatch.setenv(LAUNCH_VARIABLE, launch)
+    arguments = ["--job.config_file", "x.toml", "--job.overwrite", "--training.steps=9"]
+    assert resume_command(config, arguments, None) == (
+        f"{launch} -- --training.steps=9 --job.no-overwrite\n"
+        "on each node, with its own --nproc and --interface, if these are given."
+    )

@@ -1,11 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A start that is killed, at whichever of its operations on files, loses no run.
-
-A start that replaces a run is stopped at each of its operations on files, in turn. What was there
-before must then be whole, and once the new run has taken a step, no start removes that.
-"""
+"""A start that is killed, at whichever of its operations on files, loses no run."""
 
 import itertools
 import json
@@ -44,7 +40,6 @@ def make_config(folder: Path, *, overwrite: bool = True) -> JobConfig:
 
 
 def write_old(folder: Path, layout: str) -> None:
-    """Writes a run with a checkpoint, of which parts may lie elsewhere."""
     if layout != "in place":
         elsewhere = folder.with_name("elsewhere")
         elsewhere.mkdir(parents=True)
@@ -57,8 +52,6 @@ def write_old(folder: Path, layout: str) -> None:
 
 
 def old_place(folder: Path) -> Path | None:
-    """Returns where the old run is whole, as a run's folder; None if it is nowhere."""
-
     def is_whole(place: Path, checkpoints: Path) -> bool:
         names = [place / name for name in OLD if not name.startswith("checkpoint")]
         names += [checkpoints / name for name in OLD if name.startswith("checkpoint")]
@@ -79,7 +72,6 @@ def old_place(folder: Path) -> Path | None:
 
 
 def start(config: JobConfig) -> None:
-    """What a start of a run does to its folder, to the first steps."""
     folder = RunFolder(config)
     done = steps_in(Path(config.job.dump_folder, "checkpoint")) if goes_on(folder, config) else []
     if not folder.is_restart and not config.job.overwrite and not done:
@@ -102,13 +94,7 @@ def goes_on(folder: RunFolder, config: JobConfig) -> bool:
 
 
 def states_of_a_start(place: Path, states: Path, config: JobConfig) -> list[Path]:
-    """Starts a run in a process of its own; returns what a kill at each operation on files leaves.
-
-    Args:
-        place: Folder around the run.
-        states: New folder for copies of ``place``: one before each operation that changed it.
-        config: Configuration of the run.
-    """
+    """Starts a run in a process of its own; returns copies of ``place`` before each operation on files."""
     states.mkdir()
     if (child := os.fork()) == 0:
         status = 1
@@ -125,7 +111,6 @@ def states_of_a_start(place: Path, states: Path, config: JobConfig) -> list[Path
 
 
 def copies_before_changes(place: Path, states: Path) -> Callable[[], None]:
-    """Makes this process copy a folder before it changes files there; returns what copies it."""
     seen: set[str] = set()
     is_copying = False
 
@@ -153,7 +138,6 @@ def copies_before_changes(place: Path, states: Path) -> Callable[[], None]:
 
 
 def put(state: Path, place: Path) -> Path:
-    """Makes a folder what it was, and returns that of the run in it."""
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(state, place, symlinks=True)
     return place / "run"
@@ -173,9 +157,8 @@ def fast_record(monkeypatch) -> None:
 
 
 def has_begun(folder: Path) -> bool:
-    return (folder / "metrics.jsonl").is_file() and '"new"' in (
-        folder / "metrics.jsonl"
-    ).read_text()
+    metrics = folder / "metrics.jsonl"
+    return metrics.is_file() and '"new"' in metrics.read_text()
 
 
 STARTED_AGAIN = {
@@ -249,15 +232,20 @@ def test_a_kill_while_an_interrupted_start_is_undone_loses_nothing(tmp_path, mon
         assert begun or old_place(folder)
 
 
-def test_a_replaced_run_is_removed_once_the_next_one_has_begun(tmp_path, monkeypatch, capsys):
-    folder = tmp_path / "run"
+def fail_over(folder: Path, monkeypatch) -> Path:
+    """Starts a run over an old one that fails; returns where the old one is."""
     write_old(folder, "in place")
     of_launch(monkeypatch, "first")
-    config = make_config(folder)
-    failed = RunFolder(config)
+    failed = RunFolder(make_config(folder))
     failed.begin()
     failed.close(failed=True)
     (aside,) = earlier_runs(str(folder))
+    return aside
+
+
+def test_a_replaced_run_is_removed_once_the_next_one_has_begun(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "run"
+    aside = fail_over(folder, monkeypatch)
     out = capsys.readouterr().out
     assert "was moved to" in out and "removed once this run has completed a step" in out
     assert f"is whole in {aside}" in out and f"--job.dump_folder {aside}" in out
@@ -265,14 +253,13 @@ def test_a_replaced_run_is_removed_once_the_next_one_has_begun(tmp_path, monkeyp
     start(make_config(folder, overwrite=False))
     assert earlier_runs(str(folder)) == [aside], "nobody asked for its removal since"
     of_launch(monkeypatch, "third")
-    start(config)
+    start(make_config(folder))
     assert earlier_runs(str(folder), "replaced", "kept", "removing") == []
     assert has_begun(folder)
 
 
 @pytest.mark.parametrize(("count", "note"), [(1, '{"launch": "old"}'), (0, "{")])
 def test_what_may_be_of_an_earlier_attempt_is_kept(tmp_path, monkeypatch, capsys, count, note):
-    """Its note of the launch may be lost, and the run its own."""
     folder = tmp_path / "run"
     write_old(folder, "in place")
     (folder / "starts/launch.json").write_text(note)
@@ -300,12 +287,7 @@ def test_a_replaced_run_that_another_one_goes_on_with_is_not_removed(
     tmp_path, monkeypatch, has_ended
 ):
     folder = tmp_path / "run"
-    write_old(folder, "in place")
-    of_launch(monkeypatch, "first")
-    failed = RunFolder(make_config(folder))
-    failed.begin()
-    failed.close(failed=True)
-    (aside,) = earlier_runs(str(folder))
+    aside = fail_over(folder, monkeypatch)
     of_launch(monkeypatch, "other")
     other = RunFolder(make_config(aside, overwrite=False))
     if has_ended:
@@ -331,16 +313,3 @@ def test_a_run_that_is_being_evaluated_is_not_replaced(tmp_path, monkeypatch):
     evaluation.release()
     run.begin()
     run.close(failed=False)
-
-
-def test_a_run_that_cannot_be_moved_back_is_told_and_stays_where_it_is(tmp_path, monkeypatch):
-    folder = tmp_path / "run"
-    write_old(folder, "in place")
-    moving = folder / "replacing-20260101-000000-000000"
-    (moving / "hf").mkdir(parents=True)
-    shutil.copytree(folder / "hf/step-4", moving / "hf/step-4")
-    (moving / "metrics.jsonl").write_text("{}")
-    of_launch(monkeypatch, "first")
-    with pytest.raises(FolderError, match=r"must be whole and readable .* exists already"):
-        RunFolder(make_config(folder))
-    assert (moving / "metrics.jsonl").is_file()

@@ -8,7 +8,7 @@ import contextlib
 import gzip
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 from aiohttp import web
@@ -30,15 +30,14 @@ BUSY = b"HTTP/1.1 503 "
 class Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
+        self.close = writer.close
 
-    async def send(self, *parts: bytes) -> "Connection":
-        for part in parts:
-            self._writer.write(part)
-            await self._writer.drain()
-        return self
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
 
     async def trickle(self, data: bytes) -> None:
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError):  # the other end gives up
             for i in range(len(data)):
                 await self.send(data[i : i + 1])
                 await asyncio.sleep(0.02)
@@ -60,29 +59,24 @@ class Connection:
             return True
         return False
 
-    def close(self) -> None:
-        self._writer.close()
-
 
 class Site:
     """An application behind the limits: it echoes bodies, and holds requests until it ends."""
 
     def __init__(self) -> None:
         self.port = 0
-        self._release = asyncio.Event()
-        self._held = asyncio.Semaphore(0)
+        self._release, self._held = asyncio.Event(), asyncio.Semaphore(0)
         self._opened: list[Connection] = []
 
-    async def connect(self, *parts: bytes, host: str = "127.0.0.1") -> Connection:
-        made = Connection(
-            *await asyncio.open_connection("127.0.0.1", self.port, local_addr=(host, 0))
-        )
-        self._opened.append(made)
-        return await made.send(*parts)
+    async def connect(self, data: bytes = b"", host: str = "127.0.0.1") -> Connection:
+        pipes = await asyncio.open_connection("127.0.0.1", self.port, local_addr=(host, 0))
+        self._opened.append(Connection(*pipes))
+        await self._opened[-1].send(data)
+        return self._opened[-1]
 
-    async def hold(self, *parts: bytes, host: str = "127.0.0.1") -> Connection:
+    async def hold(self, data: bytes, host: str = "127.0.0.1") -> Connection:
         """Returns a connection whose request is being answered."""
-        made = await self.connect(*parts, host=host)
+        made = await self.connect(data, host)
         await self._held.acquire()
         return made
 
@@ -101,29 +95,23 @@ class Site:
             connection.close()
 
 
-@contextlib.asynccontextmanager
-async def serving(max_connections: int, header_seconds: float) -> AsyncIterator[Site]:
-    site, app = Site(), web.Application()
-    app.router.add_route("*", "/{path}", site.handle)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, keepalive_timeout=LATE)
-    await runner.setup()
-    listener = await listen(runner, "127.0.0.1", 0, max_connections, header_seconds)
-    site.port = listener.sockets[0].getsockname()[1]
-    try:
-        async with asyncio.timeout(SECONDS):
-            yield site
-    finally:
-        site.close()
-        listener.close()
-        await runner.cleanup()
-
-
 def run(
     test: Callable[[Site], Awaitable[None]], max_connections: int = 10, header_seconds: float = LATE
 ) -> None:
     async def main() -> None:
-        async with serving(max_connections, header_seconds) as site:
-            await test(site)
+        site, app = Site(), web.Application()
+        app.router.add_route("*", "/{path}", site.handle)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, keepalive_timeout=LATE)
+        await runner.setup()
+        listener = await listen(runner, "127.0.0.1", 0, max_connections, header_seconds)
+        site.port = listener.sockets[0].getsockname()[1]
+        try:
+            async with asyncio.timeout(SECONDS):
+                await test(site)
+        finally:
+            site.close()
+            listener.close()
+            await runner.cleanup()
 
     asyncio.run(main())
 
@@ -260,9 +248,7 @@ def test_who_has_a_key_is_not_shut_out_by_those_without_on_the_same_host() -> No
 
 def test_an_idle_connection_with_a_key_goes_last() -> None:
     async def test(site: Site) -> None:
-        keyed = await site.connect(
-            SHORT.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer key\r\n\r\n")
-        )
+        keyed = await site.connect(KEYED.replace(b"/held", b"/short"))
         assert b" 200 " in await keyed.answer()
         silent = await site.connect()
         await site.hold(HELD)

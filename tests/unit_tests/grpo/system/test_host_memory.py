@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 
 
+import ctypes
 import dataclasses
 import pickle
 import resource
@@ -14,6 +15,7 @@ import pytest
 import torch
 from light import LIGHT
 
+from torchtitan.grpo.system import process_tuning
 from torchtitan.grpo.system.host_memory import (
     SharedSlots,
     attach,
@@ -25,6 +27,7 @@ from torchtitan.grpo.system.host_memory import (
 SLOT_BYTES = 3 * 64
 ATTACHED = """
 import pickle, sys
+from torchtitan.grpo.system import process_tuning
 from torchtitan.grpo.system.host_memory import attach
 slots = attach(pickle.loads(sys.stdin.buffer.read()))
 print(slots[0].max().item())
@@ -120,3 +123,38 @@ def test_another_file_under_the_same_path_is_not_taken_for_it(shared, tmp_path):
     other_size = dataclasses.replace(shared.offer, num_slots=3)
     folder = dataclasses.replace(shared.offer, path=str(tmp_path))
     assert [attach(offer) for offer in (other_secret, other_size, folder)] == [None] * 3
+
+
+# Prints the number of separately mapped blocks that a block of 256 KiB adds.
+MAPPED_BLOCKS = """
+import ctypes, runpy, sys
+
+class MallocInfo(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd",
+        "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+    )]
+
+functions = runpy.run_path(sys.argv[1])
+if sys.argv[2] == "set":
+    functions["map_large_blocks"]()
+mallinfo = ctypes.CDLL(None).mallinfo2
+mallinfo.restype = MallocInfo
+bytes(1 << 20)  # raises the threshold when it is freed, unless the threshold is set
+before = mallinfo().hblks
+block = bytes(256 << 10)
+print(mallinfo().hblks - before)
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "mallinfo2"),
+    reason="needs glibc 2.33 or newer",
+)
+def test_large_blocks_stay_out_of_the_heap_even_after_a_larger_one_was_freed():
+    def mapped(choice: str) -> int:
+        command = [sys.executable, "-c", MAPPED_BLOCKS, str(process_tuning.__file__), choice]
+        return int(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+
+    assert mapped("unset") == 0
+    assert mapped("set") == 1

@@ -16,14 +16,13 @@ from pathlib import Path
 import pytest
 
 from torchtitan.grpo import verify
-from torchtitan.grpo.cli import run
 from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.command_line.reading import read_config
 from torchtitan.grpo.config_checks.rules import check_file
 from torchtitan.grpo.data.ptx import PtxStream
 from torchtitan.grpo.data.record import RecordReader, RolloutRecorder
 from torchtitan.grpo.functions import load_function
-from torchtitan.grpo.inference import join_check, serve
+from torchtitan.grpo.inference import serve
 from torchtitan.grpo.inference.embedded.model import load_model
 from torchtitan.grpo.inference.registry import Registration, RegistryFolder
 from torchtitan.grpo.inference.urls import named_urls, read_urls
@@ -150,12 +149,6 @@ def test_every_file_of_a_setting_must_be_regular(name: str, tmp_path: Path) -> N
         FILES[name](tmp_path / name)
 
 
-def test_the_command_says_what_the_configuration_is(tmp_path: Path, capsys) -> None:
-    with in_place_of(tmp_path / "x.toml", "pipe") as file:
-        assert run(["check-config", str(file)]) != 0
-    assert "it must be a regular file, but it is a pipe" in capsys.readouterr().err
-
-
 MODELS: dict[str, Callable[[str], object]] = {
     "train": lambda folder: locate_model(folder, "model.hf_assets_path"),
     "read": read_hf_model,
@@ -205,8 +198,3 @@ def test_what_is_no_file_registers_no_server(tmp_path: Path) -> None:
     for i, kind in enumerate(KINDS):
         with in_place_of(tmp_path / f"{i}.json", kind):
             assert folder.read() == [one]
-
-
-def test_a_model_path_that_a_server_names_is_read_as_a_file_alone(tmp_path: Path) -> None:
-    with in_place_of(tmp_path / "config.json", "pipe"):
-        assert join_check.config_json(str(tmp_path)) == {}

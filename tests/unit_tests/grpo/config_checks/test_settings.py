@@ -1,9 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Configurations that pass the checks, and those whose refusal depends on more than settings."""
+"""Configurations that pass the checks, those of refused.txt, and those that depend on more than settings."""
 
 import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -248,3 +251,27 @@ def test_keys_that_only_launched_servers_read_are_named_without_their_values(sou
     assert unused_server_settings(config) == []
     inference.launch, config.rollout.replay = False, "rollouts.bin"
     assert unused_server_settings(config) == []
+
+
+def _rows() -> Iterator[tuple[str, str, list[str]]]:
+    num_ranks = common = ""
+    for line in Path(__file__).with_name("refused.txt").read_text().splitlines():
+        if heading := re.match(r"\[[^]]*?(?:on (\d+) ranks)?\](.*)", line):
+            num_ranks, common = heading[1] or "1", heading[2].strip()
+        elif line and not line.startswith("#"):
+            arguments, _, message = line.partition("  =>  ")
+            yield num_ranks, f"{common} {arguments}".strip(), message.split(" ... ")
+
+
+ROWS = list(_rows())
+
+
+@pytest.mark.parametrize(("num_ranks", "arguments", "parts"), ROWS, ids=[row[1] for row in ROWS])
+def test_it_is_refused_with_its_message(load, monkeypatch, num_ranks, arguments, parts):
+    monkeypatch.setenv("WORLD_SIZE", num_ranks)
+    monkeypatch.setenv("TORCHTITAN_GRPO_ADMIN_KEY", "x")
+    with pytest.raises(ConfigError) as refused:
+        load(arguments)
+    message = str(refused.value)
+    assert re.search(".*".join(map(re.escape, parts)), message), message
+    assert "\n" not in message
