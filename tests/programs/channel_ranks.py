@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan.grpo.system.rank_calls import CallFailed, operation, remote
+from torchtitan.grpo.system.rank_calls import RankCallFailed, operation, remote
 from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.weight_wire.group_facts import GroupFacts
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
@@ -95,9 +95,9 @@ async def lead(channel: RankChannel) -> dict[str, Any]:
     ):
         try:
             await call()
-        except (CallFailed, OSError) as error:
+        except (RankCallFailed, OSError) as error:
             results[name] = [type(error).__name__, str(error)]
-            if isinstance(error, CallFailed):
+            if isinstance(error, RankCallFailed):
                 failed = weakref.ref(error)
     results["error_is_freed"] = failed is not None and failed() is None
     try:
@@ -114,7 +114,7 @@ async def lead(channel: RankChannel) -> dict[str, Any]:
         try:
             async with asyncio.timeout(20.0):
                 await call
-        except CallFailed as error:
+        except RankCallFailed as error:
             results["gone"].append(str(error))
     return results
 

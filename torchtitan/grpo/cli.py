@@ -70,54 +70,22 @@ def sft(arguments: list[str]) -> int:
 
 
 def check_config(arguments: list[str]) -> int:
-    """Prints a run's inputs and layout; the exit status is 2 if it would be refused.
+    """Prints a run's inputs and layout; the exit status is 2 if it would be refused."""
+    with _as_trained([a for a in arguments if a != "--settings"]) as rest:
+        from torchtitan.grpo.entry import check_only
 
-    The number of ranks is the one that ``train`` would start, unless ``WORLD_SIZE`` names it.
-    """
-    with without_torch():
-        from torchtitan.grpo.start.train import SETTINGS_FLAG, parse, plan
-    parsed = parse([word for word in arguments if word != SETTINGS_FLAG])
-    _, num_ranks, _ = plan(parsed)
-    with _environment("WORLD_SIZE", str(num_ranks)):
-        return _check_config(parsed.rest, shows_settings=SETTINGS_FLAG in arguments)
-
-
-def _check_config(arguments: list[str], *, shows_settings: bool) -> int:
-    from torchtitan.grpo.config_checks import check_model
-    from torchtitan.grpo.config_manager import load_config
-    from torchtitan.grpo.entry import planned, print_dry_run
-    from torchtitan.grpo.models.hf_config import check_reference, read_hf_model
-    from torchtitan.grpo.models.hub import locate_models
-
-    config = load_config(arguments)
-    notes = locate_models(config, weights=False)
-    model = read_hf_model(config.model.hf_assets_path)
-    check_model(config, model)
-    if config.grpo.kl_coef > 0:
-        check_reference(config)
-    refused, date = False, ""
-    try:
-        start, date = planned(config, model)
-    except RunError as error:  # the settings are right, but not the folder
-        start, refused = [f"would be refused: {error}"], True
-    print("\n".join(notes), end="\n" if notes else "", flush=True)
-    status = print_dry_run(config, model, start, date, shows_settings=shows_settings)
-    return 2 if refused else status
+        return check_only([*rest, *(a for a in arguments if a == "--settings")])
 
 
 def schedule(arguments: list[str]) -> int:
     from torchtitan.grpo.pipeline.schedule_command import options
 
-    given, rest = options().parse_known_args(arguments)
-    with without_torch():
-        from torchtitan.grpo.start.train import parse, plan
-    parsed = parse(rest)
-    _, num_ranks, _ = plan(parsed)
-    with _environment("WORLD_SIZE", str(num_ranks)):
+    given, others = options().parse_known_args(arguments)
+    with _as_trained(others) as rest:
         from torchtitan.grpo.config_manager import load_config
         from torchtitan.grpo.pipeline.schedule_command import show_schedules
 
-        config = load_config(parsed.rest)
+        config = load_config(rest)
         degree = config.parallelism.pipeline_parallel_degree
         if degree == 1:
             raise ConfigError(
@@ -128,29 +96,33 @@ def schedule(arguments: list[str]) -> int:
 
 
 def evaluate(arguments: list[str]) -> int:
-    with without_torch():
-        from torchtitan.grpo.start.train import parse, plan
     from torchtitan.grpo.evaluate import evaluate as run_evaluation
     from torchtitan.grpo.evaluate import options
 
-    given, rest = options().parse_known_args(arguments)
-    parsed = parse(rest)
-    _, num_ranks, _ = plan(parsed)
+    given, others = options().parse_known_args(arguments)
     # The layout is checked as for training, and is not used.
-    with _environment("WORLD_SIZE", str(num_ranks)):
-        return run_evaluation(given, parsed.rest)
+    with _as_trained(others) as rest:
+        return run_evaluation(given, rest)
 
 
 @contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """Sets a variable of the environment for a while, unless it is set already."""
-    is_set = name in os.environ
-    os.environ.setdefault(name, value)
+def _as_trained(arguments: list[str]) -> Iterator[list[str]]:
+    """Yields the ranks' part of a command line like that of ``train``.
+
+    Until the end of the block, ``WORLD_SIZE`` is the number of ranks that ``train`` would start,
+    unless the environment has it.
+    """
+    with without_torch():
+        from torchtitan.grpo.start.train import parse, plan
+    parsed = parse(arguments)
+    _, num_ranks, _ = plan(parsed)
+    is_set = "WORLD_SIZE" in os.environ
+    os.environ.setdefault("WORLD_SIZE", str(num_ranks))
     try:
-        yield
+        yield parsed.rest
     finally:
         if not is_set:
-            del os.environ[name]
+            del os.environ["WORLD_SIZE"]
 
 
 def serve(arguments: list[str]) -> int:

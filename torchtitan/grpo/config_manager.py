@@ -1,18 +1,13 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Reads and checks the configuration of a run.
-
-The tables are torchtitan's and this project's. A misspelt key is refused with the nearest valid
-one, a value of the wrong type with its key, and settings that contradict each other before any
-process group exists. Nothing in this module needs a device.
-"""
+"""Reads and checks the configuration of a run. Nothing here needs a device or a process group."""
 
 from torchtitan.grpo.command_line.reading import read_config
 from torchtitan.grpo.config_checks import ConfigError, validate
 from torchtitan.grpo.job_config import JobConfig
 
-__all__ = ["ConfigError", "JobConfig", "is_dry_run", "load_config"]
+__all__ = ["ConfigError", "JobConfig", "load_config"]
 
 
 def load_config(args: list[str]) -> JobConfig:
@@ -24,11 +19,3 @@ def load_config(args: list[str]) -> JobConfig:
     config = read_config(args)
     validate(config)
     return config
-
-
-def is_dry_run(args: list[str]) -> bool:
-    """Removes ``--dry-run`` from the arguments and returns whether it was there."""
-    if "--dry-run" not in args:
-        return False
-    args.remove("--dry-run")
-    return True

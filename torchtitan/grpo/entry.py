@@ -8,6 +8,7 @@ a bug in this program shows a traceback.
 """
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.grpo.checkpoint import RunFinished
 from torchtitan.grpo.command_line.help_page import help_words, page
 from torchtitan.grpo.config_checks import check_model
-from torchtitan.grpo.config_manager import is_dry_run, load_config
+from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.data.feed import RankZeroFailed
 from torchtitan.grpo.dry_run import dry_run
 from torchtitan.grpo.errors import RunError
@@ -58,6 +59,8 @@ from torchtitan.grpo.system.store_rounds import separate_rounds
 from torchtitan.grpo.training.weights_check import check_weights
 from torchtitan.grpo.weight_wire.process_group import limit_communicators
 
+_DRY_RUN = "--dry-run"
+_OF_CHECK = (_DRY_RUN, SETTINGS_FLAG)
 # Longer than rank 0 takes to report an error and to close.
 _RANK_ZERO_PATIENCE_SECONDS = 15.0
 # Longer than torchrun takes to stop all ranks after one of them has ended.
@@ -95,39 +98,49 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
             print(page(JobConfig, words))
         return 0
     try:
-        is_dry = is_dry_run(args)
-        shows_settings = is_dry and SETTINGS_FLAG in args
-        if shows_settings:
-            args.remove(SETTINGS_FLAG)
-        config = load_config(args)
-        notes = locate_models(config, weights=not is_dry)
-        hf_model = read_hf_model(config.model.hf_assets_path)
-        check_model(config, hf_model)
-        if config.grpo.kl_coef > 0:
-            check_reference(config)
-        lines, date = planned(config, hf_model) if is_dry else ([], "")
+        if _DRY_RUN in args:
+            return check_only(args) if is_rank_zero else 0
+        config, model, notes = _open(args, weights=True)
     except (RunError, TimeoutError) as error:
         return _report(is_rank_zero, error, 2)
     if is_rank_zero:
-        print("\n".join(notes), end="\n" if notes else "", flush=True)
-    if is_dry:
-        if not is_rank_zero:
-            return 0
-        return print_dry_run(config, hf_model, lines, date, shows_settings=shows_settings)
-    if is_rank_zero:
-        return _train_in_folder(make_trainer, config, hf_model)
+        print(*notes, sep="\n", end="\n" if notes else "", flush=True)
+        return _train_in_folder(make_trainer, config, model)
     # Rank 0 decides how the run starts, and the others meet it in `find_start`.
-    return _train(make_trainer, config, hf_model, is_rank_zero=False)
+    return _train(make_trainer, config, model, is_rank_zero=False)
 
 
-def planned(config: JobConfig, hf_model: HFModel) -> tuple[list[str], str]:
-    """Returns lines about the run's beginning, and what chat templates would take for now.
+def _open(args: list[str], *, weights: bool) -> tuple[JobConfig, HFModel, list[str]]:
+    """Returns the configuration and its model, both checked, and notes for the user."""
+    config = load_config(args)
+    notes = locate_models(config, weights=weights)
+    model = read_hf_model(config.model.hf_assets_path)
+    check_model(config, model)
+    if config.grpo.kl_coef > 0:
+        check_reference(config)
+    return config, model, notes
 
-    Raises CheckpointError if it would be refused, FolderError if its folder cannot be made.
+
+def check_only(args: Sequence[str]) -> int:
+    """Prints a run's inputs and layout; the exit status is 2 if its folder would be refused.
+
+    With ``--settings``, it prints every setting as well. Raises RunError for anything else that
+    would be refused.
     """
-    check_folder(config)
-    start = plan_start(config, hf_model)
-    return [*describe_start(config, start), *describe_folder(config)], start.record.date
+    config, model, notes = _open([a for a in args if a not in _OF_CHECK], weights=False)
+    status, date = 0, ""
+    try:
+        check_folder(config)
+        start = plan_start(config, model)
+        lines, date = [*describe_start(config, start), *describe_folder(config)], start.record.date
+    except RunError as error:  # the settings are right, but not the folder
+        status, lines = 2, [f"would be refused: {error}"]
+    init_console("error", is_rank_zero=True)
+    shows_settings = SETTINGS_FLAG in args
+    found = dry_run(config, model, lines, date, shows_settings=shows_settings)
+    for line in itertools.chain(notes, found):
+        print(line, flush=True)
+    return status
 
 
 def _train_in_folder(make_trainer: TrainerFactory, config: JobConfig, hf_model: HFModel) -> int:
@@ -159,24 +172,6 @@ def _check_weights(config: JobConfig, model: HFModel, start: Start) -> None:
     if start.folder is None or config.lora.rank:  # else a checkpoint brings them
         for note in check_weights(config, model)[1]:
             print(f"warning: {note}", flush=True)
-
-
-def print_dry_run(
-    config: JobConfig,
-    model: HFModel,
-    start: Sequence[str],
-    date: str = "",
-    *,
-    shows_settings: bool = False,
-) -> int:
-    """Prints a :func:`dry_run`, perhaps with every setting; returns the exit status."""
-    init_console("error", is_rank_zero=True)
-    try:
-        for line in dry_run(config, model, start, date, shows_settings=shows_settings):
-            print(line, flush=True)
-    except RunError as error:
-        return _report(True, error, 2)
-    return 0
 
 
 def _train(

@@ -41,6 +41,7 @@ from torchtitan.grpo.rollout.process import first_cause
 from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.run_folder.folder import hold
 from torchtitan.grpo.system.child import end_marked
+from torchtitan.grpo.system.device import gpus_for_servers
 from torchtitan.grpo.system.environment import RUN_VARIABLE
 from torchtitan.grpo.system.folder_lock import HeldFolders
 from torchtitan.grpo.training.weights_check import check_weights
@@ -127,23 +128,16 @@ def _evaluate(config: JobConfig, given: argparse.Namespace, subject: Subject, fo
 
 
 def print_table(result: EvaluationResult) -> None:
-    """Prints the figures at full width.
-
-    Rich would cut words on a narrow terminal and in the 80 columns that it assumes for a file.
-    """
-    Console(width=_TABLE_COLUMNS).print(table(result))
-
-
-def table(result: EvaluationResult) -> Table:
+    """Prints the figures at full width; rich would cut words on a narrow terminal and in a file."""
     ks = sorted({k for of_set in result.sets for k in of_set.pass_at})
-    made = Table(box=None, pad_edge=False)
-    made.add_column("set")
-    made.add_column("function")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("set")
+    table.add_column("function")
     for name in ("score", *(f"pass@{k}" for k in ks), "tokens", "longest", "cut", "prompts", "n"):
-        made.add_column(name, justify="right")
+        table.add_column(name, justify="right")
     for of_set in result.sets:
         passed = [of_set.pass_at.get(k) for k in ks]
-        made.add_row(
+        table.add_row(
             of_set.name,
             of_set.function,
             f"{of_set.score:.4f}",
@@ -154,7 +148,7 @@ def table(result: EvaluationResult) -> Table:
             str(of_set.num_prompts),
             f"{of_set.num_completions / of_set.num_prompts:.3g}",
         )
-    return made
+    Console(width=_TABLE_COLUMNS).print(table)
 
 
 def _check(config: JobConfig, given: argparse.Namespace) -> None:
@@ -218,16 +212,15 @@ def _subject(config: JobConfig, given: argparse.Namespace, model: HFModel, folde
 
 
 def _session_config(config: JobConfig, model: HFModel, folder: Path) -> RolloutProcessConfig:
-    # No rank trains here, so servers may have every GPU.
-    before = os.environ.get("LOCAL_WORLD_SIZE")
-    os.environ["LOCAL_WORLD_SIZE"] = "0"
-    try:
-        made = process_config(config, model, 0, PromptProgress(), "")
-    finally:
-        del os.environ["LOCAL_WORLD_SIZE"]
-        if before is not None:
-            os.environ["LOCAL_WORLD_SIZE"] = before
-    return replace(made, dump_folder=str(folder), saved_rollouts=None, monitor_host="")
+    return replace(
+        process_config(config, model, 0, PromptProgress(), ""),
+        dump_folder=str(folder),
+        saved_rollouts=None,
+        monitor_host="",
+        # No rank trains here, so servers may have every GPU.
+        server_gpus=gpus_for_servers(num_ranks=0),
+        servers_beside_training=False,
+    )
 
 
 async def _run(config: RolloutProcessConfig) -> tuple[EvaluationResult, list[str]]:

@@ -60,20 +60,22 @@ def _out_of_memory(error: BaseException, config: JobConfig) -> str:
 
 
 def _rows_at_once(config: JobConfig) -> tuple[str, int]:
-    if config.parallelism.pipeline_parallel_degree > 1:
-        key = "parallelism.pipeline_parallel_microbatch_size"
-        return key, config.parallelism.pipeline_parallel_microbatch_size
+    settings = config.parallelism
+    if settings.pipeline_parallel_degree > 1:
+        size = settings.pipeline_parallel_microbatch_size
+        return "parallelism.pipeline_parallel_microbatch_size", size
     return "training.local_batch_size", config.training.local_batch_size
 
 
 def _remedies(config: JobConfig, on_gpu: bool) -> Iterator[str]:
     grpo, training = config.grpo, config.training
     key, rows = _rows_at_once(config)
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if rows > 1:
         yield f"{key} below {rows}, with the same result"
     if config.parallelism.pipeline_parallel_degree > 1:
         yield from _pipeline_remedies(config)
-    elif (kept := config.parallelism.fsdp_between_microbatches) != "free" and _has_several_ranks():
+    elif (kept := config.parallelism.fsdp_between_microbatches) != "free" and num_ranks > 1:
         yield f"parallelism.fsdp_between_microbatches = 'free' (it is {kept!r})"
     if config.activation_checkpoint.mode != "full":
         yield f"activation_checkpoint.mode = 'full' (it is {config.activation_checkpoint.mode!r})"
@@ -95,11 +97,6 @@ def _remedies(config: JobConfig, on_gpu: bool) -> Iterator[str]:
         )
     else:
         yield "more ranks on further hosts, or other programs ended"
-
-
-def _has_several_ranks() -> bool:
-    """Returns whether this rank shares parameters with others, and keeping them takes memory."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def _pipeline_remedies(config: JobConfig) -> Iterator[str]:

@@ -1,10 +1,14 @@
 """Pages that are made from the code are up to date."""
 
+import dataclasses
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+
+from torchtitan.grpo import config
+from torchtitan.grpo.job_config import JobConfig
 
 
 def test_the_configuration_page_says_what_the_code_says(repository):
@@ -69,6 +73,24 @@ def test_the_first_commands_of_the_readme_can_be_pasted(repository):
     commands = [line.strip() for line in block[0].splitlines()]
     assert commands == ["bash scripts/quickstart.sh"]
     assert (repository / "scripts/quickstart.sh").is_file()
+
+
+def test_every_setting_is_in_a_shipped_configuration_or_on_a_page_that_says_when_to_touch_it(
+    repository,
+):
+    pages = [p for p in _pages(repository) if p.name not in ("configuration.md", "CHANGELOG.md")]
+    text = "\n".join(page.read_text() for page in pages)
+    shipped = "\n".join(f.read_text() for f in repository.glob("train_configs/*.toml"))
+    unknown = []
+    for table in dataclasses.fields(JobConfig):
+        if table.type not in vars(config).values():
+            continue  # torchtitan's
+        for name in (field.name for field in dataclasses.fields(table.type)):  # pyright: ignore
+            on_page = rf"\b{table.name}\.{name}\b|`{name}`|`{name} = |^{name} = "
+            in_file = re.search(rf"^{name} = ", shipped, re.MULTILINE)
+            if not in_file and not re.search(on_page, text, re.MULTILINE):
+                unknown.append(f"{table.name}.{name}")
+    assert not unknown, unknown
 
 
 # -- lock files ------------------------------------------------------------------------------

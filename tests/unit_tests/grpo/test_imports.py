@@ -13,8 +13,9 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 PACKAGE = "torchtitan.grpo"
 
 FLOORS: tuple[set[str], ...] = (
-    {"errors", "functions", "types", "system", "upstream", "weight_wire", "monitoring"},
-    {"disk_failures", "strict_json", "config", "workers"},
+    {"errors", "functions", "types", "system", "upstream", "weight_wire", "monitoring"}
+    | {"disk_failures", "strict_json"},
+    {"config", "workers"},
     {"job_config", "losses", "inference", "rewards", "command_line"},
     {"rollout", "attestation"},
     {"observe", "run_folder"},

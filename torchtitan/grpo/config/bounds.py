@@ -12,21 +12,14 @@ file, and docs/configuration.md shows them. Parsers ignore them: they convert ty
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """An interval of numbers, and at most one value outside of it with a special meaning.
-
-    Attributes:
-        minimum: Lower end of the interval.
-        includes_minimum: True if the interval contains its lower end.
-        maximum: Upper end of the interval; None if it has none.
-        includes_maximum: True if the interval contains its upper end.
-        special: A valid value outside of the interval, with its meaning; None if there is none.
-    """
+    """An interval of numbers, and at most one ``special`` value outside of it, with its meaning."""
 
     minimum: float
     includes_minimum: bool
@@ -35,27 +28,23 @@ class Bounds:
     special: tuple[float, str] | None = None
 
     def below(self, maximum: float) -> "Bounds":
-        """Returns these bounds with an upper end that is not valid itself."""
         return dataclasses.replace(self, maximum=maximum, includes_maximum=False)
 
     def at_most(self, maximum: float) -> "Bounds":
-        """Returns these bounds with an upper end that is valid itself."""
         return dataclasses.replace(self, maximum=maximum, includes_maximum=True)
 
     def or_value(self, value: float, meaning: str) -> "Bounds":
-        """Returns these bounds with one more valid value, such as 0 for "off"."""
         return dataclasses.replace(self, special=(value, meaning))
 
     def allow(self, value: float) -> bool:
-        """Returns whether a value is valid. NaN is never allowed."""
         if self.special is not None and value == self.special[0]:
             return True
         is_above = value >= self.minimum if self.includes_minimum else value > self.minimum
-        if self.maximum is None:
-            return is_above
-        return is_above and (
-            value <= self.maximum if self.includes_maximum else value < self.maximum
+        most = math.inf if self.maximum is None else self.maximum
+        is_below = value < most or (
+            value == most and (self.maximum is None or self.includes_maximum)
         )
+        return is_above and is_below  # and so NaN is never allowed
 
     def __str__(self) -> str:
         text = f"{'at least' if self.includes_minimum else 'above'} {self.minimum:g}"
@@ -67,21 +56,16 @@ class Bounds:
 
 
 def at_least(minimum: float) -> Bounds:
-    """Returns the bounds of the values from ``minimum`` on."""
     return Bounds(minimum, includes_minimum=True)
 
 
 def above(minimum: float) -> Bounds:
-    """Returns the bounds of the values greater than ``minimum``."""
     return Bounds(minimum, includes_minimum=False)
 
 
 def bounds_of(table: type) -> dict[str, Bounds]:
     """Returns the bounds of each field of a table that has some."""
-    found = {}
-    for field in dataclasses.fields(table):
-        metadata: tuple[Any, ...] = getattr(field.type, "__metadata__", ())
-        for part in metadata:
-            if isinstance(part, Bounds):
-                found[field.name] = part
-    return found
+    marks: dict[str, tuple[Any, ...]] = {
+        field.name: getattr(field.type, "__metadata__", ()) for field in dataclasses.fields(table)
+    }
+    return {name: m for name, parts in marks.items() for m in parts if isinstance(m, Bounds)}

@@ -5,8 +5,7 @@
 
 from torchtitan.grpo import config as grpo_config
 from torchtitan.grpo.command_line.keys import answer_to_value
-from torchtitan.grpo.config import Teacher
-from torchtitan.grpo.config_checks.rules import ConfigError, check_file, require
+from torchtitan.grpo.config_checks.rules import check_file, forbid, get, refusing, require
 from torchtitan.grpo.inference.kinds import KINDS
 from torchtitan.grpo.inference.urls import checked_urls, named_urls
 from torchtitan.grpo.job_config import JobConfig
@@ -55,12 +54,10 @@ def _check_policy_loss(grpo: grpo_config.GRPO) -> None:
     from torchtitan.grpo.losses.objective import metric_reductions
     from torchtitan.grpo.losses.policy_function import check_policy_function
 
-    try:
+    answer = answer_to_value("grpo.policy_loss", grpo.policy_loss)
+    with refusing(end=f" {answer}" if answer else ""):
         check_policy_function(grpo)
         metric_reductions(grpo)  # refuses metrics whose names are those of every loss
-    except ValueError as error:
-        answer = answer_to_value("grpo.policy_loss", grpo.policy_loss)
-        raise ConfigError(f"{error} {answer}".rstrip()) from error
 
 
 def _check_mismatch(grpo: grpo_config.GRPO) -> None:
@@ -78,8 +75,12 @@ def _check_mismatch(grpo: grpo_config.GRPO) -> None:
 
 def check_teacher(config: JobConfig) -> None:
     teacher, rollout, grpo = config.teacher, config.rollout, config.grpo
-    _check_used(config)
-    _check_top_k(config)
+    require(
+        teacher.top_k == 0 or teacher.max_divergence == 0,
+        "teacher.max_divergence cannot be used with teacher.top_k, got "
+        f"{teacher.max_divergence:g}: it bounds the divergence of the sampled token, and with top_k no "
+        "single token says how much is learned. Set it to 0.",
+    )
     if not teacher.urls:
         return
     _check_urls(config)
@@ -103,16 +104,12 @@ def check_teacher(config: JobConfig) -> None:
         f"{rollout.earlier_turns!r}: a teacher reads an episode from its beginning, and not what the "
         "chat template made of earlier turns later on.",
     )
-    require(
-        not grpo.filter_zero_advantage,
-        "grpo.filter_zero_advantage cannot be used with teacher.urls: groups with equal rewards would be "
-        "left out, although the teacher's part differs. Set grpo.filter_zero_advantage = false.",
-    )
-    require(
-        not rollout.dynamic_sampling,
-        "rollout.dynamic_sampling cannot be used with teacher.urls: groups with equal rewards would be "
-        "left out, although the teacher's part differs. Set rollout.dynamic_sampling = false.",
-    )
+    for key in ("grpo.filter_zero_advantage", "rollout.dynamic_sampling"):
+        require(
+            not get(config, key),
+            f"{key} cannot be used with teacher.urls: groups with equal rewards would be left out, "
+            f"although the teacher's part differs. Set {key} = false.",
+        )
     # With top_k, the teacher's part is no advantage, and a sequence has one sign.
     require(
         grpo.off_policy_mask_threshold == 0 or teacher.top_k > 0,
@@ -134,39 +131,14 @@ def check_teacher(config: JobConfig) -> None:
     )
 
 
-def _check_used(config: JobConfig) -> None:
-    """Refuses settings of a rating's effect in a run without ratings."""
-    for key in ("coef", "top_k", "max_divergence"):
-        value, default = getattr(config.teacher, key), getattr(Teacher(), key)
-        require(
-            value == default or config.may_be_taught,
-            f"teacher.{key} needs teacher.urls, or rated rollouts in rollout.replay, got {value:g} without "
-            f"a teacher. Name one, or set teacher.{key} = {default:g}.",
-        )
-
-
-def _check_top_k(config: JobConfig) -> None:
-    teacher = config.teacher
-    if teacher.top_k == 0:
-        return
-    require(
-        teacher.max_divergence == 0,
-        "teacher.max_divergence cannot be used with teacher.top_k, got "
-        f"{teacher.max_divergence:g}: it bounds the divergence of the sampled token, and with top_k no "
-        "single token says how much is learned. Set it to 0.",
-    )
-
-
 def _check_urls(config: JobConfig) -> None:
     teacher = config.teacher
     require(
         teacher.kind in KINDS,
         f"teacher.kind must be one of {', '.join(KINDS)}, got {teacher.kind!r}.",
     )
-    try:
+    with refusing():
         urls = checked_urls(teacher.urls, "teacher.urls")
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     shared = set(urls) & set(named_urls(config.inference))
     require(
         not shared,
@@ -198,12 +170,12 @@ def check_supervised(config: JobConfig) -> None:
         "grpo.entropy_coef above 0": grpo.entropy_coef > 0,
         "grpo.num_epochs above 1": grpo.num_epochs > 1,
     }
-    for setting, is_set in excluded.items():
-        require(
-            not is_set,
-            f"sft.path and {setting} cannot be combined: supervised training has examples and no "
-            "rollouts, and passes over them again by itself. Leave one of them at its default.",
-        )
+    forbid(
+        "sft.path",
+        excluded,
+        "supervised training has examples and no rollouts, and passes over them again by itself. "
+        "Leave one of them at its default.",
+    )
     require(
         rollout.temperature == 1,
         f"sft.path needs rollout.temperature = 1, got {rollout.temperature}: the trainer computes the "

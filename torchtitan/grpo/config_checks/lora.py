@@ -47,19 +47,13 @@ def check_lora(config: JobConfig) -> None:
         "(checkpoint.initial_load_model_only = false) with lora.rank above 0: the base model is read "
         "from model.hf_assets_path. Export the model and name the export there.",
     )
-    _check_adapter_push(config)
-
-
-def _check_adapter_push(config: JobConfig) -> None:
     sync = config.weight_sync
-    if config.lora.push == "merged":
-        return
-    for key, value, allowed in (
-        ("transport", sync.transport, sync.transport != "disk"),
-        ("delta", sync.delta, not sync.delta),
+    for key, value, conflicts in (
+        ("transport", sync.transport, sync.transport == "disk"),
+        ("delta", sync.delta, sync.delta),
     ):
         require(
-            allowed,
+            lora.push == "merged" or not conflicts,
             f"lora.push = 'adapters' cannot be used with weight_sync.{key} = {value!r}: adapters "
             "travel whole, and over process groups. Set lora.push = 'merged', or change the other.",
         )

@@ -6,7 +6,7 @@
 import os
 from pathlib import PurePath
 
-from torchtitan.grpo.config_checks.rules import ConfigError, require
+from torchtitan.grpo.config_checks.rules import refusing, require
 from torchtitan.grpo.inference.urls import checked_host
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.monitoring.addresses import KEY_VARIABLE, is_loopback
@@ -22,13 +22,9 @@ def check_observe(config: JobConfig) -> None:
         f"{observe.print_samples}. Raise observe.samples_per_step.",
     )
     if observe.monitor:
-        try:
+        must = "observe.monitor_host must be an address of this host, without scheme, brackets and port"
+        with refusing(f"{must} (observe.monitor_port), got {observe.monitor_host!r}: ", "."):
             checked_host(observe.monitor_host)
-        except ValueError as error:
-            raise ConfigError(
-                "observe.monitor_host must be an address of this host, without scheme, brackets and "
-                f"port (observe.monitor_port), got {observe.monitor_host!r}: {error}."
-            ) from error
     require(
         not observe.monitor
         or is_loopback(observe.monitor_host)

@@ -3,7 +3,7 @@
 
 """Checks batches and rollouts."""
 
-from torchtitan.grpo.config_checks.rules import check_file, get, require
+from torchtitan.grpo.config_checks.rules import check_file, forbid, get, refusing, require
 from torchtitan.grpo.functions import split_path
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.rollout.environments.environment_worker import BUILTIN
@@ -48,13 +48,15 @@ def check_data(config: JobConfig) -> None:
     )
     check_file("rollout.replay", rollout.replay)
     if not config.prompts.single_rank_load:
-        for key in ("rollout.record", "rollout.replay", "grpo.ptx_path"):
-            require(
-                get(config, key) is None,
-                f"prompts.single_rank_load = false and {key} = {get(config, key)!r} cannot be "
-                "combined: the former leaves the tokens in the rollout process, and the latter needs "
-                f"them on rank 0. Remove {key} or set prompts.single_rank_load = true.",
-            )
+        forbid(
+            "prompts.single_rank_load = false",
+            {
+                k: get(config, k) is not None
+                for k in ("rollout.record", "rollout.replay", "grpo.ptx_path")
+            },
+            "the former leaves the tokens in the rollout process, and the latter needs them on rank 0. "
+            "Remove it, or set prompts.single_rank_load = true.",
+        )
     require(
         grpo.num_minibatches <= grpo.prompts_per_step or not config.has_servers,
         "grpo.num_minibatches must be at most grpo.prompts_per_step "
@@ -143,12 +145,12 @@ def check_stream(config: JobConfig) -> None:
         "grpo.mismatch_normalize = true": grpo.mismatch_normalize,
         "prompts.single_rank_load = false": not config.prompts.single_rank_load,
     }
-    for setting, is_set in needs_all.items():
-        require(
-            not is_set,
-            f"rollout.stream and {setting} cannot be combined: the former computes gradients before "
-            "the batch is complete, and the latter needs the whole batch first. Remove one of them.",
-        )
+    forbid(
+        "rollout.stream",
+        needs_all,
+        "the former computes gradients before the batch is complete, and the latter needs the whole "
+        "batch first. Remove one of them.",
+    )
 
 
 def check_environments(config: JobConfig) -> None:
@@ -162,10 +164,8 @@ def check_environments(config: JobConfig) -> None:
         )
         return
     if rollout.environment not in BUILTIN:
-        try:
+        with refusing():
             split_path(rollout.environment, "rollout.environment", BUILTIN)
-        except ValueError as error:
-            require(False, str(error))
     require(
         rollout.environment != "verifiers" or bool(rollout.environment_options.get("env_id")),
         "rollout.environment = 'verifiers' needs rollout.environment_options = { env_id = ... } "

@@ -4,6 +4,8 @@
 """The error and the functions of all checks."""
 
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torchtitan.grpo.command_line import ConfigError
@@ -16,6 +18,21 @@ def require(holds: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+@contextmanager
+def refusing(begin: str = "", end: str = "") -> Iterator[None]:
+    """Turns a ValueError into a ConfigError, whose message has its text in the middle."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{begin}{error}{end}") from error
+
+
+def forbid(with_setting: str, conflicts: Mapping[str, bool], why: str) -> None:
+    """Refuses the first of the settings that are set beside another."""
+    for setting, is_set in conflicts.items():
+        require(not is_set, f"{with_setting} and {setting} cannot be combined: {why}")
+
+
 def get(config: JobConfig, key: str) -> Any:
     table, name = key.split(".")
     return getattr(getattr(config, table), name)
@@ -23,7 +40,7 @@ def get(config: JobConfig, key: str) -> Any:
 
 def check_file(key: str, path: str | None) -> None:
     """Requires a file on the machine of rank 0. Other machines do not read it."""
-    if path is None or not _is_rank_zero_here():
+    if path is None or os.environ.get("GROUP_RANK", "0") != "0":
         return
     try:
         check_regular(path)
@@ -31,7 +48,3 @@ def check_file(key: str, path: str | None) -> None:
         raise ConfigError(f"{key} = {error}.") from error
     except OSError as error:
         raise ConfigError(f"{key} must be a file, got {path}.") from error
-
-
-def _is_rank_zero_here() -> bool:
-    return os.environ.get("GROUP_RANK", "0") == "0"

@@ -8,9 +8,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from torchtitan.grpo import config as grpo_config
-from torchtitan.grpo.config_checks.rules import ConfigError, check_file, require
+from torchtitan.grpo.config_checks.rules import check_file, refusing, require
 from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE
-from torchtitan.grpo.inference.kinds import KINDS, KindRow, kind_row, refuse_keys
+from torchtitan.grpo.inference.kinds import KINDS, kind_row, refuse_keys
 from torchtitan.grpo.inference.registry import registry_folder
 from torchtitan.grpo.inference.urls import checked_host, named_urls, split_address
 from torchtitan.grpo.job_config import JobConfig
@@ -36,13 +36,10 @@ def check_inference(config: JobConfig) -> None:
         + (f"{' and '.join(given)}." if given else "none of them."),
     )
     check_file("inference.urls_file", inference.urls_file)
-    try:
-        urls = named_urls(inference)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    with refusing():
+        urls, row = named_urls(inference), kind_row(inference.kind)
     _check_registry(inference)
     _check_reachable(urls)
-    row = _row_of(inference.kind)
     needs_python = inference.launch and row.environment is not None
     require(
         not needs_python or inference.python is not None,
@@ -67,10 +64,8 @@ def check_inference(config: JobConfig) -> None:
 
 
 def _check_launch(inference: grpo_config.Inference) -> None:
-    try:
+    with refusing():
         refuse_keys(inference.kind, inference.extra_args, "inference.extra_args")
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     require(
         inference.max_restart_seconds >= inference.restart_seconds,
         "inference.max_restart_seconds must be at least inference.restart_seconds "
@@ -83,15 +78,13 @@ def _check_registry(inference: grpo_config.Inference) -> None:
     address = inference.registry_address
     if address is None:
         return
-    try:
+    must = (
+        "inference.registry_address must be host:port, where host is the address of rank 0's host"
+    )
+    with refusing(f"{must} that servers reach, got {address!r}: ", "."):
         host, _ = split_address(address)
         if host in ("0.0.0.0", "::"):
             raise ValueError("servers cannot connect to all addresses")
-    except ValueError as error:
-        raise ConfigError(
-            "inference.registry_address must be host:port, where host is the address of rank 0's "
-            f"host that servers reach, got {address!r}: {error}."
-        ) from error
     require(
         bool(inference.admin_key or os.environ.get(ADMIN_KEY_VARIABLE)),
         "inference.registry_address needs a key, which servers send when they register: set "
@@ -157,19 +150,18 @@ def check_weight_sync(config: JobConfig) -> None:
         "weight_sync.transport = 'auto' or 'host'.",
     )
     if sync.master_address != "auto":
-        try:
+        must = (
+            "weight_sync.master_address must be auto, or an address of rank 0's host without scheme"
+        )
+        with refusing(f"{must}, brackets and port, got {sync.master_address!r}: ", "."):
             checked_host(sync.master_address)
-        except ValueError as error:
-            raise ConfigError(
-                "weight_sync.master_address must be auto, or an address of rank 0's host without scheme, "
-                f"brackets and port, got {sync.master_address!r}: {error}."
-            ) from error
     path = sync.disk_path
     require(
         path is None or Path(path).is_dir() or not Path(path).exists(),
         f"weight_sync.disk_path must be a directory, got the file {path}.",
     )
-    kind = _row_of(config.inference.kind).name
+    with refusing():
+        kind = kind_row(config.inference.kind).name
     for key, capability in (("delta", "takes_deltas"), ("checksum", "verifies_checksums")):
         able = [row.name for row in KINDS.values() if getattr(row.capabilities, capability)]
         require(
@@ -177,10 +169,3 @@ def check_weight_sync(config: JobConfig) -> None:
             f"weight_sync.{key} needs inference.kind = {' or '.join(map(repr, able))}, got "
             f"{kind!r}, whose servers would ignore it. Leave weight_sync.{key} at false.",
         )
-
-
-def _row_of(kind: str) -> KindRow:
-    try:
-        return kind_row(kind)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error

@@ -40,6 +40,10 @@ def _both(first: _Condition, second: _Condition) -> _Condition:
     return lambda c: first[0](c) and second[0](c), f"{first[1]} and {second[1]}"
 
 
+_RATED: _Condition = (
+    lambda config: config.may_be_taught,
+    "teacher.urls, or rated rollouts in rollout.replay",
+)
 _NORMS = ("group_norm", "leave_one_out_norm", "batch_norm")
 
 _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
@@ -95,6 +99,7 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
             *("kind", "model_path", "max_concurrent_requests", "request_timeout_seconds"),
             *("wait_seconds", "max_unrated_groups", "api_key"),
         ),
+        _RATED: ("coef", "top_k", "max_divergence"),
     },
     "inference": {
         _both(_on("inference.launch"), _is("inference.kind", "vllm", "sglang")): (

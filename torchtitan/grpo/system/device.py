@@ -139,13 +139,16 @@ def lower_timeouts(dims: "ParallelDims", timeout_seconds: float) -> None:
         _set_pg_timeout(timedelta(seconds=timeout_seconds), group)
 
 
-def gpus_for_servers() -> list[str]:
-    """Returns this machine's GPUs without training ranks, or all, as in ``CUDA_VISIBLE_DEVICES``."""
+def gpus_for_servers(num_ranks: int | None = None) -> list[str]:
+    """Returns this machine's GPUs without training ranks, or all, as in ``CUDA_VISIBLE_DEVICES``.
+
+    ``num_ranks`` is by default the number of ranks that torchrun has started here.
+    """
     if not torch.cuda.is_available():
         return []
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
-    return gpus[_num_training_gpus() :] or gpus
+    return gpus[_num_training_gpus() if num_ranks is None else num_ranks :] or gpus
 
 
 def are_gpus_shared() -> bool:

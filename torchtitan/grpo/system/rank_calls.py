@@ -10,6 +10,7 @@ Methods are marked with :func:`operation` where they are written. :func:`remote`
 import functools
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar, cast, get_type_hints
 
 import msgspec
@@ -20,7 +21,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 _MARK = "__is_operation__"
 
 
-class CallFailed(RuntimeError):
+class RankCallFailed(RuntimeError):
     """A call failed on another rank, whose message this is."""
 
 
@@ -65,17 +66,13 @@ def operations_of(interface: type) -> dict[str, Any]:
     return {name: get_type_hints(method)["return"] for name, method in methods}
 
 
-class _Remote:
-    def __init__(self, interface: type, channel: Caller, rank: int, timeout_seconds: float) -> None:
-        self.rank = rank
-        for name, result_type in operations_of(interface).items():
-            call = functools.partial(channel.call, rank, name, result_type, timeout_seconds)
-            setattr(self, name, call)
-
-
 def remote(interface: type[T], channel: Caller, rank: int, timeout_seconds: float) -> T:
     """Returns rank 0's form of an object of another rank: its ``rank`` and its operations.
 
     ``timeout_seconds`` must exceed the timeouts that the methods apply themselves.
     """
-    return cast(T, _Remote(interface, channel, rank, timeout_seconds))
+    calls = {
+        name: functools.partial(channel.call, rank, name, result_type, timeout_seconds)
+        for name, result_type in operations_of(interface).items()
+    }
+    return cast(T, SimpleNamespace(rank=rank, **calls))

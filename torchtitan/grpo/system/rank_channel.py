@@ -31,7 +31,7 @@ import msgspec
 import torch.distributed as dist
 
 from torchtitan.grpo.system.groups import leader_address
-from torchtitan.grpo.system.rank_calls import Answer, Call, CallFailed, Served, operations_of
+from torchtitan.grpo.system.rank_calls import Answer, Call, RankCallFailed, Served, operations_of
 from torchtitan.grpo.system.rank_status import LostRank, Status, StatusBoard
 
 _BEAT_SECONDS = 1.0
@@ -200,15 +200,15 @@ class RankChannel:
     ) -> Any:
         """Calls a method on another rank from rank 0 and returns its result.
 
-        Raises CallFailed or OSError if the method failed there, and TimeoutError without an answer.
-        CallFailed also means that the rank no longer answers.
+        Raises RankCallFailed or OSError if the method failed there, and TimeoutError without an answer.
+        RankCallFailed also means that the rank no longer answers.
         """
         assert self._loop is not None, "the channel must be started before a call"
         asking = self._ask(rank, method, timeout_seconds, list(arguments))
         # Not kept in a variable: an error and this frame would keep each other alive.
         answer = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asking, self._loop))
         if answer.error is not None:
-            raise (OSError if answer.is_os_error else CallFailed)(answer.error)
+            raise (OSError if answer.is_os_error else RankCallFailed)(answer.error)
         return msgspec.msgpack.decode(answer.result, type=result_type)
 
     async def serve(self, served: Sequence[Served]) -> None:

@@ -174,7 +174,7 @@ def test_calls_and_their_failures_cross_ranks(run_ranks):
     assert leader["facts"]
     assert leader["opened"]
     assert leader["gathering_waits"]
-    assert leader["join"] == ["CallFailed", "rank 1: RuntimeError: http://server did not come"]
+    assert leader["join"] == ["RankCallFailed", "rank 1: RuntimeError: http://server did not come"]
     assert leader["error_is_freed"]
     kind, message = leader["write"]
     assert kind == "OSError"
