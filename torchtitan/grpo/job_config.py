@@ -91,8 +91,7 @@ class Optimizer(job_config.Optimizer):
     muon_adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """How Muon's learning rate depends on the shape of a matrix. ``match_rms_adamw`` (Moonlight)
     makes updates about as large as those of AdamW, so that AdamW's learning rate can be used.
-    ``original`` multiplies the learning rate by ``sqrt(max(1, rows / columns))`` and requires
-    ``muon_lr``; the Muon post uses 0.02 for pretraining. Torch's default is ``original``."""
+    ``original`` requires ``muon_lr``. docs/how-to/muon.md has the formulas."""
 
     muon_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Data type in which Muon gathers and orthogonalizes updates. With ``bfloat16``, as in torch,
@@ -135,17 +134,13 @@ class Parallelism(job_config.Parallelism):
     """``[parallelism]``: torchtitan's table."""
 
     fsdp_between_microbatches: Literal["auto", "free", "keep_parameters", "keep_all"] = "auto"
-    """What each rank keeps between the microbatches of an optimizer step. ``free`` gathers and casts
-    the parameters for every microbatch, with FSDP for its forward and for its backward pass, and
-    reduces the gradients after it. ``keep_parameters`` gathers and casts them once, and holds them
-    whole in ``training.mixed_precision_param``: 2 bytes in bfloat16 for each parameter of this rank's
-    pipeline stage and tensor part. ``keep_all`` also reduces the gradients once, and until then holds
-    them whole in ``training.mixed_precision_reduce``: 4 more bytes. ``auto`` keeps what fits beside
-    the training states and the activations, parameters first; ``--dry-run`` shows the figures. The
-    gradients are equal up to the order in which they are added. Replicas (HSDP) sum their gradients
-    once in any case. A batch that is streamed (``rollout.stream``) does all of this once for each of
-    its parts. Pipelines always keep both; ``fsdp_reshard_after_forward = "always"`` keeps no
-    parameters."""
+    """What each rank keeps between the microbatches of an optimizer step: nothing (``free``), the
+    gathered parameters (``keep_parameters``), or also the gradients that are not reduced yet
+    (``keep_all``). ``auto`` keeps what fits beside the training states and the activations,
+    parameters first. docs/parallelism.md compares the values, and ``--dry-run`` shows the figures.
+    The gradients are equal up to the order in which they are added. A batch that is streamed
+    (``rollout.stream``) does all of this once for each of its parts. Pipelines always keep both;
+    ``fsdp_reshard_after_forward = "always"`` keeps no parameters."""
 
 
 @dataclass

@@ -91,6 +91,7 @@ def test_a_checkpoint_that_found_no_room_is_told_as_such(manager, caplog, what):
         failures = {1: (error, None), 0: (RuntimeError("another rank failed"), None)}
     for is_last in (False, True):
         caplog.clear()
+        manager._is_told = False  # as with each new checkpoint
         kept = file_of(manager.dump_folder, 80)
         kept.parent.mkdir(exist_ok=True)
         kept.touch()

@@ -13,21 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torchtitan.grpo.rewards.builtin import exact_match, partial_match
-
 TASK = Path(__file__).resolve().parents[3] / "assets" / "reverse_digits"
 MODEL = TASK / "model"
 
 
 def read_rows(name: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in (TASK / name).read_text(encoding="utf-8").splitlines()]
-
-
-def complete(model, tokenizer, rows: list[dict[str, str]], **sampling) -> list[str]:
-    inputs = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
-    output = model.generate(**inputs, max_new_tokens=12, **sampling)
-    answers = output[:, inputs["input_ids"].shape[1] :]
-    return tokenizer.batch_decode(answers, skip_special_tokens=True)
 
 
 @pytest.fixture(scope="module")
@@ -60,17 +51,6 @@ def test_answers_are_right_and_heldout_prompts_are_not_trained_on() -> None:
     assert len(set(prompts)) == len(prompts)
     for row in train + heldout:
         assert row["answer"] == row["prompt"].removesuffix("->")[::-1]
-
-
-def test_model_half_knows_the_task_and_its_samples_leave_room_to_learn(model, tokenizer) -> None:
-    rows = read_rows("heldout.jsonl")
-    answers = [row["answer"] for row in rows]
-    greedy = exact_match([], complete(model, tokenizer, rows, do_sample=False), answer=answers)
-    assert 0.2 <= sum(greedy) / len(greedy) <= 0.7
-    torch.manual_seed(0)
-    sampled = complete(model, tokenizer, rows, do_sample=True, top_k=0)
-    earned = partial_match([], sampled, answer=answers)
-    assert 0.35 <= sum(earned) / len(earned) <= 0.6
 
 
 # -- scripts/make_gsm8k_cpu.py, on a few rows and two steps -------------------------------

@@ -42,13 +42,9 @@ class GRPO:
     advantage: Literal[
         "group_norm", "group_mean", "leave_one_out", "leave_one_out_norm", "batch_norm", "max_rl"
     ] = "group_norm"
-    """How advantages are computed from rewards. ``group_norm`` (GRPO) subtracts the mean of the
-    group and divides by its standard deviation. ``group_mean`` (Dr.GRPO) only subtracts the mean.
-    ``leave_one_out`` (RLOO) subtracts the mean of the group's other rollouts, and
-    ``leave_one_out_norm`` also divides by the standard deviation of the group. ``batch_norm``
-    (REINFORCE++-baseline) subtracts the mean of the group and divides by the standard deviation of
-    the whole batch. ``max_rl`` (MaxRL) subtracts the mean of the group and divides by it; it needs
-    rewards of at least 0."""
+    """How advantages are computed from rewards: ``group_norm`` (GRPO), ``group_mean`` (Dr.GRPO),
+    ``leave_one_out`` (RLOO), ``leave_one_out_norm``, ``batch_norm`` (REINFORCE++-baseline), or
+    ``max_rl`` (MaxRL), which needs rewards of at least 0. docs/losses.md has the formulas."""
 
     advantage_std: Literal["sample", "population"] = "sample"
     """Whether the variance of N rewards is divided by N - 1 (``sample``) or by N
@@ -85,12 +81,11 @@ class GRPO:
     tokens. Used with ``overlong_buffer``."""
 
     policy_loss: str = "clip"
-    """Policy loss of each token. ``clip`` is the clipped surrogate with one ratio per token.
-    ``gspo`` is the clipped surrogate with one ratio per sequence. ``cispo`` weights the
-    log-probability by the clipped ratio, which is treated as a constant. ``reinforce`` uses no
-    ratio. ``sapo`` replaces clipping with a smooth gate. ``gmpo`` uses the geometric mean of the
-    clipped ratios over the sequence. A custom function is named ``package.module:function`` or
-    ``path/to/file.py:function``."""
+    """Policy loss of each token: ``clip`` (one ratio for each token), ``gspo`` (one ratio for each
+    sequence), ``cispo``, ``reinforce`` (no ratio), ``sapo`` (a smooth gate instead of clipping),
+    ``gmpo`` (the geometric mean of the clipped ratios over the sequence), or a custom function,
+    named ``package.module:function`` or ``path/to/file.py:function``. docs/losses.md has the
+    formulas."""
 
     policy_loss_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for a custom ``policy_loss`` function. An option that the function does not
@@ -195,17 +190,15 @@ class GRPO:
     """Weight of the KL penalty against the reference model. With 0, no reference model is built."""
 
     kl_estimator: Literal["k1", "k2", "k3", "abs", "k1_straight", "k3_straight"] = "k3"
-    """Estimator of the KL divergence from sampled tokens. With d = log-probability under the policy
-    minus log-probability under the reference: ``k1`` is d, ``k2`` is d² / 2, ``k3`` is exp(-d) - 1
-    + d, and ``abs`` is |d|. ``k1_straight`` and ``k3_straight`` have the value of ``k1`` and
-    ``k3``; as a loss, they have the gradient of ``k2``, which is that of the KL divergence."""
+    """Estimator of the KL divergence from sampled tokens; docs/losses.md has the formulas.
+    ``k1_straight`` and ``k3_straight`` have the value of ``k1`` and ``k3``; as a loss, they have
+    the gradient of ``k2``, which is that of the KL divergence."""
 
     kl_importance: bool = False
     """Multiply the KL estimate of each token in the loss by the ratio of the policy to the old
     policy (``old_policy``). The expected gradient is then that of the KL divergence even for tokens
-    that an older policy sampled. Gradients flow through the ratio with ``k1`` and ``k3``, but not
-    with the estimators whose gradient is already correct. Cannot be combined with ``kl_estimator =
-    "abs"``, which is not an estimator of the KL divergence. Used with ``kl_in = "loss"``."""
+    that an older policy sampled. Cannot be combined with ``kl_estimator = "abs"``, which is not an
+    estimator of the KL divergence. Used with ``kl_in = "loss"``."""
 
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL penalty is applied: as a term of the loss, or subtracted from the reward of each
@@ -257,9 +250,8 @@ class GRPO:
 
     pipeline_memory: Annotated[float, above(0)] = 1.5
     """Upper bound of the activations that ``parallelism.pipeline_parallel_schedule = "auto"`` may
-    hold, relative to those of 1F1B. Interleaved1F1B needs up to 1.5, V-ZB needs 1, V-Half needs
-    ``(p + 2) / 2p``, and V-Min needs ``(p + 4) / 3p``, with p ranks. If no schedule stays within
-    the bound, the one that holds the fewest activations is used."""
+    hold, relative to those of 1F1B; docs/schedules.md shows what each schedule holds. If no
+    schedule stays within the bound, the one that holds the fewest activations is used."""
 
     pipeline_microbatches: Annotated[
         int, at_least(1).or_value(0, "four for each pipeline rank")
@@ -284,10 +276,9 @@ class GRPO:
     pipeline_fill_gaps: bool = True
     """Whether a pipeline computes the log-probabilities under the reference policy and the proximal
     policy in the idle time of its training passes, as long as this causes no delay. This requires
-    several minibatches (``num_minibatches``): while one is trained, those after it are computed.
-    The results do not change. With FSDP, the gathered parameters of both models are then in memory
-    at the same time. Has no effect on a reference with ``ref_model_offload``, or on a reference
-    whose KL is part of the reward."""
+    several minibatches (``num_minibatches``). The results do not change. With FSDP, the gathered
+    parameters of both models are then in memory at the same time. Has no effect on a reference with
+    ``ref_model_offload``, or on a reference whose KL is part of the reward."""
 
     max_pending_weight_grads_gib: Annotated[float, at_least(0).or_value(-1, "no bound")] = -1
     """Maximum memory, in GiB per rank, in which a zero-bubble schedule keeps the inputs and output

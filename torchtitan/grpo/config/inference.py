@@ -84,14 +84,12 @@ class Inference:
     longest prompt plus ``rollout.max_new_tokens``."""
 
     max_batched_tokens: Annotated[int, at_least(1).or_value(0, "depends on the kind")] = 0
-    """Maximum number of tokens that a launched server computes in one step (chunked prefill). Each
-    running request has one token in a step, and prompts get the remaining tokens, so a long prompt
-    delays running requests by no more than a step of this size. It must be above
-    ``rollout.max_concurrent_rollouts`` divided by ``num_servers``. It is passed to vLLM as
-    ``--max-num-batched-tokens``, and to SGLang as ``--chunked-prefill-size``, where it must be a
-    multiple of the page size. With 0, vLLM and SGLang get 2,048 on a GPU and 256 on a CPU, or twice
-    the number of running requests if that is more. The embedded server gets the number of running
-    requests plus 512 on a GPU, or plus half of that number, but at least 16, on a CPU."""
+    """Maximum number of tokens that a launched server computes in one step (chunked prefill), above
+    ``rollout.max_concurrent_rollouts`` divided by ``num_servers``; docs/servers.md describes it.
+    For SGLang it must be a multiple of the page size. With 0, vLLM and SGLang get 2,048 on a GPU
+    and 256 on a CPU, or twice the number of running requests if that is more. The embedded server
+    gets the number of running requests plus 512 on a GPU, or plus half of that number, but at least
+    16, on a CPU."""
 
     extra_args: list[str] = field(default_factory=list)
     """Additional command-line arguments of launched servers, passed unchanged. Each server also

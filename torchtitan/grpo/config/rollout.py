@@ -167,9 +167,8 @@ class Rollout:
     earlier_turns: Literal["as_written", "as_templated"] = "as_written"
     """How the model sees its earlier turns if an environment replies to chat prompts with chat
     messages. ``as_written`` keeps all tokens as the model generated them, including its thinking.
-    ``as_templated`` renders the whole conversation with the chat template, as a chat server does.
-    If the template removes or changes earlier turns, the next turn begins a new training row;
-    ``environment/rewritten_contexts`` counts these turns. Needs ``environment``."""
+    ``as_templated`` renders the whole conversation with the chat template, as a chat server does;
+    docs/environments.md describes the rows that result. Needs ``environment``."""
 
     record: str | None = None
     """File to which every trained batch of rollouts is written, for use with ``replay``. If the

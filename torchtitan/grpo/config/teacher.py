@@ -53,11 +53,9 @@ class Teacher:
     the same number."""
 
     max_divergence: Annotated[float, above(0).or_value(0, "no bound")] = 0.0
-    """Bound to which the divergence of a token is clamped, in nats, in both directions. A confident
-    teacher can assign an arbitrarily large divergence, such as 10 or 30 nats, to a token that it
-    would not generate, and such tokens make the gradient noisy. With a bound, the divergence of all
-    other tokens is unchanged, but the gradient is no longer exactly that of the reverse KL
-    divergence."""
+    """Bound to which the divergence of a token is clamped, in nats, in both directions. Tokens that
+    a confident teacher would not generate have divergences such as 10 or 30 nats, which make the
+    gradient noisy. With a bound, it is no longer exactly that of the reverse KL divergence."""
 
     max_concurrent_requests: Annotated[int, at_least(1)] = 32
     """Maximum number of requests that are sent to each server at once. Rollouts of a group share a

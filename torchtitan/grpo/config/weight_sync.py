@@ -31,10 +31,9 @@ class WeightSync:
     bucket for each server on its GPU."""
 
     max_sources: Annotated[int, at_least(1).or_value(0, "all ranks")] = 8
-    """Maximum number of ranks that send to each server at the same time. The ranks that hold the
-    weights divide them so that each sends approximately the same number of bytes, from as many
-    hosts as possible. Each source rank has a connection to each server, so a higher number does not
-    help in a cluster of hundreds of ranks. With pipeline parallelism, each pipeline rank has at
+    """Maximum number of ranks that send to each server at the same time, each approximately the
+    same number of bytes. Each source rank has a connection to each server, so a higher number does
+    not help in a cluster of hundreds of ranks. With pipeline parallelism, each pipeline rank has at
     least one source."""
 
     num_slots: Annotated[int, at_least(2)] = 2
@@ -85,9 +84,8 @@ class WeightSync:
     ] = 0.0
     """Maximum mean difference between the log-probabilities of an attestation, in nats. With 0, the
     difference that is caused by a server's kernels is measured while both sides have the same
-    weights. The tolerance is three times this difference, and at least 1e-3 for float32 weights and
-    0.05 for bfloat16. A difference above 0.02 for float32, or 0.5 for bfloat16, is never attributed
-    to kernels."""
+    weights, and three times this difference is tolerated; docs/weight_sync.md describes the
+    limits."""
 
     delta: bool = False
     """Send only the elements that have changed since the version that a server has confirmed. The

@@ -31,13 +31,6 @@ def test_every_setting_is_on_the_page_and_ours_come_first():
     assert ours.index("\nPrompts\n") < ours.index("\nPolicy loss\n") < ours.index("\nServers\n")
 
 
-def test_no_line_is_wider_than_the_terminal(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    wide = [line for line in page(JobConfig, []).splitlines() if len(line) > 80]
-    # The head of a setting, such as a list of choices, is not broken.
-    assert all(line.startswith("  --") for line in wide), wide
-
-
 def test_a_word_shows_the_full_text_of_what_it_names():
     text = page(JobConfig, ["clip_high"])
     assert "--grpo.clip_high X (0.2)" in text

@@ -31,7 +31,7 @@ TWO_SERVERS = "--inference.no-launch --inference.urls=http://127.0.0.1:1,http://
     [
         "--prompts.max_prompt_tokens=100 --rollout.max_new_tokens=256 --inference.max_model_len=356",
         "--evaluation.path=heldout.jsonl --rollout.replay={file}",
-        "--prompts.template={prompt} --prompts.system_prompt=' \\t'",  # it says nothing
+        "--prompts.template={prompt} --prompts.system_prompt=' '",  # it says nothing
         "--sft.path={file}",
         "--rollout.hedge_seconds=5 --inference.num_servers=2",
         f"--rollout.hedge_seconds=5 {TWO_SERVERS}",

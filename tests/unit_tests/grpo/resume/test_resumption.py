@@ -182,20 +182,6 @@ def test_the_date_of_the_first_start_stays_over_any_number_of_resumes(world):
     assert world.plan().record.date >= fresh.date
 
 
-def test_a_warm_up_that_is_longer_than_the_run_is_told_as_what_is_used(world):
-    used = "so it rises over 4 (lr_scheduler.warmup_steps is 10)"
-    short = ("--training.steps=4", "--lr_scheduler.warmup_steps=10")
-    assert used in world.describe(*short)
-    assert "it rises" not in world.describe("--training.steps=4", "--lr_scheduler.warmup_steps=4")
-    world.checkpoint(2, world.plan("--training.steps=4").record)
-    text = world.describe(*short)
-    assert "lr_scheduler.warmup_steps: 20 -> 10" in text and used in text
-    # Without a change, the schedule stays laid over the steps that the run began with.
-    assert "so it rises over 4 (lr_scheduler.warmup_steps is 20)" in world.describe(
-        "--training.steps=99"
-    )
-
-
 def test_a_checkpoint_without_a_record_is_resumed_with_the_settings_of_the_start(world):
     world.checkpoint(40, None)
     start = world.plan("--optimizer.lr=1e-5")
@@ -213,14 +199,6 @@ def test_a_checkpoint_of_the_model_alone_or_without_the_reference_is_refused(wor
     world.checkpoint(40, record)
     with pytest.raises(CheckpointError, match="must resume from a checkpoint that holds its ref"):
         world.plan("--grpo.kl_coef=0.1", "--grpo.ref_model_ema=0.9")
-
-
-def test_newer_checkpoints_that_a_run_goes_back_behind_are_named(world):
-    for step in (20, 40, 60):
-        world.checkpoint(step, world.plan("--job.overwrite").record)
-    assert world.plan().step == 60
-    text = world.describe("--checkpoint.load_step=20")
-    assert "Newer checkpoints stay in that folder (step 40, step 60)" in text
 
 
 def test_a_run_is_finished_when_its_steps_its_export_and_its_summary_are_there(world):

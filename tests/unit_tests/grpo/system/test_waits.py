@@ -1,16 +1,15 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Ranks of a restart wait for each other in a store that ranks before them have used; pauses and reminders."""
+"""Ranks of a restart wait for each other in a store that ranks before them have used; pauses."""
 
 import threading
-from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from torchtitan.grpo.system.store_rounds import agree_on_round
-from torchtitan.grpo.system.waits import Backoff, Reminders
+from torchtitan.grpo.system.waits import Backoff
 
 SECONDS = 60.0
 
@@ -52,13 +51,6 @@ def test_a_rank_that_does_not_come_is_named(store):
         agree_on_round(store, 0, 3, 0.1)
 
 
-def test_what_one_round_wrote_is_not_seen_by_the_next(store):
-    store.set_timeout(timedelta(seconds=SECONDS))
-    first, second = (dist.PrefixStore(agree(store, 2, [0, 1])[0], store) for _ in range(2))
-    first.set("address of rank 0", "a port where nobody listens")
-    assert not second.check(["address of rank 0"])
-
-
 def test_the_pause_doubles_up_to_the_longest_and_starts_again_after_a_success():
     backoff = Backoff(1.0, 5.0)
     assert [backoff.seconds_after_failure() for _ in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
@@ -66,8 +58,3 @@ def test_the_pause_doubles_up_to_the_longest_and_starts_again_after_a_success():
     assert backoff.seconds_after_failure() == 1.0
     backoff.num_failures = 10**6
     assert backoff.seconds_after_failure() == 5.0, "a float does not overflow"
-
-
-def test_reminders_come_at_growing_distances_up_to_the_longest() -> None:
-    reminders = Reminders(first_seconds=5, longest_seconds=30)
-    assert [t for t in range(200) if reminders.is_due(t)] == [5, 15, 35, 65, 95, 125, 155, 185]
