@@ -95,7 +95,6 @@ class AdapterState(ModelWrapper):
 
 
 def load_weights(trainer: Trainer, adapter: BaseStateDictAdapter, model: HFModel) -> None:
-    """Loads the weights with which a run begins, adapters included."""
     load_hf_weights(trainer.model_parts, adapter, model.path)
     begin_adapters(trainer.model_parts, trainer.job_config.debug.seed)
 
@@ -228,7 +227,6 @@ def resume_command(config: JobConfig, arguments: Sequence[str], load_step: int |
 
 
 def _without_start(arguments: Sequence[str]) -> list[str]:
-    """Drops the arguments that say where the run was to begin."""
     kept: list[str] = []
     before = ""  # the option whose value may follow
     for argument in arguments:

@@ -195,7 +195,6 @@ class GRPOCheckpointManager(CheckpointManager):
             )
 
     def _purge_stale_checkpoints(self) -> None:
-        """Keeps the newest ``checkpoint.keep_latest_k`` whole checkpoints."""
         if self.keep_latest_k <= 0 or dist.get_rank() != 0 or self.purge_thread is None:
             return
         folders = [Path(self.folder, f"step-{step}") for step in steps_in(Path(self.folder))]

@@ -192,7 +192,6 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Returns the exit status of the process."""
     name, rest = (arguments[0] if arguments else ""), arguments[1:]
     if name in _HELP:
         print(USAGE)

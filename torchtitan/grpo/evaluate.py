@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from torchtitan.grpo import strict_json
-from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.config_checks import check_model
+from torchtitan.grpo.config_checks.rules import require
 from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.controller import process_config
 from torchtitan.grpo.disk_failures import disk_failure
@@ -152,29 +152,29 @@ def print_table(result: EvaluationResult) -> None:
 
 
 def _check(config: JobConfig, given: argparse.Namespace) -> None:
-    if not evaluation_sets(config.evaluation):
-        raise ConfigError(
-            "evaluation.path must name held-out prompts, or evaluation.sets several sets of them, got "
-            "nothing to evaluate."
-        )
-    if given.model and given.checkpoint:
-        raise ConfigError(
-            f"--model and --checkpoint name different weights, got {given.model} and "
-            f"{given.checkpoint}. Give one of them."
-        )
-    if given.checkpoint and config.lora.rank:
-        raise ConfigError(
-            f"--checkpoint cannot be used with lora.rank above 0, got {config.lora.rank}: checkpoints "
-            "hold adapters alone. Evaluate an export: --model <job.dump_folder>/hf/step-N (the last "
-            "step is always exported, others with grpo.hf_export_interval)."
-        )
+    require(
+        bool(evaluation_sets(config.evaluation)),
+        "evaluation.path must name held-out prompts, or evaluation.sets several sets of them, got "
+        "nothing to evaluate.",
+    )
+    require(
+        not (given.model and given.checkpoint),
+        f"--model and --checkpoint name different weights, got {given.model} and "
+        f"{given.checkpoint}. Give one of them.",
+    )
+    require(
+        not (given.checkpoint and config.lora.rank),
+        f"--checkpoint cannot be used with lora.rank above 0, got {config.lora.rank}: checkpoints "
+        "hold adapters alone. Evaluate an export: --model <job.dump_folder>/hf/step-N (the last "
+        "step is always exported, others with grpo.hf_export_interval).",
+    )
     named = given.model or given.checkpoint
-    if named and not config.inference.launch:
-        raise ConfigError(
-            f"{'--model' if given.model else '--checkpoint'} {named} needs inference.launch = true: "
-            "servers that run already are evaluated with the weights that they serve. Start servers "
-            "on these weights, or let this command launch them (--inference.launch)."
-        )
+    require(
+        not named or config.inference.launch,
+        f"{'--model' if given.model else '--checkpoint'} {named} needs inference.launch = true: "
+        "servers that run already are evaluated with the weights that they serve. Start servers "
+        "on these weights, or let this command launch them (--inference.launch).",
+    )
 
 
 def _named(config: JobConfig, given: argparse.Namespace) -> tuple[HFModel, str]:
@@ -197,7 +197,6 @@ def _named(config: JobConfig, given: argparse.Namespace) -> tuple[HFModel, str]:
 
 
 def _subject(config: JobConfig, given: argparse.Namespace, model: HFModel, folder: Path) -> Subject:
-    """The subject; writes a checkpoint's weights as a Hugging Face directory."""
     if given.checkpoint:
         checkpoint, target = find_checkpoint(config, given.checkpoint), folder / "model"
         export_checkpoint(config, model, checkpoint, target)

@@ -22,7 +22,6 @@ _LONG_ROW_TOKENS = 8192
 
 
 def known_failure(error: BaseException, config: JobConfig) -> str | None:
-    """Returns a message for a failure of training that the user can mend."""
     for cause in _chain(error):
         if isinstance(cause, MemoryError | torch.OutOfMemoryError) or (
             isinstance(cause, RuntimeError) and _OUT_OF_MEMORY.search(str(cause))

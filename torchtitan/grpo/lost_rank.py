@@ -71,7 +71,6 @@ def describe_lost(lost: LostRank, config: JobConfig) -> str:
 
 
 def describe_next(config: JobConfig) -> str:
-    """Returns what follows: a restart by torchrun, or the user's own."""
     most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1
     begin = "from the newest checkpoint" if config.checkpoint.enable else (
@@ -108,7 +107,6 @@ def _trace_file() -> str | None:
 
 
 def dump_collectives() -> None:
-    """Writes this rank's flight recorder for torch's tools."""
     prefix = _trace_file()
     if prefix is None:
         return

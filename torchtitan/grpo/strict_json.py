@@ -9,33 +9,22 @@ project writes as JSON is written here.
 
 import json
 import math
-from collections.abc import Callable
 from typing import Any
 
 COUNT_KEY = "nonfinite_values"
 """Key of an object that says how many of its numbers were not finite; it is absent if all were."""
 
 
-def dumps(
-    value: Any,
-    *,
-    indent: int | None = None,
-    ensure_ascii: bool = True,
-    sort_keys: bool = False,
-    default: Callable[[Any], Any] | None = None,
-) -> str:
+def dumps(value: Any, **options: Any) -> str:
     """Returns a value as JSON, with null for each number that is not finite.
 
-    An object then says under :data:`COUNT_KEY` how many these are.
+    An object then says under :data:`COUNT_KEY` how many these are. ``options`` are `json.dumps`'s.
     """
     found: list[float] = []
     strict = _strict(value, found)
     if found and isinstance(strict, dict):
         strict[COUNT_KEY] = len(found)
-    return json.dumps(
-        strict, indent=indent, ensure_ascii=ensure_ascii, sort_keys=sort_keys, default=default,
-        allow_nan=False,
-    )  # fmt: skip
+    return json.dumps(strict, allow_nan=False, **options)
 
 
 def finite(value: Any) -> float | None:

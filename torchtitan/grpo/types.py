@@ -99,19 +99,16 @@ class BatchPart(IntEnum):
 
     @classmethod
     def at(cls, *, begins_batch: bool, ends_batch: bool) -> "BatchPart":
-        """Returns the part with this place in its batch."""
         if begins_batch:
             return cls.WHOLE if ends_batch else cls.FIRST
         return cls.LAST if ends_batch else cls.MIDDLE
 
     @property
     def begins_batch(self) -> bool:
-        """Whether this is the only or the first part of its batch."""
         return self in (BatchPart.WHOLE, BatchPart.FIRST)
 
     @property
     def ends_batch(self) -> bool:
-        """Whether this is the only or the last part of its batch, which is complete with it."""
         return self in (BatchPart.WHOLE, BatchPart.LAST)
 
 
@@ -265,7 +262,6 @@ class Generation:
 
     @property
     def num_trained(self) -> int:
-        """Number of trained tokens."""
         sampled = self.sampled
         return len(self.token_ids) if sampled is None else int(np.count_nonzero(sampled))
 

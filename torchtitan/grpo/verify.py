@@ -112,7 +112,6 @@ def check_run(run: Path, *, want_in_flight: bool) -> list[Check]:
 async def greedy_completions(
     client: InferenceClient, prompts: list[list[int]], max_new_tokens: int, wait_seconds: float
 ) -> list[Generation]:
-    """Requests one greedy completion for each prompt, all at the same time."""
     try:
         await wait_until_up([client], [], wait_seconds)
         return await asyncio.gather(
@@ -181,7 +180,6 @@ def check_server(options: argparse.Namespace) -> list[Check]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a line for each check; returns 0 only if every check holds."""
     parser = argparse.ArgumentParser(prog="verify", description=__doc__)
     parser.add_argument("--kind", choices=list(KINDS), required=True)
     parser.add_argument("--url", required=True)

@@ -64,7 +64,6 @@ def above(minimum: float) -> Bounds:
 
 
 def bounds_of(table: type) -> dict[str, Bounds]:
-    """Returns the bounds of each field of a table that has some."""
     marks: dict[str, tuple[Any, ...]] = {
         field.name: getattr(field.type, "__metadata__", ()) for field in dataclasses.fields(table)
     }

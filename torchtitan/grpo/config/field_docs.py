@@ -38,5 +38,4 @@ def _docs_in(tree: ast.ClassDef) -> dict[str, str]:
 
 
 def first_sentence(text: str) -> str:
-    """Returns a docstring up to the end of its first sentence."""
     return text.partition(". ")[0].rstrip(".") + "."

@@ -69,5 +69,4 @@ class RolloutProcessConfig:
     """Token that each fetch of rollouts by a rank must present."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the configuration as plain data, for the message that carries it."""
         return asdict(self)

@@ -151,7 +151,6 @@ _FILES = (".jsonl", ".json", ".parquet")
 
 
 def check_supervised(config: JobConfig) -> None:
-    """Refuses supervised training with settings that need rollouts, or another temperature."""
     sft, grpo, rollout = config.sft, config.grpo, config.rollout
     if sft.path is None:
         return

@@ -13,7 +13,6 @@ from torchtitan.grpo.monitoring.addresses import KEY_VARIABLE, is_loopback
 
 
 def check_observe(config: JobConfig) -> None:
-    """Refuses to print samples that are not kept, and to serve other hosts without a key."""
     observe = config.observe
     require(
         observe.print_samples <= observe.samples_per_step,
@@ -36,7 +35,6 @@ def check_observe(config: JobConfig) -> None:
 
 
 def check_profiling(config: JobConfig) -> None:
-    """Refuses too short periods of the profilers, and folders outside of the run's."""
     settings = config.profiling
     if not settings.enable_profiling and not settings.enable_memory_snapshot:
         return
@@ -72,7 +70,6 @@ _ACTING = ("skip", "stop")
 
 
 def check_guards(config: JobConfig) -> None:
-    """Refuses guards that could never act, and limits that nothing would read."""
     guards, grpo = config.guards, config.grpo
     require(
         guards.grad_norm not in _ACTING

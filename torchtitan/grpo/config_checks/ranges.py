@@ -15,7 +15,6 @@ from torchtitan.grpo.job_config import JobConfig
 
 
 def check_required(config: JobConfig) -> None:
-    """Refuses a run without a model, or without anything that scores its completions."""
     require(
         bool(config.model.hf_assets_path),
         "model.hf_assets_path must name a Hugging Face model directory, got nothing.",

@@ -20,7 +20,6 @@ def longest_sequence(config: JobConfig) -> int:
 
 
 def check_lengths(config: JobConfig) -> None:
-    """Checks that prompts and completions fit into rows and into the servers' sequences."""
     if config.sft.path is not None:
         return  # examples that do not fit are left out
     require(
@@ -39,7 +38,6 @@ def check_lengths(config: JobConfig) -> None:
 
 
 def check_data(config: JobConfig) -> None:
-    """Checks minibatches, the supervised mix-in, and recorded rollouts."""
     grpo, rollout = config.grpo, config.rollout
     require(
         rollout.record is None or rollout.replay is None,
@@ -77,7 +75,6 @@ def check_data(config: JobConfig) -> None:
 
 
 def check_filters(config: JobConfig) -> None:
-    """Refuses filters and buffers under which no batch could be made, or that exclude each other."""
     rollout, grpo = config.rollout, config.grpo
     batch = grpo.prompts_per_step * grpo.group_size
     limit = rollout.buffer_size_limit
@@ -179,7 +176,6 @@ def check_environments(config: JobConfig) -> None:
 
 
 def check_dispatch(config: JobConfig) -> None:
-    """Refuses hedging and ordering that could never have an effect."""
     rollout, inference = config.rollout, config.inference
     hedge_seconds = rollout.hedge_seconds
     require(

@@ -18,7 +18,6 @@ from torchtitan.grpo.system.network import is_loopback
 
 
 def check_inference(config: JobConfig) -> None:
-    """Checks that the servers of the run are named in one place, and that they can be started."""
     if not config.has_servers:
         return
     inference = config.inference
@@ -93,7 +92,6 @@ def _check_registry(inference: grpo_config.Inference) -> None:
 
 
 def _check_reachable(urls: list[str]) -> None:
-    """Refuses servers on loopback if ranks of other nodes are to push weights to them."""
     if os.environ.get("LOCAL_WORLD_SIZE") in (None, os.environ.get("WORLD_SIZE")):
         return
     hidden = [url for url in urls if is_loopback(urlsplit(url).hostname or "")]
@@ -132,7 +130,6 @@ def unused_server_settings(config: JobConfig) -> list[str]:
 
 
 def check_weight_sync(config: JobConfig) -> None:
-    """Refuses settings of the push that contradict each other, or that the servers cannot do."""
     sync = config.weight_sync
     require(
         sync.max_retry_seconds >= sync.retry_seconds,

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def check_checkpoints(config: JobConfig) -> None:
-    """Refuses ways to write checkpoints that this machine does not have."""
     if not config.checkpoint.enable:
         return
     require(
@@ -38,7 +37,6 @@ def check_checkpoints(config: JobConfig) -> None:
 
 
 def check_optimizer(config: JobConfig) -> None:
-    """Refuses settings that nothing would read, or that Muon cannot work with."""
     optimizer: Optimizer = config.optimizer
     if optimizer.name != "Muon":
         return
@@ -56,7 +54,6 @@ def check_optimizer(config: JobConfig) -> None:
 
 
 def check_machine(config: JobConfig) -> None:
-    """Checks that this machine has the GPU and the directories that the settings need."""
     grpo = config.grpo
     if grpo.packed_attention == "flex":
         import torch
@@ -89,7 +86,6 @@ def check_layout(config: JobConfig) -> None:
 
 
 def check_model(config: JobConfig, model: "HFModel") -> None:
-    """Refuses sequences beyond the model's maximum or window, and layouts that do not fit it."""
     needed = longest_sequence(config)
     if config.inference.launch and config.has_servers:
         needed = config.inference.max_model_len or config.training.seq_len

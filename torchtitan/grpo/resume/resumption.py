@@ -59,7 +59,6 @@ class Start:
 
     @property
     def unusable_because(self) -> list[str]:
-        """The changed settings because of which rollouts beside the checkpoint are not used."""
         return invalidates_rollouts(self.changes)
 
 
@@ -202,7 +201,6 @@ def check_whole(folder: Path, states: set[str], *, needs_reference: bool) -> Non
 
 
 def check_new_run(config: JobConfig) -> None:
-    """Refuses to begin a new run over an earlier one, unless ``job.overwrite`` is set."""
     earlier = None if config.job.overwrite else describe_run(config)
     if earlier is None:
         return
@@ -219,7 +217,6 @@ def check_new_run(config: JobConfig) -> None:
 
 
 def is_finished(config: JobConfig, start: Start) -> bool:
-    """Returns whether nothing is left to do: all steps, the export, and the summary are there."""
     folder = Path(config.job.dump_folder)
     export = folder / "hf" / f"step-{start.step}"
     ended = export.is_dir() and (folder / "summary.json").is_file()

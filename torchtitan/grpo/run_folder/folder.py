@@ -117,7 +117,6 @@ def hold(config: JobConfig, folder: Path | None = None) -> HeldFolders:
 
 
 def _locks(config: JobConfig) -> dict[Path, str]:
-    """Lock files of all that a run writes, with the settings that name it."""
     folder = Path(config.job.dump_folder)
     found = {folder / LOCK_FILE: f"job.dump_folder = {folder}"}
     checkpoints = folder / config.checkpoint.folder

@@ -130,7 +130,6 @@ def package_versions() -> dict[str, str]:
 def record_start(
     config: "JobConfig", step: int, arguments: Sequence[str], servers: Sequence[ServerInfo]
 ) -> Path:
-    """Records a start with its command line; returns the folder."""
     folder = _make_next(Path(config.job.dump_folder) / STARTS_FOLDER)
     head = f"# Configuration of a run as it was started after {step} steps.\n\n"
     (folder / "config.toml").write_text(head + to_toml(config.to_dict()), encoding="utf-8")

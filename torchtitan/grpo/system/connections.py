@@ -99,7 +99,6 @@ class ConnectionLimits:
         return True
 
     def note(self, connection: "_LimitedProtocol") -> None:
-        """Counts a connection as the one that became idle or busy last."""
         self.forget(connection)
         self.num_open += 1
         connection.place = connection.is_busy, connection.has_key

@@ -31,7 +31,6 @@ class LogLimit:
         self._thread: threading.Thread | None = None
 
     def add(self, pid: int, log: Path) -> None:
-        """Limits the log of a child, on a thread that ends with the last one."""
         with self._lock:
             self._logs[pid] = log
             if self._thread is None:

@@ -16,7 +16,6 @@ _SOMEWHERE = "192.0.2.1"
 
 
 def boot_id() -> str:
-    """Identifies this start of this machine's kernel."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()

@@ -55,7 +55,6 @@ def make_private_folder(purpose: str) -> Path:
 
 
 def remove_private_folder(folder: Path) -> None:
-    """Removes a folder, and noted shared memory that no process holds."""
     remove_noted(folder)
     shutil.rmtree(folder, ignore_errors=True)
     if (lock := _locks.pop(folder, None)) is not None:
@@ -154,7 +153,6 @@ def _noted(folder: Path) -> set[str]:
 
 
 def _files() -> dict[str, int]:
-    """Inodes of the files in shared memory by their names."""
     with contextlib.suppress(OSError), os.scandir(_SHARED_MEMORY) as entries:
         return {entry.name: entry.inode() for entry in entries}
     return {}

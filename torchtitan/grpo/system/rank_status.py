@@ -96,7 +96,6 @@ def _open_file() -> int | None:
 
 
 def read_status(folder: Path) -> Status | None:
-    """Returns the status beside a rank's error file, if any."""
     try:
         return msgspec.json.decode((folder / STATUS_FILE).read_bytes(), type=Status)
     except (OSError, msgspec.DecodeError):

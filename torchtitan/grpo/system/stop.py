@@ -51,7 +51,6 @@ class StopRequest:
         return self.signum is not None
 
     def is_older_than(self, seconds: float) -> bool:
-        """Returns whether a stop was requested more than so many seconds ago."""
         return time.monotonic() - self._signaled_at > seconds
 
     @property
@@ -59,7 +58,6 @@ class StopRequest:
         return 128 + (self.signum or 0)
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Waits for a stop request; returns whether it came in time."""
         deadline = time.monotonic() + timeout_seconds
         while not self.requested and time.monotonic() < deadline:
             time.sleep(0.05)
