@@ -13,7 +13,7 @@ from torchtitan.grpo.job_config import JobConfig
 
 def test_the_configuration_page_says_what_the_code_says(repository):
     script = repository / "scripts/make_configuration_doc.py"
-    result = subprocess.run([sys.executable, str(script), "--check"], timeout=60)
+    result = subprocess.run([sys.executable, str(script), "--check"], timeout=300)
     assert result.returncode == 0, "run python scripts/make_configuration_doc.py"
 
 
