@@ -7,11 +7,11 @@ The files in ``earlier`` hold rollouts of several versions and turns, with masks
 rewards; ``rows.npz`` holds the rows that the earlier release made of the record.
 """
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rollouts import assert_same
 
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.data.cost import token_cost
@@ -20,7 +20,7 @@ from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.data.step_plan import plan_step
 from torchtitan.grpo.losses.distillation import sampled_reverse_kl
 from torchtitan.grpo.rollout.saved import check_saved, read_saved, write_saved
-from torchtitan.grpo.types import Generation, PromptProgress, RolloutGroup, VersionSegment
+from torchtitan.grpo.types import PromptProgress, RolloutGroup, VersionSegment
 
 FILES = Path(__file__).parent / "earlier"
 RECORD, SAVED = FILES / "rollouts.jsonl", FILES / "step-2.msgpack"
@@ -36,18 +36,6 @@ def rows_of(groups: list[RolloutGroup], version: int) -> list[TrainRows]:
         max_new_tokens=10, balance=True, cost=token_cost, row_bucket=1,
     )  # fmt: skip
     return plan.rows_of_rank
-
-
-def assert_equal(found: Generation, expected: Generation) -> None:
-    assert type(found) is type(expected)
-    for field in dataclasses.fields(expected):
-        name, value = field.name, getattr(expected, field.name)
-        other = getattr(found, name)
-        if isinstance(value, np.ndarray):
-            assert (other.dtype, other.shape) == (value.dtype, value.shape), name
-            assert other.tobytes() == value.tobytes(), name
-        else:
-            assert other == value, name
 
 
 @pytest.mark.parametrize("is_written_again", [False, True])
@@ -87,11 +75,7 @@ def test_saved_rollouts_of_an_earlier_release_are_kept(is_written_again, tmp_pat
     recorded = {g.group_id: g for batch in (first, second) for g in batch.groups}
     assert [group.group_id for group in saved.finished] == [4, 9, 11]
     for group in saved.finished:
-        same = recorded[group.group_id]
-        named = ("prompt_text", "server_url", "columns", "is_chat", "file")
-        assert all(getattr(group, name) == getattr(same, name) for name in named)
-        for rollout, other in zip(group.rollouts, same.rollouts, strict=True):
-            assert_equal(rollout, other)
+        assert_same(group, recorded[group.group_id])
     (unfinished,) = saved.unfinished
     assert (unfinished.group_id, unfinished.start_version) == (12, 1)
     (whole,), (begun,) = unfinished.generations, unfinished.begun

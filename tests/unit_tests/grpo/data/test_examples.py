@@ -6,7 +6,8 @@
 import json
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+from prompt_files import character_tokenizer
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from torchtitan.grpo.config import SFT, Prompts
@@ -15,8 +16,8 @@ from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.rollout.prompts import row_check
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 
-VOCABULARY = {c: i for i, c in enumerate("?$UAESabcdefghijklmnopqrstuvwxyz ")}
-EOS, END_OF_TURN = VOCABULARY["$"], VOCABULARY["E"]
+CHARACTERS = "?$UAESabcdefghijklmnopqrstuvwxyz "
+EOS, END_OF_TURN = CHARACTERS.index("$"), CHARACTERS.index("E")
 TEMPLATE = (
     "{% for m in messages %}{{ {'user': 'U', 'assistant': 'A', 'system': 'S'}[m.role] }}"
     "{{ m.content }}E{% endfor %}{% if add_generation_prompt %}A{% endif %}"
@@ -26,8 +27,7 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """One token a character; ``E`` ends a turn, and ``$`` a text."""
-    tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer = character_tokenizer(CHARACTERS)
     tokenizer.add_special_tokens([AddedToken(c) for c in "$E"])
     folder = tmp_path_factory.mktemp("model")
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="$")
@@ -53,9 +53,8 @@ def open_stream(model, tmp_path):
 
 
 def text(sample):
-    letters = {i: c for c, i in VOCABULARY.items()}
     parts = (sample.prompt_ids, sample.completion_ids)
-    return "|".join("".join(letters[int(i)] for i in ids) for ids in parts)
+    return "|".join("".join(CHARACTERS[i] for i in ids) for ids in parts)
 
 
 def user(content):
@@ -63,7 +62,7 @@ def user(content):
 
 
 def assistant(content):
-    return {"role": "assistant", "content": content}
+    return user(content) | {"role": "assistant"}
 
 
 def test_strings_are_put_into_the_template_of_the_prompts_and_end(open_stream):
@@ -82,6 +81,7 @@ def test_chat_messages_go_through_the_chat_template_in_every_form(open_stream):
         {"prompt": [user("a")], "completion": "b"},
         {"prompt": [user("a")], "completion": [assistant("b")]},
         {"prompt": [user("a"), assistant("b")]},
+        {"prompt": [user("a"), assistant("b") | {"tool_calls": None, "reasoning": "", "id": 7}]},
     ]
     stream = open_stream(rows)
     # The end of a turn is what the template writes, though the model's first end token is another.
@@ -93,11 +93,6 @@ def test_a_conversation_is_trained_on_its_last_message(open_stream):
     prompts = Prompts(system_prompt="s", shuffle=False)
     stream = open_stream(rows, column="messages", prompts=prompts)
     assert text(stream.next()) == "SsEUaEAbEUcEA|dE"
-
-
-def test_keys_of_a_message_that_hold_nothing_are_no_matter(open_stream):
-    last = assistant("b") | {"tool_calls": None, "reasoning_content": "", "id": 7}
-    assert text(open_stream([{"prompt": [user("a"), last]}]).next()) == "UaEA|bE"
 
 
 def test_what_is_too_long_is_left_out_and_counted(open_stream):
@@ -126,25 +121,6 @@ def test_a_stream_continues_another_one_at_its_position(open_stream):
     assert before[:5] != after[:5]
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "a"}, r"jsonl:1: there is no column 'completion' \(sft\.completion_column\)"),
-        ({"prompt": "a", "completion": ""}, r"jsonl:1: a completion must be a string that is not empty"),
-        ({"prompt": "a", "completion": 3}, r"or a list with one message of the assistant, got 3"),
-        ({"prompt": "a", "completion": [user("b")]}, r"one message of the assistant"),
-        ({"prompt": [assistant("b")]}, r"must have a message before the assistant's last one"),
-        ({"prompt": "a", "completion": "z"}, r"token id \d+, and the model's vocabulary has 20"),
-        ({"text": "a"}, r"there is no column 'prompt'"),
-        ({"prompt": [user("a"), assistant("b") | {"reasoning_content": "c"}]}, r"jsonl:1: .* has reasoning_content besides"),
-        ({"prompt": "a", "completion": [assistant("b") | {"tool_calls": [{"id": 1}]}]}, r"has tool_calls besides"),
-    ],
-)  # fmt: skip
-def test_a_bad_row_is_refused_with_its_line(open_stream, row, message):
-    with pytest.raises(DataError, match=message):
-        open_stream([row], vocab_size=20).next()
-
-
 BAD_EXAMPLES = {
     "null_prompt": ({"prompt": None, "completion": "b"}, "must be a string, or a list"),
     "empty_prompt": ({"prompt": "", "completion": "b"}, "the prompt has no text"),
@@ -155,6 +131,19 @@ BAD_EXAMPLES = {
     "answer_alone": ({"prompt": [assistant("b")]}, "must have a message before"),
     "null_content": ({"prompt": [user(None), assistant("b")]}, "the content of message 1"),
     "no_object": ([1], "must be a JSON object"),
+    "user_s_completion": (
+        {"prompt": "a", "completion": [user("b")]},
+        "one message of the assistant",
+    ),
+    "no_prompt": ({"text": "a"}, "there is no column 'prompt'"),
+    "reasoning": (
+        {"prompt": [user("a"), assistant("b") | {"reasoning_content": "c"}]},
+        "has reasoning_content besides",
+    ),
+    "calls": (
+        {"prompt": "a", "completion": [assistant("b") | {"tool_calls": [{"id": 1}]}]},
+        "has tool_calls besides",
+    ),
 }
 
 
@@ -166,7 +155,12 @@ def test_a_bad_example_is_found_when_the_file_is_opened(name, open_stream):
         open_stream([fine] * 8 + [row, fine])
 
 
-@pytest.mark.parametrize("name", BAD_EXAMPLES)
+def test_a_tokenizer_of_another_model_is_refused(open_stream):
+    with pytest.raises(DataError, match=r"token id \d+, and the model's vocabulary has 20"):
+        open_stream([{"prompt": "a", "completion": "z"}], vocab_size=20).next()
+
+
+@pytest.mark.parametrize("name", ["null_prompt", "no_completion", "no_object", "calls"])
 def test_a_bad_example_that_was_not_checked_is_left_out_and_counted(
     name, open_stream, monkeypatch, caplog
 ):

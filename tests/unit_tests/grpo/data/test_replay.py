@@ -2,17 +2,17 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from metric_page import undescribed
+from rollouts import group, rollout
 
 from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.data.record import RolloutRecorder
 from torchtitan.grpo.data.replay import ReplaySource
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
-from torchtitan.grpo.types import BatchPart, PromptProgress, Rollout, RolloutGroup, VersionSegment
+from torchtitan.grpo.types import BatchPart, PromptProgress
 
 SEQ_LEN = 16
 
@@ -20,20 +20,6 @@ SEQ_LEN = 16
 @pytest.fixture
 def model(repository):
     return read_hf_model(repository / "assets/reverse_digits/model")
-
-
-def rollout(reward, first, version):
-    ids = np.array([first, first + 1, 3], np.int32)
-    return Rollout(
-        prompt_ids=np.array([20, 21], np.int32),
-        token_ids=ids,
-        logprobs=np.array([-0.1, -0.7, -1e-8], np.float32),
-        segments=(VersionSegment(version, 0, 3),),
-        finish_reason="stop",
-        completion="text",
-        reward=reward,
-        reward_components={"exact_match": reward},
-    )
 
 
 @pytest.fixture
@@ -44,10 +30,16 @@ def record(tmp_path, model):
         path = tmp_path / "rollouts.jsonl.gz"
         recorder = RolloutRecorder(str(path), model.vocab_size, 1.0, 0)
         for version in range(num_batches):
-            pair = (rollout(1.0, version, version), rollout(0.0, version, max(version - 1, 0)))
-            groups = [
-                RolloutGroup(2 * version + g, "ask", pair, "", file=files[g]) for g in range(2)
+            pair = [
+                rollout(
+                    [version, version + 1, 3],
+                    reward,
+                    version=oldest,
+                    reward_components={"x": reward},
+                )
+                for reward, oldest in ((1.0, version), (0.0, max(version - 1, 0)))
             ]
+            groups = [group(2 * version + g, *pair, file=files[g]) for g in range(2)]
             progress = PromptProgress(2 * (version + 1), (1,))
             recorder.write(versions_apart * version, progress, groups)
         recorder.close()
@@ -59,12 +51,7 @@ def record(tmp_path, model):
 @pytest.fixture
 def replay(tmp_path, model):
     def make(
-        path,
-        start_version=0,
-        should_stop=lambda: False,
-        temperature=1.0,
-        stream_parts=None,
-        **grpo,
+        path, start_version=0, should_stop=lambda: False, temperature=1.0, stream_parts=None, **grpo
     ) -> ReplaySource:
         config = JobConfig()
         config.job.dump_folder = str(tmp_path / "out")
@@ -77,12 +64,9 @@ def replay(tmp_path, model):
         for key, value in grpo.items():
             setattr(config.grpo, key, value)
         source = ReplaySource(
-            config,
-            model,
-            start_version=start_version,
-            progress=PromptProgress(),
+            config, model, start_version=start_version, progress=PromptProgress(),
             should_stop=should_stop,
-        )
+        )  # fmt: skip
         source.start()
         return source
 
@@ -90,34 +74,47 @@ def replay(tmp_path, model):
 
 
 def test_steps_come_in_the_file_s_order_and_end_with_it(record, replay):
-    source = replay(record(2))
+    path = record(2)
+    source = replay(path)
+    assert (source.servers, source.link, source.served_version()) == ([], None, -1)
     for version in range(2):
         step = source.next_step(version, num_ranks=1)
         assert step is not None
         rows = step.plan.rows_of_rank[0]
-        first = rows.labels[rows.loss_mask][0].item()
-        assert first == version
+        assert rows.labels[rows.loss_mask][0].item() == version
         assert step.plan.samples.rewards.tolist() == [1, 0, 1, 0]
         assert source.progress == PromptProgress(2 * (version + 1), (1,))
-        assert step.metrics["reward/mean"] == 0.5
-        assert step.metrics["reward/exact_match"] == 0.5
+        assert step.metrics["reward/mean"] == step.metrics["reward/x"] == 0.5
         assert step.metrics["rollout/completion_tokens_mean"] == 3
         assert step.metrics["staleness/max_steps"] == min(version, 1)
     assert not source.is_exhausted
     assert source.next_step(2, num_ranks=1) is None
     assert source.is_exhausted
     source.close()
+    stopped = [False]
+    source = replay(path, should_stop=lambda: stopped[0])
+    stopped[0] = True
+    assert source.next_step(0, 1) is None and not source.is_exhausted
+
+
+@pytest.mark.parametrize(
+    ("num_batches", "settings", "message"),
+    [
+        (1, {"temperature": 0.5}, r"rollout\.replay: .*rollout\.temperature = 1\.0.* has 0\.5"),
+        (2, {"start_version": 3}, r"at least 3 batches .*at step 3\), got 2"),
+        (0, {}, r"rollout\.replay: .* at least 1 batches .* got 0"),
+    ],
+)
+def test_a_file_that_does_not_suit_the_run_is_refused(
+    record, replay, num_batches, settings, message
+):
+    with pytest.raises(DataError, match=message):
+        replay(record(num_batches), **settings)
 
 
 @pytest.mark.parametrize(
     ("files", "shares"),
-    [
-        (("a", "b"), {"a": 0.5, "b": 0.5}),
-        (("a", "a"), {"a": 1.0}),
-        (("d-x", ""), {"d-x": 0.5}),
-        (("v1.5", "a b"), {"v1.5": 0.5, "a b": 0.5}),
-        (("", ""), {}),
-    ],
+    [(("v1.5", "a b"), {"v1.5": 0.5, "a b": 0.5}), (("d-x", ""), {"d-x": 0.5}), (("", ""), {})],
 )
 def test_metrics_of_each_file_come_again_where_the_file_is_known(record, replay, files, shares):
     source = replay(record(1, files=files))
@@ -166,15 +163,6 @@ def test_a_batch_may_come_in_parts(record, replay):
     assert source.is_exhausted
 
 
-def test_there_is_nothing_around_it(record, replay):
-    source = replay(record(1))
-    assert source.servers == []
-    assert source.link is None
-    assert not source.request_evaluation(0)
-    assert source.served_version() == -1
-    source.close()
-
-
 def test_a_resumed_run_goes_on_with_the_next_batch(record, replay):
     path = record(4)
     whole, resumed = replay(path), replay(path, start_version=2)
@@ -201,28 +189,3 @@ def test_a_resumed_run_goes_on_with_the_supervised_rows(record, replay, tmp_path
     assert steps[2] is not None
     assert again.plan.rows_of_rank[0].ptx_weights.sum() == pytest.approx(1.0)
     assert torch.equal(again.plan.rows_of_rank[0].tokens, steps[2].plan.rows_of_rank[0].tokens)
-
-
-def test_another_temperature_is_refused_before_the_first_step(record, replay):
-    with pytest.raises(
-        DataError, match=r"rollout\.replay: .*rollout\.temperature = 1\.0.* has 0\.5"
-    ):
-        replay(record(1), temperature=0.5)
-
-
-def test_a_run_that_is_past_the_file_is_refused(record, replay):
-    with pytest.raises(DataError, match=r"at least 3 batches .*at step 3\), got 2"):
-        replay(record(2), start_version=3)
-
-
-def test_a_file_without_a_batch_is_refused(record, replay):
-    with pytest.raises(DataError, match=r"rollout\.replay: .* at least 1 batches .* got 0"):
-        replay(record(0))
-
-
-def test_a_stop_is_not_the_end_of_the_file(record, replay):
-    stopped = [False]
-    source = replay(record(2), should_stop=lambda: stopped[0])
-    stopped[0] = True
-    assert source.next_step(0, 1) is None
-    assert not source.is_exhausted

@@ -1,21 +1,20 @@
-"""Rows hold what their docstring draws."""
+"""Rows hold what their docstring draws; a rollout of several rows is one sample; ranks get theirs."""
 
 import numpy as np
 import pytest
 import torch
+from rollouts import generation, rollout
 
-from torchtitan.grpo.data.rows import NO_SAMPLE, Sample, TrainRows, build_rows
+from torchtitan.grpo.data.rows import NO_SAMPLE, Sample, TrainRows, build_rows, sequences_of
+from torchtitan.grpo.rollout.completion_checks import longest_sequence
+from torchtitan.grpo.rollout.joining import joined
 from torchtitan.grpo.training.step import with_top_k
-from torchtitan.grpo.types import NO_TOKEN
+from torchtitan.grpo.types import NO_TOKEN, Rollout, without_contexts
 
 
 def sample(prompt, completion, logprobs, **weights):
-    return Sample(
-        np.array(prompt, np.int32),
-        np.array(completion, np.int32),
-        np.array(logprobs, np.float32) if logprobs is not None else None,
-        **weights,
-    )
+    given = np.array(logprobs, np.float32) if logprobs is not None else None
+    return Sample(np.array(prompt, np.int32), np.array(completion, np.int32), given, **weights)
 
 
 def packed():
@@ -29,37 +28,45 @@ def packed():
 
 def test_rows_are_aligned_to_the_predicted_token():
     rows = packed()
-    assert rows.tokens[0].tolist() == [5, 6, 7, 8, 3, 4, 0, 0]
-    assert rows.positions[0].tolist() == [0, 1, 2, 3, 0, 1, 0, 1]
-    assert rows.sequence_ids[0].tolist() == [0, 0, 0, 0, 1, 1, 2, 2]
-    assert rows.labels[0].tolist() == [6, 7, 8, 0, 4, 0, 0, 0]
-    assert rows.loss_mask[0].tolist() == [False, True, True, False, True, False, False, False]
-    assert rows.generator_logprobs[0].tolist() == [0, -1, -2, 0, -3, 0, 0, 0]
-    assert rows.loss_weights[0].tolist() == [0, 0.25, 0.25, 0, 0.5, 0, 0, 0]
-    assert rows.sample_ids[0].tolist() == [1, 1, 1, 1, 0, 0, NO_SAMPLE, NO_SAMPLE]
-    assert not rows.ptx_weights[0].any()
+    expected = {
+        "tokens": [5, 6, 7, 8, 3, 4, 0, 0],
+        "positions": [0, 1, 2, 3, 0, 1, 0, 1],
+        "sequence_ids": [0, 0, 0, 0, 1, 1, 2, 2],
+        "labels": [6, 7, 8, 0, 4, 0, 0, 0],
+        "loss_mask": [0, 1, 1, 0, 1, 0, 0, 0],
+        "generator_logprobs": [0, -1, -2, 0, -3, 0, 0, 0],
+        "loss_weights": [0, 0.25, 0.25, 0, 0.5, 0, 0, 0],
+        "ptx_weights": [0] * 8,
+        "sample_ids": [1, 1, 1, 1, 0, 0, NO_SAMPLE, NO_SAMPLE],
+    }
+    assert {name: getattr(rows, name)[0].tolist() for name in expected} == expected
+    # Supervised tokens have a weight and no sample; an empty row is padding.
+    assert rows.labels[1].tolist() == [2, 1, 0, 0, 0, 0, 0, 0]
+    assert rows.ptx_weights[1].tolist() == [0.125, 0.125, 0, 0, 0, 0, 0, 0]
+    assert not rows.loss_mask[1:].any() and not rows.loss_weights[1:].any()
+    assert (rows.sample_ids[1:] == NO_SAMPLE).all() and not rows.sequence_ids[2].any()
+    assert rows.positions[2].tolist() == list(range(8))
 
 
 def rated_rows() -> TrainRows:
     """A sample with two tokens of a teacher at each position, of which one is context, and others."""
     ids = np.array([[7, 1], [2, 3], [9, 4]], np.int32)
-    logprobs = np.array([[-0.5, -1], [np.nan, 0], [-2, -3]], np.float32)
+    columns = {
+        "teacher_top_ids": ids,
+        "teacher_top_logprobs": np.array([[-0.5, -1], [np.nan, 0], [-2, -3]], np.float32),
+        "teacher_logprobs": np.array([-0.5, -9, -0.25], np.float32),
+    }
     mask = np.array([True, False, True])
-    columns = {"teacher_top_ids": ids, "teacher_top_logprobs": logprobs}
-    ratings = {"teacher_logprobs": np.array([-0.5, -9, -0.25], np.float32)}
-    rated = sample(
-        [5, 6], [7, 8, 9], [-1, 0, -2], sample_id=0, sampled=mask, columns=columns | ratings
-    )
+    rated = sample([5, 6], [7, 8, 9], [-1, 0, -2], sample_id=0, sampled=mask, columns=columns)
     alone = sample([3], [4], [-3], sample_id=1)
-    shorter = {"teacher_top_ids": ids[:1, :1]}
-    whole = sample([3], [8], [-3], sample_id=2, columns=shorter)
+    whole = sample([3], [8], [-3], sample_id=2, columns={"teacher_top_ids": ids[:1, :1]})
     mixed_in = sample([9], [2, 1], None, ptx_weight=0.125)
     return build_rows([rated, alone, whole, mixed_in], [[0, 1], [3, 2]], 8)
 
 
-def test_columns_stand_at_the_predicted_token_and_nowhere_else():
-    rows, nothing = rated_rows().columns, [NO_TOKEN] * 2
-    expected = [nothing] * 8
+def test_columns_stand_at_the_predicted_token_and_go_where_their_rows_go():
+    whole, nothing = rated_rows(), [NO_TOKEN] * 2
+    rows, expected = whole.columns, [nothing] * 8
     expected[1], expected[3] = [7, 1], [9, 4]
     assert rows["teacher_top_ids"][0].tolist() == expected
     assert rows["teacher_top_logprobs"][0].tolist() == [
@@ -70,14 +77,14 @@ def test_columns_stand_at_the_predicted_token_and_nowhere_else():
     assert ratings[0, [1, 3]].tolist() == [-0.5, -0.25]
     assert ratings.isnan().sum() == ratings.numel() - 2
     assert not packed().columns
-
-
-def test_columns_go_where_their_rows_go():
-    rows = rated_rows()
-    for part in (rows.select(slice(1, 2)), rows.microbatches(1)[1], rows.to(torch.device("cpu"))):
-        assert part.columns.keys() == rows.columns.keys()
+    for part in (
+        whole.select(slice(1, 2)),
+        whole.microbatches(1)[1],
+        whole.to(torch.device("cpu")),
+    ):
+        assert part.columns.keys() == rows.keys()
         for name, tensor in part.columns.items():
-            torch.testing.assert_close(tensor[-1], rows.columns[name][1], equal_nan=True)
+            torch.testing.assert_close(tensor[-1], rows[name][1], equal_nan=True)
 
 
 def test_rows_take_the_number_of_tokens_that_the_run_asks_for():
@@ -101,15 +108,6 @@ def test_the_host_keeps_the_sequences_of_rows_on_a_device():
         assert torch.equal(part.host_mask, rows.host_mask[:2])
 
 
-def test_supervised_tokens_have_a_weight_and_no_sample():
-    rows = packed()
-    assert rows.labels[1].tolist() == [2, 1, 0, 0, 0, 0, 0, 0]
-    assert rows.ptx_weights[1].tolist() == [0.125, 0.125, 0, 0, 0, 0, 0, 0]
-    assert not rows.loss_mask[1].any()
-    assert not rows.loss_weights[1].any()
-    assert (rows.sample_ids[1] == NO_SAMPLE).all()
-
-
 def test_without_a_prompt_the_first_completion_token_is_not_predicted():
     alone = sample([], [4, 5, 6], None, ptx_weight=0.5)
     assert alone.num_predicted == 2
@@ -123,19 +121,10 @@ def test_what_an_environment_put_in_is_context_alone():
     mixed = sample([5], [7, 8, 9, 4], [-1, 0, 0, -2], sample_id=0, loss_weight=0.5, sampled=mask)
     assert (mixed.num_predicted, mixed.num_trained) == (4, 2)
     rows = build_rows([mixed], [[0]], 6)
-    assert rows.tokens[0].tolist() == [5, 7, 8, 9, 4, 0]
     assert rows.labels[0].tolist() == [7, 8, 9, 4, 0, 0]
     assert rows.loss_mask[0].tolist() == [True, False, False, True, False, False]
     assert rows.loss_weights[0].tolist() == [0.5, 0, 0, 0.5, 0, 0]
     assert rows.generator_logprobs[0].tolist() == [-1, 0, 0, -2, 0, 0]
-
-
-def test_an_empty_row_is_padding_alone():
-    rows = packed()
-    assert rows.positions[2].tolist() == list(range(8))
-    assert not rows.sequence_ids[2].any()
-    assert not rows.loss_mask[2].any()
-    assert (rows.sample_ids[2] == NO_SAMPLE).all()
 
 
 def test_advantages_are_looked_up_by_sample_and_stand_on_trained_tokens_alone():
@@ -143,15 +132,53 @@ def test_advantages_are_looked_up_by_sample_and_stand_on_trained_tokens_alone():
     assert rows.advantages[0].tolist() == [0, -0.5, -0.5, 0, 2, 0, 0, 0]
     assert not rows.advantages[1:].any()
     assert rows.advantages.dtype == torch.float32
+    empty = build_rows([], [[]], 4).with_advantages(np.zeros(0, np.float32))
+    assert empty.advantages.tolist() == [[0, 0, 0, 0]]
 
 
-def test_rows_without_any_sample_take_an_empty_table():
-    rows = build_rows([], [[]], 4).with_advantages(np.zeros(0, np.float32))
-    assert rows.advantages.tolist() == [[0, 0, 0, 0]]
+def two_turns() -> Rollout:
+    """Ten tokens: a turn of three, a context of four, a turn of three; rated by where each stands."""
+    ids = (np.arange(10)[:, None] * 10 + np.arange(2)).astype(np.int32)
+    sampled = np.array([True] * 3 + [False] * 4 + [True] * 3)
+    return rollout(
+        range(10, 20), sampled=sampled, new_rows=((3, 4),), teacher_top_ids=ids,
+        teacher_top_logprobs=-ids.astype(np.float32),
+    )  # fmt: skip
 
 
-def test_microbatches_are_consecutive_rows():
-    rows = packed()
-    assert [part.num_rows for part in rows.microbatches(1)] == [1, 1, 1]
-    assert torch.equal(rows.microbatches(2)[0].tokens, rows.tokens[:2])
-    assert torch.equal(rows.microbatches(2)[1].sample_ids, rows.sample_ids[2:])
+def test_each_context_begins_a_sequence_with_what_the_server_was_sent():
+    first, second = sequences_of(two_turns(), sample_id=5, loss_weight=0.5)
+    assert (first.prompt_ids.tolist(), first.completion_ids.tolist()) == ([1, 2], [10, 11, 12])
+    assert second.prompt_ids.tolist() == [13, 14, 15, 16]
+    assert second.completion_ids.tolist() == [17, 18, 19]
+    assert {(s.sample_id, s.loss_weight) for s in (first, second)} == {(5, 0.5)}
+    assert (first.num_trained, second.num_trained) == (3, 3)
+    assert first.columns["teacher_top_ids"].tolist() == [[0, 1], [10, 11], [20, 21]]
+    assert second.columns["teacher_top_ids"].tolist() == [[70, 71], [80, 81], [90, 91]]
+    assert second.columns["teacher_top_logprobs"].tolist() == [[-70, -71], [-80, -81], [-90, -91]]
+    assert (longest_sequence(2, 10, ((3, 4),)), longest_sequence(2, 10, ())) == (7, 12)
+
+
+def test_parts_that_are_joined_keep_their_places():
+    part = generation(range(4), new_rows=((1, 2),))
+    whole = joined(joined(part, part), part)
+    assert whole.new_rows == ((1, 2), (5, 2), (9, 2))
+    assert without_contexts(whole.token_ids, whole.new_rows).tolist() == [0, 3] * 3
+
+
+def test_ranks_receive_the_rows_of_their_coordinate_and_the_whole_table(run_ranks):
+    for result in run_ranks("feed_ranks", 3):
+        assert result["received"] == [
+            [True, 5, 9, step, True, [3 + step, 0], 6, 1 + step] for step in range(3)
+        ]
+        assert result["signal"] == "STOP"
+        assert result["total"] == 6
+        assert result["metrics"].pop("norm of rank 0") == 5.0
+        assert result["metrics"] == {"sum": -5, "mean": -2.5, "max": -2, "min": -3, "loss": -2.5}
+
+
+def test_ranks_that_fetch_their_rollouts_have_the_rows_that_rank_zero_would_send(run_ranks):
+    refusal = "it holds the batch of version 2, and the request is for version 0"
+    for result in run_ranks("feed_fetch_ranks", 4):
+        assert result["results"] == [[True, True]] * 3
+        assert refusal in result["refused"]

@@ -103,18 +103,6 @@ def test_a_row_is_not_added_for_the_sake_of_balance():
     assert sorted(rank_costs(wide, costs)) == [100, 120]
 
 
-def test_no_sequences_are_rows_of_padding():
-    assert spread_by_cost([], [], num_ranks=2, row_len=50, multiple=3) == [[[], [], []]] * 2
-    assert spread_by_rows([], num_ranks=2, row_len=50, multiple=3) == [[[], [], []]] * 2
-
-
-@pytest.mark.parametrize("length", [0, 51])
-def test_a_sequence_that_does_not_fit_is_refused(length):
-    lengths = [10, length]
-    with pytest.raises(ValueError, match=r"1 to 50 tokens \(training\.seq_len\)"):
-        spread_by_cost(lengths, costs_of(lengths), num_ranks=2, row_len=50, multiple=1)
-
-
 @given(st.lists(st.integers(0, ROW_LEN), min_size=1, max_size=20), st.integers(1, 4))
 def test_grouped_rows_are_the_same_rows_the_heaviest_microbatch_first(lengths, size):
     rows = [[i] for i in range(len(lengths) // size * size)]
@@ -128,12 +116,3 @@ def test_grouped_rows_are_the_same_rows_the_heaviest_microbatch_first(lengths, s
         for r in range(0, len(grouped), size)
     ]
     assert sums == sorted(sums, reverse=True)
-
-
-def test_heavy_rows_are_shared_out_to_microbatches():
-    costs = [9.0, 8.0, 2.0, 1.0]
-    grouped = group_rows([[0], [1], [2], [3]], costs, 2)
-    assert {frozenset(map(tuple, grouped[:2])), frozenset(map(tuple, grouped[2:]))} == {
-        frozenset({(0,), (3,)}),
-        frozenset({(1,), (2,)}),
-    }

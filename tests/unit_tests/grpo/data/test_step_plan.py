@@ -7,30 +7,25 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rollouts import group, rollout
 
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.data.cost import FlopsCost, token_cost
 from torchtitan.grpo.data.rows import NO_SAMPLE, Sample
 from torchtitan.grpo.data.step_plan import epoch_order, plan_step
 from torchtitan.grpo.losses.advantages import compute_advantages
-from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
 
 ROW_LEN = 16
 
 
-def rollout(reward, length=3, version=7, first=0):
+def written(reward, length=3, version=7, first=0, **more):
+    """A rollout whose tokens count up, with ratings that tell them apart."""
     ids = np.arange(first, first + length, dtype=np.int32)
-    return Rollout(
-        prompt_ids=np.array([1, 2], np.int32),
-        token_ids=ids,
-        logprobs=-ids.astype(np.float32),
-        segments=(VersionSegment(version, 0, length),),
-        finish_reason="stop",
-        completion="",
-        reward=reward,
-        teacher_top_ids=ids[:, None] * np.array([5, 7], np.int32),
-        teacher_top_logprobs=-ids[:, None] / np.array([2, 3], np.float32),
-    )
+    ratings = {
+        "teacher_top_ids": ids[:, None] * np.array([5, 7], np.int32),
+        "teacher_top_logprobs": -ids[:, None] / np.array([2, 3], np.float32),
+    }
+    return rollout(ids, reward, -ids, version, **ratings | more)
 
 
 def supervised(length):
@@ -55,13 +50,14 @@ def total(rows_of_rank, name):
 
 
 def test_a_plan_counts_tokens_ages_and_leaves_unscored_samples_out():
+    masked = written(2.0, 7, sampled=np.array([1, 0, 0, 1, 1, 1, 1], np.bool_))
     groups = [
-        RolloutGroup(4, "a", (rollout(1.0, version=6), rollout(0.0), rollout(None)), "u"),
-        RolloutGroup(9, "b", (rollout(2.0, 5), rollout(2.0)), "u"),
+        group(4, written(1.0, version=6), written(0.0), written(None)),
+        group(9, masked, written(2.0)),
     ]
     made = plan(groups, num_ranks=2, row_len=10)
-    assert made.num_trained_tokens == 3 + 3 + 5 + 3
-    assert made.num_tokens == made.num_trained_tokens + 4 * 2
+    assert made.num_trained_tokens == sum(made.minibatch_tokens) == 3 + 3 + 5 + 3
+    assert made.num_tokens == 3 + 3 + 7 + 3 + 4 * 2
     assert made.metrics["staleness/max_steps"] == 1
     assert made.metrics["staleness/mean_steps"] == 0.25
     assert made.metrics["data/filtered_groups_fraction"] == 0
@@ -69,65 +65,48 @@ def test_a_plan_counts_tokens_ages_and_leaves_unscored_samples_out():
     assert made.samples.rewards.tolist() == [1, 0, 2, 2]
     assert made.samples.group_ids.tolist() == [4, 4, 9, 9]
     assert made.samples.completion_lengths.tolist() == [3, 3, 5, 3]
-    assert sum(int(rows.loss_mask.sum()) for rows in made.rows_of_rank) == 14
-
-
-def test_tokens_of_an_environment_are_neither_trained_nor_counted():
-    masked = replace(rollout(1.0, 5), sampled=np.array([True, False, False, True, True]))
-    made = plan([RolloutGroup(0, "", (masked, rollout(0.0, 3)), "")])
-    assert made.samples.completion_lengths.tolist() == [3, 3]
-    assert (made.num_trained_tokens, made.minibatch_tokens) == (6, [6])
-    assert made.num_tokens == 2 * 2 + 5 + 3
-    assert total(made.rows_of_rank, "loss_mask") == 6
+    assert total(made.rows_of_rank, "loss_mask") == 14
     assert total(made.rows_of_rank, "loss_weights") == pytest.approx(1)
-    # Its logprobs are those of the tokens that it wrote.
-    assert total(made.rows_of_rank, "generator_logprobs") == -(0 + 3 + 4) - (0 + 1 + 2)
+    # Of what an environment wrote there is no logprob.
+    assert total(made.rows_of_rank, "generator_logprobs") == -3 * (0 + 1 + 2) - (0 + 3 + 4 + 5 + 6)
 
 
 def test_advantages_found_by_sample_id_are_those_of_the_sample():
     # Completions are told apart by their first token.
     rewards = {0: 1.0, 10: 0.0, 20: 3.0, 30: 5.0}
-    rollouts = [rollout(reward, first=first) for first, reward in rewards.items()]
-    groups = [
-        RolloutGroup(1, "", tuple(rollouts[:2]), ""),
-        RolloutGroup(0, "", tuple(rollouts[2:]), ""),
-    ]
-    made = plan(groups, GRPO(num_minibatches=2))
-    table = made.samples
-    advantages = compute_advantages(
-        table.rewards, table.group_ids, table.completion_lengths, kind="group_mean",
-        std="sample", eps=1e-4, length_power=0,
-    )  # fmt: skip
-    rows = made.rows_of_rank[0].with_advantages(advantages)
-    found = dict(
-        zip(
-            rows.labels[rows.loss_mask].tolist(),
-            rows.advantages[rows.loss_mask].tolist(),
-            strict=True,
-        )
-    )
+    rollouts = [written(reward, first=first) for first, reward in rewards.items()]
+    made = plan([group(1, *rollouts[:2]), group(0, *rollouts[2:])], GRPO(num_minibatches=2))
+    rows = made.rows_of_rank[0].with_advantages(advantages_of(made))
+    trained = rows.loss_mask
+    found = dict(zip(rows.labels[trained].tolist(), rows.advantages[trained].tolist(), strict=True))
     assert {first: found[first] for first in rewards} == {0: 0.5, 10: -0.5, 20: -1, 30: 1}
 
 
+def advantages_of(made):
+    table = made.samples
+    return compute_advantages(
+        table.rewards, table.group_ids, table.completion_lengths, kind="group_mean", std="sample",
+        eps=1e-4, length_power=0,
+    )  # fmt: skip
+
+
 def test_minibatches_take_whole_groups_and_even_out_tokens():
-    lengths = {0: 8, 1: 7, 2: 2, 3: 1}
     groups = [
-        RolloutGroup(g, "", (rollout(1.0, n), rollout(0.0, n)), "") for g, n in lengths.items()
+        group(g, written(1.0, n), written(0.0, n)) for g, n in {0: 8, 1: 7, 2: 2, 3: 1}.items()
     ]
     first, second = minibatches_of(plan(groups, GRPO(num_minibatches=2)))
     assert total(first, "loss_mask") == total(second, "loss_mask") == 18
     assert {i for rows in first for i in rows.sample_ids.unique().tolist()} == {-1, 0, 1, 6, 7}
-    # 18 trained tokens in each.
     assert first[0].loss_weights.max() == pytest.approx(1 / 18)
+    assert [epoch_order(3, epoch) for epoch in range(3)] == [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
 
 
 def test_uninformative_groups_are_filtered_by_their_shaped_rewards():
     groups = [
-        RolloutGroup(0, "", (rollout(1.0), rollout(0.0)), ""),
-        RolloutGroup(1, "", (rollout(1.0), rollout(1.0)), ""),
-        # Told apart by the overlong penalty alone.
-        RolloutGroup(2, "", (rollout(1.0, 3), rollout(1.0, 8)), ""),
-        RolloutGroup(3, "", (rollout(0.0), rollout(0.0)), ""),
+        group(0, written(1.0), written(0.0)),
+        group(1, written(1.0), written(1.0)),
+        group(2, written(1.0, 3), written(1.0, 8)),  # told apart by the overlong penalty alone
+        group(3, written(0.0), written(0.0)),
     ]
     config = GRPO(filter_zero_advantage=True, overlong_buffer=4, overlong_penalty=0.5)
     made = plan(groups, config)
@@ -136,71 +115,85 @@ def test_uninformative_groups_are_filtered_by_their_shaped_rewards():
     assert made.samples.rewards.tolist() == [1, 0, 1, 0.5]
     assert made.num_trained_tokens == 3 + 3 + 3 + 8
     assert total(made.rows_of_rank, "loss_weights") == pytest.approx(1)
-
-
-def test_a_batch_of_which_nothing_is_left_still_has_rows():
-    groups = [RolloutGroup(g, "", (rollout(1.0), rollout(1.0)), "") for g in range(3)]
-    made = plan(
-        groups, GRPO(filter_zero_advantage=True, num_minibatches=2), num_ranks=2, local_batch_size=2
-    )
-    assert [rows.num_rows for rows in made.rows_of_rank] == [4, 4]
-    assert (made.num_trained_tokens, made.num_tokens, len(made.samples)) == (0, 0, 0)
-    assert made.metrics["data/filtered_groups_fraction"] == 1
-    assert made.metrics["staleness/max_steps"] == 0
-    for rows in made.rows_of_rank:
+    # A minibatch, or a batch, of which nothing is left still has rows.
+    assert sorted(plan(groups[:2], replace(config, num_minibatches=2)).minibatch_tokens) == [0, 6]
+    nothing = plan(groups[1:2], replace(config, num_minibatches=2), num_ranks=2, local_batch_size=2)
+    assert [rows.num_rows for rows in nothing.rows_of_rank] == [4, 4]
+    assert (nothing.num_trained_tokens, nothing.num_tokens, len(nothing.samples)) == (0, 0, 0)
+    assert nothing.metrics["data/filtered_groups_fraction"] == 1
+    for rows in nothing.rows_of_rank:
         assert not rows.loss_mask.any()
-        table = made.samples
-        advantages = compute_advantages(
-            table.rewards, table.group_ids, table.completion_lengths, kind="batch_norm",
-            std="sample", eps=1e-4, length_power=1,
-        )  # fmt: skip
-        assert not rows.with_advantages(advantages).advantages.any()
+        assert not rows.with_advantages(advantages_of(nothing)).advantages.any()
 
 
 def test_supervised_rows_are_spread_and_weigh_their_coefficient_in_each_minibatch():
-    groups = [RolloutGroup(g, "", (rollout(1.0), rollout(0.0)), "") for g in range(2)]
+    groups = [group(g, written(1.0), written(0.0)) for g in range(2)]
     ptx = [supervised(n) for n in (5, 4, 3, 2)]
-    config = GRPO(num_minibatches=2, ptx_coef=0.5)
-    made = plan(groups, config, ptx=ptx, num_ranks=2)
+    made = plan(groups, GRPO(num_minibatches=2, ptx_coef=0.5), ptx=ptx, num_ranks=2)
     for rows_of_rank in minibatches_of(made):
         assert total(rows_of_rank, "ptx_weights") == pytest.approx(0.5)
         assert total(rows_of_rank, "loss_weights") == pytest.approx(1)
         assert sum(int((rows.ptx_weights > 0).sum()) for rows in rows_of_rank) == 7
-    assert made.num_trained_tokens == 4 * 3
-    assert made.num_tokens == 4 * 5 + 14 + 4
+    assert made.minibatch_tokens == [2 * 3 + 7] * 2
+    assert (made.num_trained_tokens, made.num_tokens) == (4 * 3, 4 * 5 + 14 + 4)
+    assert plan(groups, GRPO(ptx_coef=0.0), ptx=ptx).minibatch_tokens == [4 * 3]
 
 
 def test_constant_length_weights_use_the_longest_completion_unless_told():
-    groups = [RolloutGroup(0, "", (rollout(1.0), rollout(0.0)), "")]
-    made = plan(groups, GRPO(aggregation="constant_length"))
-    assert made.rows_of_rank[0].loss_weights.max() == pytest.approx(1 / (2 * 8))
-    made = plan(groups, GRPO(aggregation="constant_length", aggregation_length=5))
-    assert made.rows_of_rank[0].loss_weights.max() == pytest.approx(1 / (2 * 5))
+    groups = [group(0, written(1.0), written(0.0))]
+    for settings, length in (({}, 8), ({"aggregation_length": 5}, 5)):
+        made = plan(groups, GRPO(aggregation="constant_length", **settings))
+        assert made.rows_of_rank[0].loss_weights.max() == pytest.approx(1 / (2 * length))
 
 
-def test_each_minibatch_says_how_many_tokens_it_learns_from():
-    groups = [
-        RolloutGroup(0, "", (rollout(1.0, 3), rollout(0.0, 5)), ""),
-        RolloutGroup(1, "", (rollout(2.0, 4), rollout(2.0, 4)), ""),
-    ]
-    assert sum(plan(groups, GRPO(num_minibatches=2)).minibatch_tokens) == 16
-    # A group that is filtered out leaves a minibatch without anything to learn.
-    filtered = GRPO(num_minibatches=2, filter_zero_advantage=True)
-    assert sorted(plan(groups, filtered).minibatch_tokens) == [0, 8]
-    mix = [supervised(3), supervised(6)]
-    made = plan(groups, filtered, ptx=mix)
-    for tokens, rows in zip(made.minibatch_tokens, minibatches_of(made), strict=True):
-        learned = [(r.loss_weights > 0) | (r.ptx_weights > 0) for r in rows]
-        assert tokens == sum(int(mask.sum()) for mask in learned)
-    filtered.ptx_coef = 0.0
-    assert sorted(plan(groups, filtered, ptx=mix).minibatch_tokens) == [0, 8]
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length"])
+def test_a_rollout_weighs_as_much_in_several_rows_as_in_one(aggregation):
+    sampled = np.array([True] * 3 + [False] * 4 + [True] * 3)
+
+    def of(reward, new_rows=()):
+        logprobs = np.where(sampled, -np.arange(10) / 10, 0)
+        return rollout(range(10, 20), reward, logprobs, 7, sampled=sampled, new_rows=new_rows)
+
+    whole, split = (
+        plan(
+            [group(i, of(0.0, rows), of(1.0), of(2.0, rows)) for i in range(2)],
+            GRPO(aggregation=aggregation), num_ranks=2,
+        )
+        for rows in ((), ((3, 4),))
+    )  # fmt: skip
+    assert (len(whole.sequences), len(split.sequences)) == (6, 10)
+    assert len(whole.samples) == len(split.samples) == 6
+    assert split.minibatch_tokens == whole.minibatch_tokens
+    assert (split.mass, split.num_trained_tokens) == (whole.mass, whole.num_trained_tokens)
+    for field in ("loss_weights", "generator_logprobs"):
+        sums = [torch.zeros(6), torch.zeros(6)]
+        for made, of_sample in zip((whole, split), sums, strict=True):
+            for rows in made.rows_of_rank:
+                trained = rows.loss_mask
+                of_sample.scatter_add_(0, rows.sample_ids[trained], getattr(rows, field)[trained])
+        torch.testing.assert_close(*sums)
 
 
-def test_each_epoch_starts_one_minibatch_further_on():
-    assert [epoch_order(3, epoch) for epoch in range(4)] == [
-        [0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2],
-    ]  # fmt: skip
-    assert epoch_order(1, 5) == [0]
+def test_balanced_ranks_have_even_costs_and_rows_in_buckets():
+    groups = [group(g, *(written(1.0, n) for _ in range(4))) for g, n in enumerate([12, 2, 12, 2])]
+    arguments = {"num_ranks": 4, "cost": FlopsCost(1.0, 2.0)}
+    made = plan(groups, **arguments)
+    assert made.metrics["data/max_over_mean_cost"] == pytest.approx(1.0)
+    for rows in made.rows_of_rank:  # two long sequences and two short ones
+        assert int(rows.loss_mask.sum()) == 2 * 12 + 2 * 2
+    dealt = plan(groups, **arguments, balance=False)
+    assert dealt.metrics["data/max_over_mean_cost"] > 1.0
+    assert dealt.metrics["data/rows_per_rank"] >= made.metrics["data/rows_per_rank"]
+    for balance, bucket, expected in ((0, 3, 12), (1, 3, 12), (0, 1, 10), (1, 1, 10)):
+        made = plan(groups, local_batch_size=2, row_bucket=bucket, balance=bool(balance))
+        assert made.metrics["data/rows_per_rank"] == expected
+    # The heaviest microbatch comes first.
+    made = plan(
+        [group(0, *(written(1.0, n) for n in (14, 12, 7, 7)))],
+        cost=FlopsCost(1.0, 2.0), local_batch_size=2,
+    )  # fmt: skip
+    tokens = [int(part.loss_mask.sum()) for part in made.rows_of_rank[0].microbatches(2)]
+    assert tokens == [14 + 7, 12 + 7]
 
 
 @st.composite
@@ -208,22 +201,15 @@ def batches(draw):
     num_groups = draw(st.integers(1, 6))
     sizes = draw(st.lists(st.integers(1, 4), min_size=num_groups, max_size=num_groups))
     scored = st.one_of(st.none(), st.sampled_from([-1.0, 0.0, 1.0]))
-    made = st.builds(rollout, scored, st.integers(1, 14))
-    return [
-        RolloutGroup(10 * g, "", tuple(draw(made) for _ in range(n)), "")
-        for g, n in enumerate(sizes)
-    ]
+    made = st.builds(written, scored, st.integers(1, 14))
+    return [group(10 * g, *(draw(made) for _ in range(n))) for g, n in enumerate(sizes)]
 
 
-layouts = st.fixed_dictionaries(
-    {
-        "num_ranks": st.integers(1, 3),
-        "local_batch_size": st.integers(1, 2),
-        "row_bucket": st.integers(1, 3),
-        "balance": st.booleans(),
-        "cost": st.sampled_from([token_cost, FlopsCost(1.0, 5.0)]),
-    }
-)
+layouts = st.fixed_dictionaries({
+    "num_ranks": st.integers(1, 3), "local_batch_size": st.integers(1, 2),
+    "row_bucket": st.integers(1, 3), "balance": st.booleans(),
+    "cost": st.sampled_from([token_cost, FlopsCost(1.0, 5.0)]),
+})  # fmt: skip
 
 
 @given(
@@ -259,8 +245,7 @@ def test_plans_keep_their_invariants(
     # Every token of every sample once.
     counts = np.zeros(len(made.samples), np.int64)
     for rows in made.rows_of_rank:
-        ids = rows.sample_ids[rows.loss_mask].numpy()
-        np.add.at(counts, ids, 1)
+        np.add.at(counts, rows.sample_ids[rows.loss_mask].numpy(), 1)
     assert counts.tolist() == made.samples.completion_lengths.tolist()
     for of_rank, place in zip(minibatches_of(made), places, strict=True):
         assert total(of_rank, "loss_weights") == pytest.approx(1 if place else 0, rel=1e-5)
@@ -296,40 +281,3 @@ def test_the_layout_changes_nothing_of_what_is_learned(
     assert trained_tokens(one) == trained_tokens(other)
     assert one.minibatch_tokens == other.minibatch_tokens
     assert one.samples.rewards.tolist() == other.samples.rewards.tolist()
-
-
-def heavy_groups():
-    """Rollouts of 14 and of 2 tokens with their prompts' 2, groups of one kind each."""
-    return [
-        RolloutGroup(g, "", tuple(rollout(1.0, n) for _ in range(4)), "")
-        for g, n in enumerate([12, 2, 12, 2])
-    ]
-
-
-def test_balanced_ranks_have_even_costs():
-    cost = FlopsCost(1.0, 2.0)
-    arguments = {"num_ranks": 4, "cost": cost}
-    made = plan(heavy_groups(), **arguments)
-    assert made.metrics["data/max_over_mean_cost"] == pytest.approx(1.0)
-    # Each rank has two long sequences and two short ones.
-    for rows in made.rows_of_rank:
-        assert int(rows.loss_mask.sum()) == 2 * 12 + 2 * 2
-    dealt = plan(heavy_groups(), **arguments, balance=False)
-    assert dealt.metrics["data/max_over_mean_cost"] > 1.0
-    assert dealt.metrics["data/rows_per_rank"] >= made.metrics["data/rows_per_rank"]
-
-
-def test_rows_of_a_rank_come_in_multiples_of_the_bucket():
-    for balance in (False, True):
-        made = plan(heavy_groups(), local_batch_size=2, row_bucket=3, balance=balance)
-        assert made.metrics["data/rows_per_rank"] == 12
-        made = plan(heavy_groups(), local_batch_size=2, row_bucket=1, balance=balance)
-        assert made.metrics["data/rows_per_rank"] == 10
-
-
-def test_microbatches_of_a_rank_have_even_costs_the_heaviest_first():
-    lengths = [14, 12, 7, 7]
-    groups = [RolloutGroup(0, "", tuple(rollout(1.0, n) for n in lengths), "")]
-    made = plan(groups, cost=FlopsCost(1.0, 2.0), local_batch_size=2)
-    tokens = [int(part.loss_mask.sum()) for part in made.rows_of_rank[0].microbatches(2)]
-    assert tokens == [14 + 7, 12 + 7]
