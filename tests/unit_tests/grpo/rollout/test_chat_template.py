@@ -23,7 +23,6 @@ ONLY = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }
 
 USER = {"role": "user", "content": "2 + 3?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
-DEVELOPER = {"role": "developer", "content": "Be brief."}
 TURN = {"role": "assistant", "content": "5"}
 TOOL = {"role": "tool", "content": "5", "tool_call_id": "1"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
@@ -47,14 +46,11 @@ def make(tmp_path: Path):
     ("template", "messages", "message"),
     [
         (ONLY, [SYSTEM, USER], r"is said by the role 'system' in message 1 of 2"),
-        (ONLY, [DEVELOPER, USER], r"is said by the role 'developer'"),
         (ONLY, [USER, TURN, TOOL], r"is said by the role 'tool' in message 3 of 3"),
         (ONLY, [USER, CALLS, USER], r"the tool_calls of the role 'assistant' in message 2"),
         ("{{ messages[-1].content }}", [USER, TURN, USER], r"the role 'user' in message 1 of 3"),
         ("{{ messages[0].content }}", [USER, TURN], r"the role 'assistant' in message 2 of 2"),
-        ("{{ messages[0].content }}", [SYSTEM, USER], r"the role 'user' in message 2 of 2"),
         (ALL.replace("m.content", "m.content[:99]"), [USER], r"leaves out part of .* 'user'"),
-        (ALL.replace("m.content", "m.content|truncate(255)"), [USER], r"leaves out part of"),
         (ALL.replace("m.content", "m.content.split('\\n')[0]"), [USER], r"leaves out part of"),
         (ALL.replace("m.content", "m.content|length"), [USER], r"what is said by the role 'user'"),
         (ALL.replace("m.content", "m.content[0].text"), [PARTS], r"leaves out part of"),
@@ -78,14 +74,12 @@ MERGED = (
 FAIR = {
     "all": (ALL, [SYSTEM, USER, TURN, TOOL]),
     "merged": (MERGED, [SYSTEM, USER]),
-    "trimmed": (ALL.replace("m.content", "m.content|trim"), [SYSTEM, USER]),
     "on one line": (ALL.replace("m.content", "m.content|replace('\\n', ' ')"), [SYSTEM, USER]),
     "as JSON": (ALL.replace("m.content", "m.content|tojson"), [USER, TURN, TOOL]),
     "thinking": (
         ALL.replace("m.content", "m.content.split('</think>')[-1]"),
         [USER, {"role": "assistant", "content": "<think>2 + 3</think>5"}, USER],
     ),
-    "capitals": (ALL.replace("m.content", "m.content|upper"), [USER]),
     "parts": (ALL.replace("m.content", "m.content|map(attribute='text')|join"), [PARTS]),
     "calls": ("{% for m in messages %}{{ m|tojson }}{% endfor %}", [USER, CALLS, TOOL]),
     "nothing said": (ONLY, [USER, {"role": "assistant", "content": ""}, USER]),
@@ -98,7 +92,7 @@ def test_templates_that_print_everything_in_their_own_way_are_used(make, name):
     assert make(template).encode_chat(messages)
 
 
-@pytest.mark.parametrize("role", ["tool", "system", "observation", "ipython", "function", "critic"])
+@pytest.mark.parametrize("role", ["tool", "critic"])
 def test_a_reply_of_an_environment_that_would_vanish_is_refused(make, role):
     codec = make(ONLY)
     reply = [{"role": role, "content": "5"}]
@@ -112,17 +106,13 @@ DATED = "{{ strftime_now('%d %b %Y') }}|" + ALL
 DATES = {
     "plain": DATED,
     "in a macro": "{% macro d() %}{{ strftime_now('%d %b %Y') }}{% endmacro %}{{ d() }}" + ALL,
-    "in a variable": "{% set now = strftime_now('%d %b %Y') %}" + ALL + "{{ now }}",
     "in a condition": "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}"
     + ALL,
-    "in each turn": "{% for m in messages %}{{ strftime_now('%d %b %Y') + m.content }}{% endfor %}",
-    "behind the turns": ALL + "{{ strftime_now('%d %b %Y') }}",
 }
 
 
 @pytest.mark.parametrize("name", DATES)
 def test_the_date_is_that_of_the_first_start_on_every_day(make, name):
-    """A resumed run, another process and a reply to a turn get the same date, which is told."""
     first = make(DATES[name], "2031-12-31T23:59:58")
     text = first.render_chat([USER])
     assert "31 Dec 2031" in text
@@ -144,17 +134,8 @@ ENDS = "{% endfor %}" * 3
 LIMITS = {
     "loops": (LOOP + "{{ '' }}" + ENDS, "s of processor time"),
     "repeats": ("{{ 'a' * 10**10 }}", "GiB of memory"),
-    "repeats a list": ("{% set x = ['a'] * 10**10 %}", "GiB of memory"),
-    "doubles": (
-        "{% set n = namespace(x='a') %}{% for a in range(64) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-        "GiB of memory",
-    ),
     "pads": ("{{ '%9999999999d' % 1 }}", "GiB of memory"),
     "prints much": ("{{ 'a' * 10**7 }}", "characters of text"),
-    "prints often": (
-        "{% for a in range(99999) %}{{ messages[0].content * 99 }}{% endfor %}",
-        "characters of text",
-    ),
 }
 
 
@@ -184,33 +165,23 @@ def test_a_child_that_somebody_else_ends_is_started_again(make):
     assert codec.render_chat([USER]) == "<user>2 + 3?<end>"
 
 
-@pytest.mark.parametrize("random", ["[1, 2, 3, 4, 5]|random", "range(99)|random", "lipsum()"])
-def test_a_template_that_prints_something_else_each_time_is_refused(make, random):
-    numbers = "".join(f"{{{{ {random} }}}}" for _ in range(20))
+def test_a_template_that_prints_something_else_each_time_is_refused(make):
+    numbers = "{{ range(99)|random }}" * 20
     with pytest.raises(ValueError, match="must render the same messages to the same text"):
         make(numbers + ALL).encode_chat([USER])
 
 
 @pytest.mark.parametrize(
     ("opening", "ends"),
-    [
-        ("<a>", None),
-        ("<a>\n", None),
-        ("<a><end>", "refused"),
-        ("<a><end>\n", "refused"),
-        ("<end>", "refused"),
-        ("", "told"),
-    ],
+    [("<a>\n", None), ("<a><end>\n", "refused"), ("<end>", "refused"), ("", "told")],
 )
 def test_an_end_token_behind_the_opened_turn_is_refused_and_without_one_told(make, opening, ends):
-    codec = make(ALL + "{% if add_generation_prompt %}" + repr_(opening) + "{% endif %}")
+    codec = make(
+        ALL + "{% if add_generation_prompt %}" + "{{ " + repr(opening) + " }}" + "{% endif %}"
+    )
     if ends == "refused":
         with pytest.raises(ValueError, match="adds for add_generation_prompt ends with '<end>'"):
             codec.encode_chat([USER])
     else:
         codec.encode_chat([USER])
         assert len(list(prompt_notes(codec, is_chat=True))) == (ends == "told")
-
-
-def repr_(text: str) -> str:
-    return "{{ " + repr(text) + " }}"

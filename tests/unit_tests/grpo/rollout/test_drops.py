@@ -23,17 +23,15 @@ def test_thousands_of_one_kind_are_announced_once() -> None:
     for i in range(5000):
         drops.record_scoring(CallFailed("mine.py:f raised KeyError", f"f raised, time {i}"))
     assert announced == ["First of the rewards that raised: f raised, time 0"]
-    assert drops.counts == {"reward raised": 5000}
-
-
-def test_no_more_than_a_few_sources_of_one_kind_are_announced() -> None:
-    announced: list[str] = []
-    drops = DropLog(announced.append)
+    drops.record_scoring(CallFailed("timeout", "took longer"))
+    drops.record_scoring(CallFailed("mine.py:f not finite", "nan"))
+    scored = {"reward raised": 5000, "reward timed out": 1, "reward unusable": 1}
+    assert drops.counts == scored
+    announced.clear()
     for i in range(100):
         error = RouteError(f"server {i} answered 400: too long", 400)
         drops.record_request(f"http://server-{i}", error)
-    assert len(announced) == 3
-    assert drops.counts["request refused"] == 100
+    assert (len(announced), drops.counts["request refused"]) == (3, 100)
 
 
 @pytest.mark.parametrize(
@@ -50,13 +48,6 @@ def test_requests_are_counted_by_what_became_of_them(error: ServerError, kind: s
     assert kind_of_request(error) == kind
 
 
-def test_a_scoring_that_times_out_is_not_one_that_raised() -> None:
-    drops = DropLog(lambda text: None)
-    drops.record_scoring(CallFailed("timeout", "took longer"))
-    drops.record_scoring(CallFailed("mine.py:f not finite", "nan"))
-    assert drops.counts == {"reward timed out": 1, "reward unusable": 1}
-
-
 def test_metrics_count_since_the_last_batch_and_the_note_holds_what_is_not_zero() -> None:
     drops = DropLog(lambda text: None)
     drops.record("answer cut", "after 3 tokens", number=2)
@@ -66,20 +57,12 @@ def test_metrics_count_since_the_last_batch_and_the_note_holds_what_is_not_zero(
         "dropped: 2 answers cut by a server, 4 groups filtered"
     )
     assert dropped(drops.take_metrics()) == ""
-
-
-def test_every_reason_for_which_a_prompt_is_closed_can_be_recorded() -> None:
-    drops = DropLog(lambda text: None)
-    for reason in _NAMES_OF_CLOSED:
-        drops.record_closed(7, reason, "because.")
-    assert set(drops.counts) == set(_NAMES_OF_CLOSED)
-    metrics = dict.fromkeys(_NAMES_OF_CLOSED.values(), 1.0)
-    assert dropped(metrics).count("1 ") == len(_NAMES_OF_CLOSED)
-
-
-def test_a_run_that_drops_nothing_has_no_summary() -> None:
     assert run_summary({}) == ""
     assert run_summary({"failed": 3}).startswith("Dropped in this run: 3 groups failed")
+    for reason in _NAMES_OF_CLOSED:
+        drops.record_closed(7, reason, "because.")
+    metrics = dict.fromkeys(_NAMES_OF_CLOSED.values(), 1.0)
+    assert dropped(metrics).count("1 ") == len(_NAMES_OF_CLOSED)
 
 
 def test_errors_that_any_module_logs_are_announced_and_warnings_are_not() -> None:

@@ -5,46 +5,33 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+import rollouts
+from rollouts import generation
 
 from torchtitan.grpo.rollout.judging import GroupJudge, Unusable
 from torchtitan.grpo.rollout.rollout_filters import CompletionFilter, WasteBudget
 from torchtitan.grpo.rollout.scoring import Scorer
-from torchtitan.grpo.types import Generation, Prompt, Rollout, VersionSegment
+from torchtitan.grpo.types import Generation, Prompt, Rollout
 
 PROMPT = Prompt(0, "1", np.array([3], np.int32), {})
-
-
-def generation(length: int = 2) -> Generation:
-    return Generation(
-        np.full(length, 5, np.int32),
-        np.full(length, -0.5, np.float32),
-        "stop",
-        (VersionSegment(0, 0, length),),
-    )
+THREE = [generation(2)] * 3
 
 
 class GivenRewards(Scorer):
     """Scores the completions of a group with given rewards, and accepts given ones."""
 
     def __init__(self, rewards: Sequence[float | None], accepts: Sequence[bool]) -> None:
-        self.rewards = rewards
-        self.accepts = accepts
+        self.rewards, self.accepts = rewards, accepts
 
     async def score(self, prompt: Prompt, generations: Sequence[Generation]) -> list[Rollout]:
         return [
-            Rollout(
-                prompt_ids=prompt.token_ids,
-                token_ids=g.token_ids,
-                logprobs=g.logprobs,
-                segments=g.segments,
-                finish_reason="stop",
-                completion="7",
-                reward=reward,
-            )
-            for g, reward in zip(generations, self.rewards, strict=False)
+            rollouts.rollout(2, reward)
+            for _, reward in zip(generations, self.rewards, strict=False)
         ]
 
     async def accepted(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -54,57 +41,57 @@ class GivenRewards(Scorer):
 def judge(
     generations: Sequence[Generation],
     rewards: Sequence[float | None],
-    *,
     accepts: Sequence[bool] = (True,) * 3,
-    completion_filter: CompletionFilter | None = None,
-    waste: WasteBudget | None = None,
-    fewest_rollouts: int = 2,
-) -> list[Rollout]:
-    group_judge = GroupJudge(
-        GivenRewards(rewards, accepts), completion_filter, waste, fewest_rollouts
-    )
-    return asyncio.run(group_judge.judge(PROMPT, generations))
+    **settings: Any,
+) -> list[float | None]:
+    group_judge = GroupJudge(GivenRewards(rewards, accepts), **settings)
+    return [r.reward for r in asyncio.run(group_judge.judge(PROMPT, generations))]
 
 
-def reason_of(*args, **kwargs) -> str:
+def test_as_many_rollouts_as_are_compared_are_enough():
+    assert judge(THREE, [1.0, None, 0.0]) == [1.0, 0.0]
+    assert judge([generation(2)], [1.0], fewest_rollouts=1) == [1.0]
+
+
+LONG = CompletionFilter(min_tokens=2)
+TOO_FEW = {
+    "one completion": (([generation(2)], [1.0]), {}, "failed"),
+    "none": (([], []), {"fewest_rollouts": 1}, "failed"),
+    "one that passes the filter": (
+        ([generation(4), generation(1), generation(1)], [1.0]), {"completion_filter": LONG}, "filtered",
+    ),
+    "one with a reward": ((THREE, [None, 1.0, None]), {}, "unscored"),
+    "one that is accepted": ((THREE, [1.0, 0.0, 1.0], (True, False, False)), {}, "filtered"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TOO_FEW)
+def test_too_few_are_unusable(case):
+    arguments, settings, reason = TOO_FEW[case]
     with pytest.raises(Unusable) as raised:
-        judge(*args, **kwargs)
-    return raised.value.reason
+        judge(*arguments, **settings)
+    assert raised.value.reason == reason
 
 
-def test_two_rollouts_with_a_reward_are_enough():
-    rollouts = judge([generation()] * 3, [1.0, None, 0.0])
-    assert [rollout.reward for rollout in rollouts] == [1.0, 0.0]
+def test_equal_rewards_are_dropped_until_the_budget_of_the_batch_is_spent():
+    waste = WasteBudget(1)
+    for turn in (1, 2):
+        with pytest.raises(Unusable, match="All its rewards are equal"):
+            judge(THREE, [1.0, 1.0, 1.0], waste=waste)
+        assert len(judge(THREE, [1.0, 1.0, 1.0], waste=waste)) == 3
+        assert waste.num_dropped == turn
+        waste.next_batch()
 
 
-def test_one_completion_is_too_few():
-    assert reason_of([generation()], [1.0]) == "failed"
-    assert reason_of([], []) == "failed"
-
-
-def test_one_completion_is_enough_where_samples_are_compared_over_the_batch():
-    assert [r.reward for r in judge([generation()], [1.0], fewest_rollouts=1)] == [1.0]
-    with pytest.raises(Unusable):
-        judge([], [], fewest_rollouts=1)
-
-
-def test_one_completion_that_passes_the_filter_is_too_few():
-    generations = [generation(4), generation(1), generation(1)]
-    only_long = CompletionFilter(min_tokens=2)
-    assert reason_of(generations, [1.0], completion_filter=only_long) == "filtered"
-
-
-def test_one_rollout_with_a_reward_is_too_few():
-    assert reason_of([generation()] * 3, [None, 1.0, None]) == "unscored"
-
-
-def test_one_accepted_rollout_is_too_few():
-    rewards = [1.0, 0.0, 1.0]
-    assert reason_of([generation()] * 3, rewards, accepts=(True, False, False)) == "filtered"
-
-
-def test_equal_rewards_are_dropped_until_the_budget_is_spent():
-    equal, waste = [1.0, 1.0, 1.0], WasteBudget(1)
-    assert reason_of([generation()] * 3, equal, waste=waste) == "filtered"
-    assert len(judge([generation()] * 3, equal, waste=waste)) == 3
-    assert waste.num_dropped == 1
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, [0, 1, 2]),
+        ({"min_tokens": 3}, [1, 2]),
+        ({"drop_truncated": True}, [0, 1]),
+        ({"min_tokens": 3, "drop_truncated": True}, [1]),
+    ],
+)
+def test_short_and_truncated_completions_are_left_out(settings, kept):
+    some = [generation(2), generation(3), replace(generation(9), finish_reason="length")]
+    assert CompletionFilter(**settings).keep(some) == [some[i] for i in kept]

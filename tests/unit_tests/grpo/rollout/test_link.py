@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prompt_files import process_config
 
-from torchtitan.grpo import config as tables
+from torchtitan.grpo.config import Prompts
 from torchtitan.grpo.rollout import child_process, link_messages
 from torchtitan.grpo.rollout.link import RolloutLink
 from torchtitan.grpo.system.child import start_child
@@ -65,25 +66,7 @@ def link(tmp_path: Path, monkeypatch) -> Iterator[RolloutLink]:
         return start_child([*python, "program", directory], cwd=str(tmp_path), **options)
 
     monkeypatch.setattr(child_process, "start_child", start_program)
-    link = RolloutLink(
-        tables.RolloutProcessConfig(
-            grpo=tables.GRPO(),
-            prompts=tables.Prompts(),
-            rollout=tables.Rollout(),
-            inference=tables.Inference(),
-            reward=tables.Reward(),
-            evaluation=tables.Evaluation(),
-            hf_assets_path="",
-            vocab_size=128,
-            eos_token_ids=[1],
-            seq_len=32,
-            seed=0,
-            dump_folder=str(tmp_path),
-            server_gpus=[],
-            start_version=0,
-            progress=PromptProgress(),
-        )
-    )
+    link = RolloutLink(process_config(Path(), Prompts(), dump_folder=str(tmp_path)))
     yield link
     link.close()
 
