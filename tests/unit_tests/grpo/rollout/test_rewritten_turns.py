@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rollouts import generation
 from stub_clients import StubClient
 
 from torchtitan.grpo import config as tables
@@ -22,7 +23,7 @@ from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
-from torchtitan.grpo.types import GenerateRequest, Generation, Prompt, Rollout, VersionSegment
+from torchtitan.grpo.types import GenerateRequest, Generation, Prompt, Rollout
 
 EOS = 1
 # What stands in braces is thinking.
@@ -67,9 +68,7 @@ class Server(StubClient):
     async def generate(self, request: GenerateRequest) -> Generation:
         turn = self.turns[len(self.seen)]
         self.seen.append((list(request.prompt_ids), turn))
-        logprobs = -np.arange(1, len(turn) + 1, dtype=np.float32)
-        segments = (VersionSegment(0, 0, len(turn)),)
-        return Generation(np.array(turn, np.int32), logprobs, "stop", segments)
+        return generation(turn, -np.arange(1, len(turn) + 1))
 
     @property
     def contexts(self) -> list[str]:
@@ -96,7 +95,6 @@ def play(
     columns: dict[str, Any] | None = None,
     begun: Generation | None = None,
 ) -> tuple[Generation, Server, dict[str, float]]:
-    """Plays one episode; returns the completion, the server, and the metrics."""
     (tmp_path / "mine.py").write_text(ENVIRONMENT)
 
     async def main() -> tuple[Generation, Server, dict[str, float]]:
@@ -127,10 +125,7 @@ def play(
 
 def rollout(codec: TextCodec, whole: Generation) -> Rollout:
     prompt = np.array(codec.encode("u:7;a:"), np.int32)
-    return Rollout(
-        prompt_ids=prompt, token_ids=whole.token_ids, logprobs=whole.logprobs, segments=whole.segments, finish_reason=whole.finish_reason, completion="", reward=1.0,
-        sampled=whole.sampled, new_rows=whole.new_rows,
-    )  # fmt: skip
+    return Rollout(**vars(whole), prompt_ids=prompt, completion="", reward=1.0)
 
 
 def test_a_turn_behind_a_rewritten_context_begins_a_row_and_others_do_not(codec, tmp_path):
@@ -173,14 +168,10 @@ def test_every_trained_token_stands_behind_what_the_server_saw(codec, tmp_path):
     assert trained == served
 
 
-def test_as_written_the_model_sees_its_thinking_and_there_is_one_row(codec, tmp_path):
+def test_as_written_or_without_thinking_nothing_is_rewritten(codec, tmp_path):
     whole, server, metrics = play(codec, tmp_path, TURNS, templated=False)
     assert server.contexts[2] == "u:7;a:{12}3<eos>u:[1];a:4<eos>u:[2];a:"
     assert (whole.new_rows, metrics["environment/rewritten_contexts"]) == ((), 0)
-    assert len(sequences_of(rollout(codec, whole))) == 1
-
-
-def test_without_thinking_nothing_is_rewritten(codec, tmp_path):
     turns = ["3<eos>", "4<eos>", "6<eos>"]
     templated, _, metrics = play(codec, tmp_path, turns, templated=True)
     written, _, _ = play(codec, tmp_path, turns, templated=False)
@@ -189,7 +180,6 @@ def test_without_thinking_nothing_is_rewritten(codec, tmp_path):
 
 
 def test_text_that_is_put_behind_a_turn_belongs_to_the_same_message(codec, tmp_path):
-    """The first answer is text: the message goes on, and is rendered as one."""
     turns = ["{1}2<eos>", "{3}4<eos>", "5<eos>"]
     _, server, _ = play(codec, tmp_path, turns, templated=True, columns={"words": "(ok)"})
     assert server.contexts == [
@@ -214,21 +204,18 @@ def test_each_row_has_room_of_its_own_and_contexts_do_not_count_as_written(codec
 def test_an_episode_that_goes_on_after_a_resume_has_the_same_rows(codec, tmp_path):
     whole, _, _ = play(codec, tmp_path, TURNS, templated=True)
     turn = len(codec.encode(TURNS[0]))
-    begun = Generation(
-        whole.token_ids[:turn], whole.logprobs[:turn], "stop", (VersionSegment(0, 0, turn),)
-    )
+    begun = generation(whole.token_ids[:turn], whole.logprobs[:turn])
     again, server, _ = play(codec, tmp_path, TURNS[1:], templated=True, begun=begun)
     assert server.contexts[0] == "u:7;a:3<eos>u:[1];a:"
     assert again.token_ids.tolist() == whole.token_ids.tolist()
     assert again.new_rows == whole.new_rows
 
 
-@pytest.mark.parametrize("templated", [True, False])
-def test_a_reply_that_the_template_leaves_out_ends_the_run(codec, tmp_path, templated):
+def test_a_reply_that_the_template_leaves_out_ends_the_run(codec, tmp_path):
     """No rollout must be trained on in which the model has not seen what it was told."""
     file = tmp_path / "model/tokenizer_config.json"
     spoken = TEMPLATE.replace("in messages", "in messages[:2]")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": spoken}))
     codec = TextCodec(str(tmp_path / "model"), [EOS])
     with pytest.raises(LeftOut, match="is said by the role 'user' in message 3 of 3"):
-        play(codec, tmp_path, TURNS, templated=templated)
+        play(codec, tmp_path, TURNS, templated=True)

@@ -1,9 +1,8 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Rank 0's view of the servers, asked from several threads."""
+"""Rank 0's view of the servers."""
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,24 +65,3 @@ def test_news_from_before_the_start_is_known_is_kept(ends):
     watch.begin([A])
     assert watch.servers() == [A, B]
     assert watch.poll() == [A, B]
-
-
-def test_a_thread_may_poll_while_another_closes(ends):
-    watch, theirs = ends
-    heard, closed = threading.Event(), threading.Event()
-
-    def follow() -> None:
-        while not closed.is_set():
-            if watch.poll() is not None:
-                heard.set()
-
-    thread = threading.Thread(target=follow, name="follow")
-    thread.start()
-    tell(theirs, A)
-    assert heard.wait(30)
-    watch.close()
-    assert watch.servers() == [A]
-    closed.set()
-    thread.join(30)
-    assert not thread.is_alive()
-    assert watch.poll() is None

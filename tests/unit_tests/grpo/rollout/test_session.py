@@ -9,15 +9,15 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from aiohttp import web
+from prompt_files import process_config
+from rollouts import generation
 
 from torchtitan.grpo import config as tables
-from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout.saved import SavedRollouts, UnfinishedGroup, write_saved
 from torchtitan.grpo.rollout.session import RolloutSession
-from torchtitan.grpo.types import Generation, PromptProgress, VersionSegment
+from torchtitan.grpo.types import PromptProgress
 
 
 async def healthy_server() -> tuple[web.AppRunner, str]:
@@ -35,21 +35,15 @@ async def healthy_server() -> tuple[web.AppRunner, str]:
     return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
 
 
-def config_of(repository: Path, prompts: Path, url: str, file: Path) -> RolloutProcessConfig:
-    return RolloutProcessConfig(
-        grpo=tables.GRPO(group_size=2, prompts_per_step=2),
-        prompts=tables.Prompts(path=str(prompts), shuffle=False),
-        rollout=tables.Rollout(max_new_tokens=4),
+def config_of(repository: Path, prompts: Path, url: str, file: Path) -> tables.RolloutProcessConfig:
+    return process_config(
+        repository / "assets/reverse_digits/model",
+        tables.Prompts(path=str(prompts), shuffle=False),
         inference=tables.Inference(kind="embedded", launch=False, urls=[url]),
         reward=tables.Reward(functions=["exact_match"], num_workers=1),
-        evaluation=tables.Evaluation(),
-        hf_assets_path=str(repository / "assets/reverse_digits/model"),
         vocab_size=128,
         eos_token_ids=[1],
-        seq_len=32,
-        seed=0,
         dump_folder=str(prompts.parent),
-        server_gpus=[],
         start_version=1,
         progress=PromptProgress(3, (2,)),  # the checkpoint's, which is older
         saved_rollouts=str(file),
@@ -58,8 +52,7 @@ def config_of(repository: Path, prompts: Path, url: str, file: Path) -> RolloutP
 
 def saved_rollouts(logprob: float) -> SavedRollouts:
     """Prompts 3 and 5 were drawn after the checkpoint's last batch, and 3 was closed since."""
-    logprobs = np.full(1, logprob, np.float32)
-    part = Generation(np.array([100], np.int32), logprobs, "stop", (VersionSegment(0, 0, 1),))
+    part = generation([100], logprob)
     return SavedRollouts(
         version=1,
         progress=PromptProgress(6, (2, 4, 5)),
@@ -77,8 +70,6 @@ def flip_a_bit(file: Path) -> None:
 DAMAGE = {
     "a flipped bit": (lambda file: flip_a_bit(file), "its checksum is not that"),
     "half a file": (lambda file: os.truncate(file, 40), "the file cannot be read: "),
-    "an empty file": (lambda file: os.truncate(file, 0), "the file cannot be read: "),
-    "another file": (lambda file: file.write_text("no rollouts"), "the file cannot be read: "),
     "rollouts of another step": (
         lambda file: write_saved(file, replace(saved_rollouts(-0.5), version=2)),
         "it must hold the rollouts of step 1, got those of step 2",

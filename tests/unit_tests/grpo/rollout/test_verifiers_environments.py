@@ -8,6 +8,7 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -80,22 +81,17 @@ def with_environment(tmp_path: Path, monkeypatch):
     (tmp_path / "guessing.py").write_text(GUESSING)
     (tmp_path / "tools.py").write_text(TOOLS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    prompts = {
-        "guessing": Prompt(
-            0, [{"role": "user", "content": "0 to 9?"}], np.zeros(1, np.int32), {"answer": "7"}
-        ),
-        "tools": Prompt(
-            0, [{"role": "user", "content": "2+3?"}], np.zeros(1, np.int32), {"answer": "5"}
-        ),
-    }
+    asked = {"guessing": ("0 to 9?", "7"), "tools": ("2+3?", "5")}
 
     def run(env_id: str, body: Callable[[RemoteEnvironment], Awaitable[None]], **changes) -> None:
         async def main() -> None:
             pool = EnvironmentPool("verifiers", {"env_id": env_id})
             try:
                 await pool.start()
-                prompt = prompts[env_id]
-                await body(await pool.open(Prompt(**vars(prompt) | changes)))
+                text, answer = asked[env_id]
+                messages = [{"role": "user", "content": text}]
+                prompt = Prompt(0, messages, np.zeros(1, np.int32), {"answer": answer})
+                await body(await pool.open(replace(prompt, **changes)))
             finally:
                 await pool.close()
 
@@ -105,18 +101,15 @@ def with_environment(tmp_path: Path, monkeypatch):
 
 
 @needs_verifiers
-def test_an_environment_of_verifiers_answers_ends_and_rewards(with_environment):
-    async def body(remote: RemoteEnvironment) -> None:
+def test_it_answers_and_rewards_and_ends_by_its_own_rules_and_when_it_is_cut_off(with_environment):
+    async def answered(remote: RemoteEnvironment) -> None:
         first = await remote.step("4", [0])
         assert (first.messages, first.is_done) == ([{"role": "user", "content": "higher"}], False)
         last = await remote.step("7", [0])
         assert (last.is_done, last.reward) == (True, 1.0)
 
-    with_environment("guessing", body)
+    with_environment("guessing", answered)
 
-
-@needs_verifiers
-def test_it_ends_by_its_own_rules_and_when_it_is_cut_off(with_environment):
     async def four_turns(remote: RemoteEnvironment) -> None:
         for _ in range(3):
             assert not (await remote.step("4", [0])).is_done
@@ -131,23 +124,13 @@ def test_it_ends_by_its_own_rules_and_when_it_is_cut_off(with_environment):
 
     with_environment("guessing", cut)
 
-
-@needs_verifiers
-def test_what_it_raises_fails_the_episode(with_environment):
-    async def body(remote: RemoteEnvironment) -> None:
+    async def raises(remote: RemoteEnvironment) -> None:
         with pytest.raises(EnvironmentFailed, match="ValueError"):
             await remote.step("no number", [0])
 
-    with_environment("guessing", body)
-
-
-@needs_verifiers
-def test_another_prompt_than_its_own_is_refused(with_environment):
-    async def body(remote: RemoteEnvironment) -> None:
-        pytest.fail("it has begun")
-
+    with_environment("guessing", raises)
     with pytest.raises(EnvironmentFailed, match="needs prompts that are chat messages"):
-        with_environment("guessing", body, text="0 to 9?")
+        with_environment("guessing", cut, text="0 to 9?")
 
 
 @needs_verifiers
