@@ -14,22 +14,23 @@ from torchtitan.grpo.rollout.longest_first import LengthRanker
 from torchtitan.grpo.types import BatchPart, GenerateRequest, Generation, Prompt
 
 
-@pytest.mark.parametrize("segment_tokens", [0, 2])
+@pytest.mark.parametrize(("segment_tokens", "num_parts"), [(0, 1), (2, 1), (0, 2)])
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_bound_holds_over_random_servers_deaths_and_restarts(
-    run_world, max_staleness: int, segment_tokens: int
+    run_world, max_staleness: int, segment_tokens: int, num_parts: int
 ):
-    num_steps = 12
-
     async def body(world: World) -> None:
         rng = random.Random(max_staleness)
         for server in world.servers:
             world.push(server, 0)
         seen: set[int] = set()
-        for version in range(num_steps):
-            batch = await asyncio.wait_for(world.producer.batch(version), 60)
-            assert len(batch.groups) == GROUPS_PER_BATCH
-            for group in batch.groups:
+        for version in range(12):
+            parts = []
+            while not parts or not parts[-1].part.ends_batch:
+                parts.append(await asyncio.wait_for(world.producer.batch(version), 60))
+            groups = [group for part in parts for group in part.groups]
+            assert (len(parts), len(groups)) == (num_parts, GROUPS_PER_BATCH)
+            for group in groups:
                 assert 2 <= len(group.rollouts) <= GROUP_SIZE
                 assert group.group_id not in seen
                 seen.add(group.group_id)
@@ -45,14 +46,36 @@ def test_bound_holds_over_random_servers_deaths_and_restarts(
             world.push(world.servers[0], version + 1)
 
     run_world(
-        body,
-        prompts=list("123456789"),
-        max_staleness=max_staleness,
-        num_servers=3,
-        failure_rate=0.02,
-        segment_tokens=segment_tokens,
-        seed=max_staleness,
-    )
+        body, prompts=list("123456789"), max_staleness=max_staleness, num_servers=3,
+        failure_rate=0.02, segment_tokens=segment_tokens, num_parts=num_parts, seed=max_staleness,
+    )  # fmt: skip
+
+
+class Later(LengthRanker):
+    """Finds that answers get longer and longer."""
+
+    def predict(self, prompt: Prompt) -> float:
+        return float(prompt.group_id)
+
+
+def test_prompts_with_long_answers_are_started_first_among_those_of_a_batch(run_world):
+    async def body(world: World) -> None:
+        asked, write = [], world.servers[0].generate
+
+        async def note(request: GenerateRequest) -> Generation:
+            asked.append(int(request.request_id.split("-")[1]))
+            return await write(request)
+
+        world.servers[0].generate = note  # pyright: ignore[reportAttributeAccessIssue]
+        for version in range(3):
+            world.push(world.servers[0], version)
+            batch = await asyncio.wait_for(world.producer.batch(version), 60)
+            # The set of prompts is that of the stream; their order is not.
+            ids = [group.group_id for group in batch.groups]
+            assert ids == [2 * version, 2 * version + 1]
+            assert list(dict.fromkeys(asked))[2 * version :][:2] == ids[::-1]
+
+    run_world(body, prompts=list("123456789"), max_staleness=0, ranker=Later(4.0))
 
 
 def test_a_batch_comes_in_parts_before_its_last_group_is_there(run_world):
@@ -87,63 +110,9 @@ def test_a_batch_comes_in_parts_before_its_last_group_is_there(run_world):
     run_world(body, prompts=list("12"), max_staleness=0, num_parts=2)
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2])
-def test_bound_holds_for_batches_in_parts(run_world, max_staleness: int):
-    async def body(world: World) -> None:
-        rng = random.Random(max_staleness)
-        for server in world.servers:
-            world.push(server, 0)
-        seen: set[int] = set()
-        for version in range(8):
-            parts = []
-            while not parts or not parts[-1].part.ends_batch:
-                parts.append(await asyncio.wait_for(world.producer.batch(version), 60))
-            assert [part.part for part in parts] == [BatchPart.FIRST, BatchPart.LAST]
-            for group in (group for part in parts for group in part.groups):
-                assert group.group_id not in seen
-                seen.add(group.group_id)
-                ages = [version - rollout.oldest_version for rollout in group.rollouts]
-                assert 0 <= min(ages) <= max(ages) <= max_staleness
-            for server in world.servers:
-                if server is world.servers[0] or rng.random() < 0.5:
-                    world.push(server, version + 1)
-
-    run_world(
-        body, prompts=list("123456789"), max_staleness=max_staleness, num_servers=3, num_parts=2
-    )
-
-
 def test_trainer_out_of_step_is_refused(run_world):
     async def body(world: World) -> None:
         with pytest.raises(RuntimeError, match=r"asked for the batch of version 3.* out of step"):
             await world.producer.batch(3)
 
     run_world(body, prompts=["1"], max_staleness=0)
-
-
-def test_prompts_with_long_answers_are_started_first_among_those_of_a_batch(run_world):
-    async def body(world: World) -> None:
-        (server,) = world.servers
-        asked: list[int] = []
-        write = server.generate
-
-        async def note(request: GenerateRequest) -> Generation:
-            asked.append(int(request.request_id.split("-")[1]))
-            return await write(request)
-
-        server.generate = note  # pyright: ignore[reportAttributeAccessIssue]
-        for version in range(3):
-            world.push(server, version)
-            batch = await asyncio.wait_for(world.producer.batch(version), 60)
-            # The set of prompts is that of the stream; their order is not.
-            ids = [group.group_id for group in batch.groups]
-            assert ids == [2 * version, 2 * version + 1]
-            assert list(dict.fromkeys(asked))[2 * version :][:2] == ids[::-1]
-
-    class Later(LengthRanker):
-        """Finds that answers get longer and longer."""
-
-        def predict(self, prompt: Prompt) -> float:
-            return float(prompt.group_id)
-
-    run_world(body, prompts=list("123456789"), max_staleness=0, ranker=Later(4.0))

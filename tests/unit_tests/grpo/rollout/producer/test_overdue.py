@@ -6,11 +6,11 @@
 import asyncio
 import re
 
-import numpy as np
 import pytest
 from producer_world import GROUP_SIZE, World
+from rollouts import generation
 
-from torchtitan.grpo.types import GenerateRequest, Generation, VersionSegment
+from torchtitan.grpo.types import GenerateRequest, Generation
 
 
 @pytest.mark.parametrize("overdue", ["drop", "wait"])
@@ -60,12 +60,8 @@ def test_an_overdue_group_is_cut_or_goes_on_under_newer_weights(run_world, overd
             length = request.max_new_tokens
             if prompt != first_prompt:
                 return await write(request)
-            return Generation(
-                np.full(length, 5 + server.served, np.int32),
-                np.full(length, -0.5, np.float32),
-                "length",
-                (VersionSegment(server.served, 0, length),),
-            )
+            version = server.served
+            return generation([5 + version] * length, version=version, finish_reason="length")
 
         server.generate = whole_segments  # pyright: ignore[reportAttributeAccessIssue]
         first_prompt = world.prompts.prompt_at(0).token_ids.tolist()

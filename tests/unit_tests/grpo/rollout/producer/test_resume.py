@@ -5,19 +5,13 @@
 
 import asyncio
 
-import numpy as np
 import pytest
 from producer_world import GROUPS_PER_BATCH, World
+from rollouts import generation, rollout
+from rollouts import group as group_of
 
 from torchtitan.grpo.rollout.saved import SavedRollouts, UnfinishedGroup
-from torchtitan.grpo.types import (
-    GenerateRequest,
-    Generation,
-    PromptProgress,
-    Rollout,
-    RolloutGroup,
-    VersionSegment,
-)
+from torchtitan.grpo.types import GenerateRequest, Generation, PromptProgress
 
 
 def test_rollouts_kept_with_a_checkpoint_continue_and_none_is_lost_or_generated_twice(run_world):
@@ -82,20 +76,12 @@ def test_a_batch_that_was_delivered_but_not_trained_is_kept(run_world, num_parts
     run_world(second, prompts=list("123456789"), max_staleness=2, saved=kept[0])
 
 
-def finished_group(group_id: int, version: int) -> RolloutGroup:
-    tokens = np.array([5, 6], np.int32)
-    rollout = Rollout(
-        prompt_ids=tokens, token_ids=tokens, logprobs=np.full(2, -0.5, np.float32), segments=(VersionSegment(version, 0, 2),), finish_reason="stop", completion="7", reward=1.0
-    )  # fmt: skip
-    return RolloutGroup(group_id, "5", (rollout, rollout), "http://0")
-
-
 def test_a_full_buffer_of_saved_groups_does_not_hold_up_what_their_batch_waits_for(run_world):
     """Prompt 0 has nothing saved and may not start; the batch needs group 4, behind it."""
     saved = SavedRollouts(
         version=2,
         progress=PromptProgress(5, (0, 1, 2, 4)),
-        finished=(finished_group(1, 2), finished_group(2, 2)),
+        finished=tuple(group_of(i, *[rollout(2, version=2)] * 2) for i in (1, 2)),
         unfinished=(UnfinishedGroup(4, 0, (), ()),),
     )
 
@@ -115,9 +101,7 @@ def test_a_full_buffer_of_saved_groups_does_not_hold_up_what_their_batch_waits_f
 
 def test_a_saved_group_goes_on_only_on_servers_that_are_as_new_as_its_first(run_world):
     saved = SavedRollouts(
-        version=2,
-        progress=PromptProgress(1, (0,)),
-        unfinished=(UnfinishedGroup(0, 2, (), ()),),
+        version=2, progress=PromptProgress(1, (0,)), unfinished=(UnfinishedGroup(0, 2, (), ()),)
     )
 
     async def body(world: World) -> None:
@@ -152,12 +136,7 @@ def test_completions_in_flight_are_kept_with_a_checkpoint_and_completed_after_it
                 num_started += 1
                 if num_started <= 2:
                     tokens, reason = [(finished, "stop"), (begun, "length")][num_started - 1]
-                    return Generation(
-                        np.array(tokens, np.int32),
-                        np.full(len(tokens), -0.5, np.float32),
-                        reason,  # pyright: ignore[reportArgumentType]
-                        (VersionSegment(0, 0, len(tokens)),),
-                    )
+                    return generation(tokens, finish_reason=reason)
             await asyncio.Event().wait()
             raise AssertionError("held until the run is stopped")
 
@@ -202,42 +181,3 @@ def test_completions_in_flight_are_kept_with_a_checkpoint_and_completed_after_it
         assert len(started) == 1, "only the completion without a token is started anew"
 
     run_world(second, prompts=list("123456789"), max_staleness=2, segment_tokens=2, saved=kept[0])
-
-
-def test_a_group_is_kept_with_a_checkpoint_whatever_there_is_of_its_completions(run_world):
-    """Of one group a completion is finished, of the next one is begun, of a third there is none."""
-    finished, begun = [100], [101, 101]
-
-    async def body(world: World) -> None:
-        (server,) = world.servers
-        prompts = [world.prompts.prompt_at(i).token_ids.tolist() for i in range(2)]
-        parts = {0: (finished, "stop"), 1: (begun, "length")}
-
-        async def write_one_part_each(request: GenerateRequest) -> Generation:
-            group = prompts.index(request.prompt_ids) if request.prompt_ids in prompts else None
-            if group not in parts:
-                await asyncio.Event().wait()
-                raise AssertionError("held until the run is stopped")
-            tokens, reason = parts.pop(group)
-            return Generation(
-                np.array(tokens, np.int32),
-                np.full(len(tokens), -0.5, np.float32),
-                reason,  # pyright: ignore[reportArgumentType]
-                (VersionSegment(0, 0, len(tokens)),),
-            )
-
-        server.generate = write_one_part_each  # pyright: ignore[reportAttributeAccessIssue]
-        world.push(server, 0)
-        async with asyncio.timeout(60):
-            while len(saved := world.producer.save(0).unfinished) < 2:
-                await asyncio.sleep(0.01)
-        kept = [
-            (
-                g.group_id,
-                *([x.token_ids.tolist() for x in part] for part in (g.generations, g.begun)),
-            )
-            for g in saved
-        ]
-        assert kept == [(0, [finished], []), (1, [], [begun])]
-
-    run_world(body, prompts=list("123456789"), max_staleness=2, segment_tokens=2)

@@ -9,7 +9,6 @@ from pathlib import Path
 from producer_world import GROUP_SIZE, GROUPS_PER_BATCH, REWARD, World
 
 from torchtitan.grpo.rollout.rollout_filters import WasteBudget
-from torchtitan.grpo.rollout.scoring import weighted_sum
 from torchtitan.grpo.types import PromptProgress
 
 SOME_EQUAL = """
@@ -37,18 +36,8 @@ def test_unscored_groups_are_replaced_and_unscored_rollouts_left_out(run_world, 
         assert batch.progress in (PromptProgress(3), PromptProgress(4, (3,)))
         assert batch.closed == {0: "unscored"}
 
-    run_world(
-        body,
-        prompts=["00", "11", "22"],
-        max_staleness=0,
-        reward=f"{tmp_path / 'mine.py'}:by_prompt",
-    )
-
-
-def test_reward_is_the_weighted_sum_of_what_applies():
-    assert weighted_sum([1.0, 0.5], [2.0, 4.0]) == 4.0
-    assert weighted_sum([None, 0.5], [2.0, 4.0]) == 2.0
-    assert weighted_sum([None, None], [2.0, 4.0]) is None
+    reward = f"{tmp_path / 'mine.py'}:by_prompt"
+    run_world(body, prompts=["00", "11", "22"], max_staleness=0, reward=reward)
 
 
 def test_groups_without_an_advantage_are_refilled_within_the_budget(run_world, tmp_path: Path):
@@ -67,13 +56,8 @@ def test_groups_without_an_advantage_are_refilled_within_the_budget(run_world, t
         assert len(second.closed) == 2
         assert len(second.groups) == GROUPS_PER_BATCH
 
-    run_world(
-        body,
-        prompts=["1", "2", "3", "13", "5", "6", "7", "8"],
-        max_staleness=0,
-        reward=f"{tmp_path / 'mine.py'}:rewards",
-        waste=WasteBudget(2),
-    )
+    reward, prompts = f"{tmp_path / 'mine.py'}:rewards", ["1", "2", "3", "13", *"5678"]
+    run_world(body, prompts=prompts, max_staleness=0, reward=reward, waste=WasteBudget(2))
 
 
 def test_a_function_of_the_users_decides_what_is_kept(run_world, tmp_path: Path):
@@ -87,13 +71,8 @@ def test_a_function_of_the_users_decides_what_is_kept(run_world, tmp_path: Path)
             [2.0] * GROUP_SIZE,
         ]
 
-    run_world(
-        body,
-        prompts=["1", "2"],
-        max_staleness=0,
-        reward=f"{tmp_path / 'mine.py'}:rewards",
-        acceptor=f"{tmp_path / 'mine.py'}:keep",
-    )
+    reward, acceptor = (f"{tmp_path / 'mine.py'}:{name}" for name in ("rewards", "keep"))
+    run_world(body, prompts=["1", "2"], max_staleness=0, reward=reward, acceptor=acceptor)
 
 
 def test_rows_that_are_no_prompts_are_closed_as_such_and_told_once(run_world, caplog):

@@ -74,32 +74,21 @@ def test_files_of_different_kinds_are_mixed_and_reopened_where_they_stopped(mode
     assert num_open(paths) == 0
 
 
-def test_single_set_has_no_further_column(model, codec, paths):
-    stream, (examples,) = open_prompts(process_config(model, Prompts(path=paths[1])), codec, [])
-    assert set(examples[0].prompt.columns) == set(stream.next().columns) == {"answer"}
-    stream.close()
-
-
 def test_missing_set_is_named_and_the_others_are_closed(model, codec, paths):
     prompts = Prompts(paths=[*paths, "/no/such.jsonl"])
     with pytest.raises(ValueError, match=r"prompts.paths: /no/such.jsonl cannot be read"):
         open_sets(process_config(model, prompts), codec)
-    assert num_open(paths) == 0
-
-
-def test_set_without_a_short_prompt_is_refused_before_training(model, codec, paths):
     prompts = Prompts(paths=paths, max_prompt_tokens=1)
     with pytest.raises(ValueError, match=r"prompts.paths: none of the 12 prompts in .*table.parq"):
         open_prompts(process_config(model, prompts), codec, [])
-    assert num_open(paths) == 0
-
-
-def test_held_out_prompts_are_read_once_and_their_file_is_closed(model, codec, paths):
     held_out = Evaluation(path=paths[0], num_prompts=3)
-    config = process_config(model, Prompts(path=paths[0]), evaluation=held_out)
+    config = process_config(model, Prompts(path=paths[1]), evaluation=held_out)
     (opened,) = open_held_out(config, codec, DropLog()).values()
     assert [prompt.text for prompt in opened] == ["0", "1", "2"]
     assert num_open(paths) == 0
+    stream, (examples,) = open_prompts(config, codec, [])
+    assert set(examples[0].prompt.columns) == set(stream.next().columns) == {"answer"}
+    stream.close()
 
 
 def test_answers_that_earn_nothing_are_reported_at_the_start_of_a_run(model, tmp_path):

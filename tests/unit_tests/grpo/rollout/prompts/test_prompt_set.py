@@ -14,7 +14,6 @@ from torchtitan.grpo.rollout.prompts import (
     PromptLimits,
     PromptSet,
     PromptStream,
-    check_rows,
     first_prompts,
 )
 from torchtitan.grpo.rollout.tables import open_table
@@ -33,6 +32,8 @@ def codec(tmp_path: Path) -> TextCodec:
     tokenizer.enable_padding(length=50)
     model = tmp_path / "model"
     model.mkdir()
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer.save(str(model / "tokenizer.json"))
     return TextCodec(str(model), [EOS])
 
@@ -70,12 +71,6 @@ def test_row_becomes_tokens_text_and_remaining_columns(codec: TextCodec, write):
     assert prompt.columns == {"answer": "cab", "level": 2}
 
 
-def test_file_order_is_kept_without_shuffling(codec: TextCodec, write):
-    prompts = prompt_set(write([{"prompt": c} for c in "cab"]), codec)
-    source = stream(prompts, shuffle=False)
-    assert [source.next().text for _ in range(4)] == ["c", "a", "b", "c"]
-
-
 def test_long_prompts_are_left_out_and_counted(codec: TextCodec, write):
     prompts = prompt_set(write([{"prompt": "a"}, {"prompt": "a" * 9}]), codec, max_tokens=8)
     source = stream(prompts, shuffle=False)
@@ -92,39 +87,24 @@ def test_set_without_a_short_prompt_is_refused(codec: TextCodec, write):
         first_prompts(prompts, 2)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "prompts.path: .* contains no prompts"),
-        ("\n\n", "prompts.path: .* contains no prompts"),
-        ('{"prompt": "a"}\n\n{"prompt": \n', r"prompts.jsonl:3: .*not JSON"),
-        ('{"prompt": "a"}\n[1]\n', r"prompts.jsonl:2: .* got a list"),
-        ('{"question": "a"}\n', r"prompts.jsonl:1: there is no column 'prompt'.*'question'"),
-    ],
-)
-def test_bad_file_is_refused_with_its_line(codec: TextCodec, write, text: str, message: str):
-    with pytest.raises(ValueError, match=message):
-        check_rows(prompt_set(write(text), codec))
-
-
-@pytest.mark.parametrize(
-    ("row", "settings", "message"),
-    [
-        ({"prompt": 3}, {}, "must be a string, or a list of messages"),
-        ({"prompt": ""}, {}, "the prompt has no text"),
-        ({"prompt": "a"}, {"template": "{question}"}, "prompts.template .* cannot be filled in"),
+def test_a_row_a_path_and_a_folder_without_what_is_needed_are_refused(codec, write, tmp_path: Path):
+    for row, settings, message in (
         ({"prompt": "a9"}, {"vocab_size": 10}, "the model's vocabulary has only 10 entries"),
         (
             {"prompt": [{"role": "user", "content": "a"}]},
             {"template": "{prompt}"},
             "string prompts",
         ),
-    ],
-)
-def test_row_that_is_no_prompt_is_refused(codec: TextCodec, write, row, settings, message: str):
-    prompts = prompt_set(write([row]), codec, **settings)
-    with pytest.raises(ValueError, match=message):
-        stream(prompts).next()
+        ({"prompt": [{"role": "user", "content": "a"}]}, {}, "no chat template"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            stream(prompt_set(write([row]), codec, **settings)).next()
+    with pytest.raises(ValueError, match=r"prompts.path: .* contains no prompts"):
+        prompt_set(write("\n\n"), codec)
+    with pytest.raises(ValueError, match=r"prompts.path must be the path"):
+        prompt_set("", codec)
+    with pytest.raises(ValueError, match=r"model.hf_assets_path must contain a tokenizer.json"):
+        TextCodec(str(tmp_path), [])
 
 
 def test_saved_data_set_and_its_missing_split(codec: TextCodec, tmp_path: Path):
@@ -155,43 +135,6 @@ def test_data_set_with_several_configurations_is_opened_by_name(codec: TextCodec
         assert rows.row(0) == {"prompt": name[0]}
     with pytest.raises(ValueError, match="configuration 'none' and split 'train'"):
         prompt_set(str(path), codec, name="none")
-
-
-def test_path_must_be_given(codec: TextCodec):
-    with pytest.raises(ValueError, match=r"prompts.path must be the path"):
-        prompt_set("", codec)
-
-
-def test_completion_is_decoded_without_its_end_of_sequence(codec: TextCodec):
-    ids = [VOCABULARY["a"], VOCABULARY["b"], EOS]
-    assert codec.decode(ids) == codec.decode(ids[:2])
-    assert codec.decode([EOS]) == ""
-
-
-def test_conversation_without_a_chat_template_is_refused(codec: TextCodec, write, tmp_path: Path):
-    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (tmp_path / "model/tokenizer_config.json").write_text(json.dumps(config))
-    prompts = prompt_set(write([{"prompt": [{"role": "user", "content": "a"}]}]), codec)
-    with pytest.raises(ValueError, match="no chat template"):
-        stream(prompts).next()
-
-
-def test_conversation_is_rendered_by_the_chat_template(codec: TextCodec, write, tmp_path: Path):
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "chat_template": "{% for m in messages %}{{ m.content }}:{% endfor %}"
-        "{% if add_generation_prompt %}9{% endif %}",
-    }
-    (tmp_path / "model/tokenizer_config.json").write_text(json.dumps(config))
-    messages = [{"role": "user", "content": "ab"}]
-    prompt = stream(prompt_set(write([{"prompt": messages}]), codec)).next()
-    assert prompt.text == messages
-    assert prompt.token_ids.tolist() == [VOCABULARY[c] for c in "ab:9"]
-
-
-def test_directory_without_a_tokenizer_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"model.hf_assets_path must contain a tokenizer.json"):
-        TextCodec(str(tmp_path), [])
 
 
 def test_a_prompt_of_too_many_characters_is_not_tokenized(codec: TextCodec, write, monkeypatch):

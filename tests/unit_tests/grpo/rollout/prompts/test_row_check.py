@@ -57,27 +57,18 @@ def lines(path: Path, rows: list[Any]) -> Path:
 BAD_ROWS: dict[str, tuple[Any, str]] = {
     "null": ({"prompt": None, "answer": "1"}, "must be a string, or a list of messages .*got None"),
     "empty": ({"prompt": "", "answer": "1"}, "the prompt has no text"),
-    "blank": ({"prompt": " \n\t", "answer": "1"}, "the prompt has no text"),
     "unseen": ({"prompt": "\u200b\ufeff", "answer": "1"}, "the prompt has no text"),
-    "empty_part": (
-        {"prompt": [USER | {"content": [{"type": "text", "text": " "}]}]},
-        "has no text",
-    ),
-    "null_part": ({"prompt": [USER | {"content": [{"text": None}]}]}, "last message .* no text"),
-    "blank_part": ({"prompt": [USER | {"content": [""]}]}, "last message .* no text"),
+    "empty_part": ({"prompt": [USER | {"content": [{"text": " "}]}]}, "last message .* no text"),
     "number": ({"prompt": 12, "answer": "1"}, "must be a string, .*got 12"),
-    "boolean": ({"prompt": True, "answer": "1"}, "must be a string, .*got True"),
     "dictionary": ({"prompt": {"text": "a"}, "answer": "1"}, "must be a string, .*got {'text'"),
     "list_of_text": ({"prompt": ["a"], "answer": "1"}, r"must be a string, .*got \['a'\]"),
     "no_column": ({"question": "a", "answer": "1"}, "there is no column 'prompt'"),
     "no_object": ("[1, 2]", "must be a JSON object, got a list"),
     "no_json": ('{"prompt": "a"', "is not JSON"),
-    "text": ('"a"', "must be a JSON object, got a str"),
     "no_messages": ({"prompt": [], "answer": "1"}, r"must be a string, .*got \[\]"),
     "empty_message": ({"prompt": [{}], "answer": "1"}, r"got \[\{\}\]"),
     "no_content": ({"prompt": [{"role": "user"}], "answer": "1"}, "role and content, got"),
     "null_content": ({"prompt": [{"role": "user", "content": None}]}, "message 1 .user. is None"),
-    "number_as_content": ({"prompt": [{"role": "user", "content": 3}]}, "message 1 .user. is 3"),
     "blank_content": ({"prompt": [{"role": "user", "content": " "}]}, "last message .* no text"),
     "null_role": ({"prompt": [{"role": None, "content": "a"}]}, "message 1 has the role None"),
     "role_of_template": (
@@ -109,10 +100,8 @@ def test_one_bad_row_at_the_end_is_found(name, checked, codec, tmp_path: Path, m
     ("column", "value", "message"),
     [
         ("prompt", None, "got None"),
-        ("prompt", "", "no text"),
         ("answer", None, "'answer' is null"),
         ("answer", float("nan"), "'answer' is NaN"),
-        ("prompt", "   ", "no text"),
     ],
 )
 def test_a_bad_row_of_a_table_with_types_is_found(form, column, value, message, codec, tmp_path):
@@ -131,16 +120,11 @@ def test_a_bad_row_of_a_table_with_types_is_found(form, column, value, message, 
 
 
 FINE_ROWS = {
-    "call_of_a_tool": [
-        USER,
-        {"role": "assistant", "content": None, "tool_calls": [{"a": 1}]},
-        USER,
-    ],
+    "call_of_a_tool": [USER, {"role": "assistant", "content": None, "tool_calls": [{}]}, USER],
     "silent_tool": [USER, {"role": "assistant", "content": "b"}, {"role": "tool", "content": ""}],
     "parts": [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
     "image": [{"role": "user", "content": [{"type": "image", "text": None}]}],
     "later_turn": [USER, {"role": "assistant", "content": "b"}, USER],
-    "text": "a b",
     "marked": "\ufeffa",
 }
 
@@ -157,11 +141,9 @@ def test_rows_that_are_unusual_and_right_pass(name, codec, tmp_path: Path):
     [
         ("{prompt} {x}", "x is null in this row"),
         ("{x!r}{prompt}", "x is null"),
-        ("{y[0]}{prompt}", r"y\[0\] is null"),
         ("{z}{prompt}", "z is NaN"),
         ("{prompt}{none}", "KeyError"),
         ("{blank}", "the prompt has no text"),
-        (" \n", "the prompt has no text"),
     ],
 )
 def test_a_template_prints_no_missing_value(template, message, codec, tmp_path: Path):
@@ -193,7 +175,7 @@ def test_a_larger_set_is_sampled_and_says_so(codec, tmp_path: Path, monkeypatch)
         check_rows(open_set(lines(tmp_path / "p.jsonl", rows), codec))
 
 
-@pytest.mark.parametrize(("long", "warns"), [(0, False), (4, False), (6, True), (9, True)])
+@pytest.mark.parametrize(("long", "warns"), [(4, False), (6, True)])
 def test_prompts_that_do_not_fit_are_counted_and_most_of_them_are_a_warning(
     long, warns, codec, tmp_path: Path
 ):

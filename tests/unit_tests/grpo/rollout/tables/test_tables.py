@@ -62,23 +62,6 @@ def index_lines_of(path: Path, block_bytes: int):
         return index_lines(file, block_bytes)
 
 
-def test_file_that_shrinks_is_refused(tmp_path: Path):
-    path = tmp_path / "p.jsonl"
-    rows = jsonl(write_lines(path, ['{"prompt": "a"}', '{"prompt": "b"}']))
-    path.write_text('{"prompt": "a"}\n')
-    assert rows.row(0) == {"prompt": "a"}
-    with pytest.raises(ValueError, match=r"p.jsonl:2: the file has become shorter"):
-        rows.row(1)
-    rows.close()
-
-
-def test_line_that_is_nested_too_deep_is_refused(tmp_path: Path):
-    depth = 100_000
-    path = write_lines(tmp_path / "p.jsonl", ['{"prompt": ' + "[" * depth + "]" * depth + "}"])
-    with pytest.raises(ValueError, match=r"p.jsonl:1: every line of prompts.path"):
-        jsonl(path)
-
-
 def test_rows_come_in_a_row_with_those_that_cannot_be_used(tmp_path: Path):
     lines = ['{"prompt": "a"}', "[1]", '{"prompt": "b"}', "{}"]
     rows = jsonl(write_lines(tmp_path / "p.jsonl", lines))
@@ -86,6 +69,13 @@ def test_rows_come_in_a_row_with_those_that_cannot_be_used(tmp_path: Path):
     assert found[::2] == [{"prompt": "a"}, {"prompt": "b"}]
     assert [type(row) for row in found[1::2]] == [RowError, RowError]
     assert list(rows.rows(2, 3)) == [{"prompt": "b"}]
+    Path(rows.path).write_text('{"prompt": "a"}\n')
+    with pytest.raises(ValueError, match=r"p.jsonl:3: the file has become shorter"):
+        rows.row(2)
+    rows.close()
+    deep = '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    with pytest.raises(ValueError, match=r"p.jsonl:1: every line of prompts.path"):
+        jsonl(write_lines(tmp_path / "p.jsonl", [deep]))
 
 
 ROWS = [{"prompt": f"p{i}", "answer": i} for i in range(23)]
@@ -98,17 +88,12 @@ def test_parquet_rows_come_in_any_order_whatever_is_kept(tmp_path: Path, cache_b
     for i in (22, 0, 4, 5, 21, 9, 10, 0, 14, 15, 19, 20):
         assert rows.row(i) == ROWS[i]
     assert list(rows.rows(3, 18)) == ROWS[3:18]
+    assert rows._num_cached_bytes() <= max(cache_bytes, 1000)
     assert rows.where(7).endswith("p.parquet, row 7")
     rows.close()
-
-
-def test_no_more_row_groups_are_kept_than_there_is_room_for(tmp_path: Path):
-    rows = parquet(tmp_path / "p.parquet", ROWS, 1, cache_bytes=60)
-    size = rows._row_group(0, 0).nbytes
-    for i in range(23):
-        rows.row(i)
-        assert rows._num_cached_bytes() <= max(60, size + 10)
-    assert list(rows._cached) != [] and list(rows._cached)[-1] == 22
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    row = {"prompt": messages, "extra": {"ids": [1, 2], "deep": [{"x": None}, {"x": 1.5}]}}
+    assert parquet(tmp_path / "q.parquet", [row], 1).row(0) == row
 
 
 def test_empty_row_groups_are_passed_over(tmp_path: Path):
@@ -119,14 +104,6 @@ def test_empty_row_groups_are_passed_over(tmp_path: Path):
             writer.write_table(part)
     rows = open_table(str(path), "train", {"answer": "a"}, "prompt", "prompts.path")
     assert [rows.row(i)["a"] for i in range(23)] == list(range(23))
-
-
-def test_chat_messages_in_parquet_are_lists_of_dictionaries(tmp_path: Path):
-    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    row = {"prompt": messages, "extra": {"ids": [1, 2], "deep": [{"x": None}, {"x": 1.5}]}}
-    rows = parquet(tmp_path / "p.parquet", [row, {**row, "prompt": messages[1:]}], 1)
-    assert rows.row(0) == row
-    assert rows.row(1)["prompt"] == messages[1:]
 
 
 def test_bad_parquet_is_refused(tmp_path: Path):
@@ -190,13 +167,10 @@ ROW: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("rename", "expected"),
     [
-        ({"reward_model.ground_truth": "gold"}, "21"),
         ({"reward_model.style.name": "gold"}, "rule"),
         ({"reward_model.style": "gold"}, {"name": "rule"}),
         ({"choices.1": "gold"}, "b"),
-        ({"answers.text": "gold"}, ["x", "y"]),
         ({"answers.text.0": "gold"}, "x"),
-        ({"answer.value": "gold"}, 5),
         ({"a.b": "gold"}, "dotted"),
         ({"nothing.of.this": "gold"}, None),
     ],
@@ -222,21 +196,10 @@ def test_a_path_gives_what_is_within_a_column_a_name(tmp_path: Path, name, renam
 @pytest.mark.parametrize(
     ("rename", "message"),
     [
-        (
-            {"reward_model.truth": "gold"},
-            r"reward_model has no 'truth', got keys \['ground_truth', 'style'\]",
-        ),
-        (
-            {"reward_model.style.name.x": "gold"},
-            r"reward_model\.style\.name has no 'x', got 'rule'",
-        ),
+        ({"reward_model.truth": "gold"}, r"reward_model has no 'truth', got keys \['ground_truth'"),
+        ({"reward_model.style.name.x": "gold"}, r"style\.name has no 'x', got 'rule'"),
         ({"choices.2": "gold"}, r"choices has no '2', got \['a', 'b'\]"),
         ({"q": "gold"}, "prompts.rename names the column 'q', which does not exist"),
-        (
-            {"model.ground_truth": "gold"},
-            r"names the column 'model\.ground_truth', which does not exist",
-        ),
-        ({"prompt.text": "gold"}, r"prompt has no 'text', got 'q'"),
         ({"reward_model.ground_truth": "choices"}, r"would overwrite the column 'choices'"),
     ],
 )
