@@ -15,9 +15,9 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from torchtitan.grpo.checkpoint import progress_from
-from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.data.record import RecordReader
 from torchtitan.grpo.data.replay import check_batch
+from torchtitan.grpo.errors import DataError
 from torchtitan.grpo.models.hf_config import ModelError, read_hf_model
 from torchtitan.grpo.observe.run_log import RunLog
 from torchtitan.grpo.resume.checkpoint_files import quick_problem

@@ -18,12 +18,11 @@ from torchtitan.grpo.inference.client import InferenceClient, ServerError, Serve
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rollout.admission import Admission
 from torchtitan.grpo.rollout.evaluation import Evaluator, HeldOut, SpareRoom
-from torchtitan.grpo.rollout.judging import GroupJudge
+from torchtitan.grpo.rollout.judging import CompletionFilter, GroupJudge, WasteBudget
 from torchtitan.grpo.rollout.ledger import Ledger
 from torchtitan.grpo.rollout.longest_first import LengthRanker
 from torchtitan.grpo.rollout.producer import Producer
 from torchtitan.grpo.rollout.prompts import PromptLimits, PromptSet, PromptStream, first_prompts
-from torchtitan.grpo.rollout.rollout_filters import CompletionFilter, WasteBudget
 from torchtitan.grpo.rollout.saved import SavedRollouts
 from torchtitan.grpo.rollout.scoring import Scorer
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher

@@ -23,3 +23,7 @@ class RunError(Exception):
     """
 
     exit_status: int | None = None
+
+
+class DataError(RunError, ValueError):
+    """A data file cannot be used; the message names TOML key, file and line."""

@@ -36,9 +36,9 @@ from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
 from torchtitan.grpo.models.hub import locate_models
 from torchtitan.grpo.observe.evaluation_records import evaluation_metrics, sample_records
 from torchtitan.grpo.resume.exporting import export_checkpoint, find_checkpoint
-from torchtitan.grpo.rollout.evaluation_session import EvaluationSession
 from torchtitan.grpo.rollout.process import first_cause
 from torchtitan.grpo.rollout.results import EvaluationResult
+from torchtitan.grpo.rollout.session import EvaluationSession
 from torchtitan.grpo.run_folder.folder import hold
 from torchtitan.grpo.system.child import end_marked
 from torchtitan.grpo.system.device import gpus_for_servers

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from torchtitan.grpo.data.files import DataError, decode_line
+from torchtitan.grpo.data.record import decode_line
 from torchtitan.grpo.data.rows import Sample
+from torchtitan.grpo.errors import DataError
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.system.files import open_regular
 

@@ -19,19 +19,35 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, cast, get_type_hints
+from typing import Any, BinaryIO, TypeVar, cast, get_type_hints
 
 import msgspec
 import numpy as np
 
-from torchtitan.grpo.data.files import DataError, decode_line
+from torchtitan.grpo.errors import DataError
+from torchtitan.grpo.system.file_formats import UTF8_MARK, not_json_lines
 from torchtitan.grpo.system.files import check_regular, open_regular
 from torchtitan.grpo.types import Column, PromptProgress, Rollout, RolloutGroup, columns_of
+
+_Value = TypeVar("_Value")
 
 FORMAT = "torchtitan-grpo-rollouts"
 FORMAT_VERSION = 4
 READABLE_VERSIONS = (3, 4)
 _SUM = re.compile(rb'\{"crc32":(\d+),')
+
+
+def decode_line(line: bytes, kind: type[_Value], where: str) -> _Value:
+    """Decodes one line of JSON as a value of ``kind``, or raises :class:`DataError`.
+
+    ``where`` names TOML key, file and line number, as ``key: file:number``.
+    """
+    try:
+        return msgspec.json.decode(line.removeprefix(UTF8_MARK), type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        path, _, number = where.rpartition(" ")[2].rpartition(":")
+        found = not_json_lines(line, path, is_first=number == "1")
+        raise DataError(f"{where}: {found or f'{error}.'}") from error
 
 
 class RecordHeader(msgspec.Struct):

@@ -1,23 +1,29 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Trains on recorded rollouts, without servers, rollout process, prompts or rewards."""
+"""Trains on recorded rollouts, without servers, rollout process, prompts or rewards.
+
+A group has a teacher's rating of each of its tokens, or none at all. The settings of the run
+that replays it must be those that a run with a teacher may have; `config_checks/teacher.py`
+cannot see what a file holds.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from torchtitan.grpo.config.evaluation import evaluation_sets
-from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.data.planner import PlannedPart, StepPlanner, open_sample_log
 from torchtitan.grpo.data.record import BatchRecord, RecordReader
-from torchtitan.grpo.data.replay_checks import check_batch, check_ratings_are_used
 from torchtitan.grpo.data.step_source import OfflineSource
+from torchtitan.grpo.errors import DataError
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.rollout.admission import part_size
+from torchtitan.grpo.rollout.completion_checks import rollout_problem
 from torchtitan.grpo.rollout.rollout_metrics import group_metrics
 from torchtitan.grpo.system.logs import logger
-from torchtitan.grpo.types import BatchPart, PromptProgress, RolloutGroup
+from torchtitan.grpo.types import BatchPart, PromptProgress, Rollout, RolloutGroup
 
 _KEY = "rollout.replay"
 
@@ -120,3 +126,116 @@ def split_groups(groups: Sequence[RolloutGroup], num_parts: int) -> list[Sequenc
     """Splits a whole batch's groups into at most ``num_parts`` parts, in order."""
     size = part_size(len(groups), num_parts)
     return [groups[begin : begin + size] for begin in range(0, len(groups), size)]
+
+
+def check_batch(batch: BatchRecord, where: str, vocab_size: int, row_len: int) -> None:
+    """Raises :class:`DataError` for a batch that cannot be trained on.
+
+    The message names ``where`` (key, file, line), the group and the rollout.
+    """
+    ids = [group.group_id for group in batch.groups]
+    _require(len(ids) > 0, f"{where}: a batch must have a group, got none.")
+    _require(len(set(ids)) == len(ids), f"{where}: group_id must be unique, got {ids}.")
+    _require(batch.version >= 0, f"{where}: version must be at least 0, got {batch.version}.")
+    borders = [-1, *batch.progress.open, batch.progress.position]
+    _require(
+        all(a < b for a, b in pairwise(borders)),
+        f"{where}: progress.open must be ascending places below progress.position, got "
+        f"{batch.progress}.",
+    )
+    for group in batch.groups:
+        here = f"{where}, group {group.group_id}"
+        _require(len(group.rollouts) > 0, f"{here}: a group must have a rollout, got none.")
+        for i, rollout in enumerate(group.rollouts):
+            problem = rollout_problem(rollout, vocab_size=vocab_size, row_len=row_len)
+            if rollout.num_trained == 0:
+                problem = problem or "observed must leave a completion token to train on"
+            _require(problem is None, f"{here}, rollout {i}: {problem}.")
+        newest = max(segment.version for r in group.rollouts for segment in r.segments)
+        _require(
+            newest <= batch.version,
+            f"{here}: segments must name versions up to that of the batch ({batch.version}), got "
+            f"{newest}.",
+        )
+        _check_rated_group(group, here)
+
+
+def check_ratings_are_used(batch: BatchRecord, where: str, config: JobConfig) -> None:
+    """Raises :class:`DataError` if the ratings of a batch would be lost or wrong, or are absent."""
+    for group in batch.groups:
+        here = f"{where}, group {group.group_id}"
+        is_rated = group.rollouts[0].teacher_logprobs is not None
+        if is_rated and config.teacher.coef > 0:
+            for problem in _problems(group, config):
+                raise DataError(
+                    f"{here}: a teacher's ratings {problem}, or set teacher.coef = 0 to replay only the "
+                    "rewards."
+                )
+        elif is_rated:
+            num_top, top_k = _num_top(group.rollouts[0]), config.teacher.top_k
+            _require(
+                not top_k or num_top in (0, top_k),
+                f"{here}: a teacher's ratings must hold as many of its most likely tokens as "
+                f"teacher.top_k ({top_k}), got {num_top}. Set teacher.top_k = {num_top} or 0.",
+            )
+        else:
+            _require(
+                not config.teacher.urls,
+                f"{here}: each rollout must have a teacher's rating (teacher.urls), but this group has "
+                "none, and a replay asks no server. Replay a file that was recorded with a teacher, or "
+                "remove teacher.urls.",
+            )
+
+
+def _check_rated_group(group: RolloutGroup, where: str) -> None:
+    num_rated = sum(rollout.teacher_logprobs is not None for rollout in group.rollouts)
+    _require(
+        num_rated in (0, len(group.rollouts)),
+        f"{where}: all rollouts of a group must have teacher_logprobs, or none, got {num_rated} of "
+        f"{len(group.rollouts)}. The mean over the group would not be that of its tokens.",
+    )
+    numbers = {_num_top(rollout) for rollout in group.rollouts}
+    _require(
+        len(numbers) == 1 and (num_rated > 0 or numbers == {0}),
+        f"{where}: all rated rollouts of a group must have the same number of most likely tokens "
+        f"(teacher_top_ids), and others none, got {sorted(numbers)}.",
+    )
+
+
+def _num_top(rollout: Rollout) -> int:
+    return 0 if rollout.teacher_top_ids is None else rollout.teacher_top_ids.shape[1]
+
+
+def _problems(group: RolloutGroup, config: JobConfig) -> Iterator[str]:
+    grpo, temperature = config.grpo, config.rollout.temperature
+    num_top, top_k = _num_top(group.rollouts[0]), config.teacher.top_k
+    if grpo.filter_zero_advantage:
+        yield (
+            "cannot be used with grpo.filter_zero_advantage, which leaves out groups with equal "
+            "rewards, although the teacher's part differs. Set grpo.filter_zero_advantage = false"
+        )
+    if grpo.off_policy_mask_threshold != 0 and not top_k:
+        yield (
+            "cannot be used with grpo.off_policy_mask_threshold, which leaves out sequences by the sign "
+            f"of their advantage, got {grpo.off_policy_mask_threshold:g}. Set it to 0"
+        )
+    if top_k and num_top != top_k:
+        yield (
+            f"must hold as many of its most likely tokens as teacher.top_k ({top_k}), got "
+            f"{num_top or 'none'}, and a replay asks no server. Set teacher.top_k = {num_top}"
+        )
+    if temperature != 1:
+        yield (
+            f"must be of rollouts of rollout.temperature = 1, got {temperature:g}. Replay a file of "
+            "that temperature"
+        )
+    if any(rollout.new_rows for rollout in group.rollouts):
+        yield (
+            "must be of rollouts that a model reads from their beginning, but one has new_rows. Remove "
+            "its teacher_logprobs"
+        )
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise DataError(message)

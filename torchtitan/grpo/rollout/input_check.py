@@ -12,22 +12,28 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
 from torchtitan.grpo.config import RolloutProcessConfig
-from torchtitan.grpo.rollout.input_report import describe_inputs
+from torchtitan.grpo.config.evaluation import EvaluationSet, evaluation_sets, set_key
+from torchtitan.grpo.rewards.gold_answers import Example
+from torchtitan.grpo.rollout.inputs import Inputs
 from torchtitan.grpo.rollout.link_messages import CONFIG_FILE
+from torchtitan.grpo.rollout.prompts import PromptSet
 from torchtitan.grpo.rollout.session import RolloutSession
 from torchtitan.grpo.system.child import adopt_orphans, end_descendants
+from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.owner import OUTPUT_HINT
 
 REPORT_FILE = "report.json"
 PROGRESS_FILE = "progress.txt"
 """Progress of a long check, as a sentence."""
+
+_SHOWN_CHARS = 300
 
 
 class InputReport(msgspec.Struct):
@@ -51,6 +57,107 @@ async def check(config: RolloutProcessConfig, say: Callable[[str], object]) -> I
         return InputReport(warnings=[*announced, *session.inputs.warnings], error=message)
     finally:
         await session.close()
+
+
+def describe_inputs(config: RolloutProcessConfig, inputs: Inputs) -> list[str]:
+    return [
+        *_model_lines(config, inputs),
+        *_prompt_lines(config, inputs),
+        *_reward_lines(config, inputs),
+        *_evaluation_lines(config, inputs),
+    ]
+
+
+def _model_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[str]:
+    codec = inputs.codec
+    ends = [f"{token} {codec.token_text(token)!r}" for token in config.eos_token_ids]
+    yield (
+        f"tokenizer: {config.hf_assets_path}, largest token {codec.largest_id}, the model's "
+        f"vocab_size {config.vocab_size}"
+    )
+    yield f"a completion ends at: {', '.join(ends) or 'no token'}"
+    if not codec.has_chat_template():
+        yield "chat template: none"
+    elif _is_chat(inputs.examples[0][0].prompt):
+        yield f"chat template: applied, with {config.prompts.chat_template_kwargs or 'no variables'}"
+    else:
+        yield (
+            "chat template: not applied, because the prompts are strings. A model that was trained "
+            "for chat expects it: make the prompts lists of messages"
+        )
+
+
+def _prompt_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[str]:
+    stream = inputs.stream
+    assert stream is not None, "the inputs of a run are open"
+    for prompts, of_set in zip(stream.sets, inputs.examples, strict=True):
+        first = of_set[0]
+        yield f"{prompts.key}: {prompts.path}, {len(prompts)} rows, prompts of at most " + (
+            f"{prompts.limits.max_tokens} tokens"
+        )
+        yield f"  columns: {_columns(prompts, first, config.prompts.column)}"
+        if prompts.checked is not None:
+            yield f"  {prompts.checked.describe()}"
+        yield from _first_prompt(first.where, first.prompt, inputs)
+
+
+def _columns(prompts: PromptSet, first: Example, column: str) -> str:
+    names = sorted(first.prompt.columns)
+    return f"{column} (the prompt), {', '.join(names)}" if names else f"{column} (the prompt)"
+
+
+def _first_prompt(where: str, prompt: Prompt, inputs: Inputs) -> Iterator[str]:
+    text = inputs.codec.decode_exactly(prompt.token_ids.tolist())
+    shown, half = repr(text), _SHOWN_CHARS // 2
+    if len(text) > _SHOWN_CHARS:
+        shown = f"{text[:half]!r} ... and ends with {text[-half:]!r}"
+    kind = "chat messages" if _is_chat(prompt) else "string"
+    yield f"  first prompt ({where}): {kind}, {len(prompt.token_ids)} tokens: {shown}"
+
+
+def _reward_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[str]:
+    if inputs.environments is not None:
+        stop_strings = inputs.environments.stop_strings
+        ends = f", turns end at {stop_strings}" if stop_strings else ""
+        yield f"rollout.environment: {config.rollout.environment}{ends}"
+    weights = config.reward.weights or [1.0] * len(config.reward.functions)
+    for position, function in enumerate(config.reward.functions):
+        values = [of_set[position] for of_set in inputs.rewards]
+        yield (
+            f"reward.functions: {function}, weight {weights[position]:g}; an empty completion of the "
+            f"first prompt earns {_numbers(values)}"
+        )
+    if config.rollout.should_accept is not None:
+        yield f"rollout.should_accept: {config.rollout.should_accept}"
+
+
+def _evaluation_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[str]:
+    if not inputs.held_out:
+        yield "evaluation: none (evaluation.path and evaluation.sets are not set)"
+        return
+    for name, settings in evaluation_sets(config.evaluation).items():
+        prompts = inputs.held_out[name]
+        yield (
+            f"{set_key(config.evaluation, name, 'path')}: {settings.path}, {len(prompts)} prompts "
+            f"used; {settings.function} gives an empty completion {_numbers([inputs.scores[name]])}"
+        )
+        yield f"  {_sampling(settings)}"
+        yield from _first_prompt(f"row {prompts[0].group_id}", prompts[0], inputs)
+
+
+def _sampling(settings: EvaluationSet) -> str:
+    each = f"{settings.num_samples} completions of each prompt"
+    if settings.temperature == 0:
+        return "one completion of each prompt, decoded greedily"
+    return f"{each}, sampled at temperature {settings.temperature:g}, top_p {settings.top_p:g}"
+
+
+def _numbers(values: list[float | None]) -> str:
+    return ", ".join("no reward" if value is None else f"{value:g}" for value in values)
+
+
+def _is_chat(prompt: Any) -> bool:
+    return not isinstance(prompt.text, str)
 
 
 def main() -> NoReturn:

@@ -20,7 +20,6 @@ from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.errors import RunError
 from torchtitan.grpo.inference.server_log import log_tail
 from torchtitan.grpo.rollout import link_messages
-from torchtitan.grpo.rollout.awaited_evaluation import AwaitedEvaluation
 from torchtitan.grpo.rollout.child_process import end_process, start_process
 from torchtitan.grpo.rollout.codec import Packed, unpack
 from torchtitan.grpo.rollout.results import EvaluationResult, RolloutBatch
@@ -88,7 +87,9 @@ class RolloutLink:
         self._failure: str | None = None
         self._has_spoken = False
         self._asked_version: int | None = None
-        self._evaluation = AwaitedEvaluation()
+        # The evaluation that was requested and whose result was not taken yet.
+        self._awaited: link_messages.Evaluate | None = None
+        self._num_requests = 0
         self.fetch_endpoint: str | None = None
         self.warnings: list[str] = []
         self._progress = link_messages.Progress("")
@@ -195,7 +196,7 @@ class RolloutLink:
 
     @property
     def is_evaluating(self) -> bool:
-        return self._evaluation.request is not None
+        return self._awaited is not None
 
     def request_evaluation(self, version: int, pinned: Sequence[str] = ()) -> None:
         """Requests an evaluation of the held-out prompts, and gives up one that is still running.
@@ -203,30 +204,44 @@ class RolloutLink:
         Completions come from weights not older than ``version``, on the servers whose URLs are
         ``pinned``, if any. This method does not wait.
         """
-        self._send(self._evaluation.make_request(version, pinned))
+        self._num_requests += 1
+        self._awaited = link_messages.Evaluate(self._num_requests, version, list(pinned))
+        self._send(self._awaited)
 
     def renew_evaluation(self) -> None:
         """Requests the evaluation again that a process was killed in, if there is one."""
-        if self._evaluation.request is not None:
-            self._send(self._evaluation.request)
+        if self._awaited is not None:
+            self._send(self._awaited)
 
     def take_evaluation(self) -> EvaluationResult | None:
         """Returns the result of the requested evaluation if it has arrived. Never waits."""
         self.raise_if_ended(wait_milliseconds=0)
-        return self._evaluation.take_from(self._unclaimed)
+        kind, result = link_messages.EvaluationDone, None
+        for answer, _ in self._unclaimed:
+            if isinstance(answer, kind):
+                result = self._result_of(answer) or result
+        self._unclaimed = [each for each in self._unclaimed if not isinstance(each[0], kind)]
+        return result
 
     def wait_evaluation(
         self, timeout_seconds: float, should_stop: Callable[[], bool] | None = None
     ) -> EvaluationResult | None:
         deadline, result = time.monotonic() + timeout_seconds, None
         while result is None:
-            left = deadline - time.monotonic()
-            what = self._evaluation.describe()
+            assert self._awaited is not None, "an evaluation must be requested first"
+            left, what = deadline - time.monotonic(), f"evaluate version {self._awaited.version}"
             answer = self._wait_for(link_messages.EvaluationDone, left, should_stop, what)
             if answer is None:
                 return None
-            result = self._evaluation.take_from([answer])
+            result = self._result_of(answer[0])
         return result
+
+    def _result_of(self, done: link_messages.EvaluationDone) -> EvaluationResult | None:
+        """Returns the awaited result. A request that was renewed or given up is answered as well."""
+        if self._awaited is None or done.request_id != self._awaited.request_id:
+            return None
+        self._awaited = None
+        return done.result
 
     def save(self, version: int, kept_steps: Sequence[int]) -> None:
         """Requests that rollouts are saved beside the checkpoint of ``version``, without waiting.

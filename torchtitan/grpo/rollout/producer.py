@@ -16,7 +16,6 @@ from dataclasses import replace
 from torchtitan.grpo.config import GRPO, Rollout
 from torchtitan.grpo.rollout.admission import Admission, part_size
 from torchtitan.grpo.rollout.drops import DropLog
-from torchtitan.grpo.rollout.joining import as_context
 from torchtitan.grpo.rollout.judging import GroupJudge, Unusable
 from torchtitan.grpo.rollout.kept_groups import EXPIRED, OVERDUE, Cause, KeptGroups
 from torchtitan.grpo.rollout.ledger import CloseReason, Ledger
@@ -24,13 +23,17 @@ from torchtitan.grpo.rollout.longest_first import LengthRanker, LongestFirst
 from torchtitan.grpo.rollout.prompts import PromptStream
 from torchtitan.grpo.rollout.results import RolloutBatch
 from torchtitan.grpo.rollout.rollout_metrics import RolloutCounts, RolloutMetrics, ShareClock
-from torchtitan.grpo.rollout.running_group import RunningGroup
-from torchtitan.grpo.rollout.sample_columns import brief_columns
 from torchtitan.grpo.rollout.saved import SavedRollouts, UnfinishedGroup
-from torchtitan.grpo.rollout.scoring import prompt_text
+from torchtitan.grpo.rollout.scoring import brief_columns, prompt_text
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
-from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
-from torchtitan.grpo.types import BatchPart, Generation, Prompt, RolloutGroup
+from torchtitan.grpo.rollout.trajectory import RunningGroup, TrajectoryWriter
+from torchtitan.grpo.types import (
+    BatchPart,
+    Generation,
+    Prompt,
+    RolloutGroup,
+    as_context,
+)
 
 # No event marks the end of a server's pause after a failure, so the loop polls as well.
 _RETRY_SECONDS = 0.2

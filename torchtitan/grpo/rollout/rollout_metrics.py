@@ -7,21 +7,16 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import get_args
 
 import numpy as np
 
+from torchtitan.grpo.rollout.drops import DROP_KINDS
 from torchtitan.grpo.rollout.ledger import CloseReason
 from torchtitan.grpo.types import Rollout, RolloutGroup
 
 _NAMES_OF_CLOSED: dict[CloseReason, str] = {
-    "too long": "rollout/prompts_too_long",
-    "unusable": "rollout/prompts_unusable",
-    "failed": "rollout/failed_groups",
-    "unscored": "rollout/unscored_groups",
-    "unrated": "rollout/unrated_groups",
-    "expired": "rollout/expired_groups",
-    "overdue": "rollout/overdue_groups",
-    "filtered": "rollout/filtered_groups",
+    reason: DROP_KINDS[reason].metric for reason in get_args(CloseReason)
 }
 
 

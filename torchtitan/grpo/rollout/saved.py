@@ -15,8 +15,10 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from torchtitan.grpo.rollout.codec import Packed, pack, unpack
 from torchtitan.grpo.rollout.completion_checks import (
@@ -24,10 +26,9 @@ from torchtitan.grpo.rollout.completion_checks import (
     length_problem,
     rollout_problem,
 )
-from torchtitan.grpo.rollout.earlier_saved import unpack_earlier
 from torchtitan.grpo.rollout.ledger import CloseReason
 from torchtitan.grpo.system.files import read_regular
-from torchtitan.grpo.types import Generation, PromptProgress, RolloutGroup
+from torchtitan.grpo.types import Generation, PromptProgress, Rollout, RolloutGroup, columns_of
 
 FOLDER = "rollouts"
 """Folder in the dump folder. It holds one file per checkpoint, named after the step."""
@@ -117,7 +118,7 @@ def read_saved(path: Path, version: int) -> SavedRollouts:
             packed = msgspec.msgpack.decode(file.packed, type=Packed)
             saved = unpack(packed, SavedRollouts)
         else:
-            saved = msgspec.convert(unpack_earlier(file.content), SavedRollouts)
+            saved = msgspec.convert(_unpack_earlier(file.content), SavedRollouts)
     except (OSError, ValueError, LookupError) as error:  # msgspec's errors are ValueErrors
         raise SavedRolloutsError(f"the file cannot be read: {error}") from error
     if saved.version != version:
@@ -125,6 +126,55 @@ def read_saved(path: Path, version: int) -> SavedRollouts:
             f"it must hold the rollouts of step {version}, got those of step {saved.version}"
         )
     return saved
+
+
+_EARLIER_FRAMES = (
+    "prompt_ids", "token_ids", "logprobs", "sampled", "teacher_logprobs", "teacher_top_ids",
+    "teacher_top_logprobs",
+)  # fmt: skip
+
+
+def _unpack_earlier(content: msgspec.Raw) -> dict[str, Any]:
+    """Reads what earlier releases wrote, with one frame for each column of all rollouts."""
+    file, columns = msgspec.msgpack.decode(content), columns_of(Rollout)
+    left = {
+        name: np.frombuffer(frame, columns[name].dtype if name in columns else np.int32)
+        for name, frame in zip(_EARLIER_FRAMES, file["frames"], strict=False)
+    }
+
+    def take(name: str, length: int) -> np.ndarray:
+        found, left[name] = left[name][:length], left[name][length:]
+        if len(found) != length:
+            raise ValueError("its arrays are shorter than its header says")
+        return found
+
+    def rollout(one: dict[str, Any], prompt_ids: np.ndarray) -> dict[str, Any]:
+        length, num_top = one["num_tokens"], one.get("num_top", 0)
+        flags = {"sampled": "has_mask", "teacher_logprobs": "is_rated"}
+        names = ["token_ids", "logprobs", *(name for name in flags if one.get(flags[name]))]
+        arrays = {name: take(name, length) for name in names} | {"prompt_ids": prompt_ids}
+        for name in ("teacher_top_ids", "teacher_top_logprobs") if num_top else ():
+            arrays[name] = take(name, length * num_top).reshape(length, num_top)
+        return one | arrays
+
+    def group(one: dict[str, Any]) -> dict[str, Any]:
+        prompt_ids = take("prompt_ids", one["prompt_len"])
+        return one | {"rollouts": [rollout(each, prompt_ids) for each in one["rollouts"]]}
+
+    def generation(one: dict[str, Any]) -> dict[str, Any]:
+        known = {n: c.dtype for n, c in columns_of(Generation).items() if one.get(n) is not None}
+        return one | {name: np.frombuffer(one[name], dtype) for name, dtype in known.items()}
+
+    return {
+        "version": file["version"],
+        "progress": {"position": file["position"], "open": file["open"]},
+        "closed": file["closed"],
+        "finished": list(map(group, file["finished"])),
+        "unfinished": [
+            each | {name: list(map(generation, each[name])) for name in ("generations", "begun")}
+            for each in file["unfinished"]
+        ],
+    }
 
 
 def discard_after(dump_folder: str, step: int) -> None:

@@ -4,13 +4,18 @@
 """Turns sampled tokens into scored rollouts."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
 
 from torchtitan.grpo.rewards.reward_loading import short_names
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rewards.scoring_worker import Values
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Generation, Prompt, Rollout, without_contexts
+
+_MAX_CHARACTERS = 2000
 
 
 class Scorer:
@@ -119,3 +124,31 @@ def prompt_text(prompt: Prompt) -> str:
     if isinstance(prompt.text, str):
         return prompt.text
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.text)
+
+
+def brief_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a prompt's columns with long values cut, such as whole files or test suites.
+
+    Values of more than 2000 characters, or other than plain data, become the beginning of their
+    text.
+    """
+    return {name: _brief(value) for name, value in columns.items()}
+
+
+def _brief(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return _cut(value)
+    try:
+        encoded = msgspec.json.encode(value)
+    except (TypeError, ValueError, msgspec.MsgspecError):
+        return _cut(repr(value))
+    text = encoded.decode()
+    return msgspec.json.decode(encoded) if len(text) <= _MAX_CHARACTERS else _cut(text)
+
+
+def _cut(text: str) -> str:
+    if len(text) <= _MAX_CHARACTERS:
+        return text
+    return f"{text[:_MAX_CHARACTERS]}... ({len(text) - _MAX_CHARACTERS} more characters)"

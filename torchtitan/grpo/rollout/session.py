@@ -13,6 +13,8 @@ from pathlib import Path
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.inference.access import TEACHER_KEY_VARIABLE
+from torchtitan.grpo.inference.answers import UNPUSHED_VERSION
+from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.inference.http import HttpConnection
 from torchtitan.grpo.inference.kinds import IDLE_SECONDS, kind_row
 from torchtitan.grpo.inference.urls import checked_urls
@@ -26,11 +28,11 @@ from torchtitan.grpo.rollout.inputs import (
     evaluation_functions,
     make_codec,
 )
-from torchtitan.grpo.rollout.judging import GroupJudge
+from torchtitan.grpo.rollout.judging import CompletionFilter, GroupJudge, WasteBudget
 from torchtitan.grpo.rollout.ledger import Ledger
 from torchtitan.grpo.rollout.longest_first import LengthRanker
 from torchtitan.grpo.rollout.producer import Producer
-from torchtitan.grpo.rollout.rollout_filters import CompletionFilter, WasteBudget
+from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.rollout.saved import SavedRollouts, SavedRolloutsError, check_saved, read_saved
 from torchtitan.grpo.rollout.scoring import Scorer
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
@@ -39,8 +41,11 @@ from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.teachers import GroupRater, TeacherNeeds, TeacherPool
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import Places, TrajectoryWriter
+from torchtitan.grpo.types import ServerInfo
 
 logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 1.0
 
 
 class RolloutSession:
@@ -266,3 +271,88 @@ def make_teacher_pool(
         top_k=settings.top_k,
     )
     return TeacherPool(clients, settings, needs, drops=drops, announce=announce)
+
+
+class EvaluationSession:
+    """Owns what one evaluation without a run needs. :meth:`close` may be called at any time.
+
+    The parts are those of a run, which would report the same figures for the same weights.
+    """
+
+    def __init__(self, config: RolloutProcessConfig, announce: Callable[[str], None]) -> None:
+        self._config = config
+        self._drops = DropLog(announce)
+        self._fleet = ServerFleet(config, announce)
+        self._inputs = Inputs(config, self._drops, warn=announce)
+        self._dispatcher: Dispatcher | None = None
+        self._evaluator: Evaluator | None = None
+
+    @property
+    def servers(self) -> list[ServerInfo]:
+        return self._fleet.servers
+
+    async def open(self) -> None:
+        config = self._config
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._fleet.start())
+            tasks.create_task(self._inputs.open_evaluation())
+        self._dispatcher = make_dispatcher(config, self._fleet, self._drops)
+        self._evaluator = make_evaluator(config, self._inputs, self._dispatcher, self._drops)
+
+    async def evaluate(self) -> EvaluationResult:
+        """Evaluates what the servers serve.
+
+        Raises ``RuntimeError`` if no completion of a set received a score, and ``TimeoutError``
+        after ``evaluation.timeout_seconds``.
+        """
+        dispatcher, evaluator = self._dispatcher, self._evaluator
+        assert dispatcher is not None and evaluator is not None, "open() comes first"
+        limit = self._config.evaluation.timeout_seconds
+        keeping = asyncio.create_task(self._keep_versions(dispatcher))
+        watching = asyncio.create_task(self._fleet.watch(dispatcher, _ignore))
+        evaluating = asyncio.create_task(evaluator.evaluate(UNPUSHED_VERSION))
+        tasks = {keeping, watching, evaluating}
+        try:
+            done, _ = await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {evaluating}:
+                task.result()  # a server has ended for good
+            if evaluating not in done:
+                raise TimeoutError(
+                    f"The evaluation must end within evaluation.timeout_seconds = {limit:g}: "
+                    f"{evaluator.describe()}. Raise it, or lower evaluation.num_prompts."
+                )
+            return evaluating.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        try:
+            await self._inputs.close()
+            if self._dispatcher is not None:
+                await self._dispatcher.close()
+        finally:
+            await self._fleet.close()
+
+    async def _keep_versions(self, dispatcher: Dispatcher) -> None:
+        """Tells the dispatcher, in place of a trainer, what each server serves.
+
+        The servers may belong to a run, which pushes weights to them, or may be started again.
+        """
+        while True:
+            for server in list(dispatcher.servers.values()):
+                try:
+                    async with asyncio.timeout(self._config.inference.control_timeout_seconds):
+                        served = await server.client.version()
+                except (ServerError, TimeoutError) as error:
+                    logger.info("%s does not tell its version: %s", server.url, error)
+                    continue
+                version = UNPUSHED_VERSION if served is None else served
+                if not server.is_down and (server.version is None or version > server.version):
+                    dispatcher.set_version(server.url, version)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+
+async def _ignore(servers: list[ServerInfo]) -> None:
+    """Takes the news that the servers have changed, which concerns the trainer of a run."""

@@ -11,8 +11,8 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from torchtitan.grpo.config import SFT, Prompts
-from torchtitan.grpo.data.examples import ExampleStream
-from torchtitan.grpo.data.files import DataError
+from torchtitan.grpo.data.supervised import ExampleStream
+from torchtitan.grpo.errors import DataError
 from torchtitan.grpo.rollout.prompts import row_check
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 

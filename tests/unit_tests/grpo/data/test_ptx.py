@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from prompt_files import character_tokenizer
 from tokenizers import processors
 
-from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.data.ptx import PtxStream
+from torchtitan.grpo.errors import DataError
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 
 CHARACTERS = "?^$abcdefghijklmnopqrstuvwxyz"

@@ -7,9 +7,13 @@ from rollouts import generation, rollout
 
 from torchtitan.grpo.data.rows import NO_SAMPLE, Sample, TrainRows, build_rows, sequences_of
 from torchtitan.grpo.rollout.completion_checks import longest_sequence
-from torchtitan.grpo.rollout.joining import joined
 from torchtitan.grpo.training.step import with_top_k
-from torchtitan.grpo.types import NO_TOKEN, Rollout, without_contexts
+from torchtitan.grpo.types import (
+    NO_TOKEN,
+    Rollout,
+    joined,
+    without_contexts,
+)
 
 
 def sample(prompt, completion, logprobs, **weights):

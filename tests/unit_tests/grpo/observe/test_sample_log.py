@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from torchtitan.grpo.observe.sample_log import SampleLog, sample_text, turns
-from torchtitan.grpo.rollout.sample_columns import brief_columns
+from torchtitan.grpo.rollout.scoring import brief_columns
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
 

@@ -8,8 +8,14 @@ import pytest
 from rollouts import assert_same, group
 
 from torchtitan.grpo.rollout.codec import Packed, pack, pack_without_arrays, unpack
-from torchtitan.grpo.rollout.joining import joined
-from torchtitan.grpo.types import Column, Rollout, RolloutGroup, VersionSegment, columns_of
+from torchtitan.grpo.types import (
+    Column,
+    Rollout,
+    RolloutGroup,
+    VersionSegment,
+    columns_of,
+    joined,
+)
 
 PROMPT = np.array([5, 6], np.int32)
 

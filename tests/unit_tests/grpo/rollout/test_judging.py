@@ -13,8 +13,7 @@ import pytest
 import rollouts
 from rollouts import generation
 
-from torchtitan.grpo.rollout.judging import GroupJudge, Unusable
-from torchtitan.grpo.rollout.rollout_filters import CompletionFilter, WasteBudget
+from torchtitan.grpo.rollout.judging import CompletionFilter, GroupJudge, Unusable, WasteBudget
 from torchtitan.grpo.rollout.scoring import Scorer
 from torchtitan.grpo.types import Generation, Prompt, Rollout
 

@@ -11,8 +11,8 @@ from prompt_files import byte_tokenizer
 from tokenizers import Tokenizer, models, processors
 
 from torchtitan.grpo.config import SFT, Prompts
-from torchtitan.grpo.data.examples import ExampleStream
 from torchtitan.grpo.data.ptx import PtxStream
+from torchtitan.grpo.data.supervised import ExampleStream
 from torchtitan.grpo.rollout.model_match import prompt_notes
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 

@@ -13,11 +13,16 @@ from stub_clients import StubClient
 
 from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.client import ServerError
-from torchtitan.grpo.rollout.joining import joined
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.trajectory import Trajectory, TrajectoryWriter
-from torchtitan.grpo.types import GenerateRequest, Generation, Prompt, VersionSegment
+from torchtitan.grpo.types import (
+    GenerateRequest,
+    Generation,
+    Prompt,
+    VersionSegment,
+    joined,
+)
 
 STOP = 1
 PROMPT = Prompt(0, "prompt", np.array([7, 9], np.int32), {})

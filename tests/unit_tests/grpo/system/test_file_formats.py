@@ -16,8 +16,8 @@ import pytest
 
 from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.command_line.reading import read_config
-from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.data.ptx import _examples
+from torchtitan.grpo.errors import DataError
 from torchtitan.grpo.inference.urls import read_urls
 from torchtitan.grpo.rollout.tables import open_table
 from torchtitan.grpo.verify import read_prompts

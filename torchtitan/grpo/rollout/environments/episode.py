@@ -36,9 +36,13 @@ from torchtitan.grpo.rollout.environments.environment_pool import (
     RemoteEnvironment,
 )
 from torchtitan.grpo.rollout.environments.environment_worker import Observed
-from torchtitan.grpo.rollout.joining import joined
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.types import Generation, Prompt, VersionSegment
+from torchtitan.grpo.types import (
+    Generation,
+    Prompt,
+    VersionSegment,
+    joined,
+)
 from torchtitan.grpo.workers.process import WorkerLost
 
 # If the processes of an episode end more often than this, the episode is assumed to be the cause.

@@ -13,8 +13,8 @@ from producer_world import Settings, make_world
 
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rollout import kept_groups
+from torchtitan.grpo.rollout.judging import CompletionFilter
 from torchtitan.grpo.rollout.process import first_cause
-from torchtitan.grpo.rollout.rollout_filters import CompletionFilter
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 
 FUNCTIONS = """

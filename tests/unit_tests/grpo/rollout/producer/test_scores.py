@@ -8,7 +8,7 @@ from pathlib import Path
 
 from producer_world import GROUP_SIZE, GROUPS_PER_BATCH, REWARD, World
 
-from torchtitan.grpo.rollout.rollout_filters import WasteBudget
+from torchtitan.grpo.rollout.judging import WasteBudget
 from torchtitan.grpo.types import PromptProgress
 
 SOME_EQUAL = """
