@@ -16,7 +16,6 @@ import numpy as np
 import psutil
 import pytest
 from processes import descendants
-from rollouts import generation
 from stub_clients import StubClient, in_loop
 
 from torchtitan.grpo.config import Rollout
@@ -57,10 +56,13 @@ class Echo(Environment):
     async def step(self, text, token_ids):
         self.texts.append(text)
         what = self.prompt.columns.get("what", "")
+        first_here = not os.path.exists(self.prompt.columns.get("flag", "/"))
         if len(self.texts) == 2:
             if what == "raise":
+                raise KeyError("no such thing")
+            if what == "surrogate":
                 print("\\ud83d")
-                raise KeyError("\\ud83d")
+                raise ValueError("\\ud83d")
             if what == "silent":
                 raise Silent
             if what == "long":
@@ -71,10 +73,13 @@ class Echo(Environment):
                 time.sleep(1000)
             if what == "hang":
                 await asyncio.sleep(1000)
-            if what == "crash":
+            if what == "crash" or (what == "crash once" and first_here):
+                open(self.prompt.columns["flag"], "w").close()
                 os._exit(3)
             if what == "huge":
                 return Observation(text="9" * 1000)
+            if what == "nothing":
+                return Observation()
             if what == "not one":
                 return "text"
             if what == "no such token":
@@ -84,6 +89,8 @@ class Echo(Environment):
         if len(self.texts) >= self.rounds:
             return Observation(text="never seen", is_done=True, reward=2.0)
         answer = f"[{len(self.texts)}:{text.rstrip('=')}]"
+        if what == "random":
+            answer += str(time.monotonic_ns() % 1000)
         return Observation(text=answer, reward=0.5)
 
     async def cut_off(self):
@@ -125,8 +132,12 @@ class Server(StubClient):
                 break
         tokens = turn[done : done + request.max_new_tokens]
         positions = np.arange(len(tokens)) + len(request.prompt_ids)
-        reason = "stop" if tokens[-1] in request.stop_token_ids else "length"
-        return generation(tokens, -positions / 100, 4, finish_reason=reason)
+        return Generation(
+            np.array(tokens, np.int32),
+            (-positions / 100).astype(np.float32),
+            "stop" if tokens[-1] in request.stop_token_ids else "length",
+            (VersionSegment(4, 0, len(tokens)),),
+        )
 
 
 @dataclass
@@ -206,8 +217,8 @@ TURNS = ["12=", "3=", "45$"]
 WHOLE = "12=[1:12]3=[2:3]45"
 
 
-def spell(world: World, whole: Generation) -> str:
-    return world.codec.decode(whole.token_ids.tolist())
+def spell(world: World, generation: Generation) -> str:
+    return world.codec.decode(generation.token_ids.tolist())
 
 
 @pytest.mark.parametrize("segment_tokens", [0, 1, 2])
@@ -252,14 +263,24 @@ async def test_an_episode_ends_with_max_turns_and_with_the_room(open_world):
         assert (whole.finish_reason, whole.environment_reward) == ("length", 3.0)
 
 
+@in_loop
+async def test_an_environment_may_say_nothing_and_the_model_goes_on(open_world):
+    async with open_world(TURNS) as world:
+        whole = await world.write(what="nothing")
+        assert spell(world, whole) == "12=[1:12]3=45"
+        assert world.server.contexts[-1][-1] == world.codec.encode("=")[0]
+
+
 @pytest.mark.parametrize(
     ("what", "kind"),
     [
         ("raise", "raised KeyError"),
+        ("surrogate", "raised ValueError"),
         ("silent", "raised Silent"),
         ("long", "raised ValueError"),
         ("half a text", "bad observation"),
         (2**70, "column"),
+        ("block", "timeout"),
         ("hang", "timeout"),
         ("crash", "crash"),
         ("not one", "bad observation"),
@@ -268,9 +289,9 @@ async def test_an_episode_ends_with_max_turns_and_with_the_room(open_world):
     ],
 )
 @in_loop
-async def test_an_environment_that_fails_fails_its_own_completion(open_world, what, kind):
+async def test_an_environment_that_fails_fails_its_own_completion(open_world, tmp_path, what, kind):
     async with open_world(TURNS, timeout_seconds=2.0 if kind == "timeout" else 30.0) as world:
-        bad = world.start(what=what)
+        bad = world.start(what=what, flag=str(tmp_path / "flag"))
         with pytest.raises(EnvironmentFailed) as caught:
             await asyncio.wait_for(bad.task, 60)
         assert caught.value.kind == kind
@@ -297,6 +318,28 @@ async def test_a_blocked_step_holds_up_neither_the_loop_nor_other_episodes(open_
 
 
 @in_loop
+async def test_a_process_with_a_hanging_environment_takes_no_new_episode(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+
+    def prompt(**columns: str) -> Prompt:
+        return Prompt(0, "7->", np.array([7], np.int32), columns)
+
+    pool = EnvironmentPool(f"{tmp_path / 'mine.py'}:Echo", timeout_seconds=3.0)
+    try:
+        await pool.start()
+        hanging, other = await pool.open(prompt(what="block")), await pool.open(prompt())
+        assert hanging._worker is other._worker
+        await hanging.step("1=", [1])
+        with pytest.raises(EnvironmentFailed, match="environment_timeout_seconds"):
+            await hanging.step("2=", [2])
+        new = await pool.open(prompt())
+        assert new._worker is not other._worker
+        assert (await other.step("1=", [1])).text == (await new.step("1=", [1])).text
+    finally:
+        await pool.close()
+
+
+@in_loop
 async def test_episodes_of_a_killed_process_are_replayed_in_another(open_world):
     async with open_world(TURNS) as world:
         trajectories = [world.start() for _ in range(4)]
@@ -313,6 +356,14 @@ async def test_episodes_of_a_killed_process_are_replayed_in_another(open_world):
         assert not world.pool.failures
 
 
+@in_loop
+async def test_an_environment_that_crashes_once_is_no_failure(open_world, tmp_path):
+    async with open_world(TURNS) as world:
+        whole = await world.write(what="crash once", flag=str(tmp_path / "flag"))
+        assert spell(world, whole) == WHOLE
+        assert world.episodes.num_replayed == 1
+
+
 @pytest.mark.parametrize("num_tokens", [2, 3, 9, 10, 11])
 @in_loop
 async def test_a_saved_completion_continues_from_wherever_it_was(open_world, num_tokens):
@@ -321,12 +372,14 @@ async def test_a_saved_completion_continues_from_wherever_it_was(open_world, num
         whole = await world.write()
     assert whole.sampled is not None
     sampled = whole.sampled[:num_tokens]
-    begun = generation(
-        whole.token_ids[:num_tokens], whole.logprobs[:num_tokens], 4,
-        finish_reason="stop" if num_tokens in (3, 11) else "length",
-        sampled=None if sampled.all() else sampled,
-        environment_reward=None if num_tokens < 9 else 0.5,
-    )  # fmt: skip
+    begun = Generation(
+        whole.token_ids[:num_tokens],
+        whole.logprobs[:num_tokens],
+        "stop" if num_tokens in (3, 11) else "length",
+        (VersionSegment(4, 0, num_tokens),),
+        None if sampled.all() else sampled,
+        None if num_tokens < 9 else 0.5,
+    )
 
     async with open_world(TURNS) as world:
         trajectory = world.start(begun=begun)
@@ -344,7 +397,9 @@ async def test_a_completion_starts_again_if_its_environment_makes_other_observat
 ):
     ids = np.array(codec.encode("12=[1:99]"), np.int32)
     sampled = np.arange(len(ids)) < 3
-    begun = generation(ids, 0, 2, finish_reason="length", sampled=sampled)
+    begun = Generation(
+        ids, np.zeros(len(ids), np.float32), "length", (VersionSegment(2, 0, len(ids)),), sampled
+    )
     async with open_world(TURNS) as world:
         whole = await asyncio.wait_for(world.start(begun=begun).task, 60)
         assert spell(world, whole) == WHOLE
@@ -402,3 +457,10 @@ async def test_the_calculator_answers_rewards_and_takes_errors_as_they_come(open
     async with open_world(["1+*=", "9$"], factory="calculator") as world:
         whole = await world.write("1+1->", answer=2)
         assert (spell(world, whole), whole.environment_reward) == ("1+*=error9", 0.0)
+
+
+def test_special_tokens_in_what_a_tool_answers_are_plain_text(codec: TextCodec):
+    plain = codec.encode_observation("<eos>", has_special_tokens=False)
+    assert EOS not in plain and len(plain) == 5
+    assert codec.encode_observation("1<eos>", has_special_tokens=True)[-1] == EOS
+    assert codec.encode("<eos>") == [EOS]
