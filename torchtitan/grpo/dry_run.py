@@ -27,7 +27,7 @@ from torchtitan.grpo.config_checks.layout import describe_layout
 from torchtitan.grpo.controller import process_config
 from torchtitan.grpo.data.planner import StepPlanner
 from torchtitan.grpo.data.record import RecordReader
-from torchtitan.grpo.data.supervised import open_examples
+from torchtitan.grpo.data.supervised import ExampleStream
 from torchtitan.grpo.inference.registry import registry_folder
 from torchtitan.grpo.inference.server_log import log_tail
 from torchtitan.grpo.inference.urls import named_urls
@@ -125,7 +125,7 @@ def _examples(config: JobConfig, model: HFModel, date: str, warnings: list[str])
     for key, path in (("path", config.sft.path), ("held_out_path", config.sft.held_out_path)):
         if path is None:
             continue
-        stream = open_examples(config, model, path, f"sft.{key}", date=date)
+        stream = ExampleStream(config, model, path, f"sft.{key}", date=date)
         first = stream.next()
         yield (
             f"sft.{key}: {path}, {len(stream)} examples; one of them has {len(first.prompt_ids)} "

@@ -20,7 +20,6 @@ from torchtitan.grpo.losses.advantages import compute_advantages
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.sample_log import SampleLog
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.types import BatchPart, RolloutGroup
 
 
@@ -45,7 +44,7 @@ class StepPlanner:
 
     def __init__(self, config: JobConfig, model: HFModel) -> None:
         self._config = config
-        self._ptx = _open_ptx(config, model)
+        self._ptx = PtxStream(config, model) if config.grpo.ptx_path is not None else None
         self._cost = _sequence_cost(config, model)
         self._parts: list[tuple[Sequence[RolloutGroup], StepPlan]] = []
 
@@ -87,27 +86,21 @@ class StepPlanner:
         """
         if part.begins_batch:
             self._parts = []
-        plan = self._plan(groups, step, version, num_ranks)
+        ptx = self._ptx.take(step, self._config.grpo.ptx_per_step) if self._ptx is not None else []
+        plan = self._plan(groups, version, num_ranks, ptx)
         self._parts.append((groups, plan))
         metrics = batch_metrics(self._parts, version) if part.ends_batch else {}
         return PlannedPart(plan, metrics, part)
 
     def plan_supervised(self, examples: Sequence[Sample], *, num_ranks: int) -> PlannedPart:
         """Plans a batch that holds only supervised examples, one or more for each minibatch."""
-        plan = self._plan_sequences((), 0, num_ranks, examples)
+        plan = self._plan((), 0, num_ranks, examples)
         # There are no rollouts, so all tokens with a loss are supervised ones.
         plan = replace(plan, num_trained_tokens=sum(plan.minibatch_tokens))
         kept = ("data/max_over_mean_cost", "data/rows_per_rank", "data/padding_fraction")
         return PlannedPart(plan, {name: plan.metrics[name] for name in kept})
 
     def _plan(
-        self, groups: Sequence[RolloutGroup], step: int, version: int, num_ranks: int
-    ) -> StepPlan:
-        config = self._config
-        ptx = self._ptx.take(step, config.grpo.ptx_per_step) if self._ptx is not None else []
-        return self._plan_sequences(groups, version, num_ranks, ptx)
-
-    def _plan_sequences(
         self,
         groups: Sequence[RolloutGroup],
         version: int,
@@ -172,25 +165,6 @@ def _sequence_cost(config: JobConfig, model: HFModel) -> SequenceCost:
     if config.prompts.balance_cost == "tokens":
         return token_cost
     return flops_cost(json.loads((model.path / "config.json").read_bytes()))
-
-
-def _open_ptx(config: JobConfig, model: HFModel) -> PtxStream | None:
-    path = config.grpo.ptx_path
-    if path is None:
-        return None
-    stream = PtxStream(
-        path,
-        TextCodec(str(model.path), model.eos_token_ids),
-        eos_token_ids=model.eos_token_ids,
-        vocab_size=model.vocab_size,
-        row_len=config.training.seq_len,
-        seed=config.debug.seed or 0,
-    )
-    logger.info(
-        f"grpo.ptx_path: {len(stream)} examples of {path}; {stream.num_too_long} examples are left "
-        f"out because they are longer than training.seq_len ({config.training.seq_len})."
-    )
-    return stream
 
 
 def _advantages_of(

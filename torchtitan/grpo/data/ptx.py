@@ -7,7 +7,7 @@ As in InstructGPT's PPO-ptx (https://arxiv.org/abs/2203.02155), each step also m
 negative log-likelihood of some given completions.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -15,8 +15,11 @@ import numpy as np
 from torchtitan.grpo.data.record import decode_line
 from torchtitan.grpo.data.rows import Sample
 from torchtitan.grpo.errors import DataError
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.system.files import open_regular
+from torchtitan.grpo.system.logs import logger
 
 _KEY = "grpo.ptx_path"
 
@@ -31,23 +34,17 @@ class PtxStream:
 
     The constructor reads the whole file, and raises :class:`DataError` if it cannot be used, so
     that a bad example is found before training. Each line of the ``.jsonl`` file has a
-    ``completion`` and may have a ``prompt``. The first of ``eos_token_ids`` is appended to each
-    completion that does not end in one of them. Examples longer than ``row_len`` are left out
+    ``completion`` and may have a ``prompt``. The first end-of-sequence token is appended to each
+    completion that does not end in one of them. Examples that are longer than a row are left out
     and counted in ``num_too_long``.
     """
 
-    def __init__(
-        self,
-        path: str,
-        codec: TextCodec,
-        *,
-        eos_token_ids: Sequence[int],
-        vocab_size: int,
-        row_len: int,
-        seed: int,
-    ) -> None:
-        self._codec, self._eos, self._vocab_size = codec, tuple(eos_token_ids), vocab_size
-        self._seed = seed
+    def __init__(self, config: JobConfig, model: HFModel) -> None:
+        assert config.grpo.ptx_path is not None
+        path, row_len = config.grpo.ptx_path, config.training.seq_len
+        self._codec = TextCodec(str(model.path), model.eos_token_ids)
+        self._eos, self._vocab_size = model.eos_token_ids, model.vocab_size
+        self._seed = config.debug.seed or 0
         self._epoch, self._order = -1, np.arange(0)
         self._samples: list[Sample] = []
         self.num_too_long = 0
@@ -62,6 +59,10 @@ class PtxStream:
                 f"{_KEY}: {path} must hold an example of at most training.seq_len ({row_len}) tokens, "
                 f"got {self.num_too_long} examples that are longer and none that fits."
             )
+        logger.info(
+            f"{_KEY}: {len(self)} examples of {path}; {self.num_too_long} examples are left out "
+            f"because they are longer than training.seq_len ({row_len})."
+        )
 
     def __len__(self) -> int:
         return len(self._samples)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from torchtitan.grpo.config.evaluation import evaluation_sets
-from torchtitan.grpo.data.planner import PlannedPart, StepPlanner, open_sample_log
+from torchtitan.grpo.data.planner import PlannedPart
 from torchtitan.grpo.data.record import BatchRecord, RecordReader
 from torchtitan.grpo.data.step_source import OfflineSource
 from torchtitan.grpo.errors import DataError
@@ -46,22 +46,16 @@ class ReplaySource(OfflineSource):
         should_stop: Callable[[], bool],
     ) -> None:
         assert config.rollout.replay is not None
-        super().__init__()
-        self.config = config
-        self.progress = progress
-        self.is_exhausted = False
+        super().__init__(config, model, start_version, progress, should_stop)
         self._path = config.rollout.replay
         self._vocab_size = model.vocab_size
         self._start_version = start_version
-        self._should_stop = should_stop
         self._reader = RecordReader(self._path, model.vocab_size, config.rollout.temperature, _KEY)
-        self._planner = StepPlanner(config, model)
         self._num_parts = config.rollout.stream_parts if config.rollout.stream else 1
         self._batch: BatchRecord | None = None
         self._parts: list[Sequence[RolloutGroup]] = []  # of it, that are left
         self._batches: Iterator[tuple[str, BatchRecord]] = iter(())
         self._position = 0
-        self.samples = open_sample_log(config, model, start_version)
 
     def start(self) -> None:
         """Reads the whole file once, so that a bad line is found before training."""
@@ -106,9 +100,6 @@ class ReplaySource(OfflineSource):
         self.progress = self._batch.progress
         self.samples.write(version + 1, groups, self._planner.advantages)
         return replace(step, metrics=group_metrics(groups) | step.metrics)
-
-    def close(self) -> None:
-        self.samples.close()
 
     def _seek(self, index: int) -> BatchRecord | None:
         assert index >= self._position, f"batch {index} comes after batch {self._position}"

@@ -4,11 +4,13 @@
 """Defines the interface from which the training loop takes its steps."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from torchtitan.grpo.data.feed import FetchAddress
-from torchtitan.grpo.data.planner import PlannedPart
+from torchtitan.grpo.data.planner import PlannedPart, StepPlanner, open_sample_log
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.sample_log import SampleLog
 from torchtitan.grpo.types import PromptProgress, ServerInfo
 
@@ -110,9 +112,22 @@ class StepSource(ABC):
 class OfflineSource(StepSource):
     """A source that has neither servers nor a rollout process: rank 0 reads everything itself."""
 
-    def __init__(self) -> None:
-        self.link = None
-        self.servers = []
+    def __init__(
+        self,
+        config: JobConfig,
+        model: HFModel,
+        start_version: int,
+        progress: PromptProgress,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self.link, self.servers, self.is_exhausted = None, [], False
+        self.config, self.progress = config, progress
+        self._should_stop = should_stop
+        self._planner = StepPlanner(config, model)
+        self.samples = open_sample_log(config, model, start_version)
+
+    def close(self) -> None:
+        self.samples.close()
 
     def fetch_address(self, version: int) -> None:
         """Rank 0 scatters the rows itself."""

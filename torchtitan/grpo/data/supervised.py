@@ -17,15 +17,15 @@ Example: a conversation of chat messages, ``sft.column = "messages"``::
     completion  5 <end>                              (loss)
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from torchtitan.grpo.config import SFT, Prompts
+from torchtitan.grpo.config import SFT
 from torchtitan.grpo.config.evaluation import evaluation_sets
-from torchtitan.grpo.data.planner import PlannedPart, StepPlanner, open_sample_log
+from torchtitan.grpo.data.planner import PlannedPart
 from torchtitan.grpo.data.rows import Sample
 from torchtitan.grpo.data.step_source import OfflineSource
 from torchtitan.grpo.errors import DataError
@@ -116,19 +116,8 @@ class ExampleStream:
     """The examples of a file, shuffled anew in each epoch, resumable by their position.
 
     :class:`DataError` is raised if the file, a row that was checked, or every example cannot be
-    used.
-
-    Args:
-        path: ``sft.path`` or ``sft.held_out_path``.
-        key: TOML key of ``path``, for messages.
-        settings: ``[sft]``.
-        prompts: ``[prompts]``, for templates and order.
-        codec: The model's tokenizer, with the variables of the chat template.
-        eos_token_ids: End-of-sequence tokens of the model.
-        vocab_size: All token ids must be below it.
-        max_tokens: Examples with more tokens are left out.
-        seed: ``debug.seed``.
-        position: Number of rows that were read before, of all epochs.
+    used. ``path`` is the value of ``key``. A resumed run continues at ``progress``. ``date`` is
+    what chat templates take for now; empty is the time of the first rendering.
 
     Attributes:
         checked: Findings of the check of the rows.
@@ -139,46 +128,46 @@ class ExampleStream:
 
     def __init__(
         self,
+        config: JobConfig,
+        model: HFModel,
         path: str,
         key: str,
-        settings: SFT,
-        prompts: Prompts,
-        codec: TextCodec,
+        progress: PromptProgress | None = None,
         *,
-        eos_token_ids: Sequence[int],
-        vocab_size: int,
-        max_tokens: int,
-        seed: int,
-        position: int = 0,
+        date: str = "",
     ) -> None:
-        self._settings, self._codec, self._eos = settings, codec, tuple(eos_token_ids)
+        self._settings, prompts, row_len = config.sft, config.prompts, config.training.seq_len
+        self._codec = TextCodec(
+            str(model.path), model.eos_token_ids, prompts.chat_template_kwargs, date
+        )
         self._path, self._key = path, key
-        self._vocab_size, self._max_tokens = vocab_size, max_tokens
+        self._eos, self._vocab_size = model.eos_token_ids, model.vocab_size
+        self._max_tokens = min(config.sft.max_example_tokens or row_len, row_len)
         self._end_of_turn: int | None = None
         self.num_too_long = self.num_unusable = 0
         # An example has a completion of at least one token.
         limits = PromptLimits(
-            max(1, max_tokens - 1),
-            vocab_size,
+            max(1, self._max_tokens - 1),
+            model.vocab_size,
             source="sft.max_example_tokens, or training.seq_len, minus one",
             remedy=_REMEDY,
         )
+        column = config.sft.column
         try:
-            table = open_table(path, prompts.split, {}, settings.column, key, prompts.name)
-            self._set = PromptSet(
-                ExampleTable(table, settings),
-                replace(prompts, column=settings.column),
-                codec,
-                limits,
-                key,
+            table = ExampleTable(
+                open_table(path, prompts.split, {}, column, key, prompts.name), config.sft
             )
+            self._set = PromptSet(table, replace(prompts, column=column), self._codec, limits, key)
             self.checked = check_rows(self._set, fits=self._fits)
         except ValueError as error:
             raise DataError(str(error)) from error
         if self.checked.num_fitting == 0:
             raise self._none_fits()
         self._stream = PromptStream(
-            [self._set], seed=seed, shuffle=prompts.shuffle, position=position
+            [self._set],
+            seed=config.debug.seed or 0,
+            shuffle=prompts.shuffle,
+            position=progress.position if progress is not None else 0,
         )
 
     def __len__(self) -> int:
@@ -277,8 +266,6 @@ class SupervisedSource(OfflineSource):
     ``sft.path`` is unusable.
     """
 
-    is_exhausted = False
-
     def __init__(
         self,
         config: JobConfig,
@@ -290,15 +277,10 @@ class SupervisedSource(OfflineSource):
         should_stop: Callable[[], bool],
     ) -> None:
         assert config.sft.path is not None
-        super().__init__()
-        self.config = config
-        self.progress = progress
-        self._should_stop = should_stop
-        self._planner = StepPlanner(config, model)
-        self._examples = open_examples(
+        self._examples = ExampleStream(
             config, model, config.sft.path, "sft.path", progress, date=date
         )
-        self.samples = open_sample_log(config, model, start_version)
+        super().__init__(config, model, start_version, progress, should_stop)
 
     def start(self) -> None:
         """Says how many examples there are; each is read when its step comes."""
@@ -331,35 +313,4 @@ class SupervisedSource(OfflineSource):
 
     def close(self) -> None:
         self._examples.close()
-        self.samples.close()
-
-
-def open_examples(
-    config: JobConfig,
-    model: HFModel,
-    path: str,
-    key: str,
-    progress: PromptProgress | None = None,
-    *,
-    date: str = "",
-) -> ExampleStream:
-    """Opens a file of examples, or raises :class:`DataError`.
-
-    A resumed run continues at ``progress``. ``date`` is what chat templates take for now; empty
-    is the time of the first rendering.
-    """
-    limit = config.sft.max_example_tokens
-    variables = config.prompts.chat_template_kwargs
-    codec = TextCodec(str(model.path), model.eos_token_ids, variables, date)
-    return ExampleStream(
-        path,
-        key,
-        config.sft,
-        config.prompts,
-        codec,
-        eos_token_ids=model.eos_token_ids,
-        vocab_size=model.vocab_size,
-        max_tokens=min(limit or config.training.seq_len, config.training.seq_len),
-        seed=config.debug.seed or 0,
-        position=progress.position if progress is not None else 0,
-    )
+        super().close()

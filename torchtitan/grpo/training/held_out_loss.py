@@ -8,7 +8,7 @@ import torch
 from torchtitan.grpo.data.feed import Feed, TrainBatch
 from torchtitan.grpo.data.planner import StepPlanner
 from torchtitan.grpo.data.step_plan import StepPlan
-from torchtitan.grpo.data.supervised import open_examples
+from torchtitan.grpo.data.supervised import ExampleStream
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.losses.objective import negative_log_likelihood
 from torchtitan.grpo.models.hf_config import HFModel
@@ -55,7 +55,7 @@ def held_out_plan(config: JobConfig, model: HFModel, num_ranks: int, date: str) 
     """Reads held-out examples and plans their places; DataError if the file cannot be used."""
     assert config.sft.held_out_path is not None
     path = config.sft.held_out_path
-    stream = open_examples(config, model, path, "sft.held_out_path", date=date)
+    stream = ExampleStream(config, model, path, "sft.held_out_path", date=date)
     try:
         examples = stream.all()
     finally:

@@ -4,6 +4,8 @@
 """Supervised examples have the tokens that the model is prompted with, and refuse bad rows."""
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prompt_files import character_tokenizer
@@ -13,8 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from torchtitan.grpo.config import SFT, Prompts
 from torchtitan.grpo.data.supervised import ExampleStream
 from torchtitan.grpo.errors import DataError
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.rollout.prompts import row_check
-from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.types import PromptProgress
 
 CHARACTERS = "?$UAESabcdefghijklmnopqrstuvwxyz "
 EOS, END_OF_TURN = CHARACTERS.index("$"), CHARACTERS.index("E")
@@ -41,13 +44,14 @@ def open_stream(model, tmp_path):
     def make(rows, *, max_tokens=20, position=0, vocab_size=50, prompts=None, **settings):
         path = tmp_path / "examples.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        prompts = prompts or Prompts(shuffle=False)
-        codec = TextCodec(str(model), [EOS, END_OF_TURN], prompts.chat_template_kwargs)
-        return ExampleStream(
-            str(path), "sft.path", SFT(path=str(path), **settings), prompts, codec,
-            eos_token_ids=(EOS, END_OF_TURN), vocab_size=vocab_size, max_tokens=max_tokens, seed=0,
-            position=position,
-        )  # fmt: skip
+        config = JobConfig()
+        config.sft = SFT(path=str(path), max_example_tokens=max_tokens, **settings)
+        config.prompts = prompts or Prompts(shuffle=False)
+        config.training.seq_len = 64
+        described: Any = SimpleNamespace(
+            path=model, eos_token_ids=(EOS, END_OF_TURN), vocab_size=vocab_size
+        )
+        return ExampleStream(config, described, str(path), "sft.path", PromptProgress(position))
 
     return make
 

@@ -5,14 +5,16 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prompt_files import byte_tokenizer
 from tokenizers import Tokenizer, models, processors
 
-from torchtitan.grpo.config import SFT, Prompts
 from torchtitan.grpo.data.ptx import PtxStream
 from torchtitan.grpo.data.supervised import ExampleStream
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.rollout.model_match import prompt_notes
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 
@@ -69,11 +71,11 @@ def test_what_is_put_before_a_prompt_stays_and_what_is_put_after_it_does_not(nam
     # Supervised examples have the prompts of rollouts, and end once.
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "2+3=", "completion": "5"}) + "\n")
-    common = {"eos_token_ids": [EOS], "vocab_size": 300, "seed": 0}
-    stream = ExampleStream(
-        str(file), "sft.path", SFT(path=str(file)), Prompts(), codec, max_tokens=64, **common
-    )
-    for sample in (stream.next(), *PtxStream(str(file), codec, row_len=64, **common).take(0, 1)):
+    config = JobConfig()
+    config.training.seq_len, config.grpo.ptx_path = 64, str(file)
+    model: Any = SimpleNamespace(path=tmp_path, eos_token_ids=(EOS,), vocab_size=300)
+    stream = ExampleStream(config, model, str(file), "sft.path")
+    for sample in (stream.next(), *PtxStream(config, model).take(0, 1)):
         assert sample.prompt_ids.tolist() == before + codec.encode_continuation("2+3=")
         assert sample.completion_ids.tolist() == [*codec.encode_continuation("5"), EOS]
     stream.close()

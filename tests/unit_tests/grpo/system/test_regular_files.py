@@ -31,7 +31,6 @@ from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hub import locate_model
 from torchtitan.grpo.rollout.saved import read_saved
 from torchtitan.grpo.rollout.tables import open_table
-from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.system.files import (
     NotRegularError,
     check_folder,
@@ -110,8 +109,9 @@ def test_a_regular_file_is_read_also_through_links(tmp_path: Path) -> None:
 
 
 def ptx(file: Path) -> None:
-    codec = TextCodec(str(MODEL), [1])
-    PtxStream(str(file), codec, eos_token_ids=[1], vocab_size=97, row_len=64, seed=0)
+    config = JobConfig()
+    config.grpo.ptx_path = str(file)
+    PtxStream(config, read_hf_model(MODEL))
 
 
 def urls_setting(file: Path) -> None:
