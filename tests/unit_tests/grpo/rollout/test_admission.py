@@ -6,7 +6,6 @@
 import random
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -214,24 +213,6 @@ def test_no_consumed_group_is_older_than_the_bound_and_no_run_deadlocks(
         simulation.advance(stalled=True)
         check_invariant(simulation.admission)
     raise AssertionError(f"deadlock: {simulation.admission.describe()}")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("streams", [False, True])
-def test_the_bound_holds_for_each_of_ten_thousand_groups(streams: bool):
-    num_trained = seed = 0
-    while num_trained < 10_000:
-        seed += 1
-        rng = random.Random(seed)
-        groups_per_batch, max_staleness = rng.randint(1, 8), rng.randint(0, 5)
-        simulation = Simulation(
-            make(groups_per_batch, max_staleness), rng, rng.randint(1, 5), streams
-        )
-        for _ in range(4000):
-            simulation.advance(stalled=rng.random() < 0.5)  # where the ages are checked
-        check_invariant(simulation.admission)
-        num_trained += simulation.trained_versions * groups_per_batch
-    assert seed > 10  # of many kinds
 
 
 def test_starts_wait_while_too_many_finished_groups_do():

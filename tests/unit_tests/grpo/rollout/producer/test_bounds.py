@@ -108,11 +108,3 @@ def test_a_batch_comes_in_parts_before_its_last_group_is_there(run_world):
         assert last.metrics["reward/mean"] == np.mean(rewards)
 
     run_world(body, prompts=list("12"), max_staleness=0, num_parts=2)
-
-
-def test_trainer_out_of_step_is_refused(run_world):
-    async def body(world: World) -> None:
-        with pytest.raises(RuntimeError, match=r"asked for the batch of version 3.* out of step"):
-            await world.producer.batch(3)
-
-    run_world(body, prompts=["1"], max_staleness=0)

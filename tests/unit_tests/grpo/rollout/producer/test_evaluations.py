@@ -60,31 +60,6 @@ def test_a_held_out_prompt_without_a_score_does_not_count(run_world, tmp_path: P
     run_world(body, prompts=prompts, max_staleness=0, reward=reward, evaluation_function=0)
 
 
-def test_time_without_a_ready_server_is_idle_also_while_requests_wait_for_one(run_world):
-    async def body(world: World) -> None:
-        (server,) = world.servers
-        world.push(server, 0)
-        held = asyncio.Event()
-        generate = server.generate
-
-        async def wait_first(request: GenerateRequest) -> Generation:
-            await held.wait()
-            return await generate(request)
-
-        server.generate = wait_first  # pyright: ignore[reportAttributeAccessIssue]
-        waiting = asyncio.create_task(world.producer.batch(0))
-        while not world.dispatcher.in_flight:
-            await asyncio.sleep(0.01)
-        world.dispatcher.set_lost(server.url, "it was killed")
-        await asyncio.sleep(0.5)
-        held.set()
-        world.push(server, 0)
-        batch = await asyncio.wait_for(waiting, 60)
-        assert batch.metrics["rollout/idle_fraction"] > 0.3
-
-    run_world(body, prompts=list("123"), max_staleness=0)
-
-
 def test_time_without_prompts_counts_as_waiting_for_the_trainer_only_while_it_is_busy(run_world):
     async def body(world: World) -> None:
         world.push(world.servers[0], 0)

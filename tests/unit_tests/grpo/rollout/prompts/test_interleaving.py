@@ -48,16 +48,6 @@ def test_counts_stay_near_the_proportions(weights, position):
         assert abs(count - position * share) <= Fraction(1, 2) + len(weights) * share / 2
 
 
-@given(WEIGHTS, st.integers(0, 10**12))
-def test_each_draw_continues_the_counts_before_it(weights, position):
-    order = Interleaving(weights)
-    chosen, number = order.at(position)
-    counts = order.counts(position)
-    assert counts[chosen] == number
-    counts[chosen] += 1
-    assert order.counts(position + 1) == counts
-
-
 @pytest.mark.parametrize(
     ("weights", "expected"),
     [([3, 1], "AABA"), ([0.7, 0.3], "ABAAABAABA"), ([2, 2], "AB"), ([0.1, 0.1, 0.2], "CABC")],

@@ -143,15 +143,6 @@ def test_row_group_that_cannot_be_decoded_is_named(tmp_path: Path):
     assert all(isinstance(row, RowError) for row in found[50:])
 
 
-def test_directory_of_parquet_shards_is_a_data_set(tmp_path: Path):
-    for shard in range(2):
-        part = pa.Table.from_pylist(ROWS[10 * shard : 10 * shard + 10])
-        pq.write_table(part, tmp_path / f"train-0000{shard}-of-00002.parquet")
-    rows = open_table(str(tmp_path), "train", {}, "prompt", "prompts.path")
-    assert [rows.row(i) for i in range(len(rows))] == ROWS[:20]
-    assert list(rows.rows(7, 20)) == ROWS[7:20]
-
-
 ROW: dict[str, Any] = {
     "prompt": "q",
     "reward_model": {"ground_truth": "21", "style": {"name": "rule"}},
