@@ -1,18 +1,16 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The order of requests in which each kind's client updates its server's weights.
+"""The order of requests in which each kind's client updates its server's weights."""
 
-Each client talks to an HTTP server that records the requests and answers as the real server
-does; the real servers themselves are tested in `integration_tests/test_real_servers.py`.
-"""
-
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from aiohttp import web
+from stub_clients import in_loop, serving
 
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.inference.kinds import KINDS, make_client
@@ -30,21 +28,23 @@ BUCKETS = (
     BucketSpec(("a.weight",), ("float32",), ((2, 2),), (17,)),
     BucketSpec(("b.weight",), ("float32",), ((3,),), (18,)),
 )
+DELTA = replace(BUCKETS[0], num_changed=(1,), base_version=6)
 TAKE_OFF = "/update_weight_version updating"
+RECEIVE = "/update_weights_from_distributed"
+
+
+def adapter_of(module: str) -> BucketSpec:
+    name = f"base_model.model.{module}.lora_A.weight"
+    return BucketSpec((name,), ("float32",), ((2, 2),), lora_scale=0.5, lora_base="base")
 
 
 class RecordingServer:
-    """Answers every route; ``log`` holds route and action or version of each request.
-
-    Attributes:
-        version: What the server says that it serves.
-        answers: ``(status, body)`` by route, in place of the usual answer.
-    """
+    """Answers every route as the real server does, or by ``answers``, and notes the requests."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.bodies: list[dict[str, Any]] = []
-        self.version = "default"
+        self.version, self.release = "default", "0.5.23"
         self.answers: dict[str, tuple[int, Any]] = {}
 
     async def handle(self, request: web.Request) -> web.Response:
@@ -52,59 +52,57 @@ class RecordingServer:
         detail = body.get("update_info", {}).get("action") or body.get("new_version") or ""
         self.log.append(f"{request.path_qs} {detail}".strip())
         self.bodies.append(body)
-        if request.path in self.answers:
-            status, answer = self.answers[request.path]
-            return web.json_response(answer, status=status)
-        return web.json_response(
-            {
-                "version": "0.5.23",
-                "weight_version": self.version,
-                "success": True,
-                "swap_seconds": 0.25,
-                "ranks": [{"checksums": {"a.weight": "x", "b.weight": "y"}}],
-            }
-        )
+        usual = {
+            "version": self.release,
+            "weight_version": self.version,
+            "success": True,
+            "swap_seconds": 0.25,
+            "ranks": [{"checksums": {"a.weight": "x", "b.weight": "y"}}],
+        }
+        status, answer = self.answers.get(request.path, (200, usual))
+        return web.json_response(answer, status=status)
 
     def index(self, entry: str) -> int:
         assert self.log.count(entry) == 1, (entry, self.log)
         return self.log.index(entry)
 
+    def buckets(self) -> list[dict[str, Any]]:
+        return [body for body in self.bodies if "load_format" in body]
 
-def with_client(
-    kind: str, test: Callable[[InferenceClient, RecordingServer], Awaitable[None]]
+
+@asynccontextmanager
+async def connected(
+    kind: str, joins: bool = True
+) -> AsyncIterator[tuple[InferenceClient, RecordingServer]]:
+    server = RecordingServer()
+    async with serving(server.handle) as url:
+        client = make_client(kind, url)  # pyright: ignore[reportArgumentType]
+        if joins:
+            await client.join_weight_group(GROUP)
+        yield client, server
+        await client.close()
+
+
+async def receive(
+    client: InferenceClient, version: int, buckets: tuple[BucketSpec, ...] = BUCKETS
 ) -> None:
-    async def run() -> None:
-        server = RecordingServer()
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", server.handle)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        client = make_client(kind, f"http://127.0.0.1:{runner.addresses[0][1]}")
-        try:
-            async with asyncio.timeout(60):
-                await test(client, server)
-        finally:
-            await client.close()
-            await runner.cleanup()
-
-    asyncio.run(run())
-
-
-async def receive(client: InferenceClient, version: int) -> None:
     await client.begin_update()
-    for i, bucket in enumerate(BUCKETS):
-        last = i == len(BUCKETS) - 1
+    for bucket in buckets:
+        last = bucket is buckets[-1]
         await client.receive_bucket(bucket, group_name="group", last=last, version=version)
 
 
-def test_vllm_verifies_takes_the_version_off_loads_and_drops_the_caches_in_this_order() -> None:
-    async def test(client: InferenceClient, server: RecordingServer) -> None:
-        await client.join_weight_group(GROUP)
+@in_loop
+async def test_vllm_verifies_takes_the_version_off_loads_and_drops_the_caches_in_this_order():
+    async with connected("vllm") as (client, server):
         assert (client.stops_for, client.takes_deltas) == ("commit", True)
-        await receive(client, 7)
+        for version in (6, 7):
+            await receive(client, version)
         assert TAKE_OFF not in server.log  # the old weights are whole, and served as such
+        staged = [body["update_info"] for body in server.bodies if "update_info" in body]
+        assert [info["sequence"] for info in staged] == [0, 1, 0, 1]
+        assert {info["action"] for info in staged} == {"stage"}
+        assert [info["checksums"] for info in staged] == [[17], [18], [17], [18]]
         server.log.clear()
         await client.commit_update(7)
         assert server.log == [
@@ -114,49 +112,24 @@ def test_vllm_verifies_takes_the_version_off_loads_and_drops_the_caches_in_this_
             "/reset_prefix_cache?reset_running_requests=true",
         ]
         assert server.bodies[-2] == {"weight_version": "7"}
-
-    with_client("vllm", test)
-
-
-def test_vllm_numbers_the_buckets_of_each_update_from_0() -> None:
-    async def test(client: InferenceClient, server: RecordingServer) -> None:
-        await client.join_weight_group(GROUP)
-        for version in (7, 8):
-            await receive(client, version)
-        staged = [body["update_info"] for body in server.bodies if "update_info" in body]
-        assert [info["sequence"] for info in staged] == [0, 1, 0, 1]
-        assert {info["action"] for info in staged} == {"stage"}
-        assert [info["checksums"] for info in staged] == [[17], [18], [17], [18]]
-
-    with_client("vllm", test)
-
-
-def test_a_vllm_that_keeps_its_caches_fails_the_commit() -> None:
-    async def test(client: InferenceClient, server: RecordingServer) -> None:
-        await client.join_weight_group(GROUP)
-        await receive(client, 7)
         server.answers["/reset_prefix_cache"] = (200, {"success": False})
         with pytest.raises(ServerError, match="reset_prefix_cache"):
             await client.commit_update(7)
 
-    with_client("vllm", test)
 
-
-def test_a_vllm_that_does_not_verify_is_not_told_to_load() -> None:
-    async def test(client: InferenceClient, server: RecordingServer) -> None:
-        await client.join_weight_group(GROUP)
+@in_loop
+async def test_a_vllm_that_does_not_verify_is_not_told_to_load():
+    async with connected("vllm") as (client, server):
         await receive(client, 7)
         server.answers["/update_weights"] = (500, {"error": "b.weight must have checksum 18"})
         with pytest.raises(ServerError, match="checksum 18"):
             await client.commit_update(7)
-        assert "/finish_weight_update" not in server.log
-        assert TAKE_OFF not in server.log
-
-    with_client("vllm", test)
+        assert not {"/finish_weight_update", TAKE_OFF} & {*server.log}
 
 
-def test_a_vllm_without_room_is_checked_and_marked_before_the_first_bucket() -> None:
-    async def test(client: InferenceClient, server: RecordingServer) -> None:
+@in_loop
+async def test_a_vllm_without_room_is_checked_and_marked_before_the_first_bucket():
+    async with connected("vllm", joins=False) as (client, server):
         refusal = {"error": "There is no room to stage weights on cuda:0"}
         server.answers["/init_weight_transfer_engine"] = (500, refusal)
         with pytest.raises(ServerError, match="answered 500"):  # the second request, to join
@@ -166,8 +139,7 @@ def test_a_vllm_without_room_is_checked_and_marked_before_the_first_bucket() -> 
         client._groups["group"] = GROUP  # type: ignore[attr-defined]
         await receive(client, 7)
         await client.commit_update(7)
-        updates = [entry for entry in server.log if not entry.startswith("/init")]
-        assert updates == [
+        assert [entry for entry in server.log if not entry.startswith("/init")] == [
             "/start_weight_update",
             "/update_weights check",
             TAKE_OFF,
@@ -177,11 +149,10 @@ def test_a_vllm_without_room_is_checked_and_marked_before_the_first_bucket() -> 
             "/reset_prefix_cache?reset_running_requests=true",
         ]
 
-    with_client("vllm", test)
 
-
-def test_a_vllm_with_an_update_left_open_is_made_to_abandon_it() -> None:
-    async def test(client: InferenceClient, server: RecordingServer) -> None:
+@in_loop
+async def test_a_vllm_with_an_update_left_open_is_made_to_abandon_it():
+    async with connected("vllm", joins=False) as (client, server):
         server.answers["/start_weight_update"] = (400, {"error": "an update is open"})
         with pytest.raises(ServerError):  # this server never lets it be opened
             await client.begin_update()
@@ -192,43 +163,41 @@ def test_a_vllm_with_an_update_left_open_is_made_to_abandon_it() -> None:
             "/start_weight_update",
         ]
 
-    with_client("vllm", test)
 
-
-def test_sglangs_version_is_taken_off_once_and_before_the_first_tensor() -> None:
-    async def test(client: InferenceClient, server: RecordingServer) -> None:
-        await client.join_weight_group(GROUP)
-        await receive(client, 7)
-        first_tensor = server.log.index("/update_weights_from_distributed")
-        assert server.index(TAKE_OFF) < first_tensor
-        versions = [
-            (body["weight_version"], body["flush_cache"])
-            for body in server.bodies
-            if "load_format" in body
-        ]
-        assert versions == [(None, False), ("7", True)]
-        # The next update takes it off again.
+@in_loop
+async def test_sglangs_version_is_taken_off_once_and_before_the_first_tensor_of_each_update():
+    async with connected("sglang") as (client, server):
+        for version in (7, 8):
+            server.log.clear()
+            await receive(client, version)
+            assert server.index(TAKE_OFF) < server.log.index(RECEIVE)
+        sent = [(body["weight_version"], body["flush_cache"]) for body in server.buckets()]
+        assert sent == [(None, False), ("7", True), (None, False), ("8", True)]
         server.log.clear()
-        await receive(client, 8)
-        assert server.index(TAKE_OFF) < server.log.index("/update_weights_from_distributed")
-
-    with_client("sglang", test)
-
-
-def test_sglangs_version_is_taken_off_before_it_reads_from_disk() -> None:
-    async def test(client: InferenceClient, server: RecordingServer) -> None:
         server.version = "7"
         await client.update_from_disk("/pushed/7", 7)
         assert server.index(TAKE_OFF) < server.index("/update_weights_from_disk")
 
-    with_client("sglang", test)
+
+@in_loop
+async def test_sglang_before_0_5_21_is_updated_without_a_session():
+    async with connected("sglang", joins=False) as (client, server):
+        server.release, server.version = "0.5.20", "3"
+        server.answers |= dict.fromkeys(
+            ("/weights_checker", "/update_weight_version"), (404, {"detail": "Not Found"})
+        )
+        await client.join_weight_group(GROUP)
+        await receive(client, 3)
+        await client.commit_update(3)
+        assert RECEIVE in server.log
+        assert not {"/begin_weight_update", "/end_weight_update"} & {*server.log}
 
 
 @pytest.mark.parametrize("served", ["6", "default", "updating"])
 @pytest.mark.parametrize("kind", ["sglang", "embedded"])
-def test_a_commit_after_which_another_version_is_served_has_failed(kind: str, served: str) -> None:
-    async def test(client: InferenceClient, server: RecordingServer) -> None:
-        await client.join_weight_group(GROUP)
+@in_loop
+async def test_a_commit_after_which_another_version_is_served_has_failed(kind: str, served: str):
+    async with connected(kind) as (client, server):
         await receive(client, 7)
         server.version = served
         with pytest.raises(ServerError, match="must serve version 7"):
@@ -238,116 +207,73 @@ def test_a_commit_after_which_another_version_is_served_has_failed(kind: str, se
         server.version = "7"
         await client.commit_update(7)
 
-    with_client(kind, test)
 
-
-def test_the_embedded_server_says_how_long_it_stood_still() -> None:
-    async def test(client: InferenceClient, server: RecordingServer) -> None:
-        await client.join_weight_group(GROUP)
+@in_loop
+async def test_the_embedded_server_is_sent_checksums_base_and_order_and_says_how_long_it_stood():
+    async with connected("embedded") as (client, server):
         await receive(client, 7)
+        sent = server.buckets()
+        assert [body["sequence"] for body in sent] == [0, 1]
+        assert [body["checksums"] for body in sent] == [[17], [18]]
+        assert [body["weight_version"] for body in sent] == [None, "7"]
         server.version = "7"
         assert await client.commit_update(7) == 0.25
+        await receive(client, 7, (DELTA,))
+        body = server.bodies[-1]
+        assert (body["num_changed"], body["base_version"], body["sequence"]) == ([1], 6, 0)
         server.answers["/end_weight_update"] = (200, {"success": True})
         with pytest.raises(ServerError, match="swap_seconds"):
             await client.commit_update(7)
 
-    with_client("embedded", test)
+
+WRONG_FOR_SGLANG = {
+    "a delta": (replace(DELTA, checksums=None), "cannot apply deltas"),
+    "an adapter": (adapter_of("typo"), r"no parameters named \['typo.weight'\]"),
+    "a name": (replace(BUCKETS[0], names=("c.9",)), r"no parameters named \['c\.9'\]"),
+}
 
 
-def test_the_embedded_server_is_sent_checksums_the_base_and_the_order() -> None:
-    async def test(client: InferenceClient, server: RecordingServer) -> None:
-        await client.join_weight_group(GROUP)
-        await receive(client, 7)
-        sent = [body for body in server.bodies if "load_format" in body]
-        assert [body["sequence"] for body in sent] == [0, 1]
-        assert [body["checksums"] for body in sent] == [[17], [18]]
-        assert [body["weight_version"] for body in sent] == [None, "7"]
-        delta = BucketSpec(("a.weight",), ("float32",), ((2, 2),), (17,), (1,), 6)
-        await client.begin_update()
-        await client.receive_bucket(delta, group_name="group", last=True, version=7)
-        body = server.bodies[-1]
-        assert (body["num_changed"], body["base_version"], body["sequence"]) == ([1], 6, 0)
-
-    with_client("embedded", test)
+@pytest.mark.parametrize("what", WRONG_FOR_SGLANG)
+@in_loop
+async def test_what_sglang_cannot_load_is_refused_before_it_is_asked_to_receive(what: str):
+    bucket, message = WRONG_FOR_SGLANG[what]
+    async with connected("sglang") as (client, server):
+        with pytest.raises(ServerError, match=message):
+            await receive(client, 7, (bucket,))
+        assert RECEIVE not in server.log
 
 
-def test_a_delta_is_not_sent_to_sglang() -> None:
-    async def test(client: InferenceClient, server: RecordingServer) -> None:
-        await client.join_weight_group(GROUP)
-        await client.begin_update()
-        delta = BucketSpec(("a.weight",), ("float32",), ((2, 2),), None, (1,), 6)
-        with pytest.raises(ServerError, match="cannot apply deltas"):
-            await client.receive_bucket(delta, group_name="group", last=True, version=7)
-        assert "/update_weights_from_distributed" not in server.log
-
-    with_client("sglang", test)
-
-
-def test_sglang_is_asked_once_a_group_whether_it_adds_adapters_and_is_told_which_bucket_it_is() -> (
-    None
-):
-    async def test(client: InferenceClient, server: RecordingServer) -> None:
-        await client.join_weight_group(GROUP)
+@in_loop
+async def test_sglang_is_asked_once_a_group_whether_it_adds_adapters_and_told_each_buckets_place():
+    adapters = (adapter_of("a"), adapter_of("b"))
+    async with connected("sglang") as (client, server):
         with pytest.raises(ServerError, match=r"serve_sglang.sh .* lora.push = 'merged'"):
-            await receive_adapters(client)
+            await receive(client, 7, adapters)
         assert TAKE_OFF not in server.log, "the old weights are whole, and stay served"
-        server.answers["/update_weights_from_distributed"] = (
-            200,
-            {"success": True, "message": READY},
-        )
+        server.answers[RECEIVE] = (200, {"success": True, "message": READY})
         server.bodies.clear()
         for _ in range(2):
-            await receive_adapters(client)
-        formats = [body["load_format"] for body in server.bodies if "load_format" in body]
-        assert formats[0] == PROBE and PROBE not in formats[1:]
-        notes = [note_of(load_format) for load_format in formats[1:]]
+            await receive(client, 7, adapters)
+        first, *formats = [body["load_format"] for body in server.buckets()]
+        assert first == PROBE
+        notes = [note_of(load_format) for load_format in formats]
         assert notes == 2 * [AdapterNote(0, False, 0.5, "base"), AdapterNote(1, True, 0.5, "base")]
         await client.join_weight_group(GROUP)  # perhaps another server with the same address
-        await receive_adapters(client)
-        assert [body.get("load_format") for body in server.bodies].count(PROBE) == 2
-
-    async def receive_adapters(client: InferenceClient) -> None:
-        await client.begin_update()
-        for i, module in enumerate("ab"):
-            name = f"base_model.model.{module}.lora_A.weight"
-            bucket = BucketSpec((name,), ("float32",), ((2, 2),), lora_scale=0.5, lora_base="base")
-            await client.receive_bucket(bucket, group_name="group", last=i == 1, version=7)
-
-    with_client("sglang", test)
-
-
-def test_adapters_of_weights_that_sglang_does_not_have_are_refused() -> None:
-    async def test(client: InferenceClient, server: RecordingServer) -> None:
-        await client.join_weight_group(GROUP)
-        name = "base_model.model.typo.lora_A.weight"
-        bucket = BucketSpec((name,), ("float32",), ((2, 2),), lora_scale=0.5, lora_base="base")
-        await client.begin_update()
-        with pytest.raises(ServerError, match=r"no parameters named \['typo.weight'\]"):
-            await client.receive_bucket(bucket, group_name="group", last=True, version=7)
-        assert "/update_weights_from_distributed" not in server.log
-
-    with_client("sglang", test)
+        await receive(client, 7, adapters)
+        assert [body["load_format"] for body in server.buckets()].count(PROBE) == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_bucket_for_a_group_that_was_left_is_refused(kind: str) -> None:
-    async def test(client: InferenceClient, server: RecordingServer) -> None:
-        await client.join_weight_group(GROUP)
-        await client.leave_weight_groups()
-        with pytest.raises(ServerError, match="not joined weight group group"):
-            await client.receive_bucket(BUCKETS[0], group_name="group", last=True, version=7)
-
-    with_client(kind, test)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_resume_is_asked_of_the_server(kind: str) -> None:
-    async def test(client: InferenceClient, server: RecordingServer) -> None:
+@in_loop
+async def test_servers_are_paused_and_resumed_and_a_group_that_was_left_gets_no_bucket(kind: str):
+    async with connected(kind, joins=False) as (client, server):
         await client.pause()
         await client.resume()
         pause, resume = server.log
         assert pause.startswith(("/pause?mode=keep", "/pause_generation"))
         assert resume in ("/resume", "/continue_generation")
         assert server.bodies[0].get("mode", "keep") in ("keep", "retract")
-
-    with_client(kind, test)
+        await client.join_weight_group(GROUP)
+        await client.leave_weight_groups()
+        with pytest.raises(ServerError, match="not joined weight group group"):
+            await client.receive_bucket(BUCKETS[0], group_name="group", last=True, version=7)
