@@ -63,11 +63,7 @@ LONGEST_RECORD = 1 << 16  # maximum number of bytes of a record in metrics.jsonl
 class SoakedRun(KilledRun):
     """A run of two ranks and two servers. Torchrun starts the ranks again when one of them fails.
 
-    Args:
-        folder: The run's dump folder.
-        kind: ``inference.kind``.
-        seed: ``debug.seed``.
-        record: File outside of the folder with the trained rollouts.
+    ``record``, with the trained rollouts, lies outside of the folder whose disk is filled.
     """
 
     def __init__(self, folder: Path, kind: str, seed: int, record: Path) -> None:
@@ -100,7 +96,7 @@ class SoakedRun(KilledRun):
 
     @property
     def console(self) -> Path:
-        return self._record.with_name("console.log")  # outside of the disk that is filled
+        return self._record.with_name("console.log")
 
     @property
     def samples(self) -> Path:
@@ -147,12 +143,6 @@ class SoakedRun(KilledRun):
             if "grpo_train" in command_of(p) and "torch.distributed.run" not in command_of(p)
         ]
 
-    def watched(self) -> Iterator[tuple[str, psutil.Process]]:
-        """Yields every process of the run, with a name for it."""
-        for process in self._processes():
-            with contextlib.suppress(psutil.Error):
-                yield name_of(process), process
-
 
 def name_of(process: psutil.Process) -> str:
     command = command_of(process)
@@ -170,10 +160,7 @@ def name_of(process: psutil.Process) -> str:
 def descriptors(process: psutil.Process, http_ports: set[int]) -> tuple[int, int]:
     """Returns the number of a process's file descriptors, and that of its connections of requests.
 
-    Args:
-        process: The process.
-        http_ports: An established connection with one of these ports is counted as a connection
-            of requests, and not among the file descriptors.
+    These are the established connections with one of the ports.
     """
     # Listed before the descriptors, so that one that is closed meanwhile is missing from both.
     requests = {
@@ -216,13 +203,9 @@ class Life:
 
 
 class Soak:
-    """Injects faults into a run, and measures its processes.
+    """Injects faults into a run for two halves of ``seconds`` together, and measures its processes.
 
-    Args:
-        run: The run.
-        seconds: Duration of both halves together.
-        rng: Chooses the faults and their times.
-        disk: The run's file system. ``None`` leaves the full disk out.
+    Without a ``disk``, the run's file system, the full disk is left out.
     """
 
     def __init__(self, run: SoakedRun, seconds: float, rng: random.Random, disk: Path | None):
@@ -241,7 +224,8 @@ class Soak:
         if self._disk is not None:
             self._at(DISK_FILL * self._seconds, self._fill_disk)
         self._at(self._rng.uniform(*FAULT_SECONDS), self._harm_server)
-        while self._now < half or self._due_without_harm():
+        # Beside the next fault of a server, nothing may be due.
+        while self._now < half or any(what != self._harm_server for _, what in self._due):
             self._pass()
         self._settle()
         self.measured_from = self._now
@@ -264,10 +248,6 @@ class Soak:
             self._run.kill_all()
             self._run.start(10_000_000)
         time.sleep(0.2)
-
-    def _due_without_harm(self) -> bool:
-        """Returns whether anything other than the next fault of a server is still due."""
-        return any(what != self._harm_server for _, what in self._due)
 
     def _settle(self) -> None:
         """Waits until both servers have served for a while without a fault."""
@@ -339,13 +319,13 @@ class Soak:
     def _sample(self, now: float) -> None:
         num_lost, http_ports = self._run.num_lost_servers, set(self._run.http_ports())
         with self._run.samples.open("a") as file:
-            for name, process in self._run.watched():
+            for process in self._run._processes():
                 with contextlib.suppress(psutil.Error, FileNotFoundError):
                     memory = process.memory_full_info().uss / 2**20
                     num_files, num_requests = descriptors(process, http_ports)
                     num_threads = process.num_threads()
                     life = self.lives[process.pid, process.create_time()]
-                    life.name = life.name or name
+                    life.name = life.name or name_of(process)
                     life.samples.append((now, memory, num_files, num_threads))
                     row = [process.pid, life.name, *life.samples[-1], num_lost, num_requests]
                     file.write(json.dumps(row) + "\n")

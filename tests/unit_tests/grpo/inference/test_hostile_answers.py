@@ -6,9 +6,10 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
+from typing import Any
 
 import pytest
+from stub_clients import in_loop
 
 from torchtitan.grpo.inference import registrar
 from torchtitan.grpo.inference.client import ServerError
@@ -54,89 +55,60 @@ def connection(url: str, timeout_seconds: float = SECONDS) -> HttpConnection:
     return HttpConnection(url, api_key="secret", admin_key="admin", timeout_seconds=timeout_seconds)
 
 
-async def get(url: str) -> None:
-    client = connection(url)
+async def ask(url: str, how: str) -> None:
+    requests: dict[str, Callable[[HttpConnection], Awaitable[Any]]] = {
+        "get": lambda client: client.get("/health"),
+        "post": lambda client: client.post("/pause", {}),
+        "identify": identify,
+    }
+    client = connection(url) if how in requests else make_client(how, url)  # pyright: ignore
     try:
-        await client.get("/health")
+        if isinstance(client, HttpConnection):
+            await requests[how](client)
+        else:
+            await client.generate(GenerateRequest("a", [1, 2], 4))
     finally:
         await client.close()
 
 
-async def post(url: str) -> None:
-    client = connection(url)
-    try:
-        await client.post("/pause", {})
-    finally:
-        await client.close()
+def redirection(status: int, location: str) -> list[bytes]:
+    return [f"HTTP/1.1 {status} Found\r\n{location}Content-Length: 0\r\n\r\n".encode()]
 
 
-async def generate(url: str, kind: str) -> None:
-    client = make_client(kind, url)
-    try:
-        await client.generate(GenerateRequest("a", [1, 2], 4))
-    finally:
-        await client.close()
-
-
-async def find_kind(url: str) -> None:
-    client = connection(url)
-    try:
-        await identify(client)
-    finally:
-        await client.close()
-
-
-CLIENTS: dict[str, Callable[[str], Awaitable[None]]] = {
-    "get": get,
-    "post": post,
-    "identify": find_kind,
-    **{kind: lambda url, kind=kind: generate(url, kind) for kind in KINDS},
-}
-
-
-@pytest.mark.parametrize("status", [300, 301, 302, 303, 307, 308])
-@pytest.mark.parametrize("client", CLIENTS)
-def test_a_redirection_is_an_error_that_names_both_ends(client: str, status: int) -> None:
-    async def main() -> None:
-        async with answering([b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"]) as (target, seen):
-            head = f"HTTP/1.1 {status} Found\r\nLocation: {target}/x\r\nContent-Length: 0\r\n\r\n"
-            async with answering([head.encode()]) as (url, _):
-                with pytest.raises(ServerError, match=rf"{url}.* {status}, .*{target}/x"):
-                    await CLIENTS[client](url)
+@pytest.mark.parametrize("how", ["get", "post", "identify", *KINDS])
+@in_loop
+async def test_a_redirection_is_an_error_that_names_both_ends(how: str) -> None:
+    for status in (300, 301, 302, 303, 307, 308):
+        async with (
+            answering([b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"]) as (target, seen),
+            answering(redirection(status, f"Location: {target}/x\r\n")) as (url, _),
+        ):
+            with pytest.raises(ServerError, match=rf"{url}.* {status}, .*{target}/x"):
+                await ask(url, how)
             assert not seen
 
-    asyncio.run(main())
 
-
-@pytest.mark.parametrize(
-    "location", ["Location: /elsewhere\r\n", "Location: ftp://a/b\r\n", "Location: \r\n", ""]
-)
-def test_no_other_redirection_is_followed_either(location: str) -> None:
-    async def main() -> None:
-        head = f"HTTP/1.1 302 Found\r\n{location}Content-Length: 0\r\n\r\n"
-        async with answering([head.encode()]) as (url, seen):
+@in_loop
+async def test_no_other_redirection_is_followed_either() -> None:
+    for location in (*(f"Location: {to}\r\n" for to in ("/elsewhere", "ftp://a/b", "")), ""):
+        async with answering(redirection(302, location)) as (url, seen):
             with pytest.raises(RouteError, match="a redirection to") as caught:
-                await get(url)
+                await ask(url, "get")
             assert len(seen) == 1 and caught.value.is_refusal
 
-    asyncio.run(main())
 
-
-@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_a_registry_that_points_elsewhere_gets_no_registration(
-    status: int, capsys: pytest.CaptureFixture
-) -> None:
-    async def main() -> None:
-        async with answering([b"HTTP/1.1 204 No Content\r\n\r\n"]) as (target, seen):
-            head = f"HTTP/1.1 {status} Found\r\nLocation: {target}\r\nContent-Length: 0\r\n\r\n"
-            async with answering([head.encode()]) as (url, _):
-                await asyncio.to_thread(Registrar(url, ONE, "secret").beat)
-                said = capsys.readouterr().err
-                assert f"cannot register at {url}" in said
-                assert f"a redirection to '{target}', which is not followed" in said
+@in_loop
+async def test_a_registry_that_points_elsewhere_gets_no_registration(capsys) -> None:
+    for status in (301, 302, 303, 307, 308):
+        async with (
+            answering([b"HTTP/1.1 204 No Content\r\n\r\n"]) as (target, seen),
+            answering(redirection(status, f"Location: {target}\r\n")) as (url, _),
+        ):
+            await asyncio.to_thread(Registrar(url, ONE, "secret").beat)
+            said = capsys.readouterr().err
+            assert f"cannot register at {url}" in said
+            assert f"a redirection to '{target}', which is not followed" in said
             assert not seen
-
-    asyncio.run(main())
 
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -151,67 +123,35 @@ SLOW = {
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_an_answer_that_trickles_ends_the_request(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@in_loop
+async def test_an_answer_that_trickles_ends_the_request(name, monkeypatch, capsys) -> None:
     monkeypatch.setattr(connections, "_BODY_GRACE_SECONDS", SOON)
-    has_begun = name not in ("no answer", "headers")
-
-    async def main() -> None:
-        async with answering(SLOW[name], 0.05) as (url, _):
-            client = connection(url, SECONDS if has_begun else SOON)
-            how = "was answered too slowly: " if has_begun else "was not answered within 0.3 s"
-            with pytest.raises(RouteError, match=how):
-                await client.get("/health")
-            await client.close()
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("name", [name for name in SLOW if name != "no length"])
-def test_a_registry_whose_answer_trickles_holds_up_nothing(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
     monkeypatch.setattr(registrar, "_REQUEST_SECONDS", SOON)
-
-    async def main() -> None:
-        async with answering(SLOW[name], 0.05) as (url, _):
+    has_begun = name not in ("no answer", "headers")
+    async with answering(SLOW[name], 0.05) as (url, _):
+        client = connection(url, SECONDS if has_begun else SOON)
+        how = "was answered too slowly: " if has_begun else "was not answered within 0.3 s"
+        with pytest.raises(RouteError, match=how):
+            await client.get("/health")
+        await client.close()
+        if name != "no length":
             await asyncio.to_thread(Registrar(url, ONE, "secret").beat)
-        assert "cannot register" in capsys.readouterr().err
-
-    asyncio.run(main())
+            assert "cannot register" in capsys.readouterr().err
 
 
-def test_an_answer_that_is_long_and_fast_enough_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_an_answer_that_is_long_and_fast_enough_or_begins_late_arrives(monkeypatch) -> None:
     monkeypatch.setattr(connections, "_BODY_GRACE_SECONDS", SOON)
     parts = [OK + b"Content-Length: 100002\r\n\r\n", b'"' + b"x" * 50_000, b"x" * 50_000, b'"']
-
-    async def main() -> None:
-        async with answering(parts, SOON / 2) as (url, _):
-            client = connection(url)
-            assert (await client.get("/health")).body == "x" * 100_000
-            await client.close()
-
-    asyncio.run(main())
-
-
-def test_headers_may_come_long_before_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with answering(parts, SOON / 2) as (url, _):
+        client = connection(url)
+        assert (await client.get("/health")).body == "x" * 100_000
+        await client.close()
     monkeypatch.setattr(connections, "_BODY_GRACE_SECONDS", SOON / 2)
-
-    async def main() -> None:
-        async with answering([OK + b"Content-Length: 2\r\n\r\n", b"{}"], SOON) as (url, _):
-            await get(url)
-
-    asyncio.run(main())
+    async with answering([OK + b"Content-Length: 2\r\n\r\n", b"{}"], SOON) as (url, _):
+        await ask(url, "get")
 
 
-@pytest.mark.parametrize(
-    ("status", "is_refusal"), [(400, True), (404, True), (408, False), (429, False)]
-)
-def test_a_request_that_came_too_slowly_or_too_early_is_no_wrong_one(status, is_refusal) -> None:
-    assert RouteError("", status).is_refusal == is_refusal
-
-
-def test_the_folder_of_a_registry_is_no_url(tmp_path: Path) -> None:
-    Registrar(str(tmp_path), ONE, None).beat()
-    assert len(list(tmp_path.iterdir())) == 1
+def test_a_request_that_came_too_slowly_or_too_early_is_no_wrong_one() -> None:
+    found = [RouteError("", status).is_refusal for status in (400, 404, 408, 429)]
+    assert found == [True, True, False, False]

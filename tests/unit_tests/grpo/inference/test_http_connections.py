@@ -5,12 +5,13 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from aiohttp import web
+from stub_clients import in_loop, serving
 
 from torchtitan.grpo.inference.http import HttpConnection, RouteError
 
@@ -46,93 +47,52 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(server: Server) -> AsyncIterator[Callable[[float], HttpConnection]]:
-    app = web.Application()
-    app.router.add_post("/", server.answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    made: list[HttpConnection] = []
-
-    def connect(idle_seconds: float) -> HttpConnection:
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        made.append(HttpConnection(url, **_SETTINGS, idle_seconds=idle_seconds))
-        return made[-1]
-
-    try:
-        async with asyncio.timeout(SECONDS):
-            yield connect
-    finally:
-        for connection in made:
-            await connection.close()
-        await runner.cleanup()
+async def connected(idle_seconds: float) -> AsyncIterator[tuple[Server, HttpConnection]]:
+    server = Server()
+    async with serving(server.answer) as url:
+        connection = HttpConnection(url, **_SETTINGS, idle_seconds=idle_seconds)
+        yield server, connection
+        await connection.close()
 
 
 @pytest.mark.parametrize(("idle_seconds", "num_connections"), [(0.0, 5), (SECONDS, 1)])
-def test_a_connection_is_kept_where_that_is_asked_for(idle_seconds, num_connections):
-    async def body() -> None:
-        server = Server()
-        async with serving(server) as connect:
-            connection = connect(idle_seconds)
-            for _ in range(5):
-                await connection.post("/")
-        assert len(server.ports) == 5
-        assert len(set(server.ports)) == num_connections
-
-    asyncio.run(body())
-
-
-def test_a_connection_that_was_idle_for_longer_is_not_used_again():
-    async def body() -> None:
-        server = Server()
-        async with serving(server) as connect:
-            connection = connect(0.05)
+@in_loop
+async def test_a_connection_is_kept_where_that_is_asked_for(idle_seconds, num_connections):
+    async with connected(idle_seconds) as (server, connection):
+        for _ in range(5):
             await connection.post("/")
-            await asyncio.sleep(0.2)
-            await connection.post("/")
-        assert len(set(server.ports)) == 2
-
-    asyncio.run(body())
+    assert len(server.ports) == 5
+    assert len(set(server.ports)) == num_connections
 
 
-def test_a_connection_that_the_server_closed_while_idle_loses_no_request():
-    async def body() -> None:
-        server = Server()
-        async with serving(server) as connect:
-            connection = connect(SECONDS)
-            await connection.post("/")
+@pytest.mark.parametrize("closes", [False, True])
+@in_loop
+async def test_a_connection_that_was_idle_for_too_long_or_was_closed_loses_no_request(closes):
+    async with connected(SECONDS if closes else 0.05) as (server, connection):
+        await connection.post("/")
+        if closes:
             server.close_connections()
-            await asyncio.sleep(0.1)  # it takes a moment to be heard of
+        await asyncio.sleep(0.2)
+        assert (await connection.post("/")).status == 200
+    assert len(set(server.ports)) == 2
+
+
+@in_loop
+async def test_after_an_internal_error_nothing_is_sent_over_that_connection():
+    async with connected(SECONDS) as (server, connection):
+        beside = asyncio.create_task(connection.post("/?slow=1"))
+        while not server.ports:
+            await asyncio.sleep(0.01)
+        with pytest.raises(RouteError, match="answered 500") as broken_answer:
+            await connection.post("/?broken=1")
+        assert broken_answer.value.body == {}
+        for _ in range(3):
             assert (await connection.post("/")).status == 200
-        assert len(set(server.ports)) == 2
-
-    asyncio.run(body())
-
-
-def test_after_an_internal_error_nothing_is_sent_over_that_connection():
-    async def body() -> None:
-        server = Server()
-        async with serving(server) as connect:
-            connection = connect(SECONDS)
-            beside = asyncio.create_task(connection.post("/?slow=1"))
-            await wait_until(lambda: len(server.ports) == 1)
-            with pytest.raises(RouteError, match="answered 500") as broken_answer:
-                await connection.post("/?broken=1")
-            assert broken_answer.value.body == {}
-            for _ in range(3):
-                assert (await connection.post("/")).status == 200
-            server.may_answer.set()
-            # What was under way is not given up.
-            assert (await beside).status == 200
-        slow, broken, *later = server.ports
-        assert len({slow, broken, *later}) == 3 and len(set(later)) == 1
-
-    asyncio.run(body())
-
-
-async def wait_until(holds: Callable[[], bool]) -> None:
-    while not holds():
-        await asyncio.sleep(0.01)
+        server.may_answer.set()
+        # What was under way is not given up.
+        assert (await beside).status == 200
+    slow, broken, *later = server.ports
+    assert len({slow, broken, *later}) == 3 and len(set(later)) == 1
 
 
 class CountingConnection(HttpConnection):
@@ -153,17 +113,15 @@ class CountingConnection(HttpConnection):
         return super()._open_session()
 
 
-def test_requests_that_come_at_once_begin_one_a_turn_of_the_loop():
-    async def body() -> None:
-        async with serving(Server()) as connect:
-            connection = CountingConnection(connect(0.0).url)
-            turns = asyncio.create_task(connection.count_turns())
-            try:
-                await asyncio.gather(*(connection.post("/") for _ in range(40)))
-            finally:
-                turns.cancel()
-                await connection.close()
-        assert sum(connection.begun.values()) == 40
-        assert max(connection.begun.values()) == 1
-
-    asyncio.run(body())
+@in_loop
+async def test_requests_that_come_at_once_begin_one_a_turn_of_the_loop():
+    async with serving(Server().answer) as url:
+        connection = CountingConnection(url)
+        turns = asyncio.create_task(connection.count_turns())
+        try:
+            await asyncio.gather(*(connection.post("/") for _ in range(40)))
+        finally:
+            turns.cancel()
+            await connection.close()
+    assert sum(connection.begun.values()) == 40
+    assert max(connection.begun.values()) == 1

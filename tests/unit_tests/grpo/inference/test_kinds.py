@@ -1,22 +1,25 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The table of server kinds: each row is complete, and reading the table costs little."""
+"""The table of server kinds is complete and light; their settings of NCCL, and their GPUs."""
 
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from light import LIGHT
 
-from torchtitan.grpo.inference import kinds
+from torchtitan.grpo.inference import kinds, nccl_settings
 from torchtitan.grpo.inference.client import InferenceClient
+from torchtitan.grpo.inference.gpu_shares import GpuShare, gpus_of, share_gpus
 from torchtitan.grpo.inference.kinds import KINDS, kind_row, refuse_keys
+from torchtitan.grpo.inference.nccl_settings import take_nccl_setting_of
 from torchtitan.grpo.inference.server_spec import LaunchCommand, ServerSpec
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 
 FOLDER = Path(kinds.__file__).parent
-REPOSITORY = FOLDER.parents[2]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -30,15 +33,9 @@ def test_a_row_names_a_client_and_a_launcher_of_its_own_folder(kind: str) -> Non
     assert isinstance(client, type)
     assert issubclass(client, InferenceClient)
     assert not client.__abstractmethods__
+    assert row.install_script is None or (FOLDER.parents[2] / row.install_script).is_file()
     spec = ServerSpec(kind, "/models/tiny", 4321, "cpu", "float32", 256, 16, python="python")
     assert isinstance(row.launch_command(spec), LaunchCommand)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_with_an_environment_has_a_script_that_installs_it(kind: str) -> None:
-    script = KINDS[kind].install_script
-    if script is not None:
-        assert (REPOSITORY / script).is_file()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -57,11 +54,8 @@ def test_no_command_line_of_a_server_holds_a_key(kind: str) -> None:
     refuse_keys(kind, ["--seed", "7"], "inference.extra_args")
 
 
-def test_every_folder_of_a_kind_has_a_row() -> None:
+def test_every_folder_of_a_kind_has_a_row_and_an_unknown_kind_is_refused() -> None:
     assert {path.parent.name for path in FOLDER.glob("*/client.py")} == set(KINDS)
-
-
-def test_an_unknown_kind_is_refused_with_the_list_of_kinds() -> None:
     with pytest.raises(ValueError, match=r"inference\.kind must be one of .*embedded, .*got 'tgi'"):
         kind_row("tgi")
 
@@ -76,3 +70,69 @@ def test_the_table_is_read_without_torch_or_an_http_client() -> None:
         [LIGHT_PYTHON[0], "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
     assert done.stdout.strip() == "set()"
+
+
+CUMEM = "NCCL_CUMEM_ENABLE"
+
+
+@pytest.mark.parametrize(
+    ("kind", "transport", "given", "taken"),
+    [
+        ("sglang", "nccl", {}, {CUMEM: "0"}),
+        ("sglang", "nccl", {CUMEM: "1"}, {CUMEM: "1"}),
+        ("sglang", "auto", {}, {}),
+        ("sglang", "host", {}, {}),
+        ("sglang", "disk", {}, {}),
+        ("vllm", "nccl", {}, {}),
+        ("embedded", "nccl", {}, {}),
+    ],
+)
+def test_the_trainer_takes_sglangs_setting_where_nccl_is_demanded(
+    kind, transport, given, taken, monkeypatch
+):
+    environment = {"PATH": "/bin", **given}
+    monkeypatch.setattr(nccl_settings, "os", SimpleNamespace(environ=environment))
+    take_nccl_setting_of(kind, transport)
+    assert environment == {"PATH": "/bin", **taken}
+
+
+def shares(num_servers: int, gpus: list[str], **settings: Any) -> list[GpuShare]:
+    defaults = {"beside_training": False, "tensor_parallel_size": 0, "memory": 0.0, "num_heads": 8}
+    return share_gpus(num_servers, gpus, **(defaults | settings))
+
+
+@pytest.mark.parametrize(
+    ("num_servers", "gpus", "expected"),
+    [
+        (1, ["2", "3"], [("2", "3")]),
+        (2, ["2", "3"], [("2",), ("3",)]),
+        (3, ["0"], [("0",), ("0",), ("0",)]),
+        (2, [], [(), ()]),
+    ],
+)
+def test_servers_share_the_gpus_evenly(num_servers, gpus, expected):
+    assert [gpus_of(i, num_servers, gpus) for i in range(num_servers)] == expected
+
+
+def test_a_server_with_gpus_of_its_own_uses_as_many_as_divide_the_heads():
+    assert shares(1, ["4", "5", "6"]) == [GpuShare(("4", "5"), 2, None)]
+    assert shares(1, ["4", "5", "6"], num_heads=12) == [GpuShare(("4", "5", "6"), 3, None)]
+    assert shares(1, ["4", "5"], num_heads=None) == [GpuShare(("4",), 1, None)]
+    assert shares(1, ["4", "5"], tensor_parallel_size=1) == [GpuShare(("4",), 1, None)]
+
+
+@pytest.mark.parametrize(
+    ("num_servers", "beside_training", "expected"),
+    [(1, False, None), (2, False, 0.45), (1, True, 0.4), (2, True, 0.2)],
+)
+def test_the_memory_of_a_shared_gpu_is_divided(num_servers, beside_training, expected):
+    found = shares(num_servers, ["0"], beside_training=beside_training)
+    assert [share.memory for share in found] == [expected] * num_servers
+    (own, *_) = shares(num_servers, ["0"], beside_training=beside_training, memory=0.7)
+    assert own.memory == 0.7
+
+
+def test_too_few_gpus_for_the_tensor_parallel_size_are_refused():
+    with pytest.raises(ValueError, match=r"which is 1 with 2 GPUs for .* = 2, got 2\. Lower it"):
+        shares(2, ["0", "1"], tensor_parallel_size=2)
+    assert shares(2, [], tensor_parallel_size=2)[0].tensor_parallel_size == 2, "on CPU it is free"

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Requests for the rating of a text, and right and wrong answers of each kind of server."""
+"""Ratings of texts, and the load of servers, in right and wrong answers of each kind."""
 
 import math
 from collections.abc import Callable
@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchtitan.grpo.inference.client import PromptRating, ServerError
+from torchtitan.grpo.inference.client import PromptRating, ServerError, ServerLoad
 from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.inference.sglang import answers as sglang
+from torchtitan.grpo.inference.sglang.answers import parse_loads
 from torchtitan.grpo.inference.vllm import answers as vllm
+from torchtitan.grpo.inference.vllm.answers import parse_metrics
 from torchtitan.grpo.types import TopTokens
 
 Place = list[tuple[int, Any]]
@@ -148,14 +150,6 @@ def test_sglang_must_name_as_many_different_tokens_in_each_place(tops, message) 
         sglang.parse_rating("url", TOKENS, 1, 2, sglang_answer(LOGPROBS, tops, TOKENS))
 
 
-def test_an_unlikely_token_of_the_text_does_not_stand_in_for_a_likely_one() -> None:
-    """vLLM adds the token itself, which must not be counted among the most likely ones."""
-    body = vllm_answer(LOGPROBS, [[(9, -0.5)], TOPS[1]], TOKENS)
-    assert len(body["prompt_logprobs"][1]) == 2
-    with pytest.raises(ServerError, match="as was asked, got 1"):
-        vllm.parse_rating("url", TOKENS, 1, 2, body)
-
-
 def test_a_vllm_server_refuses_too_many_likely_tokens_by_naming_the_field() -> None:
     refused = {"error": {"message": "too many", "type": "BadRequestError", "code": 400}}
     named = {"error": refused["error"] | {"param": "prompt_logprobs"}}
@@ -163,3 +157,56 @@ def test_a_vllm_server_refuses_too_many_likely_tokens_by_naming_the_field() -> N
     assert not vllm.refuses_num_top(RouteError("answered 500", 500, named))
     for body in (refused, {"error": "too many"}, "too many", None):
         assert not vllm.refuses_num_top(RouteError("answered 400", 400, body))
+
+
+METRICS = """\
+# HELP python_info Python platform information
+# TYPE python_info gauge
+python_info{implementation="CPython",major="3"} 1.0
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="models/tiny"} 16.0
+vllm:num_requests_waiting{engine="0",model_name="models/tiny"} 5.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="models/tiny",reason="capacity"} 99.0
+vllm:kv_cache_usage_perc{engine="0",model_name="models/tiny"} 0.25
+"""
+SECOND_ENGINE = METRICS.replace('"0"', '"1"').replace("0.25", "1.5e-01")
+
+RANK = {"dp_rank": 0, "num_running_reqs": 16, "num_waiting_reqs": 5, "token_usage": 0.25}
+
+
+def test_the_load_is_read_from_vllms_metrics_and_sglangs_ranks() -> None:
+    assert parse_metrics("url", METRICS) == ServerLoad(16, 5, 0.25)
+    assert parse_metrics("url", METRICS + SECOND_ENGINE) == ServerLoad(32, 10, 0.25)
+    assert parse_loads("url", {"loads": [RANK]}) == ServerLoad(16, 5, 0.25)
+    second = RANK | {"dp_rank": 1, "token_usage": 0.5}
+    assert parse_loads("url", {"loads": [RANK, second]}) == ServerLoad(32, 10, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("parse", "body", "message"),
+    [
+        (
+            parse_metrics,
+            METRICS.replace("vllm:num_requests_running", "other"),
+            "must hold vllm:num",
+        ),
+        (parse_metrics, "", "--disable-log-stats"),
+        (
+            parse_metrics,
+            None,
+            "must hold vllm:num_requests_running, vllm:num_requests_waiting, vllm",
+        ),
+        (parse_metrics, METRICS.replace("0.25", "NaN"), r"must answer numbers in \[0, 1e"),
+        (parse_metrics, METRICS.replace(" 5.0", " -1.0"), r"must answer numbers in \[0, 1e"),
+        (parse_metrics, METRICS.replace(" 5.0", " many"), r"must answer numbers in \[0, 1e"),
+        (parse_loads, {"loads": []}, r"must answer numbers in \[0, 1e"),
+        (parse_loads, {"loads": [{"num_running_reqs": 1}]}, "answer loads with .*num_waiting_reqs"),
+        (parse_loads, {"loads": ["busy"]}, "must answer loads with"),
+        (parse_loads, {"loads": [RANK | {"token_usage": None}]}, r"numbers in \[0, 1e"),
+        (parse_loads, "busy", "must answer loads with"),
+    ],
+)
+def test_an_answer_without_a_load_is_refused(parse: Any, body: Any, message: str) -> None:
+    with pytest.raises(ServerError, match=f"^url.*{message}"):
+        parse("url", body)
