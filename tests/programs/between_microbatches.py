@@ -6,15 +6,12 @@ from typing import Any
 import torch
 import torch.nn as nn
 from build_model import build, build_stages
-from sharded_model import rows_of
+from sharded_model import picked_sum, rows_of, runner_of, whole
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.grpo.models.lora import begin_adapters
-from torchtitan.grpo.pipeline.build import build_schedule
 from torchtitan.grpo.training.model_spec import whole_model_runner
-from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
 
 COUNTED = {
     "_allgather_base_": "gathers",
@@ -45,10 +42,6 @@ class Work(TorchDispatchMode):
         if name == "div" and isinstance(args[1], float) and args[0].ndim == 1:
             self.counts["divisions"] += 1
         return func(*args, **(kwargs or {}))
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
@@ -107,13 +100,8 @@ def trained(arguments: dict, layout: dict[str, Any], kept: str) -> dict[str, Any
 def pipelined(arguments: dict, layout: dict[str, Any]) -> dict[str, Any]:
     """Counts the work of this rank's stages in a pass of four microbatches."""
     built, stages = build_stages(arguments["model"], arguments["seq_len"], **layout)
-    stage_loss, rows = StageLoss(), rows_of(arguments)
-    schedule = build_schedule(built.config, stages, stage_loss)
-    runner = PipelineRunner(schedule, stage_loss, built.config)
-
-    def loss(output, part):
-        return -(output[..., 0] * rows.select(part).loss_mask).sum()
-
+    rows = rows_of(arguments)
+    runner, loss = runner_of(built, stages), picked_sum(rows)
     runner.forward_backward(rows, loss)  # the first pass infers shapes
     with Work() as work:
         runner.forward_backward(rows, loss)

@@ -48,10 +48,6 @@ def _first_logprob(logprob: Any) -> Callable[[Fields], None]:
     return change
 
 
-def _without_last_logprob(answer: Fields) -> None:
-    answer["meta_info"]["output_token_logprobs"].pop()
-
-
 def _with_one_more_logprob(answer: Fields) -> None:
     logprobs = answer["meta_info"]["output_token_logprobs"]
     logprobs.append(logprobs[-1])
@@ -59,12 +55,6 @@ def _with_one_more_logprob(answer: Fields) -> None:
 
 def _without_first_version(answer: Fields) -> None:
     answer["meta_info"]["weight_versions"][0]["start"] += 1
-
-
-def _with_versions_beyond_the_end(answer: Fields) -> None:
-    count = len(answer["output_ids"])
-    beyond = {"version": "0", "start": count + 1, "end": count + 2}
-    answer["meta_info"]["weight_versions"].append(beyond)
 
 
 def _of_no_version(answer: Fields) -> None:
@@ -88,18 +78,10 @@ def _too_long(answer: Fields) -> None:
 # What becomes of an answer's fields, and what becomes of its bytes.
 _CHANGES: dict[str, Callable[[Fields], None]] = {
     "out-of-vocabulary id": _first_token(NO_TOKEN),
-    "negative id": _first_token(-5),
-    "giant id": _first_token(2**70),
-    "logprob missing": _without_last_logprob,
     "logprob too many": _with_one_more_logprob,
     "NaN logprob": _first_logprob(float("nan")),
-    "infinite logprob": _first_logprob(float("-inf")),
-    "positive logprob": _first_logprob(0.7),
-    "giant logprob": _first_logprob(-(10**400)),
     "clipped logprob": _first_logprob(-9999.0),
-    "text for a logprob": _first_logprob("-0.5"),
     "version gap": _without_first_version,
-    "version beyond the end": _with_versions_beyond_the_end,
     "version of the future": _of_no_version,
     "cut prompt": _of_a_cut_prompt,
     "too many tokens": _too_long,
@@ -130,19 +112,7 @@ class _Waiting:
 
 
 class CorruptingProxy:
-    """See the module's docstring.
-
-    Args:
-        target: URL of an embedded server.
-        modes: Of :data:`MODES`, taken in turn.
-        every: Each answer of this number is spoiled.
-        is_doomed: Prompts (token ids) of which every answer is spoiled.
-
-    Attributes:
-        num_answers: Completions of the server.
-        spoiled: Of those, how many were spoiled in which way.
-        num_endless_bytes: Bytes that went out of the longest endless answer.
-    """
+    """See the module's docstring."""
 
     def __init__(
         self,

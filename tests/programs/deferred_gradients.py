@@ -7,15 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from build_model import build_stages
-from sharded_model import rows_of
-from torch.distributed.tensor import DTensor
+from sharded_model import picked_sum, rows_of, runner_of, whole
 
 from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.models.split_compile import SplitBackend
 from torchtitan.grpo.models.weight_grads import WeightGradients
-from torchtitan.grpo.pipeline.build import build_schedule
 from torchtitan.grpo.pipeline.lean_stage import DeferredStage, LeanStage
-from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
 from torchtitan.grpo.upstream.models import TransformerBlock
 
 
@@ -23,8 +20,7 @@ def gathered(parts) -> dict[str, torch.Tensor]:
     mine = {}
     for name, parameter in named_parameters(parts):
         assert parameter.grad is not None, name
-        grad = parameter.grad
-        mine[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
+        mine[name] = whole(parameter.grad).clone()
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     return {name: grad for of_rank in everyones for name, grad in of_rank.items()}
@@ -63,8 +59,7 @@ def run(arguments: dict, case: dict) -> tuple[dict[str, torch.Tensor], dict[str,
                 super(DeferredStage, stage).backward_maybe_with_nosync
             )
     torch._dynamo.utils.counters.clear()
-    loss = StageLoss()
-    runner = PipelineRunner(build_schedule(built.config, stages, loss), loss, built.config)
+    runner = runner_of(built, stages)
     rows = rows_of(arguments)
     calls, before_gradient = [0], [0]
     blocks = [m for part in built.parts for m in part.modules() if isinstance(m, TransformerBlock)]
@@ -81,9 +76,7 @@ def run(arguments: dict, case: dict) -> tuple[dict[str, torch.Tensor], dict[str,
         return group
 
     LeanStage._await_gradient = counted
-
-    def weighted(output, part):
-        return (output[..., 0] * rows.select(part).loss_mask).sum()
+    weighted = picked_sum(rows)
 
     if stages[0].offload is not None:
         stages[0].offload.memory._least_bytes = 0

@@ -3,14 +3,10 @@
 import torch
 from build_model import Built, build_stages
 from safetensors.torch import load_file
-from sharded_model import rows_of
-from torch.distributed.tensor import DTensor
+from sharded_model import picked_sum, rows_of, runner_of, whole
 
 from torchtitan.grpo.models.shards import named_parameters
-from torchtitan.grpo.pipeline.build import build_schedule
 from torchtitan.grpo.training.gradient_norm import GradientClipper
-from torchtitan.grpo.training.runner import WholeModelRunner
-from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
 
 
 def gradient_errors(
@@ -21,8 +17,7 @@ def gradient_errors(
     for name, parameter in named_parameters(built.parts):
         grad = parameter.grad
         assert grad is not None, name
-        full = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        found = built.adapter.to_hf({name: full / num_copies})
+        found = built.adapter.to_hf({name: whole(grad) / num_copies})
         distance = torch.stack([(found[key] - expected[key]).norm() for key in found]).norm()
         error = float(distance / torch.stack([expected[k].norm() for k in found]).norm())
         errors[name] = max(error, errors.get(name, 0.0))
@@ -35,15 +30,9 @@ def main(arguments):
     results = {}
     for name, layout in arguments["layouts"].items():
         built, stages = build_stages(arguments["model"], arguments["seq_len"], **layout)
-        if stages:
-            loss = StageLoss()
-            runner = PipelineRunner(build_schedule(built.config, stages, loss), loss, built.config)
-        else:
-            runner = WholeModelRunner(built.parts[0], rows_at_once=2)
+        runner = runner_of(built, stages)
         logprobs = runner.forward(rows)
-        runner.forward_backward(
-            rows, lambda output, part: (output[..., 0] * rows.select(part).loss_mask).sum()
-        )
+        runner.forward_backward(rows, picked_sum(rows))
         norm = GradientClipper(built.parts, built.dims, 1e9).clip()
         # Every data-parallel rank had all rows, and gradients are summed.
         num_copies = layout.get("dp_shard", 1) * layout.get("dp_replicate", 1)

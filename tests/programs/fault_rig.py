@@ -45,13 +45,7 @@ _START_SECONDS = 480.0
 
 
 class FaultRig:
-    """Servers and loops of one kind, for all tests of that kind.
-
-    Attributes:
-        loop: The trainer of now; ``next_loop`` is loaded, and waits for its turn.
-        server: What is done things to.
-        url: Of the server; it keeps it over restarts.
-    """
+    """Servers and loops of one kind, for all tests of that kind."""
 
     def __init__(
         self, kind: ServerKind, python: str | None, folder: Path, fork_server: ForkServer
@@ -181,12 +175,7 @@ class FaultRig:
             time.sleep(0.1)
 
     def assert_recovered(self, since: int, back_at: float) -> None:
-        """Checks everything that must hold after each fault.
-
-        Args:
-            since: Mark before the fault.
-            back_at: When there was nothing more to hinder the server.
-        """
+        """Checks everything that must hold after each fault."""
         attested = self.wait_for_push(since, after=back_at)
         pushes = [
             event

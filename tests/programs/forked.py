@@ -46,12 +46,7 @@ os._exit(status)
 
 
 class ForkedProcess:
-    """A process of the fork server, with the surface of `subprocess.Popen` that tests use.
-
-    Attributes:
-        pid: Its id; the process leads a session, and a process group, of its own.
-        returncode: Its exit status once that is known; negative for a signal.
-    """
+    """A process of the fork server, with the surface of `subprocess.Popen` that tests use."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._heard = connection, b""
@@ -152,18 +147,7 @@ class ForkServer:
         output: IO[Any] | None = None,
         errors: IO[Any] | None = None,
     ) -> ForkedProcess:
-        """Starts a program in a session of its own.
-
-        Args:
-            program: A module's name, or a script's path.
-            arguments: Its command line.
-            num_ranks: Ranks, below a process that does what torchrun does; 0 for the program
-                alone.
-            environment: Of the program; by default this process's.
-            folder: Its working directory; by default this process's.
-            output: File for its standard output; by default this process's own.
-            errors: File for its standard error; by default ``output``.
-        """
+        """Starts a program in a session of its own."""
         self._begin()
         file = sys.stdout.fileno() if output is None else output.fileno()
         error_file = file if errors is None else errors.fileno()

@@ -5,24 +5,19 @@ import torch.distributed as dist
 from build_model import build_stages
 from deferred_gradients import gathered
 from reference_ranks import reference_of
-from sharded_model import rows_of
+from sharded_model import picked_sum, rows_of, runner_of
 
-from torchtitan.grpo.pipeline.build import build_schedule
 from torchtitan.grpo.pipeline.table_schedule import GapStage
 from torchtitan.grpo.training.runner import ForwardJob
-from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
 
 
 def run_case(arguments: dict, case: dict) -> dict:
     built, stages = build_stages(arguments["policy"], arguments["seq_len"], **case)
-    loss = StageLoss()
-    runner = PipelineRunner(build_schedule(built.config, stages, loss), loss, built.config)
+    runner = runner_of(built, stages)
     reference = reference_of(built, arguments["reference"])
     rows = rows_of(arguments)
     models = {"old": runner, "ref": reference}
-
-    def weighted(output, part):
-        return (output[..., 0] * rows.select(part).loss_mask).sum()
+    weighted = picked_sum(rows)
 
     expected_outputs = {name: model.forward(rows) for name, model in models.items()}
     runner.forward_backward(rows, weighted)

@@ -14,10 +14,6 @@ class TracedGraphs:
 
     As with a CUDA graph, no line of the computation's Python runs again, and its inputs are the
     tensors that it read when it was captured.
-
-    Attributes:
-        num_captured: Number of computations that were captured.
-        num_replayed: Number of times that one was repeated.
     """
 
     def __init__(self) -> None:

@@ -3,11 +3,8 @@
 import torch
 from build_model import build_stages
 from deferred_gradients import gathered
-from sharded_model import rows_of
+from sharded_model import picked_sum, rows_of, runner_of
 from torch.distributed.pipelining import PipelineStage
-
-from torchtitan.grpo.pipeline.build import build_schedule
-from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
 
 
 def main(arguments):
@@ -16,8 +13,7 @@ def main(arguments):
         compiled=arguments["compiled"], folder=arguments["folder"],
         layers_per_stage=arguments.get("layers_per_stage"),
     )  # fmt: skip
-    loss = StageLoss()
-    runner = PipelineRunner(build_schedule(built.config, stages, loss), loss, built.config)
+    runner = runner_of(built, stages)
     rows = rows_of(arguments)
     inferences = [0]
     infer = PipelineStage._forward_metadata_inference
@@ -27,9 +23,7 @@ def main(arguments):
         return infer(*args, **kwargs)
 
     PipelineStage._forward_metadata_inference = counted
-
-    def weighted(output, part):
-        return (output[..., 0] * rows.select(part).loss_mask).sum()
+    weighted = picked_sum(rows)
 
     whole: dict[str, torch.Tensor] = {}
     logprobs = []

@@ -4,26 +4,20 @@
 """Servers in the process of a test, which generate alone, and a dispatcher for them."""
 
 import asyncio
-import functools
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
+from stub_clients import StubClient
+from stub_clients import in_loop as in_loop
 
 from torchtitan.grpo.config import Rollout
-from torchtitan.grpo.inference.client import InferenceClient, ServerError
+from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.types import GenerateRequest, Generation, Prompt, VersionSegment
 
-SAMPLING = Sampling(
-    max_new_tokens=8,
-    max_total_tokens=10,
-    temperature=1.0,
-    top_p=1.0,
-    top_k=-1,
-    stop_token_ids=(1,),
-)
+SAMPLING = Sampling(8, 10, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=(1,))
 PROMPT = Prompt(0, "abc", np.arange(3, dtype=np.int32), {})
 Answer = Callable[[GenerateRequest], Awaitable[Generation]]
 
@@ -37,7 +31,7 @@ def generation(version: int = 0, num_tokens: int = 4) -> Generation:
     )
 
 
-class LocalServer(InferenceClient):
+class LocalServer(StubClient):
     """Generation alone, given by a function; it keeps the requests it has seen."""
 
     def __init__(self, url: str, answer: Answer | None = None) -> None:
@@ -57,23 +51,6 @@ class LocalServer(InferenceClient):
     async def generate(self, request: GenerateRequest) -> Generation:
         self.requests.append(request)
         return await self.answer(request)
-
-    async def _none(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("this server only generates")
-
-    abort = health = load = version = num_workers = pause = resume = _none
-    describe = join_weight_group = leave_weight_groups = begin_update = _none
-    receive_bucket = commit_update = update_from_disk = rate = close = _none
-
-
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Runs a test in an event loop, for at most two minutes."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 120))
-
-    return run
 
 
 def make(*servers: LocalServer, **settings: Any) -> Dispatcher:

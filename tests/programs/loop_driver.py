@@ -31,16 +31,6 @@ class PublishingLoop:
     """The program on one or several ranks, and this process's end of its socket.
 
     Make it on the main thread: the processes end with the thread that started them.
-
-    Args:
-        folder: For its log, its events and the socket.
-        num_ranks: Number of ranks.
-        fork_server: Forks the ranks. Without it they are started anew, several of them under
-            torchrun.
-        settings: See the program's ``Settings``.
-
-    Attributes:
-        events: All that was told so far, in order.
     """
 
     def __init__(

@@ -52,12 +52,7 @@ class Stop:
 
 
 class Hooks:
-    """The armed hooks. Commands run on the training thread, everything else on other threads.
-
-    Attributes:
-        is_going: False once the loop is to end.
-        delay: Sleeps for a random time, at most ``settings.delays``.
-    """
+    """The armed hooks. Commands run on the training thread, everything else on other threads."""
 
     def __init__(self, tell: Callable[..., None], settings: Any) -> None:
         self.tell, self.settings = tell, settings

@@ -25,14 +25,7 @@ _REQUEST_SECONDS = 20.0
 
 
 class Sampler:
-    """Does the rollout process's work on a thread of its own.
-
-    Args:
-        servers: All of them.
-        num_requests: Kept in flight on each.
-        num_tokens: Of each completion.
-        tell: Told of every completion that would be trained on.
-    """
+    """Does the rollout process's work on a thread of its own."""
 
     def __init__(
         self,

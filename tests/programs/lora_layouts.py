@@ -7,18 +7,15 @@ import torch
 import torch.distributed as dist
 from build_model import Built, build_stages
 from safetensors.torch import load_file
-from sharded_model import rows_of
-from torch.distributed.tensor import DTensor
+from sharded_model import picked_sum, rows_of, runner_of, whole
 
 from torchtitan.grpo.models.hf_weights import full_hf_tensors
 from torchtitan.grpo.models.lora import adapters_of, begin_adapters, export_peft, peft_name
 from torchtitan.grpo.models.shards import local_block, local_tensor, named_parameters
-from torchtitan.grpo.pipeline.build import build_schedule
 from torchtitan.grpo.pipeline.lean_stage import DeferredStage
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.reference import base_reference
-from torchtitan.grpo.training.runner import ForwardJob, WholeModelRunner
-from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
+from torchtitan.grpo.training.runner import ForwardJob
 
 
 def load_adapters(built: Built, tensors: dict[str, torch.Tensor]) -> None:
@@ -39,9 +36,8 @@ def gradient_errors(
             continue
         grad = parameter.grad
         assert grad is not None, name
-        full = grad.full_tensor() if isinstance(grad, DTensor) else grad
         right = expected[peft_name(built.adapter, name)]
-        errors[name] = float((full / num_copies - right).norm() / right.norm())
+        errors[name] = float((whole(grad) / num_copies - right).norm() / right.norm())
     return errors
 
 
@@ -63,9 +59,7 @@ def base_in_gaps(
     for parameter in adapters_of(built.parts).values():
         parameter.grad = None
     job = ForwardJob(reference, rows)
-    runner.forward_backward(
-        rows, lambda output, part: (output[..., 0] * rows.select(part).loss_mask).sum(), [job]
-    )
+    runner.forward_backward(rows, picked_sum(rows), [job])
     num_rows = rows.num_rows - (0 if job.is_done else job.waiting.num_rows)
     logprobs = job.logprobs()
     after = [p.grad for p in adapters_of(built.parts).values()]
@@ -86,21 +80,12 @@ def run(arguments: dict[str, Any], name: str, layout: dict[str, Any]) -> dict[st
     frozen = {str(p.dtype) for _, p in named_parameters(built.parts) if not p.requires_grad}
     trained = {str(p.dtype) for _, p in named_parameters(built.parts) if p.requires_grad}
     begin_adapters(built.parts, seed=7)
-    begun = {
-        key: (p.full_tensor() if isinstance(p, DTensor) else p).double().norm().item()
-        for key, p in adapters_of(built.parts).items()
-    }
+    begun = {key: whole(p).double().norm().item() for key, p in adapters_of(built.parts).items()}
     load_adapters(built, load_file(arguments["adapters"]))
-    if stages:
-        loss = StageLoss()
-        runner = PipelineRunner(build_schedule(built.config, stages, loss), loss, built.config)
-    else:
-        runner = WholeModelRunner(built.parts[0], rows_at_once=2)
+    runner = runner_of(built, stages)
     reference = base_reference(runner, built.parts, built.config)
     base, logprobs = reference.forward(rows), runner.forward(rows)
-    runner.forward_backward(
-        rows, lambda output, part: (output[..., 0] * rows.select(part).loss_mask).sum()
-    )
+    runner.forward_backward(rows, picked_sum(rows))
     norm = GradientClipper(built.parts, built.dims, 1e9).clip()
     errors = gradient_errors(built, load_file(arguments["gradients"]), num_copies_of(layout))
     in_gaps = base_in_gaps(built, runner, reference, arguments) if stages else None

@@ -6,15 +6,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from build_model import build_stages
 from safetensors.torch import load_file, save_file
-from sharded_model import rows_of
-from torch.distributed.tensor import DTensor
+from sharded_model import picked_sum, rows_of, runner_of, whole
 
 from torchtitan.grpo.job_config import Optimizer
 from torchtitan.grpo.models.shards import named_parameters
-from torchtitan.grpo.pipeline.build import build_schedule
 from torchtitan.grpo.training.optimizers import build_optimizers
-from torchtitan.grpo.training.runner import WholeModelRunner
-from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
 
 
 class Training:
@@ -23,22 +19,14 @@ class Training:
     def __init__(self, arguments: dict, layout: dict) -> None:
         self.rows = rows_of(arguments)
         self.built, stages = build_stages(arguments["model"], arguments["seq_len"], **layout)
-        if stages:
-            loss = StageLoss()
-            schedule = build_schedule(self.built.config, stages, loss)
-            self.runner = PipelineRunner(schedule, loss, self.built.config)
-        else:
-            self.runner = WholeModelRunner(self.built.parts[0], rows_at_once=2)
+        self.runner = runner_of(self.built, stages)
         self.num_copies = layout.get("dp_shard", 1) * layout.get("dp_replicate", 1)
         config = Optimizer(name="Muon", implementation="foreach", **arguments["optimizer"])
         self.optimizers = build_optimizers(self.built.parts, config, self.built.dims)
 
     def step(self) -> None:
         self.optimizers.zero_grad()
-        self.runner.forward_backward(
-            self.rows,
-            lambda output, part: (output[..., 0] * self.rows.select(part).loss_mask).sum(),
-        )
+        self.runner.forward_backward(self.rows, picked_sum(self.rows))
         for _, parameter in named_parameters(self.built.parts):
             assert parameter.grad is not None
             parameter.grad.mul_(1 / self.num_copies)
@@ -55,9 +43,8 @@ class Training:
         self.optimizers.load_state_dict(state["optimizer"])
 
     def whole(self) -> dict[str, torch.Tensor]:
-        named = {n: p.detach() for n, p in named_parameters(self.built.parts)}
-        full = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in named.items()}
-        return {n: p.clone().contiguous() for n, p in full.items()}
+        named = named_parameters(self.built.parts)
+        return {n: whole(p.detach()).clone().contiguous() for n, p in named}
 
 
 def write_reference(arguments: dict) -> dict:

@@ -60,16 +60,7 @@ def why_not() -> str | None:
 
 
 class NetHost:
-    """One host.
-
-    Args:
-        name: Its name.
-        address: Its address on the link to the other host.
-        shared: Folder that it sees as :data:`SHARED`.
-
-    Attributes:
-        interface: Its interface to the other host.
-    """
+    """One host."""
 
     def __init__(self, name: str, address: str, shared: Path) -> None:
         self.name, self.address = name, address

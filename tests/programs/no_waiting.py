@@ -4,12 +4,9 @@ from typing import Any
 
 import torch
 from build_model import build_stages
-from sharded_model import rows_of
+from sharded_model import rows_of, runner_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan.grpo.pipeline.build import build_schedule
-from torchtitan.grpo.training.runner import WholeModelRunner
-from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
 from torchtitan.grpo.training.step import MinibatchLoss, ScoredRows
 
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique")
@@ -48,12 +45,7 @@ def waits_of(arguments: dict, case: dict) -> dict[str, list[str]]:
         value = loss(output, part)
         return value * float(value.detach()) if ends_in_item else value
 
-    stage_loss = StageLoss()
-    if stages:
-        schedule = build_schedule(built.config, stages, stage_loss)
-        runner: Any = PipelineRunner(schedule, stage_loss, built.config)
-    else:
-        runner = WholeModelRunner(built.parts[0], rows_at_once=1)
+    runner = runner_of(built, stages, rows_at_once=1)
     runner.forward_backward(rows, loss_of)  # the first pass infers shapes
     with Waits() as waits:
         runner.forward_backward(rows, loss_of)

@@ -8,13 +8,14 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
+from stub_clients import StubClient
 
 from torchtitan.grpo.config import GRPO, Prompts, Rollout
 from torchtitan.grpo.config.evaluation import EvaluationSet
-from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerLoad
+from torchtitan.grpo.inference.client import ServerError, ServerLoad
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rollout.admission import Admission
 from torchtitan.grpo.rollout.evaluation import Evaluator, HeldOut, SpareRoom
@@ -44,7 +45,7 @@ def by_prompt(prompts, completions, **kw):
 """
 
 
-class RandomServer(InferenceClient):
+class RandomServer(StubClient):
     """Writes after a random number of turns of the loop, under the version it is set to."""
 
     def __init__(self, url: str, rng: random.Random, failure_rate: float) -> None:
@@ -70,13 +71,6 @@ class RandomServer(InferenceClient):
 
     async def load(self) -> ServerLoad:
         raise ServerError(f"{self.url} does not say")
-
-    async def _none(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("this server only generates")
-
-    abort = health = version = num_workers = pause = resume = _none
-    describe = join_weight_group = leave_weight_groups = begin_update = _none
-    receive_bucket = commit_update = update_from_disk = rate = close = _none
 
 
 @dataclass
@@ -119,14 +113,7 @@ class Settings:
 async def run_in_world(
     body: Callable[[World], Awaitable[None]], file: Path, model: Path, settings: Settings
 ) -> None:
-    """Runs a test's body while a producer of the given settings is at work.
-
-    Args:
-        body: The test.
-        file: JSONL file with the prompts.
-        model: Directory of the tokenizer.
-        settings: Settings of the world.
-    """
+    """Runs a test's body while a producer of the given settings is at work."""
     codec = TextCodec(str(model), [1])
     acceptors = [settings.acceptor] if settings.acceptor is not None else []
     pool = RewardPool(

@@ -51,25 +51,7 @@ _SEQ_LEN = 64
 
 @dataclass
 class Settings:
-    """The settings of the program.
-
-    Attributes:
-        socket: Where somebody listens.
-        model: Hugging Face directory, made by `tagged.py`.
-        servers: ``[url, kind]`` of each.
-        start_version: The first that is published.
-        pause_seconds: Between two publishes, at random between these two.
-        weight_sync: What differs from the defaults of that table.
-        control_timeout_seconds: ``inference.control_timeout_seconds``.
-        num_requests: Completions in flight on each server.
-        num_tokens: Of each completion.
-        seed: Of all that is random.
-        delays: Longest random delay at many points, in seconds; 0 is none.
-        inject: ``fence``: parameters are overwritten without it; ``slot``: a slot is
-            written that was not reserved. What must not go unnoticed.
-        waits: Do not begin before the command ``go``.
-        tells_calls: Tell of each request to a server.
-    """
+    """The settings of the program."""
 
     socket: str
     model: str

@@ -44,13 +44,7 @@ class RecordingPublisher(Publisher):
 
 
 class RecordedTrainer(GRPOTrainer):
-    """The trainer, with a list of what happened in which order.
-
-    Attributes:
-        events: What happened.
-        progress_at_start: Progress through the prompts when the replay began, on rank 0.
-        num_in_gaps: Number of microbatches that ran in the gaps of a pipeline.
-    """
+    """The trainer, with a list of what happened in which order."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -1,10 +1,16 @@
 """Loads a Hugging Face directory into a sharded model, scores it, and computes gradients."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from build_model import build
+from build_model import Built, build
+from torch.distributed.tensor import DTensor
 
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
+from torchtitan.grpo.pipeline.build import build_schedule
 from torchtitan.grpo.training.runner import WholeModelRunner
+from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
 from torchtitan.grpo.upstream.parallelism import dist_utils
 
 
@@ -21,6 +27,23 @@ def rows_of(arguments: dict) -> TrainRows:
     return build_rows(samples, arguments["rows"], arguments["seq_len"])
 
 
+def runner_of(built: Built, stages: list[Any], rows_at_once: int = 2) -> Any:
+    """Returns the runner of a pipeline's stages, or of a whole model if there are none."""
+    if not stages:
+        return WholeModelRunner(built.parts[0], rows_at_once=rows_at_once)
+    loss = StageLoss()
+    return PipelineRunner(build_schedule(built.config, stages, loss), loss, built.config)
+
+
+def picked_sum(rows: TrainRows) -> Callable[[torch.Tensor, Any], torch.Tensor]:
+    """A loss: the sum of the logprobs of all trained tokens."""
+    return lambda output, part: (output[..., 0] * rows.select(part).loss_mask).sum()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def main(arguments):
     built = build(arguments["model"], arguments["seq_len"], **arguments["layout"])
     rows = rows_of(arguments)
@@ -30,9 +53,7 @@ def main(arguments):
         lambda head, inputs: operands.update((str(inputs[0].dtype), str(head.weight.dtype)))
     )
     logprobs = runner.forward(rows)[..., 0]
-    runner.forward_backward(
-        rows, lambda output, part: (output[..., 0] * rows.select(part).loss_mask).sum()
-    )
+    runner.forward_backward(rows, picked_sum(rows))
     grad_norm = dist_utils.clip_grad_norm_(built.parts[0].parameters(), 1e9, foreach=True)
     return {
         "logprobs": logprobs.tolist(),

@@ -59,11 +59,7 @@ def factor(name: str, version: int) -> float:
 
 
 class TaggedModel:
-    """All versions of the model in a directory, under Hugging Face names.
-
-    Args:
-        directory: Written by :func:`save_model`.
-    """
+    """All versions of the model in a directory, under Hugging Face names."""
 
     def __init__(self, directory: str | Path) -> None:
         self.first = load_file(Path(directory) / "model.safetensors")

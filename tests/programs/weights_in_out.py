@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from build_model import Built, build
 from safetensors.torch import load_file
-from torch.distributed.tensor import DTensor
+from sharded_model import whole
 
 from torchtitan.grpo.models.hf_weights import export_hf
 from torchtitan.grpo.models.shards import named_parameters
@@ -44,8 +44,7 @@ def wrongly_loaded(built: Built, source: dict[str, torch.Tensor]) -> list[str]:
     # Redistributing strided shards is slow, which torch says for each rank.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for name, parameter in named_parameters(built.parts):
-        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        hf = built.adapter.to_hf({name: full.detach()})
+        hf = built.adapter.to_hf({name: whole(parameter).detach()})
         wrong += [key for key, tensor in hf.items() if not torch.equal(tensor, source[key])]
     return wrong
 

@@ -148,13 +148,7 @@ class _TracedQueue:
 def traced_threads(
     clocks: Clocks, inherit: Callable[[], Any], around: Callable[[Any, Callable[[], None]], None]
 ) -> Iterator[None]:
-    """Makes what is created within the block carry clocks from thread to thread.
-
-    Args:
-        clocks: The clocks.
-        inherit: Called by whoever starts a thread; returns what the thread inherits.
-        around: Called on each new thread with that and with a function that it has to call.
-    """
+    """Makes what is created within the block carry clocks from thread to thread."""
     start, run, join = threading.Thread.start, threading.Thread.run, threading.Thread.join
     call_soon = asyncio.BaseEventLoop.call_soon_threadsafe
 

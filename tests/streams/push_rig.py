@@ -179,16 +179,7 @@ class Server(InferenceClient):
 
 
 class PushRig:
-    """A trainer of one rank, and servers. Its methods belong to the training thread.
-
-    Args:
-        recorder: The recorder, which is recording.
-        num_servers: Number of servers.
-        contiguous: As the trainer sets it on GPUs.
-        sync: The table ``[weight_sync]``.
-        in_pieces: Whether servers receive buckets in pieces.
-        on_host: Whether servers stage in host memory.
-    """
+    """A trainer of one rank, and servers. Its methods belong to the training thread."""
 
     def __init__(
         self,

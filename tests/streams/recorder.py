@@ -176,11 +176,7 @@ class Event:
 
 
 class Channel:
-    """The process group of one trainer rank and one server worker.
-
-    Attributes:
-        is_stopped: Whether the server takes nothing, as if it had been stopped.
-    """
+    """The process group of one trainer rank and one server worker."""
 
     def __init__(self, is_stopped: bool = False) -> None:
         self.is_stopped = is_stopped
@@ -246,14 +242,7 @@ class Work:
 
 
 class Recorder:
-    """See the module's docstring. The thread that makes it is the training thread.
-
-    Attributes:
-        problems: What was found, in words.
-        num_waits: How often a thread has waited for the device.
-        num_uploads: Number of copies from the host to the device.
-        clocks: The clocks of all threads and streams.
-    """
+    """See the module's docstring. The thread that makes it is the training thread."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []

@@ -170,19 +170,12 @@ def test_parts_that_are_joined_keep_their_places():
     assert without_contexts(whole.token_ids, whole.new_rows).tolist() == [0, 3] * 3
 
 
-def test_ranks_receive_the_rows_of_their_coordinate_and_the_whole_table(run_ranks):
-    for result in run_ranks("feed_ranks", 3):
-        assert result["received"] == [
-            [True, 5, 9, step, True, [3 + step, 0], 6, 1 + step] for step in range(3)
-        ]
-        assert result["signal"] == "STOP"
-        assert result["total"] == 6
-        assert result["metrics"].pop("norm of rank 0") == 5.0
-        assert result["metrics"] == {"sum": -5, "mean": -2.5, "max": -2, "min": -3, "loss": -2.5}
-
-
-def test_ranks_that_fetch_their_rollouts_have_the_rows_that_rank_zero_would_send(run_ranks):
+def test_ranks_have_the_rows_of_their_coordinate_and_the_whole_table_sent_or_fetched(run_ranks):
     refusal = "it holds the batch of version 2, and the request is for version 0"
-    for result in run_ranks("feed_fetch_ranks", 4):
-        assert result["results"] == [[True, True]] * 3
+    for result in run_ranks("feed_ranks", 4):
+        assert result["wrong"] == []
         assert refusal in result["refused"]
+        assert result["signal"] == "STOP"
+        assert result["total"] == 10
+        assert result["metrics"].pop("norm of rank 0") == 5.0
+        assert result["metrics"] == {"sum": -9, "mean": -3, "max": -2, "min": -4, "loss": -4.5}
