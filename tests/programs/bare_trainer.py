@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tagged
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from tagged import VOCAB_SIZE as VOCAB_SIZE
+from transformers import Qwen3ForCausalLM
 
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.kinds import make_client
@@ -31,7 +32,6 @@ from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.process_group import create_weight_group, destroy_weight_group
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
-VOCAB_SIZE = 320
 TIMEOUT = 60.0
 PROBE = [7, 8, 9, 50, 60, 70, 80, 90, *range(100, 140), 7, 8, 9]
 KEYS = {"api_key": "generation-key", "admin_key": "control-key"}
@@ -39,29 +39,14 @@ _names = (f"contract-{i}" for i in itertools.count())
 
 
 def make_model(seed: int) -> Qwen3ForCausalLM:
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=96,
-        intermediate_size=160,
-        num_hidden_layers=4,
-        num_attention_heads=4,
+    return tagged.make_model(
+        seed, hidden_size=96, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=1,
-        initializer_range=0.08,
-    )
-    return Qwen3ForCausalLM(config).float().eval()
+    )  # fmt: skip
 
 
 def save_model(model: Qwen3ForCausalLM, directory: Path) -> None:
-    model.save_pretrained(directory)
-    vocabulary = {f"w{i}": i for i in range(VOCAB_SIZE)}  # SGLang warms up on a text
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1").save_pretrained(directory)
+    tagged.save_model(directory, model)
 
 
 @torch.no_grad()

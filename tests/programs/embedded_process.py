@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import engine_harness
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 from torchtitan.grpo.system.child import start_child
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
@@ -29,20 +29,9 @@ _names = (f"test-group-{i}" for i in itertools.count())
 
 
 def make_model(seed: int) -> Any:
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.3,
-        eos_token_id=EOS,
-        max_position_embeddings=4096,
+    return engine_harness.make_model(
+        "qwen3", seed, vocab_size=VOCAB, eos_token_id=EOS, max_position_embeddings=4096
     )
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config)
 
 
 def reference_logprobs(model: Any, prompt: list[int], output: list[int]) -> torch.Tensor:

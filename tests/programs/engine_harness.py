@@ -22,7 +22,7 @@ VOCAB = 53
 TIMEOUT = 60.0
 
 
-def make_model(kind: str, seed: int = 0) -> Any:
+def make_model(kind: str, seed: int = 0, **more: Any) -> Any:
     """Returns a tiny random model whose weights are large enough to make logits differ."""
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -33,7 +33,7 @@ def make_model(kind: str, seed: int = 0) -> Any:
         "num_key_value_heads": 2,
         "head_dim": 8,
         "initializer_range": 0.3,
-    }
+    } | more
     config = {"qwen3": Qwen3Config, "llama": LlamaConfig}[kind](**sizes)
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config)

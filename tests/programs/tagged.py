@@ -27,25 +27,25 @@ UNPUSHED = -1
 _KEPT_VERSIONS = 16
 
 
-def save_model(directory: Path) -> None:
-    """Writes the model, with a tokenizer, as a Hugging Face directory."""
-    torch.manual_seed(0)
+def make_model(seed: int, **sizes: int) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=1,
+        **{"vocab_size": VOCAB_SIZE, "head_dim": 32, "max_position_embeddings": 2048, **sizes},
+        tie_word_embeddings=False, bos_token_id=None, eos_token_id=1,
         initializer_range=0.08,  # large enough for weights to matter
-    )
-    Qwen3ForCausalLM(config).float().save_pretrained(directory)
-    vocabulary = {f"w{i}": i for i in range(VOCAB_SIZE)}
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).float().eval()
+
+
+def save_model(directory: Path, model: Qwen3ForCausalLM | None = None) -> None:
+    """Writes a model, by default the tagged one, with a tokenizer as a Hugging Face directory."""
+    if model is None:
+        model = make_model(
+            0, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=512,
+        )  # fmt: skip
+    model.save_pretrained(directory)
+    vocabulary = {f"w{i}": i for i in range(VOCAB_SIZE)}  # SGLang warms up on a text
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1").save_pretrained(directory)
 

@@ -51,13 +51,10 @@ def test_the_longest_sequence_is_the_models_own(model: str, kind: str, option, e
     assert command[command.index(option) + 1] == expected
 
 
-def test_sglang_takes_the_models_own_length_with_a_bounded_cache(model: str) -> None:
+def test_a_length_that_is_given_is_taken_up_to_the_models_own(model: str, capsys) -> None:
     command, _ = server_command(spec_of("sglang", model), {})
     assert "--context-length" not in command
     assert command[command.index("--max-total-tokens") + 1] == "32768"
-
-
-def test_a_length_that_is_given_is_taken_up_to_the_models_own(model: str, capsys) -> None:
     assert spec_of("vllm", model, "--max-model-len", "200").max_model_len == 200
     line = error_of(capsys, "vllm", model, "--max-model-len", "257")
     assert "--max-model-len must be at most 256" in line
@@ -76,10 +73,18 @@ def test_quantised_weights_are_for_servers_that_can_serve_them(
     assert spec_of("vllm", model).kind == "vllm"
 
 
-def test_a_directory_without_a_model_is_named(tmp_path: Path, capsys) -> None:
+def test_a_missing_model_or_environment_and_a_key_on_the_command_line_are_named(
+    tmp_path: Path, model: str, capsys, monkeypatch
+) -> None:
     line = error_of(capsys, "vllm", "no/such/model")
     assert "no directory no/such/model" in line and "hf download" in line
     assert "config.json failed" in error_of(capsys, "vllm", str(tmp_path))
+    port = ("--port", str(free_ports(1)[0]))
+    line = error_of(capsys, "vllm", model, *port, "--api-key", "secret")
+    assert "--api-key" in line and "environment" in line and "secret" not in line
+    monkeypatch.setenv("TORCHTITAN_GRPO_VLLM_PYTHON", "/no/such/python")
+    line = error_of(capsys, "vllm", model, *port)
+    assert "/no/such/python does not exist" in line and "scripts/install_vllm.sh" in line
 
 
 def test_a_port_that_is_taken_is_named(model: str, capsys) -> None:
@@ -100,21 +105,9 @@ def test_an_address_that_other_machines_reach_needs_keys(model, kind, capsys, mo
     assert spec_of(kind, model, "--host", "0.0.0.0").api_key == "secret"
 
 
-def test_a_key_on_the_command_line_is_refused(model: str, capsys) -> None:
-    port = str(free_ports(1)[0])
-    line = error_of(capsys, "vllm", model, "--port", port, "--api-key", "secret")
-    assert "--api-key" in line and "environment" in line and "secret" not in line
-
-
 def test_a_gpu_that_is_not_there_is_not_replaced_in_silence(model: str, capsys) -> None:
     port = str(free_ports(1)[0])
     line = error_of(capsys, "embedded", model, "--device", "cuda", "--port", port)
     assert "none is visible" in line and "--device cpu" in line
     parse_arguments(["embedded", model, "--port", port])
     assert "No GPU is visible" in capsys.readouterr().out
-
-
-def test_an_environment_that_does_not_exist_is_named(model: str, capsys, monkeypatch) -> None:
-    monkeypatch.setenv("TORCHTITAN_GRPO_VLLM_PYTHON", "/no/such/python")
-    line = error_of(capsys, "vllm", model, "--port", str(free_ports(1)[0]))
-    assert "/no/such/python does not exist" in line and "scripts/install_vllm.sh" in line
