@@ -36,7 +36,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(scope="session")
 def repository() -> Path:
-    """Returns the root folder of the repository."""
     return REPOSITORY
 
 

@@ -100,8 +100,6 @@ class RunningServer:
 
 
 class Trainer:
-    """Two source ranks, in one weight group each with the server."""
-
     def __init__(self, client: InferenceClient) -> None:
         self.client = client
         self.groups: dict[str, dist.ProcessGroup] = {}

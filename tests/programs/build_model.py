@@ -33,7 +33,6 @@ class Built:
 
 
 def build(*arguments: Any, **settings: Any) -> Built:
-    """Returns a loaded model; the arguments are those of :func:`build_stages`."""
     return build_stages(*arguments, **settings)[0]
 
 

@@ -67,7 +67,6 @@ def _of_a_cut_prompt(answer: Fields) -> None:
 
 
 def _too_long(answer: Fields) -> None:
-    """Returns an answer as if the server had not stopped at the limit."""
     meta, more = answer["meta_info"], 1000
     answer["output_ids"] += answer["output_ids"][-1:] * more
     meta["output_token_logprobs"] += meta["output_token_logprobs"][-1:] * more
@@ -99,7 +98,6 @@ MODES = (*_CHANGES, *_REPLACEMENTS, *_OTHERS)
 
 
 def is_completion(fields: Fields) -> bool:
-    """Returns whether a request asks for new tokens; one that asks for a rating of given tokens does not."""
     return fields["sampling_params"]["max_new_tokens"] > 0
 
 
@@ -112,8 +110,6 @@ class _Waiting:
 
 
 class CorruptingProxy:
-    """See the module's docstring."""
-
     def __init__(
         self,
         target: str,

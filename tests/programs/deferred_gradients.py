@@ -101,7 +101,6 @@ def run(arguments: dict, case: dict) -> tuple[dict[str, torch.Tensor], dict[str,
 
 
 def offload_figures(stages: list) -> dict[str, float] | None:
-    """What lay in host memory, if activations may."""
     plan = stages[0].offload
     if plan is None:
         return None

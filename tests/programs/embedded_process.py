@@ -54,8 +54,6 @@ def save(model: Any, directory: Path) -> str:
 
 
 class Server:
-    """A server process; ``log`` holds its output."""
-
     def __init__(
         self, folder: Path, model_path: str, *arguments: str, keys: dict[str, str] | None = None
     ) -> None:
@@ -130,8 +128,6 @@ class Client:
 
 
 class Trainer:
-    """Rank 0 of a weight group with the server."""
-
     def __init__(self, client: Client) -> None:
         self.client, self.name = client, next(_names)
 

@@ -54,8 +54,6 @@ def reference_logprobs(model: Any, request: Request) -> torch.Tensor:
 
 
 class Harness:
-    """An engine, and a queue of the events of its requests."""
-
     def __init__(self, model: Any, **options: Any) -> None:
         self.model = model
         self.news: queue.Queue[tuple[Request, int, bool]] = queue.Queue()
@@ -87,7 +85,6 @@ class Harness:
                 waiting.discard(id(request))
 
     def wait_for_tokens(self, request: Request, count: int) -> None:
-        """Waits until a streaming request has ``count`` tokens."""
         while True:
             told, num_tokens, finished = self.news.get(timeout=TIMEOUT)
             if told is request and num_tokens >= count:

@@ -12,7 +12,6 @@ from torchtitan.grpo.training.gradient_norm import GradientClipper
 def gradient_errors(
     built: Built, expected: dict[str, torch.Tensor], num_copies: int
 ) -> dict[str, float]:
-    """Returns the relative error of the gradient of each parameter that this rank holds."""
     errors = {}
     for name, parameter in named_parameters(built.parts):
         grad = parameter.grad

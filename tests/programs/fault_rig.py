@@ -45,8 +45,6 @@ _START_SECONDS = 480.0
 
 
 class FaultRig:
-    """Servers and loops of one kind, for all tests of that kind."""
-
     def __init__(
         self, kind: ServerKind, python: str | None, folder: Path, fork_server: ForkServer
     ) -> None:
@@ -103,7 +101,6 @@ class FaultRig:
 
     @contextmanager
     def stopped_at(self, method: str, when: str, index: int = 0) -> Iterator[int]:
-        """Within the block, a push to the server is stopped at the given point."""
         mark = self.loop.mark()
         self.loop.command("stop", url=self.url, method=method, when=when, index=index)
         self.loop.wait_for("stopped", mark, _PATIENCE_SECONDS, url=self.url)
@@ -112,7 +109,6 @@ class FaultRig:
             self.loop.command("release")
 
     def signal_server(self, signum: int) -> None:
-        """Signals all processes of the server."""
         os.killpg(self.server.process.pid, signum)
 
     def kill_server(self) -> None:
@@ -129,24 +125,20 @@ class FaultRig:
         return time.monotonic()
 
     def group_ports(self) -> list[int]:
-        """Returns the server's ports of all connections that are not HTTP."""
         http = self.server.spec.port
         return [port for port in tcp_ports_of(self.server.process.pid) if port != http]
 
     # -- what must hold ----------------------------------------------------------------
 
     def wait_for_push(self, since: int = 0, after: float = 0.0) -> Event:
-        """Waits for an attested version on the server."""
         return self.loop.wait_for(
             "version", since, _PATIENCE_SECONDS, url=self.url, holds=lambda e: e["at"] > after
         )
 
     def wait_for_loss(self, since: int) -> Event:
-        """Waits until the server is declared lost."""
         return self.loop.wait_for("lost", since, _PATIENCE_SECONDS, url=self.url)
 
     def is_lost_or_serves(self, version: int, since: int) -> str:
-        """Waits until the server is lost or serves a version or a newer one; returns which."""
         return self.loop.wait_for(
             ("lost", "version"),
             since,
@@ -163,7 +155,6 @@ class FaultRig:
             self.loop.wait_for("version", mark, _PATIENCE_SECONDS, url=self._healthy.url)
 
     def wait_for_error(self) -> str:
-        """Waits for an error in the server's lane, and returns it."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
             mark = self.loop.mark()
@@ -175,7 +166,6 @@ class FaultRig:
             time.sleep(0.1)
 
     def assert_recovered(self, since: int, back_at: float) -> None:
-        """Checks everything that must hold after each fault."""
         attested = self.wait_for_push(since, after=back_at)
         pushes = [
             event
@@ -226,7 +216,6 @@ class FaultRig:
     # -- end ---------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Ends the loop in order, and checks that it leaves no thread."""
         threads = self.loop.end()["threads"]
         left = [name for name in threads if name.startswith(("weight", "snapshot", "sampler"))]
         assert not left, left

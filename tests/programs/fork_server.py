@@ -62,7 +62,6 @@ Job = dict[str, Any]
 
 
 def preload() -> None:
-    """Imports what ranks, test programs and embedded servers import."""
     from torchtitan.grpo.system.device import settle_device
 
     assert settle_device() == "cpu", "CUDA does not survive a fork"
@@ -102,7 +101,6 @@ class Server:
         signal.set_wakeup_fd(wake_write.fileno())
 
     def run(self) -> None:
-        """Serves until the control socket is closed, then ends the process."""
         while True:
             pids = {connection: pid for pid, connection in self._connections.items()}
             waited = [self._listener, self._control, self._wake, *pids]
@@ -279,7 +277,6 @@ class Agent:
         signal.signal(signal.SIGALRM, lambda *_: self._signal_all(signal.SIGKILL))
 
     def wait(self) -> int:
-        """The exit status: 0 where all ranks ended well."""
         while self._alive:
             pid, status = os.wait()
             self._alive.discard(pid)

@@ -56,7 +56,6 @@ class ForkedProcess:
         self.pid: int = message["pid"]
 
     def _message(self, timeout_seconds: float | None) -> dict[str, int] | None:
-        """Returns the next message, or None if none arrives in time."""
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while b"\n" not in self._heard:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -72,13 +71,11 @@ class ForkedProcess:
         return json.loads(line)
 
     def poll(self) -> int | None:
-        """The exit status; None while the process runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0.0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits until the run ends; returns its exit status."""
         if self.returncode is None:
             message = self._message(timeout)
             if message is None:
@@ -147,7 +144,6 @@ class ForkServer:
         output: IO[Any] | None = None,
         errors: IO[Any] | None = None,
     ) -> ForkedProcess:
-        """Starts a program in a session of its own."""
         self._begin()
         file = sys.stdout.fileno() if output is None else output.fileno()
         error_file = file if errors is None else errors.fileno()
@@ -178,7 +174,6 @@ class ForkServer:
         return local_servers.LaunchedServer(spec, process, log_file)
 
     def close(self) -> None:
-        """Ends the server and everything that it has forked."""
         if self._control is not None:
             self._control.close()
         shutil.rmtree(self._folder)
@@ -191,7 +186,6 @@ def job(
     environment: Mapping[str, str] | None = None,
     folder: str | Path | None = None,
 ) -> dict[str, Any]:
-    """A request to the fork server; see :meth:`ForkServer.start`."""
     return {
         "module": program if isinstance(program, str) else None,
         "script": None if isinstance(program, str) else str(program),

@@ -19,7 +19,6 @@ _MARK = "TORCH_GRPO_TEST_MARK"
 
 
 def session_of(leader: int) -> list[psutil.Process]:
-    """Returns the living processes of a session, such as a server with its workers."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(ProcessLookupError):
@@ -29,7 +28,6 @@ def session_of(leader: int) -> list[psutil.Process]:
 
 
 def marked_with(variable: str, value: str) -> list[psutil.Process]:
-    """Returns the living processes that inherited an environment variable with this value."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -51,7 +49,6 @@ def listening(processes: Iterable[psutil.Process]) -> set[tuple[str, str]]:
 
 
 def beyond_loopback(found: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Returns those addresses that other machines may reach."""
     return {(command, ip) for command, ip in found if not ipaddress.ip_address(ip).is_loopback}
 
 

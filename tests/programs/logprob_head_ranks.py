@@ -110,7 +110,6 @@ def tensor_parallel(arguments):
 
 
 def mixed_precision(arguments):
-    """Checks FSDP2 that computes in bfloat16 with float32 parameters."""
     hidden, labels, grads = data(2)
     one = Tail()
     expected, _ = score(one, hidden, labels, grads)

@@ -99,7 +99,6 @@ class PublishingLoop:
         self._connections[0].send({"command": command, **what})
 
     def mark(self) -> int:
-        """Returns the number of events so far, for :meth:`wait_for`."""
         return len(self.events)
 
     def wait_for(
@@ -132,7 +131,6 @@ class PublishingLoop:
         return found
 
     def of_kind(self, event: str, since: int = 0, **fields: Any) -> list[Event]:
-        """Returns all events with this kind and these fields."""
         return [
             told
             for told in self.events[since:]
@@ -140,7 +138,6 @@ class PublishingLoop:
         ]
 
     def end(self, timeout_seconds: float = 240.0) -> Event:
-        """Ends the program in order; returns its last event."""
         self.command("end")
         ended = self.wait_for("ended", rank=0, timeout_seconds=timeout_seconds)
         assert self.process.wait(20) == 0, self.log_tail()
@@ -152,18 +149,15 @@ class PublishingLoop:
         self.process.wait(10)
 
     def close(self) -> None:
-        """Ends whatever is left of the program. It is idempotent."""
         stop_children([self.process], grace_seconds=0.5)
         self._listener.close()
         self._record.close()
 
     def log_tail(self) -> str:
-        """Returns the end of the program's log."""
         return self.log_file.read_text(errors="replace")[-6000:]
 
 
 def processes_of(pid: int) -> list[psutil.Process]:
-    """Returns a process and all its descendants."""
     with contextlib.suppress(psutil.NoSuchProcess):
         parent = psutil.Process(pid)
         return [parent, *parent.children(recursive=True)]
@@ -171,7 +165,6 @@ def processes_of(pid: int) -> list[psutil.Process]:
 
 
 def tcp_ports_of(pid: int) -> list[int]:
-    """Returns the local ports of all connections of a process and its descendants."""
     ports = set()
     for process in processes_of(pid):
         with contextlib.suppress(psutil.Error):

@@ -64,7 +64,6 @@ class Hooks:
         self._random = random.Random(settings.seed + 100)
 
     def end(self) -> None:
-        """Makes the training loop end; this is a command."""
         self.is_going = False
 
     def stop(self, url: str, method: str, when: str, index: int) -> None:
@@ -73,11 +72,9 @@ class Hooks:
         self.stop_at = Stop(url, method, when, index)
 
     def release(self) -> None:
-        """Makes the push that was stopped continue."""
         self.released.set()
 
     def wrong_shape(self, url: str) -> None:
-        """Makes a bucket of the next push be announced with a wrong shape."""
         self.wrong_shape_for = url
 
     def corrupt(self, url: str) -> None:
@@ -85,7 +82,6 @@ class Hooks:
         self.corrupt_for = url
 
     def half_close(self, ports: list[int]) -> None:
-        """Closes this process's connections to or from these ports for writing."""
         closed = 0
         for connection in psutil.Process().net_connections("tcp"):
             if connection.raddr and connection.raddr.port in ports:
@@ -107,7 +103,6 @@ class Hooks:
             time.sleep(self.random_delay())
 
     async def reach(self, url: str, method: str, when: str, index: int) -> None:
-        """Called when a push has reached a point."""
         if self.stop_at != Stop(url, method, when, index):
             return
         self.stop_at = None
@@ -118,8 +113,6 @@ class Hooks:
 
 
 class HookedClient:
-    """A client that reports each call to the hooks."""
-
     def __init__(self, inner: InferenceClient, hooks: Hooks) -> None:
         self._inner, self._hooks = inner, hooks
         self._num_calls: dict[str, int] = {}
@@ -168,7 +161,6 @@ class HookedClient:
 
 
 def with_wrong_shape(bucket: BucketSpec) -> BucketSpec | None:
-    """Returns the bucket with the dimensions of one tensor reversed, or ``None``."""
     for index, shape in enumerate(bucket.shapes):
         if len(shape) == 2 and shape[0] != shape[1]:
             shapes = (*bucket.shapes[:index], shape[::-1], *bucket.shapes[index + 1 :])
@@ -179,7 +171,6 @@ def with_wrong_shape(bucket: BucketSpec) -> BucketSpec | None:
 def install(
     hooks: Hooks, model: TaggedModel, expected_shard: Callable[[str, int], torch.Tensor]
 ) -> None:
-    """Installs the hooks and the checks in this process."""
     client_for = build.client_for
     build.client_for = lambda inference, server: HookedClient(client_for(inference, server), hooks)  # pyright: ignore
     gather = Agent._gather
@@ -229,7 +220,6 @@ def install(
 
 
 def num_buckets(sender: GroupSender, version: int) -> int:
-    """Number of buckets that a source rank sends of each version."""
     with sender.pool.reading(version) as payload:
         return len(payload.buffers)
 

@@ -46,15 +46,12 @@ class Sampler:
         self._ready.wait(10)
 
     def set_version(self, url: str, version: int) -> None:
-        """Receives the notice that the rollout process would receive."""
         self._loop.call_soon_threadsafe(self._dispatcher.set_version, url, version)
 
     def set_lost(self, url: str, reason: str) -> None:
-        """Receives the notice that the rollout process would receive."""
         self._loop.call_soon_threadsafe(self._dispatcher.set_lost, url, reason)
 
     def close(self) -> None:
-        """Ends the thread."""
         self._stop.set()
         self._thread.join(15)
         assert not self._thread.is_alive(), "the sampler must end"

@@ -41,7 +41,6 @@ def metrics() -> list[Metric]:
 def undescribed(
     keys: Iterable[str], rewards: Collection[str] = (), own_loss: Collection[str] = ()
 ) -> list[str]:
-    """Returns the keys of a run's records that the page does not describe."""
     known = {"step", *own_loss, *(f"reward/{name}" for name in rewards)}
     rows = [metric for metric in metrics() if metric.key != "reward/{function}"]
     return [key for key in keys if key not in known and not any(m.matches(key) for m in rows)]

@@ -43,7 +43,6 @@ def settings(folder: Path, *more: str) -> list[str]:
 
 
 def check(folder: Path, *more: str) -> list[str]:
-    """Returns what is said about weights that are used."""
     config = load_config(settings(folder, *more))
     return check_weights(config, read_hf_model(config.model.hf_assets_path))[1]
 
@@ -64,7 +63,6 @@ def trained(folder: Path) -> Tensors:
 
 
 def served(folder: Path) -> Tensors:
-    """Returns the weights that the embedded server would serve."""
     return load_model(str(folder), "cpu", "float32").state_dict()
 
 

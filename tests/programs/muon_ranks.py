@@ -37,7 +37,6 @@ class Training:
         return {"model": model, "optimizer": self.optimizers.state_dict()}
 
     def load(self, folder: str) -> None:
-        """Loads the weights in place, and the optimizers' state."""
         state = self.state()
         dcp.load(state, checkpoint_id=folder)
         self.optimizers.load_state_dict(state["optimizer"])

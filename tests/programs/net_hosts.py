@@ -60,8 +60,6 @@ def why_not() -> str | None:
 
 
 class NetHost:
-    """One host."""
-
     def __init__(self, name: str, address: str, shared: Path) -> None:
         self.name, self.address = name, address
         self.interface = "wire0"
@@ -71,7 +69,6 @@ class NetHost:
         _ip("netns", "add", self._space)
 
     def connect(self, other: "NetHost") -> None:
-        """Lays a link to another host."""
         ends = [f"g{os.getpid()}{self.name[:4]}", f"g{os.getpid()}{other.name[:4]}"]
         _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
         for host, end in zip((self, other), ends, strict=True):
@@ -80,7 +77,6 @@ class NetHost:
             _ip("-n", host._space, "link", "set", host.interface, "up")
 
     def boot(self) -> None:
-        """Starts the host's first process."""
         unshare = ["unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc"]
         boot = ["bash", "-c", _BOOT, "boot", self.name, str(self._shared), str(_REPOSITORY)]
         self._init = subprocess.Popen(
@@ -93,7 +89,6 @@ class NetHost:
     def start(
         self, command: Sequence[str], log: Path, environ: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        """Starts a program on the host; its output is appended to ``log``."""
         with log.open("ab") as output:
             return subprocess.Popen(
                 [*self._inside(), *command], stdout=output, stderr=subprocess.STDOUT,
@@ -101,22 +96,18 @@ class NetHost:
             )  # fmt: skip
 
     def listening(self) -> set[str]:
-        """Returns the addresses on which the host's programs listen for connections."""
         shown = subprocess.run(
             [*self._inside(), "ss", "-ltnH"], capture_output=True, text=True, check=True
         )
         return {line.split()[3].rpartition(":")[0] for line in shown.stdout.splitlines()}
 
     def cut(self) -> None:
-        """Takes the link down at this host."""
         _ip("-n", self._space, "link", "set", self.interface, "down")
 
     def mend(self) -> None:
-        """Brings the link up again."""
         _ip("-n", self._space, "link", "set", self.interface, "up")
 
     def kill(self) -> None:
-        """Ends all processes of the host at once, with SIGKILL."""
         if self._init is None:
             return
         os.kill(self._first_process(), signal.SIGKILL)
@@ -126,7 +117,6 @@ class NetHost:
         self._init = None
 
     def remove(self) -> None:
-        """Ends the host for good."""
         self.kill()
         _ip("netns", "delete", self._space)
 

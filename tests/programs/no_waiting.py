@@ -14,8 +14,6 @@ WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonze
 
 
 class Waits(TorchDispatchMode):
-    """Collects the operations that wait, of the forward and the backward pass."""
-
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []

@@ -75,8 +75,6 @@ class RandomServer(StubClient):
 
 @dataclass
 class World:
-    """A producer and what is around it."""
-
     servers: list[RandomServer]
     dispatcher: Dispatcher
     producer: Producer
@@ -90,8 +88,6 @@ class World:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a test chooses of a world."""
-
     max_staleness: int
     num_servers: int = 1
     failure_rate: float = 0.0
@@ -183,7 +179,6 @@ def make_producer(
     sampling: Sampling,
     settings: Settings,
 ) -> tuple[Producer, PromptStream]:
-    """Returns a producer and its prompts, which continue those of ``settings.saved``."""
     saved = settings.saved
     progress = saved.progress if saved is not None else PromptProgress()
     kept = saved.group_ids if saved is not None else set()

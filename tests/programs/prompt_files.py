@@ -40,7 +40,6 @@ def byte_tokenizer(marks: Sequence[str]) -> Tokenizer:
 
 
 def process_config(model: Path, prompts: Prompts, **settings: Any) -> RolloutProcessConfig:
-    """Returns settings of a rollout process with this model and these prompts."""
     common: dict[str, Any] = {
         "grpo": GRPO(),
         "prompts": prompts,

@@ -51,8 +51,6 @@ _SEQ_LEN = 64
 
 @dataclass
 class Settings:
-    """The settings of the program."""
-
     socket: str
     model: str
     servers: list[list[Any]]
@@ -107,8 +105,6 @@ class Link:
 
 
 class Trainer:
-    """The publishing loop of one rank."""
-
     def __init__(self, settings: Settings, built: Built, listener: Listener) -> None:
         self.settings, self.built, self.listener = settings, built, listener
         self.is_leader = dist.get_rank() == 0
@@ -130,7 +126,6 @@ class Trainer:
         self.publisher = self._build_publisher()
 
     def expected_shard(self, name: str, version: int) -> torch.Tensor:
-        """Returns this rank's part of a parameter of a version."""
         return self.first[name] * factor(self.hf_names[name], version)
 
     def _build_publisher(self) -> WeightPublisher:
@@ -152,7 +147,6 @@ class Trainer:
         )  # fmt: skip
 
     def run(self) -> None:
-        """Publishes until the command to end arrives."""
         self.listener.tell("began", pid=os.getpid())
         while self._publish_next():
             self._pause()
@@ -247,7 +241,6 @@ class Trainer:
 
 
 def dist_rank() -> int:
-    """Returns the rank of this process, also before the process group exists."""
     return int(os.environ["RANK"])
 
 

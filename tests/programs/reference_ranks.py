@@ -38,7 +38,6 @@ def shards(parts: list[nn.Module]) -> dict[str, torch.Tensor]:
 
 
 def unequal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    """Returns the names whose tensors differ in any bit."""
     assert found.keys() == expected.keys() and found
     return [name for name in found if not torch.equal(found[name], expected[name])]
 
@@ -81,7 +80,6 @@ def move(reference: Reference) -> None:
 
 
 def refusal(policy: str, reference: str, seq_len: int) -> str:
-    """Returns the error message for a reference that cannot be used."""
     built = build(policy, seq_len, dp_shard=dist.get_world_size())
     try:
         reference_of(built, reference)

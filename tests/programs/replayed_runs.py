@@ -44,8 +44,6 @@ class RecordingPublisher(Publisher):
 
 
 class RecordedTrainer(GRPOTrainer):
-    """The trainer, with a list of what happened in which order."""
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.events: list[str] = []

@@ -64,8 +64,6 @@ class _Saved:
 
 
 class CountingStage(DeferredStage):
-    """A stage that keeps the peak of its rank up to date."""
-
     count: Bytes
 
     def forward_one_chunk(self, *args, **kwargs):

@@ -102,7 +102,6 @@ def log_normalizer(hidden, weight, temperature):
 
 
 def largest_errors() -> dict[str, dict[str, float]]:
-    """The largest errors of all combinations, by dtype."""
     largest: dict[str, dict[str, float]] = {}
     entropies = ((False, False), (True, False), (True, True))
     cases = list(itertools.product((1.0, 0.7), (0, 3), entropies, (False, True)))

@@ -59,8 +59,6 @@ def factor(name: str, version: int) -> float:
 
 
 class TaggedModel:
-    """All versions of the model in a directory, under Hugging Face names."""
-
     def __init__(self, directory: str | Path) -> None:
         self.first = load_file(Path(directory) / "model.safetensors")
         self._model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
@@ -68,11 +66,9 @@ class TaggedModel:
         self._checksums: OrderedDict[int, dict[str, int]] = OrderedDict()
 
     def tensors(self, version: int) -> dict[str, torch.Tensor]:
-        """Returns all parameters of a version."""
         return {name: first * factor(name, version) for name, first in self.first.items()}
 
     def checksums(self, version: int) -> dict[str, int]:
-        """Returns the checksum of each parameter, as sent with a bucket."""
         if version not in self._checksums:
             tensors = self.tensors(version).items()
             self._checksums[version] = {name: tensor_checksum(t) for name, t in tensors}
@@ -90,7 +86,6 @@ class TaggedModel:
 
     @torch.no_grad()
     def logprobs(self, version: int, tokens: Sequence[int], num_given: int = 1) -> list[float]:
-        """Returns the logprobs of the tokens after the first ``num_given``, by transformers."""
         if self._loaded != version:
             self._model.load_state_dict(self.tensors(version))
             self._loaded = version
@@ -110,5 +105,4 @@ class TaggedModel:
 
 
 def digest_of(checksums: Iterable[tuple[str, str]]) -> str:
-    """Returns one digest of the SHA-256 sums of all parameters."""
     return hashlib.sha256(repr(sorted(checksums)).encode()).hexdigest()

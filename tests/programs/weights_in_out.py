@@ -33,13 +33,11 @@ Reach = Literal["none", "some", "all", "all, contiguous"]
 
 
 def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    """Returns the names that are missing, unexpected or unequal."""
     unequal = [n for n in found if n in expected and not torch.equal(found[n], expected[n])]
     return sorted(found.keys() ^ expected.keys()) + unequal
 
 
 def wrongly_loaded(built: Built, source: dict[str, torch.Tensor]) -> list[str]:
-    """Returns the names whose tensors, gathered by DTensor, differ from the directory's."""
     wrong = []
     # Redistributing strided shards is slow, which torch says for each rank.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

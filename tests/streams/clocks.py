@@ -24,7 +24,6 @@ Clock = dict[str, int]
 
 
 def merge(into: Clock, other: Clock) -> None:
-    """Makes ``into`` contain everything that ``other`` contains."""
     for actor, count in other.items():
         if count > into.get(actor, 0):
             into[actor] = count
@@ -41,7 +40,6 @@ class Clocks:
         self._num_threads = 0
 
     def thread(self) -> str:
-        """Returns the actor of the current thread."""
         name = getattr(self._local, "actor", None)
         if name is None:
             with self._lock:
@@ -51,7 +49,6 @@ class Clocks:
         return name
 
     def now(self, actor: str) -> Clock:
-        """Returns a copy of an actor's clock."""
         with self._lock:
             return dict(self._of.get(actor, {}))
 
@@ -69,7 +66,6 @@ class Clocks:
         return self.now(self.thread())
 
     def acquire(self, clock: Clock | None) -> None:
-        """Lets the current thread know what ``clock`` contains."""
         if clock:
             actor = self.thread()
             with self._lock:

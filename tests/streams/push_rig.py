@@ -95,8 +95,6 @@ class ServedModel:
 
 
 class Server(InferenceClient):
-    """The client of a server in this process."""
-
     def __init__(self, url: str, recorder: Recorder, in_pieces: bool, on_host: bool) -> None:
         self.url, self._recorder = url, recorder
         self.capabilities = Capabilities(
@@ -271,14 +269,12 @@ class PushRig:
             parameter * 2.0
 
     def wait_served(self) -> None:
-        """Waits until all servers serve the newest version."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         self.publisher.wait_for(self.version, PATIENCE_SECONDS, lambda: time.monotonic() > deadline)
         late = [lane for lane in self.publisher.lanes if lane.version < self.version]
         assert not late, [(lane.url, lane.state, lane.last_error) for lane in late]
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
-        """Waits for something that is to come soon."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not holds():
             self.publisher.raise_if_failed()
@@ -311,6 +307,5 @@ def _plan(sync: WeightSync, contiguous: bool) -> PushPlan:
 
 
 def single_rank(folder: Path) -> None:
-    """Makes the default process group of one rank."""
     store = dist.FileStore(str(folder / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)

@@ -188,7 +188,6 @@ class Channel:
         return Group(self, rank)
 
     def is_awaited(self) -> bool:
-        """Whether the server waits for a broadcast."""
         return bool(self._waiting[1])
 
     def post(self, rank: int, address: int, num_bytes: int, token: Token) -> None:
@@ -308,7 +307,6 @@ class Recorder:
         self._add_dependence(stream, {token for token in depends if not token.is_done})
 
     def host_waits(self, event: Event, what: str) -> None:
-        """Blocks the current thread until an event is complete."""
         self.num_waits += 1
         if threading.get_ident() == self._training_thread:
             self._report(f"training stalls: the training thread waits for {what}")
@@ -359,7 +357,6 @@ class Recorder:
         weakref.finalize(tensor, self._free, memory)
 
     def filled(self, tensor: torch.Tensor, what: str) -> None:
-        """Records that an operation has written a new tensor of the device."""
         stream = self._queue_on_stream(what)
         self._access(tensor, True, stream.actor, self.clocks.now(stream.actor), what)
 
@@ -379,7 +376,6 @@ class Recorder:
                 del self._blocks[memory.begin]
 
     def put_in_pinned_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Pins a host tensor until it is freed."""
         self._pin(tensor.data_ptr(), tensor.nbytes, 0)
         weakref.finalize(tensor, self._pinned.remove, self._pinned[-1])
         return tensor
@@ -420,7 +416,6 @@ class Recorder:
     # -- operations -----------------------------------------------------------------------
 
     def ran(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
-        """Records an operation of torch that has just been executed."""
         name = func._schema.name.removeprefix("aten::")
         if any(
             r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
@@ -577,8 +572,6 @@ class Recorder:
 
 
 class _OfProcess(MutableMapping[Any, Any]):
-    """A mapping of a module, of which each process has its own."""
-
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._of: dict[str, dict[Any, Any]] = {}
@@ -669,7 +662,6 @@ class _Devices(TorchFunctionMode):
 
 
 def _operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]):
-    """Returns the tensors that an operation reads, and those that it writes."""
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
     for index, argument in enumerate(func._schema.arguments):

@@ -50,8 +50,6 @@ def on_device(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 class Decoder:
-    """An engine whose steps are made by hand."""
-
     def __init__(self, capture: Capture | None) -> None:
         served = copy.deepcopy(PLAIN)
         self.kept = on_device(served)

@@ -30,7 +30,7 @@ from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.data.feed import RankZeroFailed
 from torchtitan.grpo.dry_run import dry_run
 from torchtitan.grpo.errors import RunError
-from torchtitan.grpo.inference.nccl_settings import take_nccl_setting_of
+from torchtitan.grpo.inference.kinds import take_nccl_setting_of
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.known_failures import known_failure
 from torchtitan.grpo.lost_rank import LostRankHandler

@@ -8,6 +8,7 @@ Every process reads the table to check the configuration. Rows therefore name cl
 """
 
 import importlib
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABL
 from torchtitan.grpo.inference.client import Capabilities, InferenceClient
 from torchtitan.grpo.inference.server_spec import LaunchCommand, ServerSpec
 from torchtitan.grpo.types import ServerKind
+from torchtitan.grpo.weight_wire.group_facts import SHARING_SETTING
+
+logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 3.0
 """Time for which a client of a run keeps an idle connection. Servers close one later (uvicorn of
@@ -123,6 +127,28 @@ def refuse_keys(kind: ServerKind, arguments: Sequence[str], source: str) -> None
             f"got {', '.join(found)}. Set {API_KEY_VARIABLE} and {ADMIN_KEY_VARIABLE} in the "
             "environment."
         )
+
+
+def take_nccl_setting_of(kind: ServerKind, transport: str) -> None:
+    """Sets ``NCCL_CUMEM_ENABLE`` as servers of a kind do, if weights are to travel over NCCL.
+
+    Both ends of a communicator must agree on it (see `weight_wire/group_facts.py`). NCCL reads it
+    once in a process, so call this before any process group exists. It holds for the trainer's own
+    groups, too, which without cuMem use CUDA IPC and no symmetric memory and may be slower. So it
+    is done only with ``weight_sync.transport = "nccl"``; with ``auto`` such servers receive from
+    host memory. A value that the user has set stays.
+    """
+    value = kind_row(kind).nccl_settings.get(SHARING_SETTING)
+    if transport != "nccl" or value is None or SHARING_SETTING in os.environ:
+        return
+    os.environ[SHARING_SETTING] = value
+    logger.info(
+        "Set %s=%s, as servers of inference.kind = %r do: both ends of a group over NCCL must agree "
+        "(weight_sync.transport = 'nccl'). It also holds for the communicators of training.",
+        SHARING_SETTING,
+        value,
+        kind,
+    )
 
 
 def make_client(

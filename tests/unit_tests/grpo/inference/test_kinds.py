@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from light import LIGHT
 
-from torchtitan.grpo.inference import kinds, nccl_settings
+from torchtitan.grpo.inference import kinds
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.gpu_shares import GpuShare, gpus_of, share_gpus
-from torchtitan.grpo.inference.kinds import KINDS, kind_row, refuse_keys
-from torchtitan.grpo.inference.nccl_settings import take_nccl_setting_of
+from torchtitan.grpo.inference.kinds import KINDS, kind_row, refuse_keys, take_nccl_setting_of
 from torchtitan.grpo.inference.server_spec import LaunchCommand, ServerSpec
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 
@@ -91,7 +90,7 @@ def test_the_trainer_takes_sglangs_setting_where_nccl_is_demanded(
     kind, transport, given, taken, monkeypatch
 ):
     environment = {"PATH": "/bin", **given}
-    monkeypatch.setattr(nccl_settings, "os", SimpleNamespace(environ=environment))
+    monkeypatch.setattr(kinds, "os", SimpleNamespace(environ=environment))
     take_nccl_setting_of(kind, transport)
     assert environment == {"PATH": "/bin", **taken}
 
