@@ -88,17 +88,3 @@ def test_a_server_that_ends_by_itself_leaves_and_its_status_is_passed_on(
     os.kill(int(children[0]), signal.SIGKILL)
     assert process.wait(timeout=30) != 0
     assert folder.read() == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--register", "x", "--host", "0.0.0.0"), "--register needs --host with the address"),
-        (("--register", "http://127.0.0.1:1"), "needs the run's admin key"),
-        (("--register", "x", "--interface", "nothing0"), "got 'nothing0'. There is"),
-    ],
-)
-def test_a_mistake_ends_it_at_once(serve, tmp_path: Path, arguments, message) -> None:
-    keys = {"TORCHTITAN_GRPO_ADMIN_KEY": "", "TORCHTITAN_GRPO_API_KEY": ""}
-    assert serve(*arguments, **keys).wait(timeout=60) == 2
-    assert message in (tmp_path / "serve.log").read_text()

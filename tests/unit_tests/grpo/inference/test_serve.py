@@ -105,6 +105,22 @@ def test_an_address_that_other_machines_reach_needs_keys(model, kind, capsys, mo
     assert spec_of(kind, model, "--host", "0.0.0.0").api_key == "secret"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--register", "x", "--host", "0.0.0.0"), "--register needs --host with the address"),
+        (("--register", "http://127.0.0.1:1"), "needs the run's admin key"),
+        (("--register", "x", "--interface", "nothing0"), "got 'nothing0'. There is"),
+    ],
+)
+def test_a_registration_that_cannot_work_is_refused(
+    model, capsys, monkeypatch, arguments, message
+) -> None:
+    for key in ("API", "ADMIN"):
+        monkeypatch.delenv(f"TORCHTITAN_GRPO_{key}_KEY", raising=False)
+    assert message in error_of(capsys, "embedded", model, *arguments)
+
+
 def test_a_gpu_that_is_not_there_is_not_replaced_in_silence(model: str, capsys) -> None:
     port = str(free_ports(1)[0])
     line = error_of(capsys, "embedded", model, "--device", "cuda", "--port", port)
