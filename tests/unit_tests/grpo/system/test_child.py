@@ -107,7 +107,7 @@ IGNORE = "signal.signal(signal.SIGTERM, signal.SIG_IGN); child._PARENT_GRACE_SEC
     ids=["started by the package", "by others", "by others, SIGTERM ignored"],
 )
 def test_a_process_ends_when_its_parent_is_killed(command: list[str]):
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    pipes: dict = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", *command], text=True, **pipes) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
