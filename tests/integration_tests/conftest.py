@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.request
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ import pytest
 from forked import ForkedProcess, ForkServer
 from metric_page import undescribed
 from processes import has_words
+from server_kinds import python_of
 
 from torchtitan.grpo import config as tables
 from torchtitan.grpo.config import RolloutProcessConfig
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).resolve().parents[2]
 # A name that the rollout process and the servers inherit (system/environment.py).
 MARK = "TORCH_GRPO_TEST_MARK"
+PROGRAM = "import torchtitan_grpo; torchtitan_grpo.main()"
 # Against hanging alone: a busy machine is several times slower.
 PATIENCE_SECONDS = 600.0
 # Arguments of runs that launch no embedded server.
@@ -67,7 +70,6 @@ _PLACED_WITH = {"test_server_access": "test_real_servers"}
 
 
 def _place(nodeid: str) -> tuple[int, int]:
-    """Returns the positions of a test's module and of its kind of server in the lists above."""
     file, _, name = nodeid.partition("::")
     parameters = name.partition("[")[2].rstrip("]").split("-")
     kind = next((i for i, kind in enumerate(_KINDS) if kind in parameters), len(_KINDS))
@@ -96,10 +98,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 class Run:
     """A training run, and everything that descends from it.
 
-    Attributes:
-        fork_server: Starts the ranks, and the embedded servers that the run launches. Signals
-            that the tests send to such a server reach what stands for it; see `forked.py`.
-        torchrun: Start the run as a user does instead.
+    ``fork_server`` starts the ranks, and the embedded servers that the run launches. Signals that
+    tests send to such a server reach what stands for it; see `forked.py`. With ``torchrun`` the
+    ranks are started as a user starts them.
     """
 
     fork_server: ForkServer
@@ -123,26 +124,39 @@ class Run:
             # By it the tests find what a run has left behind.
             f"--workers.pass_variables={MARK}",
         ]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", MARK: self.mark}
-        environment |= self.environment
+        if self.torchrun:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            command += ["--nproc_per_node", str(self.num_ranks), "-m", "torchtitan.grpo_train"]
+            self.start_command(*command, *arguments)
+            return
+        if not any(a.startswith(_OTHER_SERVERS) for a in arguments):
+            arguments.append(f"--inference.python={self.fork_server.launcher()}")
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "console.log").open("wb") as console:
-            if not self.torchrun:
-                if not any(a.startswith(_OTHER_SERVERS) for a in arguments):
-                    arguments.append(f"--inference.python={self.fork_server.launcher()}")
-                self.process = self.fork_server.start(
-                    "torchtitan.grpo_train", arguments, num_ranks=self.num_ranks,
-                    environment=environment, folder=REPOSITORY, output=console,
-                )  # fmt: skip
-                return
-            command = [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *("--nproc_per_node", str(self.num_ranks), "-m", "torchtitan.grpo_train"),
-            ]
-            self.process = subprocess.Popen(
-                command + arguments, cwd=REPOSITORY, env=environment,
-                stdout=console, stderr=subprocess.STDOUT, start_new_session=True,
+            self.process = self.fork_server.start(
+                "torchtitan.grpo_train", arguments, num_ranks=self.num_ranks,
+                environment=self._variables, folder=REPOSITORY, output=console,
             )  # fmt: skip
+
+    def train(self, *arguments: str, before: tuple[str, ...] = (), **options: Any) -> None:
+        """Starts ``torchtitan-grpo train`` on the quickstart, as a user does."""
+        config = str(REPOSITORY / "train_configs/quickstart.toml")
+        command = (*before, sys.executable, "-c", PROGRAM, "train", config, *arguments)
+        self.start_command(*command, f"--workers.pass_variables={MARK}", **options)
+
+    def start_command(self, *command: str, cwd: str | Path = REPOSITORY, **environ: str) -> None:
+        """Starts any program as this run. Its output is added to that of earlier ones."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "console.log").open("ab") as console:
+            self.process = subprocess.Popen(
+                command, cwd=cwd, env=self._variables | environ, start_new_session=True,
+                stdout=console, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    @property
+    def _variables(self) -> dict[str, str]:
+        fixed = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return os.environ | fixed | {MARK: self.mark} | self.environment
 
     def finish(self, timeout_seconds: float = PATIENCE_SECONDS) -> int:
         """Waits until the run ends; returns its exit status."""
@@ -163,6 +177,23 @@ class Run:
         unknown = undescribed(sorted(keys), rewards)
         assert not unknown, f"describe in docs/metrics.md: {unknown}"
 
+    def fates(self) -> Counter[str]:
+        """Checks that each prompt was trained once, closed or is open; counts the closed by reason."""
+        lines = self.records("ledger.jsonl")
+        closed = {int(i): reason for line in lines for i, reason in line["closed"].items()}
+        fates = [i for line in lines for i in (*line["trained"], *map(int, line["closed"]))]
+        assert sorted([*fates, *lines[-1]["open"]]) == list(range(lines[-1]["position"]))
+        if recorded := self.records("rollouts.jsonl")[1:]:
+            groups = [[group["group_id"] for group in batch["groups"]] for batch in recorded]
+            assert groups == [line["trained"] for line in lines]
+        return Counter(closed.values())
+
+    def rank(self, number: int) -> psutil.Process:
+        """Returns the process of a rank that torchrun has started."""
+        ranks = [p for p in self.processes("torchtitan.grpo_train") if "RANK" in p.environ()]
+        (found,) = [p for p in ranks if p.environ()["RANK"] == str(number)]
+        return found
+
     def fail(self, timeout_seconds: float = PATIENCE_SECONDS) -> str:
         """Runs to the end, which must be a failure; returns the only error message."""
         if self.process is None:
@@ -181,7 +212,7 @@ class Run:
         return [re.split(r"^[EW]\d{4} ", part, maxsplit=1, flags=re.MULTILINE)[0] for part in parts]
 
     def has_traceback(self) -> bool:
-        """Returns whether a traceback of this package was printed; torchrun prints its own."""
+        """Returns whether this package printed a traceback; torchrun prints its own."""
         frames = [line for line in self.console.splitlines() if line.startswith('  File "')]
         return any("torchtitan" in frame for frame in frames)
 
@@ -215,7 +246,6 @@ class Run:
             time.sleep(0.02)
 
     def wait_for_step(self, step: int, timeout_seconds: float = PATIENCE_SECONDS) -> None:
-        """Returns when the run has logged ``step``."""
         self.wait_for(lambda: len(self.metrics) >= step, timeout_seconds)
 
     def processes(self, *words: str) -> list[psutil.Process]:
@@ -263,13 +293,7 @@ class Run:
 def server_kind(request: pytest.FixtureRequest) -> tuple[ServerKind, str | None]:
     """Each kind of real server and the interpreter that runs it; ``None`` is this interpreter."""
     kind = request.param
-    if kind == "embedded":
-        return kind, None
-    default = REPOSITORY / f".venv-{kind}" / "bin" / "python"
-    python = os.environ.get(f"TORCHTITAN_GRPO_{kind.upper()}_PYTHON", str(default))
-    if not Path(python).exists():
-        pytest.fail(f"{python} is not there: run scripts/install_{kind}.sh first.")
-    return kind, python
+    return kind, None if kind == "embedded" else python_of(kind)
 
 
 @pytest.fixture(scope="session")
@@ -284,17 +308,8 @@ def contract_server(
     save_model(make_model(seed=0), folder / "model")
     # Held, because a server takes long to load, and then must find its port free.
     with HeldPorts(1) as held:
-        spec = ServerSpec(
-            kind=kind,
-            model_path=str(folder / "model"),
-            port=held.ports[0],
-            device="cpu",
-            dtype="float32",
-            max_model_len=1024,
-            max_running_requests=16,
-            python=python,
-            **KEYS,
-        )
+        model = str(folder / "model")
+        spec = ServerSpec(kind, model, held.ports[0], "cpu", "float32", 1024, 16, python, **KEYS)
         launched = start_server(spec, folder / "server.log")
         running = RunningServer(kind, launched)
 
@@ -329,7 +344,7 @@ def make_run(tmp_path: Path, fork_server: ForkServer) -> Iterator[Callable[..., 
 
 
 @pytest.fixture
-def rollout_config(
+def config(
     repository: Path, tmp_path: Path, monkeypatch, fork_server: ForkServer
 ) -> RolloutProcessConfig:
     """Settings with one launched embedded server and the shipped task: 3 groups of 4 per step."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from metric_page import undescribed
 from safetensors.torch import load_file
+from server_kinds import LONG, python_of
 
 from torchtitan.grpo import cli
 from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
@@ -51,7 +52,7 @@ def here(repository, monkeypatch):
 
 
 def test_no_step_waits_for_an_evaluation_which_one_server_keeps_its_weights_for(
-    make_run, tmp_path, here, repository
+    make_run, tmp_path, here
 ):
     run = make_run(
         *SETS, "--grpo.prompts_per_step=4", f"--training.steps={STEPS}", "--evaluation.interval=1",
@@ -103,33 +104,16 @@ def evaluated(run, tmp_path, *arguments: str) -> dict:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.long]),
-        pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.long]),
-    ],
-)
-def test_other_servers_give_the_figures_of_the_embedded_one(tmp_path, here, kind, repository):
+@pytest.mark.parametrize("kind", LONG)
+def test_other_servers_give_the_figures_of_the_embedded_one(tmp_path, here, kind):
+    servers = {"embedded": ["--inference.device=cpu"]}
+    servers[kind] = [f"--inference.kind={kind}", f"--inference.python={python_of(kind)}"]
     found = {}
-    for name, more in {
-        "embedded": ["--inference.device=cpu"],
-        kind: [
-            f"--inference.kind={kind}",
-            f"--inference.python={repository}/.venv-{kind}/bin/python",
-        ],
-    }.items():
+    for name, more in servers.items():
         output = tmp_path / f"{name}.json"
-        command = [
-            "evaluate",
-            "train_configs/quickstart.toml",
-            "--output",
-            str(output),
-            *SETS,
-            *more,
-        ]
-        folder = f"--job.dump_folder={tmp_path / name}"
-        assert cli.run([*command, folder, "--inference.startup_timeout_seconds=900"]) == 0
+        command = ["evaluate", "train_configs/quickstart.toml", "--output", str(output), *SETS]
+        command += [f"--job.dump_folder={tmp_path / name}", *more]
+        assert cli.run([*command, "--inference.startup_timeout_seconds=900"]) == 0
         found[name] = json.loads(output.read_text())
     own, other = found["embedded"], found[kind]
     assert other["evaluation/greedy/score"] == own["evaluation/greedy/score"]

@@ -12,25 +12,26 @@ transformers, those of the versions that it names, that the server confirmed a v
 second push after its return, that no request exceeded its timeout, and that no thread is left.
 """
 
-# ruff: noqa: E402  (the programs' folder must be importable first)
-
-import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.append(str(REPOSITORY / "tests" / "programs"))
-
 from fault_rig import FaultRig
+from server_kinds import REAL
 
 from torchtitan.grpo.types import ServerKind
 
 pytestmark = pytest.mark.slow
+
+
+def each_kind(*short: str) -> pytest.MarkDecorator:
+    """Parametrizes a test by the kind of server. Those that are not named are of the long suite."""
+    marks = {k: [] if k in short else [pytest.mark.long] for k in ("embedded", *REAL)}
+    for kind in REAL:
+        marks[kind].append(getattr(pytest.mark, kind))
+    kinds = [pytest.param(kind, marks=marks[kind]) for kind in marks]
+    return pytest.mark.parametrize("server_kind", kinds, indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +50,7 @@ def rig(
         rig.close()
 
 
-def test_a_wrong_shape_is_refused(rig: FaultRig) -> None:
-    mark = rig.loop.mark()
-    rig.loop.command("wrong_shape", url=rig.url)
-    lost = rig.wait_for_loss(mark)
-    assert rig.loop.of_kind("wrong_shape", mark)
-    rig.assert_recovered(mark, lost["at"])
-
-
+@each_kind("embedded", "sglang")
 def test_a_corrupted_bucket_is_found_out(rig: FaultRig) -> None:
     """A server that compares no checksums is found out by the logprobs of the attestation.
 
@@ -77,6 +71,7 @@ def test_a_corrupted_bucket_is_found_out(rig: FaultRig) -> None:
     rig.assert_recovered(mark, lost["at"])
 
 
+@each_kind("embedded", "vllm")
 def test_a_server_that_stands_still_amid_the_transfer_rejoins_when_it_goes_on(
     rig: FaultRig,
 ) -> None:
@@ -90,6 +85,7 @@ def test_a_server_that_stands_still_amid_the_transfer_rejoins_when_it_goes_on(
     rig.assert_recovered(mark, time.monotonic())
 
 
+@each_kind("embedded")
 def test_a_half_closed_socket_of_the_weight_group_costs_no_more_than_the_push(
     rig: FaultRig,
 ) -> None:
@@ -101,6 +97,7 @@ def test_a_half_closed_socket_of_the_weight_group_costs_no_more_than_the_push(
     rig.assert_recovered(mark, lost["at"])
 
 
+@each_kind("embedded")
 def test_half_closed_http_connections_cost_no_more_than_their_requests(rig: FaultRig) -> None:
     """Generation is always in flight; control requests in flight are affected, too."""
     first, closed = rig.loop.mark(), 0
@@ -113,30 +110,7 @@ def test_half_closed_http_connections_cost_no_more_than_their_requests(rig: Faul
     rig.assert_recovered(first, event["at"])
 
 
-def test_a_full_disk_costs_the_versions_that_do_not_fit(rig: FaultRig, tmp_path: Path) -> None:
-    """While a version is written, the kernel refuses files larger than half of the model's."""
-    mark = rig.loop.mark()
-    rig.loop.command("rebuild", weight_sync={"transport": "disk", "disk_path": str(tmp_path)})
-    rig.loop.wait_for("rebuilt", mark)
-    rig.wait_for_push(rig.loop.mark())
-    mark = rig.loop.mark()
-    rig.loop.command("file_limit", bytes=200_000)
-    reason = rig.wait_for_error()
-    assert "File too large" in reason or "disk full" in reason
-    for _ in range(5):
-        rig.loop.wait_for("publish", rig.loop.mark())
-    assert not rig.loop.of_kind("lost", mark), "servers go on with what they have"
-    assert not list(tmp_path.glob("version-*/model*"))[1:], "what failed must be removed"
-    rig.loop.command("file_limit", bytes=-1)
-    unhindered = rig.loop.wait_for("file_limit", mark, bytes=-1)["at"]
-    rig.assert_recovered(mark, unhindered)
-    mark = rig.loop.mark()
-    rig.loop.command("rebuild", weight_sync={"transport": "host", "disk_path": None})
-    rig.loop.wait_for("rebuilt", mark)
-    rig.wait_for_push(mark)
-    shutil.rmtree(tmp_path)
-
-
+@each_kind("embedded")
 def test_a_trainer_killed_amid_a_push_leaves_servers_to_the_next(rig: FaultRig) -> None:
     """vLLM is paused only for the commit, SGLang from the beginning of the update."""
     where = ("commit_update", "before", 0) if rig.kind == "vllm" else ("receive_bucket", "after", 1)
@@ -152,17 +126,7 @@ def test_a_trainer_killed_amid_a_push_leaves_servers_to_the_next(rig: FaultRig) 
     rig.assert_recovered(0, began["at"])
 
 
-# Starting a real server again takes long, and vLLM takes longest. One kind that is real and one that is
-# not are killed in the short suite.
-@pytest.mark.parametrize(
-    "server_kind",
-    [
-        "embedded",
-        pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.long]),
-        pytest.param("sglang", marks=pytest.mark.sglang),
-    ],
-    indirect=True,
-)
+@each_kind("embedded", "sglang")
 def test_a_server_killed_during_the_transfer_comes_back_with_old_weights_and_rejoins(
     rig: FaultRig,
 ) -> None:
@@ -170,15 +134,7 @@ def test_a_server_killed_during_the_transfer_comes_back_with_old_weights_and_rej
 
 
 # These differ from the test above in the moment alone.
-@pytest.mark.parametrize(
-    "server_kind",
-    [
-        "embedded",
-        pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.long]),
-        pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.long]),
-    ],
-    indirect=True,
-)
+@each_kind()
 @pytest.mark.parametrize(
     ("method", "when"),
     [("begin_update", "before"), ("commit_update", "after")],
@@ -195,5 +151,4 @@ def _kill_at(rig: FaultRig, method: str, when: str, index: int) -> None:
         rig.kill_server()
     rig.wait_for_loss(mark)
     rig.wait_for_others()
-    back_at = rig.restart_server()
-    rig.assert_recovered(mark, back_at)
+    rig.assert_recovered(mark, rig.restart_server())

@@ -30,6 +30,14 @@ from torchtitan.grpo.verify import check_run
 from torchtitan.grpo.weight_wire.model_folder import require_undamaged
 
 SIZES = {"vocab_size": 128, "row_len": 64}
+LOGS = ("metrics", "evaluations", "samples", "ledger", "evaluation_samples")
+FOR_PEOPLE = (
+    "starts/*/environment.json",
+    "starts/*/config.toml",
+    "reward_curve.png",
+    "*.log",
+    "comm_traces/*",
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 
@@ -115,19 +123,10 @@ KINDS: dict[str, Callable[[Path], Any] | None] = {
     "rollouts/step-*.msgpack": read_rollouts,
     "rollouts.jsonl": read_record,
     "hf/step-*/*": read_export,
-    "metrics.jsonl": read_log,
-    "evaluations.jsonl": read_log,
-    "samples.jsonl": read_log,
-    "ledger.jsonl": read_log,
-    "evaluation_samples.jsonl": read_log,
+    **dict.fromkeys((f"{name}.jsonl" for name in LOGS), read_log),
     "summary.json": read_summary,
     "starts/launch.json": lambda file: is_restart(str(file.parents[1])),
-    # For people: nothing reads them.
-    "starts/*/environment.json": None,
-    "starts/*/config.toml": None,
-    "reward_curve.png": None,
-    "*.log": None,
-    "comm_traces/*": None,
+    **dict.fromkeys(FOR_PEOPLE),
 }
 """How the project reads each kind of file; None for those that it does not read."""
 

@@ -6,12 +6,8 @@
 What is not trained on stands in the ledger with a reason, and nothing is trained on twice.
 """
 
-# ruff: noqa: E402  (the programs' folder must be importable first)
-
 import asyncio
-import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +15,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.append(str(REPOSITORY / "tests" / "programs"))
-
 from corrupting_proxy import MODES, NO_VERSION, CorruptingProxy, running_beside
 
 from torchtitan.grpo.config import Rollout
@@ -37,6 +29,7 @@ from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.types import Generation, Prompt
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 VOCAB_SIZE = 128
 START_SECONDS = 120.0
 # Of requests; two kinds of bad answers are found out by it alone.
@@ -61,8 +54,7 @@ REFUSALS = {
     "deep JSON": r"must answer a JSON object, got \[\[\[",
     "HTML": r"must answer a JSON object, got <html><body><h1>Welcome to the gateway",
     "empty": r"must answer a JSON object, got null",
-    "previous answer": r"must be answered under its own id, got '",
-    "swapped": r"must be answered under its own id, got '",
+    **dict.fromkeys(("previous answer", "swapped"), r"must be answered under its own id, got '"),
     "hang": r"was not answered within 3\.0 s|did not finish a completion",
     "cut connection": r"failed: ClientPayloadError",
     "no HTTP": r"failed: Client",
@@ -92,18 +84,6 @@ def server(tmp_path_factory, fork_server) -> Iterator[LaunchedServer]:
         server.stop()
 
 
-def digit_prompts(path: Path, count: int) -> list[Prompt]:
-    """Returns the first prompts of the shipped task."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(path / "model/tokenizer.json"))
-    rows = [json.loads(line) for line in (path / "train.jsonl").read_text().splitlines()[:count]]
-    return [
-        Prompt(i, row["prompt"], np.array(tokenizer.encode(row["prompt"]).ids, np.int32), {})
-        for i, row in enumerate(rows)
-    ]
-
-
 async def answers_of(url: str, prompts: list[Prompt]) -> tuple[Dispatcher, list[Generation]]:
     """Requests greedy completions of all prompts at once; returns those that would be trained on."""
     client = make_client("embedded", url, request_timeout_seconds=PATIENCE_SECONDS)
@@ -124,13 +104,9 @@ async def answers_of(url: str, prompts: list[Prompt]) -> tuple[Dispatcher, list[
         await client.close()
 
 
-def test_every_mode_has_its_refusal():
-    assert set(REFUSALS) == set(MODES)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_bad_answer_is_refused_and_counted_and_the_next_one_is_used(server, mode):
-    prompts = digit_prompts(REPOSITORY / "assets/reverse_digits", 6)
+    prompts = [Prompt(i, "", np.array([5 + i, 7, 9, 11], np.int32), {}) for i in range(6)]
 
     async def test() -> None:
         _, wanted = await answers_of(server.url, prompts)
@@ -152,21 +128,6 @@ def test_a_bad_answer_is_refused_and_counted_and_the_next_one_is_used(server, mo
     asyncio.run(test())
 
 
-def ledger_of(run) -> list[dict]:
-    return run.records("ledger.jsonl")
-
-
-def assert_each_prompt_has_one_fate(run) -> Counter[str]:
-    """Checks the ledger; returns the number of closed prompts by reason."""
-    lines = ledger_of(run)
-    closed = {int(i): reason for line in lines for i, reason in line["closed"].items()}
-    fates = [i for line in lines for i in line["trained"]]
-    fates += [int(i) for line in lines for i in line["closed"]]
-    fates += lines[-1]["open"]
-    assert sorted(fates) == list(range(lines[-1]["position"]))
-    return Counter(closed.values())
-
-
 def sum_of(run, key: str) -> float:
     return sum(record[key] for record in run.metrics)
 
@@ -174,9 +135,7 @@ def sum_of(run, key: str) -> float:
 def assert_learned_from_nothing_bad(run, num_steps: int) -> None:
     assert len(run.metrics) == num_steps
     for record in run.metrics:
-        assert np.isfinite(record["reward/mean"])
-        assert np.isfinite(record["reward/std"])
-        assert np.isfinite(record["grad_norm"])
+        assert np.isfinite([record[k] for k in ("reward/mean", "reward/std", "grad_norm")]).all()
         # Below 0.002 with SLOW_LEARNING: the logprobs of a single other answer stand out.
         assert record["mismatch/kl"] < 0.02
 
@@ -195,7 +154,7 @@ def test_a_run_on_a_server_of_bad_answers_ends_well(make_run, server):
         )  # fmt: skip
         run.succeed()
     assert_learned_from_nothing_bad(run, num_steps)
-    reasons = assert_each_prompt_has_one_fate(run)
+    reasons = run.fates()
     assert reasons["failed"] == sum_of(run, "rollout/failed_groups") > 0
     assert set(reasons) == {"failed"}
     assert set(proxy.spoiled) == set(MODES)
@@ -277,9 +236,6 @@ def moody(completions, answer, **kw):
     if behavior == "slow":
         time.sleep(0.5)
     return honest(completions, answer)
-
-def always_nan(completions, **kw):
-    return [0.0] if is_first_check(completions) else [float("nan")] * len(completions)
 '''
 
 
@@ -308,7 +264,7 @@ def test_a_run_with_a_reward_that_misbehaves_ends_well(make_run, rewards):
     behaviors = Counter(behavior for behavior, _ in calls)
     num_bad = len(calls) - behaviors["good"] - behaviors["slow"]
     assert len(behaviors) == 15, behaviors
-    reasons = assert_each_prompt_has_one_fate(run)
+    reasons = run.fates()
     assert set(reasons) == {"unscored"}
     # All but those after the last batch.
     assert num_bad - 16 <= reasons["unscored"] == sum_of(run, "rollout/unscored_groups")
@@ -320,17 +276,3 @@ def test_a_run_with_a_reward_that_misbehaves_ends_well(make_run, rewards):
     assert len(workers) >= 2 + 5
     run.wait_until_processes_end()
     assert not [pid for pid in workers if psutil.pid_exists(pid)]
-
-
-def test_a_reward_that_always_fails_ends_the_run_with_the_reason(make_run, rewards):
-    run = make_run(
-        "--training.steps=8", "--grpo.prompts_per_step=4", "--grpo.group_size=4",
-        f"--reward.functions={rewards}:always_nan", "--reward.max_consecutive_failures=5",
-        "--evaluation.num_prompts=8",
-    )  # fmt: skip
-    message = run.fail()
-    assert "groups in a row could not be scored (reward.max_consecutive_failures = 5)" in message
-    assert "always_nan' must return finite numbers, got nan" in message
-    assert "Dropped in this run: " in run.console
-    assert "rewards unusable" in run.console
-    assert not run.metrics

@@ -16,17 +16,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+from server_kinds import python_of
 
 from torchtitan.grpo.system.private_folders import sees_all_processes
 
 PATIENCE_SECONDS = 120.0
 # Between the kill and the end of the last process. A run of its own needs some seconds.
 LONGEST_SECONDS = 90.0
-PROGRAM = "import torchtitan_grpo; torchtitan_grpo.main()"
 SMALL = (
     "--grpo.prompts_per_step=2", "--evaluation.interval=0", "--evaluation.num_prompts=2", "--training.steps=1000",
     "--inference.max_restarts=0", "--rollout.max_process_restarts=0", "--inference.startup_timeout_seconds=480",
-    "--workers.pass_variables=TORCH_GRPO_TEST_MARK",
 )  # fmt: skip
 # Shared memory of all processes of a run goes to a folder that the test sees, and no other program uses.
 OWN_SHARED_MEMORY = 'mount --bind "$1" /dev/shm && shift && exec "$@"'
@@ -36,7 +35,7 @@ NEXT_START = (
 )
 # A word in the command line of each process of a run, and for a rank its number. Each victim is killed in a run of its own.
 VICTIMS = {
-    "launcher": (PROGRAM,),
+    "launcher": ("torchtitan_grpo.main()",),
     "rank 0": ("torchtitan.grpo_train", "0"),
     "rank 1": ("torchtitan.grpo_train", "1"),
     "rollout process": ("torchtitan.grpo.rollout.process",),
@@ -96,29 +95,18 @@ def temporary() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def _apart(shared: Path) -> list[str]:
+def _apart(shared: Path) -> tuple[str, ...]:
     """Returns the words before a command that give it ``shared`` as its shared memory."""
-    return ["unshare", "--mount", "bash", "-c", OWN_SHARED_MEMORY, "bash", str(shared)]
+    return ("unshare", "--mount", "bash", "-c", OWN_SHARED_MEMORY, "bash", str(shared))
 
 
-def _start(run, shared: Path, temporary: Path, kind: str, repository: Path) -> None:
-    """Starts ``torchtitan-grpo train`` on the quickstart."""
+def _start(run, shared: Path, temporary: Path, kind: str) -> None:
     if subprocess.run([*_apart(shared), "true"], capture_output=True).returncode:
         pytest.skip("NOT TESTED: what kill -9 leaves, because /dev/shm may not be mounted here")
-    run.folder.mkdir()
-    command = [sys.executable, "-c", PROGRAM, "train", "train_configs/quickstart.toml", *SMALL]
-    command += ["--nproc", "2", f"--job.dump_folder={run.folder}"]
+    arguments = [*SMALL, "--nproc", "2", f"--job.dump_folder={run.folder}"]
     if kind != "embedded":
-        python = repository / f".venv-{kind}/bin/python"
-        assert python.exists(), f"run scripts/install_{kind}.sh first"
-        command += [f"--inference.kind={kind}", f"--inference.python={python}"]
-    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    variables |= {"TORCH_GRPO_TEST_MARK": run.mark, "TMPDIR": str(temporary)}
-    with (run.folder / "console.log").open("ab") as console:
-        run.process = subprocess.Popen(
-            [*_apart(shared), *command], cwd=repository, start_new_session=True, env=os.environ | variables,
-            stdout=console, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        arguments += [f"--inference.kind={kind}", f"--inference.python={python_of(kind)}"]
+    run.train(*arguments, before=_apart(shared), TMPDIR=str(temporary))
 
 
 def _victim(run, name: str) -> psutil.Process:
@@ -167,7 +155,7 @@ def test_nothing_stays_of_a_run_of_which_a_process_was_killed(
 ):
     run, shared = make_run(name="run"), tmp_path / "shm"
     shared.mkdir()
-    _start(run, shared, temporary, kind, repository)
+    _start(run, shared, temporary, kind)
     run.wait_for_step(1)
     victims = [_victim(run, one) for one in name.split(" and ")]
     for victim in victims:

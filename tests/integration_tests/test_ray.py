@@ -6,7 +6,6 @@
 import os
 import re
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -24,24 +23,15 @@ def launch(make_run, repository: Path, tmp_path: Path):
 
     def start(*arguments: str):
         run = make_run()
-        run.folder.mkdir()
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
-            "RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1",
-            "TORCH_GRPO_TEST_MARK": run.mark,
-        }  # fmt: skip
-        command = [
+        run.start_command(
             *(str(python), str(repository / "scripts/launch_ray.py")),
             *("train_configs/quickstart.toml", "--gpus-per-node", "0", "--cpus-per-node", "0.5"),
             *("--gpus-per-server", "0", "--cpus-per-server", "0.5", "--server-kind", "embedded"),
             *("--registry", str(tmp_path / "registry"), "--place-timeout", "300"),
             *(*arguments, f"--job.dump_folder={run.folder}", *SMALL),
-        ]
-        with (run.folder / "console.log").open("wb") as console:
-            run.process = subprocess.Popen(
-                command, cwd=repository, env=environment, start_new_session=True,
-                stdout=console, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+            RAY_USAGE_STATS_ENABLED="0",
+            PYTHONUNBUFFERED="1",
+        )
         return run
 
     return start

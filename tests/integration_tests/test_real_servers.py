@@ -6,25 +6,17 @@
 The trainer's part is played by bare process groups (`programs/bare_trainer.py`).
 """
 
-# ruff: noqa: E402  (the programs' folder must be importable first)
-
 import asyncio
 import itertools
 import json
 import os
-import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import Qwen3ForCausalLM
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.append(str(REPOSITORY / "tests" / "programs"))
-
 from bare_trainer import (
     KEYS,
     PROBE,
@@ -39,18 +31,19 @@ from bare_trainer import (
     make_model,
     run,
 )
+from safetensors.torch import save_file
+from transformers import Qwen3ForCausalLM
 
 from torchtitan.grpo.config import Teacher
 from torchtitan.grpo.inference.client import MAX_TOP_TOKENS, InferenceClient, ServerError
 from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.inference.join_check import ServerNeeds, WrongServer, check_server
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.vllm import client as vllm_client
 from torchtitan.grpo.rollout.teachers import TeacherNeeds, TeacherPool
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import GenerateRequest, Generation, TopTokens
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
-from torchtitan.grpo.weight_wire.group_facts import NCCL_SETTINGS, GroupFacts, choose_backend
+from torchtitan.grpo.weight_wire.group_facts import NCCL_SETTINGS, choose_backend
 from torchtitan.grpo.weight_wire.process_group import own_group_facts
 
 LONG_COMPLETION = 400
@@ -63,6 +56,19 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def server(contract_server: RunningServer) -> RunningServer:
     return contract_server
+
+
+def with_trainer(test: Callable[..., Awaitable[None]]) -> Callable[[RunningServer], None]:
+    """Makes a test with a client of the server and a trainer that has joined it."""
+
+    def whole(server: RunningServer) -> None:
+        async def main() -> None:
+            async with joined(server) as (client, trainer):
+                await test(server, client, trainer)
+
+        run(main)
+
+    return whole
 
 
 def sampled(name: str, prompt: list[int], max_new_tokens: int) -> GenerateRequest:
@@ -82,56 +88,37 @@ def tempered_logprobs(
     return torch.log_softmax(logits, -1).gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()
 
 
-def test_sampled_logprobs_are_those_of_the_tempered_distribution(server: RunningServer) -> None:
-    async def test() -> None:
-        async with joined(server) as (client, trainer):
-            model = make_model(11)
-            await trainer.push(make_buckets(model, 2), next(_versions))
-            generation = await client.generate(sampled("tempered", [11, 12, 13], 64))
-            expected = tempered_logprobs(model, [11, 12, 13], generation.token_ids)
-            np.testing.assert_allclose(generation.logprobs, expected, atol=1e-3)
-
-    run(test)
-
-
-def test_ids_that_are_no_token_are_not_sampled(server: RunningServer) -> None:
+@with_trainer
+async def test_ids_that_are_no_token_are_not_sampled(server, client, trainer):
     if server.kind == "embedded":
-        pytest.skip("it reads from its tokenizer which ids are tokens")
-
-    async def test() -> None:
-        async with joined(server) as (client, trainer):
-            await trainer.push(make_buckets(make_model(19), 2), next(_versions))
-            unknown = tuple(token for token in range(VOCAB_SIZE) if token % 4)
-            request = replace(sampled("tokens", [11, 12, 13], 64), unknown_ids=unknown)
-            generation = await client.generate(request)
-            assert not set(generation.token_ids.tolist()) & set(unknown)
-
-    run(test)
+        return  # it reads from its tokenizer which ids are tokens
+    await trainer.push(make_buckets(make_model(19), 2), next(_versions))
+    unknown = tuple(token for token in range(VOCAB_SIZE) if token % 4)
+    request = replace(sampled("tokens", [11, 12, 13], 64), unknown_ids=unknown)
+    generation = await client.generate(request)
+    assert not set(generation.token_ids.tolist()) & set(unknown)
 
 
-def test_requests_in_flight_cross_two_pushes_and_end_on_the_new_weights(
-    server: RunningServer,
-) -> None:
-    async def test() -> None:
-        async with joined(server) as (client, trainer):
-            by_version, crossed = {}, 0
-            # Twice, and again until the server was slower than a push.
-            for seed in range(12, 32):
-                version = next(_versions)
-                by_version[version] = make_model(seed)
-                flights = [] if seed == 12 else await fly(client, version)
-                await trainer.push(make_buckets(by_version[version], 3), version)
-                for prompt, flight in flights:
-                    generation = await flight
-                    assert generation.finish_reason in ("stop", "length")
-                    assert_segments_are_of_their_versions(prompt, generation, by_version)
-                    crossed += len(generation.segments) > 1
-                await assert_serves(client, by_version[version], version)
-                if seed >= 14 and crossed > 0:
-                    break
-            assert crossed > 0, "no request was in flight during a push"
-
-    run(test)
+@with_trainer
+async def test_requests_in_flight_cross_two_pushes_and_end_on_the_new_weights(
+    server, client, trainer
+):
+    by_version, crossed = {}, 0
+    # Twice, and again until the server was slower than a push.
+    for seed in range(12, 32):
+        version = next(_versions)
+        by_version[version] = make_model(seed)
+        flights = [] if seed == 12 else await fly(client, version)
+        await trainer.push(make_buckets(by_version[version], 3), version)
+        for prompt, flight in flights:
+            generation = await flight
+            assert generation.finish_reason in ("stop", "length")
+            assert_segments_are_of_their_versions(prompt, generation, by_version)
+            crossed += len(generation.segments) > 1
+        await assert_serves(client, by_version[version], version)
+        if seed >= 14 and crossed > 0:
+            break
+    assert crossed > 0, "no request was in flight during a push"
 
 
 async def fly(
@@ -157,117 +144,69 @@ def assert_segments_are_of_their_versions(
         np.testing.assert_allclose(generation.logprobs[part], expected[part], atol=1e-3)
 
 
-@pytest.mark.parametrize("mistake", ["name", "shape"])
-def test_wrong_weights_are_refused_and_the_next_push_heals(
-    server: RunningServer, mistake: str
-) -> None:
-    async def test() -> None:
-        async with joined(server) as (client, trainer):
-            model, old, wrong, new = make_model(15), *(next(_versions) for _ in range(3))
-            await trainer.push(make_buckets(model, 2), old)
-            name = {"name": "sideways_proj", "shape": "up_proj"}[mistake]
-            bucket = make_bucket({f"model.layers.0.mlp.{name}.weight": torch.zeros(8, 8)})
-            flight = asyncio.create_task(
-                client.generate(sampled(f"bystander-{mistake}", [9, 9], LONG_COMPLETION))
-            )
-            with pytest.raises(ServerError):
-                await trainer.push([bucket], wrong)
-            await trainer.give_up()
-            if server.kind == "sglang" and mistake == "shape":
-                # Found out only as it was loaded: nothing passes for the old version any more.
-                assert await client.version() is None
+@with_trainer
+async def test_wrong_weights_are_refused_and_the_next_push_heals(server, client, trainer):
+    for mistake in ("name", "shape", "half-way"):
+        model, old, wrong, new = make_model(15), *(next(_versions) for _ in range(3))
+        await trainer.push(make_buckets(model, 2), old)
+        name = "up_proj" if mistake == "shape" else "sideways_proj"
+        bad = make_bucket({f"model.layers.0.mlp.{name}.weight": torch.zeros(8, 8)})
+        before = make_buckets(make_model(17), 4)[:2] if mistake == "half-way" else []
+        flight = asyncio.create_task(
+            client.generate(sampled(f"bystander-{mistake}", [9, 9], LONG_COMPLETION))
+        )
+        with pytest.raises(ServerError):
+            await trainer.push([*before, bad], wrong)
+        await trainer.give_up()
+        if server.kind == "sglang" and mistake != "name":
+            # Found out only as it was loaded: nothing passes for the old version any more.
+            assert await client.version() is None
+            for request in (flight, client.generate(sampled(f"torn-{mistake}", [5, 6], 8))):
                 with pytest.raises(ServerError, match="broke off half-way"):
-                    await flight
-            else:
-                assert (await flight).segments[0].version == old
-                await assert_serves(client, model, old)
-            await trainer.join()
-            await trainer.push(make_buckets(model, 2), new)
-            await assert_serves(client, model, new)
-
-    run(test)
+                    await request
+        else:
+            assert (await flight).segments[0].version == old
+            await assert_serves(client, model, old)
+        await trainer.join()
+        await trainer.push(make_buckets(model, 2), new)
+        await assert_serves(client, model, new)
 
 
-def test_a_push_that_breaks_off_half_way_is_never_served_as_a_version(
-    server: RunningServer,
-) -> None:
-    async def test() -> None:
-        async with joined(server) as (client, trainer):
-            model, old, torn, new = make_model(16), *(next(_versions) for _ in range(3))
-            await trainer.push(make_buckets(model, 2), old)
-            first, second, *_ = make_buckets(make_model(17), 4)
-            bad = make_bucket({"model.layers.3.mlp.sideways_proj.weight": torch.zeros(4)})
-            with pytest.raises(ServerError):
-                await trainer.push([first, second, bad], torn)
-            await trainer.give_up()
-            if client.stops_for == "transfer":
-                assert await client.version() is None
-                with pytest.raises(ServerError, match="broke off half-way"):
-                    await client.generate(sampled("torn", [5, 6, 7], 8))
-            else:
-                await assert_serves(client, model, old)
-            await trainer.join()
-            await trainer.push(make_buckets(model, 2), new)
-            await assert_serves(client, model, new)
-
-    run(test)
+@with_trainer
+async def test_a_cancelled_request_leaves_the_server(server, client, trainer):
+    model, version = make_model(18), next(_versions)
+    doomed = asyncio.create_task(client.generate(sampled("doomed", [9], 700)))
+    await client.generate(sampled("pilot", [3, 2], 4))
+    doomed.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await doomed
+    # With nothing left to do, SGLang can flush, and vLLM is at rest.
+    await trainer.push(make_buckets(model, 2), version)
+    await assert_serves(client, model, version)
 
 
-def test_a_cancelled_request_leaves_the_server(server: RunningServer) -> None:
-    async def test() -> None:
-        async with joined(server) as (client, trainer):
-            model, version = make_model(18), next(_versions)
-            doomed = asyncio.create_task(client.generate(sampled("doomed", [9], 700)))
-            await client.generate(sampled("pilot", [3, 2], 4))
-            doomed.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await doomed
-            # With nothing left to do, SGLang can flush, and vLLM is at rest.
-            await trainer.push(make_buckets(model, 2), version)
-            await assert_serves(client, model, version)
-
-    run(test)
-
-
-def test_the_server_says_how_busy_it_is(server: RunningServer) -> None:
-    async def test() -> None:
-        async with joined(server) as (client, trainer):
-            await trainer.push(make_buckets(make_model(19), 2), next(_versions))
-            # It was started with room for 16 requests.
-            flights = [
-                asyncio.create_task(
-                    client.generate(
-                        GenerateRequest(f"busy-{i}", [20 + i, 4, 5], 700, ignore_eos=True)
-                    )
-                )
-                for i in range(24)
-            ]
-            async with asyncio.timeout(60):
-                while (load := await client.load()).waiting == 0 or load.running < 16:
-                    await asyncio.sleep(0.05)
-            assert load.running <= 16
-            assert load.running + load.waiting <= 24
-            assert load.kv_use is not None
-            assert 0 < load.kv_use <= 1
-            await asyncio.gather(*flights)
-            async with asyncio.timeout(60):
-                while (load := await client.load()).running > 0:
-                    await asyncio.sleep(0.05)
-            assert load.waiting == 0
-
-    run(test)
-
-
-def test_the_wrong_key_is_refused(server: RunningServer) -> None:
-    async def test() -> None:
-        client = make_client(server.kind, server.launched.url, api_key="wrong", admin_key="wrong")
-        try:
-            with pytest.raises(ServerError, match=r"inference\.api_key"):
-                await client.generate(sampled("unwanted", [5], 8))
-        finally:
-            await client.close()
-
-    run(test)
+@with_trainer
+async def test_the_server_says_how_busy_it_is(server, client, trainer):
+    await trainer.push(make_buckets(make_model(19), 2), next(_versions))
+    # It was started with room for 16 requests.
+    flights = [
+        asyncio.create_task(
+            client.generate(GenerateRequest(f"busy-{i}", [20 + i, 4, 5], 700, ignore_eos=True))
+        )
+        for i in range(24)
+    ]
+    async with asyncio.timeout(60):
+        while (load := await client.load()).waiting == 0 or load.running < 16:
+            await asyncio.sleep(0.05)
+    assert load.running <= 16
+    assert load.running + load.waiting <= 24
+    assert load.kv_use is not None
+    assert 0 < load.kv_use <= 1
+    await asyncio.gather(*flights)
+    async with asyncio.timeout(60):
+        while (load := await client.load()).running > 0:
+            await asyncio.sleep(0.05)
+    assert load.waiting == 0
 
 
 def test_the_server_tells_what_it_is_and_a_run_that_needs_another_one_refuses_it(
@@ -299,9 +238,8 @@ def test_the_server_tells_what_it_is_and_a_run_that_needs_another_one_refuses_it
         assert (facts.vocab_size, facts.max_model_len, facts.problems) == (VOCAB_SIZE, 1024, ())
         assert facts.architecture == (None if server.kind == "vllm" else "Qwen3ForCausalLM")
         assert "but this run needs 1025" in await refusal(num_tokens=1025)
-        assert "vocab_size of the model that it serves is 320" in await refusal(
-            model_path=str(tmp_path)
-        )
+        other_model = await refusal(model_path=str(tmp_path))
+        assert "vocab_size of the model that it serves is 320" in other_model
         for other in {"embedded", "sglang", "vllm"} - {server.kind}:
             assert f'or set inference.kind = "{server.kind}"' in await refusal(kind=other)
 
@@ -328,7 +266,8 @@ def assert_most_likely(top: TopTokens, expected: torch.Tensor, top_k: int) -> No
     np.testing.assert_allclose(top.logprobs, of_ids, atol=1e-3)
 
 
-def test_a_server_of_each_kind_rates_what_a_student_has_sampled(server: RunningServer) -> None:
+@with_trainer
+async def test_a_server_of_each_kind_rates_what_a_student_has_sampled(server, client, trainer):
     """As a teacher: each token of a completion, given all before it, at temperature 1.
 
     The most likely tokens are those of transformers, apart from ties.
@@ -342,119 +281,94 @@ def test_a_server_of_each_kind_rates_what_a_student_has_sampled(server: RunningS
         settings = Teacher(urls=[client.url], kind=server.kind, top_k=top_k)
         return TeacherPool([client], settings, needs)
 
-    async def test() -> None:
-        async with joined(server) as (client, trainer):
-            model = make_model(15)
-            await trainer.push(make_buckets(model, 2), next(_versions))
-            pool = teachers(client, 1023)
-            await pool.start(60)
-            pairs = [
-                (random.integers(2, VOCAB_SIZE, n), random.integers(2, VOCAB_SIZE, 60 - n))
-                for n in (1, 20, 40)
-            ]
-            together = await pool.rate(pairs)
-            alone = await asyncio.gather(*(pool.rate([pair]) for pair in pairs))
-            rated = zip(pairs, together, alone, strict=True)
-            for (prompt, completion), (rating, _), ((single, _),) in rated:
-                expected = tempered_logprobs(model, prompt.tolist(), completion, 1.0)
-                np.testing.assert_allclose(rating, expected, atol=1e-3)
-                np.testing.assert_allclose(rating, single, atol=1e-5, rtol=0)
-            for top_k in (1, 32):  # more than vLLM tells by default
-                pool = teachers(client, 1023, top_k)
-                await pool.start(60)
-                for (prompt, completion), (rating, top) in zip(
-                    pairs, await pool.rate(pairs), strict=True
-                ):
-                    expected = tempered_logprobs(model, prompt.tolist(), completion, 1.0)
-                    np.testing.assert_allclose(rating, expected, atol=1e-3)
-                    assert top is not None
-                    assert_most_likely(top, all_logprobs(model, prompt, completion), top_k)
-            if server.kind == "vllm":
-                more = MAX_TOP_TOKENS + 1
-                with pytest.raises(RouteError, match=f"the {more} most .*--max-logprobs {more}"):
-                    await client.rate([PROBE], [1], more)
-            with pytest.raises(WrongServer, match=r"takes at most 1024 tokens"):
-                await teachers(client, 1024).start(60)
-
-    run(test)
+    model = make_model(15)
+    await trainer.push(make_buckets(model, 2), next(_versions))
+    pool = teachers(client, 1023)
+    await pool.start(60)
+    pairs = [
+        (random.integers(2, VOCAB_SIZE, n), random.integers(2, VOCAB_SIZE, 60 - n))
+        for n in (1, 20, 40)
+    ]
+    together = await pool.rate(pairs)
+    alone = await asyncio.gather(*(pool.rate([pair]) for pair in pairs))
+    rated = zip(pairs, together, alone, strict=True)
+    for (prompt, completion), (rating, _), ((single, _),) in rated:
+        expected = tempered_logprobs(model, prompt.tolist(), completion, 1.0)
+        np.testing.assert_allclose(rating, expected, atol=1e-3)
+        np.testing.assert_allclose(rating, single, atol=1e-5, rtol=0)
+    for top_k in (1, 32):  # more than vLLM tells by default
+        pool = teachers(client, 1023, top_k)
+        await pool.start(60)
+        for (prompt, completion), (rating, top) in zip(pairs, await pool.rate(pairs), strict=True):
+            expected = tempered_logprobs(model, prompt.tolist(), completion, 1.0)
+            np.testing.assert_allclose(rating, expected, atol=1e-3)
+            assert top is not None
+            assert_most_likely(top, all_logprobs(model, prompt, completion), top_k)
+    if server.kind == "vllm":
+        more = MAX_TOP_TOKENS + 1
+        with pytest.raises(RouteError, match=f"the {more} most .*--max-logprobs {more}"):
+            await client.rate([PROBE], [1], more)
+    with pytest.raises(WrongServer, match=r"takes at most 1024 tokens"):
+        await teachers(client, 1024).start(60)
 
 
-def test_two_source_ranks_push_a_model_whole(server: RunningServer) -> None:
-    async def test() -> None:
-        async with joined(server) as (client, trainer):
-            for seed in (1, 2):
-                model, version = make_model(seed), next(_versions)
-                seconds = await trainer.push(make_buckets(model, 5), version)
-                print(f"{server.kind} stood still for {1e3 * seconds:.1f} ms")
-                assert seconds > 0
-                await assert_serves(client, model, version)
-
-    run(test)
-
-
-def test_the_server_generates_between_the_first_bucket_and_the_commit(
-    server: RunningServer,
-) -> None:
-    async def test() -> None:
-        async with joined(server) as (client, trainer):
-            if client.stops_for == "transfer":
-                assert server.kind == "sglang"
-                return
-            old, new = next(_versions), next(_versions)
-            await trainer.push(make_buckets(make_model(3), 2), old)
-            flight = asyncio.create_task(
-                client.generate(GenerateRequest(f"flight-{new}", [5, 6], 700, ignore_eos=True))
-            )
-            buckets = make_buckets(make_model(4), 2)
-            first, second = trainer.groups
-            await client.begin_update()
-            announced = [
-                trainer.announce(first, buckets[0], new),
-                trainer.announce(second, buckets[1], new, last=True),
-            ]
-            await trainer.broadcast(first, buckets[0])
-            await announced[0]
-            # One bucket has come and the other is waited for.
-            for i in range(3):
-                request = GenerateRequest(f"between-{new}-{i}", [9, i], 8, ignore_eos=True)
-                segments = (await client.generate(request)).segments
-                assert [segment.version for segment in segments] == [old]
-            await assert_serves(client, make_model(3), old)
-            await trainer.broadcast(second, buckets[1])
-            await asyncio.gather(*announced)
-            if client.stops_for == "commit":
-                await client.pause()
-            await client.commit_update(new)
-            await client.resume()
-            await assert_serves(client, make_model(4), new)
-            assert (await flight).segments[0].version == old
-
-    run(test)
+@with_trainer
+async def test_the_server_generates_between_the_first_bucket_and_the_commit(
+    server, client, trainer
+):
+    if client.stops_for == "transfer":
+        assert server.kind == "sglang"
+        return
+    old, new = next(_versions), next(_versions)
+    await trainer.push(make_buckets(make_model(3), 2), old)
+    flight = asyncio.create_task(
+        client.generate(GenerateRequest(f"flight-{new}", [5, 6], 700, ignore_eos=True))
+    )
+    buckets = make_buckets(make_model(4), 2)
+    first, second = trainer.groups
+    await client.begin_update()
+    announced = [
+        trainer.announce(first, buckets[0], new),
+        trainer.announce(second, buckets[1], new, last=True),
+    ]
+    await trainer.broadcast(first, buckets[0])
+    await announced[0]
+    # One bucket has come and the other is waited for.
+    for i in range(3):
+        request = GenerateRequest(f"between-{new}-{i}", [9, i], 8, ignore_eos=True)
+        segments = (await client.generate(request)).segments
+        assert [segment.version for segment in segments] == [old]
+    await assert_serves(client, make_model(3), old)
+    await trainer.broadcast(second, buckets[1])
+    await asyncio.gather(*announced)
+    if client.stops_for == "commit":
+        await client.pause()
+    await client.commit_update(new)
+    await client.resume()
+    await assert_serves(client, make_model(4), new)
+    assert (await flight).segments[0].version == old
 
 
-def test_a_corrupted_bucket_is_refused_and_the_old_weights_are_served(
-    server: RunningServer,
-) -> None:
-    async def test() -> None:
-        async with joined(server) as (client, trainer):
-            old, new = next(_versions), next(_versions)
-            await trainer.push(make_buckets(make_model(5), 4), old)
-            if not client.verifies_checksums:
-                assert server.kind == "sglang"
-                return
-            before = await client.prompt_logprobs(PROBE)
-            buckets = make_buckets(make_model(6), 4)
-            buckets[2].payload[12345] ^= 1
-            with pytest.raises(ServerError, match="must have checksum"):
-                await trainer.push(buckets, new)
-            await trainer.give_up()
-            assert await client.prompt_logprobs(PROBE) == before
-            await assert_serves(client, make_model(5), old)
-            await trainer.join()
-            await trainer.push(make_buckets(make_model(6), 4), new)
-            await assert_serves(client, make_model(6), new)
-
-    run(test)
+@with_trainer
+async def test_a_corrupted_bucket_is_refused_and_the_old_weights_are_served(
+    server, client, trainer
+):
+    old, new = next(_versions), next(_versions)
+    await trainer.push(make_buckets(make_model(5), 4), old)
+    if not client.verifies_checksums:
+        assert server.kind == "sglang"
+        return
+    before = await client.prompt_logprobs(PROBE)
+    buckets = make_buckets(make_model(6), 4)
+    buckets[2].payload[12345] ^= 1
+    with pytest.raises(ServerError, match="must have checksum"):
+        await trainer.push(buckets, new)
+    await trainer.give_up()
+    assert await client.prompt_logprobs(PROBE) == before
+    await assert_serves(client, make_model(5), old)
+    await trainer.join()
+    await trainer.push(make_buckets(make_model(6), 4), new)
+    await assert_serves(client, make_model(6), new)
 
 
 def step_from(model: Qwen3ForCausalLM, seed: int) -> Qwen3ForCausalLM:
@@ -471,36 +385,31 @@ def step_from(model: Qwen3ForCausalLM, seed: int) -> Qwen3ForCausalLM:
     return new
 
 
-def test_a_delta_makes_the_model_bitwise_and_a_wrong_base_is_refused(
-    server: RunningServer,
-) -> None:
-    async def test() -> None:
-        async with joined(server) as (client, trainer):
-            versions = [next(_versions) for _ in range(5)]
-            steps = [make_model(7)]
-            steps += [step_from(steps[0], 1)]
-            steps += [step_from(steps[1], 2)]
-            await trainer.push(make_buckets(steps[0], 4), versions[0])
-            if not client.takes_deltas:
-                assert server.kind == "sglang"
-                return
-            for i in (1, 2):
-                deltas = make_deltas(steps[i - 1], steps[i], versions[i - 1])
-                whole = sum(b.payload.numel() for b in make_buckets(steps[i], 4))
-                assert sum(d.payload.numel() for d in deltas) < whole / 2
-                await trainer.push(deltas, versions[i])
-                await assert_serves(client, steps[i], versions[i])
-            by_delta = await client.prompt_logprobs(PROBE)
-            with pytest.raises(ServerError, match="A delta must be against"):
-                await trainer.push(make_deltas(steps[1], steps[2], versions[1]), versions[3])
-            await trainer.give_up()
-            assert await client.prompt_logprobs(PROBE) == by_delta
-            await trainer.join()
-            await trainer.push(make_buckets(steps[2], 4), versions[4])
-            assert await client.prompt_logprobs(PROBE) == by_delta
-            assert await client.version() == versions[4]
-
-    run(test)
+@with_trainer
+async def test_a_delta_makes_the_model_bitwise_and_a_wrong_base_is_refused(server, client, trainer):
+    versions = [next(_versions) for _ in range(5)]
+    steps = [make_model(7)]
+    steps += [step_from(steps[0], 1)]
+    steps += [step_from(steps[1], 2)]
+    await trainer.push(make_buckets(steps[0], 4), versions[0])
+    if not client.takes_deltas:
+        assert server.kind == "sglang"
+        return
+    for i in (1, 2):
+        deltas = make_deltas(steps[i - 1], steps[i], versions[i - 1])
+        whole = sum(b.payload.numel() for b in make_buckets(steps[i], 4))
+        assert sum(d.payload.numel() for d in deltas) < whole / 2
+        await trainer.push(deltas, versions[i])
+        await assert_serves(client, steps[i], versions[i])
+    by_delta = await client.prompt_logprobs(PROBE)
+    with pytest.raises(ServerError, match="A delta must be against"):
+        await trainer.push(make_deltas(steps[1], steps[2], versions[1]), versions[3])
+    await trainer.give_up()
+    assert await client.prompt_logprobs(PROBE) == by_delta
+    await trainer.join()
+    await trainer.push(make_buckets(steps[2], 4), versions[4])
+    assert await client.prompt_logprobs(PROBE) == by_delta
+    assert await client.version() == versions[4]
 
 
 def test_a_directory_is_served_if_its_checksums_are_right(
@@ -515,20 +424,16 @@ def test_a_directory_is_served_if_its_checksums_are_right(
         checksums = {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
         (tmp_path / "checksums.json").write_text(json.dumps(checksums))
         try:
-            for path, version in ((tmp_path, good), (tmp_path, bad)):
-                if version == bad and not client.verifies_checksums:
-                    assert server.kind == "sglang"
-                    break
-                if version == bad:
-                    checksums["lm_head.weight"] ^= 1
-                    (path / "checksums.json").write_text(json.dumps(checksums))
-                    with pytest.raises(ServerError, match="must have checksum"):
-                        await client.update_from_disk(str(path), version)
-                else:
-                    if client.stops_for != "nothing":
-                        await client.pause()
-                    await client.update_from_disk(str(path), version)
-                    await client.resume()
+            if client.stops_for != "nothing":
+                await client.pause()
+            await client.update_from_disk(str(tmp_path), good)
+            await client.resume()
+            await assert_serves(client, make_model(8), good)
+            if client.verifies_checksums:
+                checksums["lm_head.weight"] ^= 1
+                (tmp_path / "checksums.json").write_text(json.dumps(checksums))
+                with pytest.raises(ServerError, match="must have checksum"):
+                    await client.update_from_disk(str(tmp_path), bad)
                 await assert_serves(client, make_model(8), good)
         finally:
             await client.resume()
@@ -566,49 +471,22 @@ def test_a_trainer_that_died_amid_a_push_leaves_the_server_to_the_next(
     run(test)
 
 
-def test_a_vllm_server_without_the_extension_says_how_to_add_it(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if server.kind != "vllm":
-        return  # no other kind has the extension
-
-    async def test() -> None:
-        async with joined(server) as (client, trainer):
-            monkeypatch.setattr(vllm_client, "GROUP_FACTS_METHOD", "no_such_method")
-            assert await client.group_facts() == [GroupFacts(hint=vllm_client.NO_EXTENSION)]
-            model, version = make_model(24), next(_versions)
-            await trainer.push(make_buckets(model, 2), version)  # the server goes on
-            await assert_serves(client, model, version)
-
-    run(test)
-
-
-def test_a_server_tells_what_weight_groups_over_nccl_depend_on(server: RunningServer) -> None:
+@with_trainer
+async def test_a_server_tells_what_weight_groups_over_nccl_depend_on(server, client, trainer):
     """On a CPU every kind means gloo. Embedded and vLLM workers know all; SGLang tells its device."""
-
-    async def test() -> None:
-        async with joined(server) as (client, _):
-            (facts,) = await client.group_facts()
-        assert facts.device == "cpu"
-        assert (facts.nccl, facts.gpu) == (None, None)
-        if server.kind == "sglang":
-            assert (facts.torch, facts.settings) == (None, None)
-            assert "SGLang 0.5.23 requires torch 2.14.1 and sets NCCL_CUMEM_ENABLE=0" in facts.hint
-        else:
-            assert facts.torch is not None
-            assert facts.settings == {name: os.environ.get(name, "") for name in NCCL_SETTINGS}
-        ours = own_group_facts(torch.device("cpu"))
-        assert choose_backend("auto", [ours], [facts]).backend == "gloo"
-        refused = choose_backend("nccl", [replace(ours, device="cuda")], [facts])
-        assert refused.obstacles == (
-            "NCCL needs a GPU on both sides, but the server runs on a CPU.",
-        )
-
-    run(test)
-
-
-def test_what_torch_compiles_for_a_server_is_kept_for_the_next_one(server: RunningServer) -> None:
-    """vLLM compiles some C++ when it starts on a CPU."""
-    folder = server.launched.folder
-    assert folder is not None and folder.is_dir()
-    assert list(folder.glob("torchinductor*")) == []
+    # What torch compiles for a server is kept for the next one: vLLM compiles some C++ on a CPU.
+    assert server.launched.folder is not None
+    assert list(server.launched.folder.glob("torchinductor*")) == []
+    (facts,) = await client.group_facts()
+    assert facts.device == "cpu"
+    assert (facts.nccl, facts.gpu) == (None, None)
+    if server.kind == "sglang":
+        assert (facts.torch, facts.settings) == (None, None)
+        assert "SGLang 0.5.23 requires torch 2.14.1 and sets NCCL_CUMEM_ENABLE=0" in facts.hint
+    else:
+        assert facts.torch is not None
+        assert facts.settings == {name: os.environ.get(name, "") for name in NCCL_SETTINGS}
+    ours = own_group_facts(torch.device("cpu"))
+    assert choose_backend("auto", [ours], [facts]).backend == "gloo"
+    refused = choose_backend("nccl", [replace(ours, device="cuda")], [facts])
+    assert refused.obstacles == ("NCCL needs a GPU on both sides, but the server runs on a CPU.",)

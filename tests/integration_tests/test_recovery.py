@@ -8,60 +8,34 @@ The runs are started as a user starts them, with the agent that starts ranks aga
 
 import functools
 import hashlib
-import os
 import pickle
 import random
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-PROGRAM = "import torchtitan_grpo; torchtitan_grpo.main()"
 SMALL = ("--grpo.prompts_per_step=2", "--evaluation.interval=0", "--evaluation.num_prompts=2")
 CHECKPOINT = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0")
 REPEATABLE = ("--rollout.deterministic", "--rollout.max_head_offpolicyness=0")
 
 
 @pytest.fixture
-def train(make_run, repository):
+def train(make_run):
     """Starts ``torchtitan-grpo train`` on the quickstart."""
 
     def start(*arguments: str, name: str = "run", ranks: int = 2):
         run = make_run(name=name)
-        run.folder.mkdir(exist_ok=True, parents=True)
-        launcher = run.fork_server.launcher()
-        command = [
-            *(sys.executable, "-c", PROGRAM, "train", "train_configs/quickstart.toml"),
-            *("--nproc", str(ranks)),
-            "--workers.pass_variables=TORCH_GRPO_TEST_MARK",
-            *(*SMALL, *CHECKPOINT, *arguments),
-        ]
-        if not any(argument.startswith("--job.dump_folder") for argument in arguments):
-            command.append(f"--job.dump_folder={run.folder}")
-        if "--inference.no-launch" not in arguments:
-            command.append(f"--inference.python={launcher}")
-        variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-        variables |= {"TORCH_GRPO_TEST_MARK": run.mark}
-        with (run.folder / "console.log").open("ab") as console:
-            run.process = subprocess.Popen(
-                command, cwd=repository, start_new_session=True, env=os.environ | variables,
-                stdout=console, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+        more = [] if "--inference.no-launch" in arguments else [run.fork_server.launcher()]
+        run.train(
+            "--nproc", str(ranks), *SMALL, *CHECKPOINT, f"--job.dump_folder={run.folder}",
+            *(f"--inference.python={python}" for python in more), *arguments,
+        )  # fmt: skip
         return run
 
     return start
-
-
-def rank_of(run, rank: int) -> psutil.Process:
-    found = [
-        p for p in run.processes("torchtitan.grpo_train") if p.environ().get("RANK") == str(rank)
-    ]
-    assert len(found) == 1, found
-    return found[0]
 
 
 def weights_of(run, step: int) -> str:
@@ -98,7 +72,7 @@ def test_a_run_that_is_killed_and_resumed_has_the_weights_of_one_that_was_not(tr
         killed.wait_for(lambda: (killed.folder / f"starts/{number + 1}").is_dir())  # noqa: B023
         killed.wait_for_step(step)
         time.sleep(rng.random() / 2)
-        process = rank_of(killed, victim)
+        process = killed.rank(victim)
         pid = process.pid
         process.kill()
         killed.wait_for(lambda: killed.console.count("The ranks were started again") > number)  # noqa: B023
@@ -121,64 +95,6 @@ def test_a_run_that_is_killed_and_resumed_has_the_weights_of_one_that_was_not(tr
     assert traces and pickle.loads(traces[0].read_bytes())["entries"]
 
 
-KILLED_IN_A_START = """
-import os, signal, sys
-
-def hook(event, arguments):
-    if event == "open" and str(arguments[0]).endswith("starts/2/environment.json"):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-if os.environ.get("RANK") == "0":
-    sys.addaudithook(hook)
-"""
-
-
-def test_a_rank_that_dies_while_a_restart_is_recorded_costs_no_step(
-    train, make_run, repository, tmp_path, monkeypatch
-):
-    """The command says job.overwrite, which has counted; and one folder is of one run."""
-    rows = (repository / "assets/reverse_digits/train.jsonl").read_text().splitlines()[:64]
-    examples = tmp_path / "examples.jsonl"
-    examples.write_text("\n".join(row.replace('"answer"', '"completion"') for row in rows) + "\n")
-    (tmp_path / "hook").mkdir()
-    (tmp_path / "hook/sitecustomize.py").write_text(KILLED_IN_A_START)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hook"))
-    run = train(
-        f"--sft.path={examples}", "--training.steps=2000", "--job.overwrite", "--max-restarts=2",
-        "--checkpoint.keep_latest_k=2", "--inference.no-launch",
-    )  # fmt: skip
-    run.wait_for_step(4)
-    second = make_run(
-        f"--sft.path={examples}", "--training.steps=2", *CHECKPOINT,
-        f"--job.dump_folder={run.folder}", "--grpo.stop_timeout_seconds=0.1", name="second",
-    )  # fmt: skip
-    assert (
-        f"job.dump_folder = {run.folder} can be written by one process at a time" in second.fail()
-    )
-    before = run.metrics[:4]
-    rank_of(run, 0).kill()
-    run.wait_for(lambda: run.console.count("The ranks were started again") == 2)
-    assert run.console.count("Resumes after step") >= 2, run.console[-6000:]
-    assert run.metrics[:4] == before
-    run.process.terminate()
-    assert run.finish() == 128 + 15
-    assert [r["step"] for r in run.metrics] == list(range(1, len(run.metrics) + 1))
-
-
-def test_the_last_rank_that_dies_is_reported_by_the_agent(train):
-    run = train("--training.steps=1000", ranks=1)
-    run.wait_for_step(1)
-    rank_of(run, 0).kill()
-    assert run.finish(120) == 128 + 9
-    (message,) = run.errors()
-    assert re.search(
-        r"Training rank 0 on \S+ \(process \d+\) was ended by SIGKILL in step \d+, phase: .+; the last "
-        r"completed step is \d+\.",
-        message,
-    ), message
-    run.wait_until_processes_end()
-
-
 @pytest.mark.long
 def test_servers_of_the_user_outlive_restarts_and_a_guard_ends_them(train, serve):
     """The server that was there before a rank died serves the ranks that follow. Then it dies too."""
@@ -189,7 +105,7 @@ def test_servers_of_the_user_outlive_restarts_and_a_guard_ends_them(train, serve
         "--weight_sync.timeout_seconds=5", "--rollout.request_timeout_seconds=10",
     )  # fmt: skip
     run.wait_for_step(3)
-    rank_of(run, 1).kill()
+    run.rank(1).kill()
     run.wait_for(lambda: "The ranks were started again" in run.console)
     done = len(run.metrics)
     run.wait_for_step(done + 2)
@@ -207,11 +123,11 @@ def test_servers_of_the_user_outlive_restarts_and_a_guard_ends_them(train, serve
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path, request):
+def small_disk(tmp_path: Path):
     """A disk that has room for one checkpoint, which :func:`grow` makes large."""
-    folder, size = tmp_path / "disk", getattr(request, "param", "9m")
+    folder = tmp_path / "disk"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("NOT TESTED: a full disk, because file systems may not be mounted here")
     yield folder
@@ -224,36 +140,6 @@ def grow(disk: Path) -> None:
 
 def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("step-*"))
-
-
-@pytest.mark.long
-def test_a_disk_that_is_full_at_the_start_is_one_message(train, small_disk):
-    """There is room for the first files, and none for the record of the start."""
-    (small_disk / "other").write_bytes(bytes((9 << 20) - (16 << 10)))
-    run = train(f"--job.dump_folder={small_disk}/run")
-    assert run.finish() == 1, run.console[-6000:]
-    (message,) = run.errors()
-    assert f"The disk of {small_disk}/run" in message and "is full: 0 MiB are free" in message
-    assert not run.has_traceback(), run.console[-6000:]
-    run.wait_until_processes_end()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("small_disk", ["12m"], indirect=True)
-def test_a_run_on_a_small_disk_promises_nothing_and_leaves_nothing_half(train, small_disk):
-    """The disk has room for the first of four checkpoints, and for the export."""
-    folder = small_disk / "run"
-    run = train(f"--job.dump_folder={folder}", "--training.steps=8")
-    assert run.finish() == 4, run.console[-6000:]
-    (message,) = run.errors()
-    assert f"{folder}/checkpoint/step-8 could not be written: the disk of" in message
-    assert "The newest whole checkpoint is that of step 2." in message
-    assert run.console.count("saves again") == 2, "after step 4 and 6, and not after the last one"
-    assert not run.has_traceback(), run.console[-6000:]
-    whole = checkpoints(folder / "checkpoint")
-    assert [file.stem for file in (folder / "rollouts").iterdir()] == whole == ["step-2"]
-    assert not list(folder.rglob("*.partial"))
-    run.wait_until_processes_end()
 
 
 @pytest.mark.long

@@ -1,37 +1,82 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
 """The shell scripts, started as a user starts them."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "programs"))
-
+import torch
 from listening import check_sockets, run_watched
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchtitan.grpo.inference.local_servers import free_ports
 from torchtitan.grpo.inference.server_spec import ServerSpec
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.parametrize(
-    "server",
-    [
-        "embedded",
-        # In the short suite test_families.py runs the script with these, on other models.
-        pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.long]),
-        pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.long]),
-    ],
-)
-def test_what_a_server_serves_is_what_the_trainer_has(server, repository, tmp_path):
-    script = repository / "scripts/verify_grpo_cpu.sh"
-    result, found = run_watched(["bash", str(script), "--server", server])
+SIZES: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 128, "intermediate_size": 200, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "eos_token_id": 1, "pad_token_id": 0, "dtype": "float32",
+}  # fmt: skip
+ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 256}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {
+        "tie_word_embeddings": True,
+        "rope_parameters": ROPE | {"rope_type": "yarn", "factor": 2.0},
+    },
+    "llama": {"tie_word_embeddings": True, "rope_parameters": ROPE | LLAMA3},
+    "mistral": {"tie_word_embeddings": False, "head_dim": 32, "sliding_window": None},
+}
+
+
+def make_family(family: str, folder: Path, tokenizer: Path) -> Path:
+    """Writes a random model of a family, with the tokenizer of another directory."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SIZES | FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(config).float()
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):  # transformers begins with zeros
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    for file in tokenizer.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+def _cases() -> list:
+    cases = []
+    for server in ("embedded", "vllm", "sglang"):
+        # Other tests of the short suite load a Qwen3 into every kind of server.
+        for family in ("shipped", *FAMILIES):
+            marks = [] if server == "embedded" else [getattr(pytest.mark, server)]
+            if (server, family) != ("embedded", "qwen2"):
+                marks.append(pytest.mark.long)
+            cases.append(pytest.param(server, family, marks=marks, id=f"{server}-{family}"))
+    return cases
+
+
+@pytest.mark.parametrize(("server", "family"), _cases())
+def test_after_ten_pushes_a_server_serves_what_the_trainer_has(
+    server, family, repository, tmp_path
+):
+    model = repository / "assets/reverse_digits/model"
+    if family != "shipped":
+        model = make_family(family, tmp_path / family, model)
+    script = str(repository / "scripts/verify_grpo_cpu.sh")
+    result, found = run_watched(["bash", script, "--server", server, "--model", str(model)])
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     assert result.stdout.count("\nok ") == 6
     assert f"verified: {server} serves the trainer's weights" in result.stdout
     check_sockets(found)
-    log = repository / f"outputs/verify-cpu-{server}-model/server.log"
+    log = repository / f"outputs/verify-cpu-{server}-{model.name}/server.log"
     assert log.stat().st_mode & 0o777 == 0o600
 
 
@@ -40,8 +85,7 @@ def test_verification_fails_where_the_server_has_other_weights(make_run, reposit
     run = make_run("--training.steps=2", "--grpo.prompts_per_step=2", "--optimizer.lr=3e-3")
     run.succeed()
     model = str(repository / "assets/reverse_digits/model")
-    (port,) = free_ports(1)
-    spec = ServerSpec("embedded", model, port, "cpu", "float32", 256, 8)
+    spec = ServerSpec("embedded", model, free_ports(1)[0], "cpu", "float32", 256, 8)
     server = fork_server.start_server(spec, run.folder / "other.log")
     try:
         command = [
@@ -57,7 +101,6 @@ def test_verification_fails_where_the_server_has_other_weights(make_run, reposit
     assert "FAIL  logprobs equal transformers'" in result.stdout
 
 
-@pytest.mark.slow
 def test_the_quickstart_learns(repository, tmp_path):
     """Checks that the README's run learns, with the script itself.
 

@@ -6,20 +6,12 @@
 The server is the one of `test_real_servers.py`, started with both keys.
 """
 
-# ruff: noqa: E402  (the programs' folder must be importable first)
-
 import http.client
 import json
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.append(str(REPOSITORY / "tests" / "programs"))
-
 from bare_trainer import KEYS, RunningServer, joined, run
 from listening import beyond_loopback, listening, session_of
 
@@ -91,7 +83,7 @@ def version(server: RunningServer) -> str:
     return json.loads(ask(server, "GET", route, key=key)[1])["weight_version"]
 
 
-def test_without_the_admin_key_nobody_controls_the_server(server: RunningServer) -> None:
+def test_each_key_suffices_for_its_own_routes_alone(server: RunningServer) -> None:
     before = version(server)
     for route, body in CONTROL[server.kind]:
         for key in ("", "api_key"):
@@ -99,11 +91,8 @@ def test_without_the_admin_key_nobody_controls_the_server(server: RunningServer)
             assert status == 401, (route, key, text)
     assert version(server) == before
     assert generate(server)[0] == 200, "it is not paused"
-
-
-def test_the_generation_key_suffices_to_generate_and_to_look(server: RunningServer) -> None:
-    assert generate(server)[0] == 200
     assert generate(server, key="")[0] == 401
+    assert generate(server, key="", Authorization="Bearer \xff\xfe")[0] == 401
     for route in READS[server.kind]:
         assert ask(server, "GET", route, key="api_key")[0] == 200, route
         assert ask(server, "GET", route)[0] == 401, route
@@ -137,14 +126,9 @@ def test_a_foreign_page_cannot_use_the_server_even_with_a_key(server: RunningSer
     assert generate(server, **{"Content-Type": "application/json; charset=klingon"})[0] == 415
 
 
-def test_a_key_of_any_bytes_is_a_wrong_key(server: RunningServer) -> None:
-    assert generate(server, key="", Authorization="Bearer \xff\xfe")[0] == 401
-
-
 def test_bodies_that_no_parser_likes_leave_the_server_alive(server: RunningServer) -> None:
     deep = '{"sampling_params": ' + "[" * 100_000 + "]" * 100_000 + "}"
-    status, _ = ask(server, "POST", GENERATE[server.kind], deep, "api_key")
-    assert 400 <= status < 500
+    assert 400 <= ask(server, "POST", GENERATE[server.kind], deep, "api_key")[0] < 500
     assert generate(server)[0] == 200
 
 
@@ -163,20 +147,12 @@ def test_keys_are_in_no_answer_no_log_and_no_command_line(server: RunningServer)
     assert launched.log_file.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_run_with_these_keys_finds_nothing_to_warn_of(server: RunningServer) -> None:
+def test_a_run_has_nothing_to_warn_of_and_all_its_sockets_are_on_loopback(
+    server: RunningServer,
+) -> None:
     async def test() -> None:
-        client = server.client()
-        try:
+        async with joined(server) as (client, _):  # with weight groups, which listen as well
             assert (await client.describe(1.0)).warnings == ()
-        finally:
-            await client.close()
-
-    run(test)
-
-
-def test_the_server_and_its_workers_listen_on_loopback_alone(server: RunningServer) -> None:
-    async def test() -> None:
-        async with joined(server):  # with weight groups, which listen as well
             found = listening(session_of(server.launched.process.pid))
             assert len(found) >= 1
             assert not beyond_loopback(found)
@@ -185,25 +161,13 @@ def test_the_server_and_its_workers_listen_on_loopback_alone(server: RunningServ
 
 
 def test_servers_that_a_run_launches_have_keys_that_only_the_run_knows(make_run: Any) -> None:
-    launched_run = make_run("--training.steps=2", "--grpo.prompts_per_step=2")
-    launched_run.start()
-    opened: list[str] = []
-
-    def is_up() -> bool:
-        for _, url in re.findall(r"(Serving|READY) \S* ?on? ?(http://\S+)", log_of(launched_run)):
-            opened.append(url)
-        return bool(opened)
-
-    launched_run.wait_for(is_up)
-    port = int(opened[0].rpartition(":")[2])
+    own = make_run("--training.steps=1000", "--grpo.prompts_per_step=2")
+    own.start()
+    own.wait_for_step(1)
+    (log,) = (own.folder / "servers").glob("*.log")
+    port = int(re.search(r"(?:Serving|READY) .*http://\S+:(\d+)", log.read_text())[1])
     for route, body in (("/generate", {"input_ids": [1]}), ("/pause_generation", {})):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         connection.request("POST", route, json.dumps(body), {"Content-Type": "application/json"})
         assert connection.getresponse().status == 401, route
         connection.close()
-    assert launched_run.finish() == 0, launched_run.console[-6000:]
-
-
-def log_of(launched_run: Any) -> str:
-    logs = (launched_run.folder / "servers").glob("*.log")
-    return "".join(log.read_text() for log in logs)

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -43,11 +42,8 @@ class Job:
         self.run, self.calls_file = run, folder / "calls.jsonl"
         self.queue_file = folder / "queue"
         self.script = repository / "scripts" / script
-        self.environment = os.environ | {
+        self.run.environment = {
             "PATH": f"{repository / 'tests/programs/slurm'}:{os.environ['PATH']}",
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "HF_HUB_OFFLINE": "1",
             "TMPDIR": str(folder),
             "SLURM_JOB_ID": JOB_ID,
             "SLURM_SUBMIT_DIR": str(repository),
@@ -55,17 +51,10 @@ class Job:
             "SLURM_JOB_NODELIST": "127.0.0.1",
             "STANDIN_CALLS": str(self.calls_file),
             "STANDIN_QUEUE": str(self.queue_file),
-            "TORCH_GRPO_TEST_MARK": run.mark,
-        }
-        self.environment |= environment
+        } | environment
 
     def start(self, *arguments: str) -> None:
-        self.run.folder.mkdir(exist_ok=True)
-        with (self.run.folder / "console.log").open("ab") as console:
-            self.run.process = subprocess.Popen(
-                ["bash", str(self.script), *arguments], env=self.environment, cwd="/",
-                stdout=console, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+        self.run.start_command("bash", str(self.script), *arguments, cwd="/")
 
     def finish(self, *arguments: str) -> int:
         self.start(*arguments)
@@ -125,14 +114,6 @@ def test_a_heterogeneous_job_starts_nodes_and_servers_that_find_each_other(
     for name in shared:
         (value,) = {environment[name] for environment in (*trainers, *servers)}
         assert len(value) >= 20
-
-
-def test_servers_in_a_job_of_their_own_need_a_registry(make_job):
-    job = make_job("grpo_servers.slurm", STANDIN_STARTS_NOTHING="1")
-    assert job.finish(MODEL) == 2
-    assert job.run.errors() == [
-        "GRPO_REGISTRY must name the folder in which servers register themselves\n"
-    ]
 
 
 def test_a_run_that_is_refused_is_not_queued_again(make_job):

@@ -57,47 +57,31 @@ def _expect_end(run) -> None:
     print(f"ended after {time.monotonic() - begin:.1f} s")
 
 
-def _rank(run, rank: int):
-    """Returns the process of one rank under torchrun."""
-    ranks = [p for p in run.processes("torchtitan.grpo_train") if p.pid != run.process.pid]
-    (found,) = [p for p in ranks if p.environ().get("RANK") == str(rank)]
-    return found
+def _is_building(run) -> bool:
+    return "Building huggingface directory" in run.console  # upstream says so, where it may
 
 
-def _start(*runs) -> None:
-    """Starts runs together, because they spend most of their time importing torch on one core each."""
-    for run in runs:
-        run.start()
+def _starts_servers(run) -> bool:
+    return bool(run.processes("grpo.inference.embedded"))
 
 
 @pytest.mark.parametrize(
-    "moment", [pytest.param("building", marks=pytest.mark.long), "starting servers"]
+    ("is_there", "stop"),
+    [
+        (_starts_servers, _interrupt),
+        pytest.param(_starts_servers, _terminate, marks=pytest.mark.long),
+        pytest.param(_is_building, _interrupt, marks=pytest.mark.long),
+        pytest.param(_is_building, _terminate, marks=pytest.mark.long),
+    ],
 )
-def test_a_signal_before_the_first_step_ends_the_run(make_run, moment):
-    cases = {
-        make_run(*SMALL, "--observe.log_level=info", name="interrupted", torchrun=True): _interrupt,
-        make_run(*SMALL, "--observe.log_level=info", name="terminated", torchrun=True): _terminate,
-    }
-    _start(*cases)
-    waiting = dict(cases)
-    deadline = time.monotonic() + 120
-    while waiting:
-        assert time.monotonic() < deadline, [run.console[-3000:] for run in waiting]
-        for run in list(waiting):
-            assert run.process.poll() is None, run.console[-6000:]
-            if _is_at(run, moment):
-                waiting.pop(run)(run)
-        time.sleep(0.1)
-    for run in cases:
-        _expect_end(run)
-        assert not run.has_traceback(), run.console[-6000:]
-        assert run.errors() == []
-
-
-def _is_at(run, moment: str) -> bool:
-    if moment == "building":  # upstream says so, where it may
-        return "Building huggingface directory" in run.console
-    return bool(run.processes("grpo.inference.embedded"))
+def test_a_signal_before_the_first_step_ends_the_run(make_run, is_there, stop):
+    run = make_run(*SMALL, "--observe.log_level=info", torchrun=True)
+    run.start()
+    run.wait_for(lambda: is_there(run))
+    stop(run)
+    _expect_end(run)
+    assert not run.has_traceback(), run.console[-6000:]
+    assert run.errors() == []
 
 
 def test_a_stopped_run_resumes_where_it_was(make_run, tmp_path):
@@ -149,11 +133,12 @@ def test_a_stopped_run_resumes_where_it_was(make_run, tmp_path):
 def test_the_end_of_any_process_is_the_end_of_the_run(make_run, names):
     once = ("--inference.max_restarts=0", "--rollout.max_process_restarts=0")
     runs = {name: make_run(*SMALL, *once, name=name, torchrun=True) for name in names}
-    _start(*runs.values())
+    for run in runs.values():
+        run.start()
     victims = {
         "rollout": lambda run: run.processes("grpo.rollout.process")[0],
         "server": lambda run: run.processes("grpo.inference.embedded")[0],
-        "rank": lambda run: _rank(run, 0),
+        "rank": lambda run: run.rank(0),
         "agent": lambda run: run.process,
     }
     messages = {}

@@ -3,16 +3,12 @@
 
 """``torchtitan-grpo train``, started as a user starts it."""
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hub_cache import REVISION, fill_cache
 
-PROGRAM = "import torchtitan_grpo; torchtitan_grpo.main()"
 SMALL = ("--grpo.prompts_per_step=2", "--evaluation.num_prompts=4")
 PATIENCE_SECONDS = 400
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -26,19 +22,8 @@ def train(make_run, tmp_path, repository):
     (folder / "assets").symlink_to(repository / "assets")
 
     def start(*arguments: str, name: str = "run", **environment: str):
-        run = make_run(name=name)
-        run.folder = folder / name
-        run.folder.mkdir(exist_ok=True)
-        variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-c", PROGRAM, "train"]
-        command += [str(repository / "train_configs/quickstart.toml"), f"--job.dump_folder={name}"]
-        command += ["--workers.pass_variables=TORCH_GRPO_TEST_MARK"]
-        with (run.folder / "console.log").open("wb") as console:
-            run.process = subprocess.Popen(
-                [*command, *SMALL, *arguments], cwd=folder, start_new_session=True,
-                env=os.environ | variables | {"TORCH_GRPO_TEST_MARK": run.mark} | environment,
-                stdout=console, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+        run = make_run(name=f"elsewhere/{name}")
+        run.train(*SMALL, *arguments, f"--job.dump_folder={name}", cwd=folder, **environment)
         return run
 
     return start

@@ -1,7 +1,6 @@
 """Whole runs with the embedded server: what they compute and which files they write."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -12,7 +11,9 @@ SMALL = ("--grpo.prompts_per_step=4", "--evaluation.num_prompts=16", "--training
 
 
 def test_an_asynchronous_run_leaves_everything_it_promises(make_run, repository):
-    run = make_run(*SMALL, "--rollout.max_head_offpolicyness=2", torchrun=True).succeed()
+    run = make_run(
+        *SMALL, "--rollout.max_head_offpolicyness=2", "--metrics.enable_tensorboard", torchrun=True
+    ).succeed()
     assert [record["step"] for record in run.metrics] == [1, 2, 3, 4]
     for key in (
         "reward/mean", "loss/policy", "grad_norm", "policy_version", "staleness/mean_steps",
@@ -28,6 +29,10 @@ def test_an_asynchronous_run_leaves_everything_it_promises(make_run, repository)
     assert (run.folder / "reward_curve.png").stat().st_size > 1000
     sample = json.loads((run.folder / "samples.jsonl").read_text().splitlines()[0])
     assert sample["completion"].isdigit()
+    (file,) = run.folder.rglob("events.out.tfevents.*")
+    events = EventAccumulator(str(file))
+    events.Reload()
+    assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3, 4]
     # The export is a model that has learned: transformers loads it, and it is not the old one.
     exported = AutoModelForCausalLM.from_pretrained(summary["hf_checkpoint"]).state_dict()
     original = AutoModelForCausalLM.from_pretrained(repository / "assets/reverse_digits/model")
@@ -36,19 +41,21 @@ def test_an_asynchronous_run_leaves_everything_it_promises(make_run, repository)
     run.wait_until_processes_end()
 
 
-@pytest.mark.parametrize(
-    "how", [(), ("--rollout.segment_tokens=3",), ("--prompts.no-single_rank_load",)], ids=str
-)
-def test_without_staleness_trainer_and_server_compute_the_same_model(make_run, how):
+def test_without_staleness_trainer_and_server_compute_the_same_model(make_run):
+    """With a penalty that grows with the distance; and a new run serves what this one exports."""
     run = make_run(
-        *SMALL, *how, "--rollout.max_head_offpolicyness=0", "--optimizer.lr=3e-3"
-    ).succeed()
+        *SMALL, "--rollout.max_head_offpolicyness=0", "--optimizer.lr=3e-3", "--grpo.kl_coef=0.1",
+        "--lr_scheduler.warmup_steps=0", "--rollout.segment_tokens=3",
+    ).succeed()  # fmt: skip
     for record in run.metrics:
         assert record["staleness/max_steps"] == 0
         assert record["mismatch/kl"] < 1e-6
         assert record["weight_sync/server_version"] >= record["policy_version"] - 1
     assert run.summary["mismatch_kl_mean"] < 1e-6
-    # Where rank 0 does not receive the token ids of a batch, it receives those of the samples.
+    divergence = [record["loss/reference_kl"] for record in run.metrics]
+    assert abs(divergence[0]) < 1e-6
+    assert all(d > 1e-5 for d in divergence[1:])
+    # Rank 0 does not receive the token ids of a batch, but those of the samples.
     for sample in run.records("samples.jsonl"):
         prompt, written = sample["context"]
         assert prompt["text"] == sample["prompt"]
@@ -56,28 +63,28 @@ def test_without_staleness_trainer_and_server_compute_the_same_model(make_run, h
         spread = max(sample["group_rewards"]) - min(sample["group_rewards"])
         assert (sample["advantage"] != 0) <= (spread > 0)
 
-
-def test_foreground_pushes_leave_the_server_current_after_every_step(make_run):
-    run = make_run(*SMALL, "--grpo.no-async_weight_update").succeed()
-    for record in run.metrics:
-        assert record["weight_sync/server_version"] == record["policy_version"]
-        # The push is inside the boundary.
-        assert record["time/boundary_stall_seconds"] >= record["weight_sync/push_seconds"]
-
-
-def test_a_kl_penalty_starts_at_zero_and_grows_with_the_distance(make_run):
-    run = make_run(
-        *SMALL, "--grpo.kl_coef=0.1", "--optimizer.lr=3e-3", "--lr_scheduler.warmup_steps=0"
-    ).succeed()
-    divergence = [record["loss/reference_kl"] for record in run.metrics]
-    assert abs(divergence[0]) < 1e-6
-    assert all(d > 1e-5 for d in divergence[1:])
+    exported = run.summary["hf_checkpoint"]
+    # With a learning rate of 0 the new run's server must serve the old run's last weights.
+    second = make_run(
+        *SMALL, "--optimizer.lr=0", f"--model.hf_assets_path={exported}",
+        "--rollout.max_head_offpolicyness=0", "--training.steps=1", name="second",
+    ).succeed()  # fmt: skip
+    # Its first step scores what the server sampled from those weights, token by token.
+    assert second.metrics[0]["mismatch/kl"] < 1e-6
+    assert second.summary["heldout_before"] == run.summary["heldout_after"]
+    old = AutoModelForCausalLM.from_pretrained(exported).state_dict()
+    new = AutoModelForCausalLM.from_pretrained(second.summary["hf_checkpoint"]).state_dict()
+    assert all(torch.equal(tensor, new[name]) for name, tensor in old.items())
 
 
 def test_a_run_resumes_from_its_checkpoint(make_run):
     """The last checkpoint of a finished run is whole, though no interval ends there."""
     checkpoint = ("--checkpoint.enable", "--checkpoint.interval=3")
-    first = make_run(*SMALL, *checkpoint).succeed()
+    first = make_run(*SMALL, *checkpoint, "--grpo.no-async_weight_update").succeed()
+    for record in first.metrics:
+        assert record["weight_sync/server_version"] == record["policy_version"]
+        # A push in the foreground is inside the boundary.
+        assert record["time/boundary_stall_seconds"] >= record["weight_sync/push_seconds"]
     assert (first.folder / "rollouts/step-4.msgpack").is_file()
     changes = ("--training.steps=6", "--optimizer.lr=1e-4", "--lr_scheduler.warmup_steps=0")
     second = make_run(*SMALL, *checkpoint, *changes).succeed()
@@ -87,63 +94,6 @@ def test_a_run_resumes_from_its_checkpoint(make_run):
     assert [path.name for path in sorted((second.folder / "starts").glob("[0-9]*"))] == ["1", "2"]
     assert [record["step"] for record in second.metrics] == [1, 2, 3, 4, 5, 6]
     assert second.summary["server_version"] == 6
-    samples = [json.loads(x) for x in (second.folder / "samples.jsonl").read_text().splitlines()]
-    before = {s["group_id"] for s in samples if s["step"] <= 4}
-    after = {s["group_id"] for s in samples if s["step"] > 4}
-    assert before.isdisjoint(after)
-
-
-def test_an_export_loaded_into_a_new_run_is_what_the_new_run_serves(make_run):
-    """With a learning rate of 0 the new run's server must serve the old run's last weights."""
-    first = make_run(*SMALL, "--optimizer.lr=3e-3", name="first").succeed()
-    exported = first.summary["hf_checkpoint"]
-    second = make_run(
-        *SMALL, "--optimizer.lr=0", f"--model.hf_assets_path={exported}",
-        "--rollout.max_head_offpolicyness=0", "--training.steps=1", name="second",
-    ).succeed()  # fmt: skip
-    # Its first step scores what the server sampled from those weights, token by token.
-    assert second.metrics[0]["mismatch/kl"] < 1e-6
-    assert second.summary["heldout_before"] == first.summary["heldout_after"]
-    old = AutoModelForCausalLM.from_pretrained(exported).state_dict()
-    new = AutoModelForCausalLM.from_pretrained(second.summary["hf_checkpoint"]).state_dict()
-    assert all(torch.equal(tensor, new[name]) for name, tensor in old.items())
-
-
-def test_one_rank_runs_without_fsdp(make_run):
-    run = make_run(*SMALL, num_ranks=1).succeed()
-    assert run.summary["server_version"] == 4
-
-
-def test_a_reward_that_takes_chat_messages_for_strings_is_noticed(make_run, repository, tmp_path):
-    """The run says that nothing is learned, and why; TensorBoard has every step."""
-    model = tmp_path / "model"
-    shutil.copytree(repository / "assets/reverse_digits/model", model)
-    settings = json.loads((model / "tokenizer_config.json").read_text())
-    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
-    rows = [
-        {"prompt": [{"role": "user", "content": f"{n}->"}], "answer": str(n)[::-1]}
-        for n in range(100, 140)
-    ]
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "mine.py").write_text(
-        "def right(prompts, completions, answer, **kwargs):\n"
-        "    return [float(a in c) for c, a in zip(completions, answer)]\n"
-    )
-    run = make_run(
-        f"--model.hf_assets_path={model}", f"--prompts.path={tmp_path / 'chat.jsonl'}",
-        f"--reward.functions={tmp_path / 'mine.py'}:right", "--training.steps=3",
-        f"--evaluation.path={tmp_path / 'chat.jsonl'}", "--evaluation.num_prompts=4",
-        "--grpo.prompts_per_step=4", "--observe.equal_rewards_steps=2", "--metrics.enable_tensorboard",
-        num_ranks=1,
-    ).succeed()  # fmt: skip
-    assert [record["reward/equal_groups_fraction"] for record in run.metrics] == [1, 1, 1]
-    assert run.console.count("had two different rewards") == 1
-    notice = run.console.partition("No group of the last 2 steps")[2]
-    assert notice.splitlines()[1].startswith(
-        "  - reward.functions: completions are lists of messages"
-    )
-    (file,) = run.folder.rglob("events.out.tfevents.*")
-    events = EventAccumulator(str(file))
-    events.Reload()
-    assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3]
+    steps = {sample["group_id"]: sample["step"] for sample in second.records("samples.jsonl")}
+    for sample in second.records("samples.jsonl"):
+        assert (steps[sample["group_id"]] <= 4) == (sample["step"] <= 4)
