@@ -22,7 +22,7 @@ import pytest
 from forked import ForkedProcess, ForkServer
 from metric_page import undescribed
 from processes import has_words
-from server_kinds import python_of
+from server_kinds import REAL, python_of
 
 from torchtitan.grpo import config as tables
 from torchtitan.grpo.config import RolloutProcessConfig
@@ -64,7 +64,7 @@ _SHARING = (
     "test_handshake",
     "test_hostile",
 )
-_KINDS = ("vllm", "sglang", "embedded")
+_KINDS = (*REAL, "embedded")
 # Modules that share servers with another one.
 _PLACED_WITH = {"test_server_access": "test_real_servers"}
 

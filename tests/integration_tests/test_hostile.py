@@ -19,10 +19,7 @@ from corrupting_proxy import MODES, NO_VERSION, CorruptingProxy, running_beside
 
 from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.local_servers import (
-    LaunchedServer,
-    free_ports,
-)
+from torchtitan.grpo.inference.local_servers import LaunchedServer, free_ports
 from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher

@@ -13,16 +13,14 @@ ARGUMENTS = (
 )  # fmt: skip
 
 
+LOST, VERSION = "weight_sync/lost_servers", "weight_sync/server_version"
+
+
 def wait_for_record(run, holds):
     """Waits for a new record of metrics for which ``holds`` returns true, and returns it."""
     seen = len(run.metrics)
     run.wait_for(lambda: any(holds(record) for record in run.metrics[seen:]))
     return next(record for record in run.metrics[seen:] if holds(record))
-
-
-def wait_for_metric(run, key, wanted):
-    """Waits for a new record in which ``wanted(record[key])`` is true, and returns it."""
-    return wait_for_record(run, lambda record: wanted(record[key]))
 
 
 @pytest.mark.parametrize("bound", [0, pytest.param(1, marks=pytest.mark.long)])
@@ -37,25 +35,20 @@ def test_servers_that_die_or_freeze_rejoin_with_the_newest_weights(make_run, ser
 
     os.killpg(second.process.pid, signal.SIGKILL)
     second.process.wait(10)
-    alone = wait_for_metric(run, "weight_sync/lost_servers", lambda n: n == 1)
+    alone = wait_for_record(run, lambda r: r[LOST] == 1)
     # The other server's pushes go on.
-    wait_for_metric(run, "weight_sync/server_version", lambda v: v > alone["step"] + 2)
+    wait_for_record(run, lambda r: r[VERSION] > alone["step"] + 2)
 
     # It comes back under its address with the original weights, which must not be trained on
     # as anything newer: it is lost until it has confirmed the newest.
     second = serve(int(second.url.rsplit(":", 1)[1]))
-    wait_for_record(
-        run,
-        lambda r: (
-            r["weight_sync/lost_servers"] == 0 and r["weight_sync/server_version"] >= r["step"] - 3
-        ),
-    )
+    wait_for_record(run, lambda r: r[LOST] == 0 and r[VERSION] >= r["step"] - 3)
 
     os.killpg(second.process.pid, signal.SIGSTOP)
-    frozen = wait_for_metric(run, "weight_sync/lost_servers", lambda n: n == 1)
-    wait_for_metric(run, "weight_sync/server_version", lambda v: v > frozen["step"] + 2)
+    frozen = wait_for_record(run, lambda r: r[LOST] == 1)
+    wait_for_record(run, lambda r: r[VERSION] > frozen["step"] + 2)
     os.killpg(second.process.pid, signal.SIGCONT)
-    wait_for_metric(run, "weight_sync/lost_servers", lambda n: n == 0)
+    wait_for_record(run, lambda r: r[LOST] == 0)
 
     assert run.process is not None
     os.killpg(run.process.pid, signal.SIGTERM)

@@ -95,33 +95,6 @@ def test_a_run_that_is_killed_and_resumed_has_the_weights_of_one_that_was_not(tr
     assert traces and pickle.loads(traces[0].read_bytes())["entries"]
 
 
-@pytest.mark.long
-def test_servers_of_the_user_outlive_restarts_and_a_guard_ends_them(train, serve):
-    """The server that was there before a rank died serves the ranks that follow. Then it dies too."""
-    server = serve()
-    run = train(
-        "--training.steps=1000", "--max-restarts=3", "--inference.no-launch",
-        f"--inference.urls={server.url}", "--guards.servers_lost=stop", "--guards.servers_lost_seconds=3",
-        "--weight_sync.timeout_seconds=5", "--rollout.request_timeout_seconds=10",
-    )  # fmt: skip
-    run.wait_for_step(3)
-    run.rank(1).kill()
-    run.wait_for(lambda: "The ranks were started again" in run.console)
-    done = len(run.metrics)
-    run.wait_for_step(done + 2)
-    assert server.process.poll() is None, server.log_tail()
-    newest = max(map(int, re.findall(r"tensors as version (\d+)", server.log_file.read_text())))
-    assert newest >= done, "the same server takes the weights of the ranks that follow"
-
-    server.process.kill()
-    assert run.finish(120) == 3, run.console[-6000:]
-    assert "With guards.servers_lost = 'stop' the run ends here" in run.errors()[-1]
-    assert run.console.count("The ranks were started again") == 1
-    assert f"Stopped after step {run.metrics[-1]['step']}. " in run.console
-    assert not run.has_traceback(), run.console[-6000:]
-    run.wait_until_processes_end()
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path):
     """A disk that has room for one checkpoint, which :func:`grow` makes large."""

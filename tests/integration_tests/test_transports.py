@@ -14,7 +14,6 @@ import json
 import os
 import resource
 import signal
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -344,49 +343,6 @@ def test_a_server_that_comes_late_or_again_is_sent_everything_before_it_counts(
     report = training.lane(other).last_push
     assert report is not None
     assert report.num_bytes == full_size(training)
-
-
-@one_transport
-def test_a_slow_server_delays_no_other_and_gets_the_newest(sync, servers, train):
-    first, slow = servers.urls
-    training = train(servers.urls, **sync)
-    training.publish()
-    training.assert_serves_newest(slow)
-    with slowed(servers, 1):
-        training.publish_until_under_way(slow)
-        behind = training.lane(slow).version
-        told = {url: len(training.versions_told(url)) for url in (first, slow)}
-        overtaken = 0
-        while overtaken < 3:
-            training.publish()
-            training.wait_served(first)
-            overtaken += training.lane(slow).version == behind
-            behind = training.lane(slow).version
-    training.assert_serves_newest(slow)
-    assert training.versions_told(first)[-1] == training.version
-    news = {url: len(training.versions_told(url)) - told[url] for url in (first, slow)}
-    assert news[slow] < news[first]
-
-
-@contextlib.contextmanager
-def slowed(servers: Servers, index: int) -> Iterator[None]:
-    """Lets a server run for only a hundredth of the time."""
-    ended = threading.Event()
-
-    def stop_and_go() -> None:
-        while not ended.is_set():
-            servers.signal(index, signal.SIGSTOP)
-            ended.wait(0.2)
-            servers.signal(index, signal.SIGCONT)
-            ended.wait(0.002)
-
-    thread = threading.Thread(target=stop_and_go, name="slow-down")
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 @one_transport
