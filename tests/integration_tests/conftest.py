@@ -50,48 +50,47 @@ PATIENCE_SECONDS = 600.0
 _OTHER_SERVERS = ("--inference.kind", "--inference.no-launch", "--inference.python")
 
 
-# Modules whose tests share servers or a model: one worker of pytest-xdist runs a whole module, or,
-# where a module's tests run with each kind of server, all its tests with one kind. The slowest
-# modules come first, so that no worker is left with one of them at the end.
-_SHARING = (
-    "test_faults",
-    "test_real_servers",
-    "test_scripts",
-    "test_torn_free",
-    "test_exactly_once",
-    "test_environments",
-    "test_transports",
-    "test_handshake",
-    "test_hostile",
+# The slowest modules come first, so that no worker is left with one of them at the end.
+_SLOWEST = (
+    *("test_real_servers", "test_faults", "test_lora", "test_multinode", "test_scripts"),
+    *("test_benchmarks", "test_transports", "test_recovery", "test_hostile"),
 )
+# Their tests share servers: one worker of pytest-xdist runs a whole module, or, where its tests run
+# with each kind of server, all its tests with one kind.
+_SHARING = ("test_real_servers", "test_faults", "test_transports", "test_handshake", "test_hostile")
 _KINDS = (*REAL, "embedded")
 # Modules that share servers with another one.
 _PLACED_WITH = {"test_server_access": "test_real_servers"}
 
 
-def _place(nodeid: str) -> tuple[int, int]:
+def _place(nodeid: str) -> tuple[str, int]:
+    """Returns the module that a test goes with, and the position of its kind of server above."""
     file, _, name = nodeid.partition("::")
     parameters = name.partition("[")[2].rstrip("]").split("-")
     kind = next((i for i, kind in enumerate(_KINDS) if kind in parameters), len(_KINDS))
-    module = _PLACED_WITH.get(Path(file).stem, Path(file).stem)
-    return (_SHARING.index(module) if module in _SHARING else len(_SHARING), kind)
+    return _PLACED_WITH.get(Path(file).stem, Path(file).stem), kind
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives all tests with the same position to one worker; other tests are distributed one by one."""
+    """Gives tests that share servers to one worker; other tests are distributed one by one."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByPlace(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             place = _place(nodeid)
-            return str(place) if place[0] < len(_SHARING) else nodeid
+            return str(place) if place[0] in _SHARING else nodeid
 
     return ByPlace(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: _place(item.nodeid))
+    def order(item: pytest.Item) -> tuple[int, int]:
+        module, kind = _place(item.nodeid)
+        rank = _SLOWEST.index(module) if module in _SLOWEST else len(_SLOWEST)
+        return rank, kind
+
+    items.sort(key=order)
 
 
 @dataclass(eq=False)
