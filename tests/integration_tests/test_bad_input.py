@@ -69,7 +69,7 @@ def test_each_mistake_is_one_message_that_names_its_place(
     soon = ("--inference.startup_timeout_seconds=3", "--weight_sync.timeout_seconds=3")
     cases = [
         (
-            make_run(config=configuration, name="misspelt", torchrun=True),
+            make_run(config=configuration, name="misspelt"),
             ["Unknown key grpo.groupsize", "grpo.group_size"],
         ),
         (  # All ranks read the weights, and all find them wrong.

@@ -58,7 +58,7 @@ def test_servers_hold_what_an_export_holds(choice: str, num_layouts: int) -> Non
             assert sum(row["source_bytes"]) > 0
 
 
-@pytest.mark.parametrize("choice", ["--quick", long("--all", seconds=9000)])
+@pytest.mark.parametrize("choice", [long("--quick"), long("--all", seconds=9000)])
 def test_layouts_give_the_same_numbers(choice: str) -> None:
     assert "llama3/FSDP2 x2, PP x2, ZBVZeroBubble/gradients" in run("layout_parity", choice)
 
@@ -71,7 +71,8 @@ def test_no_mixture_is_served_while_servers_are_killed_and_stopped(publishes: in
     assert min(result["pushes"], result["parameter_checks"], result["completions_checked"]) > 10
 
 
-@pytest.mark.parametrize("inject", ["fence", pytest.param("slot", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("inject", ["fence", "slot"])
 def test_a_torn_write_is_found(inject: str) -> None:
     result = run("torn_free", "--publishes", "100", "--inject", inject, status=1)
     assert result["slot_or_bucket_errors"] > 0

@@ -26,7 +26,10 @@ pytestmark = pytest.mark.slow
 
 
 def each_kind(*short: str) -> pytest.MarkDecorator:
-    """Parametrizes a test by the kind of server. Those that are not named are of the long suite."""
+    """Parametrizes a test by the kind of server. Those that are not named are of the long suite.
+
+    In the short suite `test_real_servers.py` stops servers of the other kinds.
+    """
     marks = {k: [] if k in short else [pytest.mark.long] for k in ("embedded", *REAL)}
     for kind in REAL:
         marks[kind].append(getattr(pytest.mark, kind))
@@ -50,7 +53,7 @@ def rig(
         rig.close()
 
 
-@each_kind("embedded", "sglang")
+@each_kind("embedded")
 def test_a_corrupted_bucket_is_found_out(rig: FaultRig) -> None:
     """A server that compares no checksums is found out by the logprobs of the attestation.
 
@@ -71,7 +74,7 @@ def test_a_corrupted_bucket_is_found_out(rig: FaultRig) -> None:
     rig.assert_recovered(mark, lost["at"])
 
 
-@each_kind("embedded", "vllm")
+@each_kind("embedded")
 def test_a_server_that_stands_still_amid_the_transfer_rejoins_when_it_goes_on(
     rig: FaultRig,
 ) -> None:
@@ -126,7 +129,7 @@ def test_a_trainer_killed_amid_a_push_leaves_servers_to_the_next(rig: FaultRig) 
     rig.assert_recovered(0, began["at"])
 
 
-@each_kind("embedded", "sglang")
+@each_kind("embedded")
 def test_a_server_killed_during_the_transfer_comes_back_with_old_weights_and_rejoins(
     rig: FaultRig,
 ) -> None:

@@ -10,7 +10,6 @@ trainer's source rank claims one, too. What they then do is what they would do o
 import json
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -20,10 +19,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from forked import ForkedProcess
-
-sys.path.append(str(Path(__file__).parent))
-
-from test_transports import MODEL, PATIENCE, Training, ask, wait_until
+from lone_trainer import MODEL, PATIENCE, LoneTrainer, ask, wait_until
 
 from torchtitan.grpo.inference.local_servers import free_ports
 from torchtitan.grpo.weight_sync.lane import WeightsRefused
@@ -82,8 +78,8 @@ def claim(only_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def training(url: str, folder: Path, transport: str) -> Iterator[Training]:
-    one = Training([url], folder, transport=transport)
+def training(url: str, folder: Path, transport: str) -> Iterator[LoneTrainer]:
+    one = LoneTrainer([url], folder, transport=transport)
     try:
         yield one
     finally:

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import json
 import os
+import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from bare_trainer import (
     KEYS,
     PROBE,
@@ -31,6 +33,7 @@ from bare_trainer import (
     make_model,
     run,
 )
+from lone_trainer import LoneTrainer
 from safetensors.torch import save_file
 from transformers import Qwen3ForCausalLM
 
@@ -467,6 +470,45 @@ def test_a_trainer_that_died_amid_a_push_leaves_the_server_to_the_next(
             await trainer.push(make_buckets(make_model(10), 3), version)
             await assert_serves(client, make_model(10), version)
             await client.leave_weight_groups()  # once more than needed: harmless
+
+    run(test)
+
+
+def test_a_server_that_stands_still_is_lost_and_gets_the_newest_when_it_goes_on(
+    server: RunningServer, tmp_path: Path
+) -> None:
+    """The trainer's own publisher pushes."""
+    url, folder = server.launched.url, Path(server.launched.spec.model_path)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    trainer = LoneTrainer(
+        [url], tmp_path, kind=server.kind, model=folder, keys=KEYS, control_seconds=6.0,
+        timeout_seconds=6.0, push_timeout_seconds=15.0,
+    )  # fmt: skip
+    trainer.version = 1000 * next(_versions)
+    try:
+        trainer.publish()
+        trainer.wait_served(url)
+        os.killpg(server.launched.process.pid, signal.SIGSTOP)
+        try:
+            trainer.publish()
+            trainer.wait_lost(url)
+            trainer.publish()
+        finally:
+            os.killpg(server.launched.process.pid, signal.SIGCONT)
+        trainer.wait_served(url)
+        assert trainer.versions_told(url)[-2:] == [-1, trainer.version]
+        model = make_model(0)
+        model.load_state_dict(dict(trainer.weights()))
+    finally:
+        trainer.publisher.close(15)
+        dist.destroy_process_group()
+
+    async def test() -> None:
+        client = server.client()
+        try:
+            await assert_serves(client, model, trainer.version)
+        finally:
+            await client.close()
 
     run(test)
 

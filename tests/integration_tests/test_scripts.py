@@ -80,6 +80,7 @@ def test_after_ten_pushes_a_server_serves_what_the_trainer_has(
     assert log.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.long
 def test_verification_fails_where_the_server_has_other_weights(make_run, repository, fork_server):
     """The server has the original weights, because the run's own server has ended."""
     run = make_run("--training.steps=2", "--grpo.prompts_per_step=2", "--optimizer.lr=3e-3")

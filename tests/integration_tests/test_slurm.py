@@ -117,7 +117,7 @@ def test_a_heterogeneous_job_starts_nodes_and_servers_that_find_each_other(
 
 
 def test_a_run_that_is_refused_is_not_queued_again(make_job):
-    job = make_job("grpo.slurm")
+    job = make_job("grpo.slurm", NPROC_PER_NODE="2")
     assert job.finish("train_configs/quickstart.toml", "--grpo.group_sizes=4") == 2
     (message,) = job.run.errors()
     assert "grpo.group_sizes" in message

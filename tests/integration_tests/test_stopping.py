@@ -90,7 +90,7 @@ def test_a_stopped_run_resumes_where_it_was(make_run, tmp_path):
     # so that at any moment some tokens are there, also while a push holds up the server.
     ahead = "--rollout.max_head_offpolicyness=4"
     settings = (*SMALL, *CHECKPOINT, "--rollout.segment_tokens=2", ahead)
-    first = make_run(*settings, torchrun=True)
+    first = make_run(*settings)
     first.start()
     first.wait_for_step(3)
     _terminate_all(first)
@@ -132,7 +132,9 @@ def test_a_stopped_run_resumes_where_it_was(make_run, tmp_path):
 )
 def test_the_end_of_any_process_is_the_end_of_the_run(make_run, names):
     once = ("--inference.max_restarts=0", "--rollout.max_process_restarts=0")
-    runs = {name: make_run(*SMALL, *once, name=name, torchrun=True) for name in names}
+    runs = {
+        name: make_run(*SMALL, *once, name=name, torchrun="server" not in names) for name in names
+    }
     for run in runs.values():
         run.start()
     victims = {

@@ -11,7 +11,6 @@ from hub_cache import REVISION, fill_cache
 
 SMALL = ("--grpo.prompts_per_step=2", "--evaluation.num_prompts=4")
 PATIENCE_SECONDS = 400
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @pytest.fixture
@@ -48,6 +47,7 @@ def test_a_run_from_any_folder_with_a_model_of_the_hub(train, tmp_path, reposito
     run.wait_until_processes_end()
 
 
+@pytest.mark.long
 def test_a_mistake_is_one_message_with_the_ranks_own_status(train):
     run = train("--nproc=2", "--grpo.group_size=0")
     assert run.finish(PATIENCE_SECONDS) == 2
@@ -57,18 +57,19 @@ def test_a_mistake_is_one_message_with_the_ranks_own_status(train):
     assert len(lines) == 2, run.console
 
 
-def test_a_signal_ends_the_run_in_order_with_its_status(train):
-    runs = {signum: train("--training.steps=1000", name=signum.name) for signum in SIGNALS}
-    for signum, run in runs.items():
-        run.wait_for_step(1)
-        run.process.send_signal(signum)
-        run.process.send_signal(signum)  # a second one changes nothing
-    for signum, run in runs.items():
-        assert run.finish(PATIENCE_SECONDS) == 128 + signum, run.console[-6000:]
-        run.wait_until_processes_end()
-        assert "Traceback" not in run.console
-        assert run.errors() == []
-        assert "death signal" not in run.console  # torchrun's report
+@pytest.mark.parametrize(
+    "signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
+def test_a_signal_ends_the_run_in_order_with_its_status(train, signum):
+    run = train("--training.steps=1000")
+    run.wait_for_step(1)
+    run.process.send_signal(signum)
+    run.process.send_signal(signum)  # a second one changes nothing
+    assert run.finish(PATIENCE_SECONDS) == 128 + signum, run.console[-6000:]
+    run.wait_until_processes_end()
+    assert "Traceback" not in run.console
+    assert run.errors() == []
+    assert "death signal" not in run.console  # torchrun's report
 
 
 def test_help_is_printed_once_by_all_ranks_together(make_run):

@@ -12,7 +12,7 @@ SMALL = ("--grpo.prompts_per_step=4", "--evaluation.num_prompts=16", "--training
 
 def test_an_asynchronous_run_leaves_everything_it_promises(make_run, repository):
     run = make_run(
-        *SMALL, "--rollout.max_head_offpolicyness=2", "--metrics.enable_tensorboard", torchrun=True
+        *SMALL, "--rollout.max_head_offpolicyness=2", "--metrics.enable_tensorboard"
     ).succeed()
     assert [record["step"] for record in run.metrics] == [1, 2, 3, 4]
     for key in (

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What every weight transport must do, with healthy, late, slow, stopped and dead servers.
+"""What every weight transport must do, with healthy, late, stopped and dead servers.
 
 The trainer's own publisher, on one rank in this process, pushes the shipped tiny model to real
 embedded servers. All transports run the same tests; NCCL groups share all but the collective
@@ -10,75 +10,31 @@ with gloo's, and need a GPU.
 
 import asyncio
 import contextlib
-import json
 import os
 import resource
 import signal
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
-from itertools import groupby
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from forked import ForkServer
+from lone_trainer import MODEL, PATIENCE, LoneTrainer, ask, checksums, wait_until
 from server_kinds import LONG, python_of
 
-from torchtitan.grpo.system.device import settle_device
+from torchtitan.grpo.config import WeightSync
+from torchtitan.grpo.inference.kinds import make_client
+from torchtitan.grpo.inference.local_servers import LaunchedServer, free_ports
+from torchtitan.grpo.inference.server_spec import ServerSpec
+from torchtitan.grpo.inference.waiting import wait_until_up
+from torchtitan.grpo.types import ServerInfo
+from torchtitan.grpo.weight_sync.lane import LaneState
+from torchtitan.grpo.weight_sync.leader import max_alive
 
-settle_device()
-
-from torchtitan.grpo.config import WeightSync  # noqa: E402
-from torchtitan.grpo.config_manager import JobConfig  # noqa: E402
-from torchtitan.grpo.inference.embedded.weights import tensor_sha256  # noqa: E402
-from torchtitan.grpo.inference.kinds import make_client  # noqa: E402
-from torchtitan.grpo.inference.local_servers import (  # noqa: E402
-    LaunchedServer,
-    free_ports,
-)
-from torchtitan.grpo.inference.server_spec import ServerSpec  # noqa: E402
-from torchtitan.grpo.inference.waiting import wait_until_up  # noqa: E402
-from torchtitan.grpo.models.hf_config import read_hf_model  # noqa: E402
-from torchtitan.grpo.models.hf_weights import full_hf_tensors, load_hf_weights  # noqa: E402
-from torchtitan.grpo.system.rank_channel import RankChannel  # noqa: E402
-from torchtitan.grpo.training.model_spec import hf_train_spec  # noqa: E402
-from torchtitan.grpo.types import ServerInfo  # noqa: E402
-from torchtitan.grpo.weight_sync.build import build_publisher  # noqa: E402
-from torchtitan.grpo.weight_sync.lane import Lane, LaneState  # noqa: E402
-from torchtitan.grpo.weight_sync.leader import max_alive  # noqa: E402
-
-MODEL = Path(__file__).resolve().parents[2] / "assets/reverse_digits/model"
-PATIENCE = 300.0
 # What needs no more than one of them is tested with all of them in the long suite.
 TRANSPORTS = {"group": {}, "delta": {"delta": True}, "disk": {"transport": "disk"}}
 ONE = ("group", *(pytest.param(name, marks=pytest.mark.long) for name in ("delta", "disk")))
-T = TypeVar("T")
-
-
-def wait_until(look: Callable[[], T | None], what: str, poll_seconds: float = 0.01) -> T:
-    """Calls ``look`` until it returns something true, and returns that."""
-    deadline = time.monotonic() + PATIENCE
-    while not (found := look()):
-        assert time.monotonic() < deadline, f"not within {PATIENCE:g} s: {what}"
-        time.sleep(poll_seconds)
-    return found
-
-
-def ask(url: str, route: str, **body: Any) -> Any:
-    """The server's answer; posts where there is a body."""
-    data = json.dumps(body).encode() if body else None
-    request = urllib.request.Request(url + route, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)
-
-
-def checksums(url: str) -> dict[str, str]:
-    """Returns the SHA-256 of each parameter of the server."""
-    return ask(url, "/weights_checker", action="checksum")["ranks"][0]["checksums"]
 
 
 class Servers:
@@ -158,126 +114,13 @@ def only_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class Training:
-    """A model, its publisher, and the notices that the rollout process would receive."""
-
-    def __init__(self, urls: list[str], disk_path: Path, **sync: Any) -> None:
-        config = JobConfig()
-        config.model.hf_assets_path = str(MODEL)
-        config.training.seq_len = 32
-        config.training.mixed_precision_param = "float32"
-        config.inference.control_timeout_seconds = 2.0
-        settings = {
-            "bucket_bytes": 60_000,
-            "attest_every": 0,
-            "timeout_seconds": 3.0,
-            "push_timeout_seconds": 12.0,
-            "retry_seconds": 0.1,
-            "max_retry_seconds": 0.5,
-        }
-        if sync.get("transport") == "disk":
-            settings["disk_path"] = str(disk_path)
-        for key, value in (settings | sync).items():
-            setattr(config.weight_sync, key, value)
-        hf_model = read_hf_model(str(MODEL))
-        model_args: Any = hf_model.model_args
-        model_args.update_from_config(config)
-        spec = hf_train_spec(hf_model, config)
-        with torch.device("meta"):
-            self.model: Any = spec.model_cls(model_args)
-        self.model.to_empty(device="cpu")
-        with torch.no_grad():
-            self.model.init_weights(buffer_device=None)
-        assert spec.state_dict_adapter is not None
-        self.adapter = spec.state_dict_adapter(model_args, str(MODEL))
-        load_hf_weights([self.model], self.adapter, MODEL)
-        self.version = -1
-        self.expected: dict[int, dict[str, str]] = {}
-        self.told: list[tuple[str, int]] = []
-        self.news: list[list[ServerInfo]] = []
-        link: Any = SimpleNamespace(
-            notify_version=lambda url, version: self.told.append((url, version)),
-            notify_lost=lambda url, reason: self.told.append((url, -1)),
-            watch=SimpleNamespace(poll=lambda: self.news.pop(0) if self.news else None),
-        )
-        infos = [ServerInfo(url, "embedded") for url in urls]
-        self.publisher = build_publisher(
-            config,
-            [self.model],
-            self.adapter,
-            torch.device("cpu"),
-            RankChannel(60.0, print),
-            link,
-            infos,
-            128,
-        )
-
-    def publish(self) -> int:
-        """Changes a few elements of every parameter, and publishes them."""
-        self.version += 1
-        slot = self.publisher.reserve_slot()
-        self.publisher.fence()
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.view(-1)[self.version % 7 :: 101] += 0.01
-        self.publisher.publish(self.version, slot)
-        whole = full_hf_tensors([self.model], self.adapter, torch.float32)
-        self.expected[self.version] = {name: tensor_sha256(tensor) for name, tensor in whole}
-        return self.version
-
-    def publish_until_under_way(self, url: str) -> None:
-        """Publishes until a push to the server is seen in progress; each push is short."""
-
-        def is_under_way() -> bool:
-            if not self.publisher.lanes:
-                return False  # its thread has only just been started
-            lane = self.lane(url)
-            if lane.state is LaneState.READY and lane.version == self.version:
-                self.publish()
-            return lane.state is LaneState.SYNCING
-
-        self.publish()
-        wait_until(is_under_way, f"a push to {url}", poll_seconds=0.001)
-
-    def lane(self, url: str) -> Lane:
-        (lane,) = [lane for lane in self.publisher.lanes if lane.url == url]
-        return lane
-
-    def wait_served(self, url: str, version: int | None = None) -> None:
-        """Returns when the server's lane is ready with the version, by default the newest."""
-        wanted = self.version if version is None else version
-
-        def is_served() -> bool:
-            self.publisher.raise_if_failed()
-            if not self.publisher.lanes:
-                return False  # its thread has only just been started
-            lane = self.lane(url)
-            return lane.version >= wanted and lane.state is LaneState.READY
-
-        wait_until(is_served, f"{url} serves version {wanted}")
-
-    def wait_lost(self, url: str) -> None:
-        wait_until(lambda: self.lane(url).is_lost, f"{url} is lost")
-
-    def assert_serves_newest(self, url: str) -> None:
-        self.wait_served(url)
-        assert ask(url, "/server_info")["weight_version"] == str(self.version)
-        assert checksums(url) == self.expected[self.version]
-
-    def versions_told(self, url: str) -> list[int]:
-        """Returns the reported versions in order, with -1 for a loss."""
-        versions = [version for told, version in self.told if told == url]
-        # An idle lane says again what its server has.
-        return [version for version, _ in groupby(versions)]
-
-
 @pytest.fixture
-def train(only_rank: None, tmp_path: Path) -> Iterator[Callable[..., Training]]:
+def train(only_rank: None, tmp_path: Path) -> Iterator[Callable[..., LoneTrainer]]:
     """Starts trainings, and ends them."""
-    trainings: list[Training] = []
+    trainings: list[LoneTrainer] = []
 
-    def start(urls: list[str], **sync: Any) -> Training:
-        trainings.append(Training(urls, tmp_path / "versions", **sync))
+    def start(urls: list[str], **sync: Any) -> LoneTrainer:
+        trainings.append(LoneTrainer(urls, tmp_path / "versions", **sync))
         return trainings[-1]
 
     yield start
@@ -313,7 +156,7 @@ def test_every_version_arrives_whole_at_all_servers(sync, servers, train):
     assert (max(sizes[2:]) < sizes[0] / 20) == ("delta" in sync)
 
 
-def full_size(training: Training) -> int:
+def full_size(training: LoneTrainer) -> int:
     """Returns the bytes of the model in a full push."""
     return sum(4 * parameter.numel() for parameter in training.model.parameters())
 
