@@ -194,7 +194,7 @@ async def test_the_server_says_how_busy_it_is(server, client, trainer):
     # It was started with room for 16 requests.
     flights = [
         asyncio.create_task(
-            client.generate(GenerateRequest(f"busy-{i}", [20 + i, 4, 5], 700, ignore_eos=True))
+            client.generate(GenerateRequest(f"busy-{i}", [20 + i, 4, 5], 250, ignore_eos=True))
         )
         for i in range(24)
     ]

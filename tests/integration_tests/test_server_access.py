@@ -161,7 +161,9 @@ def test_a_run_has_nothing_to_warn_of_and_all_its_sockets_are_on_loopback(
 
 
 def test_servers_that_a_run_launches_have_keys_that_only_the_run_knows(make_run: Any) -> None:
-    own = make_run("--training.steps=1000", "--grpo.prompts_per_step=2")
+    own = make_run(
+        "--training.steps=1000", "--grpo.prompts_per_step=2", "--evaluation.num_prompts=2"
+    )
     own.start()
     own.wait_for_step(1)
     (log,) = (own.folder / "servers").glob("*.log")
