@@ -17,8 +17,7 @@ import torch.distributed as dist
 from check_gpu.row import Settings
 from torchtitan.grpo.models.shards import Assembly, Block, Piece
 from torchtitan.grpo.weight_sync.plan import plan_sources
-from torchtitan.grpo.weight_sync.slot_layout import PushPlan, lay_out_slot
-from torchtitan.grpo.weight_sync.slot_memory import SnapshotSlots
+from torchtitan.grpo.weight_sync.slot_layout import PushPlan, SnapshotSlots, lay_out_slot
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
 
 _BUCKET_BYTES = 64 * 1024**2

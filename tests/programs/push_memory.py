@@ -11,7 +11,7 @@ from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.weight_sync.gather import agree_on_push
 from torchtitan.grpo.weight_sync.leader import max_alive
 from torchtitan.grpo.weight_sync.memory_plan import memory_of, predict_memory, wire_dtype
-from torchtitan.grpo.weight_sync.slot_memory import SnapshotSlots
+from torchtitan.grpo.weight_sync.slot_layout import SnapshotSlots
 
 NUM_SERVERS = 2
 ROLLUP = Path("/proc/self/smaps_rollup")

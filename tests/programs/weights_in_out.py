@@ -18,7 +18,7 @@ from sharded_model import whole
 from torchtitan.grpo.models.hf_weights import export_hf
 from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.system.host_memory import SlotOffer, attach
-from torchtitan.grpo.weight_sync import slot_memory
+from torchtitan.grpo.weight_sync import slot_layout
 from torchtitan.grpo.weight_sync.gather import Gatherer, agree_on_push
 from torchtitan.grpo.weight_sync.payloads import Bucket, PayloadPool
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
@@ -71,8 +71,8 @@ async def gathered(built: Built, reach: Reach) -> Gathered:
     plan = agree_on_push(
         parameters, built.adapter, torch.bfloat16, BUCKET_BYTES, contiguous="contiguous" in reach
     )
-    with mock.patch.object(slot_memory, "attach", functools.partial(attach_as, reach)):
-        storage = slot_memory.SnapshotSlots(plan, 2)
+    with mock.patch.object(slot_layout, "attach", functools.partial(attach_as, reach)):
+        storage = slot_layout.SnapshotSlots(plan, 2)
     snapshots = Snapshots(parameters, storage.shards, CPU)
     gatherer = Gatherer(plan, storage, built.adapter, timeout_seconds=60.0)
     source = plan.source(dist.get_rank())

@@ -36,8 +36,7 @@ from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts
 from torchtitan.grpo.weight_sync.payloads import PayloadPool
 from torchtitan.grpo.weight_sync.plan import plan_sources
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher
-from torchtitan.grpo.weight_sync.slot_layout import PushPlan, lay_out_slot
-from torchtitan.grpo.weight_sync.slot_memory import SnapshotSlots
+from torchtitan.grpo.weight_sync.slot_layout import PushPlan, SnapshotSlots, lay_out_slot
 from torchtitan.grpo.weight_sync.slots import SlotTable
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
 from torchtitan.grpo.weight_sync.transports import group_end, group_transport

@@ -19,7 +19,7 @@ from recorder import _PATIENCE_SECONDS, Channel, Recorder
 
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.vllm.updates import WorkerUpdates
-from torchtitan.grpo.weight_sync import slot_memory, snapshot
+from torchtitan.grpo.weight_sync import slot_layout, snapshot
 from torchtitan.grpo.weight_sync.snapshot import Snapshots, _StreamCopies
 from torchtitan.grpo.weight_sync.transports.group_end import GroupEnd
 from torchtitan.grpo.weight_wire import device_broadcast, receiving
@@ -227,7 +227,7 @@ PLANTED: dict[str, tuple[Any, str, Any, str]] = {
         _StreamCopies, "wait_for", wait_on_any_thread, "no device: weight-gather",
     ),
     "the slots are not pinned": (
-        slot_memory, "pin", lambda tensors: None, "the training thread waits",
+        slot_layout, "pin", lambda tensors: None, "the training thread waits",
     ),
     "the buffer comes from the default pool": (
         DeviceBroadcast, "__init__", buffer_of_the_default_pool, "takes memory of the training",

@@ -229,8 +229,8 @@ def peft_name(adapter: BaseStateDictAdapter, name: str) -> str:
     return PEFT_PREFIX + target.removesuffix(".weight") + factor_of(name)
 
 
-class AdapterNames(BaseStateDictAdapter):
-    """PEFT's names, for a push of adapters; a server compares ``base_digest`` with its own base."""
+class PeftStateDictAdapter(BaseStateDictAdapter):
+    """Gives a push of adapters PEFT's names; a server compares ``base_digest`` with its own base."""
 
     def __init__(self, adapter: BaseStateDictAdapter, base_model: str) -> None:
         self._adapter, self.base_digest = adapter, base_digest(base_model)

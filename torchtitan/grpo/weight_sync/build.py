@@ -23,7 +23,7 @@ from torchtitan.grpo.config import Inference, WeightSync
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.kinds import IDLE_SECONDS, make_client
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.models.lora import AdapterNames
+from torchtitan.grpo.models.lora import PeftStateDictAdapter
 from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.rollout.link import RolloutLink
 from torchtitan.grpo.system.logs import logger
@@ -37,8 +37,7 @@ from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts, max_alive
 from torchtitan.grpo.weight_sync.memory_plan import memory_of, wire_dtype
 from torchtitan.grpo.weight_sync.payloads import PayloadPool
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher
-from torchtitan.grpo.weight_sync.slot_layout import PushPlan, Shards
-from torchtitan.grpo.weight_sync.slot_memory import SnapshotSlots
+from torchtitan.grpo.weight_sync.slot_layout import PushPlan, Shards, SnapshotSlots
 from torchtitan.grpo.weight_sync.slots import SlotTable, SlotVersions
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
 from torchtitan.grpo.weight_sync.transports.disk_transport import DiskTransport
@@ -124,7 +123,7 @@ def _agree_on_plan(
     """Returns the plan of the push, and the state-dict adapter that gives the names; collective."""
     adapters_only = config.lora.rank > 0 and config.lora.push == "adapters"
     if adapters_only:
-        adapter = AdapterNames(adapter, config.model.hf_assets_path)
+        adapter = PeftStateDictAdapter(adapter, config.model.hf_assets_path)
     plan = agree_on_push(
         parameters,
         adapter,

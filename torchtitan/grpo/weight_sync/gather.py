@@ -7,7 +7,7 @@ Gathering runs on background threads of every rank, one for each source to which
 contributes, so that sources do not wait for one another. Each thread has its own process group,
 because two threads must not issue collectives on one communicator. What each rank sends is
 decided once, at construction; see `plan.py`. If ranks write into their source's memory (see
-`slot_memory.py`), the buckets in the slot are complete as soon as all ranks have copied, except
+`slot_layout.py`), the buckets in the slot are complete as soon as all ranks have copied, except
 for parameters that must be converted.
 
 Snapshots lie in host memory on every training device, so gathering uses only the CPU and gloo.
@@ -36,8 +36,7 @@ from torchtitan.grpo.weight_sync.plan import (
     SourcePlan,
     plan_sources,
 )
-from torchtitan.grpo.weight_sync.slot_layout import PushPlan, Shards, lay_out_slot
-from torchtitan.grpo.weight_sync.slot_memory import SnapshotSlots
+from torchtitan.grpo.weight_sync.slot_layout import PushPlan, Shards, SnapshotSlots, lay_out_slot
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
 _HOST = torch.device("cpu")
@@ -76,13 +75,8 @@ def agree_on_hosts() -> tuple[int, ...]:
     names: list[str | None] = [None] * dist.get_world_size()
     # The second part tells hosts apart that have the same name.
     dist.all_gather_object(names, f"{socket.gethostname()} {boot_id()}")
-    return number_by_name([str(name) for name in names])
-
-
-def number_by_name(names: list[str]) -> tuple[int, ...]:
-    """Returns the same number for equal names, in the order of their first appearance."""
     numbers: dict[str, int] = {}
-    return tuple(numbers.setdefault(name, len(numbers)) for name in names)
+    return tuple(numbers.setdefault(str(name), len(numbers)) for name in names)
 
 
 class Gatherer:

@@ -16,7 +16,7 @@ import torch
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.collect import module_of
-from torchtitan.grpo.models.lora import AdapterNames
+from torchtitan.grpo.models.lora import PeftStateDictAdapter
 from torchtitan.grpo.models.shards import Assembly, Block, Piece, model_order
 from torchtitan.grpo.pipeline.schedules import AUTO, candidates
 from torchtitan.grpo.pipeline.stages import fixes_stages, stage_modules, stage_ranks
@@ -119,7 +119,7 @@ def predict_memory(
     dtype, limits = wire_dtype(config), SourceLimits(sync.max_sources)
     model_numel = sum(math.prod(shape) for name, shape in shapes.items() if not is_adapter(name))
     if config.lora.rank and config.lora.push == "adapters":
-        adapter = AdapterNames(adapter, config.model.hf_assets_path)
+        adapter = PeftStateDictAdapter(adapter, config.model.hf_assets_path)
         shapes = {name: shape for name, shape in shapes.items() if is_adapter(name)}
     ranks_of = _ranks_by_module(config, shapes, num_ranks)
     assemblies = [

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from torchtitan.grpo.models.hf_weights import hf_meta
-from torchtitan.grpo.models.lora import AdapterNames, lora_scale
+from torchtitan.grpo.models.lora import PeftStateDictAdapter, lora_scale
 from torchtitan.grpo.models.shards import Assembly, Piece, in_buckets
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter, target_of
@@ -122,8 +122,8 @@ def plan_buckets(
             names=tuple(shapes),
             dtypes=(str(wire_dtype).removeprefix("torch."),) * len(shapes),
             shapes=tuple(shapes.values()),
-            lora_scale=lora_scale(adapter) if isinstance(adapter, AdapterNames) else None,
-            lora_base=adapter.base_digest if isinstance(adapter, AdapterNames) else None,
+            lora_scale=lora_scale(adapter) if isinstance(adapter, PeftStateDictAdapter) else None,
+            lora_base=adapter.base_digest if isinstance(adapter, PeftStateDictAdapter) else None,
         )
         plans.append(BucketPlan(tuple(members), spec, {a.name: num_bytes(a) for a in members}))
     return plans

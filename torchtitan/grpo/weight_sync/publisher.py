@@ -276,16 +276,14 @@ class WeightPublisher(Publisher):
     def _run(self) -> None:
         yield_to_training()
         try:
-            asyncio.run(self._lead(self._leader) if self._leader is not None else self._serve())
+            leader, is_closing = self._leader, self._closing.is_set
+            asyncio.run(self._serve() if leader is None else leader.run(is_closing))
         except BaseException as error:  # the thread's boundary; the training thread raises it
             if not self._closing.is_set():
                 self.error = error
                 if self._leader is None:  # the leader's training thread raises it
                     logger.error("The weight publisher failed: %s", error)
             self._notify()
-
-    async def _lead(self, leader: Leader) -> None:
-        await leader.run(self._closing.is_set)
 
     async def _serve(self) -> None:
         serving = asyncio.create_task(self._follow(), name="agent")

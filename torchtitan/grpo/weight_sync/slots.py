@@ -15,7 +15,7 @@ overwritten by a newer version. If the newer version were left out instead, the 
 deadlock, because the trainer may wait for rollouts of that version.
 
 A slot that is SENDING is being gathered, one version at a time, until all ranks have read it.
-If buckets lie in the slots (see `slot_memory.py`), gathering copies nothing, and the slot stays
+If buckets lie in the slots (see `slot_layout.py`), gathering copies nothing, and the slot stays
 HELD as long as the version may be sent to servers. Slots beyond the first two exist for this
 purpose. If too many slots are HELD, buckets are copied out of the slot instead.
 
