@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, models
 
+from torchtitan.grpo.inference.embedded.weights import tensor_sha256
 from torchtitan.grpo.system.child import start_child
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 from torchtitan.grpo.weight_wire.process_group import create_weight_group, destroy_weight_group
@@ -125,6 +126,22 @@ class Client:
             return info
 
         return await asyncio.wait_for(poll(), TIMEOUT)
+
+
+async def assert_serves(client: Client, model: Any, prompt: list[int]) -> dict[str, Any]:
+    """Returns an answer whose logprobs are a model's."""
+    answer = await client.generate(prompt)
+    expected = reference_logprobs(model, prompt, answer["output_ids"])
+    torch.testing.assert_close(served_logprobs(answer), expected, atol=1e-4, rtol=0)
+    return answer
+
+
+async def checksums(client: Client) -> dict[str, str]:
+    return (await client.post("/weights_checker", action="checksum"))["ranks"][0]["checksums"]
+
+
+def checksums_of(tensors: Tensors) -> dict[str, str]:
+    return {name: tensor_sha256(tensor) for name, tensor in tensors.items()}
 
 
 class Trainer:

@@ -53,6 +53,18 @@ def reference_logprobs(model: Any, request: Request) -> torch.Tensor:
     return logprobs.gather(-1, torch.tensor(request.output_ids).unsqueeze(-1)).squeeze(-1)
 
 
+def assert_exact(model: Any, requests: list[Request], *later: Any) -> None:
+    """Compares the logprobs of requests with a model's, from the second version on with another's."""
+    for request in requests:
+        found = torch.tensor(request.logprobs)
+        ends = (
+            [*(start for _, start in request.segments[1:]), len(found)] if later else [len(found)]
+        )
+        for each, start, end in zip((model, *later), (0, *ends), ends, strict=False):
+            expected = reference_logprobs(each, request)[start:end]
+            torch.testing.assert_close(found[start:end], expected, atol=1e-4, rtol=0)
+
+
 class Harness:
     def __init__(self, model: Any, **options: Any) -> None:
         self.model = model

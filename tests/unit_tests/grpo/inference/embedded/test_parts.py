@@ -4,7 +4,6 @@
 """Parts of the embedded server: sampler, parser, requests, parameter table, and monitor."""
 
 import json
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -206,15 +205,6 @@ def test_a_stop_token_ends_a_request_even_as_the_last_that_is_allowed(
     request = make_request(3)
     assert [request.append(token, -1.0) for token in tokens] == [False] * (len(tokens) - 1) + [True]
     assert request.finish_reason == reason
-
-
-def test_a_logprob_that_is_not_a_number_aborts_and_its_token_is_not_kept() -> None:
-    request = make_request(3)
-    request.append(3, -1.0)
-    assert request.append(4, math.nan)
-    assert request.finish_reason is not None
-    assert request.finish_reason["type"] == "abort"
-    assert (request.output_ids, request.logprobs) == ([3], [-1.0])
 
 
 def test_a_version_that_wrote_no_token_has_no_segment() -> None:

@@ -3,11 +3,10 @@
 
 """Tests which tokens of prompts a step computes, and how rows are cut into ranges."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.grpo.inference.embedded.prefill import PrefillQueue, default_step_tokens
+from torchtitan.grpo.inference.embedded.prefill import PrefillQueue
 from torchtitan.grpo.inference.embedded.request import Request
 from torchtitan.grpo.inference.embedded.sampling import SamplingParams
 from torchtitan.grpo.inference.embedded.step_layout import split_rows
@@ -133,9 +132,3 @@ def test_ranges_are_all_rows_and_waste_no_more_than_a_call(lengths, cost) -> Non
         own = lengths[rows.start : rows.stop]
         assert rows.length == max(own)
         assert rows.length * len(own) - sum(own) <= cost
-
-
-@pytest.mark.parametrize(("device", "slots", "more"), [("cpu", 64, 32), ("cpu", 8, 16)])
-def test_the_chosen_budget_is_above_the_number_of_rows(device, slots, more) -> None:
-    assert default_step_tokens(slots, device) == slots + more
-    assert default_step_tokens(slots, "cuda") == slots + 512

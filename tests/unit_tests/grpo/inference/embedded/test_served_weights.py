@@ -13,6 +13,9 @@ from embedded_process import (
     Client,
     Tensors,
     Trainer,
+    assert_serves,
+    checksums,
+    checksums_of,
     halves,
     make_model,
     reference_logprobs,
@@ -23,7 +26,6 @@ from embedded_process import (
 )
 
 from torchtitan.grpo.inference.embedded.model import load_model
-from torchtitan.grpo.inference.embedded.weights import tensor_sha256
 from torchtitan.grpo.weight_wire.adapters import base_digest
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.process_group import destroy_weight_group
@@ -43,14 +45,9 @@ async def test_weights_from_the_trainer_are_served_exactly(
         await trainer.send(second, weight_version="5")
         await client.post("/end_weight_update")
     assert (await client.get("/model_info"))["weight_version"] == "5"
-    checker = await client.post("/weights_checker", action="checksum")
     new.load_state_dict(sent)
-    assert checker["ranks"][0]["checksums"] == {
-        name: tensor_sha256(tensor) for name, tensor in weights_of(new).items()
-    }
-    answer = await client.generate([7, 8])
-    expected = reference_logprobs(new, [7, 8], answer["output_ids"])
-    torch.testing.assert_close(served_logprobs(answer), expected, atol=1e-4, rtol=0)
+    assert await checksums(client) == checksums_of(weights_of(new))
+    await assert_serves(client, new, [7, 8])
 
 
 @pytest.mark.parametrize("pause", [False, True])
@@ -85,22 +82,20 @@ async def test_requests_in_flight_cross_an_update_exactly(client: Client, pause:
 
 async def test_half_an_update_is_never_served(client: Client) -> None:
     await serve_weights(client, make_model(1), "whole")
-    held = (await client.post("/weights_checker"))["ranks"]
+    held = await checksums(client)
     async with Trainer(client) as trainer:
         await client.post("/begin_weight_update")
         assert "open" in await client.refused("/begin_weight_update")
         await trainer.send(halves(weights_of(make_model(2)))[0])
-        answer = await client.generate([1, 2])
-        expected = reference_logprobs(make_model(1), [1, 2], answer["output_ids"])
-        torch.testing.assert_close(served_logprobs(answer), expected, atol=1e-4, rtol=0)
+        await assert_serves(client, make_model(1), [1, 2])
         # As a trainer does that came back after a crash.
         assert "Nothing was changed" in await client.refused("/end_weight_update")
-    assert (await client.post("/weights_checker"))["ranks"] == held
+    assert await checksums(client) == held
     assert (await client.get("/model_info"))["weight_version"] == "whole"
 
 
 async def test_a_chunk_that_does_not_fit_is_refused_before_any_broadcast(client: Client) -> None:
-    held = (await client.post("/weights_checker"))["ranks"]
+    held = await checksums(client)
     good = weights_of(make_model(3))
     name = "lm_head.weight"
     route = "/update_weights_from_distributed"
@@ -120,7 +115,7 @@ async def test_a_chunk_that_does_not_fit_is_refused_before_any_broadcast(client:
             body = {**trainer.describe(tensors, weight_version="3"), **more}
             assert message in await client.refused(route, **body)
             assert message in await client.refused("/end_weight_update")
-    assert (await client.post("/weights_checker"))["ranks"] == held
+    assert await checksums(client) == held
 
 
 async def test_the_server_generates_while_it_waits_for_a_broadcast_and_can_be_freed(
@@ -186,30 +181,7 @@ async def test_buckets_that_overtook_one_another_are_received_in_their_order(
         await asyncio.gather(*tasks)
         await trainer.send(rest, sequence=2, weight_version="ordered")
         await client.post("/end_weight_update")
-    checker = await client.post("/weights_checker", action="checksum")
-    assert checker["ranks"][0]["checksums"] == {
-        name: tensor_sha256(tensor) for name, tensor in weights_of(new).items()
-    }
-
-
-async def test_leaving_all_groups_ends_a_broadcast_and_drops_the_update(client: Client) -> None:
-    await client.post("/leave_weight_groups")  # harmless without any
-    held = (await client.post("/weights_checker"))["ranks"]
-    async with Trainer(client) as one, Trainer(client) as other:
-        groups = (await client.get("/server_info"))["weight_groups"]
-        assert groups == [one.name, other.name]
-        await client.post("/begin_weight_update")
-        first, second = halves(weights_of(make_model(3)))
-        await one.send(first)
-        body = other.describe(second, weight_version="left")
-        waiting = asyncio.create_task(client.refused("/update_weights_from_distributed", **body))
-        for _ in range(5):  # by then the server has been asked
-            await client.generate([1])
-        await client.post("/leave_weight_groups")
-        assert "was left" in await waiting
-        assert "No weight update" in await client.refused("/end_weight_update")
-    assert (await client.get("/server_info"))["weight_groups"] == []
-    assert (await client.post("/weights_checker"))["ranks"] == held
+    assert await checksums(client) == checksums_of(weights_of(new))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -251,10 +223,7 @@ async def test_a_delta_is_exact_in_a_model_that_holds_its_dtype(
         await asyncio.to_thread(trainer.broadcast, [payload])
         await sent
         await client.post("/end_weight_update")
-    checker = await client.post("/weights_checker", action="checksum")
-    assert checker["ranks"][0]["checksums"] == {
-        name: tensor_sha256(tensor.float()) for name, tensor in new.items()
-    }
+    assert await checksums(client) == checksums_of({n: t.float() for n, t in new.items()})
     assert (await client.get("/model_info"))["weight_version"] == "71"
 
 
@@ -264,10 +233,8 @@ async def test_a_checkpoint_is_served_from_disk_whole_or_not_at_all(
     new = make_model(6)
     path = save(new, tmp_path / "six")
     await client.post("/update_weights_from_disk", model_path=path, weight_version="6")
-    answer = await client.generate([7, 8])
+    answer = await assert_serves(client, new, [7, 8])
     assert answer["meta_info"]["weight_version"] == "6"
-    expected = reference_logprobs(new, [7, 8], answer["output_ids"])
-    torch.testing.assert_close(served_logprobs(answer), expected, atol=1e-4, rtol=0)
     route = "/update_weights_from_disk"
     message = await client.refused(route, model_path=str(tmp_path), weight_version="7")
     assert "Nothing was changed" in message and "safetensors" in message
@@ -293,7 +260,7 @@ async def test_adapters_are_added_to_the_directory_whatever_the_server_has_serve
         weights = weights_of(load_model(model_path, "cpu", "float32"))
         rows, columns = factors.values()
         weights[f"{layer}.{target}.weight"].addmm_(columns, rows, alpha=0.5)
-        return {name: tensor_sha256(tensor) for name, tensor in weights.items()}
+        return checksums_of(weights)
 
     # Another run pushed whole weights, and a third one adapters of another layer.
     await serve_weights(client, make_model(7), "7")
@@ -304,5 +271,4 @@ async def test_adapters_are_added_to_the_directory_whatever_the_server_has_serve
             described = {"lora_scale": 0.5, "lora_base": base_digest(model_path)}
             await trainer.send(factors, weight_version=str(version), **described)
             await client.post("/end_weight_update")
-        checker = await client.post("/weights_checker", action="checksum")
-        assert checker["ranks"][0]["checksums"] == adapted(target, factors)
+        assert await checksums(client) == adapted(target, factors)

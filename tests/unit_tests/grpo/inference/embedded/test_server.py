@@ -17,6 +17,7 @@ from embedded_process import (
     Server,
     Trainer,
     _names,
+    assert_serves,
     halves,
     make_model,
     reference_logprobs,
@@ -37,6 +38,7 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGrou
 
 async def test_an_answer_has_the_dialects_shape_and_exact_logprobs(client: Client) -> None:
     await serve_weights(client, make_model(1), "shape")
+    await assert_serves(client, make_model(1), [1, 2, 3])
     answer = await client.generate([1, 2, 3], rid="my-id")
     meta = answer["meta_info"]
     assert meta["id"] == "my-id"
@@ -44,8 +46,6 @@ async def test_an_answer_has_the_dialects_shape_and_exact_logprobs(client: Clien
     assert (meta["prompt_tokens"], meta["completion_tokens"]) == (3, 8)
     assert meta["weight_version"] == "shape"
     assert meta["weight_versions"] == [{"version": "shape", "start": 0, "end": 8}]
-    expected = reference_logprobs(make_model(1), [1, 2, 3], answer["output_ids"])
-    torch.testing.assert_close(served_logprobs(answer), expected, atol=1e-4, rtol=0)
     info = await client.get("/server_info")
     assert info["embedded"] is True and info["version"].startswith("0.5.")
 
@@ -80,13 +80,6 @@ async def test_a_completion_stops_at_the_models_own_eos(client: Client) -> None:
 
 
 LONG = {"max_new_tokens": 4000}
-
-
-async def test_bad_requests_answer_400_and_the_server_lives(client: Client) -> None:
-    assert "[0, 40), got 40" in await client.refused("/generate", input_ids=[1, 40])
-    assert "abort_all" in await client.refused("/abort_request")
-    assert "mode" in await client.refused("/pause_generation", mode="abort")
-    await client.generate([1])
 
 
 async def test_a_running_request_is_aborted_by_its_rid_alone(client: Client) -> None:
