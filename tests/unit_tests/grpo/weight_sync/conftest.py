@@ -20,20 +20,12 @@ def explore_all(
     steps: Callable[[State], Iterable[tuple[str, State]]],
     *,
     is_goal: Callable[[State], bool],
-    must_reach: Callable[[State], bool] = lambda state: True,
 ) -> int:
     """Visits every state that can be reached, breadth first; returns their number.
 
-    Args:
-        initial: Where the system begins.
-        steps: All that may happen next: what, and the state afterwards. Raises what is
-            wrong with the state or with a step from it. What begins with ``fault`` is
-            nothing to rely on.
-        is_goal: Whether all is well in a state.
-        must_reach: Whether a goal must be within reach of a state, without any fault.
-
-    Raises:
-        ViolationError: If an invariant is violated. The message shows the shortest way there.
+    ``steps`` yields all that may happen next, with the state afterwards, and raises what is wrong
+    with a state. From every state a goal must be within reach without any step that begins with
+    ``fault``. Raises ViolationError with the shortest way to what is wrong.
     """
     # States are known by their number: to hash one takes longer than all else.
     states, numbers = [initial], {initial: 0}
@@ -55,7 +47,7 @@ def explore_all(
         number += 1
     safe = _that_reach([n for n, state in enumerate(states) if is_goal(state)], leads_back)
     for number, state in enumerate(states):
-        if number not in safe and must_reach(state):
+        if number not in safe:
             way = _way_to(number, came_from)
             raise ViolationError(f"stuck: no goal is in reach, after{way}\nat {state}")
     return len(states)
@@ -82,5 +74,4 @@ def _way_to(number: int, came_from: list[tuple[int, str] | None]) -> str:
 
 @pytest.fixture
 def explore() -> Callable[..., int]:
-    """See :func:`explore_all`."""
     return explore_all

@@ -71,24 +71,15 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Model:
-    """What is explored.
-
-    Attributes:
-        kind: What the server stops for. Only where that is the whole transfer do buckets
-            go straight into the weights that it serves.
-        last_version: Versions are 0 to this one.
-        max_faults: How many may happen.
-        late_come_any_time: What was given up may arrive after what was sent later. A server
-            may then stand still for a while, so a READY lane lifts the pause whenever it
-            asks for the version.
-        bug: What is wrong on purpose.
-    """
-
+    # What the server stops for. Only where that is the whole transfer do buckets go straight
+    # into the weights that it serves.
     kind: Kind
-    last_version: int
+    last_version: int  # versions are 0 to this one
     max_faults: int
+    # What was given up may arrive after what was sent later. A server may then stand still for a
+    # while, so a READY lane lifts the pause whenever it asks for the version.
     late_come_any_time: bool = False
-    bug: str = ""
+    bug: str = ""  # what is wrong on purpose
 
     def is_done(self, system: System) -> bool:
         if system.mail or system.newest != self.last_version:

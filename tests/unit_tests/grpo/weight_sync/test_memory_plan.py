@@ -17,9 +17,7 @@ SIZES = {"hidden_size": 288, "intermediate_size": 768, "vocab_size": 8000}
     [
         ("qwen3", {}, False),
         ("llama", {"dp_shard": 2}, False),
-        ("qwen3", {"dp_replicate": 2}, False),
         ("qwen3", {"pp": 2}, False),
-        ("llama", {"tp": 2}, False),
         ("llama", {"tp": 2}, True),
         ("qwen3", {"dp_shard": 2, "tp": 2}, True),
     ],
@@ -44,7 +42,7 @@ def test_the_memory_that_was_predicted_is_counted(kind, layout, on_gpu, make_mod
 def test_it_is_said_for_which_placement_of_stages_the_figures_are(
     schedule, layers_per_stage, is_open
 ):
-    """One stage a rank, or three of them, can only be placed in one way."""
+    # One stage a rank, or three of them, can only be placed in one way.
     config = JobConfig()
     config.parallelism.pipeline_parallel_degree = 2
     config.parallelism.pipeline_parallel_schedule = schedule
