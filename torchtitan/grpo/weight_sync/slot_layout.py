@@ -116,14 +116,6 @@ class PushPlan:
     def num_bytes(self) -> int:
         return sum(source.num_bytes for source in self.sources)
 
-    def names_from(self, rank: int) -> list[str]:
-        """Returns the parameters to which a rank contributes a part."""
-        return [
-            assembly.name
-            for layout in self.layouts.values()
-            for assembly, _ in pieces_of(layout.assemblies, rank)
-        ]
-
 
 def lay_out_slot(
     source: SourcePlan,

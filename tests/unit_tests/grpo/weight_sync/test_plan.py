@@ -1,16 +1,18 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""How parameters are cut into buckets, and where shards lie in a slot: pure."""
+"""How parameters are cut into buckets, where shards lie in a slot, and how much memory that takes."""
 
 from typing import Any
 
 import pytest
 import torch
 
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_weights import keeps_bytes
 from torchtitan.grpo.models.shards import Assembly, Block, Piece
 from torchtitan.grpo.weight_sync import gather
+from torchtitan.grpo.weight_sync.memory_plan import describe_placement
 from torchtitan.grpo.weight_sync.plan import SourceLimits, plan_buckets, plan_sources
 from torchtitan.grpo.weight_sync.slot_layout import lay_out_slot, pieces_of
 
@@ -104,7 +106,6 @@ def test_a_push_plan_holds_the_selected_parameters_and_no_others(adapters_only, 
         {}, ADAPTER, DTYPE, 1000, adapters_only=adapters_only, max_sources=1
     )
     wanted = names[::2] if adapters_only else names
-    assert plan.names_from(0) == plan.names_from(1) == wanted
     (source,) = plan.sources
     assert [a.name for b in source.buckets for a in b.assemblies] == wanted
     assert plan.num_bytes == 2 * 4 * 2 * len(wanted)
@@ -169,3 +170,51 @@ def test_no_byte_of_a_slot_is_two_shards(laid_out):
     assert (slot == 255).sum() == num_bytes
     # Or a conversion would overwrite what it converts.
     assert min(layout.blocks.values()) >= layout.buckets[-1][1]
+
+
+# Large enough, so that other memory of a process does not matter.
+SIZES = {"hidden_size": 288, "intermediate_size": 768, "vocab_size": 8000}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "on_gpu"),
+    [
+        ("qwen3", {}, False),
+        ("llama", {"dp_shard": 2}, False),
+        ("qwen3", {"pp": 2}, False),
+        ("llama", {"tp": 2}, True),
+        ("qwen3", {"dp_shard": 2, "tp": 2}, True),
+    ],
+)
+def test_the_memory_that_was_predicted_is_counted(kind, layout, on_gpu, make_model, run_ranks):
+    _, folder = make_model(kind, **SIZES)
+    num_ranks = 1
+    for degree in layout.values():
+        num_ranks *= degree
+    results = run_ranks("push_memory", num_ranks, model=folder, layout=layout, on_gpu=on_gpu)
+    predicted = results[0]["predicted"]
+    assert sum(result["counted"] for result in results) == pytest.approx(predicted, rel=0.05)
+    assert results[0]["planned"] == pytest.approx(predicted, rel=0.05)
+    ours, planned = results[0]["buckets"]
+    assert ours == pytest.approx(planned, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layers_per_stage", "is_open"),
+    [("auto", None, True), ("auto", 3, False), ("auto", 1, False), ("VZB", None, False)],
+)
+def test_it_is_said_for_which_placement_of_stages_the_figures_are(
+    schedule, layers_per_stage, is_open
+):
+    # One stage a rank, or three of them, can only be placed in one way.
+    config = JobConfig()
+    config.parallelism.pipeline_parallel_degree = 2
+    config.parallelism.pipeline_parallel_schedule = schedule
+    config.parallelism.pipeline_parallel_layers_per_stage = layers_per_stage
+    lines = list(describe_placement(config, 4))
+    assert len(lines) == is_open
+    for line in lines:
+        assert line.startswith("(for 2 stages a rank in a V: the schedule is not chosen yet")
+        assert "parallelism.pipeline_parallel_schedule = 'auto'" in line
+    config.parallelism.pipeline_parallel_degree = 1
+    assert list(describe_placement(config, 4)) == []

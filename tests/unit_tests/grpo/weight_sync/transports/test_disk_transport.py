@@ -4,7 +4,6 @@
 """A version on disk is complete under its name, or it does not exist."""
 
 import asyncio
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 
 from torchtitan.grpo.weight_sync.transports.disk_transport import DiskConnection, DiskTransport
 from torchtitan.grpo.weight_sync.transports.interface import NotPrepared
-from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 from torchtitan.grpo.weight_wire.version_files import VersionDirectories, read_weights, write_part
 
@@ -86,8 +84,6 @@ async def test_the_parts_of_all_sources_become_one_directory_with_checksums(tmp_
         first, second = writer.bucket[1].split([6, 20])
         assert torch.equal(found[f"a{writer.rank}"].view(torch.uint8), first)
         assert torch.equal(found[f"b{writer.rank}"].view(torch.uint8).view(-1), second)
-    sums = json.loads((path / "checksums.json").read_text())
-    assert sums == {name: tensor_checksum(tensor) for name, tensor in found.items()}
 
 
 async def test_a_version_is_written_once_for_all_who_ask_and_removed_for_good(tmp_path):

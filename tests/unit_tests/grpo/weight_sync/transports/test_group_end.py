@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from torch.distributed import distributed_c10d
 
 from torchtitan.grpo.weight_sync.transports import group_end
 from torchtitan.grpo.weight_sync.transports.group_end import GroupEnd, GroupSettings
+from torchtitan.grpo.weight_wire import receiving
 from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
 
 URL = "http://127.0.0.1:9"
@@ -45,15 +47,49 @@ for line in sys.stdin:
 """
 
 
+SERVER = """
+import json, os, sys, threading, time
+import torch
+from torchtitan.grpo.weight_wire import receiving
+info = json.loads(sys.argv[1])
+group = receiving.WeightGroup(
+    info["master_address"], info["master_port"], info["rank_offset"], info["world_size"],
+    info["group_name"], info["backend"], 60.0,
+)
+errors = []
+def receive():
+    try:
+        group.receive(torch.empty(1 << 20, dtype=torch.uint8), torch.device("cpu"))
+    except RuntimeError as error:
+        errors.append(str(error))
+thread = threading.Thread(target=receive)
+thread.start()
+while group._outstanding is None:
+    time.sleep(0.01)
+print("waits", flush=True)
+sys.stdin.readline()
+group.leave()
+thread.join(10)
+print(len(receiving._abandoned) > 0, "was left" in errors[0], flush=True)
+sys.stdin.readline()
+deadline = time.monotonic() + 20
+while receiving._abandoned and time.monotonic() < deadline:
+    receiving._let_go_of_ended()
+    time.sleep(0.05)
+print(len(receiving._abandoned), flush=True)
+os._exit(0)  # gloo's threads are none that Python could end well
+"""
+
+
 def make_end(timeout_seconds: float = 60.0) -> GroupEnd:
     settings = GroupSettings("auto", "host", timeout_seconds, torch.device("cpu"))
     return GroupEnd(URL, 2, "gloo", settings)
 
 
 @contextlib.contextmanager
-def peer(info: WeightGroupInfo) -> Iterator[subprocess.Popen[str]]:
+def peer(info: WeightGroupInfo, program: str = PEER) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", LIGHT + PEER, json.dumps(asdict(info))],
+        [sys.executable, "-c", LIGHT + program, json.dumps(asdict(info))],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     try:
@@ -68,9 +104,9 @@ async def line_of(process: subprocess.Popen[str]) -> str:
     return (await asyncio.to_thread(process.stdout.readline)).strip()
 
 
-def ask_for(process: subprocess.Popen[str], num_bytes: int) -> None:
+def tell(process: subprocess.Popen[str], line: object) -> None:
     assert process.stdin is not None
-    process.stdin.write(f"{num_bytes}\n")
+    process.stdin.write(f"{line}\n")
     process.stdin.flush()
 
 
@@ -123,7 +159,7 @@ async def test_a_peer_that_dies_or_stops_fails_the_broadcast_and_leaving_is_shor
         group = weakref.ref(end._group)
         assert await line_of(process) == "joined"
         for value in (1, 2):
-            ask_for(process, 1000)
+            tell(process, 1000)
             await send(end, torch.full((1000,), value, dtype=torch.uint8))
             assert await line_of(process) == str(1000 * value)
         process.send_signal(signum)
@@ -192,3 +228,34 @@ def test_an_address_of_another_host_is_refused():
     elsewhere = GroupSettings("192.0.2.1", "host", 5.0, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"weight_sync\.master_address must be an address of this"):
         GroupEnd(URL, 2, "gloo", elsewhere)
+
+
+async def test_a_group_that_a_server_left_is_kept_no_longer_than_the_trainer_keeps_its_end():
+    end = make_end()
+    with peer(end.info, SERVER) as process:
+        await end.join()
+        assert await line_of(process) == "waits"
+        tell(process, "leave")
+        assert await line_of(process) == "True True"
+        await end.leave()
+        tell(process, "look")
+        assert await line_of(process) == "0"
+        assert process.wait(20) == 0
+
+
+def test_groups_are_left_at_the_same_time(monkeypatch):
+    """The driver may end no abort before the other groups' kernels have ended."""
+    both = threading.Barrier(2)
+    ended = []
+
+    def destroy(group: Any) -> None:
+        both.wait(20)
+        ended.append(group)
+
+    groups = iter(("one", "other"))
+    monkeypatch.setattr(receiving, "create_weight_group", lambda *_: next(groups))
+    monkeypatch.setattr(receiving, "destroy_weight_group", destroy)
+    joined = [receiving.WeightGroup("", 0, 1, 2, name, "nccl", 60.0) for name in "ab"]
+    receiving.leave_groups(joined)
+    receiving.leave_groups(joined)  # does nothing
+    assert sorted(ended) == ["one", "other"]
