@@ -198,7 +198,6 @@ async def test_a_delta_is_exact_in_a_model_that_holds_its_dtype(
     ]
     numels = [tensor.numel() for tensor in old.values()]
     payload, num_changed = encode(*wires, numels, dtype.itemsize)
-    checksums = [tensor_checksum(tensor) for tensor in new.values()]
     route = "/update_weights_from_distributed"
     async with Trainer(client) as trainer:
         await client.post("/begin_weight_update")
@@ -207,7 +206,7 @@ async def test_a_delta_is_exact_in_a_model_that_holds_its_dtype(
         body = trainer.describe(
             new,
             num_changed=list(num_changed),
-            checksums=checksums,
+            checksums=[tensor_checksum(tensor) for tensor in new.values()],
             weight_version="71",
         )
         await client.post("/begin_weight_update")
