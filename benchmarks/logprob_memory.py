@@ -52,7 +52,7 @@ def passes(arguments: argparse.Namespace) -> dict:
     from torch.nn import LinearCrossEntropyOptions
 
     from torchtitan.grpo.config import GRPO
-    from torchtitan.grpo.losses.linear_logprobs import linear_logprobs
+    from torchtitan.grpo.losses.linear_logprobs import packed_linear_logprobs
 
     chunk_tokens = arguments.chunk_tokens or GRPO().logprob_chunk_tokens
 
@@ -60,10 +60,10 @@ def passes(arguments: argparse.Namespace) -> dict:
         return -F.cross_entropy((hidden @ weight.T).float(), labels, reduction="none")
 
     def fused(with_entropy):
-        return lambda hidden, weight, labels: linear_logprobs(
+        return lambda hidden, weight, labels: packed_linear_logprobs(
             hidden, weight, labels, temperature=1.0, chunk_tokens=chunk_tokens,
             with_entropy=with_entropy,
-        )[0]  # fmt: skip
+        )[..., 0]  # fmt: skip
 
     def torch_fused(options):
         return lambda hidden, weight, labels: (

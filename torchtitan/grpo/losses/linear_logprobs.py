@@ -27,39 +27,6 @@ from torchtitan.grpo.losses.softmax_slices import (
 )
 
 
-def linear_logprobs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    temperature: float,
-    chunk_tokens: int,
-    with_entropy: bool,
-    trains_entropy: bool = True,
-    keep_logits: bool = True,
-    group: ProcessGroup | None = None,
-    vocab_start: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns log-probability of each label, and entropy, of ``softmax(hidden @ weight.T / T)``.
-
-    Both are [...] float32; the entropy is 0 without ``with_entropy``. See
-    :func:`packed_linear_logprobs`.
-    """
-    logprobs, entropy = packed_linear_logprobs(
-        hidden,
-        weight,
-        labels,
-        temperature=temperature,
-        chunk_tokens=chunk_tokens,
-        with_entropy=with_entropy,
-        trains_entropy=trains_entropy,
-        keep_logits=keep_logits,
-        group=group,
-        vocab_start=vocab_start,
-    ).unbind(-1)
-    return logprobs, entropy
-
-
 def packed_linear_logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,

@@ -1,4 +1,4 @@
-"""Advantages against numbers worked out by hand."""
+"""Shaped rewards, advantages and token weights against numbers worked out by hand."""
 
 import math
 
@@ -9,7 +9,9 @@ from torchtitan.grpo.losses.advantages import (
     compute_advantages,
     informative_samples,
     num_equal_groups,
+    shape_rewards,
 )
+from torchtitan.grpo.losses.aggregation import token_weights
 
 # Groups out of order: 7 has rewards 1, 3 (mean 2), 3 has 0, 0, 3 (mean 1).
 REWARDS = np.array([1.0, 0.0, 3.0, 0.0, 3.0])
@@ -27,63 +29,39 @@ def advantages(rewards=REWARDS, groups=GROUPS, lengths=None, **settings):
     return compute_advantages(np.asarray(rewards), np.asarray(groups), lengths, **settings)
 
 
+R2, R3 = math.sqrt(2), math.sqrt(3)
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        # Sample variances: (1 + 1) / 1 = 2 and (1 + 1 + 4) / 2 = 3.
-        (
-            {"kind": "group_norm"},
-            [-1 / math.sqrt(2), -1 / math.sqrt(3), 1 / math.sqrt(2), -1 / math.sqrt(3),
-             2 / math.sqrt(3)],
-        ),
-        # Population variances: 2 / 2 = 1 and 6 / 3 = 2.
-        (
-            {"kind": "group_norm", "std": "population"},
-            [-1, -1 / math.sqrt(2), 1, -1 / math.sqrt(2), 2 / math.sqrt(2)],
-        ),
+        # Sample variances: (1 + 1) / 1 = 2 and (1 + 1 + 4) / 2 = 3; of the population 1 and 2.
+        ({"kind": "group_norm"}, [-1 / R2, -1 / R3, 1 / R2, -1 / R3, 2 / R3]),
+        ({"kind": "group_norm", "std": "population"}, [-1, -1 / R2, 1, -1 / R2, 2 / R2]),
         # eps is added to the deviation, not to the variance: -1 / (1 + 1), -1 / (sqrt(2) + 1).
-        (
-            {"kind": "group_norm", "std": "population", "eps": 1.0},
-            [-1 / 2, -1 / (math.sqrt(2) + 1), 1 / 2, -1 / (math.sqrt(2) + 1),
-             2 / (math.sqrt(2) + 1)],
-        ),
+        ({"kind": "group_norm", "std": "population", "eps": 1.0},
+         [-1 / 2, -1 / (R2 + 1), 1 / 2, -1 / (R2 + 1), 2 / (R2 + 1)]),
         ({"kind": "group_mean"}, [-1, -1, 1, -1, 2]),
         # Less the mean of the others: 1 - 3, 0 - 1.5, 3 - 1, 0 - 1.5, 3 - 0.
         ({"kind": "leave_one_out"}, [-2, -1.5, 2, -1.5, 3]),
-        # The same over the deviations of the groups, sqrt(2) and sqrt(3).
-        (
-            {"kind": "leave_one_out_norm"},
-            [-2 / math.sqrt(2), -1.5 / math.sqrt(3), 2 / math.sqrt(2), -1.5 / math.sqrt(3),
-             3 / math.sqrt(3)],
-        ),
-        (
-            {"kind": "leave_one_out_norm", "std": "population", "eps": 1.0},
-            [-2 / 2, -1.5 / (math.sqrt(2) + 1), 2 / 2, -1.5 / (math.sqrt(2) + 1),
-             3 / (math.sqrt(2) + 1)],
-        ),
+        ({"kind": "leave_one_out_norm"}, [-2 / R2, -1.5 / R3, 2 / R2, -1.5 / R3, 3 / R3]),
+        ({"kind": "leave_one_out_norm", "std": "population", "eps": 1.0},
+         [-2 / 2, -1.5 / (R2 + 1), 2 / 2, -1.5 / (R2 + 1), 3 / (R2 + 1)]),
         # Squares of the centered rewards sum to 1 + 1 + 1 + 1 + 4 = 8: over 4, and over 5.
-        ({"kind": "batch_norm"}, np.array([-1, -1, 1, -1, 2]) / math.sqrt(2)),
-        (
-            {"kind": "batch_norm", "std": "population"},
-            np.array([-1, -1, 1, -1, 2]) / math.sqrt(8 / 5),
-        ),
+        ({"kind": "batch_norm"}, np.array([-1, -1, 1, -1, 2]) / R2),
+        ({"kind": "batch_norm", "std": "population"},
+         np.array([-1, -1, 1, -1, 2]) / math.sqrt(8 / 5)),
         # Means 2 and 1; eps is added to the mean.
         ({"kind": "max_rl"}, [-1 / 2, -1, 1 / 2, -1, 2]),
         ({"kind": "max_rl", "eps": 1.0}, [-1 / 3, -1 / 2, 1 / 3, -1 / 2, 1]),
         # Mean length 4; factors 4 / length, to the power of 1 and 1/2.
-        (
-            {"kind": "group_mean", "length_power": 1.0, "lengths": [1, 2, 4, 8, 5]},
-            [-4, -2, 1, -0.5, 1.6],
-        ),
-        (
-            {"kind": "group_mean", "length_power": 0.5, "lengths": [1, 4, 4, 1, 10]},
-            [-2, -1, 1, -2, 2 * math.sqrt(0.4)],
-        ),
+        ({"kind": "group_mean", "length_power": 1.0, "lengths": [1, 2, 4, 8, 5]},
+         [-4, -2, 1, -0.5, 1.6]),
+        ({"kind": "group_mean", "length_power": 0.5, "lengths": [1, 4, 4, 1, 10]},
+         [-2, -1, 1, -2, 2 * math.sqrt(0.4)]),
         # A sample without a token is not in the mean length (now 4), and keeps its value.
-        (
-            {"kind": "group_mean", "length_power": 1.0, "lengths": [0, 2, 4, 8, 2]},
-            [-1, -2, 1, -0.5, 4],
-        ),
+        ({"kind": "group_mean", "length_power": 1.0, "lengths": [0, 2, 4, 8, 2]},
+         [-1, -2, 1, -0.5, 4]),
     ],
 )  # fmt: skip
 def test_advantages_are_those_worked_out_by_hand(settings, expected):
@@ -92,23 +70,16 @@ def test_advantages_are_those_worked_out_by_hand(settings, expected):
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
-KINDS = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "kind", ["group_norm", "group_mean", "leave_one_out", "batch_norm", "max_rl"]
 )
-
-
-@KINDS
 @pytest.mark.parametrize("std", ["sample", "population"])
-def test_lone_samples_and_equal_rewards_get_exactly_zero(kind, std):
+def test_what_cannot_be_compared_gets_exactly_zero(kind, std):
     # 0.1 three times has a mean of 0.10000000000000002 in floating point.
     rewards, groups = [5.0, 0.1, 0.1, 0.1, 0.0, 1.0], [1, 2, 2, 2, 3, 3]
     got = advantages(rewards, groups, kind=kind, std=std, eps=1e-30)
     np.testing.assert_array_equal(got[:4], 0)
     assert (got[4:] != 0).all()
-
-
-@KINDS
-def test_a_batch_without_any_comparison_gets_zeros(kind):
     np.testing.assert_array_equal(advantages([2.0, 2.0], [1, 1], kind=kind), [0, 0])
     np.testing.assert_array_equal(advantages([2.0], [1], kind=kind), [0])
     assert advantages([], [], kind=kind).shape == (0,)
@@ -120,18 +91,6 @@ def test_batch_norm_compares_groups_of_one_with_the_batch():
     np.testing.assert_allclose(got, np.array([-2, -1, 3]) / math.sqrt(7), rtol=1e-6)
 
 
-def test_rewards_that_are_not_finite_are_refused():
-    with pytest.raises(ValueError, match=r"finite, got \[nan\]"):
-        advantages([1.0, math.nan], [1, 1])
-
-
-def test_differing_shapes_and_unknown_kinds_are_refused():
-    with pytest.raises(ValueError, match="must match"):
-        advantages([1.0, 2.0], [1, 1, 1])
-    with pytest.raises(ValueError, match=r"grpo\.advantage must be .*got 'gae'"):
-        advantages(kind="gae")
-
-
 def test_samples_are_informative_where_rewards_of_their_group_differ():
     got = informative_samples(
         np.array([1.0, 0.5, 0.0, 0.5, 0.0, 9.0]), np.array([2, 1, 2, 1, 2, 7])
@@ -140,25 +99,75 @@ def test_samples_are_informative_where_rewards_of_their_group_differ():
     assert informative_samples(np.array([]), np.array([], np.int64)).shape == (0,)
 
 
-def test_groups_with_equal_rewards_are_counted():
-    rewards = np.array([1.0, 1.0, 0.0, 1.0, 0.5, 0.5])
-    assert num_equal_groups(rewards, np.array([0, 0, 1, 1, 2, 2])) == 2
-    assert num_equal_groups(np.zeros(0), np.zeros(0, np.int64)) == 0
-
-
-def test_single_samples_are_equal_only_if_the_whole_batch_is():
-    """With groups of one sample, ``batch_norm`` compares the samples of the batch."""
-    groups = np.arange(3)
-    assert num_equal_groups(np.array([1.0, 1.0, 1.0]), groups) == 3
-    assert num_equal_groups(np.array([1.0, 1.0, 0.0]), groups) == 0
-
-
-def test_max_rl_refuses_rewards_below_zero():
-    with pytest.raises(ValueError, match=r"max_rl.* at least 0, got -0\.5"):
-        advantages([-0.5, 1.0], [0, 0], kind="max_rl")
-
-
 def test_max_rl_weights_successes_by_one_over_their_rate():
     """As the gradient of the log-likelihood: the successes of a group weigh 1 together."""
     got = advantages([1.0, 0.0, 0.0, 0.0], [0, 0, 0, 0], kind="max_rl")
     np.testing.assert_allclose(got + 1, [4, 0, 0, 0], atol=1e-6)
+
+
+def test_groups_with_equal_rewards_are_counted():
+    rewards = np.array([1.0, 1.0, 0.0, 1.0, 0.5, 0.5])
+    assert num_equal_groups(rewards, np.array([0, 0, 1, 1, 2, 2])) == 2
+    assert num_equal_groups(np.zeros(0), np.zeros(0, np.int64)) == 0
+    # With groups of one sample, `batch_norm` compares the samples of the batch.
+    assert num_equal_groups(np.array([1.0, 1.0, 1.0]), np.arange(3)) == 3
+    assert num_equal_groups(np.array([1.0, 1.0, 0.0]), np.arange(3)) == 0
+
+
+def shaped(rewards, lengths, **settings):
+    settings = {
+        "positive_scale": 1.0, "negative_scale": 1.0, "overlong_buffer": 0,
+        "overlong_penalty": 1.0, "max_new_tokens": 10,
+    } | settings  # fmt: skip
+    return shape_rewards(np.array(rewards), np.array(lengths), **settings)
+
+
+def test_rewards_are_scaled_by_their_sign_and_lose_what_is_overlong():
+    got = shaped([2.0, 0.0, -3.0], [1, 1, 1], positive_scale=0.5, negative_scale=2.0)
+    assert got.dtype == np.float64
+    np.testing.assert_array_equal(got, [1, 0, -6])
+    # Buffer of 4 before 10 tokens; what is longer than 10 (a lower limit since) loses no more.
+    got = shaped([1.0] * 6, [1, 6, 7, 8, 10, 12], overlong_buffer=4, overlong_penalty=0.8)
+    np.testing.assert_allclose(got, [1, 1, 0.8, 0.6, 0.2, 0.2])
+    np.testing.assert_array_equal(shaped([1.0, 1.0], [9, 10], overlong_penalty=5.0), [1, 1])
+    # The penalty is not scaled with the reward.
+    np.testing.assert_array_equal(shaped([1.0], [10], positive_scale=3.0, overlong_buffer=2), [2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("token_mean", [1 / 10, 0, 1 / 10, 1 / 10]),
+        # Three sequences have tokens; the one without is not counted.
+        ("sequence_mean", [1 / 3, 0, 1 / 12, 1 / 15]),
+        ("constant_length", [1 / 24, 0, 1 / 24, 1 / 24]),
+    ],
+)
+def test_token_weights_are_those_worked_out_by_hand(kind, expected):
+    got = token_weights(np.array([1, 0, 4, 5]), kind=kind, constant_length=8)
+    assert got.dtype == np.float64
+    np.testing.assert_allclose(got, expected, rtol=1e-12)
+    np.testing.assert_array_equal(token_weights(np.array([0, 0]), kind=kind, constant_length=8), 0)
+    assert token_weights(np.array([]), kind=kind, constant_length=8).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (lambda: advantages([1.0, math.nan], [1, 1]), r"finite, got \[nan\]"),
+        (lambda: advantages([1.0, 2.0], [1, 1, 1]), "must match"),
+        (lambda: advantages(kind="gae"), r"grpo\.advantage must be .*got 'gae'"),
+        (lambda: advantages([-0.5, 1.0], [0, 0], kind="max_rl"), r"max_rl.* at least 0, got -0\.5"),
+        (lambda: shaped([math.inf], [1]), r"finite, got \[inf\]"),
+        (lambda: shaped([1.0], [1, 2]), "must match"),
+        (lambda: token_weights(np.array([-1]), kind="token_mean", constant_length=8),
+         "at least 0, got -1"),
+        (lambda: token_weights(np.array([1]), kind="constant_length", constant_length=0),
+         r"at least 1, got 0\. Set grpo\.aggregation_length"),
+        (lambda: token_weights(np.array([1]), kind="sum", constant_length=8),  # pyright: ignore
+         r"grpo\.aggregation must be .*got 'sum'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_computed_is_refused(refused, message):
+    with pytest.raises(ValueError, match=message):
+        refused()

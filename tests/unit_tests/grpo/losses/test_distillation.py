@@ -1,21 +1,28 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The teacher's part of advantages: hand numbers, and the gradient of the divergence itself."""
+"""Distillation from a teacher: in advantages, and over its most likely tokens."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
-from torchtitan.grpo.config import GRPO
+from torchtitan.grpo.config import GRPO, Teacher
 from torchtitan.grpo.losses.distillation import (
+    TAIL_FLOOR,
+    TopLogprobs,
     group_baselines,
     sample_sums,
     sampled_reverse_kl,
+    top_k_reverse_kl,
     with_teacher,
 )
+from torchtitan.grpo.losses.loss_metrics import MetricTotals
+from torchtitan.grpo.losses.objective import LossInputs, metric_reductions, objective
 from torchtitan.grpo.losses.policy_terms import PolicyInputs, reinforce
 
 
@@ -80,3 +87,163 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl_divergence(baseline):
         shift[i] = step
         expected = (kl(base + shift) - kl(base - shift)) / (2 * step)
         assert found[i].item() == pytest.approx(expected, abs=1e-8)
+
+
+# ---- over the teacher's most likely tokens
+
+TEACHER = Teacher(coef=0.5, top_k=2)
+
+
+def test_the_divergence_over_the_top_tokens_is_that_worked_out_by_hand():
+    student, teacher = torch.tensor([[0.5, 0.25]]).log(), torch.tensor([[0.25, 0.5]]).log()
+    # 0.5 log 2 - 0.25 log 2, and the same rest of 0.25.
+    assert top_k_reverse_kl(student, teacher).item() == pytest.approx(0.25 * math.log(2), rel=1e-6)
+    teacher = torch.tensor([[0.25, 0.25]]).log()
+    expected = 0.5 * math.log(2) + 0.25 * math.log(0.25 / 0.5)
+    assert top_k_reverse_kl(student, teacher).item() == pytest.approx(expected, rel=1e-6)
+    assert top_k_reverse_kl(student, student).item() == 0
+
+
+def distributions(vocab: int = 11) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(2, 7, vocab, dtype=torch.float64)
+    return logits[0].requires_grad_(), logits[1].log_softmax(-1)
+
+
+def test_the_whole_vocabulary_gives_the_whole_divergence_and_its_gradient():
+    logits, teacher = distributions()
+    student = logits.log_softmax(-1)
+    expected = F.kl_div(teacher, student, log_target=True, reduction="none").sum(-1)
+    found = top_k_reverse_kl(student, teacher)
+    torch.testing.assert_close(found, expected)
+    ours, theirs = (
+        torch.autograd.grad(x.sum(), logits, retain_graph=True)[0] for x in (found, expected)
+    )
+    # The student's probabilities sum to 1 whatever the logits are: the floor of the rest adds nothing.
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_fewer_tokens_give_a_lower_bound_that_grows_with_their_number():
+    logits, teacher = distributions()
+    student = logits.detach().log_softmax(-1)
+    order = teacher.argsort(-1, descending=True)
+    found = torch.stack([
+        top_k_reverse_kl(student.gather(-1, order[:, :k]), teacher.gather(-1, order[:, :k]))
+        for k in range(1, 12)
+    ])  # fmt: skip
+    assert (found >= -1e-12).all() and (found.diff(dim=0) >= -1e-9).all()
+    assert found[0].max() < found[-1].max()
+    torch.testing.assert_close(found[-1], (student.exp() * (student - teacher)).sum(-1))
+
+
+def test_its_gradient_is_that_of_finite_differences():
+    logits, teacher = distributions()
+    assert torch.autograd.gradcheck(
+        lambda x: top_k_reverse_kl(x.log_softmax(-1)[:, :3], teacher[:, :3]), (logits,)
+    )
+
+
+@pytest.mark.parametrize("student_rest", [0.0, 1e-9, 1e-3, 0.5, 1.0])
+@pytest.mark.parametrize("teacher_rest", [-1e-6, 0.0, 1e-9, 0.5])
+def test_values_and_gradients_are_finite_where_nothing_is_left(student_rest, teacher_rest):
+    """Also for a student's probability of 0, and a sum that rounding has put above 1."""
+    student = torch.tensor([1 - student_rest, 0.0]).log().requires_grad_()
+    teacher = torch.tensor([(1 - teacher_rest) / 2] * 2).log()
+    found = top_k_reverse_kl(student, teacher)
+    found.backward()
+    assert found.isfinite() and student.grad is not None and student.grad.isfinite().all()
+    assert student.grad[1] == 0
+    p, t = 1 - student_rest, (1 - teacher_rest) / 2
+    rest, other_rest = max(student_rest, TAIL_FLOOR), max(teacher_rest, TAIL_FLOOR)
+    expected = (p * math.log(p / t) if p else 0) + rest * math.log(rest / other_rest)
+    # Float32 knows a rest near the floor to a few percent.
+    assert found.item() == pytest.approx(expected, rel=0.02, abs=1e-4)
+
+
+# ---- its place in the loss
+
+
+def loss_inputs(lab, config: GRPO, num_rows: int = 4, junk: float = math.nan) -> LossInputs:
+    """Sequences in rows, all but one of them rated, with junk where nothing is trained or rated."""
+    packed = lab.pack(lab.make_sequences(0), [[0, 1], [2], [3], []], 24, config, junk=0.0)
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(2, *packed.loss_mask.shape, 9, generator=generator, dtype=torch.float64)
+    student, teacher = logits.log_softmax(-1)[..., :3]
+    is_rated = packed.loss_mask.clone()
+    is_rated[1] = False
+    student[~is_rated], teacher[~is_rated] = junk, junk
+    # A rating alone trains nothing.
+    is_rated[3] = True
+    top = TopLogprobs(student.requires_grad_(), teacher, is_rated)
+    return lab.row_slice(replace(packed, teacher_top=top), 0, num_rows)
+
+
+def test_it_is_added_with_its_coefficient_and_the_aggregation_s_weights(lab):
+    config = GRPO(aggregation="sequence_mean")
+    inputs = loss_inputs(lab, config)
+    top = inputs.teacher_top
+    assert top is not None
+    loss, metrics = objective(inputs, config, teacher=TEACHER)
+    without, _ = objective(replace(inputs, teacher_top=None), config)
+    where = top.is_rated & inputs.loss_mask
+    assert 0 < where.sum() < inputs.loss_mask.sum()
+    kl = top_k_reverse_kl(top.student[where], top.teacher[where])
+    torch.testing.assert_close(loss - without, 0.5 * (inputs.loss_weights[where] * kl).sum())
+    totals = MetricTotals(metric_reductions(config, TEACHER))
+    totals.add([metrics])
+    assert totals.values(1)["teacher/top_k_kl"] == pytest.approx(float(kl.detach().mean()))
+    assert "teacher/top_k_kl" not in metric_reductions(config)
+    assert "teacher/top_k_kl" not in metric_reductions(config, Teacher())
+
+
+def test_of_the_teacher_s_tokens_microbatches_add_up_to_the_whole(lab):
+    config = GRPO()
+    inputs = loss_inputs(lab, config)
+    whole, whole_metrics = objective(inputs, config, teacher=TEACHER)
+    parts = [
+        objective(lab.row_slice(inputs, i, i + 1), config, teacher=TEACHER) for i in (2, 0, 3, 1)
+    ]
+    torch.testing.assert_close(sum(loss for loss, _ in parts), whole)
+    found = []
+    for metrics in ([whole_metrics], [metrics for _, metrics in parts]):
+        totals = MetricTotals(metric_reductions(config, TEACHER))
+        totals.add(metrics)
+        found.append(totals.values(1)["teacher/top_k_kl"])
+    assert found[0] == pytest.approx(found[1]) and found[0] > 0
+
+
+def detached(inputs: LossInputs) -> LossInputs:
+    """Dynamo looks at the gradients of its inputs, which slices do not have."""
+    top = inputs.teacher_top
+    assert top is not None
+    return replace(
+        inputs, logprobs=inputs.logprobs.detach(), entropy=inputs.entropy.detach(),
+        teacher_top=replace(top, student=top.student.detach()),
+    )  # fmt: skip
+
+
+def test_it_compiles(lab):
+    inputs = detached(loss_inputs(lab, GRPO()))
+    compiled = torch.compile(objective, fullgraph=True, backend="eager")
+    torch.testing.assert_close(
+        compiled(inputs, GRPO(), None, TEACHER)[0], objective(inputs, GRPO(), None, TEACHER)[0]
+    )
+
+
+def test_tokens_of_a_teacher_that_are_missing_or_do_not_fit_are_refused(lab):
+    inputs = loss_inputs(lab, GRPO())
+    top = inputs.teacher_top
+    assert top is not None
+    with pytest.raises(ValueError, match="only then, got None with 2"):
+        objective(replace(inputs, teacher_top=None), GRPO(), teacher=TEACHER)
+    with pytest.raises(ValueError, match="only then, got some with 0"):
+        objective(inputs, GRPO())
+    short = replace(top, teacher=top.teacher[..., :2])
+    with pytest.raises(ValueError, match=r"must be \[4, 24, k\]"):
+        objective(replace(inputs, teacher_top=short), GRPO(), teacher=TEACHER)
+    with pytest.raises(ValueError, match="one shape"):
+        objective(
+            replace(inputs, teacher_top=replace(top, is_rated=top.is_rated[:1])),
+            GRPO(),
+            teacher=TEACHER,
+        )

@@ -1,4 +1,4 @@
-"""Mismatch weights against numbers worked out by hand."""
+"""Sums over sequences, bounded ratios and mismatch weights against numbers worked out by hand."""
 
 import math
 
@@ -6,6 +6,13 @@ import pytest
 import torch
 
 from torchtitan.grpo.losses.mismatch import mismatch_weights
+from torchtitan.grpo.losses.sequences import (
+    LOG_RATIO_BOUND,
+    ratio,
+    sequence_means,
+    sequence_sums,
+    spread,
+)
 
 # Sequence 0 has ratios 4 and 1/2 (product 2, geometric mean sqrt 2), sequence 1 has 1/8 and 1
 # (1/8, sqrt 1/8); between them a token that is not trained.
@@ -95,3 +102,35 @@ def test_unknown_settings_are_refused():
         weights_of(correction="drop")
     with pytest.raises(ValueError, match=r"grpo\.mismatch_level must be .*got 'batch'"):
         weights_of(level="batch")
+
+
+PACKED = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
+PACKED_IDS = torch.tensor([[0, 0, 1, 1], [0, 1, 2, 2]])
+
+
+def test_sums_stay_inside_rows_and_sequences():
+    sums = sequence_sums(PACKED, PACKED_IDS)
+    torch.testing.assert_close(sums, torch.tensor([[3.0, 7, 0, 0], [5, 6, 15, 0]]))
+    torch.testing.assert_close(
+        spread(sums, PACKED_IDS), torch.tensor([[3.0, 3, 7, 7], [5, 6, 15, 15]])
+    )
+
+
+def test_means_are_over_trained_tokens():
+    mask = torch.tensor([[True, True, False, True], [False, True, True, True]])
+    means = sequence_means(torch.where(mask, PACKED, 0.0), mask, PACKED_IDS)
+    # The second row's first sequence has no trained token.
+    torch.testing.assert_close(means, torch.tensor([[1.5, 1.5, 4, 4], [0, 6, 7.5, 7.5]]))
+
+
+def test_ratios_are_exact_inside_the_bound_and_constant_outside():
+    log_ratio = torch.tensor([-1e9, -19.0, 0.0, 19.0, 1e9], dtype=torch.float64)
+    log_ratio.requires_grad_()
+    got = ratio(log_ratio)
+    expected = [math.exp(x) for x in (-LOG_RATIO_BOUND, -19, 0, 19, LOG_RATIO_BOUND)]
+    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64))
+    got.sum().backward()
+    expected_gradient = torch.tensor(
+        [0, expected[1], expected[2], expected[3], 0], dtype=torch.float64
+    )
+    torch.testing.assert_close(log_ratio.grad, expected_gradient)

@@ -39,37 +39,54 @@ def term_of(
     return term, gradient
 
 
-def check(result, losses, gradient, clipped, dual_clipped=None) -> None:
-    term, got = result
+E = math.e
+HIGH, LOW = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(1))  # sigmoids of 1 and -1
+# For each case: ratios, advantages, further settings, and what they give.
+CASES = {
+    # d(-ratio * A) = -ratio * A where not clipped, else 0.
+    "clip": ([2, 2, 0.5, 0.5, 1.1], [1, -1, 1, -1, 3], {}, [-1.3, 2, -0.5, 0.8, -3.3],
+             [0, 2, -0.5, 0, -3.3], [1, 0, 0, 1, 0], [0] * 5),
+    "at the old policy": ([1, 1, 1], [1, -2, 0], {}, [-1, 2, 0], [-1, 2, 0], [0] * 3, [0] * 3),
+    "reinforce": ([1, 1, 1], [1, -2, 0], {"policy_loss": "reinforce"}, [2, -4, 0], [-1, 2, 0],
+                  [0] * 3, [0] * 3),
+    "dual clip": ([4, 2.5, 4, 0.5], [-2, -2, 2, -2], {"dual_clip": 3.0}, [6, 5, -2.6, 1.6],
+                  [0, 5, 0, 0], [0, 0, 1, 1], [1, 0, 0, 0]),
+    # Geometric means: sqrt(4 * 1) = 2, clipped to 1.3; sqrt(1.44 * 1) = 1.2, not clipped.
+    # The tokens of a sequence share its gradient evenly.
+    "gspo": ([4, 1, 1.44, 1], [1, 1, 5, 5], {"policy_loss": "gspo", "ids": [0, 0, 1, 1]},
+             [-1.3, -1.3, -6, -6], [0, 0, -6, -6], [1, 1, 0, 0], [0] * 4),
+    "gspo, dual clip": ([16, 1], [-1, -1], {"policy_loss": "gspo", "dual_clip": 3.0}, [3, 3],
+                        [0, 0], [0, 0], [1, 1]),
+    # Loss: -weight * A * logprob with logprob -2; gradient: -weight * A.
+    "cispo": ([2, 0.5, 1.1], [1, -1, 1], {"policy_loss": "cispo"}, [2.6, -1, 2.2],
+              [-1.3, 0.5, -1.1], [1, 0, 0], [0] * 3),
+    "cispo, two-sided": ([2, 0.5, 1.1], [1, -1, 1], {"policy_loss": "cispo", "cispo_two_sided": True},
+                         [2.6, -1.6, 2.2], [-1.3, 0.8, -1.1], [1, 1, 0], [0] * 3),
+    # 4 / t * sigmoid(t * (r - 1)) * A; its derivative by the logprob is 4 s (1 - s) r A.
+    "sapo": ([1, 2, 1, 0.5], [1, 1, -1, -1],
+             {"policy_loss": "sapo", "sapo_temperature_negative": 2.0}, [-2, -4 * HIGH, 1, 2 * LOW],
+             [-1, -4 * HIGH * (1 - HIGH) * 2, 1, 4 * LOW * (1 - LOW) * 0.5], [0] * 4, [0] * 4),
+    # A > 0: e^1.5 is clipped to e^0.5 and e^-0.7 stays, so the mean is e^-0.1. A < 0: e^-1.5 is
+    # clipped to e^-0.5 and e^0.7 stays, so the mean is e^0.1. A clipped token has no gradient.
+    "gmpo": ([E**1.5, E**-0.7, E**-1.5, E**0.7], [1, 1, -1, -1],
+             {"policy_loss": "gmpo", "clip_low": 0.5, "clip_high": 0.5, "ids": [0, 0, 1, 1]},
+             [-(E**-0.1)] * 2 + [E**0.1] * 2, [0, -(E**-0.1), 0, E**0.1], [1, 0, 1, 0], [0] * 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradients_are_those_worked_out_by_hand(case):
+    ratios, advantages, settings, losses, gradient, clipped, dual_clipped = CASES[case]
+    term, got = term_of(ratios, advantages, **settings)
     torch.testing.assert_close(
         term.token_losses.detach(), torch.tensor([losses], dtype=torch.float64)
     )
     torch.testing.assert_close(got, torch.tensor([gradient], dtype=torch.float64))
-    nowhere = [0] * len(losses)
-    for name, expected in ((CLIPPED, clipped), (DUAL_CLIPPED, dual_clipped or nowhere)):
+    for name, expected in ((CLIPPED, clipped), (DUAL_CLIPPED, dual_clipped)):
         # A term that never clips says nothing about it.
-        values = term.metrics[name].values.tolist() if name in term.metrics else [nowhere]
+        values = term.metrics[name].values.tolist() if name in term.metrics else [[0] * len(losses)]
         assert values == [[bool(x) for x in expected]], name
     assert all(metric.reduction == "mean" for metric in term.metrics.values())
-
-
-def test_clip_bounds_hold_on_the_side_where_they_bind():
-    # d(-ratio * A) = -ratio * A where not clipped, else 0.
-    check(
-        term_of([2, 2, 0.5, 0.5, 1.1], [1, -1, 1, -1, 3]),
-        losses=[-1.3, 2, -0.5, 0.8, -3.3],
-        gradient=[0, 2, -0.5, 0, -3.3],
-        clipped=[1, 0, 0, 1, 0],
-    )
-
-
-def test_at_the_old_policy_the_gradient_is_that_of_reinforce():
-    losses, advantages = [-1, 2, 0], [1, -2, 0]
-    check(term_of([1, 1, 1], advantages), losses, gradient=losses, clipped=[0, 0, 0])
-    check(
-        term_of([1, 1, 1], advantages, policy_loss="reinforce"),
-        losses=[2, -4, 0], gradient=losses, clipped=[0, 0, 0],
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["clip", "gspo", "gmpo"])
@@ -77,34 +94,6 @@ def test_a_ratio_at_its_bound_is_not_clipped(name):
     """With a lower bound of 1, each ratio is at a bound until the policy has been trained."""
     _, gradient = term_of([1, 1], [2, -1], ids=[0, 1], policy_loss=name, clip_low=0.0)
     assert gradient.tolist() == [[-2, 1]]
-
-
-def test_dual_clip_bounds_the_loss_where_the_advantage_is_negative():
-    check(
-        term_of([4, 2.5, 4, 0.5], [-2, -2, 2, -2], dual_clip=3.0),
-        losses=[6, 5, -2.6, 1.6],
-        gradient=[0, 5, 0, 0],
-        clipped=[0, 0, 1, 1],
-        dual_clipped=[1, 0, 0, 0],
-    )
-
-
-def test_gspo_takes_one_ratio_a_sequence_and_clips_all_of_it():
-    # Geometric means: sqrt(4 * 1) = 2, clipped to 1.3; sqrt(1.44 * 1) = 1.2, not clipped.
-    # The tokens of a sequence share its gradient evenly.
-    check(
-        term_of([4, 1, 1.44, 1], [1, 1, 5, 5], [0, 0, 1, 1], policy_loss="gspo"),
-        losses=[-1.3, -1.3, -6, -6],
-        gradient=[0, 0, -6, -6],
-        clipped=[1, 1, 0, 0],
-    )
-
-
-def test_gspo_can_be_dual_clipped():
-    check(
-        term_of([16, 1], [-1, -1], policy_loss="gspo", dual_clip=3.0),
-        losses=[3, 3], gradient=[0, 0], clipped=[0, 0], dual_clipped=[1, 1],
-    )  # fmt: skip
 
 
 def test_gspo_passes_no_gradient_to_tokens_that_are_weighted_out():
@@ -119,51 +108,6 @@ def test_gspo_passes_no_gradient_to_tokens_that_are_weighted_out():
     losses = BUILTIN["gspo"](inputs, config).token_losses
     (gradient,) = torch.autograd.grad((losses * torch.tensor([[0.0, 1.0]])).sum(), logprobs)
     assert gradient.tolist() == [[0.0, -1.0]]
-
-
-def test_cispo_bounds_the_weight_and_keeps_every_gradient():
-    # Loss: -weight * A * logprob with logprob -2; gradient: -weight * A.
-    check(
-        term_of([2, 0.5, 1.1], [1, -1, 1], policy_loss="cispo"),
-        losses=[2.6, -1, 2.2],
-        gradient=[-1.3, 0.5, -1.1],
-        clipped=[1, 0, 0],
-    )
-
-
-def test_cispo_two_sided_also_has_a_floor():
-    check(
-        term_of([2, 0.5, 1.1], [1, -1, 1], policy_loss="cispo", cispo_two_sided=True),
-        losses=[2.6, -1.6, 2.2],
-        gradient=[-1.3, 0.8, -1.1],
-        clipped=[1, 1, 0],
-    )
-
-
-def test_sapo_gates_the_ratio_with_a_temperature_for_each_sign():
-    # 4 / t * sigmoid(t * (r - 1)) * A; its derivative by the logprob is 4 s (1 - s) r A.
-    high, low = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(1))
-    check(
-        term_of([1, 2, 1, 0.5], [1, 1, -1, -1], policy_loss="sapo", sapo_temperature_negative=2.0),
-        losses=[-2, -4 * high, 1, 2 * low],
-        gradient=[-1, -4 * high * (1 - high) * 2, 1, 4 * low * (1 - low) * 0.5],
-        clipped=[0, 0, 0, 0],
-    )
-
-
-def test_gmpo_takes_the_geometric_mean_of_ratios_clipped_on_one_side():
-    # A > 0: e^1.5 is clipped to e^0.5 and e^-0.7 stays, so the mean is e^-0.1. A < 0: e^-1.5 is
-    # clipped to e^-0.5 and e^0.7 stays, so the mean is e^0.1. A clipped token has no gradient.
-    e = math.e
-    check(
-        term_of(
-            [e**1.5, e**-0.7, e**-1.5, e**0.7], [1, 1, -1, -1], [0, 0, 1, 1],
-            policy_loss="gmpo", clip_low=0.5, clip_high=0.5,
-        ),
-        losses=[-(e**-0.1)] * 2 + [e**0.1] * 2,
-        gradient=[0, -(e**-0.1), 0, e**0.1],
-        clipped=[1, 0, 1, 0],
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BUILTIN)
