@@ -113,9 +113,13 @@ def offload_figures(stages: list) -> dict[str, float] | None:
 
 
 def main(arguments):
+    return {"groups": [compare(arguments, cases) for cases in arguments["groups"]]}
+
+
+def compare(arguments: dict, cases: list[dict]) -> list[dict[str, Any]]:
     expected: dict[str, torch.Tensor] = {}
     results = []
-    for case in arguments["cases"]:
+    for case in cases:
         found, figures = run(arguments, case)
         expected = expected or found
         assert found.keys() == expected.keys()
@@ -125,4 +129,4 @@ def main(arguments):
             for name, grad in found.items()
         )
         results.append({"different": different, "distance": distance, **figures})
-    return {"results": results}
+    return results

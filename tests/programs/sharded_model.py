@@ -1,4 +1,4 @@
-"""Loads a Hugging Face directory into a sharded model, scores it, and computes gradients."""
+"""Loads a Hugging Face directory into sharded models and scores it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,6 @@ from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
 from torchtitan.grpo.pipeline.build import build_schedule
 from torchtitan.grpo.training.runner import WholeModelRunner
 from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
-from torchtitan.grpo.upstream.parallelism import dist_utils
 
 
 def rows_of(arguments: dict) -> TrainRows:
@@ -45,19 +44,14 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def main(arguments):
-    built = build(arguments["model"], arguments["seq_len"], **arguments["layout"])
-    rows = rows_of(arguments)
-    runner = WholeModelRunner(built.parts[0], rows_at_once=2)
+    return [scored(arguments, layout) for layout in arguments["layouts"]]
+
+
+def scored(arguments: dict, layout: dict) -> dict:
+    built = build(arguments["model"], arguments["seq_len"], **layout)
     operands = set()
     built.parts[0].output.register_forward_pre_hook(
         lambda head, inputs: operands.update((str(inputs[0].dtype), str(head.weight.dtype)))
     )
-    logprobs = runner.forward(rows)[..., 0]
-    runner.forward_backward(rows, picked_sum(rows))
-    grad_norm = dist_utils.clip_grad_norm_(built.parts[0].parameters(), 1e9, foreach=True)
-    return {
-        "logprobs": logprobs.tolist(),
-        "mask": rows.loss_mask.tolist(),
-        "grad_norm": float(grad_norm),
-        "operands": sorted(operands),
-    }
+    logprobs = WholeModelRunner(built.parts[0], rows_at_once=2).forward(rows_of(arguments))
+    return {"logprobs": logprobs[..., 0].tolist(), "operands": sorted(operands)}

@@ -1,11 +1,14 @@
-"""Sums over sequences, bounded ratios and mismatch weights against numbers worked out by hand."""
+"""Sums over sequences, bounded ratios, and the mismatch weights that are made of them."""
 
 import math
 
 import pytest
 import torch
 
+from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.losses.mismatch import mismatch_weights
+from torchtitan.grpo.losses.objective import objective, weight_sums
+from torchtitan.grpo.losses.rejection import RejectionBounds, rejected_sequences
 from torchtitan.grpo.losses.sequences import (
     LOG_RATIO_BOUND,
     ratio,
@@ -14,64 +17,11 @@ from torchtitan.grpo.losses.sequences import (
     spread,
 )
 
-# Sequence 0 has ratios 4 and 1/2 (product 2, geometric mean sqrt 2), sequence 1 has 1/8 and 1
-# (1/8, sqrt 1/8); between them a token that is not trained.
-RATIOS = [4.0, 0.5, math.nan, 0.125, 1.0]
+RATIOS = torch.tensor([[4.0, 0.5, 1.0, 0.125, 1.0]], dtype=torch.float64)
 MASK = torch.tensor([[True, True, False, True, True]])
 IDS = torch.tensor([[0, 0, 0, 1, 1]])
-ROOT = math.sqrt(2)
-
-
-def weights_of(**settings):
-    settings = {
-        "correction": "truncate",
-        "level": "token",
-        "cap": 2.0,
-        "floor": 0.0,
-        "veto": 0.0,
-    } | settings
-    generator = torch.tensor([[-1.0, -2.0, math.nan, -3.0, -4.0]], dtype=torch.float64)
-    old = generator + torch.tensor([RATIOS], dtype=torch.float64).log()
-    return mismatch_weights(old.requires_grad_(), generator, MASK, IDS, **settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "weights", "capped", "masked", "vetoed"),
-    [
-        ({"correction": "none"}, [1, 1, 1, 1], 0, 0, 0),
-        ({}, [2, 0.5, 0.125, 1], 1, 0, 0),
-        ({"floor": 0.25}, [2, 0.5, 0.25, 1], 2, 0, 0),
-        ({"level": "sequence", "cap": 1.5}, [1.5, 1.5, 0.125, 0.125], 2, 0, 0),
-        ({"level": "sequence"}, [2, 2, 0.125, 0.125], 0, 0, 0),
-        ({"level": "geometric"}, [ROOT, ROOT, ROOT / 4, ROOT / 4], 0, 0, 0),
-        ({"correction": "mask"}, [0, 0.5, 0.125, 1], 0, 1, 0),
-        ({"correction": "mask", "floor": 0.25}, [0, 0.5, 0, 1], 0, 2, 0),
-        ({"correction": "mask", "level": "sequence", "floor": 0.25}, [2, 2, 0, 0], 0, 2, 0),
-        ({"correction": "mask", "level": "geometric", "cap": 1.0}, [0, 0, ROOT / 4, ROOT / 4],
-         0, 2, 0),
-        # The veto looks at tokens whatever the level, and works without a correction.
-        ({"correction": "none", "veto": 0.2}, [1, 1, 0, 0], 0, 2, 2),
-        ({"veto": 0.2}, [2, 0.5, 0, 0], 1, 2, 2),
-        ({"level": "geometric", "veto": 0.2}, [ROOT, ROOT, 0, 0], 0, 2, 2),
-        ({"correction": "mask", "veto": 0.2}, [0, 0.5, 0, 0], 0, 3, 2),
-        # A token that was capped and then vetoed is left out, not capped.
-        ({"veto": 0.6}, [0, 0, 0, 0], 0, 4, 4),
-        ({"veto": 0.1}, [2, 0.5, 0.125, 1], 1, 0, 0),
-    ],
-)  # fmt: skip
-def test_weights_are_those_worked_out_by_hand(settings, weights, capped, masked, vetoed):
-    got = weights_of(**settings)
-    weights = [*weights[:2], 0, *weights[2:]]
-    torch.testing.assert_close(got.weights, torch.tensor([weights], dtype=torch.float64))
-    assert not got.weights.requires_grad
-    assert (got.capped.sum(), got.masked.sum(), got.vetoed.sum()) == (capped, masked, vetoed)
-    if settings.get("correction") != "none":
-        assert torch.equal(got.ratios, got.weights)
-
-
-def test_without_a_correction_the_ratios_still_show():
-    got = weights_of(correction="none", veto=0.2)
-    torch.testing.assert_close(got.ratios, torch.tensor([[4, 0.5, 0, 0, 0]], dtype=torch.float64))
+GENERATOR = torch.tensor([[-1.0, -2.0, 0.0, -3.0, -4.0]], dtype=torch.float64)
+TRAINER = GENERATOR + RATIOS.log()
 
 
 def test_long_sequences_do_not_overflow():
@@ -95,13 +45,6 @@ def test_a_veto_may_be_below_where_ratios_are_bounded():
         correction="none", level="token", cap=2.0, floor=0.0, veto=1e-12,
     )  # fmt: skip
     assert got.weights.tolist() == [[0.0, 0.0]]
-
-
-def test_unknown_settings_are_refused():
-    with pytest.raises(ValueError, match=r"grpo\.mismatch_correction must be .*got 'drop'"):
-        weights_of(correction="drop")
-    with pytest.raises(ValueError, match=r"grpo\.mismatch_level must be .*got 'batch'"):
-        weights_of(level="batch")
 
 
 PACKED = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
@@ -134,3 +77,66 @@ def test_ratios_are_exact_inside_the_bound_and_constant_outside():
         [0, expected[1], expected[2], expected[3], 0], dtype=torch.float64
     )
     torch.testing.assert_close(log_ratio.grad, expected_gradient)
+
+
+def test_a_ratio_far_beyond_the_range_of_floats_is_rejected():
+    trainer = torch.tensor([[-300.0, 0.0]])
+    mask, ids = torch.ones(1, 2).bool(), torch.zeros(1, 2, dtype=torch.int64)
+    for name in ("k1", "k3", "ratio"):
+        bounds = RejectionBounds(**{name: 20.0})
+        assert rejected_sequences(trainer, torch.zeros(1, 2), mask, ids, bounds).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "total", "num_kept"),
+    [
+        ({}, 2 + 0.5 + 0.125 + 1, 4),
+        ({"mismatch_correction": "mask"}, 0.5 + 0.125 + 1, 3),
+        ({"mismatch_max_ratio": 5.0}, 2 + 0.5, 2),
+        ({"mismatch_veto": 0.2}, 2 + 0.5, 2),
+        ({"mismatch_max_ratio": 2.0}, 0, 0),
+    ],
+)
+def test_the_mean_weight_is_that_of_the_tokens_that_are_kept(settings, total, num_kept):
+    config = GRPO(mismatch_normalize=True, **settings)
+    junk = torch.where(MASK, TRAINER, math.nan)
+    got = weight_sums(junk, GENERATOR, MASK, IDS, config)
+    torch.testing.assert_close(got, torch.tensor([total, num_kept], dtype=torch.float64))
+
+
+def test_normalized_weights_have_a_mean_of_one_and_do_not_touch_the_penalties(lab):
+    """The policy's loss is divided by the mean weight of the whole batch, and nothing else is."""
+    plain = GRPO(kl_coef=0.3, entropy_coef=0.1)
+    normalized = GRPO(kl_coef=0.3, entropy_coef=0.1, mismatch_normalize=True)
+    sequences = lab.make_sequences(0)
+    inputs = lab.pack(sequences, [[0, 1, 2, 3], [4, 5, 6, 7, 8]], 48, plain)
+    parts = [lab.row_slice(inputs, i, i + 1) for i in range(2)]
+    mean = lab.mean_weight(normalized, parts)
+    weights = [
+        min(math.exp(s.old[t] - s.generator[t]), 2.0)
+        for s in sequences
+        for t in range(s.num_tokens)
+        if not s.is_ptx
+    ]
+    assert mean.item() == pytest.approx(sum(weights) / len(weights))
+    got, expected = [], []
+    for part in parts:
+        loss, metrics = objective(part, plain)
+        own = metrics["loss/policy"].numbers[0]
+        expected.append(loss - own + own / mean)
+        got.append(objective(part, normalized, mean)[0])
+    torch.testing.assert_close(torch.stack(got), torch.stack(expected))
+    assert abs(mean.item() - 1) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("correction", "level", "message"),
+    [
+        ("drop", "token", r"grpo\.mismatch_correction must be .*got 'drop'"),
+        ("truncate", "batch", r"grpo\.mismatch_level must be .*got 'batch'"),
+    ],
+)
+def test_unknown_settings_are_refused(correction, level, message):
+    settings = {"correction": correction, "level": level, "cap": 2.0, "floor": 0.0, "veto": 0.0}
+    with pytest.raises(ValueError, match=message):
+        mismatch_weights(TRAINER, GENERATOR, MASK, IDS, **settings)

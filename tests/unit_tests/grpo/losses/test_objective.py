@@ -14,6 +14,7 @@ from torchtitan.grpo.losses.objective import (
     negative_log_likelihood,
     objective,
 )
+from torchtitan.grpo.losses.policy_terms import BUILTIN, PolicyInputs
 
 VARIANTS = {
     "default": {},
@@ -333,3 +334,41 @@ def test_the_gradient_is_that_of_finite_differences():
     logprobs = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(3, 5, dtype=torch.float64) * (torch.rand(3, 5) > 0.4)
     assert torch.autograd.gradcheck(lambda x: negative_log_likelihood(x, weights), (logprobs,))
+
+
+def gradient_of(ratios: list[float], advantages: list[float], **settings) -> list[float]:
+    """The gradient of the summed policy terms of sequences of one token each."""
+    config = GRPO(**settings)
+    logprobs = torch.full((1, len(ratios)), -2.0, dtype=torch.float64, requires_grad=True)
+    old = logprobs.detach() - torch.tensor([ratios], dtype=torch.float64).log()
+    inputs = PolicyInputs(
+        logprobs, old, old, torch.tensor([advantages], dtype=torch.float64), torch.zeros_like(old),
+        torch.ones_like(old, dtype=torch.bool), torch.arange(len(ratios))[None],
+    )  # fmt: skip
+    losses = BUILTIN[config.policy_loss](inputs, config).token_losses
+    return torch.autograd.grad(losses.sum(), logprobs)[0][0].tolist()
+
+
+@pytest.mark.parametrize("name", ["clip", "gspo", "gmpo"])
+def test_a_ratio_at_its_bound_is_not_clipped(name):
+    """With a lower bound of 1, each ratio is at a bound until the policy has been trained."""
+    assert gradient_of([1, 1], [2, -1], policy_loss=name, clip_low=0.0) == [-2, 1]
+
+
+def test_gspo_passes_no_gradient_to_tokens_that_are_weighted_out():
+    """GSPO-token: in the sequence form the first token would get half of it."""
+    config = GRPO(policy_loss="gspo")
+    logprobs = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
+    same = torch.zeros(1, 2, dtype=torch.float64)
+    inputs = PolicyInputs(
+        logprobs, same, same, torch.ones_like(same), same, torch.ones(1, 2).bool(),
+        torch.zeros(1, 2, dtype=torch.int64),
+    )  # fmt: skip
+    losses = BUILTIN["gspo"](inputs, config).token_losses
+    (gradient,) = torch.autograd.grad((losses * torch.tensor([[0.0, 1.0]])).sum(), logprobs)
+    assert gradient.tolist() == [[0.0, -1.0]]
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_tokens_without_an_advantage_get_no_gradient(name):
+    assert gradient_of([3, 0.3, 1], [0, 0, 0], policy_loss=name) == [0, 0, 0]

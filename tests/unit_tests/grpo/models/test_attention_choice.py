@@ -63,12 +63,9 @@ def test_a_gpu_gets_the_fastest_kernel_that_takes_the_model(
     assert choose_packed_attention(settings(seq_len, dtype=dtype), "cuda", head_dim) == kind
 
 
-@pytest.mark.parametrize("kind", ["varlen", "flex", "sdpa"])
-def test_a_setting_is_obeyed(kind):
-    assert choose_packed_attention(settings(kind=kind), "cuda", 36) == kind
-
-
-def test_a_cpu_uses_sdpa(gpu):
+def test_a_setting_is_obeyed_and_a_cpu_uses_sdpa(gpu):
+    for kind in ("varlen", "flex", "sdpa"):
+        assert choose_packed_attention(settings(kind=kind), "cuda", 36) == kind
     gpu(None)
     assert choose_packed_attention(settings(seq_len=4096), "cpu", 128) == "sdpa"
 
@@ -118,42 +115,38 @@ def tried(monkeypatch) -> Callable[..., list[str]]:
     return let_fail
 
 
-def test_a_kernel_that_works_is_tried_once_and_named(tried, log):
-    kinds = tried()
-    try_packed_attention(settings(), CUDA, 128)
-    assert kinds == ["varlen"]
-    assert log == ["Packed attention: varlen"]
+USED = "Packed attention: {} is used, because {} fails: {} is broken."
 
 
-def test_a_kernel_that_fails_is_replaced_by_the_next_with_a_line_for_each(tried, log):
-    config, kinds = settings(seq_len=4096), tried("varlen", "flex")
-    try_packed_attention(config, CUDA, 128)
-    assert kinds == ["varlen", "flex", "sdpa"]
-    assert log == [
-        "Packed attention: flex is used, because varlen fails: varlen is broken.",
-        "Packed attention: sdpa is used, because flex fails: flex is broken.",
-        "Packed attention: sdpa",
-    ]
-    assert choose_packed_attention(config, "cuda", 128) == "sdpa"  # also for whoever asks later
+@pytest.mark.parametrize(
+    ("kind", "device", "broken", "tried_kinds", "lines"),
+    [
+        ("auto", CUDA, [], ["varlen"], ["Packed attention: varlen"]),
+        (
+            "auto", CUDA, ["varlen", "flex"], ["varlen", "flex", "sdpa"],
+            [USED.format("flex", "varlen", "varlen"), USED.format("sdpa", "flex", "flex"),
+             "Packed attention: sdpa"],
+        ),
+        ("auto", CPU, ["sdpa"], [], ["Packed attention: sdpa"]),
+    ],
+)  # fmt: skip
+def test_a_kernel_is_tried_and_replaced_by_the_next_if_it_fails(
+    kind, device, broken, tried_kinds, lines, tried, log
+):
+    config, kinds = settings(seq_len=4096, kind=kind), tried(*broken)
+    try_packed_attention(config, device, 128)
+    assert (kinds, log) == (tried_kinds, lines)
+    if len(broken) > 1:  # also for whoever asks later
+        assert choose_packed_attention(config, "cuda", 128) == "sdpa"
 
 
-def test_a_slow_kernel_is_not_used_in_silence(tried, log):
-    config, kinds = settings(kind="sdpa"), tried("sdpa")
-    try_packed_attention(config, CUDA, 128)
+def test_a_slow_kernel_is_not_used_in_silence_and_a_setting_that_fails_is_an_error(tried, log):
+    kinds = tried("sdpa", "varlen")
+    try_packed_attention(settings(kind="sdpa"), CUDA, 128)
     assert kinds == ["sdpa"]
     assert log[0].endswith("slowest, which keeps all scores in memory: sdpa is broken.")
-
-
-def test_a_setting_that_fails_is_an_error(tried):
-    tried("varlen")
     with pytest.raises(RuntimeError, match=r"grpo\.packed_attention = 'varlen' must work .*broken"):
         try_packed_attention(settings(kind="varlen"), CUDA, 128)
-
-
-def test_nothing_is_tried_on_a_cpu(tried, log):
-    kinds = tried("sdpa")
-    try_packed_attention(settings(), CPU, 128)
-    assert (kinds, log) == ([], ["Packed attention: sdpa"])
 
 
 @pytest.fixture
@@ -178,12 +171,6 @@ def varlen(q, k, v, cu_seq_q, *_, scale=None, window_size=None, enable_gqa=True,
     return out[0].transpose(0, 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_right_numbers_are_no_failure(kernel, dtype):
-    kernel(varlen)
-    assert failure_of("varlen", CPU, dtype, 64) is None
-
-
 def see_one_more(mask: torch.Tensor) -> torch.Tensor:
     mask[101, 98:101] = True  # the end of the sequence before
     return mask
@@ -204,6 +191,9 @@ def detached_keys(q, k, v, *args, **kwargs):
     ],
 )
 def test_wrong_numbers_are_a_failure(kernel, wrong, failure):
+    kernel(varlen)
+    assert failure_of("varlen", CPU, torch.bfloat16, 64) is None
+    packed_attention._causal_varlen_attn.cache_clear()
     kernel(wrong)
     assert failure in str(failure_of("varlen", CPU, torch.bfloat16, 64))
 

@@ -1,4 +1,4 @@
-"""Every family is its Hugging Face model, in one process and in every kind of layout."""
+"""Every family is its Hugging Face model, in one process and in every kind of layout and kernel."""
 
 from typing import Any
 
@@ -10,18 +10,37 @@ from safetensors.torch import save_file
 FAMILIES = ["llama", "llama_tied", "mistral", "qwen2", "qwen2_tied", "qwen3_tied", "qwen3_mixed"]
 # Each family meets each of these in one start of so many ranks.
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
-    1: {"one": {}},
+    1: {"one": {}, "varlen": {"attention": "varlen", "ac": "full"}},
     2: {
         "fsdp2": {"dp_shard": 2},
         "tp2": {"tp": 2},
         "cp2": {"cp": 2},
         "pp2": {"pp": 2, "schedule": "1F1B"},
         "pp2 in a V": {"pp": 2, "schedule": "ZBVZeroBubble"},
+        "replicate2": {"dp_replicate": 2},
+        "varlen tp2": {"attention": "varlen", "tp": 2},
+        "varlen cp2": {"attention": "varlen", "cp": 2},
+        "varlen fsdp2": {"attention": "varlen", "dp_shard": 2, "ac": "selective op"},
     },
     4: {
         "hsdp2x2": {"dp_replicate": 2, "dp_shard": 2},
         "fsdp2 pp2": {"dp_shard": 2, "pp": 2, "schedule": "Interleaved1F1B"},
         "tp2 pp2": {"tp": 2, "pp": 2, "schedule": "VHalf"},
+        "fsdp2 tp2": {"dp_shard": 2, "tp": 2},
+    },
+}
+
+EXPERT_LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"compiled": {"compiled": True}},
+    2: {
+        "fsdp2 ep2, full AC": {"dp_shard": 2, "ep": 2, "ac": "full"},
+        "cp2 ep2": {"cp": 2, "ep": 2},
+        "tp2 lent to ep2": {"tp": 2, "ep": 2},
+    },
+    4: {
+        "hsdp2x2 ep2": {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+        "fsdp2 ep2 tp2": {"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2},
+        "fsdp2 tp2 lent to ep4": {"dp_shard": 2, "tp": 2, "ep": 4},
     },
 }
 
@@ -49,11 +68,14 @@ def test_logprobs_gradients_and_norm_are_hugging_faces(
     logprobs, gradients = reference(model)
     save_file(gradients, tmp_path / "gradients.safetensors")
     norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
+    layouts = LAYOUTS[num_ranks]
+    if kind == "qwen3_mixed":
+        layouts = layouts | EXPERT_LAYOUTS[num_ranks]
     results = run_ranks(
         "family_layouts", num_ranks, model=folder, seq_len=12, sequences=SEQUENCES, rows=ROWS,
-        gradients=str(tmp_path / "gradients.safetensors"), layouts=LAYOUTS[num_ranks],
+        gradients=str(tmp_path / "gradients.safetensors"), layouts=layouts,
     )  # fmt: skip
-    for name in LAYOUTS[num_ranks]:
+    for name in layouts:
         held = {key for result in results for key in result[name]["gradient_errors"]}
         assert len(held) >= 8 * 9 + 2, "the ranks together hold the whole model"
         scored = [result[name]["logprobs"] for result in results]
@@ -65,3 +87,20 @@ def test_logprobs_gradients_and_norm_are_hugging_faces(
             wrong = {k: e for k, e in result["gradient_errors"].items() if not e < 2e-5}
             assert not wrong, name
             assert result["norm"] == pytest.approx(norm, rel=1e-5), name
+
+
+def test_the_output_layer_multiplies_in_the_dtype_of_mixed_precision(make_model, run_ranks):
+    _, folder = make_model("qwen3", intermediate_size=78)
+    common = {"model": folder, "seq_len": 12, "sequences": SEQUENCES, "rows": ROWS}
+
+    def scored(num_ranks: int, *layouts: dict[str, Any]) -> list[list[list[float]]]:
+        mixed = [layout | {"precision": "bfloat16"} for layout in layouts]
+        (results, *_) = run_ranks("sharded_model", num_ranks, layouts=mixed, **common)
+        assert all(result["operands"] == ["torch.bfloat16"] for result in results)
+        return [result["logprobs"] for result in results]
+
+    (whole,) = scored(1, {})
+    replicas, shards, tensor = scored(2, {"dp_replicate": 2}, {"dp_shard": 2}, {"tp": 2})
+    assert replicas == shards == whole, "rounded in the same places"
+    by_tensor = torch.tensor(tensor)
+    torch.testing.assert_close(by_tensor, torch.tensor(whole), atol=0.02, rtol=0)

@@ -76,7 +76,11 @@ def test_mixture_of_experts_routes_as_the_server_does(directory):
     args = read_hf_model(directory(MOE)).model_args
     assert args.moe_enabled
     assert (args.moe_args.num_experts, args.moe_args.top_k) == (8, 2)
-    assert args.moe_args.load_balance_coeff is None
+    assert args.moe_args.load_balance_coeff is None and args.moe_args.route_norm
+    other = {key: v for key, v in MOE.items() if key not in ("num_experts", "norm_topk_prob")}
+    args = read_hf_model(directory(other | {"num_local_experts": 4})).model_args.moe_args
+    assert args.num_experts == 4, "the other spelling"
+    assert not args.route_norm, "transformers takes what is missing for false"
 
 
 @pytest.mark.parametrize(

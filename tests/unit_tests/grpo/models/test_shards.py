@@ -2,6 +2,7 @@
 
 import math
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from torchtitan.grpo.models.collect import check_whole
 from torchtitan.grpo.models.shards import (
     Assembly,
     Block,
@@ -17,7 +19,6 @@ from torchtitan.grpo.models.shards import (
     Piece,
     block_of,
     in_buckets,
-    model_order,
     plan_assembly,
 )
 
@@ -27,10 +28,6 @@ def blocks(shape, placements, mesh_shape) -> dict[tuple[int, ...], Block]:
         coordinate: block_of(shape, placements, mesh_shape, coordinate)
         for coordinate in product(*map(range, mesh_shape))
     }
-
-
-def test_replicated_tensor_is_one_block_everywhere():
-    assert set(blocks((4, 3), [Replicate()], (2,)).values()) == {Block((0, 0), (4, 3))}
 
 
 def test_shards_are_cut_as_torch_chunk_cuts():
@@ -104,33 +101,16 @@ def test_stages_of_a_v_come_in_model_order():
     ]
 
 
-def test_empty_blocks_are_not_sent():
-    held = held_by({0: {"norm.weight": (0, 4)}, 1: {"norm.weight": (4, 4)}}, 2)
-    assert plan_assembly(held)[0].pieces == (Piece(0, Block((0,), (4,))),)
-
-
-@pytest.mark.parametrize("second", [(1, 4), (3, 4)])
-def test_blocks_that_overlap_or_leave_gaps_are_refused(second):
-    held = held_by({0: {"norm.weight": (0, 2)}, 1: {"norm.weight": second}}, 2)
-    with pytest.raises(RuntimeError, match="must make up its shape"):
-        plan_assembly(held)
-
-
-def test_ranks_that_disagree_on_a_shape_are_refused():
+def test_blocks_that_do_not_make_up_a_parameter_are_refused():
+    for second in ((1, 4), (3, 4)):
+        held = held_by({0: {"norm.weight": (0, 2)}, 1: {"norm.weight": second}}, 2)
+        with pytest.raises(RuntimeError, match="must make up its shape"):
+            plan_assembly(held)
     held = [{"norm.weight": Held((rows,), Block((0,), (rows,)))} for rows in (4, 5)]
     with pytest.raises(RuntimeError, match="on rank 1"):
         plan_assembly(held)
-
-
-def test_model_order_is_stable_inside_a_layer():
-    names = ["output.weight", "layers.1.b", "layers.1.a", "layers.0.z", "tok_embeddings.weight"]
-    assert sorted(names, key=model_order) == [
-        "tok_embeddings.weight",
-        "layers.0.z",
-        "layers.1.b",
-        "layers.1.a",
-        "output.weight",
-    ]
+    held = held_by({0: {"norm.weight": (0, 4)}, 1: {"norm.weight": (4, 4)}}, 2)
+    assert plan_assembly(held)[0].pieces == (Piece(0, Block((0,), (4,))),), "nothing is sent of it"
 
 
 @given(st.lists(st.integers(0, 50), max_size=20), st.integers(1, 60))
@@ -143,3 +123,21 @@ def test_buckets_hold_everything_in_order_and_no_more_than_they_may(sizes, bucke
         # What has no bytes travels with what comes before it.
         holds_one = sum(a.numel > 0 for a in bucket) <= 1
         assert holds_one or sum(a.numel for a in bucket) <= bucket_bytes
+
+
+WHOLE = [
+    "tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.ffn_norm.weight",
+    "layers.1.attention.wq.weight", "norm.weight", "output.weight",
+]  # fmt: skip
+
+
+def test_nothing_is_written_of_a_model_that_the_ranks_do_not_hold_as_a_whole():
+    check_whole(WHOLE, SimpleNamespace(n_layers=2))
+    check_whole(WHOLE[:-1], SimpleNamespace(n_layers=2, enable_weight_tying=True))
+    for lost in (0, 3, 4, 5):
+        names = [*WHOLE[:lost], *WHOLE[lost + 1 :]]
+        module = WHOLE[lost].removesuffix(".weight").removesuffix(".attention.wq")
+        with pytest.raises(RuntimeError, match=rf"missing are \['{module}'\].*module_fqns"):
+            check_whole(names, SimpleNamespace(n_layers=2))
+    with pytest.raises(RuntimeError, match=r"unknown \['layers\.1'\]"):
+        check_whole(WHOLE, SimpleNamespace(n_layers=1))

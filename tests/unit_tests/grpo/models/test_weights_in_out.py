@@ -1,11 +1,18 @@
 """Weights come out of every layout as they went in, by the push and by the export."""
 
+import asyncio
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
+
+from torchtitan.grpo.inference.kinds import make_client
+from torchtitan.grpo.inference.local_servers import LaunchedServer, free_ports
+from torchtitan.grpo.inference.server_spec import ServerSpec
+from torchtitan.grpo.inference.waiting import wait_until_up
 
 ZBV = "ZBVZeroBubble"
 # One start of the ranks for all layouts of a size: starting takes longer than the rest.
@@ -25,6 +32,8 @@ CASES = {
         "replicate2_tp2": ("qwen3", {"dp_replicate": 2, "tp": 2}),
         "pp2_tp2": ("llama", {"pp": 2, "tp": 2, "schedule": "Interleaved1F1B"}),
         "pp2_fsdp2_zbv": ("qwen3", {"pp": 2, "dp_shard": 2, "schedule": ZBV}),
+        "fsdp2_tp2_ep2": ("qwen3_mixed", {"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2}),
+        "pp2_fsdp2_ep2": ("qwen3_mixed", {"pp": 2, "dp_shard": 2, "ep": 2, "schedule": "1F1B"}),
     },
     8: {
         "fsdp2_tp2_pp2_zbv": ("qwen3", {"dp_shard": 2, "tp": 2, "pp": 2, "schedule": ZBV}),
@@ -36,7 +45,8 @@ CASES = {
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.long)])
 def test_weights_come_out_as_they_went_in(num_ranks, make_model, run_ranks, tmp_path):
     folders = {
-        kind: make_model(kind)[1] for kind in {kind for kind, _ in CASES[num_ranks].values()}
+        kind: make_model(kind, intermediate_size=78)[1]
+        for kind in {kind for kind, _ in CASES[num_ranks].values()}
     }
     results = run_ranks(
         "weights_in_out", num_ranks, folder=str(tmp_path),
@@ -93,3 +103,39 @@ def assert_complete_directory(exported: Path, source: Path) -> None:
     assert not any(info.values()), info
     original = AutoModelForCausalLM.from_pretrained(source)
     assert model.state_dict().keys() == original.state_dict().keys()
+
+
+@pytest.fixture
+def server(make_model, tmp_path: Path, fork_server) -> Iterator[LaunchedServer]:
+    """An embedded server of the tiny Qwen3."""
+    _, folder = make_model("qwen3")
+    spec = ServerSpec("embedded", folder, free_ports(1)[0], "cpu", "float32", 32, 4)
+    launched = fork_server.start_server(spec, tmp_path / "server.log")
+
+    async def wait() -> None:
+        client = make_client("embedded", launched.url)
+        try:
+            await wait_until_up([client], [launched], timeout_seconds=120)
+        finally:
+            await client.close()
+
+    try:
+        asyncio.run(wait())
+        yield launched
+    finally:
+        launched.stop()
+
+
+def test_versions_published_from_pipeline_stages_arrive_whole(server, run_ranks):
+    layout = {"pp": 2, "dp_shard": 2, "schedule": "ZBVZeroBubble"}
+    leader, *followers = run_ranks(
+        "publish_while_training", 4, model=server.spec.model_path, url=server.url, layout=layout
+    )
+    assert leader["unequal"] == []
+    assert leader["failures"] == 0
+    assert leader["told"] == sorted(set(leader["told"]))
+    # The last one, and others on the way, each seen while the next was trained.
+    assert leader["seen"][-1] == leader["told"][-1] == 11
+    assert len(leader["seen"]) > 1
+    assert leader["num_collectives"] >= 12
+    assert all(rank["wrong_sums"] == 0 for rank in (leader, *followers))

@@ -196,18 +196,10 @@ def test_where_figures_must_not_depend_on_time_the_run_waits(argument: str):
     assert not evaluations.is_beside_training
 
 
-def test_without_held_out_prompts_nothing_is_due():
-    evaluations, source, _, _ = make("--evaluation.path=none")
-    assert not evaluations.is_due(2)
-    evaluations.run(2)
-    assert source.requests == []
-
-
-def test_without_servers_nothing_is_due(tmp_path):
-    """A file for supervised training may keep the table of the run on rollouts."""
-    examples = tmp_path / "examples.jsonl"
-    examples.write_text("")
-    evaluations, source, _, _ = make(f"--sft.path={examples}")
+@pytest.mark.parametrize("argument", ["--evaluation.path=none", "--sft.path={}/examples.jsonl"])
+def test_without_held_out_prompts_or_servers_nothing_is_due(argument, tmp_path):
+    (tmp_path / "examples.jsonl").touch()
+    evaluations, source, _, _ = make(argument.format(tmp_path))
     assert not evaluations.is_due(2)
     evaluations.run(2)
     assert source.requests == []

@@ -31,8 +31,6 @@ BAD = {
     ),
 }
 
-MORE = ("policy/entropy", "policy/nll", "loss/policy")
-
 
 class Judge:
     """Guards of a run, the lines that they said, and the number of the next step."""
@@ -58,6 +56,7 @@ class Judge:
 def test_a_healthy_run_is_left_alone():
     judge = Judge()
     assert {judge() for _ in range(50)} == {Verdict.TAKE}
+    assert judge(grad_norm=39.0) is Verdict.TAKE  # 20 times the median is too much
     assert judge.lines == []
     assert set(judge.guards.metrics()) == {f"guards/{name}" for name in (*GUARDS, "skipped")}
     assert set(judge.guards.metrics().values()) == {0.0}
@@ -86,50 +85,39 @@ def test_each_guard_does_what_it_is_set_to(guard, action):
         assert judge() is Verdict.TAKE
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_not_finite_counts_even_if_the_norm_is(loss):
-    judge = Judge()
-    assert judge(loss=loss) is Verdict.SKIP
-    assert f"loss/total is {loss}. " in judge.lines[0]
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "mismatch/kl", "loss/reference_kl", "policy/entropy", "mismatch/effective_sample_size",
-        "policy/approx_kl", "policy/nll", "teacher/top_k_kl", "loss/policy", "loss/ptx",
-    ],
+METRICS = dict.fromkeys(
+    (
+        "loss/total", "mismatch/kl", "loss/reference_kl", "policy/entropy", "policy/nll",
+        "mismatch/effective_sample_size", "policy/approx_kl", "teacher/top_k_kl", "loss/policy",
+        "loss/ptx",
+    ),
+    0.2,
 )  # fmt: skip
+
+
 @pytest.mark.parametrize("action", ["skip", "stop", "warn"])
-def test_each_metric_of_the_loss_must_be_finite(name, value, action):
-    metrics = {
-        **dict.fromkeys(("loss/total", "loss/policy", "loss/ptx"), 0.1),
-        **dict.fromkeys(("mismatch/kl", "loss/reference_kl", "policy/entropy"), 0.2),
-        **dict.fromkeys(("mismatch/effective_sample_size", "policy/approx_kl"), 0.3),
-        **dict.fromkeys(("policy/nll", "teacher/top_k_kl"), 0.4),
-    }
-    judge = Judge(nonfinite=action, mismatch_kl="off", reference_kl="off", entropy="off")
-    assert judge.guards.judge(1, Reading.of(1.0, metrics)) is Verdict.TAKE
+@pytest.mark.parametrize("name", METRICS)
+def test_each_metric_of_the_loss_must_be_finite(name, action):
     wanted = {"skip": Verdict.SKIP, "stop": Verdict.STOP}.get(action, Verdict.TAKE)
-    assert judge.guards.judge(2, Reading.of(1.0, metrics | {name: value})) is wanted
-    assert judge.count("nonfinite") == 1
-    found = [*judge.lines, judge.guards.reason or ""]
-    assert f"{name} is {value}. With guards.nonfinite" in found[0]
+    for value in (math.nan, math.inf, -math.inf):
+        judge = Judge(nonfinite=action, mismatch_kl="off", reference_kl="off", entropy="off")
+        assert judge.guards.judge(1, Reading.of(1.0, METRICS)) is Verdict.TAKE
+        assert judge.guards.judge(2, Reading.of(1.0, METRICS | {name: value})) is wanted
+        assert judge.count("nonfinite") == 1
+        found = [*judge.lines, judge.guards.reason or ""]
+        assert f"{name} is {value}. With guards.nonfinite" in found[0]
 
 
-def test_a_step_in_which_all_is_broken_is_one_short_line():
-    names: list[str] = [*MORE, "loss/total", "mismatch/kl", "loss/reference_kl"]
-    metrics = dict.fromkeys(names, math.nan)
+def test_metrics_that_say_nothing_bad_or_too_much():
     judge = Judge()
-    judge.guards.judge(1, Reading.of(math.nan, metrics))
+    judge.guards.judge(1, Reading.of(math.nan, dict.fromkeys(METRICS, math.nan)))
     assert "Guard at step 1: loss/total is nan and grad_norm is nan. With guards" in judge.lines[0]
-
-
-def test_an_infinite_metric_of_the_user_s_own_loss_is_the_user_s_to_judge():
-    metrics = dict.fromkeys(("loss/total", "mismatch/kl", "loss/reference_kl"), 0.1)
-    metrics |= {"policy/entropy": 0.2, "loss/largest_ratio": math.inf}
-    assert Judge().guards.judge(1, Reading.of(1.0, metrics)) is Verdict.TAKE
+    # An infinite metric of the user's own loss is the user's to judge.
+    own = METRICS | {"loss/largest_ratio": math.inf}
+    assert Judge().guards.judge(1, Reading.of(1.0, own)) is Verdict.TAKE
+    # An entropy that is not computed, 0, has not collapsed.
+    none = METRICS | {"policy/entropy": 0.0}
+    assert Judge(entropy="stop").guards.judge(1, Reading.of(1.0, none)) is Verdict.TAKE
 
 
 def test_a_step_that_is_not_finite_does_not_enter_the_median():
@@ -162,17 +150,6 @@ def test_an_absolute_limit_needs_no_history():
     assert judge(grad_norm=10.0) is Verdict.TAKE
     assert judge(grad_norm=10.5) is Verdict.SKIP
     assert "grad_norm is 10.5, above guards.grad_norm_limit = 10." in judge.lines[0]
-
-
-def test_an_entropy_that_is_not_computed_has_not_collapsed():
-    metrics = {
-        "policy/entropy": 0.0,
-        "loss/total": 0.0,
-        "mismatch/kl": 0.0,
-        "loss/reference_kl": 0.0,
-    }
-    judge = Judge(entropy="stop")
-    assert judge.guards.judge(1, Reading.of(1.0, metrics)) is Verdict.TAKE
 
 
 def test_warnings_come_at_doubling_distances_and_begin_anew_after_a_healthy_step():
@@ -209,14 +186,6 @@ def test_equal_rewards_act_after_so_many_batches_in_a_row(action, wanted):
         assert judge() is Verdict.TAKE
 
 
-def test_a_warning_of_equal_rewards_is_left_to_the_notice_with_its_causes():
-    judge = Judge()
-    for _ in range(5):
-        assert judge.rewards(are_equal=True) is Verdict.TAKE
-    assert judge.count("equal_rewards") == 1
-    assert judge.lines == []
-
-
 @pytest.mark.parametrize("action", ["stop", "warn", "off"])
 def test_lost_servers_act_once_for_each_outage(action):
     judge = Judge(servers_lost=action, servers_lost_seconds=10.0)
@@ -231,16 +200,6 @@ def test_lost_servers_act_once_for_each_outage(action):
         judge.guards.judge_servers(8, 0.0)
         judge.guards.judge_servers(9, 12.0)
         assert judge.count("servers_lost") == 2
-
-
-def test_a_norm_below_the_factor_is_no_finding():
-    judge = Judge()
-    for _ in range(20):
-        judge()
-    assert judge(grad_norm=39.0) is Verdict.TAKE
-    assert judge.count("grad_norm") == 0
-    judge(grad_norm=41.0)
-    assert judge.count("grad_norm") == 1
 
 
 @pytest.mark.parametrize("functions", [[], ["exact_match"]])

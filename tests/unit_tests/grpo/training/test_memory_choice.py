@@ -115,15 +115,15 @@ def test_a_dense_mask_takes_memory(case):
     assert memory_choice._estimate(config, model, 8).fixed("free") - fixed >= 2 * 2 * 4096**2
 
 
+ALWAYS = {"fsdp_reshard_after_forward": "always"}
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"fsdp_reshard_after_forward": "always"}, "fsdp_reshard_after_forward = 'always' frees"),
+        (ALWAYS, "fsdp_reshard_after_forward = 'always' frees"),
         ({"pipeline_parallel_degree": 2}, "must be 'auto' or 'keep_all' with a pipeline"),
-        (
-            {"pipeline_parallel_degree": 2, "fsdp_reshard_after_forward": "always"},
-            "fsdp_reshard_after_forward = 'always' frees",
-        ),
+        ({"pipeline_parallel_degree": 2} | ALWAYS, "fsdp_reshard_after_forward = 'always' frees"),
     ],
 )
 def test_settings_that_contradict_are_refused(case, settings, problem, monkeypatch):

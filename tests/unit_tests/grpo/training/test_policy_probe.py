@@ -53,29 +53,22 @@ def test_ranks_that_do_not_speak_add_nothing_to_the_sum():
 
 
 @pytest.mark.parametrize(
-    ("has_pipeline", "is_compiled", "divisor", "shape"),
+    ("rows", "seq_len", "has_pipeline", "is_compiled", "divisor", "attention", "shape"),
     [
-        (False, False, 1, (1, 48)),
-        (False, False, 20, (1, 60)),
-        (True, False, 2, (1, 256)),
-        (False, True, 2, (4, 256)),
+        (4, 256, False, False, 1, "sdpa", (1, 48)),
+        (4, 256, False, False, 20, "sdpa", (1, 60)),
+        (4, 256, True, False, 2, "sdpa", (1, 256)),
+        (4, 256, False, True, 2, "sdpa", (4, 256)),
+        # Flex attention is not compiled for a shape of the probe.
+        (2, 4096, False, False, 1, "flex", (2, 4096)),
+        (2, 4096, False, False, 1, "varlen", (1, 48)),
     ],
 )
 def test_only_models_of_one_shape_rate_in_the_shape_of_training(
-    has_pipeline, is_compiled, divisor, shape
+    rows, seq_len, has_pipeline, is_compiled, divisor, attention, shape
 ):
     config = JobConfig()
-    config.training.local_batch_size, config.training.seq_len = 4, 256
+    config.training.local_batch_size, config.training.seq_len = rows, seq_len
     config.compile.enable = is_compiled
     dims: Any = SimpleNamespace(pp_enabled=has_pipeline, seq_len_divisor=divisor)
-    assert probe_shape(config, dims, 48, "sdpa") == shape
-
-
-@pytest.mark.parametrize(
-    ("attention", "shape"), [("flex", (2, 4096)), ("varlen", (1, 48)), ("sdpa", (1, 48))]
-)
-def test_flex_attention_is_not_compiled_for_a_shape_of_the_probe(attention, shape):
-    config = JobConfig()
-    config.training.local_batch_size, config.training.seq_len = 2, 4096
-    dims: Any = SimpleNamespace(pp_enabled=False, seq_len_divisor=1)
     assert probe_shape(config, dims, 48, attention) == shape

@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import replay_settings
 import torch
+from replay_settings import PIPELINE, VOCAB_SIZE, assert_same_weights, events_of_steps, layout_case
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from torchtitan.grpo.data.record import RolloutRecorder
-from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, TopTokens, VersionSegment
+from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, TopTokens
 
-VOCAB_SIZE, SEQ_LEN = 61, 24
+SEQ_LEN = 24
 NUM_STEPS, NUM_GROUPS, GROUP_SIZE = 4, 2, 3
 LR, WEIGHT_DECAY, EPS, MAX_NORM = 2e-2, 0.1, 1e-2, 0.2
 # Two steps of warm-up, one at the full rate, then the decay towards 0 after the last step.
@@ -67,13 +67,12 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         for tied in (True, False):
-            torch.manual_seed(0)
-            model = small_model(tied)
-            save(model, self.model_of(tied))
+            model = replay_settings.small_model(tied)
+            replay_settings.save(model, self.model_of(tied))
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(torch.randn_like(parameter), alpha=0.05)
-            save(model, self.reference_of(tied))
+            replay_settings.save(model, self.reference_of(tied))
         self.batches = random_batches()
         self.record = write_record(folder / "rollouts.jsonl", self.batches)
         # The same ratings for the plain loop, which uses those that an algorithm asks for.
@@ -97,46 +96,34 @@ class World:
             )
         return self._expected[algorithm]
 
-    def case(self, name: str, algorithm: Algorithm, dump: str = "", **more: Any) -> dict[str, Any]:
-        """A run for the program; ``more`` are settings, with ``__`` for the dot."""
+    def case(
+        self, name: str, algorithm: Algorithm = PLAIN, dump: str = "", **more: Any
+    ) -> dict[str, Any]:
         settings = {
             "job.dump_folder": self.folder / "dump" / (dump or name),
             "model.hf_assets_path": self.model_of(algorithm.tied),
             "training.steps": NUM_STEPS,
             "training.seq_len": SEQ_LEN,
-            "training.local_batch_size": 1,
             "training.max_norm": MAX_NORM,
-            "training.mixed_precision_param": "float32",
             "optimizer.lr": LR,
             "optimizer.beta2": 0.95,
             "optimizer.eps": EPS,
             "optimizer.weight_decay": WEIGHT_DECAY,
-            "optimizer.implementation": "foreach",
             "lr_scheduler.warmup_steps": 2,
             "lr_scheduler.decay_ratio": 1.0,
-            "activation_checkpoint.mode": "none",
             "rollout.replay": self.record,
             "rollout.max_new_tokens": 16,
             "grpo.prompts_per_step": NUM_GROUPS,
             "grpo.group_size": GROUP_SIZE,
             "grpo.mismatch_correction": "none",
-            "observe.progress": "none",
-            "observe.log_level": "warning",
-            "debug.seed": 0,
-            **self._settings_of(algorithm),
-            **{key.replace("__", "."): value for key, value in more.items()},
         }
-        flags = {key for key, value in settings.items() if value is True}
-        arguments = [f"--{key}" for key in flags]
-        arguments += [f"--{key}={value}" for key, value in settings.items() if key not in flags]
-        return {"name": name, "arguments": arguments}
+        return replay_settings.case(name, settings | self._settings_of(algorithm), more)
 
     def _settings_of(self, algorithm: Algorithm) -> dict[str, Any]:
         if algorithm.teacher_coef:
-            coef = algorithm.teacher_coef
             return {
                 "rollout.replay": self.rated_record,
-                "teacher.coef": coef,
+                "teacher.coef": algorithm.teacher_coef,
                 "teacher.top_k": algorithm.teacher_top_k,
             }
         if algorithm.kl_in is None:
@@ -149,28 +136,10 @@ class World:
         }
 
     def metrics(self, dump: str) -> list[dict[str, float]]:
-        lines = (self.folder / "dump" / dump / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return replay_settings.records(self.folder / "dump" / dump)
 
     def exported(self, name: str) -> dict[str, torch.Tensor]:
         return load_file(self.folder / f"{name}.safetensors")
-
-
-def small_model(tied: bool) -> Qwen3ForCausalLM:
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE, hidden_size=32, head_dim=8, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-        max_position_embeddings=64, tie_word_embeddings=tied, eos_token_id=2,
-        initializer_range=0.2,
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config)
-
-
-def save(model: Qwen3ForCausalLM, folder: Path) -> None:
-    model.save_pretrained(folder)
-    words = {f"w{i}": i for i in range(VOCAB_SIZE)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w2").save_pretrained(folder)
 
 
 def load(folder: Path) -> Qwen3ForCausalLM:
@@ -187,20 +156,9 @@ def random_batches() -> list[list[RolloutGroup]]:
         prompt, rollouts = tokens(2, 5), []
         for member in range(GROUP_SIZE):
             completion = tokens(3, 9)
-            logprobs = -random.uniform(2, 6, len(completion)).astype(np.float32)
-            segments = (VersionSegment(version, 0, len(completion)),)
+            logprobs = -random.uniform(2, 6, len(completion))
             reward = float(member) + float(random.uniform())
-            rollouts.append(
-                Rollout(
-                    prompt_ids=prompt,
-                    token_ids=completion,
-                    logprobs=logprobs,
-                    segments=segments,
-                    finish_reason="stop",
-                    completion="",
-                    reward=reward,
-                )
-            )
+            rollouts.append(replay_settings.rollout(prompt, completion, logprobs, version, reward))
         return RolloutGroup(index, "", tuple(rollouts), "")
 
     return [
@@ -342,23 +300,12 @@ def train_plainly(
                 if algorithm.ema:
                     mine.lerp_(theirs, 1 - algorithm.ema)
         steps.append(record | {"lr": LR * factor})
-    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    if algorithm.tied:
-        del weights["lm_head.weight"]
-    return Expected(weights, steps)
+    return Expected(replay_settings.hf_weights(model, algorithm.tied), steps)
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> World:
     return World(tmp_path_factory.mktemp("replayed"))
-
-
-def assert_same_weights(found, expected: dict[str, torch.Tensor], label: str) -> None:
-    assert found.keys() == expected.keys(), label
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, (label, name)
-        where = f"{label}, {name}"
-        torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=1e-4, msg=where)
 
 
 def assert_same_steps(found, expected: list[dict[str, float]], label: str) -> None:
@@ -369,16 +316,6 @@ def assert_same_steps(found, expected: list[dict[str, float]], label: str) -> No
         assert mine["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-3), where
         assert mine["data/trained_tokens"] == plain["trained_tokens"], where
         assert mine["lr"] == pytest.approx(plain["lr"]), where
-
-
-def events_of_steps(versions: range, updates: int = 1, saved: tuple[int, ...] = ()) -> list[str]:
-    """What must happen, in this order, from the push of the first weights on."""
-    events = [f"publish {versions.start - 1} from slot 0"]
-    for slot, version in enumerate(versions, start=1):
-        events += ["fence", "optimizer"] * updates
-        events += ["scheduler", f"publish {version} from slot {slot}"]
-        events += [f"save {version}"] * (version in saved)
-    return events
 
 
 def test_one_process_takes_the_steps_of_plain_torch(world, run_ranks):
@@ -465,32 +402,25 @@ def assert_is_bfloat16_of(world: World, name: str, other: str) -> None:
 
 def test_two_ranks_take_the_steps_of_plain_torch_in_every_kind_of_layout(world, run_ranks):
     """Ranks that hold the same rows are counted once, in metrics and in the KL of rewards."""
+    fsdp, tensor = {"data_parallel_shard_degree": 2}, {"tensor_parallel_degree": 2}
+    context = {"context_parallel_degree": 2}
+    replicas = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}
     layouts: dict[str, tuple[Algorithm, dict[str, Any]]] = {
-        "fsdp": (KL_IN_REWARD, {"data_parallel_shard_degree": 2}),
-        "taught": (TAUGHT, {"data_parallel_shard_degree": 2}),
-        "replicas": (PLAIN, {"data_parallel_replicate_degree": 2}),
-        "tensor": (KL_IN_REWARD, {"tensor_parallel_degree": 2}),
-        "context": (KL_IN_REWARD, {"context_parallel_degree": 2}),
-        "pipeline": (
-            UNTIED,
-            {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"},
-        ),
-        "top k, fsdp": (TAUGHT_TOP_K, {"data_parallel_shard_degree": 2}),
-        "top k, tensor": (TAUGHT_TOP_K, {"tensor_parallel_degree": 2}),
-        "top k, context": (TAUGHT_TOP_K, {"context_parallel_degree": 2}),
-        "top k, pipeline": (
-            UNTIED_TOP_K,
-            {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"},
-        ),
+        "fsdp": (KL_IN_REWARD, fsdp),
+        "taught": (TAUGHT, fsdp),
+        "replicas": (PLAIN, replicas),
+        "tensor": (KL_IN_REWARD, tensor),
+        "context": (KL_IN_REWARD, context),
+        "pipeline": (UNTIED, PIPELINE),
+        "top k, fsdp": (TAUGHT_TOP_K, fsdp),
+        "top k, tensor": (TAUGHT_TOP_K, tensor),
+        "top k, context": (TAUGHT_TOP_K, context),
+        "top k, pipeline": (UNTIED_TOP_K, PIPELINE),
     }
-    cases = []
-    for name, (algorithm, settings) in layouts.items():
-        more: dict[str, Any] = {f"parallelism__{key}": value for key, value in settings.items()}
-        if name == "replicas":
-            more["parallelism__data_parallel_shard_degree"] = 1
-        if name.endswith("pipeline"):
-            more["training__local_batch_size"] = 2  # microbatches of a row, one for each stage
-        cases.append(world.case(name, algorithm, **more))
+    cases = [
+        layout_case(world, name, degrees, algorithm=algorithm)
+        for name, (algorithm, degrees) in layouts.items()
+    ]
     results = run_ranks("replayed_runs", 2, folder=str(world.folder), cases=cases)
     for name, (algorithm, _) in layouts.items():
         expected = world.expected(algorithm)
@@ -503,19 +433,16 @@ def test_two_ranks_take_the_steps_of_plain_torch_in_every_kind_of_layout(world, 
 
 def test_a_pipeline_that_fills_its_gaps_takes_the_same_steps(world, run_ranks):
     """While it trains on a minibatch, it rates the next one under both other policies."""
-    pipeline: dict[str, Any] = {
-        "parallelism__pipeline_parallel_degree": 2,
-        "parallelism__pipeline_parallel_schedule": "1F1B",
-        "training__local_batch_size": 2,
+    settings: dict[str, Any] = {
+        "algorithm": UNTIED,
         "grpo__num_minibatches": 2,
         "grpo__kl_coef": KL_COEF,
         "grpo__kl_in": "loss",
         "grpo__ref_model_path": world.reference_of(tied=False),
     }
-    names = {True: "filled", False: "apart"}
     cases = [
-        world.case(name, UNTIED, **pipeline, grpo__pipeline_fill_gaps=fills)
-        for fills, name in names.items()
+        layout_case(world, name, PIPELINE, **settings, grpo__pipeline_fill_gaps=name == "filled")
+        for name in ("filled", "apart")
     ]
     for result in run_ranks("replayed_runs", 2, folder=str(world.folder), cases=cases):
         assert result["filled"]["num_in_gaps"] >= NUM_STEPS

@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import replay_settings
 import torch
+from replay_settings import EOS, PIPELINE, VOCAB_SIZE, assert_same_weights, layout_case
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, pre_tokenizers
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-VOCAB_SIZE, EOS, SEQ_LEN = 61, 2, 24
+SEQ_LEN = 24
 NUM_STEPS, NUM_EXAMPLES, PER_STEP, NUM_HELD_OUT = 4, 11, 5, 6
 LR, EPS, MAX_NORM = 2e-2, 1e-2, 0.5
 
@@ -42,64 +41,24 @@ class World:
             "prompts.shuffle": False,
             "training.steps": NUM_STEPS,
             "training.seq_len": SEQ_LEN,
-            "training.local_batch_size": 1,
             "training.max_norm": MAX_NORM,
-            "training.mixed_precision_param": "float32",
             "optimizer.lr": LR,
             "optimizer.eps": EPS,
             "optimizer.beta2": 0.95,
-            "optimizer.implementation": "foreach",
             "lr_scheduler.warmup_steps": 0,
-            "activation_checkpoint.mode": "none",
-            "observe.progress": "none",
-            "observe.log_level": "warning",
-            "debug.seed": 0,
-            **{key.replace("__", "."): value for key, value in more.items()},
         }
-        return {"name": name, "arguments": [_argument(k, v) for k, v in settings.items()]}
-
-    def records(self, name: str, file: str) -> list[dict[str, float]]:
-        lines = (self.folder / "dump" / name / file).read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return replay_settings.case(name, settings, more)
 
     def check(self, name: str, *, tied: bool = True, dump: str = "") -> None:
         """Compares metrics, held-out losses and exported weights of a run with the plain loop's."""
-        steps = self.records(dump or name, "metrics.jsonl")
+        folder = self.folder / "dump" / (dump or name)
+        steps = replay_settings.records(folder)
         assert [s["loss/total"] for s in steps] == pytest.approx(self.losses[tied], rel=1e-4), name
-        held_out = self.records(dump or name, "evaluations.jsonl")
+        held_out = replay_settings.records(folder, "evaluations.jsonl")
         found = [held_out[0]["evaluation/loss"], held_out[-1]["evaluation/loss"]]
         assert found == pytest.approx(self.held_out[tied], rel=1e-4), name
         exported = load_file(self.folder / f"{name}.safetensors")
-        assert exported.keys() == self.weights[tied].keys(), name
-        for key, tensor in self.weights[tied].items():
-            where = f"{name}, {key}"
-            torch.testing.assert_close(exported[key], tensor, atol=2e-5, rtol=1e-4, msg=where)
-
-
-def _argument(key: str, value: Any) -> str:
-    if value is True:
-        return f"--{key}"
-    table, _, name = key.partition(".")
-    return f"--{table}.no-{name}" if value is False else f"--{key}={value}"
-
-
-def small_model(tied: bool) -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE, hidden_size=32, head_dim=8, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-        max_position_embeddings=64, tie_word_embeddings=tied, eos_token_id=EOS,
-        initializer_range=0.2,
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config)
-
-
-def save_tokenizer(folder: Path) -> None:
-    tokenizer = Tokenizer(WordLevel({f"[{i}]": i for i in range(VOCAB_SIZE)}, unk_token="[0]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"[{EOS}]").save_pretrained(
-        folder
-    )
+        assert_same_weights(exported, self.weights[tied], name)
 
 
 def random_examples(num_examples: int, seed: int) -> list[Example]:
@@ -160,15 +119,10 @@ def world(tmp_path_factory) -> World:
     write_examples(folder / "held_out.jsonl", held_out)
     world = World(folder, {}, {}, {})
     for tied in (True, False):
-        model = small_model(tied)
-        path = folder / ("tied" if tied else "untied")
-        model.save_pretrained(path)
-        save_tokenizer(path)
+        model = replay_settings.small_model(tied)
+        replay_settings.save(model, folder / ("tied" if tied else "untied"))
         world.losses[tied], world.held_out[tied] = train_plainly(model, examples, held_out)
-        weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-        if tied:
-            del weights["lm_head.weight"]
-        world.weights[tied] = weights
+        world.weights[tied] = replay_settings.hf_weights(model, tied)
     return world
 
 
@@ -195,14 +149,12 @@ def test_two_ranks_take_the_same_steps_in_every_kind_of_layout(world, run_ranks)
         "replicas": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},
         "tensor": {"tensor_parallel_degree": 2},
         "context": {"context_parallel_degree": 2},
-        "pipeline": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"},
+        "pipeline": PIPELINE,
     }
-    cases = []
-    for name, settings in layouts.items():
-        more: dict[str, Any] = {f"parallelism__{key}": value for key, value in settings.items()}
-        if name == "pipeline":
-            more["training__local_batch_size"] = 2  # microbatches of a row, one for each stage
-        cases.append(world.case(name, tied=name != "pipeline", **more))
+    cases = [
+        layout_case(world, name, degrees, tied=name != "pipeline")
+        for name, degrees in layouts.items()
+    ]
     run_ranks("replayed_runs", 2, folder=str(world.folder), cases=cases)
     for name in layouts:
         world.check(name, tied=name != "pipeline")

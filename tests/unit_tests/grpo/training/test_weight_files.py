@@ -3,7 +3,6 @@
 
 """Which files of a model folder hold its weights: those of transformers."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,22 +24,10 @@ from model_folders import (
     write_index,
     wrong,
 )
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from torchtitan.grpo.inference.embedded.model import load_model
 from torchtitan.grpo.models.hf_config import ModelError
-
-
-@pytest.fixture
-def folder(tmp_path: Path, repository: Path) -> Path:
-    """A copy of the shipped model, which a test changes."""
-    return Path(shutil.copytree(repository / "assets/reverse_digits/model", tmp_path / "model"))
-
-
-@pytest.fixture
-def tensors(folder: Path) -> Tensors:
-    return load_file(folder / WEIGHTS)
 
 
 def other(tensors: Tensors) -> Tensors:
@@ -76,32 +63,29 @@ def _index_without_all_tensors(folder: Path, tensors: Tensors) -> None:
     write_index(folder, weight_map)
 
 
-def _files_without_digits(folder: Path, tensors: Tensors) -> None:
-    split(folder, tensors)
-    for old, new in zip(FILES, ("front.safetensors", "back.safetensors"), strict=True):
-        (folder / old).rename(folder / new)
-    first, second = halves(tensors)
-    write_index(
-        folder,
-        dict.fromkeys(first, "front.safetensors") | dict.fromkeys(second, "back.safetensors"),
-    )
+def _renamed(*names: str) -> Callable[[Path, Tensors], None]:
+    def prepare(folder: Path, tensors: Tensors) -> None:
+        split(folder, tensors)
+        weight_map = {}
+        for old, new, part in zip(FILES, names, halves(tensors), strict=True):
+            (folder / new).parent.mkdir(exist_ok=True)
+            (folder / old).rename(folder / new)
+            weight_map |= dict.fromkeys(part, new)
+        write_index(folder, weight_map)
+
+    return prepare
 
 
-def _files_in_a_folder(folder: Path, tensors: Tensors) -> None:
-    split(folder, tensors)
-    (folder / "weights").mkdir()
-    for file in FILES:
-        (folder / file).rename(folder / "weights" / file)
-    first, second = halves(tensors)
-    write_index(
-        folder,
-        dict.fromkeys(first, f"weights/{FILES[0]}") | dict.fromkeys(second, f"weights/{FILES[1]}"),
-    )
+def _beside(name: str, tensor: str) -> Callable[[Path, Tensors], None]:
+    def prepare(folder: Path, tensors: Tensors) -> None:
+        split(folder, tensors)
+        save({tensor: torch.ones(2)}, folder / name)
+
+    return prepare
 
 
-def _consolidated_beside(folder: Path, tensors: Tensors) -> None:
-    split(folder, tensors)
-    save({"layers.0.attention.wq.weight": torch.ones(2)}, folder / "consolidated.safetensors")
+CONSOLIDATED = ("consolidated.safetensors", "layers.0.attention.wq.weight")
+ADAPTERS = ("adapter_model.safetensors", "base_model.model.x")
 
 
 def _damaged_file_beside_an_index(folder: Path, tensors: Tensors) -> None:
@@ -116,28 +100,20 @@ def _repeated_in_the_later_file(folder: Path, tensors: Tensors) -> None:
     assert NORM in second
 
 
-def _adapters_beside(folder: Path, tensors: Tensors) -> None:
-    split(folder, tensors)
-    save({"base_model.model.x": torch.ones(1)}, folder / "adapter_model.safetensors")
-
-
 READ: dict[str, tuple[Callable[[Path, Tensors], None], str | None]] = {
-    f.__name__.strip("_"): (f, said)
-    for f, said in [
-        (_stale_shard, "model-00003-of-00003.safetensors also holds 24"),
-        (_stale_shard_that_sorts_first, "a.safetensors also holds 47"),
-        (_single_file_beside_an_index, f"{FILES[0]} also holds 23"),
-        (_single_file_beside_another, "model.fp16.safetensors also holds 47"),
-        (_index_of_a_single_file, None),
-        (_index_without_all_tensors, None),
-        (_files_without_digits, None),
-        (_files_in_a_folder, None),
-        (_consolidated_beside, None),
-        (_damaged_file_beside_an_index, None),
-        (_repeated_in_the_later_file, None),
-        (_adapters_beside, None),
-    ]
-}
+    "stale shard": (_stale_shard, "model-00003-of-00003.safetensors also holds 24"),
+    "stale shard that sorts first": (_stale_shard_that_sorts_first, "a.safetensors also holds 47"),
+    "single file beside an index": (_single_file_beside_an_index, f"{FILES[0]} also holds 23"),
+    "single file beside another": (_single_file_beside_another, "model.fp16.safetensors also holds 47"),
+    "index of a single file": (_index_of_a_single_file, None),
+    "index without all tensors": (_index_without_all_tensors, None),
+    "files without digits": (_renamed("front.safetensors", "back.safetensors"), None),
+    "files in a folder": (_renamed(*(f"weights/{file}" for file in FILES)), None),
+    "consolidated beside": (_beside(*CONSOLIDATED), None),
+    "damaged file beside an index": (_damaged_file_beside_an_index, None),
+    "repeated in the later file": (_repeated_in_the_later_file, None),
+    "adapters beside": (_beside(*ADAPTERS), None),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", READ)
@@ -216,15 +192,14 @@ def _dangling(folder: Path, _: Tensors) -> None:
     (folder / WEIGHTS).symlink_to("../../blobs/absent")
 
 
-def _consolidated_alone(folder: Path, tensors: Tensors) -> None:
-    _instead(None)(folder, tensors)
-    save({"layers.0.attention.wq.weight": torch.ones(2)}, folder / "consolidated.safetensors")
+def _alone(name: str, tensor: str) -> Callable[[Path, Tensors], None]:
+    def prepare(folder: Path, tensors: Tensors) -> None:
+        _instead(None)(folder, tensors)
+        save({tensor: torch.ones(2)}, folder / name)
+        if name.startswith("adapter"):
+            (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "lab/base"}')
 
-
-def _adapters_alone(folder: Path, tensors: Tensors) -> None:
-    _instead(None)(folder, tensors)
-    save({"base_model.model.x": torch.ones(1)}, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "lab/base"}')
+    return prepare
 
 
 def _names_with_a_prefix(folder: Path, tensors: Tensors) -> None:
@@ -253,8 +228,8 @@ REFUSED: dict[str, tuple[Callable[[Path, Tensors], None], str]] = {
     "gguf": (_instead("model-q4.gguf", b"GGUF"), "GGUF"),
     "bin": (_instead("pytorch_model.bin"), "save_pretrained"),
     "consolidated": (_instead("consolidated.00.pth"), "release for transformers"),
-    "consolidated file of safetensors": (_consolidated_alone, "release for transformers"),
-    "adapters": (_adapters_alone, "adapters only .* base model lab/base. Merge them"),
+    "consolidated file of safetensors": (_alone(*CONSOLIDATED), "release for transformers"),
+    "adapters": (_alone(*ADAPTERS), "adapters only .* base model lab/base. Merge them"),
 }  # fmt: skip
 
 
