@@ -29,7 +29,6 @@ QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 # Changes of the shipped Qwen3 model with four layers, and the length that attention then reaches.
 WINDOWS: list[tuple[dict[str, Any], int | None]] = [
-    ({"sliding_window": 32}, None),
     ({"sliding_window": 32, "use_sliding_window": False, "layer_types": None}, None),
     (ON | {"max_window_layers": 4}, None),
     (ON | {"max_window_layers": 3}, 32),
@@ -109,13 +108,9 @@ def test_a_length_that_reaches_beyond_the_window_is_refused_with_both_numbers(mo
         check(folder(MISTRAL | {"sliding_window": 32}), seq_len, *more)
 
 
-def test_short_sequences_may_be_packed_into_longer_rows(folder):
-    lengths = ["--prompts.max_prompt_tokens=24", "--inference.max_model_len=32"]
-    check(folder(MISTRAL | {"sliding_window": 32}), 64, *lengths)
-
-
-def test_a_reference_has_the_same_window(folder):
+def test_short_sequences_are_packed_into_longer_rows_and_a_reference_has_the_same_window(folder):
     policy = folder(MISTRAL | {"sliding_window": 32})
+    check(policy, 64, "--prompts.max_prompt_tokens=24", "--inference.max_model_len=32")
     reference = folder(MISTRAL | {"sliding_window": 16}, "reference")
     with pytest.raises(ModelError, match="sliding_window 16 instead of 32"):
         check(policy, 32, "--grpo.kl_coef=0.1", f"--grpo.ref_model_path={reference}")
@@ -125,17 +120,12 @@ def test_a_reference_has_the_same_window(folder):
     ("settings", "message"),
     [
         (MISTRAL | {"sliding_window": 0}, "sliding_window must be null or .* got 0"),
-        (MISTRAL | {"sliding_window": -1}, "got -1"),
         (MISTRAL | {"sliding_window": "4096"}, "got '4096'"),
         (ON | {"sliding_window": True}, "got True"),
         (ON | {"max_window_layers": "all"}, "max_window_layers must be a whole number, got 'all'"),
         ({"layer_types": MIXED, "sliding_window": 32}, "needs sliding_window, and use_sliding"),
         (LLAMA | {"layer_types": MIXED}, "needs sliding_window, and use_sliding"),
         ({"layer_types": ["chunked_attention"] * 4}, "layer_types must be 'full_attention' or"),
-        (
-            {"layer_types": [["full_attention"]] * 4},
-            r"layer_types must be .* got \['full_attention'\]",
-        ),
         ({"layer_types": [None, "full_attention", 3, {}]}, "layer_types must be .* got None"),
         ({"layer_types": "sliding_attention"}, "layer_types must be a list"),
     ],

@@ -6,7 +6,7 @@
 import pytest
 
 from torchtitan.grpo.cli import run
-from torchtitan.grpo.pipeline.draw import draw_picture, draw_text
+from torchtitan.grpo.pipeline.draw import draw_text
 from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES
 from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.tables.actions import Costs
@@ -27,13 +27,6 @@ def test_text_writes_the_second_stage_of_a_rank_small():
     assert text.splitlines()[0] == "rank  0  FFFfiwfiwIWfiwIWIW."
 
 
-def test_a_picture_is_written(tmp_path):
-    costs = Costs.uniform(2, 2)
-    table = zbv(2, 4)
-    file = draw_picture({"one": (table, simulate(table, costs))}, tmp_path / "one.png", "s")
-    assert file.read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_command_compares_all_schedules(capsys, tmp_path):
     arguments = ["train_configs/quickstart_zero_bubble.toml", "--times", "1", "2", "0.5"]
     arguments += ["--microbatches", "5"]
@@ -47,7 +40,33 @@ def test_the_command_compares_all_schedules(capsys, tmp_path):
     assert (tmp_path / "all.png").stat().st_size > 10_000
 
 
-def test_the_command_refuses_a_run_without_a_pipeline(capsys):
+COMMAND = [
+    *("schedule", "train_configs/quickstart_zero_bubble.toml", "--times", "1", "1", "1"),
+    *("--parallelism.pipeline_parallel_schedule", "auto"),
+]
+LAYERS = "--parallelism.pipeline_parallel_layers_per_stage"
+
+
+@pytest.mark.parametrize(
+    ("more", "chosen"),
+    [
+        (["--microbatches", "3"], "InterleavedZeroBubble"),
+        # The quickstart's model has four layers, so that six parts are cut into 2 or 6 stages.
+        ([LAYERS, "3"], "ZBH1"),
+        ([LAYERS, "1"], "InterleavedZeroBubble"),
+    ],
+)
+def test_the_command_shows_what_would_be_chosen(more, chosen, capsys):
+    assert run([*COMMAND, *more]) == 0
+    expected = f"For these times, auto would choose {chosen}. A run measures its own times."
+    assert expected in capsys.readouterr().out
+
+
+def test_the_command_refuses_stages_that_ranks_cannot_share_and_a_run_without_a_pipeline(capsys):
+    assert run([*COMMAND, LAYERS, "2"]) == 2
+    error = capsys.readouterr().err
+    assert "parallelism.pipeline_parallel_layers_per_stage (2) divides 6 layers" in error
+    assert "auto needs the same number of stages, at least 1, on each of 2 ranks" in error
     assert run(["schedule", "train_configs/quickstart.toml"]) == 2
     error = capsys.readouterr().err
     assert "parallelism.pipeline_parallel_degree must be above 1" in error
@@ -59,7 +78,6 @@ def test_the_command_refuses_a_run_without_a_pipeline(capsys):
         ("--times", ["1", "2"], "expected 3 arguments"),
         ("--times", ["1", "0", "1"], "a time must be a finite number above 0, got '0'"),
         ("--times", ["inf", "2", "1"], "a time must be a finite number above 0, got 'inf'"),
-        ("--times", ["one", "2", "1"], "a time must be a finite number above 0, got 'one'"),
         ("--microbatches", ["0"], "the number must be an integer above 0, got '0'"),
         ("--microbatches", ["2.5"], "the number must be an integer above 0, got '2.5'"),
         ("--hop", ["-1"], "the time must be a finite number from 0, got '-1'"),

@@ -10,37 +10,36 @@ import pytest
 SEQUENCES = [[5, 6, 7, 8, 9], [1, 2, 3], [4, 3, 2, 1, 0, 11, 12], [9, 8, 7], [3, 1, 4, 1, 5]]
 
 
+@pytest.fixture
+def pipeline(make_model, run_ranks, tmp_path):
+    def run(schedule, rows, cuts, **more):
+        _, folder = make_model("llama", num_hidden_layers=4)
+        return run_ranks(
+            "lean_pipeline", 2, model=folder, seq_len=12, sequences=SEQUENCES, schedule=schedule,
+            folder=str(tmp_path), rows=rows, cuts=cuts, **{"compiled": False} | more,
+        )  # fmt: skip
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("schedule", "compiled"),
     [
         pytest.param("1F1B", False, marks=pytest.mark.long),
         ("ZBVZeroBubble", False),
-        ("auto", False),
         pytest.param("auto", True, marks=pytest.mark.long),
     ],
 )
 def test_passes_of_any_length_give_the_same_sums_without_inferring_shapes_again(
-    schedule, compiled, make_model, run_ranks, tmp_path
+    schedule, compiled, pipeline
 ):
-    _, folder = make_model("llama", num_hidden_layers=4)
-    results = run_ranks(
-        "lean_pipeline", 2, model=folder, seq_len=12, sequences=SEQUENCES, schedule=schedule, folder=str(tmp_path),
-        compiled=compiled,
-        rows=[[0], [1], [2], [3], [4]], cuts=[[], [2], [1, 4], [1, 2, 3, 4]],
-    )  # fmt: skip
-    for result in results:
+    rows, cuts = [[0], [1], [2], [3], [4]], [[], [2], [1, 4], [1, 2, 3, 4]]
+    for result in pipeline(schedule, rows, cuts, compiled=compiled):
         assert result["inferences"] == result["num_stages"]
         assert max(result["distances"]) < 1e-6
         whole, *others = result["logprobs"]
         assert all(other == whole for other in others)
         assert not any(result["held"][: result["num_stages"] // 2])
-    if schedule == "auto":
-        (chosen,) = {result["schedule"] for result in results}
-        report = (tmp_path / "pipeline_schedule.txt").read_text()
-        assert report.startswith(f"The pipeline uses the schedule {chosen}. F, I and W of a stage")
-        assert "Measured with 8 microbatches: " in report and "Predicted: 1F1B" in report
-        assert "\nrank  1  " in report
-        assert (tmp_path / "pipeline_schedule.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_auto_measures_how_long_a_tensor_takes_from_rank_to_rank(make_model, run_ranks, tmp_path):
@@ -66,18 +65,18 @@ def test_auto_measures_how_long_a_tensor_takes_from_rank_to_rank(make_model, run
     ],
 )
 def test_auto_chooses_among_schedules_with_the_configured_stages(
-    layers_per_stage, stages_per_rank, names, make_model, run_ranks, tmp_path
+    layers_per_stage, stages_per_rank, names, pipeline, tmp_path
 ):
     """The embedding and the output layer count as layers, so that six are cut."""
-    _, folder = make_model("llama", num_hidden_layers=4)
-    results = run_ranks(
-        "lean_pipeline", 2, model=folder, seq_len=12, sequences=SEQUENCES, schedule="auto", folder=str(tmp_path),
-        compiled=False, layers_per_stage=layers_per_stage, rows=[[0], [1], [2]], cuts=[[]],
-    )  # fmt: skip
+    results = pipeline("auto", [[0], [1], [2]], [[], [1]], layers_per_stage=layers_per_stage)
+    assert all(max(result["distances"]) < 1e-6 for result in results)
     (chosen,) = {result["schedule"] for result in results}
     assert chosen in names
     # Those of the training passes and those of forward passes alone.
     assert [result["num_stages"] for result in results] == [2 * stages_per_rank] * 2
     report = (tmp_path / "pipeline_schedule.txt").read_text()
+    assert report.startswith(f"The pipeline uses the schedule {chosen}. F, I and W of a stage")
+    assert "Measured with 8 microbatches: " in report and "\nrank  1  " in report
     predicted = report.partition("Predicted: ")[2].split("\n")[0]
     assert {part.split()[0] for part in predicted.split("), ")} == names
+    assert (tmp_path / "pipeline_schedule.png").read_bytes().startswith(b"\x89PNG")

@@ -45,18 +45,13 @@ def test_stages_lie_where_the_table_expects_them(name, degree):
     assert like.placement == SCHEDULES[name].placement
 
 
-def test_the_two_placements_are_those_of_their_definition():
-    assert stage_ranks(settings_of("Interleaved1F1B", 3), 6) == [0, 1, 2, 0, 1, 2]
-    assert stage_ranks(settings_of("ZBVZeroBubble", 3), 6) == [0, 1, 2, 2, 1, 0]
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_zero_bubble_schedule_splits_the_backward_pass(name):
     kinds = {action.kind for actions in table_of(name, 2, 8).actions for action in actions}
     assert kinds == (set("FIW") if SCHEDULES[name].is_zero_bubble else set("FB"))
 
 
-@pytest.mark.parametrize(("degree", "count"), [(2, 4), (2, 9), (4, 8), (4, 16)])
+@pytest.mark.parametrize(("degree", "count"), [(2, 4), (2, 9), (4, 8)])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_row_says_whether_the_last_stage_ends_one_microbatch_at_a_time(name, degree, count):
     for times in ((1, 1, 1), (3, 4, 2), (1, 2, 0.5)):
@@ -76,8 +71,5 @@ def test_stages_must_be_as_many_as_the_row_allows():
     assert [n for n in range(1, 9) if SCHEDULES["1F1B"].allows_stages(n, 2)] == [2]
     assert [n for n in range(1, 9) if SCHEDULES["ZBVZeroBubble"].allows_stages(n, 2)] == [4]
     assert [n for n in range(1, 9) if SCHEDULES["Interleaved1F1B"].allows_stages(n, 2)] == [4, 6, 8]
-
-
-def test_an_unknown_schedule_is_refused_with_the_names_there_are():
     with pytest.raises(ValueError, match=r"one of GPipe, 1F1B, .*got 'DualPipe'"):
         schedule_named("DualPipe")

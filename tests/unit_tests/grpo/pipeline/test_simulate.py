@@ -64,26 +64,20 @@ def test_memory_is_held_to_the_end_of_what_gives_it_back():
         assert simulate(table_of(rank, microbatches=2), Costs((stage,))).peak == peak
 
 
+EARLIER = "Rank 0 would wait forever before 0B0: it needs "
+
+
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        (
-            ("0F0 0B0 0F0", "1F0 1B0"),
-            "Rank 0 must run 0F0 once, but the table lists it more than once",
-        ),
+        (("0F0 0B0 0F0", "1F0 1B0"), "Rank 0 must run 0F0 once, but the table lists it more than"),
         (("0F0 0B0", "1B0"), "Rank 1 must run 1F0, which the table lacks"),
         (("0F0 0B0 1F0", "1B0"), "Rank 0 must not run 1F0: it does not hold the stage"),
         (("0F0 0I0", "1F0 1B0"), "Rank 0 must run either 0B0 or both 0I0 and 0W0"),
         (("0F0 0B0 0W0", "1F0 1B0"), "Rank 0 must run either 0B0 or both 0I0 and 0W0"),
         (("0F0 0B0 0F1", "1F0 1B0"), "Rank 0 must not run 0F1: there are only 1 microbatches"),
-        (
-            ("0B0 0F0", "1F0 1B0"),
-            "Rank 0 would wait forever before 0B0: it needs 0F0 of rank 0, which comes later",
-        ),
-        (
-            ("0F0 0B0", "1B0 1F0"),
-            "Rank 0 would wait forever before 0B0: it needs 1I0 or 1B0 of rank 1",
-        ),
+        (("0B0 0F0", "1F0 1B0"), EARLIER + "0F0 of rank 0, which comes later"),
+        (("0F0 0B0", "1B0 1F0"), EARLIER + "1I0 or 1B0 of rank 1"),
     ],
 )
 def test_a_table_that_cannot_run_is_refused_by_rank_and_action(ranks, message):

@@ -84,7 +84,7 @@ def longest_wait(table: Table, costs: Costs) -> float:
 
 
 @pytest.mark.parametrize("times", TIMES)
-@pytest.mark.parametrize("degree", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("degree", [2, 3, 8])
 def test_handcrafted_schedules_wait_as_long_as_their_formulas_say(degree, times):
     forward, back, weight = times
     costs = Costs.uniform(degree, 1, times)
@@ -103,10 +103,9 @@ def test_handcrafted_schedules_wait_as_long_as_their_formulas_say(degree, times)
 @pytest.mark.parametrize(
     ("degree", "times"),
     [
-        *itertools.product((2, 3, 4, 5), TIMES),
-        pytest.param(8, (1, 1, 1), marks=pytest.mark.long),
-        (8, (3, 4, 2)),
-        pytest.param(8, (1, 2, 0.5), marks=pytest.mark.long),
+        *itertools.product((2, 3, 4), TIMES),
+        (5, (3, 4, 2)),
+        *(pytest.param(8, times, marks=pytest.mark.long) for times in TIMES),
     ],
 )
 def test_v_schedules_hold_what_their_names_promise(degree, times):
@@ -121,10 +120,12 @@ def test_v_schedules_hold_what_their_names_promise(degree, times):
     ("make", "times", "most"),
     [
         (v_zb, (1, 1, 1), 0.0),
-        (v_half, (1, 1, 1), 0.085),
-        (v_min, (1, 1, 1), 0.108),
-        (v_zb, (3, 4, 2), 0.0464),
         (v_half, (3, 4, 2), 0.125),
+        (v_min, (1, 1, 1), 0.108),
+        *(
+            pytest.param(*more, marks=pytest.mark.long)
+            for more in ((v_half, (1, 1, 1), 0.085), (v_zb, (3, 4, 2), 0.0464))
+        ),
     ],
 )
 def test_v_schedules_on_eight_ranks_leave_little_idle(make, times, most):
@@ -136,20 +137,21 @@ def test_v_schedules_on_eight_ranks_leave_little_idle(make, times, most):
     ("degree", "times", "hop", "sizes", "shortest"),
     [
         (4, (1, 1, 1), 0.0, (), 13.5),
-        (4, (1, 2, 0.5), 0.0, (), 18.25),
-        (4, (1, 1, 1), 0.1, (), 14.4),
-        (4, (3, 4, 2), 0.1, (), 43.2),
         (4, (1, 2, 0.5), 0.1, (), 19.45),
+        (4, (3, 4, 2), 0.1, (), 43.2),
         (4, (1, 3, 1), 0.1, (), 26.7),
-        (4, (1, 1, 0.5), 0.1, (), 12.85),
-        (4, (1, 1, 1), 0.0, (1.2, 0.6, 1.0, 1.4), 15.2),
         (4, (3, 4, 2), 0.0, (1.2, 0.6, 1.0, 1.4), 49.1),
         (4, (1, 1, 1), 0.1, (0.7, 1.5, 0.8, 1.0), 16.1),
-        (8, (1, 1, 1), 0.1, (), 29.6),
-        (8, (3, 4, 2), 0.1, (), 88.5),
-        (8, (1, 1, 0.5), 0.1, (), 27.05),
-        (8, (3, 4, 2), 0.0, (1.3, 0.7, 1.1, 0.9, 1.5, 0.6, 1.0, 1.2), 104.7),
-        (8, (1, 1, 1), 0.1, (1.3, 0.7, 1.1, 0.9, 1.5, 0.6, 1.0, 1.2), 33.75),
+        *(
+            pytest.param(8, *more, marks=pytest.mark.long)
+            for more in (
+                ((1, 1, 1), 0.1, (), 29.6),
+                ((3, 4, 2), 0.1, (), 88.5),
+                ((1, 1, 0.5), 0.1, (), 27.05),
+                ((3, 4, 2), 0.0, (1.3, 0.7, 1.1, 0.9, 1.5, 0.6, 1.0, 1.2), 104.7),
+                ((1, 1, 1), 0.1, (1.3, 0.7, 1.1, 0.9, 1.5, 0.6, 1.0, 1.2), 33.75),
+            )
+        ),
     ],
 )
 def test_v_zb_with_a_microbatch_for_each_rank_is_almost_the_shortest(
@@ -159,14 +161,6 @@ def test_v_zb_with_a_microbatch_for_each_rank_is_almost_the_shortest(
     costs = replace(Costs.uniform(degree, 2, times, hop), sizes=sizes)
     makespan = simulate(v_zb(degree, degree, costs), costs).makespan
     assert shortest - 1e-9 <= makespan <= 1.021 * shortest
-
-
-@pytest.mark.parametrize("make", [v_min, v_half])
-def test_a_v_schedule_can_lose_to_one_forward_one_backward(make):
-    times = (1, 2, 0.5)
-    v, plain = Costs.uniform(8, 2, times), Costs.uniform(8, 1, times)
-    baseline = simulate(one_forward_one_backward(8, 32), plain)
-    assert simulate(make(8, 32, v), v).makespan > baseline.makespan
 
 
 @pytest.mark.parametrize("offsets", [(1, 1, 1, 1), (2, 1, 2, 1), (4, 2, 4, 2)])
