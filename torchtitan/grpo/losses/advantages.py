@@ -92,8 +92,7 @@ def compute_advantages(
             over samples with a token; a sample without tokens keeps its advantage.
 
     Raises:
-        ValueError: If a reward is not finite, or below 0 with ``max_rl``, the shapes differ, or the
-            kind is unknown.
+        ValueError: If a reward is not finite, or below 0 with ``max_rl``, or the shapes differ.
     """
     if not rewards.shape == group_ids.shape == completion_lengths.shape:
         raise ValueError(
@@ -139,11 +138,6 @@ def _compared(
                 )
             means = np.bincount(member_of, rewards, len(sizes)) / sizes
             return centered / (means[member_of] + eps)
-        case _:
-            raise ValueError(
-                "grpo.advantage must be group_norm, group_mean, leave_one_out, leave_one_out_norm, "
-                f"batch_norm or max_rl, got {kind!r}."
-            )
 
 
 def informative_samples(rewards: np.ndarray, group_ids: np.ndarray) -> np.ndarray:

@@ -41,8 +41,7 @@ def token_weights(
     (https://arxiv.org/abs/2503.20783), in this order. A sample without a trained token has weight 0
     and does not count in S. Example: lengths 1 and 3 under ``sequence_mean`` give 1/2 and 1/6.
 
-    Raises ValueError if a length is negative, ``constant_length`` is used and below 1, or the kind
-    is unknown.
+    Raises ValueError if a length is negative, or ``constant_length`` is used and below 1.
     """
     lengths = np.asarray(completion_lengths, np.float64)
     if (lengths < 0).any():
@@ -61,9 +60,4 @@ def token_weights(
                     "grpo.aggregation_length or rollout.max_new_tokens."
                 )
             denominators = np.full_like(lengths, float(num_sequences * constant_length))
-        case _:
-            raise ValueError(
-                "grpo.aggregation must be token_mean, sequence_mean or constant_length, "
-                f"got {kind!r}."
-            )
     return has_tokens / denominators

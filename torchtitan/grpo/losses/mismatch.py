@@ -4,21 +4,25 @@
 """Corrects the mismatch between the step's first policy and the sampling-time policy.
 
 Servers compute with other kernels, and with weights that may be some steps old. The loss of each
-token is therefore weighted by the bounded ratio of its probabilities in trainer and server.
+token is therefore weighted by the bounded ratio of its probabilities in trainer and server, and
+whole sequences that are too far from the policy that sampled them are left out.
 """
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 
+from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.losses.kl import kl_estimate
 from torchtitan.grpo.losses.loss_metrics import Metric, mean_metric
-from torchtitan.grpo.losses.sequences import ratio, sequence_means, sequence_sums, spread
-
-MismatchLevel = Literal["token", "sequence", "geometric"]
-MismatchCorrection = Literal["none", "truncate", "mask"]
+from torchtitan.grpo.losses.sequences import (
+    ratio,
+    sequence_maxima,
+    sequence_means,
+    sequence_sums,
+    spread,
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class MismatchWeights:
         capped: bool, trained tokens whose ratio was clamped to a bound.
         masked: bool, all trained tokens that are left out, for whatever reason.
         vetoed: bool, trained tokens of sequences that the veto left out.
-        rejected: bool, the same for a bound of `rejection.py`.
+        rejected: bool, the same for a bound of :func:`rejected_sequences`.
         off_policy: bool, the same for off-policy masking.
     """
 
@@ -44,17 +48,15 @@ class MismatchWeights:
     rejected: torch.Tensor
     off_policy: torch.Tensor
 
-    def without(self, *, rejected: torch.Tensor, off_policy: torch.Tensor) -> "MismatchWeights":
-        """Returns weights with 0 at the tokens of whole sequences, [rows, seq] bool."""
-        gone = rejected | off_policy
+    def without(self, off_policy: torch.Tensor) -> "MismatchWeights":
+        """Returns weights with 0 at the tokens of off-policy sequences, [rows, seq] bool."""
         return replace(
             self,
-            weights=torch.where(gone, 0.0, self.weights),
-            ratios=torch.where(gone, 0.0, self.ratios),
-            capped=self.capped & ~gone,
-            masked=self.masked | gone,
-            rejected=self.rejected | rejected,
-            off_policy=self.off_policy | off_policy,
+            weights=torch.where(off_policy, 0.0, self.weights),
+            ratios=torch.where(off_policy, 0.0, self.ratios),
+            capped=self.capped & ~off_policy,
+            masked=self.masked | off_policy,
+            off_policy=off_policy,
         )
 
     def divided_by(self, mean: torch.Tensor) -> "MismatchWeights":
@@ -62,96 +64,134 @@ class MismatchWeights:
         return replace(self, weights=self.weights / mean, ratios=self.ratios / mean)
 
 
-def mismatch_ratio(
-    log_ratio: torch.Tensor,
+def mismatch_weights(
+    proximal_logprobs: torch.Tensor,
+    generator_logprobs: torch.Tensor,
     loss_mask: torch.Tensor,
     sequence_ids: torch.Tensor,
-    level: MismatchLevel,
-) -> torch.Tensor:
-    """Returns the ratio of trainer to sampling-time probability at each token.
+    config: GRPO,
+) -> MismatchWeights:
+    """Computes importance weights ``proximal / generator``, truncated or masked.
 
-    ``token`` is the ratio of the token, ``sequence`` the product over the trained tokens of its
-    sequence, and ``geometric`` their geometric mean, ``exp(mean(log_ratio))``. The logs are summed,
-    and clamped before ``exp`` (see `sequences.py`). ``log_ratio``, [rows, seq] float, is 0 where
-    not trained. Raises ValueError if the level is unknown.
+    With the ratio ``r`` of a token, or of its sequence (``mismatch_level``)::
+
+        none       1
+        truncate   min(max(r, importance_floor), importance_cap)              TIS
+        mask       r where importance_floor <= r <= importance_cap, else 0    MIS; IcePop per token
+
+    A sequence with a trained token whose own ratio is below ``mismatch_veto`` gets weight 0 under
+    every correction, and so does one that :func:`rejected_sequences` finds. Truncation is from
+    IMPALA (https://arxiv.org/abs/1802.01561), masking from IcePop
+    (https://arxiv.org/abs/2510.18855).
+
+    All tensors are [rows, seq], with anything at untrained tokens. The proximal logprobs are the
+    trainer's before the batch's first update, or the current ones with ``old_policy =
+    "sampling"``, where the ratio of the policy loss is the whole correction.
     """
-    match level:
+    on_sampling = config.old_policy == "sampling"
+    correction = "none" if on_sampling else config.mismatch_correction
+    log_ratio = torch.where(loss_mask, (proximal_logprobs - generator_logprobs).detach(), 0.0)
+    r = _ratio(log_ratio, loss_mask, sequence_ids, config)
+    outside = loss_mask & ((r > config.importance_cap) | (r < config.importance_floor))
+    nowhere = torch.zeros_like(outside)
+    if correction == "truncate":
+        r = r.clamp(config.importance_floor, config.importance_cap)
+    vetoed = nowhere
+    if config.mismatch_veto > 0 and not on_sampling:
+        below = loss_mask & (log_ratio < math.log(config.mismatch_veto))
+        culprits = sequence_sums(below.to(log_ratio.dtype), sequence_ids)
+        vetoed = loss_mask & (spread(culprits, sequence_ids) > 0)
+    rejected = rejected_sequences(log_ratio, loss_mask, sequence_ids, config)
+    masked = (outside if correction == "mask" else nowhere) | vetoed | rejected
+    kept = loss_mask & ~masked
+    ratios = torch.where(kept, r, 0.0)
+    return MismatchWeights(
+        weights=kept.to(r.dtype) if correction == "none" else ratios,
+        ratios=ratios,
+        capped=outside & kept if correction == "truncate" else nowhere,
+        masked=masked,
+        vetoed=vetoed,
+        rejected=rejected,
+        off_policy=nowhere,
+    )
+
+
+def _ratio(
+    log_ratio: torch.Tensor, loss_mask: torch.Tensor, sequence_ids: torch.Tensor, config: GRPO
+) -> torch.Tensor:
+    """The token's ratio, the product over its sequence, or their geometric mean.
+
+    Logs are summed, and clamped before ``exp`` (see `sequences.py`).
+    """
+    match config.mismatch_level:
         case "token":
             return ratio(log_ratio)
         case "sequence":
             return ratio(spread(sequence_sums(log_ratio, sequence_ids), sequence_ids))
         case "geometric":
             return ratio(sequence_means(log_ratio, loss_mask, sequence_ids))
-    raise ValueError(f"grpo.mismatch_level must be token, sequence or geometric, got {level!r}.")
 
 
-def mismatch_weights(
-    old_logprobs: torch.Tensor,
+def rejected_sequences(
+    log_ratio: torch.Tensor, loss_mask: torch.Tensor, sequence_ids: torch.Tensor, config: GRPO
+) -> torch.Tensor:
+    """Returns the trained tokens of sequences that exceed a bound ``grpo.mismatch_max_...``.
+
+    With ``r = proximal / generator`` of a token, and means over the trained tokens of a sequence::
+
+        k1      |mean(-log r)|            of KL(generator || proximal)
+        k3      mean(r - 1 - log r)       of KL(generator || proximal)
+        tv      mean(|r - 1|) / 2         of the total variation distance
+        ratio   max(r, 1 / r)             the largest of any token
+
+    The first three estimate the divergence in the second column over the sequence. Rejection by
+    divergences is from https://richardli.xyz/rl-collapse, and by the largest token from Trust
+    Region Masking (https://arxiv.org/abs/2512.23075).
+
+    Example: ratios 4 and 1/2 give ``k1 = |log 2| / 2``, ``k3 = (2.5 - log 2) / 2``, ``tv = 0.875``
+    and ``ratio = 4``. The log-ratios, [rows, seq] float, are 0 where not trained.
+    """
+    rejected = torch.zeros_like(loss_mask)
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        return sequence_means(values, loss_mask, sequence_ids)
+
+    if config.mismatch_max_k1 > 0:
+        rejected = rejected | (mean(log_ratio).abs() > config.mismatch_max_k1)
+    if config.mismatch_max_k3 > 0:
+        k3 = kl_estimate(torch.zeros_like(log_ratio), log_ratio, "k3")
+        rejected = rejected | (mean(k3) > config.mismatch_max_k3)
+    if config.mismatch_max_tv > 0:
+        distance = torch.where(loss_mask, (ratio(log_ratio) - 1).abs() / 2, 0.0)
+        rejected = rejected | (mean(distance) > config.mismatch_max_tv)
+    if config.mismatch_max_ratio > 0:
+        largest = sequence_maxima(log_ratio.abs(), sequence_ids)
+        rejected = rejected | (ratio(largest) > config.mismatch_max_ratio)
+    return loss_mask & rejected
+
+
+def off_policy_sequences(
+    logprobs: torch.Tensor,
     generator_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
     loss_mask: torch.Tensor,
     sequence_ids: torch.Tensor,
-    *,
-    correction: MismatchCorrection,
-    level: MismatchLevel,
-    cap: float,
-    floor: float,
-    veto: float,
-) -> MismatchWeights:
-    """Computes importance weights ``old / generator``, truncated or masked.
+    threshold: float,
+) -> torch.Tensor:
+    """Returns the trained tokens of bad sequences that the policy hardly writes any more.
 
-    With the ratio ``r`` of :func:`mismatch_ratio`::
+    Off-policy sequence masking of DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556): a sequence is
+    found if its advantage is negative and ``mean(log generator - log policy) > threshold`` over its
+    trained tokens. The policy is the current one, so later optimizer steps of a batch find more
+    sequences.
 
-        none       1
-        truncate   min(max(r, floor), cap)              TIS
-        mask       r where floor <= r <= cap, else 0    MIS; IcePop at token level
-
-    A sequence with a trained token whose own ratio is below ``veto`` gets weight 0 under every
-    correction; 0 disables the veto, and a floor of 0 bounds nothing. Truncation is from IMPALA
-    (https://arxiv.org/abs/1802.01561), masking from IcePop (https://arxiv.org/abs/2510.18855).
-
-    All tensors are [rows, seq], with anything at untrained tokens. ``old_logprobs`` are the
-    trainer's before the batch's first update, and the generator's are of sampling time. Raises
-    ValueError if the correction or the level is unknown.
+    All tensors are [rows, seq], the logprobs detached and 0 where not trained, advantages constant
+    within a sequence, the result bool. ``threshold`` 0 finds nothing.
     """
-    log_ratio = torch.where(loss_mask, (old_logprobs - generator_logprobs).detach(), 0.0)
-    r = mismatch_ratio(log_ratio, loss_mask, sequence_ids, level)
-    outside = loss_mask & ((r > cap) | (r < floor))
-    capped, masked = _capped_and_masked(correction, outside)
-    if correction == "truncate":
-        r = r.clamp(floor, cap)
-    vetoed = torch.zeros_like(loss_mask)
-    if veto > 0:
-        culprits = (loss_mask & (log_ratio < math.log(veto))).to(log_ratio.dtype)
-        vetoed = loss_mask & (spread(sequence_sums(culprits, sequence_ids), sequence_ids) > 0)
-        masked = masked | vetoed
-    kept = loss_mask & ~masked
-    ratios = torch.where(kept, r, 0.0)
-    return MismatchWeights(
-        weights=kept.to(r.dtype) if correction == "none" else ratios,
-        ratios=ratios,
-        capped=capped & ~vetoed,
-        masked=masked,
-        vetoed=vetoed,
-        rejected=torch.zeros_like(loss_mask),
-        off_policy=torch.zeros_like(loss_mask),
-    )
-
-
-def _capped_and_masked(
-    correction: MismatchCorrection, outside: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    nowhere = torch.zeros_like(outside)
-    match correction:
-        case "none":
-            return nowhere, nowhere
-        case "truncate":
-            return outside, nowhere
-        case "mask":
-            return nowhere, outside
-        case _:
-            raise ValueError(
-                f"grpo.mismatch_correction must be none, truncate or mask, got {correction!r}."
-            )
+    if threshold == 0:
+        return torch.zeros_like(loss_mask)
+    divergence = sequence_means(generator_logprobs - logprobs, loss_mask, sequence_ids)
+    return loss_mask & (advantages < 0) & (divergence > threshold)
 
 
 def mismatch_metrics(

@@ -36,14 +36,14 @@ from torchtitan.grpo.losses.loss_metrics import (
     mean_metric,
     token_metric,
 )
-from torchtitan.grpo.losses.mismatch import MismatchWeights, mismatch_metrics, mismatch_weights
+from torchtitan.grpo.losses.mismatch import (
+    MismatchWeights,
+    mismatch_metrics,
+    mismatch_weights,
+    off_policy_sequences,
+)
 from torchtitan.grpo.losses.policy_function import example_inputs, policy_function
 from torchtitan.grpo.losses.policy_terms import CLIPPED, DUAL_CLIPPED, PolicyInputs, PolicyTerm
-from torchtitan.grpo.losses.rejection import (
-    RejectionBounds,
-    off_policy_sequences,
-    rejected_sequences,
-)
 
 
 def negative_log_likelihood(logprobs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -169,16 +169,10 @@ def metric_reductions(config: GRPO, teacher: Teacher | None = None) -> dict[str,
         logprobs = example.logprobs.unsqueeze(-1)
         top = TopLogprobs(logprobs, logprobs, example.loss_mask)
     inputs = LossInputs(
-        logprobs=example.logprobs,
-        entropy=example.entropy,
-        old_logprobs=example.old_logprobs,
-        generator_logprobs=example.generator_logprobs,
+        **vars(example),
         ref_logprobs=example.old_logprobs,
-        advantages=example.advantages,
-        loss_mask=example.loss_mask,
         loss_weights=example.loss_mask.float(),
         ptx_weights=torch.zeros_like(example.logprobs),
-        sequence_ids=example.sequence_ids,
         teacher_top=top,
     )
     with torch.no_grad():
@@ -288,71 +282,26 @@ def weight_sums(
     off-policy masking will leave out count, because it depends on the policy of later optimizer
     steps. The inputs are as in :func:`mismatch_weights`.
     """
-    nothing = torch.zeros_like(old_logprobs)
-    clean = _without_untrained(
-        LossInputs(
-            logprobs=old_logprobs,
-            entropy=nothing,
-            old_logprobs=old_logprobs,
-            generator_logprobs=generator_logprobs,
-            ref_logprobs=None,
-            advantages=nothing,
-            loss_mask=loss_mask,
-            loss_weights=nothing,
-            ptx_weights=nothing,
-            sequence_ids=sequence_ids,
-        )
-    )
-    mismatch = _corrected(clean, config)
+    mismatch = mismatch_weights(old_logprobs, generator_logprobs, loss_mask, sequence_ids, config)
     kept = loss_mask & ~mismatch.masked
     return torch.stack([mismatch.weights.double().sum(), kept.double().sum()])
 
 
 def _mismatch(clean: LossInputs, config: GRPO, mean_weight: torch.Tensor | None) -> MismatchWeights:
-    mismatch = _corrected(clean, config)
+    mask, ids = clean.loss_mask, clean.sequence_ids
+    proximal = _proximal(clean, config)
+    mismatch = mismatch_weights(proximal, clean.generator_logprobs, mask, ids, config)
     if mean_weight is not None:
         mismatch = mismatch.divided_by(mean_weight)
     off_policy = off_policy_sequences(
         clean.logprobs.detach(),
         clean.generator_logprobs,
         clean.advantages,
-        clean.loss_mask,
-        clean.sequence_ids,
+        mask,
+        ids,
         config.off_policy_mask_threshold,
     )
-    return mismatch.without(rejected=torch.zeros_like(off_policy), off_policy=off_policy)
-
-
-def _corrected(clean: LossInputs, config: GRPO) -> MismatchWeights:
-    """Mismatch weights of all rules that compare with the proximal policy."""
-    proximal = _proximal(clean, config)
-    bounds = RejectionBounds(
-        k1=config.mismatch_max_k1,
-        k3=config.mismatch_max_k3,
-        tv=config.mismatch_max_tv,
-        ratio=config.mismatch_max_ratio,
-    )
-    rejected = rejected_sequences(
-        proximal, clean.generator_logprobs, clean.loss_mask, clean.sequence_ids, bounds
-    )
-    nowhere = torch.zeros_like(rejected)
-    return _weights(clean, config).without(rejected=rejected, off_policy=nowhere)
-
-
-def _weights(clean: LossInputs, config: GRPO) -> MismatchWeights:
-    # If the ratio is against the sampling-time policy itself, it is the whole correction.
-    on_sampling = config.old_policy == "sampling"
-    return mismatch_weights(
-        _proximal(clean, config),
-        clean.generator_logprobs,
-        clean.loss_mask,
-        clean.sequence_ids,
-        correction="none" if on_sampling else config.mismatch_correction,
-        level=config.mismatch_level,
-        cap=config.importance_cap,
-        floor=config.importance_floor,
-        veto=0.0 if on_sampling else config.mismatch_veto,
-    )
+    return mismatch.without(off_policy)
 
 
 def _term_metrics(

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from torchtitan.grpo.config import GRPO
-from torchtitan.grpo.losses.mismatch import mismatch_weights
+from torchtitan.grpo.losses.mismatch import mismatch_weights, rejected_sequences
 from torchtitan.grpo.losses.objective import objective, weight_sums
-from torchtitan.grpo.losses.rejection import RejectionBounds, rejected_sequences
 from torchtitan.grpo.losses.sequences import (
     LOG_RATIO_BOUND,
     ratio,
@@ -29,10 +28,8 @@ def test_long_sequences_do_not_overflow():
     gap = torch.tensor([[1.0] * n + [-1.0] * n])
     ids = torch.tensor([[0] * n + [1] * n])
     mask = torch.ones(1, 2 * n, dtype=torch.bool)
-    got = mismatch_weights(
-        gap, torch.zeros_like(gap), mask, ids,
-        correction="truncate", level="sequence", cap=2.0, floor=0.0, veto=0.0,
-    )  # fmt: skip
+    config = GRPO(mismatch_level="sequence")
+    got = mismatch_weights(gap, torch.zeros_like(gap), mask, ids, config)
     assert (got.weights[0, :n] == 2).all()
     assert (got.weights[0, n:] < 1e-8).all()
 
@@ -40,10 +37,9 @@ def test_long_sequences_do_not_overflow():
 def test_a_veto_may_be_below_where_ratios_are_bounded():
     generator = torch.tensor([[0.0, 0.0]])
     old = torch.tensor([[-30.0, 0.0]])
-    got = mismatch_weights(
-        old, generator, torch.ones(1, 2).bool(), torch.zeros(1, 2, dtype=torch.int64),
-        correction="none", level="token", cap=2.0, floor=0.0, veto=1e-12,
-    )  # fmt: skip
+    config = GRPO(mismatch_correction="none", mismatch_veto=1e-12)
+    mask, ids = torch.ones(1, 2).bool(), torch.zeros(1, 2, dtype=torch.int64)
+    got = mismatch_weights(old, generator, mask, ids, config)
     assert got.weights.tolist() == [[0.0, 0.0]]
 
 
@@ -83,8 +79,8 @@ def test_a_ratio_far_beyond_the_range_of_floats_is_rejected():
     trainer = torch.tensor([[-300.0, 0.0]])
     mask, ids = torch.ones(1, 2).bool(), torch.zeros(1, 2, dtype=torch.int64)
     for name in ("k1", "k3", "ratio"):
-        bounds = RejectionBounds(**{name: 20.0})
-        assert rejected_sequences(trainer, torch.zeros(1, 2), mask, ids, bounds).all()
+        config = GRPO(**{f"mismatch_max_{name}": 20.0})
+        assert rejected_sequences(trainer, mask, ids, config).all()
 
 
 @pytest.mark.parametrize(
@@ -127,16 +123,3 @@ def test_normalized_weights_have_a_mean_of_one_and_do_not_touch_the_penalties(la
         got.append(objective(part, normalized, mean)[0])
     torch.testing.assert_close(torch.stack(got), torch.stack(expected))
     assert abs(mean.item() - 1) > 0.01
-
-
-@pytest.mark.parametrize(
-    ("correction", "level", "message"),
-    [
-        ("drop", "token", r"grpo\.mismatch_correction must be .*got 'drop'"),
-        ("truncate", "batch", r"grpo\.mismatch_level must be .*got 'batch'"),
-    ],
-)
-def test_unknown_settings_are_refused(correction, level, message):
-    settings = {"correction": correction, "level": level, "cap": 2.0, "floor": 0.0, "veto": 0.0}
-    with pytest.raises(ValueError, match=message):
-        mismatch_weights(TRAINER, GENERATOR, MASK, IDS, **settings)
