@@ -38,6 +38,7 @@ from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.entry import leave, run
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.models.hf_weights import export_policy
 from torchtitan.grpo.observe.metrics_processor import GRPOMetricsProcessor
 from torchtitan.grpo.observe.profiling import StepClock, profilers
 from torchtitan.grpo.observe.report import RunOutcome
@@ -46,10 +47,8 @@ from torchtitan.grpo.run_folder.start_record import record_start
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.system.stop import StopRequest
-from torchtitan.grpo.training.evaluations import Evaluations
-from torchtitan.grpo.training.exports import export_policy
+from torchtitan.grpo.training.evaluations import Evaluations, open_held_out
 from torchtitan.grpo.training.guards import Guards
-from torchtitan.grpo.training.held_out_loss import HeldOutLoss, held_out_plan
 from torchtitan.grpo.training.learner import Learned, build_learner
 from torchtitan.grpo.training.memory_choice import resolve_kept
 from torchtitan.grpo.training.model_spec import build_policy_runner, register_hf_model
@@ -122,17 +121,6 @@ class GRPOTrainer(Trainer):
         self.channel.board.enter(phase)
         self.metrics_processor.monitor.phases.enter(phase)
 
-    def _open_held_out(self) -> HeldOutLoss | None:
-        if self.config.sft.held_out_path is None:
-            return None
-        plan = None
-        if self.is_rank_zero:
-            num_ranks, date = self.role.num_batch_ranks, self.begins.record.date
-            with self.rank_zero.releasing_others():
-                plan = held_out_plan(self.config, self.hf_model, num_ranks, date)
-        is_counted = self.role.is_counted
-        return HeldOutLoss(self.runner, self.feed, self.device, plan, is_counted=is_counted)
-
     def train(self) -> None:
         self._load_weights()
         self.first_step = self.step
@@ -177,7 +165,10 @@ class GRPOTrainer(Trainer):
             with self.rank_zero.releasing_others():
                 self._wait_for_push(self.step)
                 self._evaluate()
-        self.held_out = self._open_held_out()
+        self.held_out = open_held_out(
+            self, self.runner, self.feed, self.role, self.rank_zero, self.hf_model,
+            self.begins.record.date,
+        )  # fmt: skip
         self._measure_held_out()
         logger.info(f"Training starts at step {self.step + 1}")
         self.clock.restart()
@@ -220,14 +211,17 @@ class GRPOTrainer(Trainer):
     def _train_step(self, batch: TrainBatch) -> bool:
         """Returns False if the run is to end before the step is complete."""
         learning_rate = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
-        learned = self._learn(batch)
+        if self.config.rollout.stream:
+            learned = self.learner.learn_in_parts(batch, self.step + 1, self._next_batch)
+        else:
+            learned = self.learner.learn(batch, self.step + 1)
         if learned is None:
             self.stopped = self.stopped or self.guards.reason is not None
             return False
         self.step += 1
         self.lr_schedulers.step()
-        if self.learner.reference is not None:
-            self.learner.reference.follow(self.model_parts)
+        if self.learner.scorer.reference is not None:
+            self.learner.scorer.reference.follow(self.model_parts)
         with self.clock.measure("boundary_stall"):
             self._publish(learned.batch.publish_slot)
             if not self.config.grpo.async_weight_update:
@@ -238,12 +232,6 @@ class GRPOTrainer(Trainer):
         self.channel.board.complete(self.step)
         self.metrics_processor.monitor.phases.complete(self.step)
         return True
-
-    def _learn(self, batch: TrainBatch) -> Learned | None:
-        """Takes the optimizer steps of a batch; None if the run is to end before."""
-        if self.config.rollout.stream:
-            return self.learner.learn_in_parts(batch, self.step + 1, self._next_batch)
-        return self.learner.learn(batch, self.step + 1)
 
     def _await_readers(self) -> None:
         """Waits until neither a checkpoint nor a push reads the weights on the device."""
@@ -322,8 +310,16 @@ class GRPOTrainer(Trainer):
         self._wait_for_push(self.step)
         self._evaluate()
         self.publisher.raise_if_failed()
-        if not self.stop.requested:
-            self._report(hf_checkpoint)
+        if self.stop.requested or self.source is None:
+            return
+        outcome = RunOutcome(
+            step=self.step,
+            seconds=time.perf_counter() - self.begin,
+            server_version=self.source.served_version(),
+            weight_sync_failures=self.publisher.num_failures,
+            hf_checkpoint=hf_checkpoint,
+        )
+        self.metrics_processor.report(outcome)
 
     def _start_rollouts(self) -> None:
         self.metrics_processor.monitor.start()
@@ -421,17 +417,6 @@ class GRPOTrainer(Trainer):
         if self.utilization is not None:
             metrics |= self.utilization.metrics(times["time/step_seconds"])
         self.metrics_processor.log_step(self.step, metrics, self.source.samples.latest)
-
-    def _report(self, hf_checkpoint: Path) -> None:
-        assert self.source is not None
-        outcome = RunOutcome(
-            step=self.step,
-            seconds=time.perf_counter() - self.begin,
-            server_version=self.source.served_version(),
-            weight_sync_failures=self.publisher.num_failures,
-            hf_checkpoint=hf_checkpoint,
-        )
-        self.metrics_processor.report(outcome)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | checkpoint.progress_state(self.progress)

@@ -49,9 +49,9 @@ from torchtitan.grpo.training.memory_estimate import (
     checkpoint_mode,
     estimate_memory,
 )
-from torchtitan.grpo.training.model_spec import build_policy_runner, hf_train_spec
+from torchtitan.grpo.training.model_spec import build_policy_runner, hf_train_spec, parameter_shapes
 from torchtitan.grpo.training.ranks import rank_role
-from torchtitan.grpo.training.weights_check import parameter_shapes
+from torchtitan.grpo.training.step import Scorer
 from torchtitan.grpo.types import BatchPart, PromptProgress
 from torchtitan.grpo.upstream.models import Qwen3ModelArgs, qwen3_train_spec
 from torchtitan.grpo.upstream.parallelism import ParallelDims, dist_utils
@@ -171,15 +171,19 @@ def own_step(
     model = make_model(spec, hf_model.model_args, dims, config)
     counter.watch(model)
     trainer: Any = SimpleNamespace(job_config=config, parallel_dims=dims, model_parts=[model])
-    runner = build_policy_runner(trainer)
+    scorer = Scorer(
+        config=config.grpo, policy=build_policy_runner(trainer), reference=None,
+        feed=LocalFeed(config.training.seq_len), device=DEVICE,
+        is_counted=rank_role(dims, has_output=True).is_counted,
+    )  # fmt: skip
     learner = Learner(
-        config=config.grpo, runner=runner, reference=None,
+        scorer,
         optimizers=spec.build_optimizers_fn([model], config.optimizer, dims),  # pyright: ignore
         clipper=GradientClipper([model], dims, config.training.max_norm),
-        guards=Guards(config, lambda _: None), feed=LocalFeed(config.training.seq_len),
-        role=rank_role(dims, has_output=True), device=DEVICE, enter=lambda _: None,
+        guards=Guards(config, lambda _: None),
+        enter=lambda _: None,
         await_readers=lambda: None,
-    )  # fmt: skip
+    )
     return lambda: learner.learn(batch, 1)
 
 

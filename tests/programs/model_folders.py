@@ -15,7 +15,7 @@ from torchtitan.grpo.inference.embedded.model import load_model
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hf_weights import load_hf_weights
 from torchtitan.grpo.models.shards import named_parameters
-from torchtitan.grpo.training.weights_check import build_without_memory, check_weights
+from torchtitan.grpo.training.model_spec import build_without_memory, check_weights
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets/reverse_digits"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

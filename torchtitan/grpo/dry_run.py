@@ -38,7 +38,7 @@ from torchtitan.grpo.rollout.child_process import end_process, start_process
 from torchtitan.grpo.rollout.input_check import PROGRESS_FILE, REPORT_FILE, InputReport
 from torchtitan.grpo.rollout.link_messages import CONFIG_FILE
 from torchtitan.grpo.training.memory_choice import describe_memory
-from torchtitan.grpo.training.weights_check import (
+from torchtitan.grpo.training.model_spec import (
     build_without_memory,
     check_weights,
     parameter_shapes,

@@ -56,7 +56,7 @@ from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.system.rank_channel import RankChannel, RankLost
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.system.store_rounds import separate_rounds
-from torchtitan.grpo.training.weights_check import check_weights
+from torchtitan.grpo.training.model_spec import check_weights
 from torchtitan.grpo.weight_wire.process_group import limit_communicators
 
 _DRY_RUN = "--dry-run"

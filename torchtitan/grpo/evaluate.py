@@ -44,7 +44,7 @@ from torchtitan.grpo.system.child import end_marked
 from torchtitan.grpo.system.device import gpus_for_servers
 from torchtitan.grpo.system.environment import RUN_VARIABLE
 from torchtitan.grpo.system.folder_lock import HeldFolders
-from torchtitan.grpo.training.weights_check import check_weights
+from torchtitan.grpo.training.model_spec import check_weights
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.weight_wire.model_folder import require_undamaged
 

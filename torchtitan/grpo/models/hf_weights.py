@@ -16,10 +16,12 @@ import torch.distributed as dist
 import torch.nn as nn
 from safetensors.torch import save_file
 
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly
 from torchtitan.grpo.models.decoder import is_tied
-from torchtitan.grpo.models.lora import lora_scale, with_adapters
+from torchtitan.grpo.models.lora import export_peft, lora_scale, with_adapters
 from torchtitan.grpo.models.shards import in_buckets, local_block, local_tensor, named_parameters
+from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.system.files import sums_of, write_sums
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
@@ -244,3 +246,28 @@ def _copy_assets(source: Path, target: Path, dtype: torch.dtype) -> None:
         if key in config:
             config[key] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(config, indent=2, allow_nan=True))
+
+
+def export_policy(
+    config: JobConfig,
+    model_parts: list[nn.Module],
+    adapter: BaseStateDictAdapter,
+    source: Path,
+    step: int,
+    *,
+    is_writer: bool,
+) -> Path:
+    """Exports the model to ``hf/step-N``, and adapters to ``peft/step-N``; returns the former.
+
+    Collective; ``is_writer`` is rank 0. ``source`` is the run's original Hugging Face directory.
+    """
+    folder, name = Path(config.job.dump_folder), f"step-{step}"
+    dtype = TORCH_DTYPE_MAP[config.checkpoint.export_dtype]
+    target = folder / "hf" / name
+    export_hf(model_parts, adapter, source, target, dtype, is_writer=is_writer)
+    if config.lora.rank:
+        export_peft(
+            model_parts, adapter, config.lora, str(source), folder / "peft" / name, dtype,
+            is_writer=is_writer,
+        )  # fmt: skip
+    return target

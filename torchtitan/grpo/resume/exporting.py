@@ -23,7 +23,7 @@ from torchtitan.grpo.resume.checkpoint_files import (
 from torchtitan.grpo.run_folder.contents import steps_in
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.system.files import damaged_files
-from torchtitan.grpo.training.weights_check import build_without_memory
+from torchtitan.grpo.training.model_spec import build_without_memory
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 
 

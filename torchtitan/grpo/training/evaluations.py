@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Decides when a run evaluates.
+"""Decides when a run evaluates, and computes the loss of held-out examples.
 
 The run waits only for the evaluations before the first step and after the last one.
 """
@@ -9,11 +9,23 @@ The run waits only for the evaluations before the first step and after the last 
 import time
 from collections.abc import Callable, Mapping
 
+import torch
+
 from torchtitan.grpo.config.evaluation import evaluation_sets
+from torchtitan.grpo.data.feed import Feed, TrainBatch
+from torchtitan.grpo.data.planner import StepPlanner
+from torchtitan.grpo.data.step_plan import StepPlan
 from torchtitan.grpo.data.step_source import StepSource
+from torchtitan.grpo.data.supervised import open_examples
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.losses.objective import negative_log_likelihood
+from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.system.logs import logger
+from torchtitan.grpo.training.ranks import RankRole, RankZeroTurn
+from torchtitan.grpo.training.runner import ForwardRunner
+from torchtitan.grpo.types import PromptProgress
+from torchtitan.grpo.upstream.trainer import Trainer
 from torchtitan.grpo.weight_sync.publisher import Publisher
 
 Log = Callable[[int, EvaluationResult, Mapping[str, int]], None]
@@ -133,3 +145,69 @@ class Evaluations:
         if self._pinned_at is not None:
             self._pinned_at = None
             self._publisher.pin(None)
+
+
+class HeldOutLoss:
+    """Mean negative log-likelihood of held-out completion tokens. All methods are collective.
+
+    Each rank receives its rows once, by rank 0's ``plan``; ``is_counted`` is as in
+    :class:`RankRole`.
+    """
+
+    def __init__(
+        self,
+        runner: ForwardRunner,
+        feed: Feed,
+        device: torch.device,
+        plan: StepPlan | None,
+        *,
+        is_counted: bool,
+    ) -> None:
+        self._runner, self._feed, self._device = runner, feed, device
+        self._is_counted = is_counted
+        received = feed.receive() if plan is None else feed.send_step(plan, 0, PromptProgress())
+        assert isinstance(received, TrainBatch), f"rank 0 sends rows, got {received}"
+        self._rows = received.minibatches
+
+    def compute(self) -> float:
+        """Returns nats per token, the same on every rank."""
+        total = torch.zeros(2, dtype=torch.float64)
+        for rows in self._rows:
+            output = self._runner.forward(rows.to(self._device))
+            if output is not None and self._is_counted:
+                is_given = (rows.ptx_weights > 0).double()
+                total[0] += negative_log_likelihood(output[..., 0].double().cpu(), is_given)
+                total[1] += is_given.sum()
+        loss, num_tokens = self._feed.all_reduce_sum(total).tolist()
+        return loss / num_tokens
+
+
+def open_held_out(
+    trainer: Trainer,
+    runner: ForwardRunner,
+    feed: Feed,
+    role: RankRole,
+    rank_zero: RankZeroTurn,
+    model: HFModel,
+    date: str,
+) -> HeldOutLoss | None:
+    """Returns the held-out loss, if ``sft.held_out_path`` is set; rank 0 reads the file."""
+    config: JobConfig = trainer.job_config  # pyright: ignore[reportAssignmentType]
+    if config.sft.held_out_path is None:
+        return None
+    plan = None
+    if feed.rank == 0:
+        with rank_zero.releasing_others():
+            plan = _held_out_plan(config, model, role.num_batch_ranks, date)
+    return HeldOutLoss(runner, feed, trainer.device, plan, is_counted=role.is_counted)
+
+
+def _held_out_plan(config: JobConfig, model: HFModel, num_ranks: int, date: str) -> StepPlan:
+    assert config.sft.held_out_path is not None
+    path = config.sft.held_out_path
+    stream = open_examples(config, model, path, "sft.held_out_path", date=date)
+    try:
+        examples = stream.all()
+    finally:
+        stream.close()
+    return StepPlanner(config, model).plan_supervised(examples, num_ranks=num_ranks).plan

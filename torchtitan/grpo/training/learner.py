@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from torchtitan.grpo.config import GRPO, Teacher
 from torchtitan.grpo.data.feed import Feed, TrainBatch
 from torchtitan.grpo.data.step_plan import epoch_order
 from torchtitan.grpo.job_config import JobConfig
@@ -18,9 +17,8 @@ from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.guards import Guards, Reading, Verdict
 from torchtitan.grpo.training.model_spec import choose_reference
 from torchtitan.grpo.training.ranks import RankRole
-from torchtitan.grpo.training.reference import BaseReference, Reference
 from torchtitan.grpo.training.runner import ForwardJob, ModelRunner
-from torchtitan.grpo.training.step import Minibatch, MinibatchLoss, ScoredRows, score
+from torchtitan.grpo.training.step import Minibatch, MinibatchLoss, ScoredRows, Scorer
 from torchtitan.grpo.upstream.trainer import OptimizersContainer, Trainer
 
 
@@ -108,24 +106,16 @@ class Learner:
     """Takes the optimizer steps of a batch on every rank.
 
     Attributes:
-        feed: Combines numbers of all ranks.
         enter: Reports this rank's new phase.
         await_readers: Returns once nothing reads the weights that the optimizer overwrites.
-        teacher: None if no teacher may have rated rollouts.
     """
 
-    config: GRPO
-    runner: ModelRunner
-    reference: Reference | BaseReference | None
+    scorer: Scorer
     optimizers: OptimizersContainer
     clipper: GradientClipper
     guards: Guards
-    feed: Feed
-    role: RankRole
-    device: torch.device
     enter: Callable[[str], None]
     await_readers: Callable[[], None]
-    teacher: Teacher | None = None
 
     def learn(self, batch: TrainBatch, step: int) -> Learned | None:
         """Learns from a whole batch. Returns None if a guard ends the run."""
@@ -133,8 +123,9 @@ class Learner:
         if self._are_rewards_refused(step, batch.samples.are_rewards_equal):
             return None
         minibatches = self._score(batch)
-        for epoch in range(self.config.num_epochs):
-            for index in epoch_order(self.config.num_minibatches, epoch):
+        config = self.scorer.config
+        for epoch in range(config.num_epochs):
+            for index in epoch_order(config.num_minibatches, epoch):
                 # Without trained tokens only momentum and weight decay would move the weights.
                 if not batch.minibatch_tokens[index]:
                     continue
@@ -175,14 +166,11 @@ class Learner:
         return None
 
     def _new_totals(self) -> MetricTotals:
-        return MetricTotals(metric_reductions(self.config, self.teacher))
+        return MetricTotals(metric_reductions(self.scorer.config, self.scorer.teacher))
 
     def _score(self, batch: TrainBatch) -> list[Minibatch]:
         self.enter("forward and backward")
-        return score(
-            batch, self.runner, self.reference, self.config, self.device, self.feed,
-            is_counted=self.role.is_counted, teacher=self.teacher,
-        )  # fmt: skip
+        return self.scorer.score(batch)
 
     def _are_rewards_refused(self, step: int, are_equal: bool) -> bool:
         return self.guards.judge_rewards(step, are_equal=are_equal) is Verdict.STOP
@@ -207,9 +195,9 @@ class Learner:
         scale: float = 1.0,
         waiting: Sequence[ForwardJob] = (),
     ) -> None:
-        loss = MinibatchLoss(minibatch, self.config, scale, self.teacher)
-        self.runner.forward_backward(minibatch.rows, loss, waiting)
-        if self.role.is_counted:
+        loss = MinibatchLoss(minibatch, self.scorer.config, scale, self.scorer.teacher)
+        self.scorer.policy.forward_backward(minibatch.rows, loss, waiting)
+        if self.scorer.is_counted:
             loss.add_metrics(totals)
 
     def _apply_gradient(self, step: int, learned: Learned, totals: MetricTotals) -> bool:
@@ -221,7 +209,7 @@ class Learner:
         grad_norm = self.clipper.clip()
         self.await_readers()
         # The one place of a step at which the host waits for the gradient.
-        norm = self.feed.all_reduce_metrics(totals, grad_norm)
+        norm = self.scorer.feed.all_reduce_metrics(totals, grad_norm)
         verdict = self.guards.judge(step, Reading.of(norm, totals.values(1)))
         if verdict is Verdict.TAKE:
             self.optimizers.step()
@@ -244,19 +232,15 @@ def build_learner(
     if config.grpo.kl_coef > 0:
         reference = choose_reference(trainer, runner)
         trainer.checkpointer.states.update(reference.checkpoint_state())
-    return Learner(
+    scorer = Scorer(
         config=config.grpo,
-        runner=runner,
+        policy=runner,
         reference=reference,
-        optimizers=trainer.optimizers,
-        clipper=GradientClipper(
-            trainer.model_parts, trainer.parallel_dims, config.training.max_norm
-        ),
-        guards=guards,
         feed=feed,
-        role=role,
         device=trainer.device,
-        enter=enter,
-        await_readers=await_readers,
+        is_counted=role.is_counted,
         teacher=config.teacher if config.may_be_taught else None,
     )
+    dims, max_norm = trainer.parallel_dims, config.training.max_norm
+    clipper = GradientClipper(trainer.model_parts, dims, max_norm)
+    return Learner(scorer, trainer.optimizers, clipper, guards, enter, await_readers)

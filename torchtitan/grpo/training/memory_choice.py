@@ -22,7 +22,7 @@ from torchtitan.grpo.training.memory_estimate import (
     checkpoint_mode,
     estimate_memory,
 )
-from torchtitan.grpo.training.weights_check import parameter_shapes
+from torchtitan.grpo.training.model_spec import parameter_shapes
 
 _MIB, _GIB = 1024**2, 1024**3
 _NARROW = 0.95  # part of the available memory from which on the error of the estimate counts

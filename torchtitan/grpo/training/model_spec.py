@@ -1,10 +1,16 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Lets torchtitan's Trainer build the model of a Hugging Face directory."""
+"""Lets torchtitan's Trainer build the model of a Hugging Face directory.
 
+:func:`check_weights` compares such a directory's weights with its config.json, without loading them.
+"""
+
+import copy
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +21,12 @@ from torchtitan.grpo.losses.policy_terms import BUILTIN
 from torchtitan.grpo.models.attention_choice import choose_packed_attention, try_packed_attention
 from torchtitan.grpo.models.decoder import DecoderAdapter
 from torchtitan.grpo.models.hf_config import HFModel, check_reference
-from torchtitan.grpo.models.hf_weights import load_hf_weights
+from torchtitan.grpo.models.hf_weights import check_hf_weights, load_hf_weights
+from torchtitan.grpo.models.lora import add_adapters
 from torchtitan.grpo.models.moe import prepare_moe_for_cpu
 from torchtitan.grpo.models.packed_model import PackedDecoder, ScoringSettings
 from torchtitan.grpo.models.parallelize import compiles_model, parallelize
+from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.observe.metrics_processor import build_grpo_metrics_processor
 from torchtitan.grpo.pipeline.auto import resolve_schedule
 from torchtitan.grpo.pipeline.build import build_schedule, split_model
@@ -31,6 +39,7 @@ from torchtitan.grpo.training.runner import ModelRunner, WholeModelRunner
 from torchtitan.grpo.training.stage_runner import PipelineForwardRunner, PipelineRunner, StageLoss
 from torchtitan.grpo.upstream.models import qwen3_train_spec
 from torchtitan.grpo.upstream.parallelism import ParallelDims
+from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.upstream.tools import utils
 from torchtitan.grpo.upstream.trainer import Trainer, TrainSpec
 from torchtitan.grpo.upstream.trainer import train_spec as train_specs
@@ -165,3 +174,40 @@ def build_reference(trainer: Trainer) -> Reference:
         ema=settings.ref_model_ema,
         offload=settings.ref_model_offload,
     )
+
+
+def check_weights(config: JobConfig, model: HFModel) -> tuple[int, list[str]]:
+    """Compares the safetensors files of model and reference with a model without memory.
+
+    Returns the number of tensors, and warnings of unread ones. Raises ModelError if a tensor is
+    missing, quantized, in an unclear file or of another shape, or if a tied model has another
+    output layer.
+    """
+    built, adapter_of = build_without_memory(config, copy.deepcopy(model))
+    reference, notes = config.grpo.ref_model_path, []
+    if config.grpo.kl_coef > 0 and reference is not None:
+        adapter = adapter_of(reference)
+        _, notes = check_hf_weights(built, adapter, Path(reference), setting="grpo.ref_model_path")
+    adapter = adapter_of(str(model.path))
+    number, own = check_hf_weights(built, adapter, model.path, setting="model.hf_assets_path")
+    return number, own + notes
+
+
+def parameter_shapes(config: JobConfig, model: HFModel) -> dict[str, tuple[int, ...]]:
+    built, _ = build_without_memory(config, copy.deepcopy(model))
+    if config.lora.rank:
+        add_adapters(built, config.lora, torch.float32)
+    return {name: tuple(p.shape) for name, p in named_parameters([built])}
+
+
+def build_without_memory(
+    config: JobConfig, model: HFModel
+) -> tuple[nn.Module, Callable[[str], BaseStateDictAdapter]]:
+    """Returns the model on the meta device, whose arguments it changes, and a maker of adapters."""
+    spec, args = hf_train_spec(model, config, config.training.steps), model.model_args
+    args.update_from_config(config)
+    with torch.device("meta"):
+        built = spec.model_cls(args)
+    adapter = spec.state_dict_adapter
+    assert adapter is not None
+    return built, lambda path: adapter(args, path)

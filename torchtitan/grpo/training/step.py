@@ -8,7 +8,7 @@
 Nothing here depends on the layout: runners return whole rows on the ranks that see the output.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,34 +29,9 @@ from torchtitan.grpo.losses.distillation import (
 from torchtitan.grpo.losses.kl import sample_kl_sums
 from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
 from torchtitan.grpo.losses.objective import LossInputs, objective, weight_sums
-from torchtitan.grpo.training.runner import ForwardJob, ForwardRunner
+from torchtitan.grpo.training.reference import BaseReference, Reference
+from torchtitan.grpo.training.runner import ForwardJob, ForwardRunner, ModelRunner
 from torchtitan.grpo.types import NO_TOKEN
-
-
-class WeightMean:
-    """Mean of the mismatch weights over all microbatches and ranks, before the first is trained."""
-
-    def __init__(self, config: GRPO, feed: Feed, *, is_counted: bool) -> None:
-        self._config, self._feed, self._is_counted = config, feed, is_counted
-
-    def of(self, rows: TrainRows, old_logprobs: torch.Tensor | None) -> torch.Tensor:
-        """Returns the mean over kept tokens, a scalar []; 1 without any. Collective over all ranks.
-
-        ``rows`` are this rank's in the optimizer step. ``old_logprobs``, [rows, seq], precede the
-        batch's first optimizer step; None on ranks that do not see the output.
-        """
-        sums = torch.zeros(2, dtype=torch.float64)
-        if old_logprobs is not None and self._is_counted:
-            sums += weight_sums(
-                old_logprobs,
-                rows.generator_logprobs,
-                rows.loss_mask,
-                rows.sequence_ids,
-                self._config,
-            ).cpu()
-        total, num_kept = self._feed.all_reduce_sum(sums).tolist()
-        mean = total / num_kept if total > 0 else 1.0
-        return torch.tensor(mean, device=rows.generator_logprobs.device)
 
 
 @dataclass(frozen=True)
@@ -84,18 +59,17 @@ class Minibatch:
         old: Logprobs under the policy before the batch's first optimizer step, which must not be
             taken before it is finished. None if that is the current policy.
         ref: Logprobs under the reference; None without one.
-        weight_mean: Divisor of mismatch weights; None if there is none.
     """
 
     rows: TrainRows
     old: ForwardJob | None
     ref: ForwardJob | None
-    weight_mean: WeightMean | None
+    scorer: "Scorer"
 
     def scored(self) -> ScoredRows:
         """Finishes both passes. Collective."""
         old = _logprobs(self.old)
-        mean = None if self.weight_mean is None else self.weight_mean.of(self.rows, old)
+        mean = self.scorer.mean_weight(self.rows, old)
         return ScoredRows(self.rows, old, _logprobs(self.ref), mean)
 
 
@@ -176,104 +150,138 @@ def with_top_k(rows: TrainRows, top_k: int) -> TrainRows:
     return replace(rows, columns=columns)
 
 
-def num_updates(config: GRPO) -> int:
-    return config.num_minibatches * config.num_epochs
-
-
 def scores_old_policy(config: GRPO) -> bool:
-    return config.old_policy == "step_start" and (
-        num_updates(config) > 1 or config.mismatch_normalize
-    )
+    has_several_steps = config.num_minibatches * config.num_epochs > 1
+    is_old_another = has_several_steps or config.mismatch_normalize
+    return config.old_policy == "step_start" and is_old_another
 
 
-def score(
-    batch: TrainBatch,
-    policy: ForwardRunner,
-    reference: ForwardRunner | None,
-    config: GRPO,
-    device: torch.device,
-    feed: Feed,
-    *,
-    is_counted: bool,
-    teacher: Teacher | None = None,
-) -> list[Minibatch]:
+@dataclass(frozen=True)
+class Scorer:
     """Computes advantages, and other policies' logprobs, before a batch's first optimizer step.
 
     Pipelines may delay passes that can wait, and compute them while they train on other
     minibatches. With one optimizer step the current policy is the proximal one, and needs no pass
     unless ``grpo.mismatch_normalize`` needs all weights before the first gradient.
 
-    Args:
-        batch: This rank's part.
+    Attributes:
         reference: None without a KL penalty.
         feed: Sums values over ranks, of those where ``is_counted`` (see :class:`RankRole`).
-        teacher: None if rollouts have no teacher's ratings.
+        teacher: None if no teacher may have rated rollouts.
     """
-    is_normalized = config.mismatch_normalize
-    weight_mean = WeightMean(config, feed, is_counted=is_counted) if is_normalized else None
-    top_k = 0 if teacher is None else teacher.top_k
-    minibatches = [with_top_k(rows, top_k).to(device) for rows in batch.minibatches]
-    if top_k:
-        teacher = None  # its part is a term of the loss, and none of the advantage
-    ref = [_job(reference, rows, config) for rows in minibatches]
-    old = [
-        _job(policy if scores_old_policy(config) else None, rows, config) for rows in minibatches
-    ]
-    advantages = _advantages(
-        batch.samples, minibatches, ref, config, feed, is_counted=is_counted, teacher=teacher
-    )
-    return [
-        Minibatch(_with_advantages(rows, advantages, teacher), old_job, ref_job, weight_mean)
-        for rows, old_job, ref_job in zip(minibatches, old, ref, strict=True)
-    ]
 
+    config: GRPO
+    policy: ModelRunner
+    reference: Reference | BaseReference | None
+    feed: Feed
+    device: torch.device
+    is_counted: bool
+    teacher: Teacher | None = None
 
-def _advantages(
-    samples: SampleTable,
-    minibatches: Sequence[TrainRows],
-    ref: Sequence[ForwardJob | None],
-    config: GRPO,
-    feed: Feed,
-    *,
-    is_counted: bool,
-    teacher: Teacher | None,
-) -> np.ndarray:
-    """Advantage of each sample; :func:`_with_advantages` adds a teacher's part of each token."""
-    rewards = samples.rewards
-    if config.kl_coef > 0 and config.kl_in == "reward":
-        ref_logprobs = [_logprobs(job) for job in ref]
-        sums = _reference_kl(minibatches, ref_logprobs, len(samples), config, is_counted)
-        rewards = rewards - config.kl_coef * feed.all_reduce_sum(sums).numpy()
-    advantages = compute_advantages(
-        rewards,
-        samples.group_ids,
-        samples.completion_lengths,
-        kind=config.advantage,
-        std=config.advantage_std,
-        eps=config.advantage_eps,
-        length_power=config.advantage_length_power,
-    )
-    if teacher is not None:
-        baselines = _teacher_baselines(minibatches, samples, feed, teacher, is_counted=is_counted)
+    def score(self, batch: TrainBatch) -> list[Minibatch]:
+        """Scores this rank's part of a batch."""
+        top_k = 0 if self.teacher is None else self.teacher.top_k
+        minibatches = [with_top_k(rows, top_k).to(self.device) for rows in batch.minibatches]
+        ref = [self._job(self.reference, rows) for rows in minibatches]
+        policy = self.policy if scores_old_policy(self.config) else None
+        old = [self._job(policy, rows) for rows in minibatches]
+        advantages = self._advantages(batch.samples, minibatches, ref)
+        # With top_k its part is a term of the loss, and none of the advantage.
+        if self.teacher is None or top_k:
+            minibatches = [rows.with_advantages(advantages) for rows in minibatches]
+        else:
+            minibatches = self._taught(minibatches, batch.samples, advantages, self.teacher)
+        return [Minibatch(*parts, self) for parts in zip(minibatches, old, ref, strict=True)]
+
+    def mean_weight(
+        self, rows: TrainRows, old_logprobs: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Returns the mean of the mismatch weights over all kept tokens, a scalar []; 1 without any.
+
+        None without ``grpo.mismatch_normalize``; otherwise collective over all ranks. ``rows`` are
+        this rank's in the optimizer step. ``old_logprobs``, [rows, seq], precede the batch's first
+        optimizer step; None on ranks that do not see the output.
+        """
+        if not self.config.mismatch_normalize:
+            return None
+        sums = []
+        if old_logprobs is not None:
+            mask, ids = rows.loss_mask, rows.sequence_ids
+            generator = rows.generator_logprobs
+            sums = [weight_sums(old_logprobs, generator, mask, ids, self.config)]
+        total, num_kept = self._sum(2, sums).tolist()
+        mean = total / num_kept if total > 0 else 1.0
+        return torch.tensor(mean, device=rows.generator_logprobs.device)
+
+    def _advantages(
+        self,
+        samples: SampleTable,
+        minibatches: Sequence[TrainRows],
+        ref: Sequence[ForwardJob | None],
+    ) -> np.ndarray:
+        """Advantage of each sample, without a teacher's part."""
+        config, rewards = self.config, samples.rewards
+        if config.kl_coef > 0 and config.kl_in == "reward":
+            ref_logprobs = [_logprobs(job) for job in ref]
+            sums = (
+                sample_kl_sums(
+                    rows.generator_logprobs,
+                    of_ref,
+                    rows.loss_mask,
+                    rows.sample_ids,
+                    num_samples=len(samples),
+                    estimator=config.kl_estimator,
+                )
+                for rows, of_ref in zip(minibatches, ref_logprobs, strict=True)
+                if of_ref is not None
+            )
+            rewards = rewards - config.kl_coef * self._sum(len(samples), sums)
+        return compute_advantages(
+            rewards,
+            samples.group_ids,
+            samples.completion_lengths,
+            kind=config.advantage,
+            std=config.advantage_std,
+            eps=config.advantage_eps,
+            length_power=config.advantage_length_power,
+        )
+
+    def _taught(
+        self,
+        minibatches: Sequence[TrainRows],
+        samples: SampleTable,
+        advantages: np.ndarray,
+        teacher: Teacher,
+    ) -> list[TrainRows]:
+        """Rows with advantages that have the teacher's part of each token."""
+        num = len(samples)
+        of_rows = [_teacher_kl(rows, teacher) for rows in minibatches]
+        pairs = list(zip(minibatches, of_rows, strict=True))
+        sums = self._sum(num, (sample_sums(kl, rows.sample_ids, num) for rows, kl in pairs))
+        baselines = group_baselines(sums, samples.completion_lengths, samples.group_ids)
         advantages = advantages + teacher.coef * baselines
-    return advantages
+        with_rewards = [(rows.with_advantages(advantages), kl) for rows, kl in pairs]
+        return [
+            replace(rows, advantages=with_teacher(rows.advantages, kl, coef=teacher.coef))
+            for rows, kl in with_rewards
+        ]
 
+    def _sum(self, size: int, parts: Iterable[torch.Tensor]) -> np.ndarray:
+        """[size] float64, the sum of all parts of the ranks that count. Collective."""
+        total = torch.zeros(size, dtype=torch.float64)
+        if self.is_counted:
+            for part in parts:
+                total += part.cpu()
+        return self.feed.all_reduce_sum(total).numpy()
 
-def _teacher_baselines(
-    minibatches: Sequence[TrainRows],
-    samples: SampleTable,
-    feed: Feed,
-    teacher: Teacher,
-    *,
-    is_counted: bool,
-) -> np.ndarray:
-    sums = torch.zeros(len(samples), dtype=torch.float64)
-    if is_counted:
-        for rows in minibatches:
-            teacher_kl = _teacher_kl(rows, teacher)
-            sums += sample_sums(teacher_kl, rows.sample_ids, len(samples)).cpu()
-    sums = feed.all_reduce_sum(sums).numpy()
-    return group_baselines(sums, samples.completion_lengths, samples.group_ids)
+    def _job(self, runner: ForwardRunner | None, rows: TrainRows) -> ForwardJob | None:
+        """A forward pass, which waits only if a pipeline can run it in idle time."""
+        if runner is None:
+            return None
+        job = ForwardJob(runner, rows)
+        if not (runner.stages and self.config.pipeline_fill_gaps):
+            job.finish()
+        return job
 
 
 def _teacher_kl(rows: TrainRows, teacher: Teacher) -> torch.Tensor:
@@ -285,47 +293,5 @@ def _teacher_kl(rows: TrainRows, teacher: Teacher) -> torch.Tensor:
     )
 
 
-def _with_advantages(rows: TrainRows, advantages: np.ndarray, teacher: Teacher | None) -> TrainRows:
-    rows = rows.with_advantages(advantages)
-    if teacher is None:
-        return rows
-    teacher_kl = _teacher_kl(rows, teacher)
-    of_tokens = with_teacher(rows.advantages, teacher_kl, coef=teacher.coef)
-    return replace(rows, advantages=of_tokens)
-
-
-def _job(runner: ForwardRunner | None, rows: TrainRows, config: GRPO) -> ForwardJob | None:
-    """A forward pass, which waits only if a pipeline can run it in idle time."""
-    if runner is None:
-        return None
-    job = ForwardJob(runner, rows)
-    if not (runner.stages and config.pipeline_fill_gaps):
-        job.finish()
-    return job
-
-
 def _logprobs(job: ForwardJob | None) -> torch.Tensor | None:
     return None if job is None else job.logprobs()
-
-
-def _reference_kl(
-    minibatches: Sequence[TrainRows],
-    ref_logprobs: Sequence[torch.Tensor | None],
-    num_samples: int,
-    config: GRPO,
-    is_counted: bool,
-) -> torch.Tensor:
-    """[samples] float64, this rank's part of the sampling policy's KL from the reference."""
-    total = torch.zeros(num_samples, dtype=torch.float64)
-    for rows, ref in zip(minibatches, ref_logprobs, strict=True):
-        if ref is None or not is_counted:
-            continue
-        total += sample_kl_sums(
-            rows.generator_logprobs,
-            ref,
-            rows.loss_mask,
-            rows.sample_ids,
-            num_samples=num_samples,
-            estimator=config.kl_estimator,
-        ).cpu()
-    return total

@@ -19,9 +19,8 @@ from torchtitan.grpo.training.memory_estimate import (
     available_bytes,
     estimate_memory,
 )
-from torchtitan.grpo.training.model_spec import hf_train_spec
+from torchtitan.grpo.training.model_spec import hf_train_spec, parameter_shapes
 from torchtitan.grpo.training.runner import model_inputs
-from torchtitan.grpo.training.weights_check import parameter_shapes
 from torchtitan.grpo.upstream.models import apply_ac, op_sac_save_list
 
 SEQ_LEN, ROWS = 128, 2
