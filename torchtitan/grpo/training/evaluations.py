@@ -16,7 +16,7 @@ from torchtitan.grpo.data.feed import Feed, TrainBatch
 from torchtitan.grpo.data.planner import StepPlanner
 from torchtitan.grpo.data.step_plan import StepPlan
 from torchtitan.grpo.data.step_source import StepSource
-from torchtitan.grpo.data.supervised import open_examples
+from torchtitan.grpo.data.supervised import ExampleStream
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.losses.objective import negative_log_likelihood
 from torchtitan.grpo.models.hf_config import HFModel
@@ -205,7 +205,7 @@ def open_held_out(
 def _held_out_plan(config: JobConfig, model: HFModel, num_ranks: int, date: str) -> StepPlan:
     assert config.sft.held_out_path is not None
     path = config.sft.held_out_path
-    stream = open_examples(config, model, path, "sft.held_out_path", date=date)
+    stream = ExampleStream(config, model, path, "sft.held_out_path", date=date)
     try:
         examples = stream.all()
     finally:
