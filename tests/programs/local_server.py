@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from stub_clients import StubClient
-from stub_clients import in_loop as in_loop
 
 from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.client import ServerError

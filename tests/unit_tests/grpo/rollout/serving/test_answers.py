@@ -1,42 +1,45 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Answers that are refused, or that wait until the weights they were written under are attested."""
+"""Requests and their seeds; answers that are refused, or wait for the attestation of weights."""
 
 import asyncio
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
-from local_server import PROMPT, SAMPLING, LocalServer, generation, in_loop, make, submit
+from local_server import PROMPT, SAMPLING, LocalServer, attested, generation, make, submit
+from stub_clients import in_loop
 
 from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.inference.sglang import client as sglang
+from torchtitan.grpo.inference.vllm import answers as vllm
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
-from torchtitan.grpo.rollout.serving.requests import check_generation
-from torchtitan.grpo.types import GenerateRequest, Generation, VersionSegment
+from torchtitan.grpo.rollout.serving.requests import Sampling, check_generation
+from torchtitan.grpo.types import GenerateRequest, Generation, Prompt, VersionSegment
 
 
-async def written_ahead(server: LocalServer, dispatcher: Dispatcher) -> asyncio.Task[Generation]:
+async def written_ahead(
+    seconds: float = 20.0,
+) -> tuple[LocalServer, Dispatcher, asyncio.Task[Generation]]:
     """A completion that was written under version 4 of a server that is attested with 3."""
 
     async def answer(request: GenerateRequest) -> Generation:
         return generation(4 if len(server.requests) == 1 else 5)
 
-    server.answer = answer
+    server = LocalServer("http://a", answer)
+    dispatcher = make(server, request_timeout_seconds=seconds)
     dispatcher.set_version(server.url, 3)
     task = submit(dispatcher, server.url)
     await asyncio.sleep(0.05)
     assert server.requests
     assert not task.done()
-    return task
+    return server, dispatcher, task
 
 
 @in_loop
 async def test_completion_under_weights_not_yet_attested_waits_for_that():
-    server = LocalServer("http://a")
-    dispatcher = make(server)
-    task = await written_ahead(server, dispatcher)
+    server, dispatcher, task = await written_ahead()
     dispatcher.set_version("http://a", 4)
     assert (await task).segments[0].version == 4
     assert len(server.requests) == 1
@@ -44,9 +47,7 @@ async def test_completion_under_weights_not_yet_attested_waits_for_that():
 
 @in_loop
 async def test_completion_under_weights_that_turn_out_wrong_is_generated_again():
-    server = LocalServer("http://a")
-    dispatcher = make(server)
-    task = await written_ahead(server, dispatcher)
+    server, dispatcher, task = await written_ahead()
     dispatcher.set_lost("http://a", "its logprobs are not the trainer's")
     dispatcher.set_version("http://a", 5)
     assert (await task).segments[0].version == 5
@@ -55,9 +56,7 @@ async def test_completion_under_weights_that_turn_out_wrong_is_generated_again()
 
 @in_loop
 async def test_completion_under_weights_that_nobody_attests_fails_at_its_timeout():
-    server = LocalServer("http://a")
-    dispatcher = make(server, request_timeout_seconds=0.5)
-    task = await written_ahead(server, dispatcher)
+    server, dispatcher, task = await written_ahead(0.5)
     with pytest.raises(ServerError, match="version 5, which was not attested within"):
         await task
     assert dispatcher.num_failed_requests == len(server.requests) == 2
@@ -66,33 +65,10 @@ async def test_completion_under_weights_that_nobody_attests_fails_at_its_timeout
 
 @in_loop
 async def test_server_that_answers_with_older_weights_than_attested_gets_no_more_work():
-    server = LocalServer("http://a")
-    dispatcher = make(server)
+    dispatcher = make(LocalServer("http://a"))
     dispatcher.set_version("http://a", 4)
     await submit(dispatcher, "http://a")
     assert dispatcher.choose(lambda version: True) is None
-
-
-@pytest.mark.parametrize(
-    ("ids", "unknown", "message"),
-    [
-        ([1, 2, 3, 99], (99,), "1 of its 4 tokens, such as 99, are not in the tokenizer"),
-        ([98, 2, 99, 98], tuple(range(98, 100)), "3 of its 4 tokens, such as 98"),
-        ([1, 50, 3, 4], (50, 98, 99), "such as 50"),
-        ([0, 1, 2, 3], (0,), "such as 0"),
-        ([99, 1, 2, 3], (99,), "such as 99"),
-        ([1, 2, 3, 97], (98, 99), None),
-        ([1, 2, 3, 99], (), None),
-    ],
-)
-def test_an_answer_with_a_token_that_the_tokenizer_does_not_have_is_refused(ids, unknown, message):
-    request = replace(SAMPLING, unknown_ids=unknown).request("r", PROMPT)
-    answer = replace(generation(), token_ids=np.array(ids, np.int32))
-    if message is None:
-        check_generation(answer, request, 100, "http://a")
-    else:
-        with pytest.raises(ServerError, match=rf"^http://a returned .*{message}"):
-            check_generation(answer, request, 100, "http://a")
 
 
 @pytest.mark.parametrize(
@@ -100,21 +76,19 @@ def test_an_answer_with_a_token_that_the_tokenizer_does_not_have_is_refused(ids,
     [
         (None, False, [(), (), ()]),  # a trained model pays nothing
         (None, True, [(), (99,), (99,), (99,)]),
-        (7, False, [(99,), (99,), (99,)]),
         (7, True, [(99,), (99,), (99,)]),
     ],
 )
 @in_loop
 async def test_ids_that_are_no_token_are_excluded_once_one_was_sampled(seed, samples_unknown, sent):
     async def answer(request: GenerateRequest) -> Generation:
-        found = generation(4)
+        found = generation()
         if samples_unknown and not request.unknown_ids:
             found.token_ids[-1] = 99
         return found
 
     server = LocalServer("http://a", answer)
-    dispatcher = make(server)
-    dispatcher.set_version("http://a", 4)
+    dispatcher = attested(server)
     sampling = replace(SAMPLING, seed=seed, unknown_ids=(99,))
     for _ in range(3):
         found = await dispatcher.submit(PROMPT, dispatcher.servers["http://a"], sampling)
@@ -123,35 +97,73 @@ async def test_ids_that_are_no_token_are_excluded_once_one_was_sampled(seed, sam
     assert dispatcher.num_failed_requests == 0
 
 
+DTYPES = {"token_ids": np.int32, "logprobs": np.float32}
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "unknown", "message"),
     [
-        ({"finish_reason": "abort"}, "it was aborted after 4 tokens"),
-        ({"token_ids": np.array([], np.int32)}, "it has 0 tokens"),
+        ({}, (99,), None),
+        ({"segments": (VersionSegment(0, 0, 1), VersionSegment(1, 1, 4))}, (), None),
+        ({"token_ids": [1, 2, 3, 97]}, (98, 99), None),
+        ({"token_ids": [1, 2, 3, 99]}, (), None),
         (
-            {"token_ids": np.full(4, 100, np.int32)},
-            "its token ids are 100 to 100, expected 0 to 99",
+            {"token_ids": [1, 2, 3, 99]},
+            (99,),
+            "1 of its 4 tokens, such as 99, are not in the tokenizer",
         ),
-        ({"logprobs": np.full(4, np.nan, np.float32)}, "its logprobs must be finite"),
+        ({"token_ids": [98, 2, 99, 98]}, (98, 99), "3 of its 4 tokens, such as 98"),
+        ({"token_ids": [0, 1, 2, 3]}, (0, 50), "such as 0"),
+        ({"finish_reason": "abort"}, (), "it was aborted after 4 tokens"),
+        ({"token_ids": []}, (), "it has 0 tokens"),
+        ({"token_ids": [100] * 4}, (), "its token ids are 100 to 100, expected 0 to 99"),
+        ({"logprobs": [np.nan] * 4}, (), "its logprobs must be finite"),
         *(
-            ({"logprobs": np.array([-1, -1, value, -1], np.float32)}, "got .* at token 2")
+            ({"logprobs": [-1, -1, value, -1]}, (), "got .* at token 2")
             for value in (-87.4, -100, -9999, -np.inf, 0.1, 1e30)
         ),
-        ({"logprobs": -np.ones(3, np.float32)}, "its 3 logprobs"),
-        ({"segments": (VersionSegment(-2, 0, 4),)}, "do not cover"),
-        ({"segments": ()}, "do not cover 4 tokens"),
-        ({"segments": (VersionSegment(0, 0, 3),)}, "do not cover 4 tokens"),
-        ({"segments": (VersionSegment(0, 0, 1), VersionSegment(1, 2, 4))}, "do not cover"),
+        ({"logprobs": [-1] * 3}, (), "its 3 logprobs"),
+        ({"segments": (VersionSegment(-2, 0, 4),)}, (), "do not cover"),
+        ({"segments": ()}, (), "do not cover 4 tokens"),
+        ({"segments": (VersionSegment(0, 0, 3),)}, (), "do not cover 4 tokens"),
+        ({"segments": (VersionSegment(0, 0, 1), VersionSegment(1, 2, 4))}, (), "do not cover"),
     ],
 )
-def test_answer_that_cannot_be_trained_on_is_refused(change: dict[str, Any], message: str):
-    request = SAMPLING.request("r", PROMPT)
-    check_generation(generation(), request, 100, "http://a")
-    check_generation(
-        replace(generation(), segments=(VersionSegment(0, 0, 1), VersionSegment(1, 1, 4))),
-        request,
-        100,
-        "http://a",
-    )
-    with pytest.raises(ServerError, match=message):
-        check_generation(replace(generation(), **change), request, 100, "http://a")
+def test_an_answer_that_cannot_be_trained_on_is_refused(change, unknown, message):
+    request = replace(SAMPLING, unknown_ids=unknown).request("r", PROMPT)
+    arrays = {k: np.array(v, DTYPES[k]) if k in DTYPES else v for k, v in change.items()}
+    answer = replace(generation(), **arrays)
+    if message is None:
+        check_generation(answer, request, 100, "http://a")
+    else:
+        with pytest.raises(ServerError, match=rf"^http://a returned .*{message}"):
+            check_generation(answer, request, 100, "http://a")
+
+
+SEEDED = Sampling(8, 64, 1.0, 1.0, -1, (1,), seed=5)
+SEVENTH = Prompt(7, "prompt", np.array([3, 4], np.int32), {})
+
+
+def seed_of(sampling: Sampling = SEEDED, prompt: Prompt = SEVENTH, sample=0, written=0) -> int:
+    seed = sampling.of_sample(prompt, sample, written).seed
+    assert seed is not None and 0 <= seed < 2**31
+    return seed
+
+
+def test_each_part_of_each_sample_of_each_prompt_has_a_seed_of_its_own():
+    others = {
+        seed_of(sample=1), seed_of(written=1), seed_of(prompt=replace(SEVENTH, group_id=8)),
+        seed_of(replace(SEEDED, seed=6)),
+    }  # fmt: skip
+    # In every process: a run that goes on must draw the same numbers.
+    assert seed_of() == 1830465648
+    assert len(others | {1830465648}) == 5
+    assert replace(SEEDED, seed=None).of_sample(SEVENTH, 0, 0).seed is None
+
+
+@pytest.mark.parametrize(("client", "name"), [(sglang, "sampling_seed"), (vllm, "seed")])
+def test_servers_are_sent_the_seed(client, name):
+    body = client.generate_body(SEEDED.of_sample(SEVENTH, 0, 0).request("id", SEVENTH))
+    assert body["sampling_params"][name] == seed_of()
+    body = client.generate_body(replace(SEEDED, seed=None).request("id", SEVENTH))
+    assert body["sampling_params"].get(name) is None
