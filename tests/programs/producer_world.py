@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from stub_clients import StubClient
 
-from torchtitan.grpo.config import GRPO, Prompts, Rollout
+from torchtitan.grpo.config import GRPO, Prompts, Reward, Rollout
 from torchtitan.grpo.config.evaluation import EvaluationSet
 from torchtitan.grpo.inference.client import ServerError, ServerLoad
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
@@ -113,10 +113,7 @@ async def run_in_world(
     codec = TextCodec(str(model), [1])
     acceptors = [settings.acceptor] if settings.acceptor is not None else []
     pool = RewardPool(
-        [settings.reward, "exact_match", *acceptors],
-        num_workers=1,
-        timeout_seconds=30,
-        max_consecutive_failures=1000,
+        [settings.reward, "exact_match", *acceptors], Reward(max_consecutive_failures=1000)
     )
     await pool.start()
     try:

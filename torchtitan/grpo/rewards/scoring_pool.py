@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torchtitan.grpo.config import Reward, Workers
 from torchtitan.grpo.rewards.scoring_worker import (
     LoadFunctions,
     Reply,
@@ -23,8 +24,8 @@ from torchtitan.grpo.rewards.scoring_worker import (
 )
 from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.channel import NotPlainData, Refused, not_passed
-from torchtitan.grpo.workers.owner import OUTPUT_HINT, CallFailed, WorkerOwner, WorkerProgram
-from torchtitan.grpo.workers.process import ChannelBroken, Surroundings, WorkerLost, WorkerProcess
+from torchtitan.grpo.workers.owner import OUTPUT_HINT, CallFailed, WorkerOwner
+from torchtitan.grpo.workers.process import ChannelBroken, WorkerLost, WorkerProcess
 
 _Process = WorkerProcess[Reply | Refused]
 
@@ -47,32 +48,25 @@ class RewardPool:
     def __init__(
         self,
         functions: Sequence[str],
+        reward: Reward,
         *,
-        num_workers: int,
-        timeout_seconds: float,
-        max_consecutive_failures: int,
+        num_workers: int = 1,
+        workers: Workers | None = None,
         on_failure: Callable[[CallFailed], object] = lambda failure: None,
-        surroundings: Surroundings | None = None,
     ) -> None:
         self.functions = list(functions)
-        self._num_workers = num_workers
-        self._timeout = timeout_seconds
+        self._num_workers, self._timeout = num_workers, reward.timeout_seconds
         self._owner = WorkerOwner(
-            WorkerProgram(
-                module="torchtitan.grpo.rewards.scoring_worker",
-                decode_reply=decode_reply,
-                load=LoadFunctions(self.functions),
-                subject=f"the reward functions {', '.join(self.functions)}",
-                calls="groups in a row could not be scored",
-                timeout_seconds=(timeout_seconds, "reward.timeout_seconds"),
-                max_consecutive_failures=(
-                    max_consecutive_failures,
-                    "reward.max_consecutive_failures",
-                ),
-                error=RewardError,
-                on_failure=on_failure,
-                surroundings=surroundings or Surroundings(),
-            )
+            "torchtitan.grpo.rewards.scoring_worker",
+            decode_reply,
+            LoadFunctions(self.functions),
+            subject=f"the reward functions {', '.join(self.functions)}",
+            calls="groups in a row could not be scored",
+            error=RewardError,
+            timeout_seconds=(reward.timeout_seconds, "reward.timeout_seconds"),
+            most_failures=(reward.max_consecutive_failures, "reward.max_consecutive_failures"),
+            workers=workers or Workers(),
+            on_failure=on_failure,
         )
         # One entry for each worker without work; None stands for a worker yet to be started.
         self._idle: asyncio.Queue[_Process | None] = asyncio.Queue()

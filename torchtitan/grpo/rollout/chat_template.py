@@ -13,7 +13,6 @@ import contextlib
 import functools
 import itertools
 import json
-import os
 import re
 import signal
 import subprocess
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
-from torchtitan.grpo.workers.process import Surroundings
+from torchtitan.grpo.workers.process import worker_environment
 
 _numbers = itertools.count()
 _PROBE_WORDS = 400
@@ -272,7 +271,7 @@ class _TemplateProcess:
 
     def _start(self) -> Connection:
         own, childs = Pipe()
-        environment = Surroundings().environment(os.environ)
+        environment = worker_environment()
         with childs:
             self._child = subprocess.Popen(
                 [*LIGHT_PYTHON, _MODULE, str(childs.fileno())],

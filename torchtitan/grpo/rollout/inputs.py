@@ -26,7 +26,6 @@ from torchtitan.grpo.rollout.prompts import (
 )
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Prompt
-from torchtitan.grpo.workers.process import Surroundings
 
 logger = logging.getLogger(__name__)
 
@@ -126,18 +125,10 @@ class Inputs:
                 await pool.check(prompt, [position], {"rewards": [0.0]})
 
     async def _open_environments(self) -> None:
-        rollout = self._config.rollout
-        if rollout.environment is None:
+        config, drops = self._config, self._drops
+        if config.rollout.environment is None:
             return
-        self.environments = EnvironmentPool(
-            rollout.environment,
-            rollout.environment_options,
-            num_workers=rollout.environment_workers,
-            timeout_seconds=rollout.environment_timeout_seconds,
-            max_consecutive_failures=rollout.max_consecutive_failures,
-            on_failure=self._drops.record_episode,
-            surroundings=self._surroundings(),
-        )
+        self.environments = EnvironmentPool(config.rollout, config.workers, drops.record_episode)
         await self.environments.start()
 
     async def _open_evaluation(self) -> None:
@@ -159,20 +150,14 @@ class Inputs:
         self._warn(filter(None, [unearnable_warning(function, rows, key, self.codec.count, most)]))
 
     def _make_pool(self, functions: list[str], num_workers: int) -> RewardPool:
-        reward = self._config.reward
+        config = self._config
         return RewardPool(
             functions,
+            config.reward,
             num_workers=num_workers,
-            timeout_seconds=reward.timeout_seconds,
-            max_consecutive_failures=reward.max_consecutive_failures,
+            workers=config.workers,
             on_failure=self._drops.record_scoring,
-            surroundings=self._surroundings(),
         )
-
-    def _surroundings(self) -> Surroundings:
-        workers = self._config.workers
-        variables = tuple(workers.pass_variables)
-        return Surroundings(variables, workers.max_memory_gib, workers.max_cpu_seconds)
 
     def _columns(self) -> dict[str, list[float]]:
         return {} if self.environments is None else {"environment_reward": [0.0]}

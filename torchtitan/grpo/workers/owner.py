@@ -5,11 +5,11 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from torchtitan.grpo.config import Workers
 from torchtitan.grpo.workers.channel import Refused
-from torchtitan.grpo.workers.process import Surroundings, WorkerLost, WorkerProcess
+from torchtitan.grpo.workers.process import WorkerLost, WorkerProcess
 
 Reply = TypeVar("Reply")
 
@@ -30,41 +30,41 @@ class CallFailed(Exception):
         self.kind = kind
 
 
-@dataclass(frozen=True)
-class WorkerProgram(Generic[Reply]):
-    """Describes the user's code, and the program that runs it in worker processes.
+class WorkerOwner(Generic[Reply]):
+    """Owns the running worker processes of one program, and counts its failed calls by kind.
 
-    Attributes:
+    Args:
         module: Module that each process runs as ``__main__``.
         decode_reply: Decodes the body of a reply.
         load: First request of each process: it loads the user's code.
         subject: What is loaded, for messages, such as ``rollout.environment 'calculator'``.
         calls: What its calls are, for messages, such as ``groups in a row could not be
             scored``.
-        timeout_seconds: Time limit of one call, with its TOML key.
-        max_consecutive_failures: Failed calls in a row that end the run, with its TOML key.
         error: The error that ends the run.
+        timeout_seconds: Time limit of one call, with its TOML key.
+        most_failures: Failed calls in a row that end the run, with its TOML key.
+        workers: Environment variables and limits of each process.
         on_failure: Called with each failed call.
-        surroundings: Environment variables and limits of each process.
     """
 
-    module: str
-    decode_reply: Callable[[bytes], Reply | Refused]
-    load: Any
-    subject: str
-    calls: str
-    timeout_seconds: tuple[float, str]
-    max_consecutive_failures: tuple[int, str]
-    error: type[RuntimeError]
-    on_failure: Callable[[CallFailed], object] = lambda failure: None
-    surroundings: Surroundings = field(default_factory=Surroundings)
-
-
-class WorkerOwner(Generic[Reply]):
-    """Owns the running worker processes of one program, and counts its failed calls by kind."""
-
-    def __init__(self, program: WorkerProgram[Reply]) -> None:
-        self._program = program
+    def __init__(
+        self,
+        module: str,
+        decode_reply: Callable[[bytes], Reply | Refused],
+        load: Any,
+        *,
+        subject: str,
+        calls: str,
+        error: type[RuntimeError],
+        timeout_seconds: tuple[float, str],
+        most_failures: tuple[int, str],
+        workers: Workers,
+        on_failure: Callable[[CallFailed], object],
+    ) -> None:
+        self._module, self._decode_reply, self._load_request = module, decode_reply, load
+        self._subject, self._calls, self._error = subject, calls, error
+        self._timeout, self._most_failures = timeout_seconds, most_failures
+        self._workers, self._on_failure = workers, on_failure
         self._running: set[WorkerProcess[Reply | Refused]] = set()
         self._is_closed = False
         self._failures_in_a_row = 0
@@ -78,7 +78,7 @@ class WorkerOwner(Generic[Reply]):
         ``on_end`` is called once, when the process has ended, with the reason.
 
         Raises:
-            RuntimeError: The program's ``error``, if the user's code cannot be loaded in time.
+            RuntimeError: The owner's ``error``, if the user's code cannot be loaded in time.
             WorkerLost: If the owner is closed.
         """
         if self._is_closed:
@@ -88,8 +88,7 @@ class WorkerOwner(Generic[Reply]):
             self._running.discard(process)
             on_end(reason)
 
-        program = self._program
-        process = WorkerProcess(program.module, program.decode_reply, ended, program.surroundings)
+        process = WorkerProcess(self._module, self._decode_reply, ended, self._workers)
         self._running.add(process)
         try:
             await process.start()
@@ -99,14 +98,14 @@ class WorkerOwner(Generic[Reply]):
             raise
 
     def record_failure(self, failure: CallFailed) -> None:
-        """Counts and reports a failed call; raises the program's ``error`` after too many in a row."""
+        """Counts and reports a failed call; raises ``error`` after too many in a row."""
         self.failures[failure.kind] += 1
-        self._program.on_failure(failure)
+        self._on_failure(failure)
         self._failures_in_a_row += 1
-        most, key = self._program.max_consecutive_failures
+        most, key = self._most_failures
         if self._failures_in_a_row >= most:
-            raise self._program.error(
-                f"{self._failures_in_a_row} {self._program.calls} ({key} = {most}). The last reason: "
+            raise self._error(
+                f"{self._failures_in_a_row} {self._calls} ({key} = {most}). The last reason: "
                 f"{failure}"
             ) from failure
 
@@ -120,21 +119,20 @@ class WorkerOwner(Generic[Reply]):
             await process.kill()
 
     async def _load(self, process: WorkerProcess[Reply | Refused]) -> Reply:
-        program = self._program
-        limit, key = program.timeout_seconds
+        limit, key = self._timeout
         try:
-            reply = await process.call_or_kill(program.load, LOAD_FACTOR * limit)
+            reply = await process.call_or_kill(self._load_request, LOAD_FACTOR * limit)
         except TimeoutError as error:
-            raise program.error(
-                f"Importing {program.subject} took longer than {LOAD_FACTOR * limit:g} s, {LOAD_FACTOR} "
+            raise self._error(
+                f"Importing {self._subject} took longer than {LOAD_FACTOR * limit:g} s, {LOAD_FACTOR} "
                 f"times {key}. Import less, or raise {key}."
             ) from error
         except WorkerLost as error:
             if self._is_closed:
                 raise
-            raise program.error(
-                f"Importing {program.subject} ended the worker process: {error} {OUTPUT_HINT}"
+            raise self._error(
+                f"Importing {self._subject} ended the worker process: {error} {OUTPUT_HINT}"
             ) from error
         if isinstance(reply, Refused):
-            raise program.error(reply.message)
+            raise self._error(reply.message)
         return reply

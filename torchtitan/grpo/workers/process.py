@@ -9,15 +9,16 @@ no sandbox: a worker runs as the same user, who can read that user's files and p
 
 import asyncio
 import contextlib
+import functools
 import os
 import resource
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from torchtitan.grpo.config import Workers
 from torchtitan.grpo.system.child import die_with_parent
 from torchtitan.grpo.system.environment import RUN_VARIABLE, is_named
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
@@ -41,28 +42,22 @@ _PASSED = (
 _EXIT_SECONDS = 1.0
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """Environment variables and limits of worker processes, see ``[workers]``; 0 is no limit."""
+def worker_environment(also: Sequence[str] = ()) -> dict[str, str]:
+    """Returns the environment variables that user code sees: those of ``also``, but no keys."""
+    names = *_PASSED, RUN_VARIABLE, *also
+    return {name: value for name, value in os.environ.items() if is_named(name, names)}
 
-    pass_variables: Sequence[str] = ()
-    max_memory_gib: float = 0.0
-    max_cpu_seconds: int = 0
 
-    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        names = *_PASSED, RUN_VARIABLE, *self.pass_variables
-        return {name: value for name, value in environ.items() if is_named(name, names)}
-
-    def enter(self) -> None:
-        """Applies the limits. Called in the child, between fork and exec."""
-        die_with_parent(signal.SIGKILL)
-        if self.max_memory_gib:
-            num_bytes = int(self.max_memory_gib * 2**30)
-            resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
-        if self.max_cpu_seconds:
-            # The kernel sends SIGXCPU at the first limit, and SIGKILL at the second.
-            limits = self.max_cpu_seconds, self.max_cpu_seconds + 1
-            resource.setrlimit(resource.RLIMIT_CPU, limits)
+def _apply_limits(workers: Workers) -> None:
+    """Called in the child, between fork and exec."""
+    die_with_parent(signal.SIGKILL)
+    if workers.max_memory_gib:
+        num_bytes = int(workers.max_memory_gib * 2**30)
+        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
+    if workers.max_cpu_seconds:
+        # The kernel sends SIGXCPU at the first limit, and SIGKILL at the second.
+        limits = workers.max_cpu_seconds, workers.max_cpu_seconds + 1
+        resource.setrlimit(resource.RLIMIT_CPU, limits)
 
 
 class WorkerLost(Exception):
@@ -90,9 +85,9 @@ class WorkerProcess(Generic[Reply]):
         module: str,
         decode: Callable[[bytes], Reply],
         on_end: Callable[[WorkerLost], None],
-        surroundings: Surroundings,
+        workers: Workers,
     ) -> None:
-        self._surroundings = surroundings
+        self._workers = workers
         self._module, self._decode, self._on_end = module, decode, on_end
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -111,8 +106,8 @@ class WorkerProcess(Generic[Reply]):
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
-            env=self._surroundings.environment(os.environ),
-            preexec_fn=self._surroundings.enter,
+            env=worker_environment(self._workers.pass_variables),
+            preexec_fn=functools.partial(_apply_limits, self._workers),
         )
         if self.is_lost:  # killed while it was being started
             await self._stop_process()

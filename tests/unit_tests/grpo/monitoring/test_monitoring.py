@@ -20,6 +20,7 @@ from torchtitan.grpo.monitoring.site import (
     exposition,
     prometheus_name,
 )
+from torchtitan.grpo.observe.rank_monitor import Phases
 
 HOST = "127.0.0.1"
 WELL = Health(None)
@@ -77,15 +78,13 @@ def test_prometheus_reads_what_is_served():
     assert "grpo_loss_total" in families
 
 
-def test_health_and_metrics_are_served_and_the_thread_ends(serve):
+def test_health_and_metrics_are_served(serve):
     port = serve(Health(None, {"phase": "training"}), grad_norm=0.5)
     status, text = get(port, "/healthz")
     assert (status, json.loads(text)) == (200, {"status": "ok", "phase": "training"})
     assert "grpo_grad_norm 0.5" in get(port, "/metrics")[1]
     assert get(port, "/other")[0] == 404
-
-
-def test_a_stuck_process_answers_503_and_says_why(serve):
+    # A stuck process says why.
     status, text = get(serve(Health("It waits.")), "/healthz")
     assert (status, json.loads(text)) == (503, {"status": "stuck", "problem": "It waits."})
 
@@ -105,13 +104,9 @@ def test_a_port_that_is_taken_is_named(serve):
         serve(port=port)
 
 
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [("127.0.0.1", True), ("127.1.2.3", True), ("::1", True), ("localhost", True),
-     ("0.0.0.0", False), ("::", False), ("10.0.0.7", False), ("node7", False)],
-)  # fmt: skip
-def test_addresses_beyond_this_host_are_known(host, expected):
-    assert is_loopback(host) is expected
+def test_addresses_beyond_this_host_are_known():
+    assert all(map(is_loopback, ("127.0.0.1", "127.1.2.3", "::1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.7", "node7")))
 
 
 def test_addresses_are_written_in_the_form_that_prometheus_reads(tmp_path):
@@ -123,3 +118,22 @@ def test_addresses_are_written_in_the_form_that_prometheus_reads(tmp_path):
     remove_address(str(tmp_path), "servers")
     remove_address(str(tmp_path), "servers")
     assert not file.exists()
+
+
+def test_a_phase_is_stuck_after_the_bound_and_three_times_its_longest():
+    now = [0.0]
+    phases = Phases(stuck_seconds=10.0, clock=lambda: now[0])
+    phases.enter("training")
+    now[0] += 10.0
+    assert phases.health({}).problem is None
+    now[0] += 1.0
+    problem = phases.health({}).problem
+    assert problem is not None and "'training' has lasted 11 s, more than 10 s" in problem
+    phases.enter("waiting")
+    phases.complete(7)
+    assert phases.health({}).facts["step"] == 7
+    phases.enter("training")  # which has lasted 11 s before
+    now[0] += 32.0
+    assert phases.health({}).problem is None
+    now[0] += 2.0
+    assert phases.health({}).status == "stuck"

@@ -20,11 +20,9 @@ def config(**observe) -> JobConfig:
 
 def step(fraction: float = 1.0, mean: float = 0.0, std: float = 0.0, cut: float = 0.0):
     return {
-        "reward/equal_groups_fraction": fraction,
-        "reward/mean": mean,
-        "reward/std": std,
+        "reward/equal_groups_fraction": fraction, "reward/mean": mean, "reward/std": std,
         "rollout/length_fraction": cut,
-    }
+    }  # fmt: skip
 
 
 def notices(watch: EqualRewardsWatch, fractions: list[float]) -> list[int]:
@@ -36,20 +34,22 @@ def notices(watch: EqualRewardsWatch, fractions: list[float]) -> list[int]:
     ]
 
 
-def test_notices_come_after_five_steps_and_then_at_doubling_distances():
-    assert notices(EqualRewardsWatch(config()), [1.0] * 50) == [5, 10, 20, 40]
+def notice_of(made: JobConfig, **metrics: float) -> str:
+    return EqualRewardsWatch(made).update(step() | metrics, None) or ""
 
 
-def test_one_group_with_two_rewards_starts_the_count_again():
-    fractions = [1.0] * 4 + [0.9] + [1.0] * 6
-    assert notices(EqualRewardsWatch(config()), fractions) == [10]
-
-
-def test_the_number_of_steps_can_be_set_and_the_notice_turned_off():
-    assert notices(EqualRewardsWatch(config(equal_rewards_steps=2)), [1.0] * 9) == [2, 4, 8]
-    off = EqualRewardsWatch(config(equal_rewards_steps=0))
-    assert notices(off, [1.0] * 9) == []
-    assert off.end(None) is None
+@pytest.mark.parametrize(
+    ("observe", "fractions", "expected"),
+    [
+        ({}, [1.0] * 50, [5, 10, 20, 40]),
+        # One group with two rewards starts the count again.
+        ({}, [1.0] * 4 + [0.9] + [1.0] * 6, [10]),
+        ({"equal_rewards_steps": 2}, [1.0] * 9, [2, 4, 8]),
+        ({"equal_rewards_steps": 0}, [1.0] * 9, []),
+    ],
+)
+def test_notices_come_after_some_steps_and_then_at_doubling_distances(observe, fractions, expected):
+    assert notices(EqualRewardsWatch(config(**observe)), fractions) == expected
 
 
 def test_a_run_that_was_too_short_for_a_notice_gets_it_at_its_end():
@@ -64,9 +64,7 @@ def test_a_run_that_was_too_short_for_a_notice_gets_it_at_its_end():
 
 
 def test_the_notice_names_metrics_settings_and_where_to_look():
-    watch = EqualRewardsWatch(config(equal_rewards_steps=1))
-    notice = watch.update(step(), None)
-    assert notice is not None
+    notice = notice_of(config(equal_rewards_steps=1))
     for part in (
         "reward/equal_groups_fraction", "reward.functions", "short_and_right", "reward/mean",
         "rollout.max_new_tokens", "rollout/length_fraction", 'completion[-1]["content"]',
@@ -77,33 +75,23 @@ def test_the_notice_names_metrics_settings_and_where_to_look():
 
 def test_a_run_that_learns_from_something_else_is_not_said_to_learn_nothing():
     made = config(equal_rewards_steps=1)
-    made.grpo = dataclasses.replace(made.grpo, entropy_coef=0.01)
-    notice = EqualRewardsWatch(made).update(step(), None)
-    assert notice is not None
-    assert "nothing is learned" not in notice
-
-
-def test_a_replay_that_learns_from_a_teachers_ratings_alone_is_not_said_to_learn_nothing():
-    """The file says that the rollouts were rated; teacher.urls is not set."""
-    made = config(equal_rewards_steps=1)
-    taught = step() | {"teacher/reverse_kl": 0.3}
-    notice = EqualRewardsWatch(made).update(taught, None)
-    assert notice is not None
-    assert "rewards teach nothing" in notice
+    taught = {"teacher/reverse_kl": 0.3}  # a replay's file says so; teacher.urls is not set
+    assert "rewards teach nothing" in notice_of(made, **taught)
     made.reward.functions = []
-    assert EqualRewardsWatch(made).update(taught, None) is None
+    assert notice_of(made, **taught) == ""
     made.teacher.coef = 0.0
-    notice = EqualRewardsWatch(made).update(taught, None)
-    assert notice is not None
-    assert "nothing is learned" in notice
+    assert "nothing is learned" in notice_of(made, **taught)
+    made = config(equal_rewards_steps=1)
+    made.grpo = dataclasses.replace(made.grpo, entropy_coef=0.01)
+    assert "two different rewards" in (notice := notice_of(made))
+    assert "nothing is learned" not in notice
 
 
 def test_single_samples_are_compared_over_the_batch():
     made = config(equal_rewards_steps=1)
     made.grpo = dataclasses.replace(made.grpo, group_size=1, advantage="batch_norm")
-    notice = EqualRewardsWatch(made).update(step(), None)
-    assert notice is not None
-    assert notice.startswith("No batch of the last step had two different rewards")
+    start = "No batch of the last step had two different rewards"
+    assert notice_of(made).startswith(start)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +113,6 @@ def test_the_cause_that_the_numbers_support_comes_first(steps, is_chat, first):
 def test_functions_of_our_own_are_not_said_to_misread_messages():
     own = config()
     own.reward.functions = ["boxed_math", "exact_match"]
-    causes = likely_causes(own, [step()], True)
-    assert not any("lists of messages" in cause for cause in causes)
+    assert not any("lists of messages" in cause for cause in likely_causes(own, [step()], True))
     own.reward.functions.append("rewards.py:short_and_right")
-    causes = likely_causes(own, [step()], True)
-    assert any("lists of messages" in cause for cause in causes)
+    assert any("lists of messages" in cause for cause in likely_causes(own, [step()], True))

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.grpo.config_checks.observe import check_profiling
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.observe.profiling import profilers
+from torchtitan.grpo.observe.profiling import StepClock, profilers
 from torchtitan.grpo.run_folder.replacing import move_aside
 
 
@@ -89,3 +89,20 @@ def test_a_trace_that_cannot_be_written_ends_no_run(rank, config):
     Path(config.job.dump_folder).mkdir()
     Path(config.job.dump_folder, "profile_traces").write_text("a file stands in the folder's place")
     assert run(config, 0, 2) == {}
+
+
+def test_the_clock_gives_each_step_its_own_parts():
+    clock = StepClock()
+    for _ in range(2):
+        with clock.measure("wait_data"):
+            pass
+    first = clock.end_step()
+    always = {"time/step_seconds", "time/elapsed_seconds", "time/wait_data_fraction"}
+    assert set(first) == always | {"time/wait_data_seconds"}
+    assert 0 <= first["time/wait_data_seconds"] <= first["time/step_seconds"]
+    share = first["time/wait_data_seconds"] / first["time/step_seconds"]
+    assert first["time/wait_data_fraction"] == pytest.approx(share)
+    second = clock.end_step()
+    assert set(second) == always
+    assert second["time/wait_data_fraction"] == 0
+    assert second["time/elapsed_seconds"] > first["time/elapsed_seconds"]

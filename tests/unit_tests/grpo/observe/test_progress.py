@@ -1,9 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The bar on a real terminal: a pseudo-terminal of 80 columns."""
+"""The bar on a pseudo-terminal of 80 columns, and what else reaches the console."""
 
+import dataclasses
 import fcntl
+import json
+import logging
 import os
 import pty
 import re
@@ -11,15 +14,18 @@ import struct
 import subprocess
 import sys
 import termios
-from pathlib import Path
+
+import pytest
+
+from torchtitan.grpo.models.decoder import DecoderArgs
+from torchtitan.grpo.observe.console import init_console
 
 COLUMNS = 80
 
 PROGRAM = """
-import logging, sys, warnings
-from torchtitan.tools.logging import init_logger, logger
-init_logger()
-from torchtitan.grpo.observe.console import Progress
+import logging, sys
+from torchtitan.grpo.observe.console import Progress, init_console
+init_console("info", is_rank_zero=True)
 
 def metrics(size):
     return {
@@ -33,12 +39,12 @@ def metrics(size):
 progress = Progress("auto", 150)
 for step in range(1, 31):
     if step % 10 == 0:
-        logger.warning(f"log of step {step}")
+        logging.getLogger().warning(f"log of step {step}")
         print(f"print of step {step}", file=sys.stderr)
     progress.update(step, metrics(123456.789 * step))
 progress.print("a held-out score [0.5]")
 progress.close()
-logger.warning("log after the end")
+logging.getLogger().warning("log after the end")
 """
 
 
@@ -109,14 +115,34 @@ def test_the_bar_holds_in_80_columns_and_log_lines_stand_above_it():
     assert last.endswith("log after the end")
 
 
-def test_without_a_terminal_each_step_is_one_line(tmp_path: Path):
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True
-    )
-    lines = [line for line in result.stdout.splitlines() if line.startswith("step ")]
+def test_without_a_terminal_each_step_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    exec(PROGRAM, {})
+    shown = capsys.readouterr().out
+    lines = [line for line in shown.splitlines() if line.startswith("step ")]
     assert len(lines) == 30
     for line in lines:
         for word in ("reward", "entropy", "length", "staleness", "generated", "trained", "waits"):
             assert word in line
         assert "dropped: 3 groups unscored" in line
-    assert "\x1b" not in result.stdout
+    assert "\x1b" not in shown
+
+
+@pytest.mark.parametrize(
+    ("message", "is_shown"),
+    [
+        # As upstream's Trainer formats it.
+        (f"Building grpo hf with {json.dumps(dataclasses.asdict(DecoderArgs()), indent=2)}", False),
+        (f"Building a bwith {json.dumps({'dim': 1}, indent=2)}", False),
+        ("Error running lspci: no such file", False),
+        ("Model grpo hf size: 471,104 total parameters", True),
+        ("Building device mesh with parallelism: pp=1, dp_replicate=1", True),
+        ("Training with {rows} rows", True),
+    ],
+)
+def test_what_every_run_would_print_is_left_out(message, is_shown, capsys, monkeypatch):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    init_console("info", is_rank_zero=True)
+    root.info(message)
+    assert (message in capsys.readouterr().out) is is_shown

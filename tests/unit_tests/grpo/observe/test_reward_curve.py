@@ -1,14 +1,15 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The picture of a run, by what its axes hold."""
+"""The picture of a run, by what its axes hold, and its summary."""
 
 import dataclasses
+import json
 
 import pytest
 
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.observe import report as reward_curve
+from torchtitan.grpo.observe.report import draw_reward_curve, mean_over, title, write_summary
 
 
 @pytest.fixture
@@ -23,8 +24,7 @@ def figures(monkeypatch):
     monkeypatch.setattr(plt, "close", kept.append)
     yield kept
     monkeypatch.undo()
-    for figure in kept:
-        plt.close(figure)
+    plt.close("all")
 
 
 def config() -> JobConfig:
@@ -48,7 +48,7 @@ def test_the_picture_has_a_title_components_evaluations_and_staleness(tmp_path, 
     steps = [step(number, staleness=number % 3) for number in range(1, 13)]
     key = "evaluation/heldout/score"
     evaluations = [{"step": 0, key: 0.1}, {"step": 12, key: 0.9}]
-    file = reward_curve.draw_reward_curve(tmp_path, steps, evaluations, config())
+    file = draw_reward_curve(tmp_path, steps, evaluations, config())
     assert file.stat().st_size > 1000
     (figure,) = figures
     assert figure.get_suptitle() == "GRPO on digits"
@@ -65,11 +65,18 @@ def test_a_single_reward_without_weight_is_drawn_once(tmp_path, figures):
     made = config()
     made.reward.functions = ["rewards.py:right"]
     steps = [{**step(n, 0), "reward/right": n / 10} for n in (1, 2)]
-    reward_curve.draw_reward_curve(tmp_path, steps, [], made)
+    draw_reward_curve(tmp_path, steps, [], made)
     assert [line.get_label() for line in figures[0].axes[0].get_lines()] == ["right"]
 
 
 def test_without_a_description_the_folder_names_the_run():
     made = config()
     made.job = dataclasses.replace(JobConfig().job, dump_folder="outputs/first")
-    assert reward_curve.title(made) == "first"
+    assert title(made) == "first"
+
+
+def test_the_summary_is_written_and_means_skip_records_without_the_key(tmp_path):
+    history = [{"step": step, "reward/mean": step / 10} for step in range(1, 13)]
+    assert mean_over(history[-10:], "reward/mean") == pytest.approx(0.75)
+    assert mean_over(history, "no/such") is None
+    assert json.loads(write_summary(tmp_path, {"steps": 12}).read_text()) == {"steps": 12}

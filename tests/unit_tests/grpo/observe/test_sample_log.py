@@ -22,18 +22,14 @@ def codec(repository: Path) -> TextCodec:
 
 def rollout(codec: TextCodec, prompt: str, completion: str, sampled=None, **kwargs) -> Rollout:
     ids = np.array([*codec.encode_continuation(completion), 1], np.int32)
+    segments = (VersionSegment(4, 0, 1), VersionSegment(5, 1, len(ids)))
     return Rollout(
-        prompt_ids=np.array(codec.encode_continuation(prompt), np.int32),
-        token_ids=ids,
-        logprobs=np.zeros(len(ids), np.float32),
-        segments=(VersionSegment(4, 0, 1), VersionSegment(5, 1, len(ids))),
-        finish_reason="stop",
-        completion=completion,
-        reward=0.5,
+        np.array(codec.encode_continuation(prompt), np.int32),
+        ids, np.zeros(len(ids), np.float32), segments, "stop", completion, 0.5,
         reward_components={"exact_match": 1.0, "short": -0.5},
         sampled=None if sampled is None else np.array(sampled, np.bool_),
         **kwargs,
-    )
+    )  # fmt: skip
 
 
 def group(index: int, one: Rollout) -> RolloutGroup:
@@ -70,9 +66,7 @@ def test_each_turn_says_who_wrote_it_and_whether_it_is_trained(codec):
         {"role": "environment", "trained": False, "num_tokens": 2, "text": "12"},
         {"role": "model", "trained": True, "num_tokens": 1, "text": "<eos>"},
     ]
-
-
-def test_tokens_of_a_policy_that_is_too_old_are_not_the_environments(codec):
+    # Tokens of a policy that is too old are not the environment's.
     resumed = rollout(codec, "12->", "21", sampled=[0, 1, 1], num_context=1)
     assert [turn["role"] for turn in turns(resumed, codec)] == ["prompt", "older model", "model"]
 
@@ -97,10 +91,3 @@ def test_long_columns_are_cut_and_unusual_ones_become_text():
     assert isinstance(brief["cases"], str) and len(brief["cases"]) < 2100
     assert (brief["n"], brief["none"]) == (3, None)
     json.dumps(brief)
-
-
-def test_without_samples_no_tokenizer_is_needed(tmp_path):
-    log = SampleLog(tmp_path / "samples.jsonl", per_step=0, step=0, codec=None)
-    log.write(1, [], {})
-    log.close()
-    assert (tmp_path / "samples.jsonl").read_text() == ""

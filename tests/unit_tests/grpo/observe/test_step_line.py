@@ -10,25 +10,17 @@ import pytest
 from torchtitan.grpo.observe.step_line import dropped, long_line, number, short_line
 
 METRICS = {
-    "reward/mean": 0.51234,
-    "policy/entropy": 0.5123,
-    "rollout/completion_tokens_mean": 11.21,
-    "staleness/mean_steps": 0.75,
-    "staleness/max_steps": 2.0,
-    "rollout/tokens_per_second": 12345.6,
-    "time/trained_tokens_per_second": 9876.5,
-    "time/wait_data_fraction": 0.45,
+    "reward/mean": 0.51234, "policy/entropy": 0.5123, "rollout/completion_tokens_mean": 11.21,
+    "staleness/mean_steps": 0.75, "staleness/max_steps": 2.0, "rollout/tokens_per_second": 12345.6,
+    "time/trained_tokens_per_second": 9876.5, "time/wait_data_fraction": 0.45,
     "rollout/wait_trainer_fraction": 0.1,
-}
+}  # fmt: skip
 
 
-def test_the_short_line_names_each_field_once():
+def test_both_lines_have_each_field_once():
     assert short_line(12, 150, METRICS) == (
         "12/150 rew 0.512 ent 0.51 len 11.2 age 0.75 gen/trn 12k/9876 trn waits 45%"
     )
-
-
-def test_the_long_line_has_the_same_fields_in_words():
     line = long_line(12, 150, METRICS)
     for part in (
         "step  12/150", "reward 0.512", "entropy 0.512", "length 11.21", "staleness 0.75 (max 2)",
@@ -37,26 +29,18 @@ def test_the_long_line_has_the_same_fields_in_words():
         assert part in line, (part, line)
 
 
-def test_the_one_that_waits_longer_is_named():
+def test_what_a_line_shows_depends_on_the_run():
     held_back = METRICS | {"rollout/wait_trainer_fraction": 0.8}
     assert short_line(1, 2, held_back).endswith("gen waits 80%")
     assert long_line(1, 2, held_back).endswith("rollouts wait 80%")
-
-
-def test_a_replayed_run_shows_no_server():
     replayed = {k: v for k, v in METRICS.items() if not k.startswith("rollout/tok")}
     assert short_line(1, 2, replayed).endswith("trn 9876/s")
     assert "generated" not in long_line(1, 2, replayed)
-
-
-def test_a_run_that_a_teacher_alone_teaches_shows_the_divergence():
+    # A run that a teacher alone teaches shows the divergence, and a supervised one its loss.
     taught = METRICS | {"teacher/reverse_kl": 0.12345, "reward/mean": 0.0, "reward/std": 0.0}
     assert short_line(12, 150, taught).startswith("12/150 kl 0.123 ent 0.51")
     assert "teacher kl 0.123" in long_line(12, 150, taught)
     assert short_line(12, 150, taught | {"reward/std": 0.1}).startswith("12/150 rew 0.000")
-
-
-def test_a_supervised_run_shows_its_loss():
     metrics = {"loss/total": 0.6347, "sft/epoch": 0.0213, "time/trained_tokens_per_second": 651.2}
     assert short_line(1, 20, metrics) == "1/20 loss 0.635 epoch 0.021 trained 651.2 tok/s"
     assert long_line(1, 20, metrics).startswith("step  1/20  loss 0.635")

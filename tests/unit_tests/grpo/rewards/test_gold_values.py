@@ -1,44 +1,33 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Expected answers that are no plain text: what they say, what is refused, and what they earn."""
+"""Expected answers: which are understood or refused, what they earn, and which cannot be earned."""
 
 import math
 import re
+from collections.abc import Sequence
 from decimal import Decimal
+from typing import Any
 
 import numpy as np
 import pyarrow
 import pytest
 
 from torchtitan.grpo.rewards.builtin import boxed_math, exact_match, partial_match
+from torchtitan.grpo.rewards.gold_answers import Example, unearnable_warning
 from torchtitan.grpo.rewards.gold_values import answer_problem, gold_judge, right_answers
 from torchtitan.grpo.rewards.gsm8k import hash_answer_exact
+from torchtitan.grpo.types import Prompt
 
 UNDERSTOOD = [
-    ("21", ["21"]),
-    (21, ["21"]),
-    (21.0, ["21", "21.0"]),
-    (0.5, ["0.5"]),
-    (-3, ["-3"]),
-    (True, ["True", "true"]),
-    (False, ["False", "false"]),
-    (["21"], ["21"]),
-    ([1, 2], ["1", "2"]),
-    (["1/2", "0.5"], ["1/2", "0.5"]),
-    (("a", 2.0), ["a", "2", "2.0"]),
-    ([True, "yes"], ["True", "true", "yes"]),
-    (b"21", ["21"]),
-    (Decimal("1.50"), ["1.50"]),
-    (2**70, [str(2**70)]),
-    (np.float64(21.0), ["21", "21.0"]),
-    (np.int64(21), ["21"]),
-    (np.array(["1", "2"]), ["1", "2"]),
-    (np.array(7), ["7"]),
-    (pyarrow.scalar("21"), ["21"]),
-    (pyarrow.array([1, 2]), ["1", "2"]),
-    (pyarrow.scalar(["a", "b"]), ["a", "b"]),
-]
+    ("21", ["21"]), (21, ["21"]), (21.0, ["21", "21.0"]), (0.5, ["0.5"]), (-3, ["-3"]),
+    (True, ["True", "true"]), (False, ["False", "false"]), (["21"], ["21"]), ([1, 2], ["1", "2"]),
+    (["1/2", "0.5"], ["1/2", "0.5"]), (("a", 2.0), ["a", "2", "2.0"]), (b"21", ["21"]),
+    ([True, "yes"], ["True", "true", "yes"]), (Decimal("1.50"), ["1.50"]), (2**70, [str(2**70)]),
+    (np.float64(21.0), ["21", "21.0"]), (np.int64(21), ["21"]), (np.array(7), ["7"]),
+    (np.array(["1", "2"]), ["1", "2"]), (pyarrow.scalar("21"), ["21"]),
+    (pyarrow.array([1, 2]), ["1", "2"]), (pyarrow.scalar(["a", "b"]), ["a", "b"]),
+]  # fmt: skip
 REFUSED = [
     (None, "is null, and"),
     (math.nan, "is NaN, and"),
@@ -116,3 +105,40 @@ def test_only_what_the_reward_functions_read_is_judged():
     assert (
         image is not None and image.startswith("column 'image': ") and "Convert or remove" in image
     )
+
+
+def examples_of(answers: Sequence[Any]) -> list[Example]:
+    ids = np.array([1], np.int32)
+    rows = [{} if answer is ... else {"answer": answer} for answer in answers]
+    return [
+        Example(f"train.jsonl:{i + 1}", Prompt(i, "6*7?", ids, row)) for i, row in enumerate(rows)
+    ]
+
+
+def unearnable(function: str, answers: list[Any]) -> str | None:
+    """Returns the warning where each character is a token and 6 may be written."""
+    return unearnable_warning(function, examples_of(answers), "prompts.path", len, 6)
+
+
+@pytest.mark.parametrize("answer", ["", "  ", None, ...])
+def test_an_empty_answer_is_reported_with_its_row_and_the_remedy(answer):
+    for function in ("exact_match", "partial_match", "boxed_math"):
+        found = unearnable(function, ["1", answer, answer]) or ""
+        assert found.startswith(f"prompts.path: {function} cannot be earned in 2 of the first 3")
+        assert "'answer' is empty in 2 of them (for example in train.jsonl:2)" in found
+        assert "prompts.rename" in found
+
+
+def test_an_answer_longer_than_the_longest_completion_is_reported():
+    assert unearnable("exact_match", ["123456"]) is None
+    found = unearnable("exact_match", [" 1234567 ", "1"]) or ""
+    assert "longer than rollout.max_new_tokens (6) in 1 of them" in found
+    # The mark before the answer counts.
+    assert unearnable("boxed_math", ["So it is.\n#### 12"]) is None
+    assert unearnable("boxed_math", ["123"]) is not None
+
+
+def test_what_can_be_earned_in_part_or_by_an_own_rule_is_not_reported():
+    assert unearnable("partial_match", ["1234567"]) is None
+    assert unearnable("rewards.py:mine", [""]) is None
+    assert unearnable("think_answer_tags", [...]) is None

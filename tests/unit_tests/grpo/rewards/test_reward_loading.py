@@ -22,6 +22,14 @@ def test_a_function_is_found_by_its_name_its_module_or_its_file(tmp_path: Path):
     file = tmp_path / "mine.py"
     file.write_text("def reward(prompts, completions, **kw):\n    return [0.5] * len(prompts)\n")
     assert load_function(f"{file}:reward")(["a"], ["b"]) == [0.5]
+    for source, error in (
+        ("1 / 0\n", "ZeroDivisionError: division by zero"),
+        ("def reward(:\n", "SyntaxError"),
+    ):
+        broken = tmp_path / "broken.py"
+        broken.write_text(source)
+        with pytest.raises(ValueError, match=error):
+            load_function(f"{broken}:reward")
 
 
 @pytest.mark.parametrize(
@@ -41,17 +49,6 @@ def test_path_that_cannot_be_loaded_is_refused_by_name(path: str, message: str):
     assert repr(path) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("source", "error"),
-    [("1 / 0\n", "ZeroDivisionError: division by zero"), ("def reward(:\n", "SyntaxError")],
-)
-def test_a_file_that_cannot_be_run_is_refused_with_its_error(tmp_path: Path, source, error):
-    file = tmp_path / "broken.py"
-    file.write_text(source)
-    with pytest.raises(ValueError, match=error):
-        load_function(f"{file}:reward")
-
-
 def test_only_accepted_keywords_are_passed():
     def narrow(completions, answer):
         return [completions, answer]
@@ -61,12 +58,8 @@ def test_only_accepted_keywords_are_passed():
 
     columns = {"answer": ["x"], "other": [1]}
     assert call_function(narrow, ["p"], ["c"], [[1]], columns) == [["c"], ["x"]]
-    assert call_function(wide, ["p"], ["c"], [[1]], columns) == [
-        "answer",
-        "completion_ids",
-        "other",
-        "prompts",
-    ]
+    wide_names = ["answer", "completion_ids", "other", "prompts"]
+    assert call_function(wide, ["p"], ["c"], [[1]], columns) == wide_names
 
 
 def test_names_for_metrics_are_short_unless_two_are_equal():

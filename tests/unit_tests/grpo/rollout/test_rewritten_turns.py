@@ -98,7 +98,7 @@ def play(
     (tmp_path / "mine.py").write_text(ENVIRONMENT)
 
     async def main() -> tuple[Generation, Server, dict[str, float]]:
-        pool = EnvironmentPool(f"{tmp_path / 'mine.py'}:Counting", {})
+        pool = EnvironmentPool(tables.Rollout(environment=f"{tmp_path / 'mine.py'}:Counting"))
         server = Server(codec, turns)
         config = tables.Rollout(request_timeout_seconds=30)
         dispatcher = Dispatcher([server], config, vocab_size=128)

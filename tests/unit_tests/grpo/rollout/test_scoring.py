@@ -10,6 +10,7 @@ import pytest
 from rollouts import generation
 from stub_clients import in_loop
 
+from torchtitan.grpo.config import Reward
 from torchtitan.grpo.rewards.scoring_pool import RewardPool, ScoringFailed
 from torchtitan.grpo.rollout.judging import GroupJudge, Unusable
 from torchtitan.grpo.rollout.scoring import Scorer, weighted_sum
@@ -44,9 +45,7 @@ def functions(tmp_path: Path) -> str:
 
 
 def pool_of(names: list[str], timeout_seconds: float) -> RewardPool:
-    return RewardPool(
-        names, num_workers=1, timeout_seconds=timeout_seconds, max_consecutive_failures=9
-    )
+    return RewardPool(names, Reward(timeout_seconds=timeout_seconds))
 
 
 @in_loop

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.rollout.environments import EnvironmentFailed, EnvironmentPool
 from torchtitan.grpo.rollout.environments.environment_pool import (
     EnvironmentsFailing,
@@ -85,7 +86,9 @@ def with_environment(tmp_path: Path, monkeypatch):
 
     def run(env_id: str, body: Callable[[RemoteEnvironment], Awaitable[None]], **changes) -> None:
         async def main() -> None:
-            pool = EnvironmentPool("verifiers", {"env_id": env_id})
+            pool = EnvironmentPool(
+                Rollout(environment="verifiers", environment_options={"env_id": env_id})
+            )
             try:
                 await pool.start()
                 text, answer = asked[env_id]

@@ -16,11 +16,11 @@ import psutil
 import pytest
 from stub_clients import in_loop
 
+from torchtitan.grpo.config import Workers
 from torchtitan.grpo.workers.channel import NotPlainData, Refused
-from torchtitan.grpo.workers.owner import CallFailed, WorkerOwner, WorkerProgram
+from torchtitan.grpo.workers.owner import CallFailed, WorkerOwner
 from torchtitan.grpo.workers.process import (
     ChannelBroken,
-    Surroundings,
     WorkerKilled,
     WorkerLost,
     WorkerProcess,
@@ -87,9 +87,9 @@ def toy_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.asynccontextmanager
 async def started_process(ends_as: type[WorkerLost] = WorkerLost) -> AsyncIterator[Toy]:
-    """Yields a started process, whose end must be told once."""
+    """A started process, whose end must be told once."""
     reasons: list[WorkerLost] = []
-    process = WorkerProcess("toy_worker", decode, reasons.append, Surroundings())
+    process = WorkerProcess("toy_worker", decode, reasons.append, Workers())
     try:
         await process.start()
         assert await process.call(("say", "started")) == Said("started")
@@ -100,41 +100,46 @@ async def started_process(ends_as: type[WorkerLost] = WorkerLost) -> AsyncIterat
     assert isinstance(reasons[0], ends_as)
 
 
-def program(load: Any, timeout_seconds: float = 20.0) -> WorkerProgram[Said]:
-    limits = (timeout_seconds, "toy.timeout"), (3, "toy.limit")
-    return WorkerProgram("toy_worker", decode, load, "the toy", "toys failed", *limits, Broken)
+def owner_of(load: Any, timeout_seconds: float = 20.0) -> WorkerOwner[Said]:
+    return WorkerOwner(
+        "toy_worker", decode, load, subject="the toy", calls="toys failed", error=Broken,
+        timeout_seconds=(timeout_seconds, "toy.timeout"), most_failures=(3, "toy.limit"),
+        workers=Workers(), on_failure=lambda failure: None,
+    )  # fmt: skip
+
+
+def is_running(pid: int) -> bool:
+    try:
+        # A zombie has ended: its parent, which may be another process, has not asked for its status.
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def has_ended(pid: int) -> bool:
-    """Waits for the end of a process that was killed; the kernel may take a moment.
-
-    A zombie has ended: its parent, which may be another process, need not have asked for its status.
-    """
+    """Waits for the end of a process that was killed; the kernel may take a moment."""
     deadline = time.monotonic() + 30
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     return not is_running(pid)
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 @in_loop
-async def test_replies_out_of_order_reach_the_calls_that_they_answer():
+async def test_replies_out_of_order_reach_their_calls_and_a_late_one_is_dropped():
     async with started_process() as process:
-        calls = [asyncio.create_task(process.call(("hold", i))) for i in range(3)]
+        calls = [asyncio.create_task(process.call(("hold", i))) for i in range(4)]
         await asyncio.sleep(0)
-        await process.call(("release", None))
+        given_up = calls.pop()
+        given_up.cancel()
+        await asyncio.wait({given_up})
+        assert await process.call(("release", None)) != Said(3)
         assert await asyncio.gather(*calls) == [Said(0), Said(1), Said(2)]
+        assert await process.call(("say", "new")) == Said("new")
 
 
 @in_loop
 async def test_a_signal_to_all_processes_of_a_job_costs_no_call():
-    """Cluster managers send SIGTERM to each process; the owner ends this one after its checkpoint."""
+    # Cluster managers send SIGTERM to each process; the owner ends this one after its checkpoint.
     async with started_process() as process:
         call = asyncio.create_task(process.call(("hold", 7)))
         reply = await process.call(("spawn", None))
@@ -145,17 +150,6 @@ async def test_a_signal_to_all_processes_of_a_job_costs_no_call():
         assert await call == Said(7)
         psutil.Process(reply.value).terminate()  # a program that it started ends as it usually does
         assert has_ended(reply.value)
-
-
-@in_loop
-async def test_late_reply_to_a_cancelled_call_is_dropped():
-    async with started_process() as process:
-        given_up = asyncio.create_task(process.call(("hold", "late")))
-        await asyncio.sleep(0)
-        given_up.cancel()
-        await asyncio.wait({given_up})
-        assert await process.call(("release", None)) != Said("late")
-        assert await process.call(("say", "new")) == Said("new")
 
 
 @in_loop
@@ -218,18 +212,18 @@ async def test_what_is_not_a_reply_is_never_taken_for_one(request_):
             await process.call(request_)
 
 
-@pytest.mark.parametrize("value", [object(), 2**64, "\ud800"])
 @in_loop
-async def test_request_that_is_not_plain_data_leaves_the_process_as_it_is(value):
+async def test_request_that_is_not_plain_data_leaves_the_process_as_it_is():
     async with started_process() as process:
-        with pytest.raises(NotPlainData):
-            await process.call_or_kill(("say", value), 30.0)
-        assert await process.call(("say", 1)) == Said(1)
+        for value in (object(), 2**64, "\ud800"):
+            with pytest.raises(NotPlainData):
+                await process.call_or_kill(("say", value), 30.0)
+            assert await process.call(("say", 1)) == Said(1)
 
 
 @in_loop
 async def test_owner_hands_out_loaded_processes_and_kills_them_when_it_is_closed():
-    owner = WorkerOwner(program(("release", None)))
+    owner = owner_of(("release", None))
     (first, one), (second, two) = await asyncio.gather(owner.start(), owner.start())
     assert is_running(one.value) and is_running(two.value) and one.value != two.value
     await first.kill()
@@ -241,7 +235,7 @@ async def test_owner_hands_out_loaded_processes_and_kills_them_when_it_is_closed
 
 
 def test_only_failures_in_a_row_end_the_run():
-    owner = WorkerOwner(program(None))
+    owner = owner_of(None)
     for row in range(2):
         if row:
             owner.record_success()
@@ -261,27 +255,22 @@ def test_only_failures_in_a_row_end_the_run():
         (("sleep", 1000), 0.2, "Importing the toy took longer than 2 s, 10 times toy.timeout"),
     ],
 )
-def test_owner_reports_why_the_code_cannot_be_loaded(load, timeout_seconds, message):
-    async def run() -> None:
-        owner = WorkerOwner(program(load, timeout_seconds))
-        with pytest.raises(Broken, match=message):
-            await owner.start()
-
+@in_loop
+async def test_owner_reports_why_the_code_cannot_be_loaded(load, timeout_seconds, message):
     before = set(psutil.Process().children())
-    asyncio.run(run())
+    with pytest.raises(Broken, match=message):
+        await owner_of(load, timeout_seconds).start()
     assert set(psutil.Process().children()) <= before
 
 
-def test_owner_that_is_closed_during_a_start_leaves_no_process():
-    async def run() -> None:
-        before = set(psutil.Process().children())
-        owner = WorkerOwner(program(("sleep", 1000)))
-        starting = asyncio.create_task(owner.start())
-        while set(psutil.Process().children()) <= before:
-            await asyncio.sleep(0)
-        await owner.close()
-        with pytest.raises(WorkerLost):
-            await starting
-        assert set(psutil.Process().children()) <= before
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+@in_loop
+async def test_owner_that_is_closed_during_a_start_leaves_no_process():
+    before = set(psutil.Process().children())
+    owner = owner_of(("sleep", 1000))
+    starting = asyncio.create_task(owner.start())
+    while set(psutil.Process().children()) <= before:
+        await asyncio.sleep(0)
+    await owner.close()
+    with pytest.raises(WorkerLost):
+        await starting
+    assert set(psutil.Process().children()) <= before

@@ -17,9 +17,9 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
+from torchtitan.grpo.config import Rollout, Workers
 from torchtitan.grpo.rollout.environments.environment_worker import (
     Close,
     CutOff,
@@ -35,8 +35,8 @@ from torchtitan.grpo.rollout.environments.environment_worker import (
 )
 from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.channel import NotPlainData, Refused, not_passed
-from torchtitan.grpo.workers.owner import OUTPUT_HINT, CallFailed, WorkerOwner, WorkerProgram
-from torchtitan.grpo.workers.process import Surroundings, WorkerKilled, WorkerLost, WorkerProcess
+from torchtitan.grpo.workers.owner import OUTPUT_HINT, CallFailed, WorkerOwner
+from torchtitan.grpo.workers.process import WorkerKilled, WorkerLost, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
@@ -50,47 +50,38 @@ class EnvironmentsFailing(RuntimeError):
 
 
 class EnvironmentPool:
-    """Begins episodes, and counts those that fail.
+    """Begins episodes of ``rollout.environment``, and counts those that fail.
 
-    The arguments are those of ``rollout.environment*``. The time limit holds for each call of a
-    method. ``on_failure`` is called with the error of each episode that failed.
-    ``stop_strings`` are known once the pool is started.
+    The time limit holds for each call of a method. ``on_failure`` is called with the error of
+    each episode that failed. ``stop_strings`` are known once the pool is started.
     """
 
     def __init__(
         self,
-        factory: str,
-        options: Mapping[str, Any] | None = None,
-        *,
-        num_workers: int = 1,
-        timeout_seconds: float = 30.0,
-        max_consecutive_failures: int = 32,
+        rollout: Rollout,
+        workers: Workers | None = None,
         on_failure: Callable[[CallFailed], object] = lambda failure: None,
-        surroundings: Surroundings | None = None,
     ) -> None:
+        factory, seconds = rollout.environment, rollout.environment_timeout_seconds
+        assert factory is not None, "rollout.environment must be set"
         self.stop_strings: list[str] = []
-        self.timeout_seconds = timeout_seconds
+        self.timeout_seconds = seconds
         self._owner = WorkerOwner(
-            WorkerProgram(
-                module="torchtitan.grpo.rollout.environments.environment_worker",
-                decode_reply=decode_reply,
-                load=LoadEnvironment(factory, dict(options or {})),
-                subject=f"rollout.environment {factory!r}",
-                calls="episodes of rollout.environment in a row failed",
-                timeout_seconds=(timeout_seconds, "rollout.environment_timeout_seconds"),
-                max_consecutive_failures=(
-                    max_consecutive_failures,
-                    "rollout.max_consecutive_failures",
-                ),
-                error=EnvironmentsFailing,
-                on_failure=on_failure,
-                surroundings=surroundings or Surroundings(),
-            )
+            "torchtitan.grpo.rollout.environments.environment_worker",
+            decode_reply,
+            LoadEnvironment(factory, rollout.environment_options),
+            subject=f"rollout.environment {factory!r}",
+            calls="episodes of rollout.environment in a row failed",
+            error=EnvironmentsFailing,
+            timeout_seconds=(seconds, "rollout.environment_timeout_seconds"),
+            most_failures=(rollout.max_consecutive_failures, "rollout.max_consecutive_failures"),
+            workers=workers or Workers(),
+            on_failure=on_failure,
         )
         # They raise EnvironmentsFailing if too many episodes in a row have failed.
         self.record_failure = self._owner.record_failure
         self.record_success = self._owner.record_success
-        self._num_workers = num_workers
+        self._num_workers = rollout.environment_workers
         self._workers: set[_Worker] = set()
         self._starting = asyncio.Lock()
         self._counter = itertools.count()

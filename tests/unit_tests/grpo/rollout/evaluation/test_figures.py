@@ -33,14 +33,11 @@ SETTINGS = EvaluationSet(
 
 def prompt(index: int, *scores: float, cut: int = 0) -> EvaluatedPrompt:
     """A prompt whose i-th completion has i + 1 tokens; the first ``cut`` of them were cut."""
-    return EvaluatedPrompt(
-        index,
-        f"prompt {index}",
-        tuple(
-            EvaluatedCompletion(f"text {i}", score, i + 1, "length" if i < cut else "stop", 3, 4)
-            for i, score in enumerate(scores)
-        ),
+    completions = (
+        EvaluatedCompletion(f"text {i}", score, i + 1, "length" if i < cut else "stop", 3, 4)
+        for i, score in enumerate(scores)
     )
+    return EvaluatedPrompt(index, f"prompt {index}", tuple(completions))
 
 
 PROMPTS = [
@@ -60,9 +57,7 @@ def test_prompts_count_alike_and_prompts_with_too_few_completions_not_at_all():
     assert found.length_mean == pytest.approx((10 + 10 + 3) / 10)
     assert (found.length_max, found.cut_fraction) == (4, 0.1)
     assert [sample.index for sample in found.samples] == [0]
-
-
-def test_a_figure_that_no_prompt_has_enough_completions_for_is_left_out():
+    # A figure that no prompt has enough completions for is left out.
     assert summarize_set("digits", SETTINGS, PROMPTS[2:]).pass_at == {1: 1.0, 2: 1.0}
 
 
@@ -87,12 +82,12 @@ def test_all_that_is_reported_is_described_and_the_sets_score_is_their_mean():
     assert "100% of these completions have tokens of newer weights, of up to step 4" in lines[2]
 
 
-@pytest.mark.parametrize("num_samples", range(1, 8))
-def test_pass_at_k_is_the_share_of_all_choices_that_contain_a_completion_that_passed(num_samples):
-    for num_passed in range(num_samples + 1):
-        passed = [i < num_passed for i in range(num_samples)]
-        for k in range(1, num_samples + 1):
-            choices = list(itertools.combinations(passed, k))
-            expected = sum(any(choice) for choice in choices) / len(choices)
-            assert pass_at_k(num_samples, num_passed, k) == pytest.approx(expected, abs=1e-14)
+def test_pass_at_k_is_the_share_of_all_choices_that_contain_a_completion_that_passed():
+    for num_samples in range(1, 8):
+        for num_passed in range(num_samples + 1):
+            passed = [i < num_passed for i in range(num_samples)]
+            for k in range(1, num_samples + 1):
+                choices = list(itertools.combinations(passed, k))
+                expected = sum(any(choice) for choice in choices) / len(choices)
+                assert pass_at_k(num_samples, num_passed, k) == pytest.approx(expected, abs=1e-14)
     assert pass_at_k(100_000, 1, 1) == pytest.approx(1e-5)

@@ -8,50 +8,36 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-import numpy as np
 import pytest
-from stub_clients import StubClient, in_loop
+from local_server import PROMPT, SAMPLING, LocalServer, attested, generation
+from stub_clients import in_loop
 
-from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.client import ServerLoad
 from torchtitan.grpo.rollout.evaluation import SpareRoom
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
-from torchtitan.grpo.rollout.serving.requests import Sampling
-from torchtitan.grpo.types import GenerateRequest, Generation, Prompt, VersionSegment
+from torchtitan.grpo.types import GenerateRequest, Generation
 
-SAMPLING = Sampling(8, 16, 1.0, 1.0, -1, (1,))
-PROMPT = Prompt(0, "abc", np.arange(3, dtype=np.int32), {})
 MOST_ROLLOUTS = 8
 
 
-class Holding(StubClient):
-    """Answers with four tokens once it is told to."""
+class Holding(LocalServer):
+    """Answers once it is told to."""
 
     def __init__(self, url: str) -> None:
-        self.url = url
+        super().__init__(url, self.answer_late)
         self.go_on = asyncio.Event()
-        self.num_asked = 0
 
-    async def generate(self, request: GenerateRequest) -> Generation:
-        self.num_asked += 1
+    async def answer_late(self, request: GenerateRequest) -> Generation:
         await self.go_on.wait()
-        ids = np.ones(4, np.int32)
-        segments = (VersionSegment(0, 0, 4),)
-        return Generation(ids, -np.ones(4, np.float32), "stop", segments)
+        return generation()
 
 
 @contextlib.asynccontextmanager
 async def started(
-    *, num_servers: int = 1, max_concurrent: int = 0, **settings: Any
+    names: str = "a", *, max_concurrent: int = 0, **settings: Any
 ) -> AsyncIterator[tuple[Dispatcher, SpareRoom, list[Holding]]]:
-    clients = [Holding(f"http://{name}") for name in "abc"[:num_servers]]
-    dispatcher = Dispatcher(
-        clients,
-        Rollout(max_concurrent_rollouts=MOST_ROLLOUTS, **settings),
-        vocab_size=100,
-    )
-    for client in clients:
-        dispatcher.set_version(client.url, 0)
+    clients = [Holding(f"http://{name}") for name in names]
+    dispatcher = attested(*clients, max_concurrent_rollouts=MOST_ROLLOUTS, **settings)
     yield dispatcher, SpareRoom(dispatcher, max_concurrent, MOST_ROLLOUTS), clients
     await dispatcher.close()
 
@@ -84,22 +70,18 @@ async def test_an_evaluation_takes_what_rollouts_leave_free(adaptive: bool):
 
 
 @in_loop
-async def test_behind_rollouts_that_fill_all_servers_a_few_are_always_in_flight():
+async def test_a_few_are_always_in_flight_and_never_more_than_allowed():
     async with started(max_concurrent=32) as (dispatcher, room, _):
         fill(dispatcher)
         assert dispatcher.in_flight == MOST_ROLLOUTS
         assert len(fill(room)) == 2  # a sixteenth of 32
-
-
-@in_loop
-async def test_no_more_are_in_flight_than_allowed():
     async with started(max_concurrent=3) as (_, room, _):
         assert len(fill(room)) == 3
 
 
 @in_loop
 async def test_a_server_with_a_queue_or_full_memory_gets_none():
-    async with started(num_servers=3, max_concurrent=8) as (dispatcher, room, _):
+    async with started("abc", max_concurrent=8) as (dispatcher, room, _):
         servers = list(dispatcher.servers.values())
         servers[0].report(ServerLoad(running=1, waiting=2, kv_use=None))
         servers[1].report(ServerLoad(running=1, waiting=0, kv_use=0.95))
@@ -128,7 +110,7 @@ async def test_waiting_completions_of_an_evaluation_do_not_narrow_the_window_of_
 
 @in_loop
 async def test_a_pinned_server_alone_is_asked_until_it_is_gone():
-    async with started(num_servers=2) as (dispatcher, room, clients):
+    async with started("ab") as (dispatcher, room, clients):
         room.pin(["http://b"])
         evaluated = fill(room, 3)
         assert {job.is_evaluation for job in dispatcher.servers["http://b"].jobs} == {True}
@@ -137,17 +119,17 @@ async def test_a_pinned_server_alone_is_asked_until_it_is_gone():
         dispatcher.set_lost("http://b", "gone")
         clients[0].go_on.set()
         await asyncio.gather(*evaluated)  # generated again, by the other one
-        assert clients[0].num_asked == 3
+        assert len(clients[0].requests) == 3
         assert room.choose(lambda version: True) is dispatcher.servers["http://a"]
 
 
 @in_loop
 async def test_evaluations_are_neither_hedged_nor_counted_as_tokens_of_rollouts():
-    async with started(num_servers=2, hedge_seconds=0.05) as (dispatcher, room, clients):
+    async with started("ab", hedge_seconds=0.05) as (dispatcher, room, clients):
         room.pin(["http://a"])
         (evaluated,) = fill(room, 1)
         await asyncio.sleep(0.3)
-        assert (dispatcher.num_hedged, clients[1].num_asked) == (0, 0)
+        assert (dispatcher.num_hedged, clients[1].requests) == (0, [])
         clients[0].go_on.set()
         await evaluated
         assert dispatcher.num_tokens == 0

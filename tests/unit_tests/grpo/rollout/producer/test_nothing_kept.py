@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from producer_world import Settings, make_world
 
+from torchtitan.grpo.config import Reward
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rollout import kept_groups
 from torchtitan.grpo.rollout.judging import CompletionFilter
@@ -62,9 +63,8 @@ def test_a_producer_that_keeps_nothing_says_why(case, tmp_path: Path, repository
     async def run() -> tuple[BaseException | None, int]:
         acceptors = [settings.acceptor] if settings.acceptor is not None else []
         pool = RewardPool(
-            [settings.reward, "exact_match", *acceptors],
-            num_workers=1, timeout_seconds=30, max_consecutive_failures=1000,
-        )  # fmt: skip
+            [settings.reward, "exact_match", *acceptors], Reward(max_consecutive_failures=1000)
+        )
         await pool.start()
         codec = TextCodec(str(repository / "assets/reverse_digits/model"), [1])
         world = make_world(prompts, codec, pool, settings)

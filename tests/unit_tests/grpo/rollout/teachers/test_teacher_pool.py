@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -47,22 +46,18 @@ def rating_of(token_ids: list[int], offset: float = 0.0) -> list[float]:
     return [-float(token) - offset for token in token_ids[1:]]
 
 
-def top_of(num_tokens: int, best: list[int]) -> TopTokens:
-    """The same tokens at each place, each one nat less likely than the one before it."""
-    logprobs = -1 - np.arange(len(best), dtype=np.float32)
-    return TopTokens(
-        np.tile(np.array(best, np.int32), (num_tokens, 1)), np.tile(logprobs, (num_tokens, 1))
-    )
+async def refuse(token_ids: list[int]) -> list[float]:
+    raise RouteError("POST http://t failed: connection refused")
 
 
-def lost(url: str = "http://t") -> RouteError:
-    return RouteError(f"POST {url} failed: connection refused")
+async def rate_otherwise(token_ids: list[int]) -> list[float]:
+    return rating_of(token_ids, offset=1.0)
 
 
 class LocalTeacher(StubClient):
     """Rates a token by its number; ``answer`` replaces it for other behavior."""
 
-    def __init__(self, url: str, facts: ServerFacts) -> None:
+    def __init__(self, facts: ServerFacts, url: str = "http://t") -> None:
         self.url, self.facts = url, facts
         self.answer: Answer = self.by_number
         self.num_requests = self.num_at_once = self.most_at_once = 0
@@ -87,8 +82,11 @@ class LocalTeacher(StubClient):
                 logprobs = (await self.answer(token_ids))[start - 1 :]
             finally:
                 self.num_at_once -= 1
-            top = top_of(len(logprobs), self.best[:num_top]) if num_top else None
-            ratings.append(PromptRating(logprobs, top))
+            # The same tokens at each place, each one nat less likely than the one before it.
+            shape = len(logprobs), num_top
+            ids = np.broadcast_to(np.array(self.best[:num_top], np.int32), shape)
+            top = TopTokens(ids, np.broadcast_to(-1 - np.arange(num_top, dtype=np.float32), shape))
+            ratings.append(PromptRating(logprobs, top if num_top else None))
         return ratings
 
     async def describe(self, temperature: float) -> ServerFacts:
@@ -124,41 +122,31 @@ def make(model, *clients: LocalTeacher, drops: DropLog | None = None, **settings
     )
 
 
-async def started(model, **settings: Any) -> tuple[TeacherPool, LocalTeacher]:
-    teacher = LocalTeacher("http://t", facts_of(model))
-    pool = make(model, teacher, **settings)
+async def started(model, *, drops: DropLog | None = None, **settings: Any):
+    teacher = LocalTeacher(facts_of(model))
+    pool = make(model, teacher, drops=drops, **settings)
     await pool.start(5)
     return pool, teacher
 
 
-async def refuse(token_ids: list[int]) -> list[float]:
-    raise lost()
-
-
-async def rate_one(pool: TeacherPool, completion: np.ndarray = COMPLETION) -> np.ndarray:
+async def rate_one(pool: TeacherPool, completion: np.ndarray = COMPLETION) -> list[float]:
     ((logprobs, top),) = await pool.rate([(PROMPT, completion)])
-    assert top is None
-    return logprobs
+    assert top is None and logprobs.dtype == np.float32
+    return logprobs.tolist()
 
 
-def rollout(reward: float = 0.0) -> Rollout:
-    return Rollout(
-        prompt_ids=PROMPT,
-        token_ids=COMPLETION,
-        logprobs=-np.ones(3, np.float32),
-        segments=(VersionSegment(0, 0, 3),),
-        finish_reason="stop",
-        completion="",
-        reward=reward,
-    )
+def rollout(reward: float = 0.0, ids: np.ndarray = COMPLETION) -> Rollout:
+    segments = (VersionSegment(0, 0, len(ids)),)
+    return Rollout(PROMPT, ids, -np.ones(len(ids), np.float32), segments, "stop", "", reward)
+
+
+RATED = [-5.0, -6.0, -7.0]
 
 
 @in_loop
 async def test_each_completion_token_gets_its_logprob_given_all_before_it(model):
     pool, _ = await started(model)
-    found = await rate_one(pool)
-    assert found.dtype == np.float32
-    assert found.tolist() == [-5.0, -6.0, -7.0]
+    assert await rate_one(pool) == RATED
     assert pool.take_metrics().keys() == {"teacher/rating_seconds", "teacher/waiting_rollouts"}
     assert "teacher/rating_seconds" not in pool.take_metrics()
 
@@ -167,29 +155,21 @@ async def test_each_completion_token_gets_its_logprob_given_all_before_it(model)
 async def test_a_teacher_that_is_lost_and_comes_back_rates_everything(model):
     drops = DropLog(lambda text: None)
     pool, teacher = await started(model, drops=drops)
-    is_down = True
-
-    async def refuse(token_ids: list[int]) -> list[float]:
-        if is_down:
-            raise lost()
-        return rating_of(token_ids)
-
     teacher.answer = refuse
     ratings = [asyncio.create_task(rate_one(pool)) for _ in range(8)]
     asked = teacher.num_requests
-    while drops.counts["rating failed"] < 4:
+    while drops.counts["rating failed"] < 3:
         await asyncio.sleep(0.01)
     assert not any(rating.done() for rating in ratings)
     # By one request in each pause, and not by all that wait.
-    assert teacher.num_requests - asked <= 4
-    is_down = False
-    for rating in ratings:
-        assert (await rating).tolist() == [-5.0, -6.0, -7.0]
+    assert teacher.num_requests - asked <= 3
+    teacher.answer = teacher.by_number
+    assert await asyncio.gather(*ratings) == [RATED] * 8
 
 
 @in_loop
 async def test_another_teacher_takes_over_and_no_teacher_gets_too_much(model):
-    first, second = (LocalTeacher(f"http://{c}", facts_of(model)) for c in "ab")
+    first, second = (LocalTeacher(facts_of(model), f"http://{c}") for c in "ab")
     pool = make(model, first, second, max_concurrent_requests=2)
     await pool.start(5)
 
@@ -199,46 +179,41 @@ async def test_another_teacher_takes_over_and_no_teacher_gets_too_much(model):
 
     first.answer, second.answer = refuse, slow
     found = await asyncio.gather(*(rate_one(pool) for _ in range(12)))
-    assert all(rating.tolist() == [-5.0, -6.0, -7.0] for rating in found)
+    assert found == [RATED] * 12
     assert second.most_at_once == 2
+
+
+ANOTHER_MODEL = r"must serve the model that the run began with"
 
 
 @in_loop
 async def test_a_teacher_that_comes_back_as_another_model_is_not_used(model):
     pool, teacher = await started(model, wait_seconds=0.6)
-    state = "lost"
-
-    async def answer(token_ids: list[int]) -> list[float]:
-        if state == "lost":
-            raise lost()
-        return rating_of(token_ids, offset=0.5)
-
-    teacher.answer = answer
+    teacher.answer = refuse
     rating = asyncio.create_task(rate_one(pool))
     await asyncio.sleep(0.05)
-    state = "another"
-    with pytest.raises(NotRated, match=r"must serve the model that the run began with"):
+    teacher.answer = rate_otherwise
+    with pytest.raises(NotRated, match=ANOTHER_MODEL):
         await rating
 
 
 @in_loop
-async def test_a_teacher_that_was_restarted_as_another_model_while_it_was_idle_is_not_used(
+async def test_a_teacher_that_became_another_model_while_nobody_asked_is_not_used(
     model, monkeypatch
 ):
-    """No request fails, because nobody asks meanwhile."""
     pool, teacher = await started(model, wait_seconds=0.6)
-    assert len(await rate_one(pool)) == 3
+    await rate_one(pool)
     num_requests = teacher.num_requests
-    assert len(await rate_one(pool)) == 3
+    await rate_one(pool)
     assert teacher.num_requests == num_requests + 1, "a busy teacher is not asked for more"
     monkeypatch.setattr(teacher_pool, "_IDLE_SECONDS", 0.0)
-    assert len(await rate_one(pool)) == 3, "the same model goes on"
+    assert await rate_one(pool) == RATED, "the same model goes on"
 
     may_answer = asyncio.Event()
 
     async def answer(token_ids: list[int]) -> list[float]:
         await may_answer.wait()
-        return rating_of(token_ids, offset=0.5)
+        return await rate_otherwise(token_ids)
 
     teacher.answer = answer
     # The second one does not take the question to the teacher for a sign that it is busy.
@@ -246,14 +221,13 @@ async def test_a_teacher_that_was_restarted_as_another_model_while_it_was_idle_i
     await asyncio.sleep(0.1)
     may_answer.set()
     for rating in ratings:
-        with pytest.raises(NotRated, match=r"must serve the model that the run began with"):
+        with pytest.raises(NotRated, match=ANOTHER_MODEL):
             await rating
 
 
 @in_loop
 async def test_a_rating_is_given_up_after_silence_and_never_invented(model):
     pool, teacher = await started(model, wait_seconds=0.3)
-
     teacher.answer = refuse
     rater = GroupRater(pool, max_unrated_groups=2)
     with pytest.raises(Unrated, match=r"No teacher has answered .*teacher\.wait_seconds = 0\.3"):
@@ -270,55 +244,38 @@ async def test_a_rating_is_given_up_after_silence_and_never_invented(model):
     assert rated[0].reward == 0.25
 
 
+@pytest.mark.parametrize(
+    ("settings", "head_start"), [({}, 0.4), ({"max_concurrent_requests": 1}, 0.0)]
+)
 @in_loop
-async def test_each_group_has_the_whole_waiting_time_whatever_others_have_waited(model):
-    """A group that began late is neither dropped nor counted together with those that gave up."""
-    pool, teacher = await started(model, wait_seconds=1.0)
-
+async def test_a_group_that_began_late_or_had_no_place_yet_is_not_given_up_with_another(
+    model, settings, head_start
+):
+    pool, teacher = await started(model, wait_seconds=0.5, **settings)
     teacher.answer = refuse
     rater = GroupRater(pool, max_unrated_groups=2)
-    early = asyncio.create_task(rater.rate([rollout()]))
-    await asyncio.sleep(0.8)
-    late = asyncio.create_task(rater.rate([rollout()]))
-    began = time.monotonic()
-    with pytest.raises(Unrated):
-        await early
-    with pytest.raises(TeachersFailing):
-        await late
-    assert time.monotonic() - began >= 1.0
-
-
-@in_loop
-async def test_a_group_that_was_not_asked_for_yet_is_not_given_up(model):
-    """While a teacher is out, only the ratings that have a place with it run out of time."""
-    pool, teacher = await started(model, wait_seconds=0.5, max_concurrent_requests=1)
-
-    teacher.answer = refuse
-    rater = GroupRater(pool, max_unrated_groups=2)
-    first, second = (asyncio.create_task(rater.rate([rollout()])) for _ in range(2))
+    first = asyncio.create_task(rater.rate([rollout()]))
+    await asyncio.sleep(head_start)
+    second = asyncio.create_task(rater.rate([rollout()]))
     with pytest.raises(Unrated):
         await first
     began = time.monotonic()
     with pytest.raises(TeachersFailing):
         await second
-    assert time.monotonic() - began >= 0.4
+    assert time.monotonic() - began >= 0.3
 
 
 @in_loop
 async def test_short_rollouts_of_a_group_share_a_request_where_the_server_takes_lists(model):
     pool, teacher = await started(model)
     rater = GroupRater(pool, max_unrated_groups=2)
-    group = [replace(rollout(), token_ids=np.arange(2, n, dtype=np.int32)) for n in (4, 9)]
-    for capabilities, sizes in (
-        (Capabilities(), [1, 1]),
-        (Capabilities(rates_lists=True), [2]),
-    ):
+    group = [rollout(ids=np.arange(2, n, dtype=np.int32)) for n in (4, 9)]
+    for capabilities, sizes in (Capabilities(), [1, 1]), (Capabilities(rates_lists=True), [2]):
         teacher.capabilities, teacher.sizes = capabilities, []
         rated = await rater.rate(group)
         assert teacher.sizes == sizes
-        assert [r.teacher_logprobs.tolist() for r in rated] == [
-            [-2.0, -3.0], [-2.0, -3.0, -4.0, -5.0, -6.0, -7.0, -8.0]
-        ]  # fmt: skip
+        for part, given in zip(rated, group, strict=True):
+            assert part.teacher_logprobs.tolist() == [-float(i) for i in given.token_ids]
 
 
 @in_loop
@@ -326,7 +283,7 @@ async def test_each_completion_token_comes_with_the_teachers_most_likely_tokens(
     pool, teacher = await started(model, top_k=3)
     (rated,) = await GroupRater(pool, max_unrated_groups=2).rate([rollout()])
     assert teacher.num_tops == {3}
-    assert rated.teacher_logprobs.tolist() == [-5.0, -6.0, -7.0]
+    assert rated.teacher_logprobs.tolist() == RATED
     assert rated.teacher_top_ids.dtype == np.int32
     assert rated.teacher_top_ids.tolist() == [[0, 1, 2]] * 3
     assert rated.teacher_top_logprobs.dtype == np.float32
@@ -335,7 +292,7 @@ async def test_each_completion_token_comes_with_the_teachers_most_likely_tokens(
 
 @in_loop
 async def test_tokens_that_the_student_lacks_are_asked_for_besides_and_left_out(model):
-    teacher = LocalTeacher("http://t", facts_of(model, vocab_size=22))
+    teacher = LocalTeacher(facts_of(model, vocab_size=22))
     teacher.best = [21, 4, 20, 7, 5]
     pool = make(model, teacher, top_k=2)
     await pool.start(5)
@@ -348,7 +305,7 @@ async def test_tokens_that_the_student_lacks_are_asked_for_besides_and_left_out(
 @in_loop
 async def test_an_answer_with_too_few_tokens_of_the_student_is_a_wrong_one(model):
     """A server that does not tell its vocabulary is asked for no more than is needed."""
-    teacher = LocalTeacher("http://t", facts_of(model, vocab_size=None))
+    teacher = LocalTeacher(facts_of(model, vocab_size=None))
     teacher.best = [21, 4]
     drops = DropLog(lambda text: None)
     pool = make(model, teacher, drops=drops, top_k=2, wait_seconds=0.3)
@@ -361,11 +318,11 @@ async def test_an_answer_with_too_few_tokens_of_the_student_is_a_wrong_one(model
 @in_loop
 async def test_a_teacher_with_far_more_tokens_is_refused_with_top_k_alone(model):
     facts = facts_of(model, vocab_size=20 + 129)
-    await make(model, LocalTeacher("http://t", facts)).start(5)
+    await make(model, LocalTeacher(facts)).start(5)
     with pytest.raises(
         WrongServer, match=r"129 tokens more .*teacher\.top_k it may have at most 128"
     ):
-        await make(model, LocalTeacher("http://t", facts), top_k=2).start(5)
+        await make(model, LocalTeacher(facts), top_k=2).start(5)
 
 
 @pytest.mark.parametrize(
@@ -414,9 +371,8 @@ async def test_a_rollout_that_alone_cannot_be_rated_does_not_hold_up_others(mode
 )
 @in_loop
 async def test_a_server_that_cannot_be_a_teacher_is_refused_at_the_start(model, changes, message):
-    teacher = LocalTeacher("http://t", facts_of(model, **changes))
     with pytest.raises(WrongServer, match=f"(?s)teacher.urls.*{message}"):
-        await make(model, teacher).start(5)
+        await make(model, LocalTeacher(facts_of(model, **changes))).start(5)
 
 
 @in_loop
@@ -428,24 +384,20 @@ async def test_another_tokenizer_is_refused_with_the_token_that_differs(model, t
     with pytest.raises(
         WrongServer, match=r"2 of 20 are not in .*token 7 is 't7', which the teacher has as 8"
     ):
-        await make(model, LocalTeacher("http://t", facts_of(other))).start(5)
+        await make(model, LocalTeacher(facts_of(other))).start(5)
     # A teacher may know more tokens.
     facts = facts_of(larger, vocab_size=30)
-    await make(model, LocalTeacher("http://t", facts)).start(5)
+    await make(model, LocalTeacher(facts)).start(5)
 
 
 @in_loop
 async def test_teachers_must_all_be_the_same_model(model):
-    first, second = (LocalTeacher(f"http://{c}", facts_of(model)) for c in "ab")
+    first, second = (LocalTeacher(facts_of(model), f"http://{c}") for c in "ab")
 
-    async def other(token_ids: list[int]) -> list[float]:
-        return rating_of(token_ids, offset=1.0)
-
-    second.answer = other
+    second.answer = rate_otherwise
     with pytest.raises(WrongServer, match="rates fixed tokens otherwise, by 1 nats"):
         await make(model, first, second).start(5)
 
 
-def test_a_teacher_is_asked_for_at_most_as_many_tokens_as_servers_return() -> None:
-    """A teacher with further tokens is asked for them besides ``teacher.top_k``."""
+def test_a_teacher_is_asked_for_at_most_as_many_tokens_as_servers_return():
     assert MAX_TOP_K + MOST_FURTHER_TOKENS <= MAX_TOP_TOKENS

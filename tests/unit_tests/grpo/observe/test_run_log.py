@@ -1,0 +1,74 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""A log loses nothing by a full disk, a resume or a damaged line."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtitan.grpo.observe.run_log import RunLog
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
+@pytest.mark.parametrize("has_room_again", [True, False])
+def test_what_a_full_disk_refused_is_written_once_there_is_room(tmp_path, caplog, has_room_again):
+    path = tmp_path / "metrics.jsonl"
+    log = RunLog(path, 0)
+    log.add({"step": 1})
+    stream = log._stream
+    log._stream = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+    log.add({"step": 2})
+    log.add({"step": 3})
+    told = [message for message in caplog.messages if "No space left" in message]
+    assert told == [
+        f"{path} cannot be written now (No space left on device). Training goes on, and what is "
+        "missing there is written as soon as there is room."
+    ], "said once"
+    assert [record["step"] for record in log.read()] == [1, 2, 3], "the summary counts them"
+    if has_room_again:
+        log._stream.close()
+        log._stream = stream
+        log.add({"step": 4})
+    log.close()
+    found = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    if has_room_again:
+        assert found == [1, 2, 3, 4]
+    else:
+        stream.close()
+        assert found == [1]
+        assert caplog.messages[-1].startswith(f"{path} lacks its last 2 records")
+
+
+DAMAGED = [
+    b'{"step": 2', b'{"step": "2"}\n', b"[2]\n", b"\xff\xfe{}\n", b'{"stfp": 2}\n', b"null\n", b"\n",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", DAMAGED)
+def test_a_line_that_is_damaged_is_told_and_the_others_are_kept(tmp_path: Path, caplog, line):
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line + (b'{"step": 3}\n' if line.endswith(b"\n") else b""))
+    log = RunLog(path, 3)
+    assert [record["step"] for record in log.read()] == ([1, 3] if line.endswith(b"\n") else [1])
+    log.close()
+    assert f"{path}:2 is damaged or incomplete, and is left out." in caplog.messages
+
+
+def test_a_resumed_run_continues_its_records_where_the_checkpoint_was(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    log = RunLog(file, 0)
+    for step in (1, 2, 3):
+        log.add({"step": step})
+    log.close()
+    with file.open("a") as half:
+        half.write('{"step": 4, "rew')
+    resumed = RunLog(file, 2)
+    resumed.add({"step": 3, "again": True})
+    resumed.close()
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert records == resumed.read() == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
+    RunLog(file, 0).close()
+    assert file.read_text() == ""
