@@ -10,10 +10,14 @@ They have the form that Prometheus reads (``file_sd_configs``), one file for eac
 
 import ipaddress
 import json
+import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from torchtitan.grpo.system.files import write_whole
+
+logger = logging.getLogger(__name__)
 
 ADDRESSES_FOLDER = "monitoring"
 
@@ -33,12 +37,19 @@ def is_loopback(host: str) -> bool:
 def write_address(
     dump_folder: str, process: str, targets: Sequence[tuple[str, int]], **labels: str
 ) -> None:
-    """Writes ``<dump_folder>/monitoring/<process>.json`` atomically, with hosts and ports."""
+    """Writes ``<dump_folder>/monitoring/<process>.json`` atomically, with hosts and ports.
+
+    A folder that cannot be written ends nothing.
+    """
     named = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in targets]
     labels = {"process": process, "run": Path(dump_folder).resolve().name, **labels}
     content = json.dumps([{"targets": named, "labels": labels}], allow_nan=False) + "\n"
-    write_whole(Path(dump_folder) / ADDRESSES_FOLDER / f"{process}.json", content.encode())
+    try:
+        write_whole(Path(dump_folder) / ADDRESSES_FOLDER / f"{process}.json", content.encode())
+    except OSError as error:
+        logger.error("The addresses of %s could not be written: %s", process, error)
 
 
 def remove_address(dump_folder: str, process: str) -> None:
-    (Path(dump_folder) / ADDRESSES_FOLDER / f"{process}.json").unlink(missing_ok=True)
+    with suppress(OSError):
+        (Path(dump_folder) / ADDRESSES_FOLDER / f"{process}.json").unlink()

@@ -11,6 +11,8 @@ The part of a key that tells servers apart becomes a label, so that a dashboard 
 """
 
 import asyncio
+import logging
+import os
 import re
 import secrets
 import threading
@@ -26,9 +28,11 @@ from prometheus_client.registry import Collector
 
 from torchtitan.grpo import strict_json
 from torchtitan.grpo.errors import RunError
-from torchtitan.grpo.monitoring.addresses import KEY_VARIABLE
+from torchtitan.grpo.monitoring.addresses import KEY_VARIABLE, remove_address, write_address
 from torchtitan.grpo.system.http_site import answered, listen
 from torchtitan.grpo.system.process_tuning import yield_to_training
+
+logger = logging.getLogger(__name__)
 
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _NUMBERED = re.compile(r"(.*/server)(\d+)/(.+)")
@@ -104,48 +108,31 @@ class _Values(Collector):
         return families.values()
 
 
-@dataclass(frozen=True)
-class Routes:
-    """The routes of a process that serves nothing else, called on the event loop.
+class MonitorSite:
+    """Serves the health and the metrics of a process on the running event loop. Port 0 is a free one.
 
-    Clients must send ``key``, unless it is empty.
+    Both functions are called on the event loop. Clients must send the key of ``KEY_VARIABLE``, if
+    it is set. The address is in the folder of the run while the site serves.
     """
 
-    health: Callable[[], Health]
-    metrics: Callable[[], Mapping[str, float]]
-    key: str = ""
-
-    def app(self) -> web.Application:
+    def __init__(
+        self,
+        health: Callable[[], Health],
+        values: Callable[[], Mapping[str, float]],
+        address: tuple[str, int],
+        dump_folder: str,
+        process: str,
+    ) -> None:
+        self._health, self._values = health, values
+        self._host, self._port = address
+        self._dump_folder, self._process = dump_folder, process
+        self._key = os.environ.get(KEY_VARIABLE, "")
+        self._listener: asyncio.Server | None = None
         app = web.Application(middlewares=[answered])
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/metrics", self._metrics)
-        return app
-
-    def _is_allowed(self, http: web.Request) -> bool:
-        if not self.key:
-            return True
-        scheme, _, token = http.headers.get("Authorization", "").partition(" ")
-        is_bearer = scheme.lower() == "bearer"
-        return is_bearer and secrets.compare_digest(token.encode(), self.key.encode())
-
-    async def _healthz(self, http: web.Request) -> web.Response:
-        return healthz(self.health(), is_allowed=self._is_allowed(http))
-
-    async def _metrics(self, http: web.Request) -> web.Response:
-        if not self._is_allowed(http):
-            message = f"Send 'Authorization: Bearer KEY', with the key of {KEY_VARIABLE}.\n"
-            return web.Response(status=401, text=message)
-        return metrics(self.metrics())
-
-
-class MonitorSite:
-    """Serves the routes on the running event loop. Port 0 takes a free one."""
-
-    def __init__(self, routes: Routes, host: str, port: int) -> None:
-        self._host, self._port = host, port
-        self._listener: asyncio.Server | None = None
         self._runner = web.AppRunner(
-            routes.app(),
+            app,
             access_log=None,
             keepalive_timeout=_IDLE_SECONDS,
             shutdown_timeout=_SHUTDOWN_SECONDS,
@@ -164,19 +151,38 @@ class MonitorSite:
                 "or set observe.monitor = false."
             ) from error
         host, port = self._listener.sockets[0].getsockname()[:2]
+        logger.info("Serving http://%s:%d/healthz and /metrics", host, port)
+        write_address(self._dump_folder, self._process, [(host, port)])
         return host, port
 
     async def close(self) -> None:
         if self._listener is not None:
             self._listener.close()
+            remove_address(self._dump_folder, self._process)
         await self._runner.cleanup()
+
+    def _is_allowed(self, http: web.Request) -> bool:
+        if not self._key:
+            return True
+        scheme, _, token = http.headers.get("Authorization", "").partition(" ")
+        is_bearer = scheme.lower() == "bearer"
+        return is_bearer and secrets.compare_digest(token.encode(), self._key.encode())
+
+    async def _healthz(self, http: web.Request) -> web.Response:
+        return healthz(self._health(), is_allowed=self._is_allowed(http))
+
+    async def _metrics(self, http: web.Request) -> web.Response:
+        if not self._is_allowed(http):
+            message = f"Send 'Authorization: Bearer KEY', with the key of {KEY_VARIABLE}.\n"
+            return web.Response(status=401, text=message)
+        return metrics(self._values())
 
 
 class MonitorThread:
-    """Serves the routes on a separate thread, which yields to the training thread."""
+    """Serves a site on a separate thread, which yields to the training thread."""
 
-    def __init__(self, routes: Routes, host: str, port: int) -> None:
-        self._site_of = lambda: MonitorSite(routes, host, port)
+    def __init__(self, site: MonitorSite) -> None:
+        self._site = site
         self._address: Future[tuple[str, int]] = Future()
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -199,12 +205,11 @@ class MonitorThread:
 
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        site = self._site_of()
         try:
-            address = await site.start()
+            address = await self._site.start()
         except BaseException as error:  # the thread's boundary: raised where it was started
             self._address.set_exception(error)
             return
         self._address.set_result(address)
         await self._stop.wait()
-        await site.close()
+        await self._site.close()

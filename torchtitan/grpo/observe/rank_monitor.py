@@ -3,19 +3,14 @@
 
 """Serves ``/healthz`` and ``/metrics`` of rank 0."""
 
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.monitoring.addresses import KEY_VARIABLE, remove_address, write_address
-from torchtitan.grpo.monitoring.site import Health, MonitorThread, Routes
-from torchtitan.grpo.system.logs import logger
+from torchtitan.grpo.monitoring.site import Health, MonitorSite, MonitorThread
 
-_PROCESS = "rank0"
 _TIMES_LONGER = 3.0
 
 
@@ -34,26 +29,20 @@ class RankMonitor:
         observe = self._config.observe
         if not observe.monitor:
             return
-        routes = Routes(
+        site = MonitorSite(
             lambda: self.phases.health(self.servers()),
             lambda: {**self.latest, **self.phases.metrics()},
-            os.environ.get(KEY_VARIABLE, ""),
+            (observe.monitor_host, observe.monitor_port),
+            self._config.job.dump_folder,
+            "rank0",
         )
-        self._thread = MonitorThread(routes, observe.monitor_host, observe.monitor_port)
-        host, port = self._thread.start()
-        logger.info("Serving http://%s:%d/healthz and /metrics", host, port)
-        try:
-            write_address(self._config.job.dump_folder, _PROCESS, [(host, port)])
-        except OSError as error:  # such as a full disk, which need not end the run
-            logger.error("The address of rank 0's monitor could not be written: %s", error)
+        self._thread = MonitorThread(site)
+        self._thread.start()
 
     def close(self) -> None:
-        if self._thread is None:
-            return
-        self._thread.close()
-        self._thread = None
-        with suppress(OSError):
-            remove_address(self._config.job.dump_folder, _PROCESS)
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
 
 
 class Phases:

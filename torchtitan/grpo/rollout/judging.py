@@ -25,7 +25,7 @@ from torchtitan.grpo.rollout.kept_groups import (
 )
 from torchtitan.grpo.rollout.ledger import CloseReason
 from torchtitan.grpo.rollout.scoring import Scorer
-from torchtitan.grpo.rollout.teachers import GroupRater, Unrated
+from torchtitan.grpo.rollout.teachers import TeacherPool, Unrated
 from torchtitan.grpo.types import Generation, Prompt, Rollout
 
 
@@ -110,12 +110,12 @@ class GroupJudge:
         completion_filter: CompletionFilter | None = None,
         waste: WasteBudget | None = None,
         fewest_rollouts: int = 2,
-        rater: GroupRater | None = None,
+        teachers: TeacherPool | None = None,
     ) -> None:
         self._scorer = scorer
         self._filter = completion_filter or CompletionFilter()
         self._waste = waste
-        self._rater = rater
+        self._teachers = teachers
         self._fewest = fewest_rollouts
 
     @property
@@ -162,19 +162,19 @@ class GroupJudge:
             raise Unusable(
                 "filtered", "All its rewards are equal (rollout.dynamic_sampling is on).", EQUAL
             )
-        if self._rater is None:
+        if self._teachers is None:
             return accepted
         try:
-            return await self._rater.rate(accepted)
+            return await self._teachers.rate_group(accepted)
         except Unrated as error:
             raise Unusable("unrated", str(error), UNRATED) from error
 
     def describe(self) -> str:
         """Describes what waits for a rating; empty if nothing does."""
-        return self._rater.describe() if self._rater is not None else ""
+        return self._teachers.describe() if self._teachers is not None else ""
 
     def take_metrics(self) -> dict[str, float]:
-        return self._rater.take_metrics() if self._rater is not None else {}
+        return self._teachers.take_metrics() if self._teachers is not None else {}
 
     def _too_few(self, number: int, what: str) -> str:
         return f"At least {self._fewest} completions are needed, but {number} {what}."

@@ -4,25 +4,20 @@
 """Health and metrics of the rollout process, which it serves itself."""
 
 import asyncio
-import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from torchtitan.grpo.config import RolloutProcessConfig
-from torchtitan.grpo.monitoring.addresses import KEY_VARIABLE, remove_address, write_address
-from torchtitan.grpo.monitoring.site import Health, MonitorError, MonitorSite, Routes
+from torchtitan.grpo.monitoring.addresses import remove_address, write_address
+from torchtitan.grpo.monitoring.site import Health, MonitorError, MonitorSite
 from torchtitan.grpo.rollout.session import RolloutSession
 from torchtitan.grpo.types import ServerInfo
 
-logger = logging.getLogger(__name__)
-
-_PROCESS, _SERVERS = "rollout", "servers"
+_SERVERS = "servers"
 _INTERVAL_SECONDS = 0.01
 _WINDOW_SECONDS = 60.0
 
@@ -40,20 +35,17 @@ class RolloutMonitor:
 
     async def start(self) -> None:
         """Begins to serve, unless ``observe.monitor`` is off."""
-        config = self._config
+        config, health = self._config, self.health
         if not config.monitor_host:
             return
-        key = os.environ.get(KEY_VARIABLE, "")
-        routes = Routes(self.health.health, self.health.metrics, key)
-        site = MonitorSite(routes, config.monitor_host, config.monitor_port)
+        address = config.monitor_host, config.monitor_port
+        site = MonitorSite(health.health, health.metrics, address, config.dump_folder, "rollout")
         try:
-            address = await site.start()
-            self._site = site
-            write_address(config.dump_folder, _PROCESS, [address])
-        except (MonitorError, OSError) as error:
+            await site.start()
+        except MonitorError as error:
             self._announce(f"The rollout process is not monitored: {error}")
-            return
-        logger.info("Serving http://%s:%d/healthz and /metrics", *address)
+        else:
+            self._site = site
 
     def tell_servers(self, servers: Sequence[ServerInfo]) -> None:
         """Writes the addresses of the servers, which serve ``/metrics`` themselves."""
@@ -62,19 +54,13 @@ class RolloutMonitor:
         parts = [urlsplit(server.url) for server in servers]
         targets = [(p.hostname or "", p.port or 80) for p in parts]
         kind = self._config.inference.kind
-        try:
-            write_address(self._config.dump_folder, _SERVERS, targets, kind=kind)
-        except OSError as error:
-            logger.error("The addresses of the servers could not be written: %s", error)
+        write_address(self._config.dump_folder, _SERVERS, targets, kind=kind)
 
     async def close(self) -> None:
-        if self._site is None:
-            return
-        for process in (_PROCESS, _SERVERS):
-            with suppress(OSError):
-                remove_address(self._config.dump_folder, process)
-        await self._site.close()
-        self._site = None
+        site, self._site = self._site, None
+        if site is not None:
+            remove_address(self._config.dump_folder, _SERVERS)
+            await site.close()
 
 
 class ProcessHealth:

@@ -38,7 +38,7 @@ from torchtitan.grpo.rollout.scoring import Scorer
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.fleet import ServerFleet, server_needs
 from torchtitan.grpo.rollout.serving.requests import Sampling
-from torchtitan.grpo.rollout.teachers import GroupRater, TeacherNeeds, TeacherPool
+from torchtitan.grpo.rollout.teachers import TeacherNeeds, TeacherPool
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import Places, TrajectoryWriter
 from torchtitan.grpo.types import ServerInfo
@@ -144,17 +144,15 @@ class RolloutSession:
             acceptor_position(config),
             has_environment=rollout.environment is not None,
         )
-        waste = rater = None
+        waste = None
         if rollout.dynamic_sampling:
             waste = WasteBudget(int(rollout.dynamic_sampling_limit * config.grpo.prompts_per_step))
-        if self._teachers is not None:
-            rater = GroupRater(self._teachers, config.teacher.max_unrated_groups)
         return GroupJudge(
             scorer,
             CompletionFilter(rollout.min_completion_tokens, rollout.drop_truncated),
             waste,
             fewest_rollouts=min(2, config.grpo.group_size),
-            rater=rater,
+            teachers=self._teachers,
         )
 
     async def close(self) -> None:

@@ -35,15 +35,8 @@ _RESOLVE_SECONDS = 1.0  # between two questions for the address of the endpoint
 class NodeOptions:
     """Command line of `scripts/launch_multinode.sh`, with what the environment adds.
 
-    Attributes:
-        num_nodes: Lowest and highest number of nodes.
-        endpoint: Host and port of the rendezvous.
-        num_ranks: Ranks on this node; ``None`` is one for each visible GPU.
-        interface: Interface to the other nodes; ``None`` asks the routes.
-        max_restarts: Number of restarts of all ranks after a failure.
-        run_id: Name of the run, the same on all nodes.
-        join_seconds: Time for which nodes wait for one another.
-        rest: Further arguments of the ranks.
+    ``num_nodes`` is the lowest and the highest number. Without ``num_ranks`` there is one rank for
+    each visible GPU, and without ``interface`` the routes are asked. ``rest`` is for the ranks.
     """
 
     config_file: str

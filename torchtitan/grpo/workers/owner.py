@@ -38,8 +38,7 @@ class WorkerOwner(Generic[Reply]):
         decode_reply: Decodes the body of a reply.
         load: First request of each process: it loads the user's code.
         subject: What is loaded, for messages, such as ``rollout.environment 'calculator'``.
-        calls: What its calls are, for messages, such as ``groups in a row could not be
-            scored``.
+        calls: What fails, for messages, such as ``groups in a row could not be scored``.
         error: The error that ends the run.
         timeout_seconds: Time limit of one call, with its TOML key.
         most_failures: Failed calls in a row that end the run, with its TOML key.

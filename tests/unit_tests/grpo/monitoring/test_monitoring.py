@@ -11,12 +11,17 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from torchtitan.grpo.monitoring.addresses import is_loopback, remove_address, write_address
+from torchtitan.grpo.monitoring.addresses import (
+    KEY_VARIABLE,
+    is_loopback,
+    remove_address,
+    write_address,
+)
 from torchtitan.grpo.monitoring.site import (
     Health,
     MonitorError,
+    MonitorSite,
     MonitorThread,
-    Routes,
     exposition,
     prometheus_name,
 )
@@ -38,18 +43,22 @@ def get(port: int, path: str, key: str = "") -> tuple[int, str]:
 
 
 @pytest.fixture
-def serve():
+def serve(tmp_path, monkeypatch):
     threads: list[MonitorThread] = []
 
     def start(health: Health = WELL, key: str = "", port: int = 0, **values: float) -> int:
-        routes = Routes(lambda: health, lambda: values, key)
-        threads.append(MonitorThread(routes, HOST, port))
-        return threads[-1].start()[1]
+        monkeypatch.setenv(KEY_VARIABLE, key)
+        site = MonitorSite(lambda: health, lambda: values, (HOST, port), str(tmp_path), "rank0")
+        threads.append(MonitorThread(site))
+        _, found = threads[-1].start()
+        assert f":{found}" in (tmp_path / "monitoring/rank0.json").read_text()
+        return found
 
     yield start
     for thread in threads:
         thread.close()
         thread.close()
+    assert not list(tmp_path.glob("monitoring/rank0.json"))
     assert "monitor" not in {thread.name for thread in threading.enumerate()}
 
 

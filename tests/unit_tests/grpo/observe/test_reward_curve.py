@@ -9,7 +9,7 @@ import json
 import pytest
 
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.observe.report import draw_reward_curve, mean_over, title, write_summary
+from torchtitan.grpo.observe.report import draw_reward_curve, mean_over, write_summary
 
 
 @pytest.fixture
@@ -61,18 +61,16 @@ def test_the_picture_has_a_title_components_evaluations_and_staleness(tmp_path, 
     assert low < min(ages) and max(ages) < high
 
 
-def test_a_single_reward_without_weight_is_drawn_once(tmp_path, figures):
+def test_a_single_reward_without_weight_is_drawn_once_and_the_folder_names_the_run(
+    tmp_path, figures
+):
     made = config()
     made.reward.functions = ["rewards.py:right"]
+    made.job = dataclasses.replace(JobConfig().job, dump_folder="outputs/first")
     steps = [{**step(n, 0), "reward/right": n / 10} for n in (1, 2)]
     draw_reward_curve(tmp_path, steps, [], made)
     assert [line.get_label() for line in figures[0].axes[0].get_lines()] == ["right"]
-
-
-def test_without_a_description_the_folder_names_the_run():
-    made = config()
-    made.job = dataclasses.replace(JobConfig().job, dump_folder="outputs/first")
-    assert title(made) == "first"
+    assert figures[0].get_suptitle() == "first"
 
 
 def test_the_summary_is_written_and_means_skip_records_without_the_key(tmp_path):

@@ -24,11 +24,10 @@ def rollout(codec: TextCodec, prompt: str, completion: str, sampled=None, **kwar
     ids = np.array([*codec.encode_continuation(completion), 1], np.int32)
     segments = (VersionSegment(4, 0, 1), VersionSegment(5, 1, len(ids)))
     return Rollout(
-        np.array(codec.encode_continuation(prompt), np.int32),
-        ids, np.zeros(len(ids), np.float32), segments, "stop", completion, 0.5,
-        reward_components={"exact_match": 1.0, "short": -0.5},
-        sampled=None if sampled is None else np.array(sampled, np.bool_),
-        **kwargs,
+        ids, np.zeros(len(ids), np.float32), "stop", segments,
+        prompt_ids=np.array(codec.encode_continuation(prompt), np.int32),
+        completion=completion, reward=0.5, reward_components={"exact_match": 1.0, "short": -0.5},
+        sampled=None if sampled is None else np.array(sampled, np.bool_), **kwargs,
     )  # fmt: skip
 
 

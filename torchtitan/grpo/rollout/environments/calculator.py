@@ -14,6 +14,7 @@ may be the calculator's, equals the answer or one of a list of answers, and othe
 """
 
 import ast
+import operator
 import re
 from collections.abc import Sequence
 
@@ -25,6 +26,7 @@ _EXPRESSION = re.compile(r"[-+*() \d]*=\Z", re.ASCII)
 _NUMBER = re.compile(r"-?\d+", re.ASCII)
 _MAX_CHARACTERS = 64
 _MAX_SIZE = 10**18
+_OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
 
 class CannotCalculate(ValueError):
@@ -60,9 +62,6 @@ class Calculator(Environment):
     async def cut_off(self) -> float | None:
         return self._reward("")
 
-    async def close(self) -> None:
-        pass
-
     def _reward(self, text: str) -> float | None:
         if not self._expected:
             return None
@@ -95,12 +94,8 @@ def _value(node: ast.expr) -> int:
             value = -_value(operand)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
             value = _value(operand)
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            value = _value(left) + _value(right)
-        case ast.BinOp(left=left, op=ast.Sub(), right=right):
-            value = _value(left) - _value(right)
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            value = _value(left) * _value(right)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+            value = _OPERATIONS[type(op)](_value(left), _value(right))
         case _:
             raise CannotCalculate("only integers, + - * and parentheses are allowed")
     if abs(value) > _MAX_SIZE:

@@ -33,6 +33,7 @@ from torchtitan.grpo.rollout.environments.environment_worker import (
     Step,
     decode_reply,
 )
+from torchtitan.grpo.rollout.environments.protocol import Observation
 from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.channel import NotPlainData, Refused, not_passed
 from torchtitan.grpo.workers.owner import OUTPUT_HINT, CallFailed, WorkerOwner
@@ -162,10 +163,10 @@ class RemoteEnvironment:
             self.close()
             raise
 
-    async def step(self, text: str, token_ids: list[int]) -> Observed:
+    async def step(self, text: str, token_ids: list[int]) -> Observation:
         reply = await self._ask(Step(self._episode, text, token_ids), "step")
         assert isinstance(reply, Observed), f"unexpected reply {reply!r}"
-        return reply
+        return reply.observation
 
     async def cut_off(self) -> float | None:
         reply = await self._ask(CutOff(self._episode), "cut_off")

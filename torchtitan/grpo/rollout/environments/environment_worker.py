@@ -79,14 +79,9 @@ class Done(msgspec.Struct, tag=True):
 
 
 class Observed(msgspec.Struct, tag=True):
-    """Reply to :class:`Step`; see ``protocol.Observation``."""
+    """Reply to :class:`Step`."""
 
-    text: str | None
-    token_ids: list[int] | None
-    messages: list[dict[str, Any]] | None
-    is_done: bool
-    reward: float | None
-    has_special_tokens: bool
+    observation: Observation
 
 
 EpisodeRequest = Reset | Step | CutOff | Close
@@ -142,7 +137,8 @@ class _EpisodeThread:
                         Prompt(request.index, request.text, ids, request.columns)
                     )
                 case Step():
-                    return _observed(await self._environment.step(request.text, request.token_ids))
+                    found = await self._environment.step(request.text, request.token_ids)
+                    return Observed(_checked(found))
                 case CutOff():
                     cut_off = getattr(self._environment, "cut_off", None)
                     reward = await cut_off() if cut_off is not None else None
@@ -223,7 +219,7 @@ def _check_environment(environment: Any, path: str) -> list[str]:
     return list(stop_strings)
 
 
-def _observed(observation: Any) -> Observed:
+def _checked(observation: Any) -> Observation:
     if not isinstance(observation, Observation):
         raise BadObservation(f"step must return an Observation, got {observation!r:.100}")
     text, ids, messages = observation.text, observation.token_ids, observation.messages
@@ -237,7 +233,7 @@ def _observed(observation: Any) -> Observed:
         raise BadObservation(
             f"messages must be a list of one or more dictionaries, got {messages!r:.100}"
         )
-    return Observed(
+    return Observation(
         text, ids, messages, bool(observation.is_done), _number(observation.reward),
         bool(observation.has_special_tokens),
     )  # fmt: skip

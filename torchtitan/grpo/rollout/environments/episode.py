@@ -35,7 +35,7 @@ from torchtitan.grpo.rollout.environments.environment_pool import (
     EnvironmentPool,
     RemoteEnvironment,
 )
-from torchtitan.grpo.rollout.environments.environment_worker import Observed
+from torchtitan.grpo.rollout.environments.protocol import Observation
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import (
     Generation,
@@ -220,7 +220,7 @@ class Episode:
         episodes.num_rewritten += shown.begins_row
         return Followed(longer, is_over=False)
 
-    async def _observe(self, turns: list[Turn]) -> tuple[Observed, Shown]:
+    async def _observe(self, turns: list[Turn]) -> tuple[Observation, Shown]:
         """Makes the environment read all turns that it has not read; returns the last observation."""
         while True:
             try:
@@ -239,7 +239,7 @@ class Episode:
             else:  # the last turn ended with an unknown stop token
                 raise Diverged
 
-    async def _step(self, remote: RemoteEnvironment, turn: Turn) -> tuple[Observed, Shown]:
+    async def _step(self, remote: RemoteEnvironment, turn: Turn) -> tuple[Observation, Shown]:
         episodes = self._episodes
         text = await asyncio.to_thread(episodes.codec.decode, turn.token_ids)
         started = time.monotonic()
@@ -248,7 +248,7 @@ class Episode:
         episodes.num_steps += 1
         return observation, await asyncio.to_thread(self._show, observation, turn, text)
 
-    def _show(self, observation: Observed, turn: Turn, text: str) -> Shown:
+    def _show(self, observation: Observation, turn: Turn, text: str) -> Shown:
         codec, vocab_size = self._episodes.codec, self._episodes.vocab_size
         shown = Shown(observation.token_ids or [])
         try:

@@ -82,7 +82,6 @@ class Dispatcher:
         servers: All servers by URL.
         in_flight: Number of rollouts that were submitted and have not ended, over all servers.
             A hedged rollout counts twice.
-        in_flight_evaluation: The same for completions of evaluations.
         listeners: Called when a server may have become free or ready.
         num_hedges_won: Number of hedged completions that the second server answered first.
     """
@@ -172,9 +171,7 @@ class Dispatcher:
             self.servers[url].window = self._window()
 
     async def watch_loads(self) -> None:
-        """Asks all servers once per second how busy they are. One that gives no answer stays in
-        use.
-        """
+        """Asks all servers once a second how busy they are. One without an answer stays in use."""
         while True:
             running = [server for server in self.servers.values() if not server.is_down]
             await asyncio.gather(*(server.ask_load() for server in running))
@@ -244,14 +241,10 @@ class Dispatcher:
         the completion within ``rollout.request_timeout_seconds``, and :class:`ServersFailing`
         if ``rollout.max_consecutive_failures`` is reached.
 
-        Args:
-            prompt: The prompt to answer.
-            server: A server from :meth:`choose`.
-            sampling: Sampling settings.
-            expected_tokens: Expected number of tokens, including later segments of the same
-                completion. ``None`` uses the mean of the answers so far.
-            allowed: Marks a completion of an evaluation, which is not counted among the
-                rollouts and not hedged, and returns whether a server may generate it.
+        ``expected_tokens`` includes later segments of the same completion; ``None`` uses the
+        mean of the answers so far. ``allowed`` marks a completion of an evaluation, which is
+        not counted among the rollouts and not hedged, and returns whether a server may
+        generate it.
         """
         assert server.version is not None, f"{server.url} is not ready"
         if expected_tokens is None:
@@ -347,13 +340,12 @@ class Dispatcher:
     async def _attempt(self, completion: _Completion, server: Server) -> Generation:
         request_id = f"{self._run_id}-{completion.prompt.group_id}-{next(self._counter)}-"
         request = completion.sampling.request(request_id, completion.prompt)
+        num_tokens: int | None = None
         try:
             generation = await self._attempts.run(server, completion.jobs[server], request)
             num_tokens = len(generation.token_ids)
-            self._vacate(completion, server, num_tokens)
         finally:
-            # This call has no effect after a success, which has ended the job already.
-            self._vacate(completion, server)
+            self._vacate(completion, server, num_tokens)
         if completion.is_evaluation:
             return generation  # its prompt and settings differ, and so does its length
         former = num_tokens if self._mean_tokens is None else self._mean_tokens

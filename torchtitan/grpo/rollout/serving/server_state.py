@@ -50,19 +50,15 @@ class Server:
     """The dispatcher's record of one server. Times are on the monotonic clock.
 
     Attributes:
-        client: Client for generation.
         version: Attested policy version. ``None`` while the server is not READY.
         is_down: Whether the server's process is known to have ended.
         is_lost: Whether the server has left READY and was not attested since.
         was_attested: Whether the server has ever been READY.
-        window: Limits the completions in flight on the server. ``None`` sets no limit.
-        reported: The load that the server last reported. ``None`` if it is unknown.
         tokens_per_second: Average speed of one completion among others. 0 before the first.
         requests: Requests without an answer. A cancelled request stays here until the server
             was notified of the cancellation.
         retry_at: End of the pause after a failure.
-        samples_unknown_ids: Whether the server has sampled an id that is no token of the
-            tokenizer.
+        samples_unknown_ids: Whether it has sampled an id that is no token of the tokenizer.
     """
 
     client: InferenceClient
@@ -173,10 +169,9 @@ class Server:
         return self._attested
 
     def leave(self) -> None:
-        """Records that the server is no longer READY.
+        """Records that the server is no longer READY, and tells the tasks that wait for a request.
 
-        Tasks that wait for a request are notified at once, because a cancelled request ends
-        only when the server has answered its cancellation.
+        A cancelled request ends only when the server has answered its cancellation.
         """
         self.version = None
         self.is_lost = True
@@ -239,10 +234,10 @@ def best_server(
     Args:
         servers: Servers that are READY and have a usable version.
         num_completions: Number of completions that are placed together. If no server has room
-            for all, the server with the most room is chosen, so that as few as possible wait.
+            for all, the server with the most room is chosen.
         prefer: A server that has computed the prefix. It is chosen if it has room.
-        has_begun: Whether the completions, or their group, were started before. They do not
-            wait for room: if no window has room, the least busy server gets them.
+        has_begun: Whether the completions, or their group, were started before. If no window
+            has room, the least busy server gets them.
     """
     candidates = list(servers)
     with_room = [server for server in candidates if server.free_places() > 0]

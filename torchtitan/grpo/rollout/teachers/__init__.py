@@ -5,11 +5,10 @@
 
 from torchtitan.grpo.rollout.teachers.teacher_check import TeacherNeeds
 from torchtitan.grpo.rollout.teachers.teacher_pool import (
-    GroupRater,
     NotRated,
     TeacherPool,
     TeachersFailing,
     Unrated,
 )
 
-__all__ = ["GroupRater", "NotRated", "TeacherNeeds", "TeacherPool", "TeachersFailing", "Unrated"]
+__all__ = ["NotRated", "TeacherNeeds", "TeacherPool", "TeachersFailing", "Unrated"]

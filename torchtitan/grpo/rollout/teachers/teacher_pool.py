@@ -121,8 +121,7 @@ class _Patience:
 class TeacherPool:
     """Rates rollouts with the teachers of a run.
 
-    ``num_waiting`` rollouts wait for their rating now. ``last_error`` is the message of the
-    last rating that failed; empty if none did.
+    ``num_waiting`` rollouts of ``num_waiting_groups`` groups wait for their rating now.
     """
 
     def __init__(
@@ -147,8 +146,9 @@ class TeacherPool:
         self._confirmed_at: dict[str, float] = {}  # when each teacher last was what it should be
         self._num_answered = 0
         self._seconds: list[float] = []  # of each rating since the last metrics
-        self.num_waiting = 0
-        self.last_error = ""
+        self._unrated_in_a_row = 0
+        self._last_error = ""
+        self.num_waiting = self.num_waiting_groups = 0
 
     async def start(self, timeout_seconds: float) -> None:
         """Waits until all teachers are up, and checks them.
@@ -167,11 +167,58 @@ class TeacherPool:
             urls_key="teacher.urls",
         )
 
-    @property
-    def request_tokens(self) -> int:
-        """Number of tokens up to which rollouts share a request; 0 if they share none."""
+    async def rate_group(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Returns the rollouts of a group with the teacher's ratings.
+
+        Raises:
+            Unrated: If a rollout got none. The others of the group are not rated any further.
+            TeachersFailing: If this is the last of ``teacher.max_unrated_groups`` such groups
+                in a row.
+        """
+        failed: NotRated | None = None
+        pairs = [(rollout.prompt_ids, rollout.token_ids) for rollout in rollouts]
         takes_lists = all(t.client.capabilities.rates_lists for t in self._teachers)
-        return _REQUEST_TOKENS if takes_lists else 0
+        most_tokens = _REQUEST_TOKENS if takes_lists else 0
+        ratings: list[asyncio.Task[list[Rating]]] = []
+        self.num_waiting_groups += 1
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for part in request_parts([len(p) + len(c) for p, c in pairs], most_tokens):
+                    ratings.append(tasks.create_task(self.rate(pairs[part])))
+        except* NotRated as errors:
+            failed = next(error for error in errors.exceptions if isinstance(error, NotRated))
+        finally:
+            self.num_waiting_groups -= 1
+        if failed is not None:
+            raise self._count(failed) from failed
+        self._unrated_in_a_row = 0
+        found = [rating for part in ratings for rating in part.result()]
+        return [
+            replace(
+                rollout,
+                teacher_logprobs=logprobs,
+                teacher_top_ids=None if top is None else top.ids,
+                teacher_top_logprobs=None if top is None else top.logprobs,
+            )
+            for rollout, (logprobs, top) in zip(rollouts, found, strict=True)
+        ]
+
+    def describe(self) -> str:
+        """Describes the groups that wait; empty if there are none."""
+        if self.num_waiting_groups == 0:
+            return ""
+        text = f"{self.num_waiting_groups} groups wait for a teacher"
+        return f"{text}, whose last error was: {self._last_error}" if self._last_error else text
+
+    def _count(self, failed: NotRated) -> RuntimeError:
+        self._unrated_in_a_row += 1
+        most = self._settings.max_unrated_groups
+        if self._unrated_in_a_row < most:
+            return Unrated(str(failed))
+        return TeachersFailing(
+            f"{self._unrated_in_a_row} groups in a row got no rating (teacher.max_unrated_groups = "
+            f"{most}). {failed}"
+        )
 
     async def rate(self, pairs: Sequence[Pair]) -> list[Rating]:
         """Returns the teacher's rating of each rollout, by one request, or raises
@@ -224,15 +271,11 @@ class TeacherPool:
         assert self._probe is not None, "teachers are checked before they are asked"
         found = await client.rate(sequences, starts, self._probe.num_top)
         top_k, vocab_size = self._settings.top_k, self._needs.vocab_size
-        return [
-            (
-                np.array(rating.logprobs, np.float32),
-                None
-                if rating.top is None
-                else student_tokens(rating.top, top_k, vocab_size, client.url),
-            )
-            for rating in found
-        ]
+        ratings: list[Rating] = []
+        for rating in found:
+            top = rating.top and student_tokens(rating.top, top_k, vocab_size, client.url)
+            ratings.append((np.array(rating.logprobs, np.float32), top))
+        return ratings
 
     async def _ready_teacher(self, asked_at: float) -> Server:
         """Waits for a teacher with room, and returns the one that has the most.
@@ -253,7 +296,7 @@ class TeacherPool:
             if silent > self._settings.wait_seconds:
                 raise NotRated(
                     f"No teacher has answered for {silent:.0f} s (teacher.wait_seconds = "
-                    f"{self._settings.wait_seconds:g}). {self.last_error}"
+                    f"{self._settings.wait_seconds:g}). {self._last_error}"
                 )
             pause = min(teacher.retry_at for teacher in self._teachers) - time.monotonic()
             await asyncio.sleep(min(max(pause, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS))
@@ -299,74 +342,10 @@ class TeacherPool:
         self._confirmed_at[client.url] = time.monotonic()
 
     def _note_failure(self, teacher: Server, error: ServerError) -> None:
-        self.last_error = str(error)
+        self._last_error = str(error)
         self._drops.record("rating failed", str(error), source=teacher.url)
         if isinstance(error, WrongServer) or not error.was_answered:
             teacher.is_lost = True
-
-
-class GroupRater:
-    """Rates the rollouts of one group at a time; ``num_waiting`` groups wait now."""
-
-    def __init__(self, pool: TeacherPool, max_unrated_groups: int) -> None:
-        self._pool = pool
-        self._most = max_unrated_groups
-        self._unrated_in_a_row = 0
-        self.num_waiting = 0
-
-    async def rate(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Returns the rollouts with the teacher's ratings.
-
-        Raises:
-            Unrated: If a rollout got none. The others of the group are not rated any further.
-            TeachersFailing: If this is the last of ``teacher.max_unrated_groups`` such groups
-                in a row.
-        """
-        self.num_waiting += 1
-        failed: NotRated | None = None
-        pairs = [(rollout.prompt_ids, rollout.token_ids) for rollout in rollouts]
-        parts = request_parts([len(p) + len(c) for p, c in pairs], self._pool.request_tokens)
-        ratings: list[asyncio.Task[list[Rating]]] = []
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for part in parts:
-                    ratings.append(tasks.create_task(self._pool.rate(pairs[part])))
-        except* NotRated as errors:
-            failed = next(error for error in errors.exceptions if isinstance(error, NotRated))
-        finally:
-            self.num_waiting -= 1
-        if failed is not None:
-            raise self._count(failed) from failed
-        self._unrated_in_a_row = 0
-        found = [rating for part in ratings for rating in part.result()]
-        return [
-            replace(
-                rollout,
-                teacher_logprobs=logprobs,
-                teacher_top_ids=None if top is None else top.ids,
-                teacher_top_logprobs=None if top is None else top.logprobs,
-            )
-            for rollout, (logprobs, top) in zip(rollouts, found, strict=True)
-        ]
-
-    def describe(self) -> str:
-        if self.num_waiting == 0:
-            return ""
-        text = f"{self.num_waiting} groups wait for a teacher"
-        error = self._pool.last_error
-        return f"{text}, whose last error was: {error}" if error else text
-
-    def take_metrics(self) -> dict[str, float]:
-        return self._pool.take_metrics()
-
-    def _count(self, failed: NotRated) -> RuntimeError:
-        self._unrated_in_a_row += 1
-        if self._unrated_in_a_row < self._most:
-            return Unrated(str(failed))
-        return TeachersFailing(
-            f"{self._unrated_in_a_row} groups in a row got no rating (teacher.max_unrated_groups = "
-            f"{self._most}). {failed}"
-        )
 
 
 def request_parts(lengths: Sequence[int], most_tokens: int) -> list[slice]:

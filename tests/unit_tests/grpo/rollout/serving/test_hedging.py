@@ -157,62 +157,45 @@ def test_a_completion_that_may_be_merely_long_is_not_overdue():
     assert not is_overdue(server, job, 1000, hedge_seconds=30, now=120.0)
 
 
-class Attempt:
-    """One that ends when it is told to."""
-
-    def __init__(self) -> None:
-        self.end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.task = asyncio.create_task(self._run())
-
-    async def _run(self) -> str:
-        return await self.end
+BROKEN, LOST, FATAL = ServerError("broken"), GivenBack("lost"), RuntimeError("too many failures")
 
 
-async def race() -> tuple[Attempt, Attempt, "asyncio.Task[tuple[str, bool]]"]:
-    first, second = Attempt(), Attempt()
-    racing = asyncio.create_task(first_answer(first.task, lambda: second.task, 0.01))
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([(0, "mine")], ("mine", False)),
+        ([(1, "mine")], ("mine", True)),
+        # One that fails leaves it to the other, and where both fail, a real failure is told.
+        ([(0, BROKEN), (1, "mine")], ("mine", True)),
+        ([(1, BROKEN), (0, "mine")], ("mine", False)),
+        ([(0, LOST), (1, BROKEN)], BROKEN),
+        ([(0, BROKEN), (1, LOST)], BROKEN),
+        ([(0, LOST), (1, LOST)], LOST),
+        ([(0, FATAL)], FATAL),
+    ],
+)
+@in_loop
+async def test_of_two_attempts_the_first_good_answer_counts(events, expected):
+    ends = [asyncio.get_running_loop().create_future() for _ in range(2)]
+
+    async def attempt(number: int) -> str:
+        return await ends[number]
+
+    attempts = [asyncio.create_task(attempt(i)) for i in range(2)]
+    racing = asyncio.create_task(first_answer(attempts[0], lambda: attempts[1], 0.01))
     await asyncio.sleep(0.05)
-    return first, second, racing
-
-
-@in_loop
-async def test_the_first_good_answer_counts_and_the_other_attempt_is_cancelled():
-    for winner in (0, 1):
-        *attempts, racing = await race()
-        attempts[winner].end.set_result("mine")
-        assert await racing == ("mine", winner == 1)
-        await asyncio.wait({attempts[1 - winner].task})
-        assert attempts[1 - winner].task.cancelled()
-
-
-@in_loop
-async def test_an_attempt_that_fails_leaves_it_to_the_other():
-    for loser in (0, 1):
-        *attempts, racing = await race()
-        attempts[loser].end.set_exception(ServerError("broken"))
-        await asyncio.sleep(0.05)
+    for number, outcome in events:
         assert not racing.done()
-        attempts[1 - loser].end.set_result("mine")
-        assert await racing == ("mine", loser == 0)
-
-
-@in_loop
-async def test_where_both_fail_a_real_failure_is_told():
-    for given_back in (0, 1, 2):
-        *attempts, racing = await race()
-        for i, attempt in enumerate(attempts):
-            lost = given_back in (i, 2)
-            attempt.end.set_exception(GivenBack("lost") if lost else ServerError("broken"))
-        with pytest.raises(ServerError, match="lost" if given_back == 2 else "broken") as caught:
+        if isinstance(outcome, str):
+            ends[number].set_result(outcome)
+        else:
+            ends[number].set_exception(outcome)
+        await asyncio.sleep(0.02)
+    if isinstance(expected, tuple):
+        assert await racing == expected
+    else:
+        with pytest.raises(type(expected), match=str(expected)) as caught:
             await racing
-        assert isinstance(caught.value, GivenBack) == (given_back == 2)
-
-
-@in_loop
-async def test_an_error_that_ends_the_run_is_not_held_back():
-    first, second, racing = await race()
-    first.end.set_exception(RuntimeError("too many failures"))
-    with pytest.raises(RuntimeError, match="too many failures"):
-        await racing
-    await asyncio.wait({second.task})
-    assert second.task.cancelled()
+        assert type(caught.value) is type(expected)
+    for number in {0, 1} - {number for number, _ in events}:
+        assert attempts[number].cancelled()

@@ -26,7 +26,6 @@ from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.inference.join_check import WrongServer
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.teachers import (
-    GroupRater,
     NotRated,
     TeacherNeeds,
     TeacherPool,
@@ -136,8 +135,8 @@ async def rate_one(pool: TeacherPool, completion: np.ndarray = COMPLETION) -> li
 
 
 def rollout(reward: float = 0.0, ids: np.ndarray = COMPLETION) -> Rollout:
-    segments = (VersionSegment(0, 0, len(ids)),)
-    return Rollout(PROMPT, ids, -np.ones(len(ids), np.float32), segments, "stop", "", reward)
+    written = ids, -np.ones(len(ids), np.float32), "stop", (VersionSegment(0, 0, len(ids)),)
+    return Rollout(*written, prompt_ids=PROMPT, completion="", reward=reward)
 
 
 RATED = [-5.0, -6.0, -7.0]
@@ -227,20 +226,18 @@ async def test_a_teacher_that_became_another_model_while_nobody_asked_is_not_use
 
 @in_loop
 async def test_a_rating_is_given_up_after_silence_and_never_invented(model):
-    pool, teacher = await started(model, wait_seconds=0.3)
+    pool, teacher = await started(model, wait_seconds=0.3, max_unrated_groups=2)
     teacher.answer = refuse
-    rater = GroupRater(pool, max_unrated_groups=2)
     with pytest.raises(Unrated, match=r"No teacher has answered .*teacher\.wait_seconds = 0\.3"):
-        await rater.rate([rollout(), rollout()])
+        await pool.rate_group([rollout(), rollout()])
     with pytest.raises(TeachersFailing, match=r"2 groups in a row .*max_unrated_groups = 2"):
-        await rater.rate([rollout()])
-    assert rater.num_waiting == pool.num_waiting == 0
-    teacher.answer = teacher.by_number
-    rater, rated = GroupRater(pool, max_unrated_groups=1000), []
+        await pool.rate_group([rollout()])
+    assert pool.num_waiting == pool.num_waiting_groups == 0
+    teacher.answer, rated = teacher.by_number, []
     while not rated:  # the teacher is left alone for a while first
-        with contextlib.suppress(Unrated):
-            rated = await rater.rate([rollout(0.25)])
-    assert rated[0].teacher_logprobs is not None
+        with contextlib.suppress(Unrated, TeachersFailing):
+            rated = await pool.rate_group([rollout(0.25)])
+    assert rated[0].teacher_logprobs.tolist() == RATED
     assert rated[0].reward == 0.25
 
 
@@ -251,12 +248,11 @@ async def test_a_rating_is_given_up_after_silence_and_never_invented(model):
 async def test_a_group_that_began_late_or_had_no_place_yet_is_not_given_up_with_another(
     model, settings, head_start
 ):
-    pool, teacher = await started(model, wait_seconds=0.5, **settings)
+    pool, teacher = await started(model, wait_seconds=0.5, max_unrated_groups=2, **settings)
     teacher.answer = refuse
-    rater = GroupRater(pool, max_unrated_groups=2)
-    first = asyncio.create_task(rater.rate([rollout()]))
+    first = asyncio.create_task(pool.rate_group([rollout()]))
     await asyncio.sleep(head_start)
-    second = asyncio.create_task(rater.rate([rollout()]))
+    second = asyncio.create_task(pool.rate_group([rollout()]))
     with pytest.raises(Unrated):
         await first
     began = time.monotonic()
@@ -268,11 +264,10 @@ async def test_a_group_that_began_late_or_had_no_place_yet_is_not_given_up_with_
 @in_loop
 async def test_short_rollouts_of_a_group_share_a_request_where_the_server_takes_lists(model):
     pool, teacher = await started(model)
-    rater = GroupRater(pool, max_unrated_groups=2)
     group = [rollout(ids=np.arange(2, n, dtype=np.int32)) for n in (4, 9)]
     for capabilities, sizes in (Capabilities(), [1, 1]), (Capabilities(rates_lists=True), [2]):
         teacher.capabilities, teacher.sizes = capabilities, []
-        rated = await rater.rate(group)
+        rated = await pool.rate_group(group)
         assert teacher.sizes == sizes
         for part, given in zip(rated, group, strict=True):
             assert part.teacher_logprobs.tolist() == [-float(i) for i in given.token_ids]
@@ -281,7 +276,7 @@ async def test_short_rollouts_of_a_group_share_a_request_where_the_server_takes_
 @in_loop
 async def test_each_completion_token_comes_with_the_teachers_most_likely_tokens(model):
     pool, teacher = await started(model, top_k=3)
-    (rated,) = await GroupRater(pool, max_unrated_groups=2).rate([rollout()])
+    (rated,) = await pool.rate_group([rollout()])
     assert teacher.num_tops == {3}
     assert rated.teacher_logprobs.tolist() == RATED
     assert rated.teacher_top_ids.dtype == np.int32
