@@ -102,7 +102,8 @@ def test_a_file_without_an_id_is_replaced(wandb_config: JobConfig):
     for damage in ("", " \n"):
         file.write_text(damage)
         with wandb_run(wandb_config):
-            assert os.environ["WANDB_RUN_ID"] == file.read_text().strip() != ""
+            made = os.environ["WANDB_RUN_ID"]
+        assert made == file.read_text().strip() != ""
 
 
 @pytest.mark.parametrize("name", ["WANDB_RUN_ID", "WANDB_RESUME_FROM", "WANDB_FORK_FROM"])

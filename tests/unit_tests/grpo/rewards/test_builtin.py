@@ -131,11 +131,3 @@ def test_exactness_compares_the_last_number_line_with_the_raw_column(completion,
 def test_an_expected_answer_without_a_number_is_refused_with_the_keys_to_check():
     with pytest.raises(ValueError, match=r"prompts\.path"):
         hash_answer_exact(prompts=["q"], completions=["#### 1"], answer=["#### none"])
-
-
-def test_further_columns_and_conversational_completions_are_taken():
-    completions = [[{"role": "assistant", "content": "#### 72"}]]
-    assert hash_answer_format(prompts=["q"], completions=completions, question=["q"]) == [1.0]
-    assert hash_answer_exact(
-        prompts=["q"], completions=completions, answer=["72"], question=["q"]
-    ) == [1.0]

@@ -282,23 +282,6 @@ async def test_a_step_that_hangs_holds_up_neither_the_loop_nor_other_episodes(op
 
 
 @in_loop
-async def test_a_process_with_a_hanging_environment_takes_no_new_episode(open_world):
-    def prompt(**columns: str) -> Prompt:
-        return Prompt(0, "7->", np.array([7], np.int32), columns)
-
-    async with open_world(TURNS, environment_timeout_seconds=1.5) as world:
-        pool = world.pool
-        hanging, other = await pool.open(prompt(what="block")), await pool.open(prompt())
-        assert hanging._worker is other._worker
-        await hanging.step("1=", [1])
-        with pytest.raises(EnvironmentFailed, match="environment_timeout_seconds"):
-            await hanging.step("2=", [2])
-        new = await pool.open(prompt())
-        assert new._worker is not other._worker
-        assert (await other.step("1=", [1])).text == (await new.step("1=", [1])).text
-
-
-@in_loop
 async def test_episodes_of_a_killed_process_are_replayed_in_another(open_world):
     async with open_world(TURNS) as world:
         trajectories = [world.start() for _ in range(4)]
