@@ -12,7 +12,6 @@ import numpy as np
 import psutil
 import pytest
 from processes import descendants
-from stub_clients import in_loop
 
 from torchtitan.grpo.config import Reward, Workers
 from torchtitan.grpo.rewards.scoring_pool import RewardError, RewardPool, ScoringFailed
@@ -95,7 +94,6 @@ def _scoring_workers() -> list[psutil.Process]:
     return descendants("torchtitan.grpo.rewards.scoring_worker")
 
 
-@in_loop
 async def test_functions_get_lists_of_columns_and_ids_and_messages(functions: str):
     names = [f"{functions}:{name}" for name in ("columns", "length", "roles")]
     async with started_pool(*names) as pool:
@@ -104,7 +102,6 @@ async def test_functions_get_lists_of_columns_and_ids_and_messages(functions: st
         assert await pool.score(chat, ["4", "5"], IDS, [2]) == [[1.0, 1.0]]
 
 
-@in_loop
 async def test_a_group_fails_alone_and_failures_in_a_row_end_the_run(functions: str):
     async with started_pool(f"{functions}:by_completion", most_failures=3) as pool:
         # Printing and reading disturb nothing.
@@ -124,7 +121,6 @@ async def test_a_group_fails_alone_and_failures_in_a_row_end_the_run(functions: 
             await pool.score(PROMPT, ["exit", "b"], IDS)
 
 
-@in_loop
 async def test_a_function_that_hangs_is_killed_and_the_worker_replaced(functions: str):
     async with started_pool(f"{functions}:by_completion", timeout_seconds=0.5) as pool:
         (before,) = _scoring_workers()
@@ -145,7 +141,6 @@ UNPLAIN = {
 }
 
 
-@in_loop
 async def test_column_that_is_no_plain_data_is_a_failure_of_one_group(functions: str):
     async with started_pool(f"{functions}:length") as pool:
         for name, value in UNPLAIN.items():
@@ -157,7 +152,6 @@ async def test_column_that_is_no_plain_data_is_a_failure_of_one_group(functions:
                 await pool.score(odd, ["a", "b"], IDS)
 
 
-@in_loop
 async def test_functions_that_cannot_be_imported_or_raise_at_once_are_refused_at_the_start(
     functions,
 ):
@@ -172,7 +166,6 @@ async def test_functions_that_cannot_be_imported_or_raise_at_once_are_refused_at
 SECRETS = ["WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "TORCHTITAN_GRPO_ADMIN_KEY"]
 
 
-@in_loop
 async def test_workers_see_no_keys_but_those_that_are_named_and_have_a_limit_of_memory(
     functions: str, monkeypatch
 ):
@@ -187,7 +180,6 @@ async def test_workers_see_no_keys_but_those_that_are_named_and_have_a_limit_of_
             await pool.score(PROMPT, [str(8 << 30)], [[1]], [1])
 
 
-@in_loop
 async def test_a_worker_that_computes_beyond_the_limit_is_ended(functions: str):
     # The imports of a worker take processor time as well; the limit of a call is far above.
     given = Workers(max_cpu_seconds=5)
@@ -288,7 +280,6 @@ TAKEN = {
 }  # fmt: skip
 
 
-@in_loop
 async def test_what_user_code_returns_and_raises_is_told_and_ends_no_worker(tmp_path: Path):
     file = tmp_path / "odd.py"
     file.write_text(ODD_RESULTS)

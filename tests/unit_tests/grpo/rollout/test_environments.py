@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 from processes import descendants
-from stub_clients import StubClient, in_loop
+from stub_clients import StubClient
 
 from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.rollout.environments import (
@@ -199,7 +199,6 @@ def spell(world: World, generation: Generation) -> str:
 
 
 @pytest.mark.parametrize("segment_tokens", [0, 1, 2])
-@in_loop
 async def test_turns_and_observations_make_up_one_completion_token_by_token(
     open_world, segment_tokens
 ):
@@ -223,7 +222,6 @@ async def test_turns_and_observations_make_up_one_completion_token_by_token(
         np.testing.assert_allclose(whole.logprobs, given, rtol=1e-6)
 
 
-@in_loop
 async def test_an_episode_ends_with_max_turns_and_with_the_room(open_world):
     cut, reward = "12=[1:12]3=", 0.5 + 0.5 + 0.25
     for settings, columns, text, earned in (
@@ -238,7 +236,6 @@ async def test_an_episode_ends_with_max_turns_and_with_the_room(open_world):
             assert (whole.finish_reason, whole.environment_reward) == ("length", earned)
 
 
-@in_loop
 async def test_an_environment_that_fails_fails_its_own_completion(open_world, tmp_path):
     kinds = {
         "raise": "raised KeyError", "surrogate": "raised ValueError", 2**70: "column",
@@ -265,7 +262,6 @@ async def test_an_environment_that_fails_fails_its_own_completion(open_world, tm
 
 
 @pytest.mark.parametrize("what", ["block", "hang"])
-@in_loop
 async def test_a_step_that_hangs_holds_up_neither_the_loop_nor_other_episodes(open_world, what):
     async with open_world(TURNS, environment_timeout_seconds=2.0) as world:
         blocked = world.start(what=what)
@@ -281,7 +277,6 @@ async def test_a_step_that_hangs_holds_up_neither_the_loop_nor_other_episodes(op
         assert spell(world, await world.write()) == WHOLE
 
 
-@in_loop
 async def test_episodes_of_a_killed_process_are_replayed_in_another(open_world):
     async with open_world(TURNS) as world:
         trajectories = [world.start() for _ in range(4)]
@@ -298,7 +293,6 @@ async def test_episodes_of_a_killed_process_are_replayed_in_another(open_world):
         assert not world.pool.failures
 
 
-@in_loop
 async def test_a_saved_completion_continues_from_wherever_it_was(open_world):
     """3 and 11: a turn has ended, and was not observed; 9: it was; 2 and 10: amid a turn."""
     async with open_world(TURNS) as world:
@@ -322,7 +316,6 @@ async def test_a_saved_completion_continues_from_wherever_it_was(open_world):
             assert min(len(context) - 3 for context in world.server.contexts) >= num_tokens
 
 
-@in_loop
 async def test_a_completion_starts_again_if_its_environment_makes_other_observations(
     open_world, codec
 ):
@@ -338,7 +331,6 @@ async def test_a_completion_starts_again_if_its_environment_makes_other_observat
         assert world.episodes.num_restarts == 1
 
 
-@in_loop
 async def test_a_completion_that_is_given_up_has_its_environment_closed(open_world, tmp_path):
     async with open_world(TURNS) as world:
         world.server.held = asyncio.Event()
@@ -352,7 +344,6 @@ async def test_a_completion_that_is_given_up_has_its_environment_closed(open_wor
             await asyncio.sleep(0.01)
 
 
-@in_loop
 async def test_environments_that_always_fail_stop_the_run(open_world):
     async with open_world(TURNS, max_consecutive_failures=3) as world:
         for _ in range(2):
@@ -370,7 +361,6 @@ async def test_environments_that_always_fail_stop_the_run(open_world):
         ({"environment_options": {"colour": 1}}, "does not take rollout.environment_options"),
     ],
 )
-@in_loop
 async def test_an_object_that_is_not_an_environment_is_refused_at_the_start(
     open_world, settings, message
 ):
@@ -379,7 +369,6 @@ async def test_an_object_that_is_not_an_environment_is_refused_at_the_start(
             pytest.fail("it was started")
 
 
-@in_loop
 async def test_the_calculator_answers_rewards_and_takes_errors_as_they_come(open_world):
     async with open_world(["x=", "12*34=", "$"], environment="calculator") as world:
         whole = await world.write("12*34->", answer="408")

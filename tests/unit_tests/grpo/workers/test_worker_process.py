@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from stub_clients import in_loop
 
 from torchtitan.grpo.config import Workers
 from torchtitan.grpo.workers.channel import NotPlainData, Refused
@@ -124,7 +123,6 @@ def has_ended(pid: int) -> bool:
     return not is_running(pid)
 
 
-@in_loop
 async def test_replies_out_of_order_reach_their_calls_and_a_late_one_is_dropped():
     async with started_process() as process:
         calls = [asyncio.create_task(process.call(("hold", i))) for i in range(4)]
@@ -137,7 +135,6 @@ async def test_replies_out_of_order_reach_their_calls_and_a_late_one_is_dropped(
         assert await process.call(("say", "new")) == Said("new")
 
 
-@in_loop
 async def test_a_signal_to_all_processes_of_a_job_costs_no_call():
     # Cluster managers send SIGTERM to each process; the owner ends this one after its checkpoint.
     async with started_process() as process:
@@ -152,7 +149,6 @@ async def test_a_signal_to_all_processes_of_a_job_costs_no_call():
         assert has_ended(reply.value)
 
 
-@in_loop
 async def test_process_that_exceeds_the_time_limit_is_killed_with_its_children():
     async with started_process(WorkerKilled) as process:
         worker, child = await process.call(("release", None)), await process.call(("spawn", None))
@@ -165,7 +161,6 @@ async def test_process_that_exceeds_the_time_limit_is_killed_with_its_children()
             await process.call(("say", 1))
 
 
-@in_loop
 async def test_cancelled_caller_of_call_or_kill_leaves_no_busy_process():
     async with started_process() as process:
         worker = await process.call(("release", None))
@@ -177,7 +172,6 @@ async def test_cancelled_caller_of_call_or_kill_leaves_no_busy_process():
         assert isinstance(worker, Said) and has_ended(worker.value)
 
 
-@in_loop
 async def test_exit_fails_every_pending_call_with_the_exit_code():
     async with started_process() as process:
         pending = [asyncio.create_task(process.call(("hold", i))) for i in range(2)]
@@ -188,7 +182,6 @@ async def test_exit_fails_every_pending_call_with_the_exit_code():
                 await call
 
 
-@in_loop
 async def test_process_that_closes_its_pipe_is_killed():
     async with started_process() as process:
         worker = await process.call(("release", None))
@@ -205,14 +198,12 @@ async def test_process_that_closes_its_pipe_is_killed():
         ("wrong call", 1),
     ],
 )
-@in_loop
 async def test_what_is_not_a_reply_is_never_taken_for_one(request_):
     async with started_process() as process:
         with pytest.raises(ChannelBroken, match="reply of the worker process is not valid"):
             await process.call(request_)
 
 
-@in_loop
 async def test_request_that_is_not_plain_data_leaves_the_process_as_it_is():
     async with started_process() as process:
         for value in (object(), 2**64, "\ud800"):
@@ -221,7 +212,6 @@ async def test_request_that_is_not_plain_data_leaves_the_process_as_it_is():
             assert await process.call(("say", 1)) == Said(1)
 
 
-@in_loop
 async def test_owner_hands_out_loaded_processes_and_kills_them_when_it_is_closed():
     owner = owner_of(("release", None))
     (first, one), (second, two) = await asyncio.gather(owner.start(), owner.start())
@@ -255,7 +245,6 @@ def test_only_failures_in_a_row_end_the_run():
         (("sleep", 1000), 0.2, "Importing the toy took longer than 2 s, 10 times toy.timeout"),
     ],
 )
-@in_loop
 async def test_owner_reports_why_the_code_cannot_be_loaded(load, timeout_seconds, message):
     before = set(psutil.Process().children())
     with pytest.raises(Broken, match=message):
@@ -263,7 +252,6 @@ async def test_owner_reports_why_the_code_cannot_be_loaded(load, timeout_seconds
     assert set(psutil.Process().children()) <= before
 
 
-@in_loop
 async def test_owner_that_is_closed_during_a_start_leaves_no_process():
     before = set(psutil.Process().children())
     owner = owner_of(("sleep", 1000))

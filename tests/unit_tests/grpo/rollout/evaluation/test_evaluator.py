@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stub_clients import StubClient, in_loop
+from stub_clients import StubClient
 
 from torchtitan.grpo.config import Reward, Rollout
 from torchtitan.grpo.config.evaluation import EvaluationSet
@@ -97,7 +97,6 @@ async def evaluator_of(
         await pool.close()
 
 
-@in_loop
 async def test_each_set_has_its_own_sampling_and_figures(codec: TextCodec):
     """Greedy answers are right for "12"; of the sampled ones every second is right for both."""
     turn = itertools.count()
@@ -126,7 +125,6 @@ async def test_each_set_has_its_own_sampling_and_figures(codec: TextCodec):
     assert settings == {(0.0, 1.0, 6), (0.7, 0.9, 4)}
 
 
-@in_loop
 async def test_tokens_of_newer_weights_are_told(codec: TextCodec):
     texts = itertools.cycle([(3,), (3, 4)])
     server = Server(lambda request: answer(codec, "12", *next(texts)))
@@ -139,7 +137,6 @@ async def test_tokens_of_newer_weights_are_told(codec: TextCodec):
     assert (result.version, result.newest_version, result.mixed_fraction) == (3, 4, 0.5)
 
 
-@in_loop
 async def test_on_a_pinned_server_alone_one_version_generates_everything(codec: TextCodec):
     pinned = Server(lambda request: answer(codec, "12", 3))
     other = Server(lambda request: answer(codec, "12", 5), "http://b")
@@ -151,7 +148,6 @@ async def test_on_a_pinned_server_alone_one_version_generates_everything(codec: 
         assert (result.version, result.newest_version) == (3, 5)
 
 
-@in_loop
 async def test_each_completion_that_fails_or_has_no_score_is_counted_once(codec, tmp_path: Path):
     """Of four completions of a prompt one fails, and of the other three one gets a score, or none."""
     (file := tmp_path / "rewards.py").write_text(SCORE_SOME)
@@ -173,7 +169,6 @@ async def test_each_completion_that_fails_or_has_no_score_is_counted_once(codec,
         assert drops.counts["held-out prompt"] == (2 + 8) - (1 + 1)
 
 
-@in_loop
 async def test_if_nothing_of_a_set_can_be_scored_the_error_names_it(codec: TextCodec):
     def write(request: GenerateRequest) -> Generation:
         if request.temperature > 0:
@@ -186,7 +181,6 @@ async def test_if_nothing_of_a_set_can_be_scored_the_error_names_it(codec: TextC
             await evaluator.evaluate(0)
 
 
-@in_loop
 async def test_an_evaluation_that_is_given_up_leaves_nothing_in_flight(codec: TextCodec):
     server = Server(lambda request: answer(codec, "12", 0))
     async with evaluator_of(codec, server) as (evaluator, dispatcher, _):

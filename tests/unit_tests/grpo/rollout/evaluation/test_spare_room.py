@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from local_server import PROMPT, SAMPLING, LocalServer, attested, generation
-from stub_clients import in_loop
 
 from torchtitan.grpo.inference.client import ServerLoad
 from torchtitan.grpo.rollout.evaluation import SpareRoom
@@ -51,7 +50,6 @@ def fill(places: Dispatcher | SpareRoom, limit: int = 99) -> list[asyncio.Task[G
 
 
 @pytest.mark.parametrize("adaptive", [True, False])
-@in_loop
 async def test_an_evaluation_takes_what_rollouts_leave_free(adaptive: bool):
     async with started(adaptive_concurrency=adaptive) as (dispatcher, room, clients):
         fill(dispatcher, 3)
@@ -69,7 +67,6 @@ async def test_an_evaluation_takes_what_rollouts_leave_free(adaptive: bool):
         assert dispatcher.in_flight_evaluation == 0
 
 
-@in_loop
 async def test_a_few_are_always_in_flight_and_never_more_than_allowed():
     async with started(max_concurrent=32) as (dispatcher, room, _):
         fill(dispatcher)
@@ -79,7 +76,6 @@ async def test_a_few_are_always_in_flight_and_never_more_than_allowed():
         assert len(fill(room)) == 3
 
 
-@in_loop
 async def test_a_server_with_a_queue_or_full_memory_gets_none():
     async with started("abc", max_concurrent=8) as (dispatcher, room, _):
         servers = list(dispatcher.servers.values())
@@ -94,7 +90,6 @@ async def test_a_server_with_a_queue_or_full_memory_gets_none():
         assert chosen == {"http://c"}
 
 
-@in_loop
 async def test_waiting_completions_of_an_evaluation_do_not_narrow_the_window_of_rollouts():
     async with started() as (dispatcher, room, _):
         (server,) = dispatcher.servers.values()
@@ -108,7 +103,6 @@ async def test_waiting_completions_of_an_evaluation_do_not_narrow_the_window_of_
         assert server.window.num_cuts == 1
 
 
-@in_loop
 async def test_a_pinned_server_alone_is_asked_until_it_is_gone():
     async with started("ab") as (dispatcher, room, clients):
         room.pin(["http://b"])
@@ -123,7 +117,6 @@ async def test_a_pinned_server_alone_is_asked_until_it_is_gone():
         assert room.choose(lambda version: True) is dispatcher.servers["http://a"]
 
 
-@in_loop
 async def test_evaluations_are_neither_hedged_nor_counted_as_tokens_of_rollouts():
     async with started("ab", hedge_seconds=0.05) as (dispatcher, room, clients):
         room.pin(["http://a"])

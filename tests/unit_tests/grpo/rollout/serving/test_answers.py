@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from local_server import PROMPT, SAMPLING, LocalServer, attested, generation, make, submit
-from stub_clients import in_loop
 
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.inference.sglang import client as sglang
@@ -37,7 +36,6 @@ async def written_ahead(
     return server, dispatcher, task
 
 
-@in_loop
 async def test_completion_under_weights_not_yet_attested_waits_for_that():
     server, dispatcher, task = await written_ahead()
     dispatcher.set_version("http://a", 4)
@@ -45,7 +43,6 @@ async def test_completion_under_weights_not_yet_attested_waits_for_that():
     assert len(server.requests) == 1
 
 
-@in_loop
 async def test_completion_under_weights_that_turn_out_wrong_is_generated_again():
     server, dispatcher, task = await written_ahead()
     dispatcher.set_lost("http://a", "its logprobs are not the trainer's")
@@ -54,7 +51,6 @@ async def test_completion_under_weights_that_turn_out_wrong_is_generated_again()
     assert len(server.requests) == 2
 
 
-@in_loop
 async def test_completion_under_weights_that_nobody_attests_fails_at_its_timeout():
     server, dispatcher, task = await written_ahead(0.5)
     with pytest.raises(ServerError, match="version 5, which was not attested within"):
@@ -63,7 +59,6 @@ async def test_completion_under_weights_that_nobody_attests_fails_at_its_timeout
     assert "version 5, which was not attested within" in dispatcher.last_error
 
 
-@in_loop
 async def test_server_that_answers_with_older_weights_than_attested_gets_no_more_work():
     dispatcher = make(LocalServer("http://a"))
     dispatcher.set_version("http://a", 4)
@@ -79,7 +74,6 @@ async def test_server_that_answers_with_older_weights_than_attested_gets_no_more
         (7, True, [(99,), (99,), (99,)]),
     ],
 )
-@in_loop
 async def test_ids_that_are_no_token_are_excluded_once_one_was_sampled(seed, samples_unknown, sent):
     async def answer(request: GenerateRequest) -> Generation:
         found = generation()

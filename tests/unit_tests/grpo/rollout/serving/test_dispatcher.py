@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from local_server import PROMPT, SAMPLING, LocalServer, attested, generation, make, submit
-from stub_clients import in_loop
 
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, ServersFailing
@@ -46,7 +45,6 @@ def test_server_gets_work_only_after_it_was_attested():
     assert dispatcher.choose(lambda version: True) is None
 
 
-@in_loop
 async def test_requests_fit_the_row_and_no_id_is_the_beginning_of_another():
     (server,) = servers_named("a")
     dispatcher = attested(server)
@@ -57,7 +55,6 @@ async def test_requests_fit_the_row_and_no_id_is_the_beginning_of_another():
     assert not any(a != b and b.startswith(a) for a in ids for b in ids)
 
 
-@in_loop
 async def test_failed_request_is_tried_once_more_but_not_on_a_server_with_older_weights():
     bad, other = servers_named("ab")
     bad.answer = bad.fail
@@ -75,7 +72,6 @@ async def test_failed_request_is_tried_once_more_but_not_on_a_server_with_older_
     assert (len(bad.requests), len(other.requests)) == (3, 1)
 
 
-@in_loop
 async def test_failures_in_a_row_stop_the_run_and_name_the_server():
     (server,) = servers_named("a")
     server.answer = server.fail
@@ -85,7 +81,6 @@ async def test_failures_in_a_row_stop_the_run_and_name_the_server():
         await submit(dispatcher, "http://a")
 
 
-@in_loop
 async def test_requests_that_die_together_are_one_failure_and_are_all_tried_again():
     (server,) = servers_named("a")
     broken, first_tries = asyncio.Event(), 20
@@ -110,7 +105,6 @@ async def test_requests_that_die_together_are_one_failure_and_are_all_tried_agai
 
 
 @pytest.mark.parametrize("end", ["remove", "set_lost", "set_down"])
-@in_loop
 async def test_what_a_server_had_waits_for_one_that_is_not_older(end: str):
     server, other = servers_named("ab")
     dispatcher = make(server, other)
@@ -127,7 +121,6 @@ async def test_what_a_server_had_waits_for_one_that_is_not_older(end: str):
     assert (dispatcher.in_flight, dispatcher.servers["http://b"].load) == (0, 0)
 
 
-@in_loop
 async def test_completion_that_is_given_back_again_and_again_is_not_failed():
     (server,) = servers_named("a")
     dispatcher = make(server, max_consecutive_failures=1)
@@ -150,7 +143,6 @@ async def test_completion_that_is_given_back_again_and_again_is_not_failed():
         (False, r"rollout.request_timeout_seconds = 0\.3"),
     ],
 )
-@in_loop
 async def test_completion_that_nobody_answers_fails_at_its_timeout(is_removed: bool, message: str):
     (server,) = servers_named("a")
     dispatcher = make(server, request_timeout_seconds=0.3)
@@ -162,7 +154,6 @@ async def test_completion_that_nobody_answers_fails_at_its_timeout(is_removed: b
     assert dispatcher.in_flight == 0
 
 
-@in_loop
 async def test_removed_server_is_not_waited_for_while_it_is_told():
     answers_again = asyncio.Event()
 
@@ -187,7 +178,6 @@ async def test_removed_server_is_not_waited_for_while_it_is_told():
     assert told.cancelled()
 
 
-@in_loop
 async def test_late_news_of_servers_that_are_not_there_is_harmless():
     dispatcher = make(*servers_named("ab"))
     dispatcher.remove("http://a")
@@ -233,7 +223,6 @@ class FlakyServer(LocalServer):
 
 
 @pytest.mark.parametrize("seed", range(2))
-@in_loop
 async def test_whatever_servers_do_each_completion_ends_once_and_nothing_is_left(seed: int):
     rng = random.Random(seed)
     servers = [FlakyServer(f"http://{i}", rng) for i in range(3)]

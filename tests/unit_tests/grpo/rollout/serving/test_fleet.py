@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from stub_clients import in_loop
 
 from torchtitan.grpo.config import (
     GRPO,
@@ -92,7 +91,6 @@ def embedded() -> dict[str, Any]:
     return {"model_path": "", "data": [{}], "tp_size": 1, "vocab_size": 128, "embedded": True}
 
 
-@in_loop
 async def test_a_run_starts_once_all_servers_are_up_and_a_client_keeps_its_connection():
     told = embedded()
     # A port that is bound, and on which nobody listens, refuses connections.
@@ -118,7 +116,6 @@ async def test_a_run_starts_once_all_servers_are_up_and_a_client_keeps_its_conne
             await alone.close()
 
 
-@in_loop
 async def test_a_server_that_joins_later_and_cannot_be_used_leaves_again_by_name(tmp_path: Path):
     file, announced = tmp_path / "urls.txt", []
     wrong = embedded()
@@ -138,7 +135,6 @@ async def test_a_server_that_joins_later_and_cannot_be_used_leaves_again_by_name
     assert "The run continues without this server" in text
 
 
-@in_loop
 async def test_servers_that_register_join_and_those_that_leave_are_let_go_but_for_the_last(
     tmp_path: Path,
 ):
@@ -172,7 +168,6 @@ async def test_servers_that_register_join_and_those_that_leave_are_let_go_but_fo
         await fleet.close()
 
 
-@in_loop
 async def test_an_unforeseen_error_in_a_late_check_ends_the_watch(tmp_path: Path, monkeypatch):
     file = tmp_path / "urls.txt"
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from forked import ForkServer
 from local_server import LocalServer, attested, submit
-from stub_clients import in_loop
 
 from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerLoad
@@ -100,7 +99,6 @@ def test_a_real_server_tells_its_load_and_one_that_stalls_is_hedged(
 
 
 @pytest.mark.parametrize("obstacle", ["older", "lost", "full", "bound"])
-@in_loop
 async def test_a_hedge_needs_a_server_that_may_have_it(obstacle: str):
     stalled, other = LocalServer("http://a"), LocalServer("http://b")
     stalled.answer = stalled.hang
@@ -127,7 +125,6 @@ async def test_a_hedge_needs_a_server_that_may_have_it(obstacle: str):
     assert dispatcher.num_hedges_won == 1
 
 
-@in_loop
 async def test_a_cancelled_completion_leaves_both_servers():
     both = [LocalServer("http://a"), LocalServer("http://b")]
     for server in both:
@@ -174,7 +171,6 @@ BROKEN, LOST, FATAL = ServerError("broken"), GivenBack("lost"), RuntimeError("to
         ([(0, FATAL)], FATAL),
     ],
 )
-@in_loop
 async def test_of_two_attempts_the_first_good_answer_counts(events, expected):
     ends = [asyncio.get_running_loop().create_future() for _ in range(2)]
 

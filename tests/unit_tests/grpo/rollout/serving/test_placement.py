@@ -7,14 +7,12 @@ import asyncio
 from dataclasses import replace
 
 from local_server import PROMPT, SAMPLING, LocalServer, attested, end, make
-from stub_clients import in_loop
 
 from torchtitan.grpo.inference.client import ServerError, ServerLoad
 from torchtitan.grpo.rollout.serving.server_state import Job
 from torchtitan.grpo.types import GenerateRequest, Generation
 
 
-@in_loop
 async def test_the_server_with_the_least_work_left_is_chosen_not_the_one_with_the_fewest():
     both = [LocalServer("http://few"), LocalServer("http://many")]
     for server in both:
@@ -69,7 +67,6 @@ def test_a_group_goes_where_it_fits_whole_and_else_where_most_of_it_does():
     assert dispatcher.choose(lambda version: True) is b
 
 
-@in_loop
 async def test_a_group_that_fails_together_goes_on_together():
     bad, *others = (LocalServer(f"http://{name}") for name in ("bad", "b", "c"))
     all_there = asyncio.Event()
@@ -134,7 +131,6 @@ def test_servers_share_what_is_in_flight_and_a_lost_ones_share_goes_to_the_other
     assert dispatcher.servers["http://a"].window is not windows["http://a"]
 
 
-@in_loop
 async def test_loads_are_asked_for_and_those_that_are_not_told_are_not_known(caplog):
     caplog.set_level("INFO", "torchtitan.grpo.rollout.serving.server_state")
     told, silent, wrong = (LocalServer(f"http://{name}:1") for name in ("t", "s", "w"))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stub_clients import StubClient, in_loop
+from stub_clients import StubClient
 from tokenizers import Tokenizer, models
 
 from torchtitan.grpo.config import Teacher
@@ -142,7 +142,6 @@ def rollout(reward: float = 0.0, ids: np.ndarray = COMPLETION) -> Rollout:
 RATED = [-5.0, -6.0, -7.0]
 
 
-@in_loop
 async def test_each_completion_token_gets_its_logprob_given_all_before_it(model):
     pool, _ = await started(model)
     assert await rate_one(pool) == RATED
@@ -150,7 +149,6 @@ async def test_each_completion_token_gets_its_logprob_given_all_before_it(model)
     assert "teacher/rating_seconds" not in pool.take_metrics()
 
 
-@in_loop
 async def test_a_teacher_that_is_lost_and_comes_back_rates_everything(model):
     drops = DropLog(lambda text: None)
     pool, teacher = await started(model, drops=drops)
@@ -166,7 +164,6 @@ async def test_a_teacher_that_is_lost_and_comes_back_rates_everything(model):
     assert await asyncio.gather(*ratings) == [RATED] * 8
 
 
-@in_loop
 async def test_another_teacher_takes_over_and_no_teacher_gets_too_much(model):
     first, second = (LocalTeacher(facts_of(model), f"http://{c}") for c in "ab")
     pool = make(model, first, second, max_concurrent_requests=2)
@@ -185,7 +182,6 @@ async def test_another_teacher_takes_over_and_no_teacher_gets_too_much(model):
 ANOTHER_MODEL = r"must serve the model that the run began with"
 
 
-@in_loop
 async def test_a_teacher_that_comes_back_as_another_model_is_not_used(model):
     pool, teacher = await started(model, wait_seconds=0.6)
     teacher.answer = refuse
@@ -196,7 +192,6 @@ async def test_a_teacher_that_comes_back_as_another_model_is_not_used(model):
         await rating
 
 
-@in_loop
 async def test_a_teacher_that_became_another_model_while_nobody_asked_is_not_used(
     model, monkeypatch
 ):
@@ -224,7 +219,6 @@ async def test_a_teacher_that_became_another_model_while_nobody_asked_is_not_use
             await rating
 
 
-@in_loop
 async def test_a_rating_is_given_up_after_silence_and_never_invented(model):
     pool, teacher = await started(model, wait_seconds=0.3, max_unrated_groups=2)
     teacher.answer = refuse
@@ -244,7 +238,6 @@ async def test_a_rating_is_given_up_after_silence_and_never_invented(model):
 @pytest.mark.parametrize(
     ("settings", "head_start"), [({}, 0.4), ({"max_concurrent_requests": 1}, 0.0)]
 )
-@in_loop
 async def test_a_group_that_began_late_or_had_no_place_yet_is_not_given_up_with_another(
     model, settings, head_start
 ):
@@ -261,7 +254,6 @@ async def test_a_group_that_began_late_or_had_no_place_yet_is_not_given_up_with_
     assert time.monotonic() - began >= 0.3
 
 
-@in_loop
 async def test_short_rollouts_of_a_group_share_a_request_where_the_server_takes_lists(model):
     pool, teacher = await started(model)
     group = [rollout(ids=np.arange(2, n, dtype=np.int32)) for n in (4, 9)]
@@ -273,7 +265,6 @@ async def test_short_rollouts_of_a_group_share_a_request_where_the_server_takes_
             assert part.teacher_logprobs.tolist() == [-float(i) for i in given.token_ids]
 
 
-@in_loop
 async def test_each_completion_token_comes_with_the_teachers_most_likely_tokens(model):
     pool, teacher = await started(model, top_k=3)
     (rated,) = await pool.rate_group([rollout()])
@@ -285,7 +276,6 @@ async def test_each_completion_token_comes_with_the_teachers_most_likely_tokens(
     assert rated.teacher_top_logprobs.tolist() == [[-1.0, -2.0, -3.0]] * 3
 
 
-@in_loop
 async def test_tokens_that_the_student_lacks_are_asked_for_besides_and_left_out(model):
     teacher = LocalTeacher(facts_of(model, vocab_size=22))
     teacher.best = [21, 4, 20, 7, 5]
@@ -297,7 +287,6 @@ async def test_tokens_that_the_student_lacks_are_asked_for_besides_and_left_out(
     assert top.logprobs.tolist() == [[-2.0, -4.0]] * 3
 
 
-@in_loop
 async def test_an_answer_with_too_few_tokens_of_the_student_is_a_wrong_one(model):
     """A server that does not tell its vocabulary is asked for no more than is needed."""
     teacher = LocalTeacher(facts_of(model, vocab_size=None))
@@ -310,7 +299,6 @@ async def test_an_answer_with_too_few_tokens_of_the_student_is_a_wrong_one(model
     assert drops.counts["rating failed"] > 0
 
 
-@in_loop
 async def test_a_teacher_with_far_more_tokens_is_refused_with_top_k_alone(model):
     facts = facts_of(model, vocab_size=20 + 129)
     await make(model, LocalTeacher(facts)).start(5)
@@ -336,7 +324,6 @@ def test_requests_hold_as_many_rollouts_as_they_have_tokens_for(lengths, most, p
     assert [len(part) for part in found] == parts
 
 
-@in_loop
 async def test_a_rollout_that_alone_cannot_be_rated_does_not_hold_up_others(model):
     pool, teacher = await started(model)
 
@@ -364,13 +351,11 @@ async def test_a_rollout_that_alone_cannot_be_rated_does_not_hold_up_others(mode
         ({"model_path": None}, r"no tokenizer\.json in the directory.*Set teacher\.model_path"),
     ],
 )
-@in_loop
 async def test_a_server_that_cannot_be_a_teacher_is_refused_at_the_start(model, changes, message):
     with pytest.raises(WrongServer, match=f"(?s)teacher.urls.*{message}"):
         await make(model, LocalTeacher(facts_of(model, **changes))).start(5)
 
 
-@in_loop
 async def test_another_tokenizer_is_refused_with_the_token_that_differs(model, tmp_path):
     words = {f"t{i}": i for i in range(20)} | {"t7": 8, "t8": 7}
     other = save_tokenizer(tmp_path / "other", words)
@@ -385,7 +370,6 @@ async def test_another_tokenizer_is_refused_with_the_token_that_differs(model, t
     await make(model, LocalTeacher(facts)).start(5)
 
 
-@in_loop
 async def test_teachers_must_all_be_the_same_model(model):
     first, second = (LocalTeacher(facts_of(model), f"http://{c}") for c in "ab")
 
