@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rollouts import generation
-from stub_clients import in_loop
 
 from torchtitan.grpo.config import Reward
 from torchtitan.grpo.rewards.scoring_pool import RewardPool, ScoringFailed
@@ -48,7 +47,6 @@ def pool_of(names: list[str], timeout_seconds: float) -> RewardPool:
     return RewardPool(names, Reward(timeout_seconds=timeout_seconds))
 
 
-@in_loop
 async def test_rewards_are_weighted_sums_of_the_functions_that_apply(functions, codec):
     names = [f"{functions}:length", f"{functions}:even"]
     pool = pool_of(names, 60.0)
@@ -64,7 +62,6 @@ async def test_rewards_are_weighted_sums_of_the_functions_that_apply(functions, 
     assert weighted_sum([None, None], [1.0, 2.0]) is None
 
 
-@in_loop
 async def test_a_group_that_cannot_be_scored_is_unscored_and_not_zero(functions, codec):
     names = [f"{functions}:hang"]
     pool = pool_of(names, 0.5)
@@ -81,7 +78,6 @@ async def test_a_group_that_cannot_be_scored_is_unscored_and_not_zero(functions,
     assert (caught.value.reason, pool.failures["timeout"]) == ("unscored", 2)
 
 
-@in_loop
 async def test_without_functions_each_reward_is_nothing_and_no_worker_is_asked(codec):
     pool = pool_of([], 1.0)  # not started: it could not answer
     rollouts = await Scorer(pool, codec, [], []).score(PROMPT, [generation(2)] * 2)
