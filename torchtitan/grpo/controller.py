@@ -3,7 +3,55 @@
 
 """Source of live steps: rank 0 starts the rollout process and requests batches from it.
 
-The loops of a run, and what each waits for, are in docs/architecture.md.
+The loops of a run follow: what each consumes, produces and waits for, and what unblocks it. The
+training step waits for no server, except at the start and end of a run, and with
+``grpo.async_weight_update = false``.
+
+On the training ranks::
+
+    training step        consumes   rows of a batch, or of a part of one (`data/feed.py`)
+    `grpo_train.py`      produces   weights in a snapshot slot (`WeightPublisher.publish`)
+                         waits for  rank 0's rows; the copy of its own shards (`fence`)
+                         unblocked  by the feed; by the copy stream
+    feed, on rank 0      consumes   groups from the rollout process (`next_step`, below)
+    `data/feed.py`       produces   rows for each rank, packed and balanced (`data/planner.py`)
+                         waits for  the rollout process, rollout.batch_timeout_seconds
+                         unblocked  by the sender; by a stop or the process's end
+    weight publisher     consumes   filled slots
+    `weight_sync/`       produces   versions that are whole on the source ranks (`leader.py`)
+                         waits for  all ranks' shards; a buffer that no lane sends from any more
+                         unblocked  by the ranks' agents; by lanes that finish
+    lane, per server     consumes   the newest whole version; it skips older ones
+    `weight_sync/lane.py` produces  a served, attested version, and a notice of it or of a loss
+                         waits for  its own server, each time with a timeout
+                         unblocked  by a newer version; by its server, a timeout or a retry
+
+In the rollout process (`rollout/process.py`), all in one event loop::
+
+    producer             consumes   prompts; restored and overdue groups
+    `rollout/producer.py` produces  groups of completions in flight
+                         waits for  room under the staleness bound (`admission.py`); a ready server
+                         unblocked  by notices of versions; by groups that end or are taken
+    dispatcher,          consumes   one completion or segment (`trajectory.py`), with its server
+    per completion       produces   tokens and logprobs under attested versions
+    `rollout/serving/`   waits for  the server; after its loss, another that is not older
+                         unblocked  by an answer, a loss or rollout.request_timeout_seconds
+    judge, per group     consumes   the group's completions
+    `rollout/judging.py` produces   a finished group, or a reason in the ledger
+                         waits for  reward workers; teachers
+                         unblocked  by them; by reward.timeout_seconds
+    sender               consumes   finished groups, by deadline (`Producer.batch`)
+    `rollout/process.py` produces   a batch or a part of one, with the ledger's progress
+                         waits for  rank 0's request; the groups that are due
+                         unblocked  by groups that end; by rollout.overdue
+    supervisor           consumes   ends of launched servers; changes of inference.urls_file
+    `serving/fleet.py`   produces   restarted servers; the new list for dispatcher and lanes
+                         waits for  the next end or change
+                         unblocked  by polls of processes, files and registrations
+    evaluations          consumes   rank 0's request, held-out prompts, places that rollouts leave
+    `rollout/evaluation/` produces  scores of one version
+                         waits for  a server of that version or a newer one
+                         unblocked  by notices of versions; by rollouts that end
 """
 
 import asyncio
