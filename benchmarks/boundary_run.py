@@ -31,7 +31,6 @@ settle_device()
 import numpy as np
 import torch.distributed as dist
 
-from torchtitan.grpo.data.feed import TrainBatch
 from torchtitan.grpo.data.planner import PlannedPart, StepPlanner
 from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.entry import leave, run
@@ -42,7 +41,6 @@ from torchtitan.grpo.observe.sample_log import SampleLog
 from torchtitan.grpo.rollout.rollout_metrics import group_metrics
 from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.system.stop import StopRequest
-from torchtitan.grpo.training.learner import Learned
 from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, ServerInfo, VersionSegment
 from torchtitan.grpo_train import GRPOTrainer
 
@@ -233,6 +231,7 @@ class BoundaryTrainer(GRPOTrainer):
         self.records: list[dict[str, Any]] = []
         self.parts: dict[str, float] = {}
         self.published_at = self.floor = 0.0
+        self.learner.learn = self._measured_after(self.learner.learn)
 
     def _start_rollouts(self) -> None:
         self.source = CannedRollouts(self.config, self.hf_model)
@@ -261,12 +260,15 @@ class BoundaryTrainer(GRPOTrainer):
 
         return timed
 
-    def _learn(self, batch: TrainBatch) -> Learned | None:
-        learned = super()._learn(batch)
-        # Measured right before publishing, so that it has the same work before it and the same part
-        # of the thread's time slice.
-        self.floor = computing_seconds(_FLOOR_NANOSECONDS)
-        return learned
+    def _measured_after(self, learn: Callable[..., Any]) -> Callable[..., Any]:
+        def learn_and_measure(*args: Any) -> Any:
+            learned = learn(*args)
+            # Measured right before publishing, so that it has the same work before it and the same
+            # part of the thread's time slice.
+            self.floor = computing_seconds(_FLOOR_NANOSECONDS)
+            return learned
+
+        return learn_and_measure
 
     def _log_step(self, *args: Any) -> None:
         super()._log_step(*args)

@@ -340,12 +340,13 @@ class Dispatcher:
     async def _attempt(self, completion: _Completion, server: Server) -> Generation:
         request_id = f"{self._run_id}-{completion.prompt.group_id}-{next(self._counter)}-"
         request = completion.sampling.request(request_id, completion.prompt)
-        num_tokens: int | None = None
         try:
             generation = await self._attempts.run(server, completion.jobs[server], request)
-            num_tokens = len(generation.token_ids)
-        finally:
-            self._vacate(completion, server, num_tokens)
+        except BaseException:
+            self._vacate(completion, server, None)
+            raise
+        num_tokens = len(generation.token_ids)
+        self._vacate(completion, server, num_tokens)
         if completion.is_evaluation:
             return generation  # its prompt and settings differ, and so does its length
         former = num_tokens if self._mean_tokens is None else self._mean_tokens
