@@ -101,7 +101,7 @@ class Learned:
         }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Learner:
     """Takes the optimizer steps of a batch on every rank.
 
