@@ -1,19 +1,15 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Clients of servers that are objects of the test, HTTP servers, and tests that are coroutines."""
+"""Clients of servers that are objects of the test, and HTTP servers."""
 
-import asyncio
-import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, ParamSpec
+from typing import Any
 
 from aiohttp import web
 
 from torchtitan.grpo.inference.client import InferenceClient
-
-_P = ParamSpec("_P")
 
 
 class StubClient(InferenceClient):
@@ -41,17 +37,3 @@ async def serving(
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
-
-
-def in_loop(test: Callable[_P, Awaitable[None]]) -> Callable[_P, None]:
-    """Runs a test that is a coroutine, for at most two minutes."""
-
-    @functools.wraps(test)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        async def limited() -> None:
-            async with asyncio.timeout(120):
-                await test(*args, **kwargs)
-
-        asyncio.run(limited())
-
-    return run

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from stub_clients import in_loop, serving
+from stub_clients import serving
 
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.inference.kinds import KINDS, make_client
@@ -92,7 +92,6 @@ async def receive(
         await client.receive_bucket(bucket, group_name="group", last=last, version=version)
 
 
-@in_loop
 async def test_vllm_verifies_takes_the_version_off_loads_and_drops_the_caches_in_this_order():
     async with connected("vllm") as (client, server):
         assert (client.stops_for, client.takes_deltas) == ("commit", True)
@@ -117,7 +116,6 @@ async def test_vllm_verifies_takes_the_version_off_loads_and_drops_the_caches_in
             await client.commit_update(7)
 
 
-@in_loop
 async def test_a_vllm_that_does_not_verify_is_not_told_to_load():
     async with connected("vllm") as (client, server):
         await receive(client, 7)
@@ -127,7 +125,6 @@ async def test_a_vllm_that_does_not_verify_is_not_told_to_load():
         assert not {"/finish_weight_update", TAKE_OFF} & {*server.log}
 
 
-@in_loop
 async def test_a_vllm_without_room_is_checked_and_marked_before_the_first_bucket():
     async with connected("vllm", joins=False) as (client, server):
         refusal = {"error": "There is no room to stage weights on cuda:0"}
@@ -150,7 +147,6 @@ async def test_a_vllm_without_room_is_checked_and_marked_before_the_first_bucket
         ]
 
 
-@in_loop
 async def test_a_vllm_with_an_update_left_open_is_made_to_abandon_it():
     async with connected("vllm", joins=False) as (client, server):
         server.answers["/start_weight_update"] = (400, {"error": "an update is open"})
@@ -164,7 +160,6 @@ async def test_a_vllm_with_an_update_left_open_is_made_to_abandon_it():
         ]
 
 
-@in_loop
 async def test_sglangs_version_is_taken_off_once_and_before_the_first_tensor_of_each_update():
     async with connected("sglang") as (client, server):
         for version in (7, 8):
@@ -179,7 +174,6 @@ async def test_sglangs_version_is_taken_off_once_and_before_the_first_tensor_of_
         assert server.index(TAKE_OFF) < server.index("/update_weights_from_disk")
 
 
-@in_loop
 async def test_sglang_before_0_5_21_is_updated_without_a_session():
     async with connected("sglang", joins=False) as (client, server):
         server.release, server.version = "0.5.20", "3"
@@ -195,7 +189,6 @@ async def test_sglang_before_0_5_21_is_updated_without_a_session():
 
 @pytest.mark.parametrize("served", ["6", "default", "updating"])
 @pytest.mark.parametrize("kind", ["sglang", "embedded"])
-@in_loop
 async def test_a_commit_after_which_another_version_is_served_has_failed(kind: str, served: str):
     async with connected(kind) as (client, server):
         await receive(client, 7)
@@ -208,7 +201,6 @@ async def test_a_commit_after_which_another_version_is_served_has_failed(kind: s
         await client.commit_update(7)
 
 
-@in_loop
 async def test_the_embedded_server_is_sent_checksums_base_and_order_and_says_how_long_it_stood():
     async with connected("embedded") as (client, server):
         await receive(client, 7)
@@ -234,7 +226,6 @@ WRONG_FOR_SGLANG = {
 
 
 @pytest.mark.parametrize("what", WRONG_FOR_SGLANG)
-@in_loop
 async def test_what_sglang_cannot_load_is_refused_before_it_is_asked_to_receive(what: str):
     bucket, message = WRONG_FOR_SGLANG[what]
     async with connected("sglang") as (client, server):
@@ -243,7 +234,6 @@ async def test_what_sglang_cannot_load_is_refused_before_it_is_asked_to_receive(
         assert RECEIVE not in server.log
 
 
-@in_loop
 async def test_sglang_is_asked_once_a_group_whether_it_adds_adapters_and_told_each_buckets_place():
     adapters = (adapter_of("a"), adapter_of("b"))
     async with connected("sglang") as (client, server):
@@ -264,7 +254,6 @@ async def test_sglang_is_asked_once_a_group_whether_it_adds_adapters_and_told_ea
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@in_loop
 async def test_servers_are_paused_and_resumed_and_a_group_that_was_left_gets_no_bucket(kind: str):
     async with connected(kind, joins=False) as (client, server):
         await client.pause()

@@ -19,7 +19,7 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from stub_clients import in_loop, serving
+from stub_clients import serving
 
 from torchtitan.grpo.inference.answers import UNPUSHED_VERSION, version_segments
 from torchtitan.grpo.inference.client import LogprobsError, ServerError
@@ -277,7 +277,6 @@ async def client_of(kind: Any, handler: Any, **options: Any) -> AsyncIterator[An
         await client.close()
 
 
-@in_loop
 async def test_each_route_is_given_its_own_key() -> None:
     seen: dict[str, str | None] = {}
 
@@ -291,7 +290,6 @@ async def test_each_route_is_given_its_own_key() -> None:
     assert seen == {"/generate": "Bearer generation", "/pause_generation": "Bearer control"}
 
 
-@in_loop
 async def test_an_error_names_url_route_status_and_body() -> None:
     async def handler(request: web.Request) -> web.Response:
         return web.Response(status=503, text="loading weights")
@@ -316,7 +314,6 @@ REPLIES = {
 
 
 @pytest.mark.parametrize(("kind", "route"), GENERATE_ROUTES.items())
-@in_loop
 async def test_a_reply_that_is_not_an_answer_is_refused_with_its_address(kind, route) -> None:
     body = b""
 
@@ -338,7 +335,6 @@ async def test_a_reply_that_is_not_an_answer_is_refused_with_its_address(kind, r
         ("vllm", "/abort_requests", {"request_ids": ["generate-tokens-r-1"]}),
     ],
 )
-@in_loop
 async def test_a_cancelled_request_is_aborted_on_the_server(kind, abort_route, expected) -> None:
     started, aborted = asyncio.Event(), asyncio.Queue[Any]()
     may_answer = asyncio.Event()
@@ -373,7 +369,6 @@ def vllm_answer(request_id: str, logprob: float, token: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["processed", "raw"])
-@in_loop
 async def test_vllm_with_logprobs_before_temperature_is_refused(mode: str) -> None:
     probes: list[list[int]] = []
 
@@ -400,7 +395,6 @@ async def test_vllm_with_logprobs_before_temperature_is_refused(mode: str) -> No
 
 
 @pytest.mark.parametrize("kind", GENERATE_ROUTES)
-@in_loop
 async def test_a_completion_may_take_longer_than_a_control_request(kind: str) -> None:
     timed_out = asyncio.Event()
 

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
-from stub_clients import in_loop
 
 from torchtitan.grpo.inference import registrar
 from torchtitan.grpo.inference.client import ServerError
@@ -76,7 +75,6 @@ def redirection(status: int, location: str) -> list[bytes]:
 
 
 @pytest.mark.parametrize("how", ["get", "post", "identify", *KINDS])
-@in_loop
 async def test_a_redirection_is_an_error_that_names_both_ends(how: str) -> None:
     for status in (300, 301, 302, 303, 307, 308):
         async with (
@@ -88,7 +86,6 @@ async def test_a_redirection_is_an_error_that_names_both_ends(how: str) -> None:
             assert not seen
 
 
-@in_loop
 async def test_no_other_redirection_is_followed_either() -> None:
     for location in (*(f"Location: {to}\r\n" for to in ("/elsewhere", "ftp://a/b", "")), ""):
         async with answering(redirection(302, location)) as (url, seen):
@@ -97,7 +94,6 @@ async def test_no_other_redirection_is_followed_either() -> None:
             assert len(seen) == 1 and caught.value.is_refusal
 
 
-@in_loop
 async def test_a_registry_that_points_elsewhere_gets_no_registration(capsys) -> None:
     for status in (301, 302, 303, 307, 308):
         async with (
@@ -123,7 +119,6 @@ SLOW = {
 
 
 @pytest.mark.parametrize("name", SLOW)
-@in_loop
 async def test_an_answer_that_trickles_ends_the_request(name, monkeypatch, capsys) -> None:
     monkeypatch.setattr(connections, "_BODY_GRACE_SECONDS", SOON)
     monkeypatch.setattr(registrar, "_REQUEST_SECONDS", SOON)
@@ -139,7 +134,6 @@ async def test_an_answer_that_trickles_ends_the_request(name, monkeypatch, capsy
             assert "cannot register" in capsys.readouterr().err
 
 
-@in_loop
 async def test_an_answer_that_is_long_and_fast_enough_or_begins_late_arrives(monkeypatch) -> None:
     monkeypatch.setattr(connections, "_BODY_GRACE_SECONDS", SOON)
     parts = [OK + b"Content-Length: 100002\r\n\r\n", b'"' + b"x" * 50_000, b"x" * 50_000, b'"']

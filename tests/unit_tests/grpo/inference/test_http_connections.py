@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from stub_clients import in_loop, serving
+from stub_clients import serving
 
 from torchtitan.grpo.inference.http import HttpConnection, RouteError
 
@@ -56,7 +56,6 @@ async def connected(idle_seconds: float) -> AsyncIterator[tuple[Server, HttpConn
 
 
 @pytest.mark.parametrize(("idle_seconds", "num_connections"), [(0.0, 5), (SECONDS, 1)])
-@in_loop
 async def test_a_connection_is_kept_where_that_is_asked_for(idle_seconds, num_connections):
     async with connected(idle_seconds) as (server, connection):
         for _ in range(5):
@@ -66,7 +65,6 @@ async def test_a_connection_is_kept_where_that_is_asked_for(idle_seconds, num_co
 
 
 @pytest.mark.parametrize("closes", [False, True])
-@in_loop
 async def test_a_connection_that_was_idle_for_too_long_or_was_closed_loses_no_request(closes):
     async with connected(SECONDS if closes else 0.05) as (server, connection):
         await connection.post("/")
@@ -77,7 +75,6 @@ async def test_a_connection_that_was_idle_for_too_long_or_was_closed_loses_no_re
     assert len(set(server.ports)) == 2
 
 
-@in_loop
 async def test_after_an_internal_error_nothing_is_sent_over_that_connection():
     async with connected(SECONDS) as (server, connection):
         beside = asyncio.create_task(connection.post("/?slow=1"))
@@ -113,7 +110,6 @@ class CountingConnection(HttpConnection):
         return super()._open_session()
 
 
-@in_loop
 async def test_requests_that_come_at_once_begin_one_a_turn_of_the_loop():
     async with serving(Server().answer) as url:
         connection = CountingConnection(url)

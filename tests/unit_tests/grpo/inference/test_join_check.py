@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from forked import ForkServer
-from stub_clients import in_loop, serving
+from stub_clients import serving
 
 from torchtitan.grpo.inference.client import ServerFacts
 from torchtitan.grpo.inference.join_check import (
@@ -187,7 +187,6 @@ def refusal(message: str, status: int) -> web.Response:
         {"--enable-scale-out", "--weight-transfer-config"},
     ],
 )
-@in_loop
 async def test_all_options_that_a_vllm_server_lacks_are_named_at_once(needs, missing) -> None:
     async with serving(vllm_without_options(missing)) as url:
         client = make_client("vllm", url)

@@ -1,9 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a server is asked for when it joins and in a push, over which backend, and when it is left."""
+"""What a server is asked for in a join and a push, over which backend, and when any of it fails."""
 
 import asyncio
+import contextlib
 import gc
 import logging
 import weakref
@@ -12,11 +13,18 @@ from typing import Any
 
 import pytest
 
+from torchtitan.grpo.attestation import Attestation, Probes, Tolerances
+from torchtitan.grpo.config import WeightSync
+from torchtitan.grpo.inference.http import RouteError
+from torchtitan.grpo.weight_sync import lane as lane_module
+from torchtitan.grpo.weight_sync.lane import Lane, LaneEvent, LaneState, Listeners
+from torchtitan.grpo.weight_sync.slots import SlotTable
 from torchtitan.grpo.weight_sync.transports.group_transport import (
     GroupConnection,
     Handshake,
     NcclImpossible,
 )
+from torchtitan.grpo.weight_sync.versions import Versions
 from torchtitan.grpo.weight_wire.group_facts import NCCL_SETTINGS, GroupFacts
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
@@ -257,3 +265,168 @@ def test_an_error_is_part_of_no_cycle(refused):
         assert asyncio.run(body())() is None
     finally:
         gc.enable()
+
+
+NOTHING, MIXTURE, MAX_REQUESTS = -1, -2, 300
+
+
+class FaultyServer(Server):
+    """Serves what it is sent; one request is refused, answered in vain, late, or of a new process."""
+
+    def __init__(self, stops_for: str, fault: str = "", at: int = 0, lag: int = 0) -> None:
+        super().__init__(stops_for)
+        self._fault, self._at, self._lag = fault, at, lag
+        self.num_requests, self.late = 0, list[tuple[int, str, int]]()
+        self.believed = NOTHING  # what the dispatcher was told last
+        self._restart()
+
+    def _restart(self) -> None:
+        self.held, self.label, self.update = NOTHING, NOTHING, None
+        self.is_paused = self.is_joined = False
+
+    def serves(self, version: int) -> bool:
+        is_settled = not self.is_paused and not self.late and self.num_requests > self._at
+        return is_settled and self.held == self.label == self.believed == version
+
+    def believe(self, _: str, version: int) -> None:
+        self.believed = version
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda version=NOTHING: self._ask(name, version)
+
+    async def join_weight_group(self, info: WeightGroupInfo) -> None:
+        await self._ask("join", NOTHING)
+
+    async def receive_bucket(self, bucket: BucketSpec, *, version: int, **_: Any) -> None:
+        await self._ask("bucket", version)
+
+    async def _ask(self, request: str, version: int) -> Any:
+        await asyncio.sleep(0)
+        self.num_requests += 1
+        for late in [late for late in self.late if late[0] <= self.num_requests]:
+            self.late.remove(late)
+            self._handle_late(*late[1:])
+        fault = self._fault if self.num_requests == self._at else ""
+        if fault == "restarted":
+            self._restart()
+        if fault == "late":
+            self.late.append((self.num_requests + self._lag, request, version))
+        if fault not in ("late", "refused"):
+            self._handle(request, version)
+        if fault in ("late", "refused", "answered in vain"):
+            raise RouteError(f"{request}: no answer")
+        return self.label
+
+    def _handle_late(self, request: str, version: int) -> None:
+        if request == "bucket":  # nobody sends to it any more; a part may have come
+            if self.stops_for == "transfer" and self.update is not None:
+                self.held = MIXTURE
+        elif request != "join":  # there is nobody to join
+            with contextlib.suppress(RouteError):
+                self._handle(request, version)
+
+    def _handle(self, request: str, version: int) -> None:
+        if request == "join":
+            self.is_joined = True
+        elif request == "leave_weight_groups":
+            self.is_joined, self.update = False, None
+        elif request in ("pause", "resume"):
+            self.is_paused = request == "pause"
+        elif request == "begin_update":
+            self.update = (0, NOTHING)
+            if self.stops_for == "transfer":
+                self.label = NOTHING
+        elif request == "bucket":
+            if not self.is_joined or self.update is None:
+                raise RouteError("No weight update is open.")
+            self.update = (self.update[0] + 1, version)
+            if self.stops_for == "transfer":  # straight into the weights that it serves
+                self.held = MIXTURE
+        elif request == "commit_update":
+            if self.update != (2, version):
+                raise RouteError("The update is not whole.")
+            self.held, self.label, self.update = version, version, None
+        if self.label != NOTHING:
+            is_true = self.is_paused or self.held == self.label
+            assert is_true, "tokens are labeled with what did not write them"
+            assert self.label >= self.believed, "work is sent for a version not served yet"
+
+
+async def bring_two_versions(server: Any) -> None:
+    """Runs a lane until the server has served two versions, one after the other."""
+
+    async def drop(version: int) -> None: ...
+
+    versions = Versions(SlotTable(2), 4, drop)
+    sync = WeightSync(retry_seconds=0.001, max_retry_seconds=0.001)
+    attestation = Attestation(0, [], Probes(), Tolerances(1.0, 1.0), 1.0)
+    listeners = Listeners(lambda: None, server.believe, lambda url, _: server.believe(url, NOTHING))
+    lane = Lane(connect(server, Source(0)), versions, sync, attestation, listeners)
+    running = asyncio.create_task(lane.run())
+    for version in (1, 2):
+        await versions.begin(version)
+        while lane.state is not LaneState.READY or not server.serves(version):
+            assert server.num_requests < MAX_REQUESTS, "the server is stuck"
+            assert server.believed == lane.version, "the dispatcher believes what the lane does not"
+            if running.done():
+                running.result()
+            await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await versions.close()
+
+
+FAULTS = [("refused", 0), ("answered in vain", 0), ("restarted", 0)]
+FAULTS += [("late", lag) for lag in (1, 2, 3, 5, 8, 13)]
+
+
+async def bring_through_all_faults(stops_for: str) -> None:
+    server = FaultyServer(stops_for)
+    await bring_two_versions(server)
+    for at in range(1, server.num_requests + 3):
+        for fault, lag in FAULTS:
+            try:
+                await bring_two_versions(FaultyServer(stops_for, fault, at, lag))
+            except AssertionError as error:
+                raise AssertionError(f"{error}: request {at} was {fault} ({lag})") from error
+
+
+@pytest.mark.parametrize("stops_for", ["transfer", "commit", "nothing"])
+async def test_whatever_request_fails_the_server_comes_to_serve_what_it_says(
+    stops_for, monkeypatch
+):
+    monkeypatch.setattr(lane_module, "_CHECK_SECONDS", 0.001)
+    await bring_through_all_faults(stops_for)
+
+
+async def without_looking_at_the_version(lane: Lane, version: int) -> None: ...
+
+
+async def without_lifting_a_late_pause(lane: Lane) -> None:
+    await lane._check_version(lane.version)
+
+
+async def confirming_before_the_commit(lane: Lane, version: int) -> Any:
+    lane._listeners.on_version(lane.url, version)
+    return await lane._connection.push(version, None)
+
+
+def without_telling_the_loss(lane: Lane, *_: object) -> None:
+    lane._server.lose()
+    lane._take(LaneEvent.FAILED)
+
+
+@pytest.mark.parametrize(
+    ("method", "planted", "message"),
+    [
+        ("_check_version", without_looking_at_the_version, "the server is stuck"),
+        ("_check_idle", without_lifting_a_late_pause, "the server is stuck"),
+        ("_push", confirming_before_the_commit, "work is sent for a version not served|believes"),
+        ("_lose", without_telling_the_loss, "the dispatcher believes what the lane does not"),
+    ],
+)
+async def test_a_lane_that_is_broken_on_purpose_is_found(method, planted, message, monkeypatch):
+    monkeypatch.setattr(lane_module, "_CHECK_SECONDS", 0.001)
+    monkeypatch.setattr(Lane, method, planted)
+    with pytest.raises(AssertionError, match=message):
+        await bring_through_all_faults("commit")
