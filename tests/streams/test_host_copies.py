@@ -4,7 +4,6 @@
 """Activations move to the host and back in an order that is guaranteed, and nothing waits for them."""
 
 import weakref
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -38,45 +37,26 @@ def test_the_order_is_guaranteed_and_the_values_return(recorder: Recorder):
     assert returned.cpu().tolist() == [2.0 * i for i in range(32)]
 
 
-def without_waiting_for_a_stream() -> mock._patch:
-    return mock.patch.object(Stream, "wait_stream", lambda *_: None)
+_to_host = HostCopies.to_host
 
 
-def without_waiting_for_an_event() -> mock._patch:
-    return mock.patch.object(Stream, "wait_event", lambda *_: None)
-
-
-def without_keeping_what_leaves() -> mock._patch:
-    to_host = HostCopies.to_host
-
-    def to_host_and_forget(copies: HostCopies, tensor: torch.Tensor) -> torch.Tensor:
-        host = to_host(copies, tensor)
-        copies._leaving.clear()
-        return host
-
-    return mock.patch.object(HostCopies, "to_host", to_host_and_forget)
-
-
-def without_waiting_for_what_leaves() -> mock._patch:
-    def release(copies: HostCopies) -> None:
-        copies._leaving.clear()
-
-    return mock.patch.object(HostCopies, "release", release)
+def keeping_nothing_that_leaves(copies: HostCopies, tensor: torch.Tensor) -> torch.Tensor:
+    host = _to_host(copies, tensor)
+    copies._leaving.clear()
+    return host
 
 
 @pytest.mark.parametrize(
-    ("plant", "problem"),
+    ("owner", "method", "planted", "problem"),
     [
-        (without_waiting_for_a_stream, "race"),
-        (without_waiting_for_an_event, "race"),
-        (without_keeping_what_leaves, "freed in use"),
-        (without_waiting_for_what_leaves, "freed in use"),
+        (Stream, "wait_stream", lambda *_: None, "race"),
+        (Stream, "wait_event", lambda *_: None, "race"),
+        (HostCopies, "to_host", keeping_nothing_that_leaves, "freed in use"),
+        (HostCopies, "release", lambda copies: copies._leaving.clear(), "freed in use"),
     ],
 )
-def test_a_planted_defect_is_reported(
-    recorder: Recorder, plant: Callable[[], mock._patch], problem: str
-):
-    with plant():
+def test_a_planted_defect_is_reported(recorder: Recorder, owner, method, planted, problem: str):
+    with mock.patch.object(owner, method, planted):
         move_and_return(HostCopies(CUDA))
     assert any(problem in found for found in recorder.problems)
 

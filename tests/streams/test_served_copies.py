@@ -8,7 +8,7 @@ thread, and nothing but decoding may use the stream.
 """
 
 import threading
-from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,7 +18,6 @@ import torch
 from recorder import Recorder, Stream
 
 from torchtitan.grpo.inference.embedded.weights import WeightTable
-from torchtitan.grpo.weight_wire import staging as staging_module
 from torchtitan.grpo.weight_wire.buffers import BufferPool
 from torchtitan.grpo.weight_wire.staging import Staging, StagingPlace
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
@@ -80,28 +79,23 @@ class Server:
         self.buffers.settle(self.table.tensors())
 
 
-def push_twice(dtype: torch.dtype = torch.bfloat16) -> Server:
-    server = Server(dtype)
+def push_twice(server: Server) -> None:
     server.push(1.0)
     server.push(2.0)
-    return server
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_decoding_waits_for_no_copy_and_reads_whole_versions(
     recorder: Recorder, dtype: torch.dtype
 ):
-    server = push_twice(dtype)
+    server = Server(dtype)
+    addresses = [parameter.data_ptr() for parameter in server.parameters.values()]
+    push_twice(server)
     assert recorder.problems == []
     for parameter in server.parameters.values():
         assert parameter.cpu().tolist() == [2.0] * SIZE
-
-
-def test_parameters_keep_their_addresses_which_graphs_hold(recorder: Recorder):
-    server = Server(torch.bfloat16)
-    before = [parameter.data_ptr() for parameter in server.parameters.values()]
-    server.push(1.0)
-    assert [parameter.data_ptr() for parameter in server.parameters.values()] == before
+    # Graphs hold them.
+    assert [parameter.data_ptr() for parameter in server.parameters.values()] == addresses
 
 
 def test_buckets_are_pinned(recorder: Recorder):
@@ -110,40 +104,22 @@ def test_buckets_are_pinned(recorder: Recorder):
     assert recorder._memory_of(buffer) is not None
 
 
-def on_the_decoding_stream() -> mock._patch:
-    return mock.patch.object(StagingPlace, "on_stream", lambda _: staging_module.nullcontext())
-
-
-def without_a_stream() -> mock._patch:
-    """As it was: `prepared` copies on the current stream."""
-    return mock.patch.object(WeightTable, "on_stream", lambda _: staging_module.nullcontext())
-
-
-def without_order() -> mock._patch:
-    return mock.patch.object(Stream, "wait_stream", lambda *_: None)
-
-
-def without_waiting_before_reuse() -> mock._patch:
-    return mock.patch.object(Stream, "synchronize", lambda *_: None)
+def no_stream(_: Any) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @pytest.mark.parametrize(
     ("plants", "problem"),
     [
-        ([on_the_decoding_stream, without_a_stream], "wrong stream"),
-        ([without_order], "freed in use"),
-        ([without_waiting_before_reuse], "race"),
+        # As it was: `prepared` copies on the current stream.
+        ([(StagingPlace, "on_stream", no_stream), (WeightTable, "on_stream", no_stream)], "wrong stream"),
+        ([(Stream, "wait_stream", lambda *_: None)], "freed in use"),
+        ([(Stream, "synchronize", lambda *_: None)], "race"),
     ],
-)
-def test_a_planted_defect_is_reported(
-    recorder: Recorder, plants: list[Callable[[], mock._patch]], problem: str
-):
-    patches = [plant() for plant in plants]
-    for patch in patches:
-        patch.start()
-    try:
-        push_twice()
-    finally:
-        for patch in patches:
-            patch.stop()
+)  # fmt: skip
+def test_a_planted_defect_is_reported(recorder: Recorder, plants: list[Any], problem: str):
+    with ExitStack() as patches:
+        for plant in plants:
+            patches.enter_context(mock.patch.object(*plant))
+        push_twice(Server(torch.bfloat16))
     assert any(problem in found for found in recorder.problems), recorder.problems

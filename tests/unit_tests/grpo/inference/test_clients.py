@@ -277,19 +277,6 @@ async def client_of(kind: Any, handler: Any, **options: Any) -> AsyncIterator[An
         await client.close()
 
 
-async def test_each_route_is_given_its_own_key() -> None:
-    seen: dict[str, str | None] = {}
-
-    async def handler(request: web.Request) -> web.Response:
-        seen[request.path] = request.headers.get("Authorization")
-        return web.json_response(SGLANG_ANSWER if request.path == "/generate" else {})
-
-    async with client_of("sglang", handler, api_key="generation", admin_key="control") as client:
-        await client.generate(REQUEST)
-        await client.pause()
-    assert seen == {"/generate": "Bearer generation", "/pause_generation": "Bearer control"}
-
-
 async def test_an_error_names_url_route_status_and_body() -> None:
     async def handler(request: web.Request) -> web.Response:
         return web.Response(status=503, text="loading weights")

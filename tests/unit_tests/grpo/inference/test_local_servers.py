@@ -33,16 +33,9 @@ from torchtitan.grpo.system.network import loopback_interface
 from torchtitan.grpo.types import PromptProgress, ServerKind
 
 SPEC = ServerSpec(
-    kind="vllm",
-    model_path="/models/tiny",
-    port=4321,
-    device="cpu",
-    dtype="float32",
-    max_model_len=256,
-    max_running_requests=16,
-    python="/env/bin/python",
-    extra_args=("--seed", "7"),
-)
+    "vllm", "/models/tiny", 4321, "cpu", "float32", max_model_len=256, max_running_requests=16,
+    python="/env/bin/python", extra_args=("--seed", "7"),
+)  # fmt: skip
 
 
 def option(command: list[str], name: str) -> str:
@@ -137,19 +130,10 @@ def test_keys_are_masked_where_a_command_line_is_shown() -> None:
 
 
 def test_the_environment_of_the_ranks_does_not_reach_a_server() -> None:
-    ours = {
-        "RANK": "0",
-        "MASTER_PORT": "29500",
-        "TORCHELASTIC_RUN_ID": "x",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "OMP_NUM_THREADS": "4",
-        "HOME": "/home/u",
-    }
-    _, environ = server_command(SPEC, ours)
-    assert not {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & set(environ)
-    assert "PYTHONDONTWRITEBYTECODE" not in environ
-    assert environ["OMP_NUM_THREADS"] == "4"  # the user's word counts
-    assert environ["HOME"] == "/home/u"
+    ranks = ("RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PYTHONDONTWRITEBYTECODE")
+    ours = {"OMP_NUM_THREADS": "4", "HOME": "/home/u"}  # the user's word counts
+    _, environ = server_command(SPEC, dict.fromkeys(ranks, "1") | ours)
+    assert not set(ranks) & set(environ) and ours.items() <= environ.items()
 
 
 def test_specs_follow_the_configuration(tmp_path: Path) -> None:
@@ -174,22 +158,12 @@ def test_specs_follow_the_configuration(tmp_path: Path) -> None:
 
 def make_config(folder: Path, num_servers: int) -> config.RolloutProcessConfig:
     return config.RolloutProcessConfig(
-        grpo=config.GRPO(),
-        prompts=config.Prompts(),
-        rollout=config.Rollout(),
+        grpo=config.GRPO(), prompts=config.Prompts(), rollout=config.Rollout(),
         inference=config.Inference(kind="embedded", launch=True, num_servers=num_servers),
-        reward=config.Reward(),
-        evaluation=config.Evaluation(),
-        hf_assets_path=str(folder),
-        vocab_size=10,
-        eos_token_ids=[1],
-        seq_len=96,
-        seed=0,
-        dump_folder=str(folder),
-        start_version=0,
-        progress=PromptProgress(),
-        server_gpus=[],
-    )
+        reward=config.Reward(), evaluation=config.Evaluation(), hf_assets_path=str(folder),
+        vocab_size=10, eos_token_ids=[1], seq_len=96, seed=0, dump_folder=str(folder),
+        start_version=0, progress=PromptProgress(), server_gpus=[],
+    )  # fmt: skip
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ports are held on Linux alone")
@@ -278,52 +252,48 @@ END"""
         (LEAVES_A_WORKER, r"exit status -10 \(SIGUSR1\)\. .*engine dead"),
     ],
 )
-def test_a_server_that_ends_early_is_reported_at_once_with_its_own_reason(
+async def test_a_server_that_ends_early_is_reported_at_once_with_its_own_reason(
     tmp_path: Path, script: str, said: str
 ) -> None:
     loading = start_script(tmp_path / "other", "echo loading; exec sleep 3600")
     server = start_script(tmp_path / "this", script)
     try:
         with pytest.raises(RuntimeError, match=f"(?s)A server must stay up.*{said}"):
-            asyncio.run(wait(loading, server, timeout_seconds=3600))
+            await wait(loading, server, timeout_seconds=3600)
     finally:
         loading.stop()
         server.stop()
 
 
-def test_a_server_that_does_not_come_up_is_given_up_and_can_be_stopped(tmp_path: Path) -> None:
+async def test_a_server_that_does_not_come_up_is_given_up_and_can_be_stopped(tmp_path) -> None:
     server = start_script(tmp_path, "echo loading; exec sleep 600")
     try:
         said = (
             r"(?s)startup_timeout_seconds .*ClientConnector.*it still runs.*vllm-0\.log:\nloading"
         )
         with pytest.raises(TimeoutError, match=said) as caught:
-            asyncio.run(wait(server, timeout_seconds=0.5))
+            await wait(server, timeout_seconds=0.5)
         assert "inference.urls" not in str(caught.value)
     finally:
         server.stop()
     assert server.process.returncode is not None
 
 
-def test_a_server_that_loads_is_described_with_the_last_line_of_its_log(tmp_path: Path) -> None:
+async def test_a_server_that_loads_is_described_with_the_last_line_of_its_log(tmp_path) -> None:
     server = start_script(tmp_path, "echo reading; echo loading shard 3; echo; exec sleep 600")
     told: list[str] = []
-
-    async def wait_until_told() -> None:
-        client = make_client("vllm", server.url)
-        waiting = asyncio.create_task(
-            wait_until_up([client], [server], 300, tell=told.append, kind="vllm")
-        )
+    client = make_client("vllm", server.url)
+    waiting = asyncio.create_task(
+        wait_until_up([client], [server], 300, tell=told.append, kind="vllm")
+    )
+    try:
         async with asyncio.timeout(120):
             while not told:
                 await asyncio.sleep(0.05)
+    finally:
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         await client.close()
-
-    try:
-        asyncio.run(wait_until_told())
-    finally:
         server.stop()
     (text,) = told
     assert text.startswith(f"The vllm server {server.url} is not up yet after 5 s (at most 300 s")

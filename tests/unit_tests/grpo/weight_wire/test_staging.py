@@ -68,6 +68,17 @@ def test_buckets_that_came_early_are_told_of_a_refusal(staging):
     assert group.sizes == []
 
 
+def test_buckets_that_overtook_one_another_are_received_in_their_order(staging):
+    group = RecordingGroup()
+    early = [staging.announce(bucket(n, i), group, sequence=i) for i, n in ((2, "c"), (1, "b"))]
+    with pytest.raises(ValueError, match="announced twice"):
+        staging.announce(bucket("d", 9), group, sequence=2)
+    staging.announce(bucket("a", 5), group, sequence=0)
+    for future in early:
+        future.result(SECONDS)
+    assert group.sizes == [20, 4, 8]
+
+
 def test_after_damage_buckets_that_overtake_one_another_still_wait_their_turn(staging):
     group = RecordingGroup()
     first = staging.announce(bucket("a", 1, checksum=12345), group, sequence=0)

@@ -3,7 +3,6 @@
 
 """Compares the embedded engine with plain forwards of transformers, in one process."""
 
-import random
 from typing import Any
 
 import pytest
@@ -14,30 +13,11 @@ from engine_harness import (
     assert_exact,
     harness,
     make_model,
-    random_prompt,
     swap_to,
 )
 
 from torchtitan.grpo.inference.embedded.engine import EngineError
 from torchtitan.grpo.inference.embedded.model import ModelRunner
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
-def test_logprobs_equal_a_plain_forward_while_requests_join_and_leave(kind: str) -> None:
-    model = make_model(kind)
-    rng = random.Random(1)
-    with harness(model, max_slots=5, max_prefill_tokens=64) as h:
-        requests = []
-        for i in range(24):
-            prompt = requests[-1].prompt_ids if i % 4 == 3 else random_prompt(rng)
-            temperature = rng.choice([0.0, 0.7, 1.0])
-            requests.append(
-                h.submit(prompt, max_new_tokens=rng.randint(1, 30), temperature=temperature)
-            )
-        h.finish(requests)
-    for request in requests:
-        assert len(request.output_ids) == request.sampling.max_new_tokens
-    assert_exact(model, requests)
 
 
 def test_greedy_takes_the_likeliest_token_and_stops_at_a_stop_token() -> None:

@@ -113,27 +113,6 @@ def test_a_group_that_cannot_be_joined_leaves_its_name_free(
     assert info(server)["weight_groups"] == []
 
 
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({"Host": "evil.example"}, 403),
-        ({"Origin": "http://evil.example"}, 403),
-        ({"Content-Type": "text/plain"}, 415),
-        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
-    ],
-)
-def test_what_a_foreign_page_can_make_a_browser_send_changes_nothing(
-    server: Server, headers: dict[str, str], status: int
-) -> None:
-    """The server has no keys, so a browser on its machine could reach its control routes."""
-    for route in ("/pause_generation", "/update_weight_version"):
-        answered, text = call(server, "POST", route, '{"new_version": "evil"}', JSON | headers)
-        assert answered == status, text
-    found = info(server)
-    assert not found["is_paused"] and found["weight_version"] == "default"
-    assert serves(server)
-
-
 def test_a_line_that_comes_again_and_again_is_written_a_few_times(caplog) -> None:
     limit = RepeatLimit(max_lines=3, period_seconds=0.3)
     logger = logging.getLogger("repeated")

@@ -32,24 +32,6 @@ from torchtitan.grpo.weight_wire.process_group import destroy_weight_group
 from torchtitan.grpo.weight_wire.sparse import encode
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-async def test_weights_from_the_trainer_are_served_exactly(
-    client: Client, dtype: torch.dtype
-) -> None:
-    new = make_model(5)
-    sent = {name: tensor.to(dtype) for name, tensor in weights_of(new).items()}
-    async with Trainer(client) as trainer:
-        await client.post("/begin_weight_update")
-        first, second = halves(sent)
-        await trainer.send(first)
-        await trainer.send(second, weight_version="5")
-        await client.post("/end_weight_update")
-    assert (await client.get("/model_info"))["weight_version"] == "5"
-    new.load_state_dict(sent)
-    assert await checksums(client) == checksums_of(weights_of(new))
-    await assert_serves(client, new, [7, 8])
-
-
 @pytest.mark.parametrize("pause", [False, True])
 async def test_requests_in_flight_cross_an_update_exactly(client: Client, pause: bool) -> None:
     old, new = make_model(1), make_model(2)
@@ -146,42 +128,6 @@ async def test_a_trainer_that_dies_leaves_the_server_ready_for_the_next(client: 
     await client.refused("/end_weight_update")
     await serve_weights(client, make_model(2), "next")
     assert (await client.get("/model_info"))["weight_version"] == "next"
-
-
-async def test_buckets_that_overtook_one_another_are_received_in_their_order(
-    client: Client,
-) -> None:
-    # Two tensors of one size: taken for one another, nothing would look wrong.
-    new = make_model(11)
-    names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(2)]
-    rest = {n: t for n, t in weights_of(new).items() if n not in names}
-    route = "/update_weights_from_distributed"
-    async with Trainer(client) as trainer:
-        await client.post("/begin_weight_update")
-        bodies = [
-            trainer.describe({name: weights_of(new)[name]}, sequence=i)
-            for i, name in enumerate(names)
-        ]
-        late = asyncio.create_task(client.post(route, **bodies[1]))
-        await client.generate([1])
-        twice = await client.refused(route, **bodies[1])
-        assert "announced twice" in twice
-        await client.refused("/end_weight_update")  # one is still expected
-        await client.post("/leave_weight_groups")
-        assert (await asyncio.gather(late, return_exceptions=True))[0]
-    async with Trainer(client) as trainer:
-        await client.post("/begin_weight_update")
-        for body in bodies:
-            body["group_name"] = trainer.name
-        tasks = [asyncio.create_task(client.post(route, **bodies[1]))]
-        await client.generate([1])
-        tasks.append(asyncio.create_task(client.post(route, **bodies[0])))
-        wire = [weights_of(new)[name].contiguous().view(-1) for name in names]
-        await asyncio.to_thread(trainer.broadcast, [t.view(torch.uint8) for t in wire])
-        await asyncio.gather(*tasks)
-        await trainer.send(rest, sequence=2, weight_version="ordered")
-        await client.post("/end_weight_update")
-    assert await checksums(client) == checksums_of(weights_of(new))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

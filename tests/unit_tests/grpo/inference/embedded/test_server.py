@@ -9,16 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from embedded_process import (
     EOS,
     TIMEOUT,
     Client,
     Server,
     Trainer,
-    _names,
     assert_serves,
-    halves,
     make_model,
     reference_logprobs,
     serve_weights,
@@ -26,14 +23,9 @@ from embedded_process import (
     weights_of,
 )
 
-from torchtitan.grpo.inference.embedded.client import EmbeddedClient
 from torchtitan.grpo.inference.embedded.model import load_model
-from torchtitan.grpo.inference.http import HttpConnection
-from torchtitan.grpo.inference.kinds import KINDS
 from torchtitan.grpo.system.child import stop_children
-from torchtitan.grpo.types import GenerateRequest
-from torchtitan.grpo.weight_wire.process_group import create_weight_group, destroy_weight_group
-from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
+from torchtitan.grpo.weight_wire.process_group import destroy_weight_group
 
 
 async def test_an_answer_has_the_dialects_shape_and_exact_logprobs(client: Client) -> None:
@@ -115,48 +107,6 @@ async def test_pause_keeps_requests_and_probes_tell_it_from_death(client: Client
     await client.post("/continue_generation")
     assert len((await task)["output_ids"]) == 8
     assert (await client.call("GET", "/ready"))[0] == 200
-
-
-async def test_the_client_serves_the_embedded_server(server: Server) -> None:
-    http = HttpConnection(server.url, api_key=None, admin_key=None, timeout_seconds=TIMEOUT)
-    client = EmbeddedClient(http, KINDS["embedded"].capabilities, request_timeout_seconds=TIMEOUT)
-    new, name = make_model(4), next(_names)
-    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-    info = WeightGroupInfo("127.0.0.1", store.port, 1, 2, name, "gloo", 30.0)
-    arguments = ("127.0.0.1", store.port, 0, 2, name, "gloo", 30.0)
-    rank_0 = asyncio.create_task(asyncio.to_thread(create_weight_group, *arguments, store=store))
-    assert await client.num_workers() == 1
-    await client.join_weight_group(info)
-    group = await rank_0
-    running = asyncio.create_task(client.generate(GenerateRequest("long", [1], 4000)))
-    await client.health()
-    await client.begin_update()
-    for last, half in enumerate(halves(weights_of(new))):
-        shapes = tuple(tuple(t.shape) for t in half.values())
-        bucket = BucketSpec(tuple(half), ("float32",) * len(half), shapes)
-        wire = torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in half.values()])
-        receiving = asyncio.create_task(
-            client.receive_bucket(bucket, group_name=name, last=bool(last), version=12)
-        )
-        await asyncio.to_thread(dist.broadcast, wire, 0, group)
-        await receiving
-    assert await client.commit_update(12) > 0
-    ids = [3, 1, 4, 1, 5, 9, 2, 6]
-    torch.testing.assert_close(
-        torch.tensor(await client.prompt_logprobs(ids)),
-        reference_logprobs(new, ids[:1], ids[1:]),
-        atol=1e-4,
-        rtol=0,
-    )
-    generation = await client.generate(GenerateRequest("short", [5, 6], 6))
-    expected = reference_logprobs(new, [5, 6], generation.token_ids.tolist())
-    torch.testing.assert_close(torch.from_numpy(generation.logprobs), expected, atol=1e-4, rtol=0)
-    assert {segment.version for segment in generation.segments} == {12}
-    await client.abort("long")
-    await asyncio.gather(running, return_exceptions=True)
-    await client.leave_weight_groups()
-    await client.close()
-    destroy_weight_group(group)
 
 
 async def test_keys_follow_sglangs_rule_and_sigterm_answers_those_who_wait(
