@@ -5,10 +5,11 @@
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from stub_clients import StubClient
@@ -24,6 +25,7 @@ from torchtitan.grpo.rollout.ledger import Ledger
 from torchtitan.grpo.rollout.longest_first import LengthRanker
 from torchtitan.grpo.rollout.producer import Producer
 from torchtitan.grpo.rollout.prompts import PromptLimits, PromptSet, PromptStream, first_prompts
+from torchtitan.grpo.rollout.results import RolloutBatch
 from torchtitan.grpo.rollout.saved import SavedRollouts
 from torchtitan.grpo.rollout.scoring import Scorer
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
@@ -33,16 +35,10 @@ from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
 from torchtitan.grpo.types import GenerateRequest, Generation, PromptProgress, VersionSegment
 
+Generate = Callable[[GenerateRequest], Awaitable[Generation]]
 GROUP_SIZE = 3
 GROUPS_PER_BATCH = 2
 GROUPS = GRPO(group_size=GROUP_SIZE, prompts_per_step=GROUPS_PER_BATCH)
-
-REWARD = """
-def by_prompt(prompts, completions, **kw):
-    if "0" in prompts[0]:
-        raise ValueError("no zeros")
-    return [None if i == 0 and "1" in prompts[0] else 1.0 for i in range(len(completions))]
-"""
 
 
 class RandomServer(StubClient):
@@ -80,10 +76,23 @@ class World:
     producer: Producer
     evaluator: Evaluator
     prompts: PromptStream
+    work: Any = None
+    may_end: bool = False
 
-    def push(self, server: RandomServer, version: int) -> None:
+    def push(self, version: int, server: RandomServer | None = None) -> None:
+        """The first server has this version, or the given one."""
+        server = server or self.servers[0]
         server.served = version
         self.dispatcher.set_version(server.url, version)
+
+    async def batch(self, version: int) -> RolloutBatch:
+        return await asyncio.wait_for(self.producer.batch(version), 60)
+
+    def intercept(self, generate: Generate) -> Generate:
+        """The first server answers by this function; returns how it did before."""
+        before = self.servers[0].generate
+        self.servers[0].generate = generate  # pyright: ignore[reportAttributeAccessIssue]
+        return before
 
 
 @dataclass(frozen=True)
@@ -102,14 +111,12 @@ class Settings:
     saved: SavedRollouts | None = None
     max_buffered: int | None = None
     ranker: LengthRanker | None = None
-    evaluation_function: int = 1
     num_held_out: int = 0
 
 
-async def run_in_world(
-    body: Callable[[World], Awaitable[None]], file: Path, model: Path, settings: Settings
-) -> None:
-    """Runs a test's body while a producer of the given settings is at work."""
+@asynccontextmanager
+async def at_work(file: Path, model: Path, settings: Settings) -> AsyncIterator[World]:
+    """Yields a world whose producer is at work, and is so to the end unless the test takes it."""
     codec = TextCodec(str(model), [1])
     acceptors = [settings.acceptor] if settings.acceptor is not None else []
     pool = RewardPool(
@@ -118,13 +125,13 @@ async def run_in_world(
     await pool.start()
     try:
         world = make_world(file, codec, pool, settings)
-        work = asyncio.create_task(world.producer.run())
+        world.work = asyncio.create_task(world.producer.run())
         try:
-            await body(world)
-            assert not work.done()
+            yield world
+            assert world.may_end or not world.work.done()
         finally:
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
+            world.work.cancel()
+            await asyncio.gather(world.work, return_exceptions=True)
     finally:
         await pool.close()
 
@@ -146,7 +153,7 @@ def make_world(file: Path, codec: TextCodec, pool: RewardPool, settings: Setting
         "heldout",
         EvaluationSet(path=str(file)),
         first_prompts(prompts, settings.num_held_out)[0],
-        settings.evaluation_function,
+        1,
         TrajectoryWriter(room, replace(sampling, temperature=0.0), rollout_of(settings)),
     )
     evaluator = Evaluator([held], dispatcher, room, pool, codec)

@@ -3,7 +3,6 @@
 
 """A session of a resumed run begins with the rollouts that were saved with the checkpoint."""
 
-import asyncio
 import json
 import os
 from dataclasses import replace
@@ -13,26 +12,12 @@ import pytest
 from aiohttp import web
 from prompt_files import process_config
 from rollouts import generation
+from stub_clients import serving
 
 from torchtitan.grpo import config as tables
 from torchtitan.grpo.rollout.saved import SavedRollouts, UnfinishedGroup, write_saved
 from torchtitan.grpo.rollout.session import RolloutSession
 from torchtitan.grpo.types import PromptProgress
-
-
-async def healthy_server() -> tuple[web.AppRunner, str]:
-    """A server that answers each request for its health, and what an embedded server would tell."""
-    told = {"embedded": True, "model_path": "", "data": [{}], "tp_size": 1, "vocab_size": 128}
-
-    async def answer(request: web.Request) -> web.Response:
-        return web.json_response(told)
-
-    app = web.Application()
-    app.router.add_route("*", "/{tail:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
 
 
 def config_of(repository: Path, prompts: Path, url: str, file: Path) -> tables.RolloutProcessConfig:
@@ -68,7 +53,7 @@ def flip_a_bit(file: Path) -> None:
 
 
 DAMAGE = {
-    "a flipped bit": (lambda file: flip_a_bit(file), "its checksum is not that"),
+    "a flipped bit": (flip_a_bit, "its checksum is not that"),
     "half a file": (lambda file: os.truncate(file, 40), "the file cannot be read: "),
     "rollouts of another step": (
         lambda file: write_saved(file, replace(saved_rollouts(-0.5), version=2)),
@@ -105,17 +90,20 @@ def test_damaged_rollouts_are_told_by_name_and_their_prompts_are_issued_again(
     assert session._config.progress == config.progress, "the checkpoint's, which the ledger follows"
 
 
-def test_a_resumed_session_holds_what_was_saved_and_goes_on_from_there(
+async def test_a_resumed_session_holds_what_was_saved_and_goes_on_from_there(
     repository: Path, tmp_path: Path
 ):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": p, "answer": p}) + "\n" for p in "123456789"))
-    saved = saved_rollouts(-0.5)
-    file = tmp_path / "step-1.msgpack"
+    saved, file = saved_rollouts(-0.5), tmp_path / "step-1.msgpack"
     write_saved(file, saved)
 
-    async def body() -> None:
-        runner, url = await healthy_server()
+    told = {"embedded": True, "model_path": "", "data": [{}], "tp_size": 1, "vocab_size": 128}
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response(told)
+
+    async with serving(answer) as url:
         session = RolloutSession(config_of(repository, prompts, url, file))
         try:
             await session.open()
@@ -127,6 +115,3 @@ def test_a_resumed_session_holds_what_was_saved_and_goes_on_from_there(
             assert [prompt.group_id for prompt in drawn] == [5, 6]
         finally:
             await session.close()
-            await runner.cleanup()
-
-    asyncio.run(asyncio.wait_for(body(), 120))

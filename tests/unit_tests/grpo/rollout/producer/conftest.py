@@ -1,31 +1,33 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The producer at work, for the tests of this folder."""
-
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from producer_world import Settings, World, run_in_world
+from producer_world import Settings, World, at_work
 
 
 @pytest.fixture
-def run_world(repository: Path, tmp_path: Path):
-    """Runs a test's body while a producer is at work on the given prompts.
+def world_of(repository: Path, tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[World]]:
+    """Opens a world whose producer is at work; takes ``Settings`` by name.
 
-    Further arguments are those of ``producer_world.Settings``.
+    ``reward`` and ``acceptor`` are functions of ``code``, where there is such.
     """
 
-    def run(
-        body: Callable[[World], Awaitable[None]], *, prompts: list[str], **settings: Any
-    ) -> None:
-        file = tmp_path / "prompts.jsonl"
-        file.write_text("".join(json.dumps({"prompt": p, "answer": "7"}) + "\n" for p in prompts))
+    def open_(
+        prompts: Iterable[Any] = "123456789", *, max_staleness: int, code: str = "", **settings: Any
+    ) -> AbstractAsyncContextManager[World]:
+        (file := tmp_path / "prompts.jsonl").write_text(
+            "".join(json.dumps({"prompt": p, "answer": "7"}) + "\n" for p in prompts)
+        )
+        (mine := tmp_path / "mine.py").write_text(code)
+        for key in {"reward", "acceptor"} & settings.keys():
+            settings[key] = f"{mine}:{settings[key]}"
         model = repository / "assets/reverse_digits/model"
-        asyncio.run(run_in_world(body, file, model, Settings(**settings)))
+        return at_work(file, model, Settings(max_staleness, **settings))
 
-    return run
+    return open_

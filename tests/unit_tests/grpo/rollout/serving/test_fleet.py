@@ -5,27 +5,22 @@
 
 import asyncio
 import contextlib
+import functools
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from aiohttp import web
+from prompt_files import process_config
+from stub_clients import serving
 
-from torchtitan.grpo.config import (
-    GRPO,
-    Evaluation,
-    Inference,
-    Prompts,
-    Reward,
-    Rollout,
-    RolloutProcessConfig,
-)
+from torchtitan.grpo.config import Inference, Prompts, Rollout
 from torchtitan.grpo.inference.registry import Registration, RegistryFolder
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.fleet import ServerFleet
-from torchtitan.grpo.types import PromptProgress
 
 
 def fleet_of(
@@ -40,11 +35,9 @@ def fleet_of(
         urls_file=None if file is None else str(file),
         **settings,
     )
-    tables = GRPO(), Prompts(), Rollout(), inference, Reward(), Evaluation()
-    config = RolloutProcessConfig(
-        *tables, hf_assets_path="", vocab_size=128, eos_token_ids=[1], seq_len=32, seed=0,
-        dump_folder="", server_gpus=[], start_version=0, progress=PromptProgress(),
-    )  # fmt: skip
+    config = process_config(
+        Path(), Prompts(), inference=inference, vocab_size=128, eos_token_ids=[1], seq_len=32
+    )
     return ServerFleet(config, announce)
 
 
@@ -68,23 +61,15 @@ async def watched(fleet: ServerFleet) -> AsyncIterator[tuple[Dispatcher, asyncio
 @contextlib.asynccontextmanager
 async def healthy_servers(*answers: dict[str, Any]) -> AsyncIterator[list[str]]:
     """Servers that answer each request with what an embedded server tells of itself."""
+
+    async def answer(told: dict[str, Any], request: web.Request) -> web.Response:
+        assert request.transport is not None
+        told.setdefault("peers", []).append(request.transport.get_extra_info("peername"))
+        return web.json_response({k: v for k, v in told.items() if k != "peers"})
+
     async with contextlib.AsyncExitStack() as stack:
-        urls = []
-        for told in answers:
-
-            async def answer(request: web.Request, told=told) -> web.Response:
-                assert request.transport is not None
-                told.setdefault("peers", []).append(request.transport.get_extra_info("peername"))
-                return web.json_response({k: v for k, v in told.items() if k != "peers"})
-
-            app = web.Application()
-            app.router.add_route("*", "/{tail:.*}", answer)
-            runner = web.AppRunner(app)
-            await runner.setup()
-            stack.push_async_callback(runner.cleanup)
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
-        yield urls
+        servers = [serving(functools.partial(answer, told)) for told in answers]
+        yield [await stack.enter_async_context(server) for server in servers]
 
 
 def embedded() -> dict[str, Any]:
@@ -171,8 +156,6 @@ async def test_servers_that_register_join_and_those_that_leave_are_let_go_but_fo
 async def test_an_unforeseen_error_in_a_late_check_ends_the_watch(tmp_path: Path, monkeypatch):
     file = tmp_path / "urls.txt"
 
-    async def tell(servers) -> None: ...
-
     async def fail(client, needs):
         raise KeyError("a mistake of ours")
 
@@ -180,11 +163,9 @@ async def test_an_unforeseen_error_in_a_late_check_ends_the_watch(tmp_path: Path
         file.write_text(f"{up}\n")
         fleet = fleet_of(file=file)
         await fleet.start()
-        dispatcher = Dispatcher(fleet.clients, Rollout(), vocab_size=128)
         monkeypatch.setattr("torchtitan.grpo.rollout.serving.fleet.check_server", fail)
-        watching = asyncio.create_task(fleet.watch(dispatcher, tell))
         file.write_text(f"{up}\n{late}\n")
         with pytest.raises(ExceptionGroup) as raised:
-            await watching
+            await fleet.watch(Dispatcher(fleet.clients, Rollout(), vocab_size=128), AsyncMock())
         assert raised.group_contains(KeyError, match="a mistake of ours")
         await fleet.close()

@@ -4,98 +4,13 @@
 """A hedged completion ends well in every way in which its two attempts can end."""
 
 import asyncio
-import json
-import os
-import signal
-import urllib.request
-from pathlib import Path
 
-import numpy as np
 import pytest
-from forked import ForkServer
 from local_server import LocalServer, attested, submit
 
-from torchtitan.grpo.config import Rollout
-from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerLoad
-from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.local_servers import free_ports, stop_servers
-from torchtitan.grpo.inference.server_spec import ServerSpec
-from torchtitan.grpo.inference.waiting import wait_until_up
+from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.serving.attempts import GivenBack, first_answer, is_overdue
-from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
-from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.serving.server_state import Job, Server
-from torchtitan.grpo.types import Prompt
-
-NUM_ROWS = 4
-LIMIT_SECONDS = 120
-PROMPT = Prompt(0, "", np.array([2, 3, 4], np.int32), {})
-LONG = Sampling(200, 256, 1.0, 1.0, -1, (), ignore_eos=True)
-SHORT = Sampling(4, 256, 1.0, 1.0, -1, (), ignore_eos=True)
-
-
-async def until_idle(client: InferenceClient) -> ServerLoad:
-    while (load := await client.load()).running or load.waiting:
-        await asyncio.sleep(0.02)
-    return load
-
-
-def announce(url: str, version: int) -> None:
-    body = json.dumps({"new_version": str(version), "abort_all_requests": False}).encode()
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{url}/update_weight_version", body, headers)
-    with urllib.request.urlopen(request, timeout=LIMIT_SECONDS) as answer:
-        assert answer.status == 200
-
-
-def test_a_real_server_tells_its_load_and_one_that_stalls_is_hedged(
-    repository: Path, tmp_path: Path, fork_server: ForkServer
-):
-    model = str(repository / "assets/reverse_digits/model")
-    servers = [
-        fork_server.start_server(
-            ServerSpec("embedded", model, port, "cpu", "float32", 256, NUM_ROWS), tmp_path / "log"
-        )
-        for port in free_ports(2)
-    ]
-
-    async def main() -> None:
-        clients = [make_client("embedded", server.url) for server in servers]
-        await wait_until_up(clients, servers, LIMIT_SECONDS)
-        config = Rollout(request_timeout_seconds=LIMIT_SECONDS, hedge_seconds=0.2)
-        dispatcher = Dispatcher(clients, config, vocab_size=128)
-        for client in clients:
-            announce(client.url, 3)
-            dispatcher.set_version(client.url, 3)
-        first, second = dispatcher.servers.values()
-
-        requests = [LONG.request(f"{i}-", PROMPT) for i in range(NUM_ROWS + 6)]
-        tasks = [asyncio.create_task(clients[1].generate(request)) for request in requests]
-        while (load := await clients[1].load()).waiting < 6 or load.kv_use == 0:
-            await asyncio.sleep(0.01)
-        assert (load.running, load.waiting) == (NUM_ROWS, 6)
-        assert load.kv_use is not None and 0 < load.kv_use <= 1
-        await asyncio.gather(*tasks)
-        assert await until_idle(clients[1]) == ServerLoad(0, 0, 0.0)
-
-        os.kill(servers[0].process.pid, signal.SIGSTOP)
-        found = await asyncio.gather(*(dispatcher.submit(PROMPT, first, SHORT) for _ in range(3)))
-        assert all(generation.segments[0].version == 3 for generation in found)
-        assert (dispatcher.num_hedged, dispatcher.num_hedges_won) == (3, 3)
-        assert dispatcher.num_failed_requests == 0
-        os.kill(servers[0].process.pid, signal.SIGCONT)
-        await until_idle(clients[0])  # they were taken off it
-        assert (dispatcher.in_flight, first.load, second.load) == (0, 0, 0)
-        await dispatcher.close()
-        for client in clients:
-            await client.close()
-
-    try:
-        asyncio.run(asyncio.wait_for(main(), LIMIT_SECONDS))
-    finally:
-        for server in servers:
-            server.process.send_signal(signal.SIGCONT)
-        stop_servers(servers)
 
 
 @pytest.mark.parametrize("obstacle", ["older", "lost", "full", "bound"])

@@ -4,7 +4,8 @@
 """Servers that share no disk with the trainer register over HTTP."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,23 +20,20 @@ from torchtitan.grpo.rollout.serving.registry_server import RegistryServer
 ONE = Registration("http://10.0.0.1:8000", "embedded", "alpha", 12, 100.0)
 
 
-def with_registry(folder: Path, test: Callable[[str], Awaitable[None]]) -> None:
-    """Runs a test against a registry with the key ``secret``."""
-
-    async def main() -> None:
-        address = f"127.0.0.1:{free_ports(1)[0]}"
-        server = RegistryServer(address, "secret", RegistryFolder(folder))
+@contextlib.asynccontextmanager
+async def registry_in(folder: Path, address: str = "") -> AsyncIterator[str]:
+    """A registry with the key ``secret``."""
+    address = address or f"127.0.0.1:{free_ports(1)[0]}"
+    server = RegistryServer(address, "secret", RegistryFolder(folder))
+    try:
         await server.start()
-        try:
-            await test(f"http://{address}")
-        finally:
-            await server.close()
-
-    asyncio.run(main())
+        yield f"http://{address}"
+    finally:
+        await server.close()
 
 
-def test_a_server_registers_and_leaves(tmp_path: Path):
-    async def test(url: str) -> None:
+async def test_a_server_registers_and_leaves(tmp_path: Path):
+    async with registry_in(tmp_path) as url:
         registrar = Registrar(url, ONE, "secret")
         await asyncio.to_thread(registrar.beat)
         await asyncio.to_thread(registrar.beat)
@@ -44,8 +42,6 @@ def test_a_server_registers_and_leaves(tmp_path: Path):
         assert RegistryFolder(tmp_path).read(), "another process has another registration"
         await asyncio.to_thread(registrar.leave)
         assert RegistryFolder(tmp_path).read() == []
-
-    with_registry(tmp_path, test)
 
 
 @pytest.mark.parametrize(
@@ -58,42 +54,31 @@ def test_a_server_registers_and_leaves(tmp_path: Path):
         ({"Authorization": "Bearer secret", "Content-Type": "text/plain"}, asdict(ONE), 415),
     ],
 )
-def test_a_request_without_key_or_sense_registers_nothing(tmp_path: Path, headers, body, status):
-    async def test(url: str) -> None:
-        async with (
-            aiohttp.ClientSession() as session,
-            session.put(f"{url}/servers", json=body, headers=headers) as answer,
-        ):
-            assert answer.status == status
-        assert RegistryFolder(tmp_path).read() == []
+async def test_a_request_without_key_or_sense_registers_nothing(
+    tmp_path: Path, headers, body, status
+):
+    async with (
+        registry_in(tmp_path) as url,
+        aiohttp.ClientSession() as session,
+        session.put(f"{url}/servers", json=body, headers=headers) as answer,
+    ):
+        assert answer.status == status
+    assert RegistryFolder(tmp_path).read() == []
 
-    with_registry(tmp_path, test)
 
-
-def test_a_registry_that_is_down_is_told_once_and_tried_again(tmp_path: Path, capsys):
+async def test_a_registry_that_is_down_is_told_once_and_tried_again(tmp_path: Path, capsys):
     address = f"127.0.0.1:{free_ports(1)[0]}"
     registrar = Registrar(f"http://{address}", ONE, "secret")
     for _ in range(3):
         registrar.beat()
     assert capsys.readouterr().err.count("cannot register") == 1
-
-    async def main() -> None:
-        server = RegistryServer(address, "secret", RegistryFolder(tmp_path))
-        await server.start()
+    async with registry_in(tmp_path, address):
         await asyncio.to_thread(registrar.beat)
-        await server.close()
-
-    asyncio.run(main())
     assert "is registered" in capsys.readouterr().err
     assert [one.beat for one in RegistryFolder(tmp_path).read()] == [4]
 
 
-def test_an_address_of_another_host_is_refused_by_name(tmp_path: Path):
-    server = RegistryServer("192.0.2.7:8000", "secret", RegistryFolder(tmp_path))
-
-    async def main() -> None:
-        with pytest.raises(ValueError, match=r"inference\.registry_address must be a free port"):
-            await server.start()
-        await server.close()
-
-    asyncio.run(main())
+async def test_an_address_of_another_host_is_refused_by_name(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"inference\.registry_address must be a free port"):
+        async with registry_in(tmp_path, "192.0.2.7:8000"):
+            pass

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -60,57 +61,53 @@ def dispatcher_of(server: LaunchedServer, *, was_attested: bool) -> Any:
     )
 
 
-def supervise(server: LaunchedServer, seconds: float, *, was_attested: bool = True) -> str | None:
+async def supervise(
+    server: LaunchedServer, seconds: float, *, was_attested: bool = True
+) -> str | None:
     """Returns how the server has ended; None if it has not within ``seconds``."""
     dispatcher = dispatcher_of(server, was_attested=was_attested)
     client = dispatcher.servers[server.url].client
     one = supervisor.Supervisor(server, client, Inference(max_restarts=0))
     with contextlib.suppress(TimeoutError):
-        return asyncio.run(asyncio.wait_for(one.run(dispatcher), seconds))
+        return await asyncio.wait_for(one.run(dispatcher), seconds)
     return None
 
 
-def test_a_server_that_no_longer_listens_is_ended(server: LaunchedServer):
+async def test_a_server_that_no_longer_listens_is_ended(server: LaunchedServer):
     server.process.send_signal(signal.SIGUSR1)
-    end = supervise(server, 60.0)
+    end = await supervise(server, 60.0)
     assert end is not None and "It was stopped, because it had not listened for 0.5 s." in end
     assert server.process.poll() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("signum", [signal.SIGSEGV, signal.SIGUSR1])
-def test_a_server_that_ends_before_any_has_weights_is_not_restarted(server, signum):
+async def test_a_server_that_ends_before_any_has_weights_is_not_restarted(server, signum):
     server.process.send_signal(signum)
-    with pytest.raises(
-        RuntimeError, match=r"(?s)ended before the run used it.*exit status.*listens"
-    ):
-        supervise(server, 60.0, was_attested=False)
+    message = r"(?s)ended before the run used it.*exit status.*listens"
+    with pytest.raises(RuntimeError, match=message):
+        await supervise(server, 60.0, was_attested=False)
 
 
-def test_a_server_that_is_frozen_is_left_to_the_weight_pusher(server: LaunchedServer):
+async def test_a_server_that_is_frozen_is_left_to_the_weight_pusher(server: LaunchedServer):
     os.killpg(server.process.pid, signal.SIGSTOP)
-    assert supervise(server, 1.5) is None
+    assert await supervise(server, 1.5) is None
     assert server.process.poll() is None
 
 
-def test_time_in_which_the_supervisor_stood_still_is_not_held_against_a_server(
-    server: LaunchedServer,
-):
-    async def run() -> None:
-        deaf = asyncio.create_task(supervisor._until_deaf(server))
-        for _ in range(3):
-            await asyncio.sleep(0.05)
-            time.sleep(0.6)  # longer than _DEAF_SECONDS
-        await asyncio.sleep(0.3)
-        assert not deaf.done()
-        deaf.cancel()
-
-    asyncio.run(run())
+async def test_time_in_which_the_supervisor_stood_still_is_not_held_against_a_server(server):
+    deaf = asyncio.create_task(supervisor._until_deaf(server))
+    for _ in range(3):
+        await asyncio.sleep(0.05)
+        time.sleep(0.6)  # longer than _DEAF_SECONDS
+    await asyncio.sleep(0.3)
+    assert not deaf.done()
+    deaf.cancel()
 
 
-def pauses_until(
-    num_pauses: int, server: LaunchedServer, monkeypatch, caplog, inference: Inference
+async def pauses_until(
+    num_pauses: int, server: LaunchedServer, monkeypatch, caplog, **settings: Any
 ) -> tuple[list[float], str | None]:
-    """Returns the pauses before restarts of a server that ends right after it is up, and its end.
+    """The pauses before restarts of a server that ends right after it is up, and its end.
 
     The end is ``None`` if the server is not given up after ``num_pauses`` pauses.
     """
@@ -118,42 +115,33 @@ def pauses_until(
     def start(spec: ServerSpec, log_file: Path, *, keep_log: bool) -> LaunchedServer:
         return LaunchedServer(spec, start_child([sys.executable, "-c", ""]), log_file)
 
-    async def is_up(*_: Any) -> None:
-        return None
-
-    monkeypatch.setattr(supervisor, "start_server", start)
-    monkeypatch.setattr(supervisor, "wait_until_up", is_up)
-    dispatcher = dispatcher_of(server, was_attested=True)
-    one = supervisor.Supervisor(server, dispatcher.servers[server.url].client, inference)
-
     def pauses() -> list[float]:
         return [float(seconds) for seconds in re.findall(r"follows in (\S+) s", caplog.text)]
 
-    async def run() -> str | None:
-        work = asyncio.create_task(one.run(dispatcher))
-        async with asyncio.timeout(60):
-            while not work.done() and len(pauses()) < num_pauses:
-                await asyncio.sleep(0.01)
-        if work.done():
-            return work.result()
-        work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
-        return None
-
+    monkeypatch.setattr(supervisor, "start_server", start)
+    monkeypatch.setattr(supervisor, "wait_until_up", AsyncMock())
+    dispatcher = dispatcher_of(server, was_attested=True)
+    client, inference = dispatcher.servers[server.url].client, Inference(**settings)
     server.stop(grace_seconds=0.0)
     with caplog.at_level(logging.ERROR):
-        end = asyncio.run(run())
+        work = asyncio.create_task(supervisor.Supervisor(server, client, inference).run(dispatcher))
+        while not work.done() and len(pauses()) < num_pauses:
+            await asyncio.sleep(0.01)
+        end = work.result() if work.done() else None
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
     return pauses(), end
 
 
-def test_a_server_that_ends_after_each_start_is_given_up(server, monkeypatch, caplog):
-    inference = Inference(max_restarts=4, restart_seconds=0.01, max_restart_seconds=0.03)
-    pauses, end = pauses_until(99, server, monkeypatch, caplog, inference)
+async def test_a_server_that_ends_after_each_start_is_given_up(server, monkeypatch, caplog):
+    settings = {"max_restarts": 4, "restart_seconds": 0.01, "max_restart_seconds": 0.03}
+    pauses, end = await pauses_until(99, server, monkeypatch, caplog, **settings)
     assert pauses == [0.01, 0.02, 0.03, 0.03]
     assert end is not None and end.startswith("It was restarted 4 times")
 
 
-def test_a_server_that_was_up_for_long_has_all_restarts_again(server, monkeypatch, caplog):
+async def test_a_server_that_was_up_for_long_has_all_restarts_again(server, monkeypatch, caplog):
     monkeypatch.setattr(supervisor, "_PROVEN_SECONDS", 0.0)
-    inference = Inference(max_restarts=1, restart_seconds=0.01)
-    assert pauses_until(5, server, monkeypatch, caplog, inference) == ([0.01] * 5, None)
+    settings = {"max_restarts": 1, "restart_seconds": 0.01}
+    found = await pauses_until(5, server, monkeypatch, caplog, **settings)
+    assert found == ([0.01] * 5, None)
