@@ -3,6 +3,8 @@
 
 """What is packed is unpacked as it was, and columns follow from the table of `types.py`."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from rollouts import assert_same, group
@@ -84,6 +86,9 @@ def test_every_column_of_a_generation_is_joined():
         VersionSegment(0, 2, 3), VersionSegment(1, 3, 5)
     ))  # fmt: skip
     assert (whole.num_context, whole.new_rows) == (2, ((1, 1), (3, 1)))
+    old, new = (replace(parts[0], segments=(VersionSegment(v, 0, 2),)) for v in (4, 5))
+    neighbors = joined(joined(old, new), new).segments
+    assert neighbors == (VersionSegment(4, 0, 2), VersionSegment(5, 2, 6))
 
 
 def test_what_a_part_lacks_is_filled_in_a_joined_column():

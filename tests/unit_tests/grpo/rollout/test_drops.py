@@ -65,17 +65,14 @@ def test_metrics_count_since_the_last_batch_and_the_note_holds_what_is_not_zero(
     assert dropped(metrics).count("1 ") == len(_NAMES_OF_CLOSED)
 
 
-def test_errors_that_any_module_logs_are_announced_and_warnings_are_not() -> None:
-    async def main() -> list[str]:
-        announcer = Announcer()
-        try:
-            module = logging.getLogger("torchtitan.grpo.rollout.serving.supervisor")
-            await asyncio.to_thread(module.error, "Restart %d follows", 1)
-            module.warning("not for the user")
-            announcer.announce("first of the losses")
-            await announcer.wait(10)
-            return announcer.take()
-        finally:
-            announcer.close()
-
-    assert asyncio.run(main()) == ["Restart 1 follows", "first of the losses"]
+async def test_errors_that_any_module_logs_are_announced_and_warnings_are_not() -> None:
+    announcer = Announcer()
+    try:
+        module = logging.getLogger("torchtitan.grpo.rollout.serving.supervisor")
+        await asyncio.to_thread(module.error, "Restart %d follows", 1)
+        module.warning("not for the user")
+        announcer.announce("first of the losses")
+        await announcer.wait(10)
+        assert announcer.take() == ["Restart 1 follows", "first of the losses"]
+    finally:
+        announcer.close()

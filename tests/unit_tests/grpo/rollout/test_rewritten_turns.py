@@ -3,7 +3,6 @@
 
 """Episodes under a chat template that leaves out the thinking of earlier turns."""
 
-import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -84,43 +83,37 @@ def codec(repository: Path, tmp_path: Path) -> TextCodec:
     return TextCodec(str(model), [EOS])
 
 
-def play(
+async def play(
     codec: TextCodec,
     tmp_path: Path,
-    turns: list[str],
+    turns: list[str] = TURNS,
     *,
-    templated: bool,
+    templated: bool = True,
     max_total: int = 200,
     max_new: int = 100,
-    columns: dict[str, Any] | None = None,
     begun: Generation | None = None,
+    **columns: Any,
 ) -> tuple[Generation, Server, dict[str, float]]:
     (tmp_path / "mine.py").write_text(ENVIRONMENT)
-
-    async def main() -> tuple[Generation, Server, dict[str, float]]:
-        pool = EnvironmentPool(tables.Rollout(environment=f"{tmp_path / 'mine.py'}:Counting"))
-        server = Server(codec, turns)
-        config = tables.Rollout(request_timeout_seconds=30)
-        dispatcher = Dispatcher([server], config, vocab_size=128)
-        dispatcher.set_version(server.url, 0)
-        try:
-            await pool.start()
-            episodes = Episodes(
-                pool, codec, max_turns=8, templated=templated, stop_token_ids=(EOS,), vocab_size=128
-            )
-            sampling = Sampling(max_new, max_total, 1.0, 1.0, -1, (EOS,))
-            writer = TrajectoryWriter(dispatcher, sampling, config, episodes=episodes)
-            messages = [{"role": "user", "content": "7"}]
-            ids = np.array(codec.encode_chat(messages), np.int32)
-            chosen = dispatcher.choose(lambda version: True)
-            assert chosen is not None
-            prompt = Prompt(0, messages, ids, columns or {})
-            whole = await writer.start(prompt, chosen, begun=begun).task
-            return whole, server, episodes.metrics()
-        finally:
-            await pool.close()
-
-    return asyncio.run(asyncio.wait_for(main(), 120))
+    config = tables.Rollout(
+        environment=f"{tmp_path / 'mine.py'}:Counting", request_timeout_seconds=30
+    )
+    pool, server = EnvironmentPool(config), Server(codec, turns)
+    dispatcher = Dispatcher([server], config, vocab_size=128)
+    dispatcher.set_version(server.url, 0)
+    messages = [{"role": "user", "content": "7"}]
+    prompt = Prompt(0, messages, np.array(codec.encode_chat(messages), np.int32), columns)
+    try:
+        await pool.start()
+        episodes = Episodes(
+            pool, codec, max_turns=8, templated=templated, stop_token_ids=(EOS,), vocab_size=128
+        )
+        sampling = Sampling(max_new, max_total, 1.0, 1.0, -1, (EOS,))
+        writer = TrajectoryWriter(dispatcher, sampling, config, episodes=episodes)
+        whole = await writer.start(prompt, dispatcher.servers[server.url], begun=begun).task
+        return whole, server, episodes.metrics()
+    finally:
+        await pool.close()
 
 
 def rollout(codec: TextCodec, whole: Generation) -> Rollout:
@@ -128,8 +121,8 @@ def rollout(codec: TextCodec, whole: Generation) -> Rollout:
     return Rollout(**vars(whole), prompt_ids=prompt, completion="", reward=1.0)
 
 
-def test_a_turn_behind_a_rewritten_context_begins_a_row_and_others_do_not(codec, tmp_path):
-    whole, server, metrics = play(codec, tmp_path, TURNS, templated=True)
+async def test_a_turn_behind_a_rewritten_context_begins_a_row_and_others_do_not(codec, tmp_path):
+    whole, server, metrics = await play(codec, tmp_path)
     assert server.contexts == [
         "u:7;a:",
         "u:7;a:3<eos>u:[1];a:",
@@ -149,8 +142,8 @@ def test_a_turn_behind_a_rewritten_context_begins_a_row_and_others_do_not(codec,
     assert codec.decode_exactly(read_ids(whole)) == "{12}3<eos>4<eos>u:[2];a:{5}6<eos>"
 
 
-def test_every_trained_token_stands_behind_what_the_server_saw(codec, tmp_path):
-    whole, server, _ = play(codec, tmp_path, TURNS, templated=True)
+async def test_every_trained_token_stands_behind_what_the_server_saw(codec, tmp_path):
+    whole, server, _ = await play(codec, tmp_path)
     trained = set()
     for row in sequences_of(rollout(codec, whole)):
         ids = [*row.prompt_ids.tolist(), *row.completion_ids.tolist()]
@@ -168,20 +161,20 @@ def test_every_trained_token_stands_behind_what_the_server_saw(codec, tmp_path):
     assert trained == served
 
 
-def test_as_written_or_without_thinking_nothing_is_rewritten(codec, tmp_path):
-    whole, server, metrics = play(codec, tmp_path, TURNS, templated=False)
+async def test_as_written_or_without_thinking_nothing_is_rewritten(codec, tmp_path):
+    whole, server, metrics = await play(codec, tmp_path, templated=False)
     assert server.contexts[2] == "u:7;a:{12}3<eos>u:[1];a:4<eos>u:[2];a:"
     assert (whole.new_rows, metrics["environment/rewritten_contexts"]) == ((), 0)
     turns = ["3<eos>", "4<eos>", "6<eos>"]
-    templated, _, metrics = play(codec, tmp_path, turns, templated=True)
-    written, _, _ = play(codec, tmp_path, turns, templated=False)
+    templated, _, metrics = await play(codec, tmp_path, turns)
+    written, _, _ = await play(codec, tmp_path, turns, templated=False)
     assert (templated.new_rows, metrics["environment/rewritten_contexts"]) == ((), 0)
     assert templated.token_ids.tolist() == written.token_ids.tolist()
 
 
-def test_text_that_is_put_behind_a_turn_belongs_to_the_same_message(codec, tmp_path):
+async def test_text_that_is_put_behind_a_turn_belongs_to_the_same_message(codec, tmp_path):
     turns = ["{1}2<eos>", "{3}4<eos>", "5<eos>"]
-    _, server, _ = play(codec, tmp_path, turns, templated=True, columns={"words": "(ok)"})
+    _, server, _ = await play(codec, tmp_path, turns, words="(ok)")
     assert server.contexts == [
         "u:7;a:",
         "u:7;a:{1}2<eos>(ok)",
@@ -189,33 +182,32 @@ def test_text_that_is_put_behind_a_turn_belongs_to_the_same_message(codec, tmp_p
     ]
 
 
-def test_each_row_has_room_of_its_own_and_contexts_do_not_count_as_written(codec, tmp_path):
+async def test_each_row_has_room_of_its_own_and_contexts_do_not_count_as_written(codec, tmp_path):
     # The first row takes 6 + 6 tokens and the second 17 + 10, so both fit into 27.
-    whole, _, _ = play(codec, tmp_path, TURNS, templated=True, max_total=34, max_new=40)
+    whole, _, _ = await play(codec, tmp_path, max_total=34, max_new=40)
     assert whole.finish_reason == "stop"
     longest = max(row.num_tokens for row in sequences_of(rollout(codec, whole)))
     assert longest <= 34 < 6 + len(whole.token_ids)
     # No row may be longer: here the second context does not fit any more.
-    cut, server, metrics = play(codec, tmp_path, TURNS, templated=True, max_total=16, max_new=40)
+    cut, server, metrics = await play(codec, tmp_path, max_total=16, max_new=40)
     assert (cut.finish_reason, len(server.seen)) == ("length", 1)
     assert (cut.new_rows, metrics["environment/rewritten_contexts"]) == ((), 0)
 
 
-def test_an_episode_that_goes_on_after_a_resume_has_the_same_rows(codec, tmp_path):
-    whole, _, _ = play(codec, tmp_path, TURNS, templated=True)
+async def test_an_episode_that_goes_on_after_a_resume_has_the_same_rows(codec, tmp_path):
+    whole, _, _ = await play(codec, tmp_path)
     turn = len(codec.encode(TURNS[0]))
     begun = generation(whole.token_ids[:turn], whole.logprobs[:turn])
-    again, server, _ = play(codec, tmp_path, TURNS[1:], templated=True, begun=begun)
+    again, server, _ = await play(codec, tmp_path, TURNS[1:], begun=begun)
     assert server.contexts[0] == "u:7;a:3<eos>u:[1];a:"
     assert again.token_ids.tolist() == whole.token_ids.tolist()
     assert again.new_rows == whole.new_rows
 
 
-def test_a_reply_that_the_template_leaves_out_ends_the_run(codec, tmp_path):
-    """No rollout must be trained on in which the model has not seen what it was told."""
+async def test_a_reply_that_the_template_leaves_out_ends_the_run(codec, tmp_path):
     file = tmp_path / "model/tokenizer_config.json"
     spoken = TEMPLATE.replace("in messages", "in messages[:2]")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": spoken}))
     codec = TextCodec(str(tmp_path / "model"), [EOS])
     with pytest.raises(LeftOut, match="is said by the role 'user' in message 3 of 3"):
-        play(codec, tmp_path, TURNS, templated=True)
+        await play(codec, tmp_path)

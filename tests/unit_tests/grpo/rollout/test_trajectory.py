@@ -16,18 +16,11 @@ from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.trajectory import Trajectory, TrajectoryWriter
-from torchtitan.grpo.types import (
-    GenerateRequest,
-    Generation,
-    Prompt,
-    VersionSegment,
-    joined,
-)
+from torchtitan.grpo.types import GenerateRequest, Generation, Prompt, VersionSegment
 
 STOP = 1
 PROMPT = Prompt(0, "prompt", np.array([7, 9], np.int32), {})
 WHOLE = [16, 32, 64, 15, 30, 60, 7, STOP]
-"""What the server below writes after the prompt, whoever asks for which part of it."""
 
 
 def next_token(context: list[int]) -> int:
@@ -60,7 +53,7 @@ class Server(StubClient):
         return generation(tokens, -positions / 100, self.served, finish_reason=reason)
 
 
-def write(
+async def write(
     servers: list[Server],
     segment_tokens: int,
     *,
@@ -69,25 +62,19 @@ def write(
     meanwhile: Any = None,
 ) -> Trajectory:
     """``meanwhile`` is a coroutine function of the dispatcher."""
-
-    async def main() -> Trajectory:
-        config = Rollout(request_timeout_seconds=20, segment_tokens=segment_tokens)
-        dispatcher = Dispatcher(servers, config, vocab_size=128)
-        for server in servers:
-            dispatcher.set_version(server.url, 0)
-        sampling = Sampling(max_new_tokens, 64, 1.0, 1.0, -1, (STOP,))
-        writer = TrajectoryWriter(dispatcher, sampling, config)
-        chosen = dispatcher.choose(lambda version: True)
-        assert chosen is not None
-        trajectory = writer.start(PROMPT, chosen, begun=begun)
-        assert dispatcher.in_flight == 1
-        if meanwhile is not None:
-            await meanwhile(dispatcher)
-        await asyncio.wait({trajectory.task}, timeout=30)
-        assert dispatcher.in_flight == 0
-        return trajectory
-
-    return asyncio.run(main())
+    config = Rollout(request_timeout_seconds=20, segment_tokens=segment_tokens)
+    dispatcher = Dispatcher(servers, config, vocab_size=128)
+    for server in servers:
+        dispatcher.set_version(server.url, 0)
+    sampling = Sampling(max_new_tokens, 64, 1.0, 1.0, -1, (STOP,))
+    writer = TrajectoryWriter(dispatcher, sampling, config)
+    trajectory = writer.start(PROMPT, dispatcher.servers[servers[0].url], begun=begun)
+    assert dispatcher.in_flight == 1
+    if meanwhile is not None:
+        await meanwhile(dispatcher)
+    await asyncio.wait({trajectory.task}, timeout=30)
+    assert dispatcher.in_flight == 0
+    return trajectory
 
 
 def parts_of(trajectory: Trajectory) -> tuple[list[int], list[float], str]:
@@ -98,9 +85,9 @@ def parts_of(trajectory: Trajectory) -> tuple[list[int], list[float], str]:
 
 
 @pytest.mark.parametrize("segment_tokens", [0, 1, 3, 8, 100])
-def test_segments_make_up_what_one_request_gives(segment_tokens):
+async def test_segments_make_up_what_one_request_gives(segment_tokens):
     server = Server("http://a")
-    tokens, logprobs, reason = parts_of(write([server], segment_tokens))
+    tokens, logprobs, reason = parts_of(await write([server], segment_tokens))
     assert (tokens, reason) == (WHOLE, "stop")
     assert logprobs == [-position for position in range(2, 2 + len(WHOLE))]
     # Each request holds all that was written before it.
@@ -109,22 +96,24 @@ def test_segments_make_up_what_one_request_gives(segment_tokens):
 
 
 @pytest.mark.parametrize("segment_tokens", [0, 2, 3])
-def test_segments_end_at_the_length_limit(segment_tokens):
-    tokens, _, reason = parts_of(write([Server("http://a")], segment_tokens, max_new_tokens=5))
+async def test_segments_end_at_the_length_limit(segment_tokens):
+    tokens, _, reason = parts_of(
+        await write([Server("http://a")], segment_tokens, max_new_tokens=5)
+    )
     assert (tokens, reason) == (WHOLE[:5], "length")
 
 
-def test_a_completion_that_was_begun_continues():
+async def test_a_completion_that_was_begun_continues():
     begun = generation(WHOLE[:3], [-0.02, -0.03, -0.04], -1, finish_reason="length")
     server = Server("http://a")
-    trajectory = write([server], 4, begun=begun)
+    trajectory = await write([server], 4, begun=begun)
     tokens, logprobs, _ = parts_of(trajectory)
     assert (tokens, logprobs) == (WHOLE, [-p for p in range(2, 2 + len(WHOLE))])
     assert server.contexts == [5, 9]
     assert trajectory.task.result().segments == (VersionSegment(-1, 0, 3), VersionSegment(0, 3, 8))
 
 
-def test_another_server_continues_the_completion_of_a_lost_one():
+async def test_another_server_continues_the_completion_of_a_lost_one():
     first, second = Server("http://a"), Server("http://b")
 
     async def lose_first(dispatcher: Dispatcher) -> None:
@@ -136,7 +125,7 @@ def test_another_server_continues_the_completion_of_a_lost_one():
         second.served = 3
         dispatcher.set_lost(first.url, "told so")
 
-    trajectory = write([first, second], 3, meanwhile=lose_first)
+    trajectory = await write([first, second], 3, meanwhile=lose_first)
     tokens, logprobs, _ = parts_of(trajectory)
     assert (tokens, logprobs) == (WHOLE, [-p for p in range(2, 2 + len(WHOLE))])
     # What was written before is kept, and nobody writes it again.
@@ -144,7 +133,7 @@ def test_another_server_continues_the_completion_of_a_lost_one():
     assert trajectory.task.result().segments == (VersionSegment(0, 0, 3), VersionSegment(3, 3, 8))
 
 
-def test_a_completion_that_no_server_can_continue_fails_and_keeps_its_tokens():
+async def test_a_completion_that_no_server_can_continue_fails_and_keeps_its_tokens():
     server = Server("http://a")
 
     async def fail_later(dispatcher: Dispatcher) -> None:
@@ -152,17 +141,6 @@ def test_a_completion_that_no_server_can_continue_fails_and_keeps_its_tokens():
             await asyncio.sleep(0)
         server.failures = 2
 
-    trajectory = write([server], 3, meanwhile=fail_later)
+    trajectory = await write([server], 3, meanwhile=fail_later)
     assert trajectory.result() is None
     assert isinstance(trajectory.task.exception(), ServerError)
-
-
-def test_neighboring_segments_of_a_version_become_one():
-    def part(*versions: int) -> Generation:
-        segments = tuple(VersionSegment(v, i, i + 1) for i, v in enumerate(versions))
-        return generation(len(versions), segments=segments)
-
-    whole = joined(joined(None, part(4, 5)), part(5, 6))
-    assert whole.segments == (
-        VersionSegment(4, 0, 1), VersionSegment(5, 1, 3), VersionSegment(6, 3, 4),
-    )  # fmt: skip

@@ -3,13 +3,14 @@
 
 """Environments of the verifiers package, where it is installed; what is said where it is not."""
 
-import asyncio
+import contextlib
 import importlib.util
 import json
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,80 +78,64 @@ CHAT_TEMPLATE = (
 
 
 @pytest.fixture
-def with_environment(tmp_path: Path, monkeypatch):
-    """Runs a body with the first prompt and its environment, once it has begun."""
+def opened(tmp_path: Path, monkeypatch):
+    """Opens the environment of a prompt, once it has begun."""
     (tmp_path / "guessing.py").write_text(GUESSING)
     (tmp_path / "tools.py").write_text(TOOLS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     asked = {"guessing": ("0 to 9?", "7"), "tools": ("2+3?", "5")}
 
-    def run(env_id: str, body: Callable[[RemoteEnvironment], Awaitable[None]], **changes) -> None:
-        async def main() -> None:
-            pool = EnvironmentPool(
-                Rollout(environment="verifiers", environment_options={"env_id": env_id})
-            )
-            try:
-                await pool.start()
-                text, answer = asked[env_id]
-                messages = [{"role": "user", "content": text}]
-                prompt = Prompt(0, messages, np.zeros(1, np.int32), {"answer": answer})
-                await body(await pool.open(replace(prompt, **changes)))
-            finally:
-                await pool.close()
+    @contextlib.asynccontextmanager
+    async def open_(env_id: str, **changes: Any) -> AsyncIterator[RemoteEnvironment]:
+        options = {"env_id": env_id}
+        pool = EnvironmentPool(Rollout(environment="verifiers", environment_options=options))
+        try:
+            await pool.start()
+            text, answer = asked[env_id]
+            messages = [{"role": "user", "content": text}]
+            prompt = Prompt(0, messages, np.zeros(1, np.int32), {"answer": answer})
+            yield await pool.open(replace(prompt, **changes))
+        finally:
+            await pool.close()
 
-        asyncio.run(asyncio.wait_for(main(), 200))
-
-    return run
+    return open_
 
 
 @needs_verifiers
-def test_it_answers_and_rewards_and_ends_by_its_own_rules_and_when_it_is_cut_off(with_environment):
-    async def answered(remote: RemoteEnvironment) -> None:
+async def test_it_answers_and_rewards_and_ends_by_its_own_rules_and_when_it_is_cut_off(opened):
+    async with opened("guessing") as remote:
         first = await remote.step("4", [0])
         assert (first.messages, first.is_done) == ([{"role": "user", "content": "higher"}], False)
         last = await remote.step("7", [0])
         assert (last.is_done, last.reward) == (True, 1.0)
-
-    with_environment("guessing", answered)
-
-    async def four_turns(remote: RemoteEnvironment) -> None:
+    async with opened("guessing") as remote:
         for _ in range(3):
             assert not (await remote.step("4", [0])).is_done
         last = await remote.step("4", [0])
         assert (last.is_done, last.reward) == (True, 0.0)
-
-    with_environment("guessing", four_turns)
-
-    async def cut(remote: RemoteEnvironment) -> None:
+    async with opened("guessing") as remote:
         assert not (await remote.step("4", [0])).is_done
         assert await remote.cut_off() == 0.0
-
-    with_environment("guessing", cut)
-
-    async def raises(remote: RemoteEnvironment) -> None:
+    async with opened("guessing") as remote:
         with pytest.raises(EnvironmentFailed, match="ValueError"):
             await remote.step("no number", [0])
-
-    with_environment("guessing", raises)
     with pytest.raises(EnvironmentFailed, match="needs prompts that are chat messages"):
-        with_environment("guessing", cut, text="0 to 9?")
+        async with opened("guessing", text="0 to 9?"):
+            pass
 
 
 @needs_verifiers
-def test_tools_are_called_as_models_write_their_calls(with_environment):
-    async def body(remote: RemoteEnvironment) -> None:
+async def test_tools_are_called_as_models_write_their_calls(opened):
+    async with opened("tools") as remote:
         call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
         answer = await remote.step(call, [0])
         assert answer.messages == [{"role": "tool", "tool_call_id": "call_1", "content": "5"}]
         last = await remote.step("It is 5.", [0])
         assert (last.is_done, last.reward) == (True, 1.0)
 
-    with_environment("tools", body)
-
 
 @needs_verifiers
-def test_its_data_set_is_written_as_prompts(tmp_path, monkeypatch):
-    (tmp_path / "guessing.py").write_text(GUESSING)
+def test_its_data_set_is_written_as_prompts(opened, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("signal.signal", lambda *_: None)
     from torchtitan.grpo.rollout.environments.verifiers import write_prompts
@@ -162,12 +147,10 @@ def test_its_data_set_is_written_as_prompts(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(HAS_VERIFIERS, reason="verifiers is installed")
-def test_without_the_package_the_run_says_what_to_install(with_environment):
-    async def body(remote: RemoteEnvironment) -> None:
-        pytest.fail("it has begun")
-
+async def test_without_the_package_the_run_says_what_to_install(opened):
     with pytest.raises(EnvironmentsFailing, match=r'pip install "verifiers<0\.4"'):
-        with_environment("guessing", body)
+        async with opened("guessing"):
+            pytest.fail("it has begun")
 
 
 def test_messages_are_written_behind_a_turn_as_the_chat_template_would(repository, tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import rollouts
 from stub_clients import StubClient
 from tokenizers import Tokenizer, models
 
@@ -35,7 +36,7 @@ from torchtitan.grpo.rollout.teachers import (
 )
 from torchtitan.grpo.rollout.teachers.teacher_check import MOST_FURTHER_TOKENS
 from torchtitan.grpo.rollout.teachers.teacher_pool import request_parts
-from torchtitan.grpo.types import Rollout, TopTokens, VersionSegment
+from torchtitan.grpo.types import Rollout, TopTokens
 
 PROMPT, COMPLETION = np.array([3, 4], np.int32), np.array([5, 6, 7], np.int32)
 Answer = Callable[[list[int]], Awaitable[list[float]]]
@@ -134,9 +135,8 @@ async def rate_one(pool: TeacherPool, completion: np.ndarray = COMPLETION) -> li
     return logprobs.tolist()
 
 
-def rollout(reward: float = 0.0, ids: np.ndarray = COMPLETION) -> Rollout:
-    written = ids, -np.ones(len(ids), np.float32), "stop", (VersionSegment(0, 0, len(ids)),)
-    return Rollout(*written, prompt_ids=PROMPT, completion="", reward=reward)
+def rollout(ids: np.ndarray = COMPLETION) -> Rollout:
+    return rollouts.rollout(ids, 0.25, prompt_ids=PROMPT)
 
 
 RATED = [-5.0, -6.0, -7.0]
@@ -230,7 +230,7 @@ async def test_a_rating_is_given_up_after_silence_and_never_invented(model):
     teacher.answer, rated = teacher.by_number, []
     while not rated:  # the teacher is left alone for a while first
         with contextlib.suppress(Unrated, TeachersFailing):
-            rated = await pool.rate_group([rollout(0.25)])
+            rated = await pool.rate_group([rollout()])
     assert rated[0].teacher_logprobs.tolist() == RATED
     assert rated[0].reward == 0.25
 
@@ -256,7 +256,7 @@ async def test_a_group_that_began_late_or_had_no_place_yet_is_not_given_up_with_
 
 async def test_short_rollouts_of_a_group_share_a_request_where_the_server_takes_lists(model):
     pool, teacher = await started(model)
-    group = [rollout(ids=np.arange(2, n, dtype=np.int32)) for n in (4, 9)]
+    group = [rollout(np.arange(2, n)) for n in (4, 9)]
     for capabilities, sizes in (Capabilities(), [1, 1]), (Capabilities(rates_lists=True), [2]):
         teacher.capabilities, teacher.sizes = capabilities, []
         rated = await pool.rate_group(group)
@@ -288,7 +288,7 @@ async def test_tokens_that_the_student_lacks_are_asked_for_besides_and_left_out(
 
 
 async def test_an_answer_with_too_few_tokens_of_the_student_is_a_wrong_one(model):
-    """A server that does not tell its vocabulary is asked for no more than is needed."""
+    # A server that does not tell its vocabulary is asked for no more than is needed.
     teacher = LocalTeacher(facts_of(model, vocab_size=None))
     teacher.best = [21, 4]
     drops = DropLog(lambda text: None)
@@ -297,15 +297,6 @@ async def test_an_answer_with_too_few_tokens_of_the_student_is_a_wrong_one(model
     with pytest.raises(NotRated, match=r"must name 2 of the 20 tokens of the trained model"):
         await pool.rate([(PROMPT, COMPLETION)])
     assert drops.counts["rating failed"] > 0
-
-
-async def test_a_teacher_with_far_more_tokens_is_refused_with_top_k_alone(model):
-    facts = facts_of(model, vocab_size=20 + 129)
-    await make(model, LocalTeacher(facts)).start(5)
-    with pytest.raises(
-        WrongServer, match=r"129 tokens more .*teacher\.top_k it may have at most 128"
-    ):
-        await make(model, LocalTeacher(facts), top_k=2).start(5)
 
 
 @pytest.mark.parametrize(
@@ -344,35 +335,38 @@ async def test_a_rollout_that_alone_cannot_be_rated_does_not_hold_up_others(mode
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "settings", "message"),
     [
-        ({"vocab_size": 19}, r"vocabulary has 19 tokens, and that of the trained model has 20"),
-        ({"max_model_len": 16}, r"at most 16 tokens.*--max-model-len 17"),
-        ({"model_path": None}, r"no tokenizer\.json in the directory.*Set teacher\.model_path"),
+        ({"vocab_size": 19}, {}, r"has 19 tokens, and that of the trained model has 20"),
+        (
+            {"vocab_size": 20 + 129},
+            {"top_k": 2},
+            r"129 tokens more .*\.top_k it may have at most 128",
+        ),
+        ({"max_model_len": 16}, {}, r"at most 16 tokens.*--max-model-len 17"),
+        ({"model_path": None}, {}, r"no tokenizer\.json in the directory.*Set teacher\.model_path"),
+        ({"model_path": "other"}, {}, r"2 of 20 are not in .*token 7 is 't7', which .* has as 8"),
     ],
 )
-async def test_a_server_that_cannot_be_a_teacher_is_refused_at_the_start(model, changes, message):
+async def test_a_server_that_cannot_be_a_teacher_is_refused_at_the_start(
+    model, tmp_path, changes, settings, message
+):
+    if changes.get("model_path"):
+        words = {f"t{i}": i for i in range(20)} | {"t7": 8, "t8": 7}
+        changes = {"model_path": str(save_tokenizer(tmp_path / "other", words))}
     with pytest.raises(WrongServer, match=f"(?s)teacher.urls.*{message}"):
-        await make(model, LocalTeacher(facts_of(model, **changes))).start(5)
+        await make(model, LocalTeacher(facts_of(model, **changes)), **settings).start(5)
 
 
-async def test_another_tokenizer_is_refused_with_the_token_that_differs(model, tmp_path):
-    words = {f"t{i}": i for i in range(20)} | {"t7": 8, "t8": 7}
-    other = save_tokenizer(tmp_path / "other", words)
+async def test_a_teacher_may_know_more_tokens(model, tmp_path):
     larger = save_tokenizer(tmp_path / "larger", {f"t{i}": i for i in range(30)})
-
-    with pytest.raises(
-        WrongServer, match=r"2 of 20 are not in .*token 7 is 't7', which the teacher has as 8"
-    ):
-        await make(model, LocalTeacher(facts_of(other))).start(5)
-    # A teacher may know more tokens.
-    facts = facts_of(larger, vocab_size=30)
-    await make(model, LocalTeacher(facts)).start(5)
+    await make(model, LocalTeacher(facts_of(larger, vocab_size=30))).start(5)
+    # Far more, if they are not among those that are compared.
+    await make(model, LocalTeacher(facts_of(model, vocab_size=20 + 129))).start(5)
 
 
 async def test_teachers_must_all_be_the_same_model(model):
     first, second = (LocalTeacher(facts_of(model), f"http://{c}") for c in "ab")
-
     second.answer = rate_otherwise
     with pytest.raises(WrongServer, match="rates fixed tokens otherwise, by 1 nats"):
         await make(model, first, second).start(5)
