@@ -44,19 +44,6 @@ def test_synchronous_training_starts_one_batch_of_groups_for_each_version():
     assert admission.may_start(1, 0)
 
 
-def test_batch_waits_where_a_later_batch_could_not_hold_all_that_is_due():
-    admission = make(groups_per_batch=1, max_staleness=2)
-    for group_id in range(3):
-        admission.start(group_id, 0)
-    admission.finish(0, oldest_version=0)
-    assert admission.take_batch() == [0]
-    admission.start(3, 1)
-    admission.finish(3, oldest_version=1)
-    assert admission.take_batch() is None, "groups 1 and 2 are both due in batch 2"
-    admission.finish(2, oldest_version=0)
-    assert admission.take_batch() == [2]
-
-
 def test_group_that_is_older_than_attested_is_closed():
     admission = make(groups_per_batch=1, max_staleness=1, start_version=5)
     admission.start(0, 5)
@@ -76,42 +63,14 @@ def test_resumed_run_counts_its_earlier_batches_as_consumed():
     assert admission.may_start(7, 0)
 
 
-def test_a_batch_taken_group_by_group_leaves_places_for_what_is_due_before():
-    admission = make(groups_per_batch=2, max_staleness=1)
-    for group_id in range(4):
-        admission.start(group_id, 0)
-    admission.finish(3, oldest_version=0)
-    assert admission.take_next() == 3
-    assert admission.next_batch == 0
-    admission.finish(0, oldest_version=0)
-    assert admission.take_next() == 0
-    assert admission.next_batch == 1
-    for group_id in range(4, 6):
-        assert admission.may_start(1, 0)
-        admission.start(group_id, 1)
-        admission.finish(group_id, oldest_version=1)
-    assert not admission.may_start(1, 0)
-    assert admission.take_next() is None, "both places are for groups 1 and 2, due in this batch"
-    admission.finish(1, oldest_version=0)
-    assert admission.take_next() == 1
-    assert admission.take_next() is None
-    admission.finish(2, oldest_version=1)  # written under newer weights than it was begun with
-    assert [admission.take_next(), admission.next_batch] == [2, 2], "as old as 4, and begun before"
-
-
 @dataclass
 class Simulation:
-    """Servers of random speed, lag and mortality around one admission.
-
-    ``streams``: batches are taken group by group.
-    """
+    """Servers of random speed, lag and mortality; where it ``streams``, groups are taken singly."""
 
     admission: Admission
     rng: random.Random
     num_servers: int
     streams: bool = False
-    trained_versions: int = 0
-    versions: list[int | None] = field(default_factory=list)
     running: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     oldest: dict[int, int] = field(default_factory=dict)
     next_id: int = 0
@@ -119,7 +78,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.trained_versions = self.admission.next_batch
-        self.versions = [self.trained_versions] * self.num_servers
+        self.versions: list[int | None] = [self.trained_versions] * self.num_servers
 
     def advance(self, stalled: bool) -> None:
         """One random event; where ``stalled``, only such as must happen some day."""

@@ -37,23 +37,22 @@ def test_each_window_is_returned_whole_longest_first_and_stable(window: int, len
 
 
 class Task:
-    """Prompts of words, each of which makes an answer longer or shorter, or does not.
+    """Prompts of words, each of which makes an answer longer or shorter.
 
-    ``effect`` and ``noise`` are standard deviations on the logarithm of the length, and all
-    answers grow by the factor ``drift`` over 1,000 groups.
+    All answers grow by the factor ``drift`` over 1,000 groups.
     """
 
-    def __init__(self, *, effect: float, noise: float, drift: float = 1.0, seed: int = 0) -> None:
-        self.rng = np.random.default_rng(seed)
+    def __init__(self, *, noise: float = 0.5, drift: float = 1.0) -> None:
+        self.rng = np.random.default_rng(0)
         self.words = self.rng.choice(VOCABULARY, 60, replace=False)
-        self.effects = self.rng.normal(0, effect, 60)
+        self.effects = self.rng.normal(0, 0.25, 60)
         self.template = self.rng.choice(VOCABULARY, 30, replace=False)
         self.noise, self.drift, self.num_groups = noise, drift, 0
 
-    def prompt(self, index: int = 0) -> tuple[Prompt, float]:
+    def prompt(self) -> tuple[Prompt, float]:
         chosen = self.rng.choice(60, 12)
         ids = np.concatenate([self.template, self.words[chosen]]).astype(np.int32)
-        return Prompt(index, "", ids, {}), 5.0 + float(self.effects[chosen].sum())
+        return Prompt(0, "", ids, {}), 5.0 + float(self.effects[chosen].sum())
 
     def lengths(self, mean_log: float) -> list[int]:
         grown = np.log(self.drift) * self.num_groups / 1000
@@ -66,8 +65,8 @@ class Task:
             prompt, mean_log = self.prompt()
             ranker.observe(prompt, self.lengths(mean_log))
 
-    def spearman(self, ranker: LengthRanker, num_prompts: int = 300) -> float:
-        prompts = [self.prompt() for _ in range(num_prompts)]
+    def spearman(self, ranker: LengthRanker) -> float:
+        prompts = [self.prompt() for _ in range(300)]
         predicted = [ranker.predict(prompt) for prompt, _ in prompts]
         return rank_correlation(predicted, [mean_log for _, mean_log in prompts])
 
@@ -78,7 +77,7 @@ def rank_correlation(a: list[float], b: list[float]) -> float:
 
 
 def test_prompts_it_has_never_seen_are_ranked_by_their_words():
-    task = Task(effect=0.25, noise=0.5)
+    task = Task()
     ranker = LengthRanker(first_guess=100)
     task.teach(ranker, 100)
     assert task.spearman(ranker) > 0.5
@@ -89,22 +88,12 @@ def test_prompts_it_has_never_seen_are_ranked_by_their_words():
 
 
 def test_a_policy_that_changes_is_followed():
-    task = Task(effect=0.25, noise=0.5, drift=4.0)
+    task = Task(drift=4.0)
     ranker = LengthRanker(first_guess=100)
     task.teach(ranker, 1500)
     task.effects = -task.effects  # what was long is short now
     task.teach(ranker, 1500)
     assert task.spearman(ranker) > 0.5
-
-
-def test_lengths_that_cannot_be_predicted_are_predicted_as_their_mean():
-    task = Task(effect=0.0, noise=1.0)
-    ranker = LengthRanker(first_guess=100)
-    task.teach(ranker, 600)
-    mean = np.exp(5.0 + 0.5)
-    predicted = np.array([ranker.predict(task.prompt()[0]) for _ in range(200)])
-    assert np.abs(predicted / mean - 1).max() < 0.35
-    assert np.std(np.log(predicted)) < 0.05
 
 
 def test_a_prompt_that_comes_again_is_known_by_its_former_answers():
@@ -124,7 +113,7 @@ def test_a_prompt_that_comes_again_is_known_by_its_former_answers():
 
 
 def test_before_it_has_seen_enough_it_says_the_mean():
-    task = Task(effect=0.5, noise=0.1)
+    task = Task(noise=0.1)
     ranker = LengthRanker(first_guess=77)
     first, _ = task.prompt()
     assert ranker.predict(first) == 77
@@ -137,14 +126,8 @@ def test_before_it_has_seen_enough_it_says_the_mean():
     assert ranker.predict(task.prompt()[0]) == pytest.approx(ranker.predict(other))
 
 
-def test_its_memory_is_bounded_and_the_longest_unseen_prompt_goes_first():
+def test_its_memory_is_bounded():
     ranker = LengthRanker(first_guess=1, max_prompts=3)
-    prompts = [Prompt(i, "", np.array([i], np.int32), {}) for i in range(4)]
-    for prompt in (*prompts[:3], prompts[0], prompts[3]):
-        ranker.observe(prompt, [5])
+    for i in range(9):
+        ranker.observe(Prompt(i, "", np.array([i], np.int32), {}), [5])
     assert len(ranker._history) == 3
-    keys = list(ranker._history)
-    ranker.observe(prompts[0], [5])
-    assert set(ranker._history) == set(keys)  # it was still there
-    ranker.observe(prompts[1], [5])
-    assert set(ranker._history) != set(keys)  # it was not

@@ -92,26 +92,17 @@ def floats(*values: float) -> np.ndarray:
 RATED = {"teacher_logprobs": floats(-1, -1, -1)}
 WRONG = {
     "an id beyond the vocabulary": some({"token_ids": np.array([5, 8, 7], np.int32)}),
-    "a negative id": some(None, {"token_ids": np.array([5, -6, 7], np.int32)}),
-    "no prompt": some({"prompt_ids": np.array([], np.int32)}),
-    "a logprob that is no number": some(None, {"logprobs": floats(-1, np.nan, -1)}),
-    "too few logprobs": some(None, {"logprobs": floats(0, 0)}),
-    "a gap between versions": some(None, {"segments": SEGMENTS[:1]}),
     "a version to come": some({"segments": (VersionSegment(5, 0, 3),)}),
     "too many tokens for a row": some(None, vars(generation(9)) | {"sampled": None}),
-    "more context than there is": some(None, {"num_context": 2}),
     "an infinite reward": some({"reward": np.inf}),
     "a part of the reward that is none": some({"reward_components": {"exact": np.nan}}),
     "an infinite reward of an environment": some(None, {"environment_reward": -np.inf}),
-    "a rating that is infinite": some({"teacher_logprobs": floats(-1, -np.inf, -1)}),
     "a prompt that is forgotten": replace(some(), progress=PromptProgress(9, (6,))),
     "a prompt that is open and closed": replace(some(), progress=PromptProgress(9, (6, 7, 8))),
     "a prompt that is trained already": replace(some(), progress=PromptProgress(9, (5, 6, 8))),
     "a position before the checkpoint": replace(some(), progress=PromptProgress(6, (6, 8))),
     "a prompt that is open twice": replace(some(), progress=PromptProgress(9, (6, 8, 8))),
-    "a position that no memory can count to": replace(
-        some(), progress=PromptProgress(1 << 60, (6, 8))
-    ),
+    "a position beyond memory": replace(some(), progress=PromptProgress(1 << 60, (6, 8))),
     "a group of no prompt": replace(some(), unfinished=(UnfinishedGroup(5, 3, ()),)),
     "a group twice": replace(some(), unfinished=(UnfinishedGroup(6, 3, ()),)),
     "a group from the future": replace(some(), unfinished=(UnfinishedGroup(8, 5, ()),)),

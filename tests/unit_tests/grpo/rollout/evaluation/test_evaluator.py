@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stub_clients import StubClient
+from local_server import LocalServer
+from rollouts import generation
 
 from torchtitan.grpo.config import Reward, Rollout
 from torchtitan.grpo.config.evaluation import EvaluationSet
@@ -32,17 +33,16 @@ GREEDY = Sampling(6, 26, 0.0, 1.0, -1, (1,))
 SAMPLED = replace(GREEDY, temperature=0.7, top_p=0.9, max_new_tokens=4)
 
 
-class Server(StubClient):
+class Server(LocalServer):
     """Answers as the test says, after some turns of the event loop."""
 
     def __init__(
         self, write: Callable[[GenerateRequest], Generation], url: str = "http://a"
     ) -> None:
-        self.url, self.write = url, write
-        self.requests: list[GenerateRequest] = []
+        super().__init__(url, self.late)
+        self.write = write
 
-    async def generate(self, request: GenerateRequest) -> Generation:
-        self.requests.append(request)
+    async def late(self, request: GenerateRequest) -> Generation:
         await asyncio.sleep(0.01)
         return self.write(request)
 
@@ -59,7 +59,7 @@ def answer(
     ids = np.array([*codec.encode_continuation(text), 1][:length], np.int32)
     bounds = [*range(len(versions)), len(ids)]
     segments = [VersionSegment(v, bounds[i], bounds[i + 1]) for i, v in enumerate(versions)]
-    return Generation(ids, np.full(len(ids), -0.5, np.float32), reason, tuple(segments))
+    return generation(ids, finish_reason=reason, segments=tuple(segments))
 
 
 SCORE_SOME = """
@@ -149,7 +149,7 @@ async def test_on_a_pinned_server_alone_one_version_generates_everything(codec: 
 
 
 async def test_each_completion_that_fails_or_has_no_score_is_counted_once(codec, tmp_path: Path):
-    """Of four completions of a prompt one fails, and of the other three one gets a score, or none."""
+    # Of four completions of a prompt one fails, and of the other three one gets a score, or none.
     (file := tmp_path / "rewards.py").write_text(SCORE_SOME)
     num_sampled: Counter[str] = Counter()
 

@@ -3,7 +3,6 @@
 
 """From ``[prompts]`` to a stream, with the tables, the tokenizer and the session's own code."""
 
-import asyncio
 import json
 import os
 from collections import Counter
@@ -91,7 +90,7 @@ def test_missing_set_is_named_and_the_others_are_closed(model, codec, paths):
     stream.close()
 
 
-def test_answers_that_earn_nothing_are_reported_at_the_start_of_a_run(model, tmp_path):
+async def test_answers_that_earn_nothing_are_reported_at_the_start_of_a_run(model, tmp_path):
     train, held_out = tmp_path / "train.jsonl", tmp_path / "heldout.jsonl"
     train.write_text('{"prompt": "6*7?", "answer": "42"}\n{"prompt": "6*8?", "answer": " "}\n')
     held_out.write_text('{"prompt": "6*9?", "answer": "It must be 54"}\n')
@@ -102,21 +101,16 @@ def test_answers_that_earn_nothing_are_reported_at_the_start_of_a_run(model, tmp
         evaluation=Evaluation(path=str(held_out), function="exact_match"),
     )
 
-    async def run() -> list[str]:
-        session = RolloutSession(config)
-        try:
-            await session.open_inputs()
-            return session.inputs.warnings
-        finally:
-            await session.close()
-
-    of_train, _, of_held_out = asyncio.run(run())
+    session = RolloutSession(config)
+    try:
+        await session.open_inputs()
+        of_train, _, of_held_out = session.inputs.warnings
+    finally:
+        await session.close()
     assert of_train.startswith("prompts.path: partial_match cannot be earned in 1 of the first 2")
     assert f"is empty in 1 of them (for example in {train}:2)" in of_train
-    assert of_held_out.startswith(
-        "evaluation.path: exact_match cannot be earned in 1 of the first 1"
-    )
-    assert (
+    assert of_held_out.startswith("evaluation.path: exact_match cannot be earned in 1 of the first")
+    reason = (
         f"longer than rollout.max_new_tokens (8) in 1 of them (for example in {held_out}, row 0)"
-        in (of_held_out)
     )
+    assert reason in of_held_out

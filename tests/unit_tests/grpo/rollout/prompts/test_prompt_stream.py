@@ -3,7 +3,6 @@
 
 """Mixtures of prompt sets, and streams that go on where another one stopped."""
 
-import json
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -16,7 +15,7 @@ from prompt_files import character_tokenizer
 
 from torchtitan.grpo.config import Prompts
 from torchtitan.grpo.rollout.prompts import PromptLimits, PromptSet, PromptStream
-from torchtitan.grpo.rollout.prompts.mixture import _named, short_names
+from torchtitan.grpo.rollout.prompts.mixture import short_names
 from torchtitan.grpo.rollout.tables import Table, open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 
@@ -176,10 +175,7 @@ def test_files_have_short_names_without_slashes(paths, names):
     assert short_names(paths) == names
 
 
-def test_sets_are_named_by_what_tells_them_apart(tmp_path: Path, monkeypatch):
-    found = [name for _, name in _named(["d/train.jsonl", "owner/set-v1.5", "more.parquet"])]
-    assert found == ["train", "set-v1.5", "more"]
-    assert [name for _, name in _named(["a/x.jsonl", "b/x.jsonl"])] == ["a/x.jsonl", "b/x.jsonl"]
+def test_folders_are_named_by_themselves(tmp_path: Path, monkeypatch):
     (tmp_path / "inner").mkdir()
     monkeypatch.chdir(tmp_path / "inner")
     assert short_names([".", ".."]) == ["inner", tmp_path.name]
@@ -192,25 +188,3 @@ def test_the_file_of_a_prompt_is_known_by_its_index(codec: TextCodec):
         assert stream.file_of(prompt.group_id) == ("set0" if prompt.text == "a" else "set1")
     alone = PromptStream(*mixture(codec, [["a"] * 4]), seed=0, shuffle=True)
     assert (list(alone.file_names), alone.file_of(3)) == ([], "")
-
-
-def test_a_bad_row_that_is_drawn_is_left_out_and_told(codec: TextCodec, tmp_path: Path):
-    path = tmp_path / "p.jsonl"
-    bad = ['{"prompt": null}', "{}", "[1]", '{"prompt": ', '{"prompt": ""}', '{"prompt": [{}]}']
-    lines = [json.dumps({"prompt": "a"}), *bad, json.dumps({"prompt": "b"})]
-    path.write_text("\n".join(lines))
-    rows = open_table(str(path), "train", {}, "prompt", "prompts.path")
-    stream = PromptStream([set_of(rows, codec)], seed=0, shuffle=False)
-    for epoch in range(2):
-        assert [(p.group_id, p.text) for p in (stream.next(), stream.next())] == [
-            (8 * epoch, "a"),
-            (8 * epoch + 7, "b"),
-        ]
-        skipped = list(stream.take_skipped())
-        assert [(s.index, s.reason, s.path) for s in skipped] == [
-            (8 * epoch + i, "unusable", str(path)) for i in range(1, 7)
-        ]
-        for line, one in enumerate(skipped, start=2):
-            assert one.detail.startswith(f"{path}:{line}: ")
-    assert list(stream.take_skipped()) == []
-    stream.close()

@@ -29,8 +29,6 @@ TEMPLATE = (
     "{{ raise_exception('no role ' + m.role) }}{% endif %}{{ m.content }}{% endfor %}"
 )
 USER = {"role": "user", "content": "a"}
-FINE = {"prompt": "a", "answer": "1"}
-FINE_CHAT = {"prompt": [USER], "answer": "1"}
 
 
 @pytest.fixture
@@ -54,28 +52,31 @@ def lines(path: Path, rows: list[Any]) -> Path:
     return path
 
 
+def row(prompt: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "answer": "1"}
+
+
+FINE, FINE_CHAT = row("a"), row([USER])
+
 BAD_ROWS: dict[str, tuple[Any, str]] = {
-    "null": ({"prompt": None, "answer": "1"}, "must be a string, or a list of messages .*got None"),
-    "empty": ({"prompt": "", "answer": "1"}, "the prompt has no text"),
-    "unseen": ({"prompt": "\u200b\ufeff", "answer": "1"}, "the prompt has no text"),
-    "empty_part": ({"prompt": [USER | {"content": [{"text": " "}]}]}, "last message .* no text"),
-    "number": ({"prompt": 12, "answer": "1"}, "must be a string, .*got 12"),
-    "dictionary": ({"prompt": {"text": "a"}, "answer": "1"}, "must be a string, .*got {'text'"),
-    "list_of_text": ({"prompt": ["a"], "answer": "1"}, r"must be a string, .*got \['a'\]"),
+    "null": (row(None), "must be a string, or a list of messages .*got None"),
+    "empty": (row(""), "the prompt has no text"),
+    "unseen": (row("\u200b\ufeff"), "the prompt has no text"),
+    "empty_part": (row([USER | {"content": [{"text": " "}]}]), "last message .* no text"),
+    "number": (row(12), "must be a string, .*got 12"),
+    "dictionary": (row({"text": "a"}), "must be a string, .*got {'text'"),
+    "list_of_text": (row(["a"]), r"must be a string, .*got \['a'\]"),
     "no_column": ({"question": "a", "answer": "1"}, "there is no column 'prompt'"),
     "no_object": ("[1, 2]", "must be a JSON object, got a list"),
     "no_json": ('{"prompt": "a"', "is not JSON"),
-    "no_messages": ({"prompt": [], "answer": "1"}, r"must be a string, .*got \[\]"),
-    "empty_message": ({"prompt": [{}], "answer": "1"}, r"got \[\{\}\]"),
-    "no_content": ({"prompt": [{"role": "user"}], "answer": "1"}, "role and content, got"),
-    "null_content": ({"prompt": [{"role": "user", "content": None}]}, "message 1 .user. is None"),
-    "blank_content": ({"prompt": [{"role": "user", "content": " "}]}, "last message .* no text"),
-    "null_role": ({"prompt": [{"role": None, "content": "a"}]}, "message 1 has the role None"),
-    "role_of_template": (
-        {"prompt": [{"role": "usr", "content": "a"}], "answer": "1"},
-        "no role usr",
-    ),
-    "answered": ({"prompt": [USER, {"role": "assistant", "content": "b"}]}, "ends with a message"),
+    "no_messages": (row([]), r"must be a string, .*got \[\]"),
+    "empty_message": (row([{}]), r"got \[\{\}\]"),
+    "no_content": (row([{"role": "user"}]), "role and content, got"),
+    "null_content": (row([USER | {"content": None}]), "message 1 .user. is None"),
+    "blank_content": (row([USER | {"content": " "}]), "last message .* no text"),
+    "null_role": (row([USER | {"role": None}]), "message 1 has the role None"),
+    "role_of_template": (row([USER | {"role": "usr"}]), "no role usr"),
+    "answered": (row([USER, {"role": "assistant", "content": "b"}]), "ends with a message"),
     "null_answer": ({"prompt": "a", "answer": None}, "the column 'answer' is null"),
     "no_answer": ({"prompt": "a"}, "the column 'answer' is missing"),
 }
@@ -84,10 +85,10 @@ BAD_ROWS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", BAD_ROWS)
 @pytest.mark.parametrize("checked", ["in_full", "evaluated", "tokenized_in_part"])
 def test_one_bad_row_at_the_end_is_found(name, checked, codec, tmp_path: Path, monkeypatch):
-    row, message = BAD_ROWS[name]
+    bad, message = BAD_ROWS[name]
     if checked == "tokenized_in_part":
         monkeypatch.setattr(row_check, "TOKENIZED_ROWS", 2)
-    path = lines(tmp_path / "p.jsonl", [FINE, FINE_CHAT] * 4 + [row] + [FINE] * 3)
+    path = lines(tmp_path / "p.jsonl", [FINE, FINE_CHAT] * 4 + [bad] + [FINE] * 3)
     prompts, judge = open_set(path, codec), gold_judge(["exact_match"])
     with pytest.raises(
         ValueError, match=rf"prompts.path: 1 of .* The first: .*p.jsonl:9: .*{message}"
@@ -131,7 +132,7 @@ FINE_ROWS = {
 
 @pytest.mark.parametrize("name", FINE_ROWS)
 def test_rows_that_are_unusual_and_right_pass(name, codec, tmp_path: Path):
-    path = lines(tmp_path / "p.jsonl", [FINE, {"prompt": FINE_ROWS[name], "answer": "1"}])
+    path = lines(tmp_path / "p.jsonl", [FINE, row(FINE_ROWS[name])])
     checked = check_rows(open_set(path, codec, max_tokens=200), gold_judge(["exact_match"]))
     assert (checked.num_rows, checked.num_checked, checked.num_fitting) == (2, 2, 2)
 
@@ -147,9 +148,9 @@ def test_rows_that_are_unusual_and_right_pass(name, codec, tmp_path: Path):
     ],
 )
 def test_a_template_prints_no_missing_value(template, message, codec, tmp_path: Path):
-    row = FINE | {"x": None, "y": [None], "z": float("nan"), "blank": " "}
+    values = FINE | {"x": None, "y": [None], "z": float("nan"), "blank": " "}
     path = tmp_path / "p.parquet"
-    pq.write_table(pa.Table.from_pylist([row]), path)
+    pq.write_table(pa.Table.from_pylist([values]), path)
     with pytest.raises(ValueError, match=message):
         check_rows(open_set(path, codec, template=template))
 
@@ -179,7 +180,7 @@ def test_a_larger_set_is_sampled_and_says_so(codec, tmp_path: Path, monkeypatch)
 def test_prompts_that_do_not_fit_are_counted_and_most_of_them_are_a_warning(
     long, warns, codec, tmp_path: Path
 ):
-    rows = [FINE] * (10 - long) + [{"prompt": "a" * 9, "answer": "1"}] * long
+    rows = [FINE] * (10 - long) + [row("a" * 9)] * long
     checked = check_rows(open_set(lines(tmp_path / "p.jsonl", rows), codec))
     assert checked.describe() == f"all 10 rows checked; {10 - long} of 10 prompts fit"
     warning = checked.warning("prompts.path", "p.jsonl")

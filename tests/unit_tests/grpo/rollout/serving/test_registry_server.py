@@ -70,7 +70,7 @@ async def test_a_registry_that_is_down_is_told_once_and_tried_again(tmp_path: Pa
     address = f"127.0.0.1:{free_ports(1)[0]}"
     registrar = Registrar(f"http://{address}", ONE, "secret")
     for _ in range(3):
-        registrar.beat()
+        await asyncio.to_thread(registrar.beat)
     assert capsys.readouterr().err.count("cannot register") == 1
     async with registry_in(tmp_path, address):
         await asyncio.to_thread(registrar.beat)
