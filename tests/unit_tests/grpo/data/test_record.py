@@ -67,37 +67,30 @@ def test_a_batch_is_read_back_as_it_was(path):
     assert_same(batches[0].groups, groups)
 
 
-@given(sampled=st.lists(st.booleans(), min_size=1, max_size=20))
-def test_what_an_environment_put_in_is_told_apart_again(tmp_path_factory, sampled):
-    sampled[-1] = True
-    mask = np.array(sampled)
-    first, *_ = group(logprobs=[-0.5] * len(sampled)).rollouts
-    mixed = replace(first, sampled=mask)
-    path = tmp_path_factory.mktemp("record") / "rollouts.jsonl"
-    record(path, [[group_of(0, mixed, first)]]).close()
-    found, plain = read(path)[0].groups[0].rollouts
-    assert plain.sampled is None
-    # A mask that is True throughout says nothing.
-    assert (found.sampled is None) == mask.all()
-    assert found.num_written == mixed.num_written
-    if found.sampled is not None:
-        assert found.sampled.tolist() == sampled
-
-
 @given(
     logprobs=st.lists(
         st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=20
     ),
     reward=st.floats(allow_nan=False, allow_infinity=False),
+    data=st.data(),
 )
-def test_numbers_keep_every_bit(tmp_path_factory, logprobs, reward):
+def test_numbers_keep_every_bit_and_what_an_environment_put_in_is_told_apart(
+    tmp_path_factory, logprobs, reward, data
+):
+    length = len(logprobs) - 1
+    mask = np.array([*data.draw(st.lists(st.booleans(), min_size=length, max_size=length)), True])
+    plain, *_ = group(logprobs=logprobs, reward=reward).rollouts
+    mixed = replace(plain, sampled=mask)
     path = tmp_path_factory.mktemp("record") / "rollouts.jsonl"
-    original = group(logprobs=logprobs, reward=reward)
-    record(path, [[original]]).close()
-    found = read(path)[0].groups[0].rollouts[0]
-    expected = original.rollouts[0]
-    assert found.logprobs.tobytes() == expected.logprobs.tobytes()
+    record(path, [[group_of(0, mixed, plain)]]).close()
+    found, other = read(path)[0].groups[0].rollouts
+    assert found.logprobs.tobytes() == other.logprobs.tobytes() == plain.logprobs.tobytes()
     assert np.float64(found.reward).tobytes() == np.float64(reward).tobytes()
+    assert found.num_written == mixed.num_written
+    # A mask that is True throughout says nothing.
+    assert other.sampled is None and (found.sampled is None) == mask.all()
+    if found.sampled is not None:
+        assert found.sampled.tolist() == mask.tolist()
 
 
 def test_a_resumed_run_drops_the_records_of_steps_that_it_takes_again(path):
@@ -149,16 +142,16 @@ def test_a_file_of_another_kind_is_refused_with_its_line(tmp_path):
         path.write_bytes(content)
         with pytest.raises(DataError, match=message):
             read(path)
-    record(tmp_path / "rollouts.jsonl", [[group()]]).close()
-    for setting, message in (
-        ({"vocab_size": 64}, r":1: the file was recorded with a vocabulary of 100 .* has 64"),
-        (
-            {"temperature": 1.0},
-            r":1: .* with rollout\.temperature = 0\.7, but this run has 1\.0\. .*Set rollout",
-        ),
-    ):
-        with pytest.raises(DataError, match=message):
-            read(tmp_path / "rollouts.jsonl", **setting)
+    with pytest.raises(DataError, match=r"other\.gz cannot be read: Not a gzipped file"):
+        read(path.rename(tmp_path / "other.gz"))
+    with pytest.raises(DataError, match=r"missing\.gz cannot be read: .*No such file"):
+        read(tmp_path / "missing.gz")
+    record(path, [[group()]]).close()
+    with pytest.raises(DataError, match=r":1: .* recorded with a vocabulary of 100 .* has 64"):
+        read(path, vocab_size=64)
+    message = r":1: .* with rollout\.temperature = 0\.7, but this run has 1\.0\. .*Set rollout"
+    with pytest.raises(DataError, match=message):
+        read(path, temperature=1.0)
 
 
 def test_a_broken_line_is_named(path):
@@ -179,15 +172,6 @@ def test_a_record_is_begun_with_a_run_s_first_batch(path):
     with pytest.raises(DataError, match=message % 1):
         record(path, [], first_version=2)
     assert len(read(path)) == 1
-
-
-def test_a_file_that_is_no_gzip_file_is_named(tmp_path):
-    path = tmp_path / "rollouts.gz"
-    path.write_text("plain\n")
-    with pytest.raises(DataError, match=r"rollouts\.gz cannot be read: Not a gzipped file"):
-        read(path)
-    with pytest.raises(DataError, match=r"missing\.gz cannot be read: .*No such file"):
-        read(tmp_path / "missing.gz")
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])

@@ -14,10 +14,6 @@ ROW_LEN = 50
 COST = FlopsCost(10.0, 1.0)
 
 lengths_strategy = st.lists(st.integers(1, ROW_LEN), max_size=60)
-full_rows_strategy = st.lists(
-    st.lists(st.integers(1, ROW_LEN), min_size=1, max_size=8), min_size=1, max_size=12
-)
-"""Rows of sequences, each cut off where it is full: these are as many rows as they need."""
 
 
 def costs_of(lengths):
@@ -52,30 +48,6 @@ def test_every_rank_gets_as_many_rows_and_every_sequence_a_place(
     sums = rank_costs(by_cost, costs)
     assert sums == sorted(sums)
     assert by_cost == spread_by_cost(lengths, costs, **layout, min_rows=more * multiple)
-
-
-@given(full_rows_strategy, st.integers(1, 4), st.randoms(use_true_random=False))
-def test_full_rows_are_filled_again(rows, num_ranks, random):
-    lengths = [length for row in rows for length in row_that_is_full(row)]
-    random.shuffle(lengths)
-    costs = costs_of(lengths)
-    spread = spread_by_cost(lengths, costs, num_ranks=num_ranks, row_len=ROW_LEN, multiple=1)
-    count = check(spread, lengths, num_ranks, 1)
-    fewest = rows_per_rank(fewest_rows(lengths, ROW_LEN), num_ranks, 1)
-    # The packing that is known needs len(rows); perfect packing in general is hard to find.
-    assert fewest <= count <= rows_per_rank(len(rows), num_ranks, 1) + 1
-    bound = lower_bound_with_sizes(costs, lengths, num_ranks, count * ROW_LEN)
-    assert max(rank_costs(spread, costs)) >= bound * (1 - 1e-9)
-
-
-def row_that_is_full(row):
-    """The row's sequences up to its end, and one that fills what is left."""
-    kept = []
-    for length in row:
-        if sum(kept) + length <= ROW_LEN:
-            kept.append(length)
-    rest = ROW_LEN - sum(kept)
-    return [*kept, rest] if rest else kept
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
