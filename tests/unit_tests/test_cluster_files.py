@@ -30,6 +30,7 @@ SCRIPTS_OF_CLUSTERS = (
     "grpo.slurm", "grpo_servers.slurm", "_slurm.sh", "serve_node.sh", "launch_multinode.sh",
     "install_launcher.sh",
 )  # fmt: skip
+KEYS = ("TORCHTITAN_GRPO_API_KEY", "TORCHTITAN_GRPO_ADMIN_KEY")
 RECORDER = """#!{python}
 import json, os, sys
 with open(os.environ["RECORD"], "a") as file:
@@ -53,21 +54,21 @@ class Stage:
         self.folder, self.record = folder, folder / "record.jsonl"
         self.data = folder / "data"
         self.data.mkdir()
-        self.recorder = folder / "recorder"
-        self.recorder.write_text(RECORDER.format(python=sys.executable))
-        self.recorder.chmod(0o755)
+        self.recorder = self._program("recorder", RECORDER.format(python=sys.executable))
         shutil.copy(REPOSITORY / "train_configs/quickstart.toml", self.data / "config.toml")
         (self.data / "model").symlink_to(MODEL)
         (folder / "bin").mkdir()
-        self._script(folder / "bin/getent", "exit 0")  # as if each host had a name
+        self._program("bin/getent", "#!/bin/sh\nexit 0\n")  # as if each host had a name
         scripts = folder / "scripts"
         scripts.mkdir()
         for name in ("serve_node.sh", "launch_multinode.sh", "_env.sh"):
             shutil.copy(REPOSITORY / "scripts" / name, scripts / name)
 
-    def _script(self, file: Path, text: str) -> None:
-        file.write_text(f"#!/bin/sh\n{text}\n")
+    def _program(self, name: str, text: str) -> Path:
+        file = self.folder / name
+        file.write_text(text)
         file.chmod(0o755)
+        return file
 
     def run(self, command: list[str], environment: dict[str, str]) -> list[tuple[list[str], dict]]:
         """Runs a command; returns arguments and environment of each program that it started."""
@@ -77,15 +78,13 @@ class Stage:
             "TORCHTITAN_GRPO_PYTHON": str(self.recorder),
             "TORCHTITAN_GRPO_VLLM_PYTHON": str(self.recorder),
         }
-        subprocess.run(
-            command, cwd=self.folder, env=variables | environment, check=True, timeout=60
-        )
+        variables |= environment
+        subprocess.run(command, cwd=self.folder, env=variables, check=True, timeout=60)
         lines = self.record.read_text().splitlines() if self.record.exists() else []
         self.record.unlink(missing_ok=True)
         return [(argv, environ) for argv, environ in map(json.loads, lines)]
 
     def here(self, text: str) -> str:
-        """Puts the folder of this test in the place of the disk that pods and nodes share."""
         return re.sub(r"/data\b", str(self.data), text)
 
 
@@ -99,16 +98,12 @@ def run_container(stage: Stage) -> Callable[..., tuple[list[str], dict[str, str]
     """Runs a container's command, as the kubelet would, except that nothing is trained or served."""
 
     def run(container: dict[str, Any], **fields: str) -> tuple[list[str], dict[str, str]]:
-        environment = {
-            "TORCHTITAN_GRPO_API_KEY": "generation-key",
-            "TORCHTITAN_GRPO_ADMIN_KEY": "control-key",
-        }
+        environment = dict.fromkeys(KEYS, "a-key")
         for variable in container["env"]:
             name = variable["name"]
             source = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
-            environment[name] = stage.here(
-                fields.get(source, source) if source else variable["value"]
-            )
+            value = fields.get(source, source) if source else variable["value"]
+            environment[name] = stage.here(value)
         words = [*container["command"], *container["args"]]
         words = [re.sub(r"\$\((\w+)\)", lambda m: environment[m[1]], stage.here(w)) for w in words]
         (started,) = stage.run(words, environment)
@@ -124,9 +119,8 @@ def test_manifests_have_the_form_that_kubernetes_demands(name: str) -> None:
 
 
 def _check_trainer(argv: list[str], environ: dict[str, str], stage: Stage, monkeypatch) -> Any:
-    """Reads the command of a node with this project's own command line; returns its options."""
     assert argv[2] == "torchtitan.grpo.start.node"
-    for name in ("TORCHTITAN_GRPO_API_KEY", "TORCHTITAN_GRPO_ADMIN_KEY"):
+    for name in KEYS:
         monkeypatch.setenv(name, environ[name])
     node = parse_node(argv[3:], environ)
     config = read_config(["--job.config_file", node.config_file, *node.rest])
@@ -140,7 +134,7 @@ def _check_trainer(argv: list[str], environ: dict[str, str], stage: Stage, monke
 
 def _check_server(argv: list[str], environ: dict[str, str], monkeypatch) -> Any:
     assert argv[2] == "torchtitan.grpo.inference.serve"
-    for name in ("TORCHTITAN_GRPO_API_KEY", "TORCHTITAN_GRPO_ADMIN_KEY"):
+    for name in KEYS:
         monkeypatch.setenv(name, environ[name])
     spec, target = parse_arguments([*argv[3:], "--device", "cpu"])
     assert target == environ["GRPO_REGISTRY"]

@@ -3,23 +3,19 @@
 
 """The checks themselves, as far as a CPU can run them, in processes of their own."""
 
-import itertools
 import json
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
-from check_gpu import decode, nccl, parity, streams
+from check_gpu import decode, parity
 from check_gpu.row import Row, Settings
 from check_gpu.table import CHECKS
 
 from torchtitan.grpo.inference.embedded.decode_graph import Compute
 from torchtitan.grpo.losses.policy_terms import BUILTIN
 from torchtitan.grpo.models.packed_attention import PackedAttentionKind
-from torchtitan.grpo.weight_wire import device_lanes
 
 BENCHMARKS = Path(parity.__file__).resolve().parents[1]
 ENDED = ("passed", "measured", "skipped")
@@ -27,8 +23,6 @@ ENDED = ("passed", "measured", "skipped")
 
 @pytest.fixture
 def rows_of(fork_server, rank_environment, tmp_path):
-    """Runs a check, and returns its rows by their cases."""
-
     def run(name: str) -> dict[str, Row]:
         (check,) = (check for check in CHECKS if check.name == name)
         (tmp_path / "work").mkdir()
@@ -130,41 +124,11 @@ def test_a_wrong_loss_is_noticed(monkeypatch):
     assert parity._loss("clip", torch.device("cpu")).status == "failed"
 
 
-@pytest.mark.parametrize("are_own", [True, False])
-def test_streams_that_are_torchs_are_noticed(are_own, monkeypatch):
-    pool, own = itertools.cycle(range(32)), itertools.count(1000)
-
-    def stream(handles) -> SimpleNamespace:
-        return SimpleNamespace(cuda_stream=next(handles), query=lambda: True)
-
-    snapshots = SimpleNamespace(_copies=SimpleNamespace(_stream=stream(own)))
-    monkeypatch.setattr(streams, "make_pushed", lambda *_: SimpleNamespace(snapshots=snapshots))
-    monkeypatch.setattr(device_lanes, "_lanes", {})
-    monkeypatch.setattr(device_lanes, "new_stream", lambda device: stream(own if are_own else pool))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: stream(pool))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream(itertools.count(0)))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
-    row = streams._streams(torch.device("cpu"))
-    assert row.status == ("passed" if are_own else "failed")
-    assert row.figures["streams"] == 8 and row.figures["equal_to_torchs"] == 8 * (not are_own)
-
-
 @pytest.mark.long  # lost servers in whole runs are the subject of other tests
 def test_a_real_run_survives_its_servers(rows_of):
     stopped, killed = rows_of("end-to-end").values()
     assert stopped.figures["steps"] > 0
     assert killed.status == "passed" and killed.figures["exit_status"] == 143
-
-
-def test_two_gpus_are_asked_for_where_one_cannot_tell(monkeypatch, tmp_path):
-    monkeypatch.setattr(nccl, "join_alone", lambda: None)
-    monkeypatch.setattr(nccl, "_leave", lambda device, *, beside_kernel: Row("left", "passed"))
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    *_, row = nccl.run(Settings("nccl", "cuda", tmp_path))
-    assert row.status == "two GPUs" and "another GPU" in row.reason
 
 
 def test_graphs_are_compared_and_each_way_of_decoding_is_timed(tmp_path: Path) -> None:
@@ -177,9 +141,7 @@ def test_graphs_are_compared_and_each_way_of_decoding_is_timed(tmp_path: Path) -
     assert pushed.status == "skipped"
 
 
-def test_graphs_that_compute_something_else_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_that_compute_something_else_fail(tmp_path, monkeypatch):
     def wrong(compute: Compute, _: bool) -> Compute:
         return lambda: torch.zeros_like(compute())
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from check_gpu import command, owner
-from check_gpu.row import Row, RowsFile
-from check_gpu.table import CHECKS, Check
+from check_gpu.row import RowsFile
+from check_gpu.table import Check
 
 from torchtitan.grpo import cli
 
@@ -36,7 +36,6 @@ ENDINGS = {
 
 @pytest.fixture
 def make_check(tmp_path, monkeypatch):
-    """Makes a check that ends in one of the ways above."""
     # The children import what lies in the folder in which they start.
     monkeypatch.chdir(tmp_path)
     opening = "import os\nimport time\nfrom check_gpu.row import Row\n"
@@ -52,16 +51,6 @@ def make_check(tmp_path, monkeypatch):
     return make
 
 
-@pytest.fixture
-def run_check(tmp_path):
-    """Runs one check as the command does, with some seconds left; returns its rows."""
-
-    def run(check: Check, seconds: float = 300.0, device: str = "cpu") -> list[Row]:
-        return list(owner.Owner(device, tmp_path, time.monotonic() + seconds).run(check))
-
-    return run
-
-
 def run_command(capsys, checks: list[Check], *arguments: str) -> tuple[int, list[str], dict]:
     """Returns the exit status, the lines before the last one, and what that one holds."""
     status = command.main(["--device", "cpu", "--output", "out", *arguments], checks)
@@ -70,9 +59,8 @@ def run_command(capsys, checks: list[Check], *arguments: str) -> tuple[int, list
 
 
 def test_rows_that_pass_end_in_status_0_a_table_and_a_json_line(make_check, capsys):
-    status, lines, result = run_command(
-        capsys, [make_check("fine"), make_check("wrong")], "--only", "fine"
-    )
+    checks = [make_check("fine"), make_check("wrong")]
+    status, lines, result = run_command(capsys, checks, "--only", "fine")
     assert status == 0
     assert "passed    fine: one  widgets 3 [three widgets]" in lines
     begin = lines.index("fine  (cannot tell: colours)")
@@ -115,24 +103,19 @@ def test_rows_are_passed_on_and_written_before_their_check_ends(make_check, tmp_
     ],
 )
 def test_rows_before_a_crash_or_a_hang_are_kept(
-    ending, limit, left, status, reason, make_check, run_check
+    ending, limit, left, status, reason, make_check, tmp_path
 ):
-    begin = time.monotonic()
-    *first, last = run_check(make_check(ending, limit=limit), left)
+    runs = owner.Owner("cpu", tmp_path, time.monotonic() + left)
+    *first, last = runs.run(make_check(ending, limit=limit))
     assert [(row.case, row.status) for row in first] == [("one", "passed")] * (ending != "silent")
     assert last.status == status and reason in last.reason and last.check == ending
-    assert time.monotonic() - begin < 60
 
 
 def test_the_first_checks_run_and_no_check_begins_that_cannot_end(make_check, capsys):
-    checks = [
-        make_check("fine"),
-        make_check("wrong", needs=500.0),
-        make_check("silent", needs=90.0),
-    ]
-    begin = time.monotonic()
+    needs = {"fine": 1.0, "wrong": 500.0, "silent": 90.0}
+    checks = [make_check(ending, seconds) for ending, seconds in needs.items()]
     status, lines, result = run_command(capsys, checks, "--budget-seconds", "60")
-    assert status == 0 and time.monotonic() - begin < 60
+    assert status == 0
     assert [row["status"] for row in result["rows"]] == ["passed", "skipped", "skipped"]
     assert "s left, needs 500 s" in result["rows"][1]["reason"]
     assert any(line.startswith("  skipped   the whole check; ") for line in lines)
@@ -178,16 +161,6 @@ def _state(pid: str) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "Z"
-
-
-def test_the_checks_are_listed_in_their_order_and_the_first_fit_into_two_minutes(capsys):
-    assert cli.run(["check-gpu", "--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [check.name for check in CHECKS]
-    assert all(check.question and check.cannot_tell for check in CHECKS)
-    assert all(0 < check.needs_seconds < check.limit_seconds for check in CHECKS)
-    assert sum(check.needs_seconds for check in CHECKS[:5]) <= 120
-    assert CHECKS[0].name == "machine" and CHECKS[-1].name == "end-to-end"
 
 
 def test_a_machine_without_a_gpu_gets_one_message(monkeypatch, capsys, tmp_path):

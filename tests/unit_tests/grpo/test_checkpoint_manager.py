@@ -60,10 +60,7 @@ def test_a_failure_in_the_background_is_told_at_the_next_step_and_once(manager, 
         manager.maybe_wait_for_staging()
     manager._async_wait()
     (told,) = [r.message for r in caplog.records if r.levelno == logging.ERROR]
-    assert (
-        f"{manager.folder}/step-80 could not be written: the disk of {manager.folder} is full"
-        in told
-    )
+    assert f"/step-80 could not be written: the disk of {manager.folder} is full" in told
     assert "The newest whole checkpoint is that of step 60. Training goes on" in told
     assert not Path(manager._saving).exists(), "what was written in part is removed"
     assert manager.save_future is None
@@ -73,8 +70,6 @@ def test_a_failure_in_the_background_is_told_at_the_next_step_and_once(manager, 
 NO_ROOM = {
     "torch's check": (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"),
                       "the disk of .* took a part of a file only, .*ulimit -f"),
-    "torch's writer": (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"),
-                       "the disk of .* took a part of a file only"),
     "a library": (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
                   "the disk of .* is full: "),
     "a library, a quota": (RuntimeError("I/O error: Disk quota exceeded (os error 122)"), "the quota on the disk of"),
@@ -134,14 +129,13 @@ def test_a_real_checkpoint_that_finds_no_room(manager, caplog):
 
 
 @pytest.mark.parametrize(
-    ("number", "reason"), [(errno.EROFS, "OSError"), (errno.EACCES, "Permission")]
+    ("number", "why"), [(errno.EROFS, "OSError"), (errno.EACCES, "Permission")]
 )
-def test_a_disk_that_is_read_only_is_named_and_ends_the_run_if_it_is_to(manager, number, reason):
+def test_a_disk_that_is_read_only_is_named_and_ends_the_run_if_it_is_to(manager, number, why):
     manager.settings.save_failure = "stop"
     manager.save_future = failed(failure(number))
-    with pytest.raises(
-        SaveFailed, match=rf"step-80 could not be written: {reason}.*kernel says.* \"stop\""
-    ):
+    message = rf"step-80 could not be written: {why}.*kernel says.* \"stop\""
+    with pytest.raises(SaveFailed, match=message):
         manager._async_wait()
     assert Path(manager.folder, "step-60").is_dir()
 

@@ -124,15 +124,7 @@ def test_keys_are_not_shown(load):
     assert "admin_key = '***'" in describe_settings(config)
 
 
-def test_dry_run_describes_the_resolved_configuration_and_the_layout(load):
-    config = load(BASE, "--grpo.prompts_per_step=3")
-    assert "prompts_per_step = 3" in describe_settings(config)
-    assert "3 prompts x 8 rollouts = 24" in describe_plan(config)
-
-
-def test_every_shipped_configuration_loads_and_says_what_it_is_for(
-    repository, monkeypatch, tmp_path
-):
+def test_every_shipped_configuration_loads_and_says_its_use(repository, monkeypatch, tmp_path):
     files = sorted((repository / "train_configs").glob("*.toml"))
     assert files
     # Interpreters of server environments, and data sets, are not there on every machine.

@@ -75,9 +75,7 @@ def test_the_first_commands_of_the_readme_can_be_pasted(repository):
     assert (repository / "scripts/quickstart.sh").is_file()
 
 
-def test_every_setting_is_in_a_shipped_configuration_or_on_a_page_that_says_when_to_touch_it(
-    repository,
-):
+def test_every_setting_is_in_a_shipped_configuration_or_on_a_page(repository):
     pages = [p for p in _pages(repository) if p.name not in ("configuration.md", "CHANGELOG.md")]
     text = "\n".join(page.read_text() for page in pages)
     shipped = "\n".join(f.read_text() for f in repository.glob("train_configs/*.toml"))

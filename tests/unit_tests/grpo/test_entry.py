@@ -7,8 +7,8 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 from forked import ForkServer
@@ -19,24 +19,18 @@ LEAVE = "from torchtitan.grpo.entry import leave\nimport logging, sys, threading
 PATIENCE = 120.0
 
 
-@dataclass
-class Ended:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 @pytest.fixture
-def leave(fork_server: ForkServer, tmp_path: Path) -> Callable[[str], Ended]:
+def leave(fork_server: ForkServer, tmp_path: Path) -> Callable[[str], CompletedProcess[str]]:
     """Runs a program that defines ``main``, in a process that leaves through it."""
 
-    def run(program: str) -> Ended:
+    def run(program: str) -> CompletedProcess[str]:
         script = tmp_path / "program.py"
         script.write_text(f"{LEAVE}{program}\nleave(main)\nprint('still here')")
         out, err = tmp_path / "out", tmp_path / "err"
         with out.open("w") as output, err.open("w") as errors:
             process = fork_server.start(script, output=output, errors=errors)
-        return Ended(process.wait(PATIENCE), out.read_text(), err.read_text())
+        status = process.wait(PATIENCE)
+        return CompletedProcess([], status, out.read_text(), err.read_text())
 
     return run
 
@@ -162,9 +156,7 @@ os._exit(0)
 """
 
 
-def test_each_way_to_end_has_its_exit_status_and_closes_the_trainer(
-    repository, fork_server, tmp_path
-):
+def test_each_way_to_end_has_its_status_and_closes_the_trainer(repository, fork_server, tmp_path):
     script, out, err = tmp_path / "program.py", tmp_path / "out", tmp_path / "err"
     script.write_text(RUNS)
     with out.open("w") as output, err.open("w") as errors:

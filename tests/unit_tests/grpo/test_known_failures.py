@@ -92,24 +92,21 @@ def test_a_pipeline_is_told_about_its_own_settings(config):
     assert not any(setting in found for setting in helpful)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError(),
-        RuntimeError("CUDA error: out of memory"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    ],
-)
-def test_memory_is_found_missing_however_it_is_said(config, error):
-    try:
-        raise ValueError("a step") from error
-    except ValueError as outer:
+def test_memory_is_found_missing_however_it_is_said(config):
+    cublas = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    for error in (MemoryError(), RuntimeError("CUDA error: out of memory"), RuntimeError(cublas)):
+        outer = ValueError("a step")
+        outer.__cause__ = error
         assert "ran out of" in str(known_failure(outer, config))
 
 
 def test_other_failures_are_left_as_they_are(config):
-    assert known_failure(KeyError("memory"), config) is None
-    assert known_failure(RuntimeError("shape mismatch"), config) is None
+    for error in (
+        KeyError("memory"),
+        RuntimeError("shape mismatch"),
+        FileNotFoundError(2, "", "x"),
+    ):
+        assert known_failure(error, config) is None
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -136,11 +133,9 @@ def test_torchrun_gets_the_message_to_repeat(tmp_path: Path, monkeypatch, capsys
     assert not file.exists()
     assert entry._report(True, ValueError("what is wrong"), 2, wait) == 2
     assert json.loads(file.read_text())["message"]["message"] == "what is wrong"
-    # torchrun's own directory may be gone, or the variable empty.
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone/error.json"))
-    assert entry._report(True, ValueError("x"), 2, wait) == 2
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")
-    assert entry._report(True, ValueError("x"), 2, wait) == 2
+    for place in (str(tmp_path / "gone/error.json"), ""):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", place)
+        assert entry._report(True, ValueError("x"), 2, wait) == 2
 
 
 # -- disks ------------------------------------------------------------------------------------
@@ -160,17 +155,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True, timeout=30)
 
 
-def told_in(error: BaseException, folder: Path) -> str:
-    config = JobConfig()
-    config.job.dump_folder = str(folder)
-    return known_failure(error, config) or ""
-
-
-def test_a_full_disk_is_named_with_its_file(small_disk: Path):
+def test_a_full_disk_is_named_with_its_file(small_disk: Path, config):
+    config.job.dump_folder = str(small_disk)
     file = small_disk / "metrics.jsonl"
     with pytest.raises(OSError) as caught, file.open("wb") as output:
         output.write(bytes(4 << 20))
-    found = told_in(caught.value, small_disk)
+    found = str(known_failure(caught.value, config))
     assert found.startswith(f"The disk of {small_disk} is full: 0 MiB are free.")
     assert "job.dump_folder" in found and "\n" not in found
     # One with room but without inodes is told apart.
@@ -179,18 +169,19 @@ def test_a_full_disk_is_named_with_its_file(small_disk: Path):
     (small_disk / "last").touch()
     with pytest.raises(OSError) as caught:
         (small_disk / "metrics.jsonl").touch()
-    found = told_in(caught.value, small_disk)
-    assert "takes no more files: all its inodes are used" in found
+    assert "takes no more files: all its inodes are used" in str(
+        known_failure(caught.value, config)
+    )
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, config):
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(OSError) as caught:
         (file / "run").mkdir(parents=True)
-    found = told_in(caught.value, file / "run")
-    assert found.startswith(f"{file / 'run'} must be a place where this user may write, but: Not a")
-    assert told_in(FileNotFoundError(2, "No such file", "x"), tmp_path) == ""
+    config.job.dump_folder = str(file / "run")
+    message = f"{file / 'run'} must be a place where this user may write, but: Not a"
+    assert str(known_failure(caught.value, config)).startswith(message)
 
 
 def test_a_server_whose_log_found_no_room_is_told_apart(small_disk: Path):

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The shipped model and task, and the model of scripts/make_gsm8k_cpu.py, are what is promised."""
+"""The shipped task, and the model of scripts/make_gsm8k_cpu.py, are what is promised."""
 
 import importlib.util
 import json
@@ -10,43 +10,17 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TASK = Path(__file__).resolve().parents[3] / "assets" / "reverse_digits"
-MODEL = TASK / "model"
-
-
-def read_rows(name: str) -> list[dict[str, str]]:
-    return [json.loads(line) for line in (TASK / name).read_text(encoding="utf-8").splitlines()]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(MODEL, padding_side="left")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return AutoModelForCausalLM.from_pretrained(MODEL)
-
-
-def test_model_is_an_untied_fp32_qwen3_that_knows_where_to_stop(model, tokenizer) -> None:
-    assert model.config.architectures == ["Qwen3ForCausalLM"]
-    assert not model.config.tie_word_embeddings and model.dtype == torch.float32
-    assert model.config.vocab_size >= len(tokenizer)
-    eos = tokenizer.eos_token_id
-    assert model.config.eos_token_id == model.generation_config.eos_token_id == eos
-    text = "".join(chr(code) for code in range(ord(" "), ord("~") + 1)) + "  4821->1284 , ."
-    ids = tokenizer.encode(text)
-    assert len(ids) == len(text)
-    assert tokenizer.decode([*ids, eos, tokenizer.pad_token_id], skip_special_tokens=True) == text
 
 
 def test_answers_are_right_and_heldout_prompts_are_not_trained_on() -> None:
-    train, heldout = read_rows("train.jsonl"), read_rows("heldout.jsonl")
-    assert len(train) == 4096
-    assert len(heldout) == 256
+    train, heldout = (
+        [json.loads(line) for line in (TASK / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "heldout")
+    )
+    assert (len(train), len(heldout)) == (4096, 256)
     prompts = [row["prompt"] for row in train + heldout]
     assert len(set(prompts)) == len(prompts)
     for row in train + heldout:
@@ -75,9 +49,7 @@ def write_questions(path: Path, num_rows: int) -> None:
             file.write(json.dumps({"question": question, "answer": answer}) + "\n")
 
 
-def test_a_file_in_gsm8k_form_becomes_a_model_and_two_disjoint_prompt_files(
-    script: ModuleType, tmp_path: Path
-) -> None:
+def test_a_file_in_gsm8k_form_becomes_a_model_and_two_prompt_files(script, tmp_path):
     write_questions(tmp_path / "gsm8k.jsonl", 48)
     output = tmp_path / "made"
     script.main(
@@ -104,9 +76,7 @@ def test_a_file_in_gsm8k_form_becomes_a_model_and_two_disjoint_prompt_files(
         )
 
 
-def test_a_file_with_other_columns_is_refused_with_its_line(
-    script: ModuleType, tmp_path: Path
-) -> None:
+def test_a_file_with_other_columns_is_refused_with_its_line(script: ModuleType, tmp_path: Path):
     path = tmp_path / "other.jsonl"
     path.write_text('{"prompt": "a", "answer": "b"}\n')
     with pytest.raises(ValueError, match=r"line 1: must have the columns question and answer"):

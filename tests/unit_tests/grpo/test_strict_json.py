@@ -40,7 +40,6 @@ def strictly(text: str) -> Any:
     [
         ({"a": 1.5, "b": None, "c": "NaN", "d": [True]}, {"a": 1.5, "b": None, "c": "NaN", "d": [True]}),
         ({"a": NAN, "b": 1}, {"a": None, "b": 1, "nonfinite_values": 1}),
-        ({"a": INF, "b": -INF}, {"a": None, "b": None, "nonfinite_values": 2}),
         ({"a": {"b": [1, NAN, (INF, 2)]}}, {"a": {"b": [1, None, [None, 2]]}, "nonfinite_values": 2}),
         ([NAN, 1], [None, 1]),
         (-INF, None),
@@ -151,12 +150,10 @@ def test_a_run_passes_and_an_idle_server_fails_with_what_to_change(write_run):
     assert all(check.holds for check in check_run(run, want_in_flight=False))
 
 
-@pytest.mark.parametrize(
-    "summary", [{"server_version": 1}, {"policy_version": 1}, {"weight_sync_failures": 1}]
-)
-def test_a_version_that_did_not_arrive_fails(write_run, summary):
-    checks = check_run(write_run([0.5], **summary), want_in_flight=True)
-    assert [check.holds for check in checks].count(False) == 1
+def test_a_version_that_did_not_arrive_fails(write_run):
+    for summary in ({"server_version": 1}, {"policy_version": 1}, {"weight_sync_failures": 1}):
+        checks = check_run(write_run([0.5], **summary), want_in_flight=True)
+        assert [check.holds for check in checks].count(False) == 1
 
 
 def test_what_cannot_be_compared_is_refused_in_one_sentence(write_run, tmp_path, capsys):

@@ -62,8 +62,8 @@ def _no_trainer(*_):
     raise AssertionError("a dry run must not train")
 
 
-def _remove_weights(folder: Path) -> None:
-    (folder / WEIGHTS).unlink()
+def name_as_end(folder: Path, token: int) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": token}))
 
 
 def _shorten_a_tensor(folder: Path) -> None:
@@ -72,16 +72,12 @@ def _shorten_a_tensor(folder: Path) -> None:
     save_file(tensors, folder / WEIGHTS)
 
 
-def _name_no_token_as_end(folder: Path) -> None:
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 100_000}))
-
-
 @pytest.mark.parametrize(
     ("spoil", "parts"),
     [
-        (_remove_weights, ["*.safetensors", "model.hf_assets_path"]),
+        (lambda folder: (folder / WEIGHTS).unlink(), ["*.safetensors", "model.hf_assets_path"]),
         (_shorten_a_tensor, ["model.norm.weight", "must have shape [96]", "belong to the same model"]),
-        (_name_no_token_as_end, ["a token id of the model", "100000", "generation_config.json"]),
+        (lambda folder: name_as_end(folder, 100_000), ["a token id of the model", "100000", "generation_config.json"]),
     ],
 )  # fmt: skip
 def test_a_wrong_model_is_one_message_with_the_remedy(spoil, parts, start, repository, tmp_path):
@@ -185,7 +181,7 @@ def test_a_right_configuration_is_listed_with_all_that_was_opened(start, tmp_pat
 
 def test_what_the_run_would_warn_of_is_shown(start, repository, tmp_path):
     folder = shutil.copytree(repository / "assets/reverse_digits/model", tmp_path / "model")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+    name_as_end(folder, 5)
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "12->", "answer": ""}) + "\n")
     status, out, _ = start(model=f'hf_assets_path = "{folder}"', prompts=f'path = "{rows}"')
@@ -197,9 +193,8 @@ def test_what_the_run_would_warn_of_is_shown(start, repository, tmp_path):
 
 def test_an_input_that_does_not_open_in_time_ends_the_check_and_its_processes(start, tmp_path):
     hangs, pid = tmp_path / "hangs.py", tmp_path / "pid"
-    hangs.write_text(
-        f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(1000)\n"
-    )
+    note = f"open({str(pid)!r}, 'w').write(str(os.getpid()))"
+    hangs.write_text(f"import os, time\n{note}\ntime.sleep(1000)\n")
     status, _, errors = start(
         reward=f'functions = ["{hangs}:score"]',
         inference="launch = true\nstartup_timeout_seconds = 12",

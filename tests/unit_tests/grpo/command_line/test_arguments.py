@@ -39,9 +39,8 @@ def values(annotation: Any) -> st.SearchStrategy:
     if get_origin(annotation) is list:
         return st.lists(values(get_args(annotation)[0]), max_size=3)
     if get_origin(annotation) is dict:
-        return st.dictionaries(
-            st.text("ab", min_size=1), values(get_args(annotation)[1]), max_size=3
-        )
+        of_keys = values(get_args(annotation)[1])
+        return st.dictionaries(st.text("ab", min_size=1), of_keys, max_size=3)
     simple = {
         bool: st.booleans(),
         int: st.integers(-(10**12), 10**12),

@@ -9,12 +9,7 @@ import typing
 import pytest
 
 from torchtitan.grpo.command_line import ConfigError
-from torchtitan.grpo.command_line.keys import (
-    all_keys,
-    answer_to_value,
-    other_names,
-    settings,
-)
+from torchtitan.grpo.command_line.keys import all_keys, answer_to_value, other_names, settings
 from torchtitan.grpo.command_line.reading import read_config
 from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.job_config import JobConfig
@@ -39,12 +34,8 @@ def values_of(key: str) -> set[str]:
     if key == "grpo.policy_loss":
         return set(BUILTIN)
     table, name = key.split(".")
-    hint = typing.get_type_hints(typing.get_type_hints(JobConfig)[table], include_extras=False)[
-        name
-    ]
-    return {word for part in (hint, *typing.get_args(hint)) for word in typing.get_args(part)} | {
-        word for word in typing.get_args(hint) if isinstance(word, str)
-    }
+    hint = typing.get_type_hints(typing.get_type_hints(JobConfig)[table])[name]
+    return {word for part in (hint, *typing.get_args(hint)) for word in typing.get_args(part)}
 
 
 # Words between quotation marks that are no values of a setting that the answer names before them.

@@ -6,7 +6,6 @@
 import dataclasses
 import math
 import sys
-import tomllib
 import types
 from typing import Annotated, Any
 
@@ -18,7 +17,7 @@ from torchtitan.grpo.config.field_docs import field_docs, first_sentence
 from torchtitan.grpo.config_checks import ConfigError
 from torchtitan.grpo.config_checks.ranges import _UPSTREAM_BOUNDS, check_ranges
 from torchtitan.grpo.config_manager import load_config
-from torchtitan.grpo.dry_run import changed_defaults, describe_settings
+from torchtitan.grpo.dry_run import describe_settings
 from torchtitan.grpo.job_config import JobConfig
 
 TABLES = [field for field in dataclasses.fields(JobConfig) if field.type in vars(tables).values()]
@@ -27,6 +26,10 @@ BOUNDED = [
     for table in TABLES
     for name, bounds in bounds_of(table.type).items()  # pyright: ignore
 ]
+
+
+LIVE = ["--model.hf_assets_path=m", "--prompts.path=p", "--inference.launch"]
+LIVE += ["--reward.functions=exact_match"]
 
 
 @pytest.mark.parametrize(
@@ -91,10 +94,7 @@ def test_tables_that_a_custom_module_adds_or_extends_are_bounded(monkeypatch, tm
     module: Any = types.ModuleType("my_config")
     module.JobConfig = Extended
     monkeypatch.setitem(sys.modules, "my_config", module)
-    arguments = [
-        "--job.custom_config_module=my_config", "--model.hf_assets_path=m", "--prompts.path=p",
-        "--reward.functions=exact_match", "--inference.launch",
-    ]  # fmt: skip
+    arguments = ["--job.custom_config_module=my_config", *LIVE]
     config: Any = load_config([*arguments, "--mine.depth=2", "--grpo.warmth=3"])
     assert (config.mine.depth, config.grpo.warmth, config.grpo.group_size) == (2, 3.0, 8)
     for argument in ("--mine.depth=0", "--grpo.warmth=0", "--grpo.group_size=0"):
@@ -102,50 +102,9 @@ def test_tables_that_a_custom_module_adds_or_extends_are_bounded(monkeypatch, tm
             load_config([*arguments, argument])
 
 
-SMALLEST = """
-[model]
-hf_assets_path = "assets/reverse_digits/model"
-[prompts]
-path = "assets/reverse_digits/train.jsonl"
-[reward]
-functions = ["exact_match"]
-[inference]
-launch = true
-"""
-
-
-@pytest.fixture
-def smallest(tmp_path, repository, monkeypatch):
-    """Arguments of a run that sets what must be set and nothing else."""
-    monkeypatch.chdir(repository)
-    file = tmp_path / "smallest.toml"
-    file.write_text(SMALLEST)
-    return ["--job.config_file", str(file)]
-
-
-def test_the_description_names_torchtitans_default_beside_ours(smallest):
-    lines = describe_settings(
-        load_config([*smallest, "--optimizer.weight_decay=0.01"])
-    ).splitlines()
+def test_the_description_names_torchtitans_default_beside_ours():
+    lines = describe_settings(load_config([*LIVE, "--optimizer.weight_decay=0.01"])).splitlines()
     assert "lr = 1e-06  # the default here; torchtitan's is 0.0008" in lines
     assert "decay_ratio = 0.0  # the default here; torchtitan's is None" in lines
     assert "weight_decay = 0.01" in lines  # it is set, and so no default
     assert "max_norm = 1.0" in lines  # it is the same in both
-
-
-def test_every_shipped_configuration_sets_what_it_was_measured_with_and_defaults_have_a_source(
-    repository,
-):
-    page = (repository / "docs/configuration.md").read_text()
-    changed = [key for key in changed_defaults() if key.startswith(("optimizer.", "lr_scheduler."))]
-    assert len(changed) == 5
-    files = {
-        file.name: tomllib.loads(file.read_text())
-        for file in repository.glob("train_configs/*.toml")
-    }
-    for key in changed:
-        table, name = key.split(".")
-        assert not [file for file, values in files.items() if name not in values[table]], key
-        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{key}` ")]
-        here, upstream = changed_defaults()[key]
-        assert f"`{here!r}` | `{upstream!r}`" in row and "TRL" in row

@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from metric_page import metrics, undescribed
 
 from torchtitan.grpo.config import GRPO
@@ -48,33 +47,6 @@ def test_the_source_names_every_metric_that_is_described(sources: list[str]):
 def test_the_metrics_of_each_loss_are_described(policy_loss):
     config = dataclasses.replace(GRPO(), policy_loss=policy_loss, kl_coef=0.1)
     assert undescribed(metric_reductions(config)) == []
-
-
-def test_a_loss_of_the_users_adds_metrics_by_name():
-    config = dataclasses.replace(GRPO(), policy_loss=f"{__file__}:own_loss")
-    names = list(metric_reductions(config))
-    assert undescribed(names) == ["loss/largest_advantage"]
-    assert undescribed(names, own_loss=["loss/largest_advantage"]) == []
-
-
-def own_loss(inputs, config):
-    from torchtitan.grpo.losses.loss_metrics import TokenMetric
-    from torchtitan.grpo.losses.policy_terms import PolicyTerm
-
-    values = inputs.advantages.detach()
-    assert isinstance(values, torch.Tensor)
-    return PolicyTerm(
-        -inputs.advantages * inputs.logprobs, {"loss/largest_advantage": TokenMetric(values, "max")}
-    )
-
-
-def test_only_keys_that_nothing_describes_are_found():
-    keys = [
-        "step", "reward/mean", "reward/mine", "rollout/no_such", "servers/10.0.0.1:8000/kv_use",
-        "weight_sync/server12/lag", "weight_sync/serverX/lag",
-    ]  # fmt: skip
-    assert undescribed(keys, rewards=["mine"]) == ["rollout/no_such", "weight_sync/serverX/lag"]
-    assert "reward/mine" in undescribed(keys)
 
 
 def test_rows_are_whole_and_keys_unique():

@@ -27,7 +27,6 @@ def config(tmp_path: Path) -> JobConfig:
 
 @pytest.fixture
 def rank():
-    """Makes this process a rank of two."""
     dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
     yield 1
     dist.destroy_process_group()
@@ -57,21 +56,17 @@ DEFAULT = (10, 3, 1)  # profile_freq, profiler_warmup, profiler_active
     [
         (DEFAULT, 0, 21, 21, {10: {10}, 20: {20}}),
         (DEFAULT, 0, 3, 3, {3: {3}}),  # a run that is too short for one period
-        (DEFAULT, 0, 1, 1, {1: {1}}),
         (DEFAULT, 9, 12, 12, {10: {10}}),  # resumed
         (DEFAULT, 12, 17, 17, {17: {17}}),
         (DEFAULT, 0, 20, 7, {}),  # stopped before the first trace
-        (DEFAULT, 10, 10, 10, {}),  # nothing left to do
-        ((4, 3, 1), 0, 8, 8, {4: {4}, 8: {8}}),
         ((1, 0, 1), 0, 2, 2, {1: {1}, 2: {2}}),
         ((3, 1, 2), 0, 7, 7, {3: {2, 3}, 6: {5, 6}}),
         ((5, 1, 3), 0, 20, 4, {4: {3, 4}}),  # stopped while it records
     ],
 )
 def test_a_run_without_gpu_is_traced(rank, config, settings, first, steps, stop, traced):
-    names = ("profile_freq", "profiler_warmup", "profiler_active")
-    for name, value in zip(names, settings, strict=True):
-        setattr(config.profiling, name, value)
+    profiling = config.profiling
+    profiling.profile_freq, profiling.profiler_warmup, profiling.profiler_active = settings
     config.training.steps = steps
     check_profiling(config)
     found = run(config, first, stop)
@@ -96,13 +91,9 @@ def test_the_clock_gives_each_step_its_own_parts():
     for _ in range(2):
         with clock.measure("wait_data"):
             pass
-    first = clock.end_step()
-    always = {"time/step_seconds", "time/elapsed_seconds", "time/wait_data_fraction"}
-    assert set(first) == always | {"time/wait_data_seconds"}
-    assert 0 <= first["time/wait_data_seconds"] <= first["time/step_seconds"]
+    first, second = clock.end_step(), clock.end_step()
+    assert set(first) - set(second) == {"time/wait_data_seconds"}
     share = first["time/wait_data_seconds"] / first["time/step_seconds"]
-    assert first["time/wait_data_fraction"] == pytest.approx(share)
-    second = clock.end_step()
-    assert set(second) == always
+    assert first["time/wait_data_fraction"] == pytest.approx(share) and 0 <= share <= 1
     assert second["time/wait_data_fraction"] == 0
     assert second["time/elapsed_seconds"] > first["time/elapsed_seconds"]

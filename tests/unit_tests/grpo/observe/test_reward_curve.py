@@ -3,7 +3,6 @@
 
 """The picture of a run, by what its axes hold, and its summary."""
 
-import dataclasses
 import json
 
 import pytest
@@ -27,28 +26,21 @@ def figures(monkeypatch):
     plt.close("all")
 
 
-def config() -> JobConfig:
-    made = JobConfig()
-    made.job = dataclasses.replace(made.job, description="GRPO on digits")
-    made.model.hf_assets_path = "models/tiny"
-    made.reward.functions = ["rewards.py:right", "think_answer_tags"]
-    made.evaluation.path = "heldout.jsonl"
-    return made
-
-
-def step(number: int, staleness: float) -> dict[str, float]:
-    return {
-        "step": number, "reward/mean": number / 10, "reward/right": number / 20,
-        "reward/think_answer_tags": 0.5, "staleness/max_steps": staleness,
-        "staleness/mean_steps": staleness / 2,
-    }  # fmt: skip
-
-
 def test_the_picture_has_a_title_components_evaluations_and_staleness(tmp_path, figures):
-    steps = [step(number, staleness=number % 3) for number in range(1, 13)]
+    config = JobConfig()
+    config.job.description, config.model.hf_assets_path = "GRPO on digits", "models/tiny"
+    config.reward.functions = ["rewards.py:right", "think_answer_tags"]
+    config.evaluation.path = "heldout.jsonl"
+    steps = [
+        {
+            "step": n, "reward/mean": n / 10, "reward/right": n / 20, "reward/think_answer_tags": 0.5,
+            "staleness/max_steps": n % 3, "staleness/mean_steps": n % 3 / 2,
+        }
+        for n in range(1, 13)
+    ]  # fmt: skip
     key = "evaluation/heldout/score"
     evaluations = [{"step": 0, key: 0.1}, {"step": 12, key: 0.9}]
-    file = draw_reward_curve(tmp_path, steps, evaluations, config())
+    file = draw_reward_curve(tmp_path, steps, evaluations, config)
     assert file.stat().st_size > 1000
     (figure,) = figures
     assert figure.get_suptitle() == "GRPO on digits"
@@ -59,18 +51,6 @@ def test_the_picture_has_a_title_components_evaluations_and_staleness(tmp_path, 
     low, high = bottom.get_ylim()
     ages = [age for line in bottom.get_lines() for age in line.get_ydata()]
     assert low < min(ages) and max(ages) < high
-
-
-def test_a_single_reward_without_weight_is_drawn_once_and_the_folder_names_the_run(
-    tmp_path, figures
-):
-    made = config()
-    made.reward.functions = ["rewards.py:right"]
-    made.job = dataclasses.replace(JobConfig().job, dump_folder="outputs/first")
-    steps = [{**step(n, 0), "reward/right": n / 10} for n in (1, 2)]
-    draw_reward_curve(tmp_path, steps, [], made)
-    assert [line.get_label() for line in figures[0].axes[0].get_lines()] == ["right"]
-    assert figures[0].get_suptitle() == "first"
 
 
 def test_the_summary_is_written_and_means_skip_records_without_the_key(tmp_path):

@@ -47,7 +47,9 @@ def test_the_file_holds_rollouts_of_different_prompts_with_all_that_was_scored(t
     assert records == log.latest
     assert [r["prompt"] for r in records] == ["prompt 0", "prompt 1"]
     assert [r["advantage"] for r in records] == [1.5, None]
-    first = records[0]
+    text = sample_text(first := records[0])
+    assert "reward 0.5 (exact_match 1, short -0.5)" in text and "advantage +1.5" in text
+    assert "column answer: 'größer'" in text and "[model, 3 tokens, trained]\n    21<eos>" in text
     assert first["versions"] == [[4, 0, 1], [5, 1, 3]]
     assert first["reward_components"] == {"exact_match": 1.0, "short": -0.5}
     assert first["columns"] == {"answer": "größer", "numbers": [1, 2]}
@@ -68,19 +70,6 @@ def test_each_turn_says_who_wrote_it_and_whether_it_is_trained(codec):
     # Tokens of a policy that is too old are not the environment's.
     resumed = rollout(codec, "12->", "21", sampled=[0, 1, 1], num_context=1)
     assert [turn["role"] for turn in turns(resumed, codec)] == ["prompt", "older model", "model"]
-
-
-def test_a_sample_is_printed_with_turns_and_what_it_earned(tmp_path, codec):
-    log = SampleLog(tmp_path / "samples.jsonl", 1, 0, codec)
-    log.write(3, [group(7, rollout(codec, "12->", "21"))], {7: [1.5, -1.5]})
-    log.close()
-    text = sample_text(log.latest[0])
-    for part in (
-        "step 3, group 7", "reward 0.5 (exact_match 1, short -0.5)", "advantage +1.5",
-        "column answer: 'größer'", "[prompt, 4 tokens, not trained]\n    12->",
-        "[model, 3 tokens, trained]\n    21<eos>",
-    ):  # fmt: skip
-        assert part in text, text
 
 
 def test_long_columns_are_cut_and_unusual_ones_become_text():

@@ -5,9 +5,7 @@
 
 import random
 
-import pytest
-
-from torchtitan.grpo.observe.step_line import dropped, long_line, number, short_line
+from torchtitan.grpo.observe.step_line import dropped, long_line, short_line
 
 METRICS = {
     "reward/mean": 0.51234, "policy/entropy": 0.5123, "rollout/completion_tokens_mean": 11.21,
@@ -60,18 +58,6 @@ def test_the_short_line_fits_into_80_columns_with_any_number():
         steps = rng.choice((1, 9999, 123456, 9999999))
         line = short_line(rng.randint(1, steps), steps, metrics)
         assert len(line) < 80, line
-
-
-@pytest.mark.parametrize(
-    ("value", "width", "text"),
-    [
-        (0.51234, 6, "0.512"), (-0.51234, 6, "-0.512"), (0.5123, 4, "0.51"), (1234.0, 4, "1234"),
-        (12345.0, 4, "12k"), (1_234_567.0, 4, "1.2M"), (0.00012, 6, "1e-4"), (0.0, 4, "0.00"),
-        (-1e16, 6, "-1e16"), (9.9996, 5, "10.00"),
-    ],
-)  # fmt: skip
-def test_a_number_keeps_as_many_digits_as_fit(value, width, text):
-    assert number(value, width) == text
 
 
 def test_only_counts_that_are_not_zero_are_shown():

@@ -106,17 +106,16 @@ def test_a_file_without_an_id_is_replaced(wandb_config: JobConfig):
         assert made == file.read_text().strip() != ""
 
 
-@pytest.mark.parametrize("name", ["WANDB_RUN_ID", "WANDB_RESUME_FROM", "WANDB_FORK_FROM"])
-def test_what_the_environment_names_is_left_to_it(wandb_config: JobConfig, monkeypatch, name: str):
-    monkeypatch.setenv(name, "mine")
-    with wandb_run(wandb_config):
-        assert os.environ[name] == "mine" and "WANDB_RESUME" not in os.environ
+def test_what_the_environment_names_is_left_to_it(wandb_config: JobConfig, monkeypatch):
+    for name in ("WANDB_RUN_ID", "WANDB_RESUME_FROM", "WANDB_FORK_FROM"):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, "mine")
+            with wandb_run(wandb_config):
+                assert os.environ[name] == "mine" and "WANDB_RESUME" not in os.environ
     assert not Path(wandb_config.job.dump_folder).exists()
 
 
-def test_ranks_that_all_log_have_runs_of_their_own_and_without_wandb_nothing_is_kept(
-    wandb_config: JobConfig, monkeypatch
-):
+def test_ranks_that_all_log_have_runs_of_their_own(wandb_config, monkeypatch):
     wandb_config.metrics.enable_wandb = False
     with wandb_run(wandb_config):
         assert "WANDB_RUN_ID" not in os.environ
@@ -145,8 +144,6 @@ def test_samples_are_text_in_tensorboard(tmp_path: Path):
 
 
 def test_rank_zero_has_the_loggers_of_a_pipelined_run():
-    """Upstream asks ``pp_enabled`` and then chooses the rank of the last stage."""
-
     class Dims(SimpleNamespace):
         @property
         def pp_enabled(self) -> bool:

@@ -113,41 +113,21 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(data)
 
 
-def append(file: Path) -> None:
-    with file.open("ab") as stream:
-        stream.write(b"x")
-
-
 @pytest.mark.parametrize(
-    ("damage", "problem"),
+    ("name", "damage", "problem"),
     [
-        (lambda folder: flip_a_bit(folder / "__0_0.distcp"), "__0_0.distcp"),
-        (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
-        (
-            lambda folder: (folder / "__0_0.distcp").write_bytes(b"short"),
-            "__0_0.distcp has 5 bytes instead of",
-        ),
-        (
-            lambda folder: append(folder / "__0_0.distcp"),
-            "__0_0.distcp has ",
-        ),
-        (lambda folder: flip_a_bit(folder / ".metadata"), ".metadata"),
-        (lambda folder: (folder / ".metadata").write_bytes(b"x"), "its .metadata cannot be read"),
+        ("__0_0.distcp", flip_a_bit, "__0_0.distcp"),
+        ("__0_0.distcp", Path.unlink, "__0_0.distcp is missing"),
+        ("__0_0.distcp", lambda file: file.write_bytes(b"short"), "__0_0.distcp has 5 bytes instead of"),
+        ("__0_0.distcp", lambda file: file.write_bytes(file.read_bytes() + b"x"), "__0_0.distcp has "),
+        (".metadata", flip_a_bit, ".metadata"),
+        (".metadata", lambda file: file.write_bytes(b"x"), "its .metadata cannot be read"),
     ],
-)
-def test_each_kind_of_damage_is_found_and_named(tmp_path, damage, problem):
+)  # fmt: skip
+def test_each_kind_of_damage_is_found_and_named(tmp_path, name, damage, problem):
     folder = save(tmp_path, 2)
-    assert problems(folder) == []
-    damage(folder)
+    damage(folder / name)
     assert problems(folder)[0].startswith((problem, "its .metadata cannot be read"))
-
-
-def test_ranks_divide_the_files_that_are_read(tmp_path):
-    folder = save(tmp_path, 2)
-    for name in ("__0_0.distcp", ".metadata"):
-        flip_a_bit(folder / name)
-    shares = [list(damaged_files(folder, share, 2)) for share in range(2)]
-    assert sorted(shares) == [[".metadata"], ["__0_0.distcp"]]
 
 
 def test_files_of_an_earlier_save_of_the_step_are_removed(tmp_path):
@@ -158,8 +138,13 @@ def test_files_of_an_earlier_save_of_the_step_are_removed(tmp_path):
     assert not (folder / "sums_5.json").exists()
 
 
-def test_a_checkpoint_without_checksums_is_taken_as_it_is(tmp_path):
+def test_ranks_divide_the_files_that_are_read_and_one_without_checksums_is_taken(tmp_path):
     folder = save(tmp_path, 2)
+    for name in ("__0_0.distcp", ".metadata"):
+        flip_a_bit(folder / name)
+    shares = [list(damaged_files(folder, share, 2)) for share in range(2)]
+    assert sorted(shares) == [[".metadata"], ["__0_0.distcp"]]
+    flip_a_bit(folder / ".metadata")
     for file in folder.glob("sums_*"):
         file.unlink()
     assert problems(folder) == []
@@ -172,12 +157,9 @@ def test_an_empty_folder_of_checkpoints_is_removed_with_what_was_interrupted(tmp
 
 
 def test_a_folder_is_no_whole_checkpoint_from_the_first_moment_of_its_removal(
-    tmp_path: Path, monkeypatch
+    tmp_path, monkeypatch
 ):
-    path, removed = save(tmp_path, 4), []
-    unlink = Path.unlink
-    monkeypatch.setattr(
-        Path, "unlink", lambda self, **options: (removed.append(self.name), unlink(self, **options))
-    )
+    path, removed, unlink = save(tmp_path, 4), [], Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda f, **kw: (removed.append(f.name), unlink(f, **kw)))
     clear_folder(path)
     assert removed[0] == ".metadata" and "__0_0.distcp" in removed

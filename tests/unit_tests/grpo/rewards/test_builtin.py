@@ -6,7 +6,6 @@ import pytest
 from torchtitan.grpo.rewards.builtin import (
     boxed_math,
     exact_match,
-    final_answer,
     partial_match,
     read_expected,
     think_answer_tags,
@@ -30,57 +29,27 @@ def test_partial_match_counts_equal_positions_over_the_longer_length(completion,
 
 
 @pytest.mark.parametrize(
-    ("completion", "answer", "expected"),
-    [
-        (r"so \boxed{\frac{1}{2}}", "0.5", 1.0),
-        (r"first \boxed{3}, no: \boxed{4}", "4", 1.0),
-        ("we get\n#### 1,234", "Tom has 1000+234.\n#### 1234", 1.0),
-        ("the answer is 4", "4", 0.0),
-        (r"\boxed{5}", "4", 0.0),
-        (r"\boxed{unfinished", "4", 0.0),
-        ("", "4", 0.0),
-        (r"\boxed{x^2+2x+1}", "(x+1)^2", 1.0),
-    ],
-)
-def test_boxed_math_compares_final_answers_as_mathematics(completion, answer, expected):
-    assert boxed_math(["q"], [completion], answer=[answer]) == [expected]
-
-
-@pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        ("The answer is 42", "42"),
-        ("The answer is 42.", "42"),
-        ("So she has 3.5. The final answer is: 3.5.", "3.5"),
-        ("Answer: \\frac{1}{2}", "\\frac{1}{2}"),
-        ("The answer is 4? No, the answer is 5.", "5"),
-        ("The answer is 4.\n#### 5", "5"),
-        ("The answer is", "The answer is"),
-        (" 42 ", "42"),
-        ("There are 42 apples", "There are 42 apples"),
+        ("The answer is 42", "42"), ("The answer is 42.", "42"), (" 42 ", "42"),
+        ("So she has 3.5. The final answer is: 3.5.", "3.5"), ("The answer is 4.\n#### 5", "5"),
+        ("Answer: \\frac{1}{2}", "\\frac{1}{2}"), ("The answer is 4? No, the answer is 5.", "5"),
+        ("The answer is", "The answer is"), ("There are 42 apples", "There are 42 apples"),
     ],
-)
+)  # fmt: skip
 def test_expected_answers_are_read_where_they_say_so(answer, expected):
     assert read_expected(answer) == expected
     assert boxed_math(["q"], [f"\\boxed{{{expected}}}"], answer=[answer]) == [1.0]
 
 
-def test_final_answer_keeps_nested_braces():
-    assert final_answer(r"\boxed{\sqrt{2}}") == r"\sqrt{2}"
-
-
 @pytest.mark.parametrize(
     ("completion", "expected"),
     [
-        ("<think>a</think><answer>b</answer>", 1.0),
-        ("\n<think>a\nb</think>\n<answer>c</answer>\n", 1.0),
-        ("<think></think><answer>b</answer>", 0.0),
-        ("<think>a</think><answer>b</answer> done", 0.0),
-        ("<think>a</think><think>a</think><answer>b</answer>", 0.0),
-        ("<answer>b</answer>", 0.0),
-        ("", 0.0),
+        ("<think>a</think><answer>b</answer>", 1.0), ("\n<think>a\nb</think>\n<answer>c</answer>\n", 1.0),
+        ("<think></think><answer>b</answer>", 0.0), ("<think>a</think><answer>b</answer> done", 0.0),
+        ("<think>a</think><think>a</think><answer>b</answer>", 0.0), ("<answer>b</answer>", 0.0), ("", 0.0),
     ],
-)
+)  # fmt: skip
 def test_think_answer_tags_wants_the_whole_form(completion, expected):
     assert think_answer_tags(["q"], [completion]) == [expected]
 
@@ -94,20 +63,12 @@ RAW_ANSWER = (
 @pytest.mark.parametrize(
     ("completion", "reward"),
     [
-        (RAW_ANSWER, 1.0),
-        ("#### 72", 1.0),
-        (" It is 72.\n#### -1,072.50\n\n", 1.0),
-        ("It is 72.\n#### $72", 1.0),
-        ("It is 72.\n#### 72\nAnd that is that.", 0.5),
-        ("#### 72\n#### 72", 0.5),
-        ("It is 72. #### 72", 0.0),
-        ("It is 72.\n#### seventy-two", 0.0),
-        ("It is 72.\n#### 72 clips", 0.0),
-        ("It is 72.\n####\n72", 0.0),
-        ("It is 72.\n##### 72", 0.0),
-        ("", 0.0),
+        (RAW_ANSWER, 1.0), ("#### 72", 1.0), (" It is 72.\n#### -1,072.50\n\n", 1.0),
+        ("It is 72.\n#### $72", 1.0), ("It is 72.\n#### 72\nAnd that is that.", 0.5),
+        ("#### 72\n#### 72", 0.5), ("It is 72. #### 72", 0.0), ("It is 72.\n#### seventy-two", 0.0),
+        ("It is 72.\n#### 72 clips", 0.0), ("It is 72.\n####\n72", 0.0), ("It is 72.\n##### 72", 0.0), ("", 0.0),
     ],
-)
+)  # fmt: skip
 def test_format_is_rewarded_in_full_only_for_one_number_line_at_the_end(completion, reward):
     assert hash_answer_format(prompts=["q"], completions=[completion]) == [reward]
 
@@ -115,15 +76,11 @@ def test_format_is_rewarded_in_full_only_for_one_number_line_at_the_end(completi
 @pytest.mark.parametrize(
     ("completion", "answer", "reward"),
     [
-        ("#### 72", RAW_ANSWER, 1.0),
-        ("#### 72", "72", 1.0),
-        ("#### 1,072", "so\n#### 1072", 1.0),
-        ("#### $5.0", "#### 5", 1.0),
-        ("#### 73", RAW_ANSWER, 0.0),
-        ("#### 72\n#### 73", RAW_ANSWER, 0.0),
+        ("#### 72", RAW_ANSWER, 1.0), ("#### 72", "72", 1.0), ("#### 1,072", "so\n#### 1072", 1.0),
+        ("#### $5.0", "#### 5", 1.0), ("#### 73", RAW_ANSWER, 0.0), ("#### 72\n#### 73", RAW_ANSWER, 0.0),
         ("The answer is 72", RAW_ANSWER, 0.0),
     ],
-)
+)  # fmt: skip
 def test_exactness_compares_the_last_number_line_with_the_raw_column(completion, answer, reward):
     assert hash_answer_exact(prompts=["q"], completions=[completion], answer=[answer]) == [reward]
 

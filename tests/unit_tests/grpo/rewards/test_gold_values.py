@@ -5,7 +5,6 @@
 
 import math
 import re
-from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -29,28 +28,16 @@ UNDERSTOOD = [
     (pyarrow.array([1, 2]), ["1", "2"]), (pyarrow.scalar(["a", "b"]), ["a", "b"]),
 ]  # fmt: skip
 REFUSED = [
-    (None, "is null, and"),
-    (math.nan, "is NaN, and"),
-    (np.float32("nan"), "is NaN, and"),
-    (math.inf, "is inf of type float"),
-    ([], "is an empty list"),
-    ([None], "is null within a list"),
-    (["21", None], "is null within a list"),
-    ([["21"]], r"is \['21'\] of type list within a list"),
-    ({}, "is {} of type dict"),
+    (None, "is null, and"), (math.nan, "is NaN, and"), (np.float32("nan"), "is NaN, and"),
+    (math.inf, "is inf of type float"), ([], "is an empty list"), ([None], "is null within a list"),
+    (["21", None], "is null within a list"), ([["21"]], r"is \['21'\] of type list within a list"),
+    ({}, "is {} of type dict"), ([{"value": 1}], r"answer.value"), (b"\xff", "of type bytes"),
     ({"ground_truth": "21"}, r'prompts.rename = { "answer.ground_truth" = "answer" }'),
-    ([{"value": 1}], r"answer.value"),
-    (b"\xff", "of type bytes"),
-    (pyarrow.scalar(None), "is null, and"),
-    (1 + 2j, "of type complex"),
-]
-COMPARING = [
-    "exact_match",
-    "partial_match",
-    "boxed_math",
-    "torchtitan.grpo.rewards.gsm8k:hash_answer_exact",
-    "torchtitan.grpo.rewards.gsm8k.hash_answer_exact",
-]
+    (pyarrow.scalar(None), "is null, and"), (1 + 2j, "of type complex"),
+]  # fmt: skip
+GSM8K = "torchtitan.grpo.rewards.gsm8k"
+COMPARING = ["exact_match", "partial_match", "boxed_math", f"{GSM8K}:hash_answer_exact"]
+COMPARING += [f"{GSM8K}.hash_answer_exact"]
 
 
 @pytest.mark.parametrize(("value", "texts"), UNDERSTOOD, ids=str)
@@ -88,36 +75,27 @@ def test_what_is_no_answer_leaves_the_completion_unscored(function, value):
     assert function(["q"] * len(texts), texts, answer=[value] * len(texts)) == [None] * len(texts)
 
 
-def test_any_number_of_a_list_counts_after_the_hashes():
+def test_any_number_of_a_list_counts_after_the_hashes_and_the_closest_counts_in_part():
+    assert partial_match(["q"] * 2, ["43", "98"], answer=[["4321", "9876"]] * 2) == [0.5, 0.5]
     texts = ["#### 21", "#### 22", "#### 23", "21"]
     for value in (["21", "22"], [21, 22.0], ["6*7=42\n#### 21", "22"], np.array([21, 22])):
         assert hash_answer_exact(["q"] * 4, texts, answer=[value] * 4) == [1.0, 1.0, 0.0, 0.0]
-
-
-def test_the_closest_of_several_answers_counts():
-    assert partial_match(["q"] * 2, ["43", "98"], answer=[["4321", "9876"]] * 2) == [0.5, 0.5]
 
 
 def test_only_what_the_reward_functions_read_is_judged():
     assert gold_judge(["think_answer_tags", "mine.py:reward"])({"answer": None}) is None
     assert gold_judge(["exact_match"])({"other": 1}) is None  # said for the whole set
     image = gold_judge(["mine.py:reward"])({"image": object(), "answer": "1"})
-    assert (
-        image is not None and image.startswith("column 'image': ") and "Convert or remove" in image
-    )
-
-
-def examples_of(answers: Sequence[Any]) -> list[Example]:
-    ids = np.array([1], np.int32)
-    rows = [{} if answer is ... else {"answer": answer} for answer in answers]
-    return [
-        Example(f"train.jsonl:{i + 1}", Prompt(i, "6*7?", ids, row)) for i, row in enumerate(rows)
-    ]
+    assert image is not None and re.match("column 'image': .*Convert or remove", image)
 
 
 def unearnable(function: str, answers: list[Any]) -> str | None:
     """Returns the warning where each character is a token and 6 may be written."""
-    return unearnable_warning(function, examples_of(answers), "prompts.path", len, 6)
+    ids, examples = np.array([1], np.int32), []
+    for i, answer in enumerate(answers):
+        row = {} if answer is ... else {"answer": answer}
+        examples.append(Example(f"train.jsonl:{i + 1}", Prompt(i, "6*7?", ids, row)))
+    return unearnable_warning(function, examples, "prompts.path", len, 6)
 
 
 @pytest.mark.parametrize("answer", ["", "  ", None, ...])

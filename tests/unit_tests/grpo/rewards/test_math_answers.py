@@ -255,10 +255,8 @@ def test_numbers_that_no_computer_holds_are_unscored(tower):
     "power", ["2^{2^3}", "(2^3)^4", "e^{x^{2}}", "x^{2^n}", "2^{10^2}", "7!", "x^3y^{12}"]
 )
 def test_numbers_of_a_usual_size_are_computed(power):
-    assert boxed_math(["q"] * 2, [f"\\boxed{{{power}+1}}"] * 2, answer=[f"1+{power}", power]) == [
-        1.0,
-        0.0,
-    ]
+    scores = boxed_math(["q"] * 2, [f"\\boxed{{{power}+1}}"] * 2, answer=[f"1+{power}", power])
+    assert scores == [1.0, 0.0]
 
 
 def test_time_in_which_the_process_does_not_run_does_not_count(monkeypatch):

@@ -68,24 +68,20 @@ def test_names_for_metrics_are_short_unless_two_are_equal():
 
 
 def verl(data_source, solution_str, ground_truth, extra_info=None): ...
-def verl_with_its_columns(solution_str, ground_truth): ...
-def openrlhf(queries, prompts, labels): ...
-def slime(args, sample, **kwargs): ...
-def verifiers(completion, answer, **kwargs): ...
-def verifiers_state(prompts, completions, state): ...
+def with_columns_of_verl(solution_str, ground_truth): ...
+def of_openrlhf(queries, prompts, labels): ...
+def of_slime(args, sample, **kwargs): ...
+def of_verifiers(completion, answer, **kwargs): ...
+def with_state_of_verifiers(prompts, completions, state): ...
 
 
-@pytest.mark.parametrize(
-    ("function", "project"),
-    [
-        (verl, "verl"),
-        (verl_with_its_columns, "verl"),
-        (openrlhf, "OpenRLHF"),
-        (slime, "slime"),
-        (verifiers, "verifiers"),
-        (verifiers_state, "verifiers"),
-    ],
-)
+FOREIGN = [
+    (verl, "verl"), (with_columns_of_verl, "verl"), (of_openrlhf, "OpenRLHF"), (of_slime, "slime"),
+    (of_verifiers, "verifiers"), (with_state_of_verifiers, "verifiers"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "project"), FOREIGN)
 def test_a_signature_of_another_project_is_named_with_what_to_write(function, project):
     missing = missing_arguments(function, ["ground_truth", "answer"])
     said = foreign_signature(function, missing)

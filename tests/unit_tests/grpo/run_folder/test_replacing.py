@@ -73,7 +73,11 @@ def old_place(folder: Path) -> Path | None:
 
 def start(config: JobConfig) -> None:
     folder = RunFolder(config)
-    done = steps_in(Path(config.job.dump_folder, "checkpoint")) if goes_on(folder, config) else []
+    done = (
+        steps_in(Path(config.job.dump_folder, "checkpoint"))
+        if (folder.is_restart or not config.job.overwrite)
+        else []
+    )
     if not folder.is_restart and not config.job.overwrite and not done:
         check_new_run(config)
     folder.begin()
@@ -87,10 +91,6 @@ def start(config: JobConfig) -> None:
     (checkpoint / ".metadata").write_text("new")
     log.close()
     folder.close(failed=False)
-
-
-def goes_on(folder: RunFolder, config: JobConfig) -> bool:
-    return folder.is_restart or not config.job.overwrite
 
 
 def states_of_a_start(place: Path, states: Path, config: JobConfig) -> list[Path]:
@@ -202,7 +202,7 @@ def check_start_after_kill(monkeypatch, folder: Path, launch: str, count: int, o
     if begun and launch == "first":
         assert begins_again.is_restart, "a restart takes steps away"
     begins_again.begin()
-    if begun and goes_on(begins_again, config):
+    if begun and (begins_again.is_restart or not overwrite):
         assert (folder / "metrics.jsonl").read_text() == steps
         assert checkpoint.exists() == has_checkpoint
     assert begun or old_place(folder), "until the new run has begun"
@@ -233,7 +233,6 @@ def test_a_kill_while_an_interrupted_start_is_undone_loses_nothing(tmp_path, mon
 
 
 def fail_over(folder: Path, monkeypatch) -> Path:
-    """Starts a run over an old one that fails; returns where the old one is."""
     write_old(folder, "in place")
     of_launch(monkeypatch, "first")
     failed = RunFolder(make_config(folder))
@@ -246,9 +245,7 @@ def fail_over(folder: Path, monkeypatch) -> Path:
 def test_a_replaced_run_is_removed_once_the_next_one_has_begun(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "run"
     aside = fail_over(folder, monkeypatch)
-    out = capsys.readouterr().out
-    assert "was moved to" in out and "removed once this run has completed a step" in out
-    assert f"is whole in {aside}" in out and f"--job.dump_folder {aside}" in out
+    assert f"--job.dump_folder {aside}" in capsys.readouterr().out
     of_launch(monkeypatch, "second")
     start(make_config(folder, overwrite=False))
     assert earlier_runs(str(folder)) == [aside], "nobody asked for its removal since"
@@ -283,9 +280,7 @@ def test_a_start_that_cannot_read_which_launch_the_run_is_of_is_refused(tmp_path
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
-def test_a_replaced_run_that_another_one_goes_on_with_is_not_removed(
-    tmp_path, monkeypatch, has_ended
-):
+def test_a_replaced_run_that_goes_on_is_not_removed(tmp_path, monkeypatch, has_ended):
     folder = tmp_path / "run"
     aside = fail_over(folder, monkeypatch)
     of_launch(monkeypatch, "other")

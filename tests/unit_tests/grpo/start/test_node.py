@@ -4,8 +4,6 @@
 """The command line of `scripts/launch_multinode.sh`, and where a node finds itself."""
 
 import socket
-import subprocess
-import sys
 
 import pytest
 
@@ -104,12 +102,3 @@ def test_a_node_waits_for_a_name_that_is_made_later(monkeypatch, capsys):
     assert place.endpoint == ("127.0.0.1", 500)
     assert asked[:8] == ["run-0.run"] * 8
     assert "(at most 900 s, --join-timeout) for the address of run-0" in capsys.readouterr().out
-
-
-def test_a_node_says_nothing_of_torchs_sockets_and_its_ranks_inherit_no_level(repository):
-    program = repository / "tests/programs/lost_store.py"
-    ended = subprocess.run(
-        [sys.executable, str(program)], cwd=repository, capture_output=True, text=True, timeout=300
-    )
-    assert ended.stdout == "lost, TORCH_CPP_LOG_LEVEL is None\n", ended.stderr
-    assert ended.stderr == ""

@@ -11,7 +11,6 @@ from multiprocessing.connection import Listener
 from pathlib import Path
 
 import pytest
-from forked import ForkServer
 from light import LIGHT
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
@@ -39,34 +38,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.fixture
-def rank(tmp_path: Path) -> Path:
-    file = tmp_path / "rank.py"
-    file.write_text(RANK)
-    return file
-
-
-def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-
-
-def assert_on_loopback(output: str) -> None:
-    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    assert [report["world"] for report in found] == [2, 2]
-    addresses = {address for report in found for address, _ in report["listening"]}
-    assert addresses == {"127.0.0.1"}, "the ranks' store and gloo listen on loopback"
-
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", BACKEND]
-
-
-def test_torchrun_on_one_host_listens_on_loopback_alone(rank: Path):
-    done = run([*TORCHRUN, "--nproc_per_node=2", str(rank)])
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert_on_loopback(done.stdout)
-
-
 STAND_IN = """
 import sys
 from torch.distributed.launcher import api
@@ -80,19 +51,23 @@ sys.exit(run_ranks([], int(sys.argv[1]), 5.0, max_restarts=2))
 
 def train(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Runs the agent of the train command, whose ranks are another program."""
-    return run([sys.executable, "-c", LIGHT + STAND_IN, *map(str, arguments)])
+    command = [sys.executable, "-c", LIGHT + STAND_IN, *map(str, arguments)]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
-def test_the_train_command_listens_on_loopback_alone(rank: Path):
+def test_the_train_command_listens_on_loopback_alone(tmp_path: Path):
+    (rank := tmp_path / "rank.py").write_text(RANK)
     done = train(2, rank)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert_on_loopback(done.stdout)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [report["world"] for report in found] == [2, 2]
+    addresses = {address for report in found for address, _ in report["listening"]}
+    assert addresses == {"127.0.0.1"}, "the ranks' store and gloo listen on loopback"
 
 
 @pytest.mark.parametrize(("status", "num_starts"), [(3, 1), (1, 3)])
-def test_a_guard_or_a_missing_checkpoint_ends_a_run_that_may_be_restarted(
-    tmp_path: Path, status: int, num_starts: int
-):
+def test_a_guard_or_a_missing_checkpoint_ends_a_run_for_good(tmp_path, status, num_starts):
     program, starts = tmp_path / "rank.py", tmp_path / "starts"
     program.write_text("import sys; open(sys.argv[1], 'a').write('.'); sys.exit(int(sys.argv[2]))")
     done = train(1, program, starts, status)
@@ -105,14 +80,13 @@ def test_restarted_ranks_find_a_new_store(tmp_path: Path):
     file = tmp_path / "rank.py"
     file.write_text(
         "import os, sys\n"
-        "from datetime import timedelta\n"
         "import torch.distributed as dist\n"
         "store = next(dist.rendezvous('env://'))[0]\n"
         "print('found' if store.check(['key']) else 'empty', flush=True)\n"
         "store.set('key', 'x')\n"
         "sys.exit(0 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' else 1)\n"
     )
-    done = run([*TORCHRUN, "--max-restarts=1", "--nproc_per_node=1", str(file)])
+    done = train(1, file)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == ["empty", "empty"]
 
@@ -151,9 +125,7 @@ rendezvous.shutdown()
 """
 
 
-def test_the_holder_is_first_and_a_replaced_node_finds_the_new_store(
-    fork_server: ForkServer, tmp_path
-):
+def test_the_holder_is_first_and_a_replaced_node_finds_the_new_store(fork_server, tmp_path):
     (program := tmp_path / "node.py").write_text(NODE)
     port = str(free_ports(1)[0])
 

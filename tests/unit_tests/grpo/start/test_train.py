@@ -68,12 +68,10 @@ def test_ranks_are_as_many_as_the_layout_and_the_gpus_allow(arguments, num_gpus,
 
 def test_too_few_gpus_are_refused():
     config = read_config(["--parallelism.tensor_parallel_degree=4"])
-    with pytest.raises(
-        ConfigError, match=r"\[parallelism\] needs 4 ranks .*and 2 GPUs are visible"
+    for num_ranks, message in (
+        (None, r"\[parallelism\] needs 4 ranks .*and 2 GPUs are visible"),
+        (3, r"--gpus \(or --nproc\) must be at most .*visible GPUs, 2, got 3"),
     ):
-        choose_num_ranks(config, 2, None)
-    with pytest.raises(
-        ConfigError, match=r"--gpus \(or --nproc\) must be at most .*visible GPUs, 2, got 3"
-    ):
-        choose_num_ranks(config, 2, 3)
+        with pytest.raises(ConfigError, match=message):
+            choose_num_ranks(config, 2, num_ranks)
     assert choose_num_ranks(config, 0, 3) == 3

@@ -78,8 +78,6 @@ def test_a_child_may_end_in_order_and_what_it_leaves_behind_ends_with_it(tmp_pat
 
 OF_PACKAGE = """
 import sys
-from torchtitan.grpo.inference.server_log import log_tail
-from torchtitan.grpo.system import log_limit
 from torchtitan.grpo.system.child import start_child
 child = start_child([sys.executable, "-c", "import time; time.sleep(300)"])
 print(child.pid, flush=True)
@@ -99,11 +97,7 @@ IGNORE = "signal.signal(signal.SIGTERM, signal.SIG_IGN); child._PARENT_GRACE_SEC
 
 @pytest.mark.parametrize(
     "command",
-    [
-        [LIGHT + OF_PACKAGE],
-        [PARENT, LIGHT + CHILD.format("")],
-        [PARENT, LIGHT + CHILD.format(IGNORE)],
-    ],
+    [[LIGHT + OF_PACKAGE], *([PARENT, LIGHT + CHILD.format(how)] for how in ("", IGNORE))],
     ids=["started by the package", "by others", "by others, SIGTERM ignored"],
 )
 def test_a_process_ends_when_its_parent_is_killed(command: list[str]):
@@ -128,8 +122,6 @@ DAEMONS = {
 }
 OWNER = """
 import os, subprocess, sys
-from torchtitan.grpo.inference.server_log import log_tail
-from torchtitan.grpo.system import log_limit
 from torchtitan.grpo.system.child import adopt_orphans, end_descendants
 adopt_orphans()
 subprocess.Popen(["sh", "-c", sys.argv[1]], start_new_session=True).wait()
@@ -159,7 +151,6 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def owner(tmp_path: Path):
-    """Starts a daemon under an owner; returns the owner and the daemon's words."""
     started: list[tuple[subprocess.Popen, str]] = []
 
     def start(name: str, environment: dict[str, str]) -> tuple[subprocess.Popen, str]:
@@ -224,14 +215,10 @@ PRINTS = {
 }
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", PRINTS)
+def test_a_log_has_a_size_whatever_is_printed(name, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(log_limit, "MAX_LOG_BYTES", LIMIT)
     monkeypatch.setattr(log_limit, "_LOOK_SECONDS", 0.01)
-
-
-@pytest.mark.parametrize("name", PRINTS)
-def test_a_log_has_a_size_whatever_is_printed(name: str, tmp_path: Path, small, caplog) -> None:
     log, go = tmp_path / "log", tmp_path / "go"
     code = (
         f"import pathlib, time\n{PRINTS[name]}\nwhile not pathlib.Path({str(go)!r}).exists():"
@@ -251,12 +238,4 @@ def test_a_log_has_a_size_whatever_is_printed(name: str, tmp_path: Path, small, 
     assert "the last words" in log_tail(log) + log_tail(kept)
     told = [message for message in caplog.messages if "was larger than" in message]
     assert len(told) == 1 and str(log) in told[0]
-
-
-def test_a_small_log_is_left_as_it_is_and_the_thread_ends(tmp_path: Path, small, caplog) -> None:
-    log = tmp_path / "log"
-    child = start_child([sys.executable, "-c", "print('hello')"], log_file=log)
-    child.wait(SECONDS)
-    stop_children([child])
-    assert log.read_text() == "hello\n" and not caplog.messages
     wait_until(lambda: "log-limit" not in {thread.name for thread in threading.enumerate()})

@@ -8,7 +8,7 @@ import contextlib
 import gzip
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
@@ -75,7 +75,6 @@ class Site:
         return self._opened[-1]
 
     async def hold(self, data: bytes, host: str = "127.0.0.1") -> Connection:
-        """Returns a connection whose request is being answered."""
         made = await self.connect(data, host)
         await self._held.acquire()
         return made
@@ -95,30 +94,26 @@ class Site:
             connection.close()
 
 
-def run(
-    test: Callable[[Site], Awaitable[None]], max_connections: int = 10, header_seconds: float = LATE
-) -> None:
-    async def main() -> None:
-        site, app = Site(), web.Application()
-        app.router.add_route("*", "/{path}", site.handle)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, keepalive_timeout=LATE)
-        await runner.setup()
-        listener = await listen(runner, "127.0.0.1", 0, max_connections, header_seconds)
-        site.port = listener.sockets[0].getsockname()[1]
-        try:
-            async with asyncio.timeout(SECONDS):
-                await test(site)
-        finally:
-            site.close()
-            listener.close()
-            await runner.cleanup()
-
-    asyncio.run(main())
+@contextlib.asynccontextmanager
+async def serving(max_connections: int = 10, header_seconds: float = LATE) -> AsyncIterator[Site]:
+    site, app = Site(), web.Application()
+    app.router.add_route("*", "/{path}", site.handle)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, keepalive_timeout=LATE)
+    await runner.setup()
+    listener = await listen(runner, "127.0.0.1", 0, max_connections, header_seconds)
+    site.port = listener.sockets[0].getsockname()[1]
+    try:
+        async with asyncio.timeout(SECONDS):
+            yield site
+    finally:
+        site.close()
+        listener.close()
+        await runner.cleanup()
 
 
 @pytest.mark.parametrize("begin", [b"", HALF, b"\r\n" * 20 + HALF], ids=range(3))
-def test_headers_must_arrive_in_time(begin: bytes) -> None:
-    async def test(site: Site) -> None:
+async def test_headers_must_arrive_in_time(begin: bytes) -> None:
+    async with serving(header_seconds=SOON) as site:
         assert await (await site.connect(begin)).is_ended()
         trickling = await site.connect(begin)
         await trickling.trickle(b"X-Long: " + 10_000 * b"x")
@@ -128,18 +123,14 @@ def test_headers_must_arrive_in_time(begin: bytes) -> None:
         await kept.send(HALF)
         assert await kept.is_ended()
 
-    run(test, header_seconds=SOON)
 
-
-def test_a_request_may_be_answered_for_long_and_an_idle_connection_is_kept() -> None:
-    async def test(site: Site) -> None:
+async def test_a_request_may_be_answered_for_long_and_an_idle_connection_is_kept() -> None:
+    async with serving(header_seconds=SOON) as site:
         held, kept = await site.hold(HELD), await site.connect(SHORT)
         assert b" 200 " in await kept.answer()
         await asyncio.sleep(2 * SOON)
         assert await held.stays()
         await kept.send(SHORT)
-
-    run(test, header_seconds=SOON)
 
 
 def body(*headers: bytes) -> bytes:
@@ -159,12 +150,9 @@ SLOW_BODIES = {
 
 
 @pytest.mark.parametrize("name", SLOW_BODIES)
-def test_a_body_must_arrive_in_time_and_not_too_slowly(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_body_must_arrive_in_time_and_not_too_slowly(name, monkeypatch):
     monkeypatch.setattr(connections, "_BODY_GRACE_SECONDS", SOON)
-
-    async def test(site: Site) -> None:
+    async with serving() as site:
         head, rest = SLOW_BODIES[name]
         slow = await site.connect(head)
         sending = asyncio.create_task(slow.trickle(rest))
@@ -175,17 +163,12 @@ def test_a_body_must_arrive_in_time_and_not_too_slowly(
         assert b" 408 " in answer
         sending.cancel()
 
-    run(test)
 
-
-def test_a_body_that_is_fast_enough_may_take_longer_than_the_grace(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_body_that_is_fast_enough_may_take_longer_than_the_grace(monkeypatch):
     found = [connections.body_seconds(n) for n in (0, 4096, 40_960, 2**30)]
     assert found == [10.0, 11.0, 20.0, 60.0]
     monkeypatch.setattr(connections, "_BODY_GRACE_SECONDS", SOON)
-
-    async def test(site: Site) -> None:
+    async with serving() as site:
         sending = await site.connect(body(b"Content-Length: 1000000"))
         for _ in range(10):
             await sending.send(100_000 * b"x")
@@ -196,8 +179,6 @@ def test_a_body_that_is_fast_enough_may_take_longer_than_the_grace(
         assert b" 413 " in await too_long.answer()
         writing.cancel()
 
-    run(test)
-
 
 IDLE = {"silent": b"", "half": HALF, "kept": SHORT}
 
@@ -205,8 +186,8 @@ IDLE = {"silent": b"", "half": HALF, "kept": SHORT}
 @pytest.mark.parametrize(
     ("state", "newcomer"), [("silent", "127.0.0.1"), ("half", "127.0.0.2"), ("kept", "127.0.0.2")]
 )
-def test_idle_connections_shut_nobody_out(state: str, newcomer: str) -> None:
-    async def test(site: Site) -> None:
+async def test_idle_connections_shut_nobody_out(state: str, newcomer: str) -> None:
+    async with serving(max_connections=3) as site:
         idle = [await site.connect(IDLE[state]) for _ in range(3)]
         if state == "kept":
             assert all([b" 200 " in await connection.answer() for connection in idle])
@@ -214,11 +195,9 @@ def test_idle_connections_shut_nobody_out(state: str, newcomer: str) -> None:
             assert b" 200 " in await (await site.connect(SHORT, host=newcomer)).answer()
             assert await oldest.is_ended()
 
-    run(test, max_connections=3)
 
-
-def test_requests_of_one_host_do_not_shut_out_another_one() -> None:
-    async def test(site: Site) -> None:
+async def test_requests_of_one_host_do_not_shut_out_another_one() -> None:
+    async with serving(max_connections=4) as site:
         held = [await site.hold(HELD) for _ in range(4)]
         for _ in range(2):
             await site.hold(HELD, host="127.0.0.2")
@@ -228,11 +207,9 @@ def test_requests_of_one_host_do_not_shut_out_another_one() -> None:
         assert (await (await site.connect(SHORT)).answer()).startswith(BUSY)
         assert (await (await site.connect(SHORT, host="127.0.0.2")).answer()).startswith(BUSY)
 
-    run(test, max_connections=4)
 
-
-def test_who_has_a_key_is_not_shut_out_by_those_without_on_the_same_host() -> None:
-    async def test(site: Site) -> None:
+async def test_who_has_a_key_is_not_shut_out_by_those_without_on_the_same_host() -> None:
+    async with serving(max_connections=4) as site:
         keyed = [await site.hold(KEYED) for _ in range(2)]
         for part in (b"", HALF, SHORT) * 3:
             await site.connect(part)
@@ -243,11 +220,9 @@ def test_who_has_a_key_is_not_shut_out_by_those_without_on_the_same_host() -> No
         assert all([(await one.answer()).startswith(BUSY) for one in refused])
         assert all([await connection.stays() for connection in keyed])
 
-    run(test, max_connections=4)
 
-
-def test_an_idle_connection_with_a_key_goes_last() -> None:
-    async def test(site: Site) -> None:
+async def test_an_idle_connection_with_a_key_goes_last() -> None:
+    async with serving(max_connections=2) as site:
         keyed = await site.connect(KEYED.replace(b"/held", b"/short"))
         assert b" 200 " in await keyed.answer()
         silent = await site.connect()
@@ -257,8 +232,6 @@ def test_an_idle_connection_with_a_key_goes_last() -> None:
         assert b"\r\n" in await keyed.answer()
         await site.hold(HELD, host="127.0.0.2")
         assert await keyed.is_ended()
-
-    run(test, max_connections=2)
 
 
 def test_the_limit_of_open_files_is_raised_or_bounds_the_connections() -> None:

@@ -5,6 +5,7 @@
 
 import ast
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,11 @@ from torchtitan.grpo.system.device import (
     settle_device,
 )
 
+CUDA = [("CUDA_DEVICE_MAX_CONNECTIONS", "32", "1"), ("CUDA_MODULE_LOADING", "EAGER", "LAZY")]
 
-@pytest.mark.parametrize(
-    ("variable", "default", "other"),
-    [("CUDA_DEVICE_MAX_CONNECTIONS", "32", "1"), ("CUDA_MODULE_LOADING", "EAGER", "LAZY")],
-)
-def test_cuda_is_set_so_that_training_waits_for_no_push_unless_the_user_says_otherwise(
-    variable, default, other, monkeypatch
-):
+
+@pytest.mark.parametrize(("variable", "default", "other"), CUDA)
+def test_cuda_is_set_so_that_training_waits_for_no_push(variable, default, other, monkeypatch):
     monkeypatch.setenv(variable, other)
     settle_device()
     assert os.environ[variable] == other
@@ -47,40 +45,32 @@ def test_servers_get_the_gpus_that_the_ranks_leave(visible, local_ranks, expecte
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
-    if visible is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert gpus_for_servers() == expected
 
 
 def test_servers_share_the_gpus_of_training_where_no_other_is_left(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for local_ranks, are_shared in (("1", False), ("2", True)):
+    for num_gpus, local_ranks, are_shared in ((2, "1", False), (2, "2", True), (0, "1", False)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda n=num_gpus: n)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
         assert are_gpus_shared() is are_shared
-
-
-def test_without_gpus_servers_get_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpus_for_servers() == []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert not are_gpus_shared()
 
 
 @pytest.mark.parametrize(
     ("world", "local", "gloo", "nccl"), [("2", "2", "lo", None), ("4", "2", "lo", "=lo")]
 )
 def test_the_ranks_groups_use_one_interface(world, local, gloo, nccl, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", world)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # so that the route is over loopback here
-    monkeypatch.setenv("MASTER_PORT", "29400")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "x")
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "y")
+    chosen = {"GLOO_SOCKET_IFNAME": "x", "NCCL_SOCKET_IFNAME": "y"}
+    variables = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local, "MASTER_PORT": "29400", **chosen}
+    variables["MASTER_ADDR"] = "127.0.0.1"  # so that the route is over loopback here
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     choose_interfaces()
-    chosen = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-    assert list(chosen.values()) == ["x", "y"]  # a user's choice stays
+    assert chosen == {name: os.environ[name] for name in chosen}, "a user's choice stays"
     for name in chosen:
         monkeypatch.delenv(name)
     choose_interfaces()
@@ -109,30 +99,15 @@ ELSEWHERE = {
 }  # fmt: skip
 
 
-def name_of(call: ast.Call) -> str | None:
-    callee = ast.unparse(call.func)
-    if callee not in ("threading.Thread", "Thread", "ThreadPoolExecutor"):
-        return None
-    for keyword in call.keywords:
-        if keyword.arg in ("name", "thread_name_prefix"):
-            return text_of(keyword.value)
-    return "without a name"
-
-
-def text_of(node: ast.expr) -> str:
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(
-            "{}" if isinstance(v, ast.FormattedValue) else text_of(v) for v in node.values
-        )
-    return "{}"
-
-
 def test_every_thread_is_listed():
-    trees = [ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")]
-    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    assert {name_of(call) for call in calls} - {None} == ON_A_GPU.keys() | ELSEWHERE
+    found = set()
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            call = ast.unparse(node) if isinstance(node, ast.Call) else ""
+            if re.match(r"(threading\.)?(Thread|ThreadPoolExecutor)\(", call):
+                name = re.search(r"\b(?:thread_name_prefix|name)=(?:f?'(.*?)')?", call)
+                found.add(re.sub(r"\{.*?\}", "{}", name[1] or "{}") if name else "without a name")
+    assert found == ON_A_GPU.keys() | ELSEWHERE
 
 
 def test_those_on_a_gpu_choose_it():

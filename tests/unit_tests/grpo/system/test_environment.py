@@ -3,8 +3,6 @@
 
 """Launched servers and the rollout process see everything but the keys of others, and no rank."""
 
-from pathlib import Path
-
 import pytest
 
 from torchtitan.grpo import config as tables
@@ -55,9 +53,7 @@ def test_a_child_sees_what_it_needs_and_no_key_but_its_own() -> None:
         ("monitor", {"TORCHTITAN_GRPO_MONITOR_KEY"}),
     ],
 )
-def test_the_rollout_process_sees_the_keys_that_it_uses(
-    setting: str | None, seen: set[str], tmp_path: Path
-) -> None:
+def test_the_rollout_process_sees_the_keys_that_it_uses(setting, seen, tmp_path):
     config = RolloutProcessConfig(
         tables.GRPO(), tables.Prompts(path="openai/gsm8k" if setting == "hub" else str(tmp_path)),
         tables.Rollout(), tables.Inference(), tables.Reward(), tables.Evaluation(), "model", 97, [1],

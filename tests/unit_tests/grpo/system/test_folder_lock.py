@@ -6,6 +6,7 @@
 import contextlib
 import ctypes
 import os
+import queue
 import signal
 import socket
 import threading
@@ -98,7 +99,6 @@ def own(file: Path) -> Iterator[Callable[..., Owner]]:
 
 @pytest.fixture
 def no_locks(monkeypatch) -> None:
-    """A file system without locks."""
     monkeypatch.setattr(folder_lock, "_try_flock", lambda *_: None)
     monkeypatch.setattr(folder_lock, "_SETTLE_SECONDS", 0.01)
 
@@ -117,7 +117,6 @@ def told_by(file: Path) -> Holder:
 
 
 def left(file: Path, age: float = 0.0, **changes) -> None:
-    """Leaves the file of a holder that is not there."""
     holder = Holder(
         host=socket.gethostname(), pid=os.getpid(), boot=boot_id(),
         since="2026-01-01T00:00:00+00:00", launch="first launch", token="x",
@@ -151,17 +150,12 @@ def test_a_living_holder_keeps_the_lock_and_is_told(file, own, arguments, change
     owner = own(**arguments)
     CHANGES[change](owner, file)
     begin = time.monotonic()
-    with pytest.raises(
-        FolderInUse, match=r"^job\.dump_folder = outputs/run can be written by one"
-    ) as e:
+    message = r"^job\.dump_folder = outputs/run can be written by one"
+    with pytest.raises(FolderInUse, match=message) as e:
         take(file)
     assert told in str(e.value)
     assert living_holder(file) is not None
     assert time.monotonic() - begin < PATIENCE / 2
-
-
-def killed_and_survived_by_a_child(own, file: Path) -> None:
-    own(forks=True).kill()
 
 
 def killed_when_stopped(own, file: Path) -> None:
@@ -176,7 +170,7 @@ def damaged_long_ago(own, file: Path) -> None:
 
 
 LEAVE: dict[str, Callable] = {
-    "killed, survived by a child": killed_and_survived_by_a_child,
+    "killed, survived by a child": lambda own, file: own(forks=True).kill(),
     "killed when stopped": killed_when_stopped,
     "of another host": lambda own, file: left(file, boot="another", host="node-b", age=400),
     "damaged long ago": damaged_long_ago,
@@ -199,7 +193,6 @@ def test_a_dead_holder_does_not(file, own, leave):
 
 @pytest.fixture
 def beating(file: Path) -> Iterator[Callable[[], None]]:
-    """Signs of life from a holder elsewhere."""
     ended = threading.Event()
 
     def beat() -> None:
@@ -284,23 +277,16 @@ def test_a_restart_takes_over_from_a_host_that_cannot_be_reached(
 
 def test_a_holder_whose_lock_was_taken_over_hears_of_it(file, monkeypatch):
     monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 0.02)
-    told: list[str] = []
-    lost = threading.Event()
-
-    def on_lost(text: str) -> None:
-        told.append(text)
-        lost.set()
-
-    held = HeldFolders([FolderLock(file, "x")], 0.0, lambda _: None, on_lost)
+    told: queue.Queue[str] = queue.Queue()
+    held = HeldFolders([FolderLock(file, "x")], 0.0, lambda _: None, told.put)
     before = file.stat().st_mtime_ns
     deadline = time.monotonic() + PATIENCE
-    while file.stat().st_mtime_ns == before and time.monotonic() < deadline:
+    while file.stat().st_mtime_ns == before:
+        assert time.monotonic() < deadline, "it gives signs of life"
         time.sleep(0.01)
-    assert file.stat().st_mtime_ns > before, "it gives signs of life"
     file.unlink()
     left(file, host="node-b", pid=7, token="another")
-    assert lost.wait(PATIENCE)
-    assert "was taken over by process 7 on node-b" in told[0]
+    assert "was taken over by process 7 on node-b" in told.get(timeout=PATIENCE)
     held.close()
     held.close()
     assert told_by(file).token == "another", "the other's file stays"

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 
 
-import ctypes
 import dataclasses
 import pickle
 import resource
@@ -15,14 +14,7 @@ import pytest
 import torch
 from light import LIGHT
 
-from torchtitan.grpo.system import process_tuning
-from torchtitan.grpo.system.host_memory import (
-    SharedSlots,
-    attach,
-    available_bytes,
-    own_memory,
-    pin,
-)
+from torchtitan.grpo.system.host_memory import SharedSlots, attach, available_bytes, own_memory, pin
 
 SLOT_BYTES = 3 * 64
 ATTACHED = """
@@ -36,17 +28,18 @@ slots[1].fill_(9)
 
 
 def test_free_memory_is_that_of_the_host_or_of_the_limit(tmp_path: Path):
+    def free(**files: str) -> int:
+        for name, text in files.items():
+            (tmp_path / f"memory.{name}").write_text(f"{text}\n")
+        return available_bytes(tmp_path)
+
     memory = psutil.virtual_memory()
-    assert abs(available_bytes(tmp_path) - memory.available) < 0.1 * memory.total
-    for name, text in (("max", "max"), ("current", "5"), ("stat", "inactive_file 2")):
-        (tmp_path / f"memory.{name}").write_text(f"{text}\n")
-    assert abs(available_bytes(tmp_path) - memory.available) < 0.1 * memory.total
+    assert abs(free() - memory.available) < 0.1 * memory.total
+    no_limit = free(max="max", current="5", stat="inactive_file 2")
+    assert abs(no_limit - memory.available) < 0.1 * memory.total
     # The limit of a container counts without what is cached.
-    for name, text in (("max", "1000"), ("current", "700"), ("stat", "anon 1\ninactive_file 100")):
-        (tmp_path / f"memory.{name}").write_text(f"{text}\n")
-    assert available_bytes(tmp_path) == 1000 - 700 + 100
-    (tmp_path / "memory.current").write_text("5000\n")
-    assert available_bytes(tmp_path) == 0
+    assert free(max="1000", current="700", stat="anon 1\ninactive_file 100") == 1000 - 700 + 100
+    assert free(current="5000") == 0
 
 
 class Driver:
@@ -123,38 +116,3 @@ def test_another_file_under_the_same_path_is_not_taken_for_it(shared, tmp_path):
     other_size = dataclasses.replace(shared.offer, num_slots=3)
     folder = dataclasses.replace(shared.offer, path=str(tmp_path))
     assert [attach(offer) for offer in (other_secret, other_size, folder)] == [None] * 3
-
-
-# Prints the number of separately mapped blocks that a block of 256 KiB adds.
-MAPPED_BLOCKS = """
-import ctypes, runpy, sys
-
-class MallocInfo(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in (
-        "arena", "ordblks", "smblks", "hblks", "hblkhd",
-        "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
-    )]
-
-functions = runpy.run_path(sys.argv[1])
-if sys.argv[2] == "set":
-    functions["map_large_blocks"]()
-mallinfo = ctypes.CDLL(None).mallinfo2
-mallinfo.restype = MallocInfo
-bytes(1 << 20)  # raises the threshold when it is freed, unless the threshold is set
-before = mallinfo().hblks
-block = bytes(256 << 10)
-print(mallinfo().hblks - before)
-"""
-
-
-@pytest.mark.skipif(
-    sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "mallinfo2"),
-    reason="needs glibc 2.33 or newer",
-)
-def test_large_blocks_stay_out_of_the_heap_even_after_a_larger_one_was_freed():
-    def mapped(choice: str) -> int:
-        command = [sys.executable, "-c", MAPPED_BLOCKS, str(process_tuning.__file__), choice]
-        return int(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
-
-    assert mapped("unset") == 0
-    assert mapped("set") == 1

@@ -69,7 +69,6 @@ os._exit(0)
 
 @pytest.fixture
 def ranks(fork_server, tmp_path):
-    """Starts three ranks; returns their process ids once all are in the phase `waiting`."""
     runs = []
 
     def start(ending: dict[str, str], silent_seconds: float = SHORT_SECONDS) -> dict[int, int]:
@@ -100,10 +99,6 @@ def found(folder: Path, *ranks: int) -> list:
     return [json.loads((folder / f"lost-{rank}").read_text()) for rank in ranks]
 
 
-def framed(body: bytes) -> bytes:
-    return len(body).to_bytes(4, "big") + body
-
-
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_is_killed_is_known_to_all_with_its_phase_and_step(ranks, tmp_path, victim):
     os.kill(ranks({}, LONG_SECONDS)[victim], signal.SIGKILL)
@@ -115,12 +110,9 @@ def test_strangers_neither_end_the_watch_nor_use_up_its_files(ranks, tmp_path):
     pids = ranks({}, LONG_SECONDS)
     leader = ("127.0.0.1", int((tmp_path / "port").read_text()))
     status = Status(1, "x", 1)
-    hellos = [
-        framed(msgspec.msgpack.encode(Message(status, b"wrong"))),
-        framed(msgspec.msgpack.encode(Message(status))),
-        framed(b"\x91" * 60_000),
-        b"GET / HTTP/1.1\r\n\r\n",
-    ]
+    encoded = [msgspec.msgpack.encode(Message(status, *key)) for key in ((b"wrong",), ())]
+    bodies = [*encoded, b"\x91" * 60_000]
+    hellos = [*(len(body).to_bytes(4, "big") + body for body in bodies), b"GET / HTTP/1.1\r\n\r\n"]
     held = [socket.create_connection(leader, 60.0) for _ in range(100)]
     for hello in hellos:
         stranger = socket.create_connection(leader, 60.0)
@@ -170,47 +162,32 @@ def test_the_status_outlives_its_process_in_the_folder_of_torchruns_agent(tmp_pa
 
 def test_calls_and_their_failures_cross_ranks(run_ranks):
     leader, follower = run_ranks("channel_ranks", 2)
-    assert leader["prepared"]
-    assert leader["facts"]
-    assert leader["opened"]
-    assert leader["gathering_waits"]
+    for name in ("prepared", "facts", "opened", "gathering_waits", "error_is_freed"):
+        assert leader[name], name
     assert leader["join"] == ["RankCallFailed", "rank 1: RuntimeError: http://server did not come"]
-    assert leader["error_is_freed"]
     kind, message = leader["write"]
     assert kind == "OSError"
     assert message.startswith("rank 1: OSError: [Errno 28] No space left on device")
     assert leader["send"] == "given up"
     assert leader["gone"] == ["Rank 1 no longer answers calls."] * 2
+    server = "http://server"
     assert follower["calls"] == [
-        ["gather", 1, 7, True],
-        ["prepare", 7, 0, 6],
-        ["open", "http://server", 3, "gloo"],
-        ["wait_copied", 0, 8],
-        ["drop", 5],
-        ["send", "http://server", 7, 0, None],
-        ["send", "http://server", 8, 0, None],
-        ["leave", "http://server"],
-        ["close"],
-    ]
+        ["gather", 1, 7, True], ["prepare", 7, 0, 6], ["open", server, 3, "gloo"],
+        ["wait_copied", 0, 8], ["drop", 5], ["send", server, 7, 0, None],
+        ["send", server, 8, 0, None], ["leave", server], ["close"],
+    ]  # fmt: skip
 
 
 STATUS = Status(3, "node-b", 4711, "forward and backward", 7)
 
 
-@pytest.fixture
-def config() -> JobConfig:
-    config = JobConfig()
-    config.checkpoint.enable = True
-    return config
-
-
-def test_it_names_rank_host_phase_and_the_last_completed_step(config):
+def test_it_names_rank_host_phase_and_the_last_completed_step():
     for lost, how in (
         (LostRank(STATUS), "died in step 8, phase: forward and backward"),
         (LostRank(STATUS, silent_seconds=61.0), "gave no sign of life for 61 s"),
         (LostRank(STATUS, has_reported=True), "failed, for a reason that is printed on its host"),
     ):
-        text = describe_lost(lost, config)
+        text = describe_lost(lost, JobConfig())
         assert text.startswith(f"Training rank 3 on node-b (process 4711) {how}")
         assert "in step 8, phase: forward and backward; the last completed step is 7." in text
 
@@ -224,9 +201,10 @@ def test_it_names_rank_host_phase_and_the_last_completed_step(config):
         (2, 0, False, "with step 1, because checkpoint.enable is false (restart 1 of 2"),
     ],
 )
-def test_it_says_what_follows(config, monkeypatch, most, count, enable, text):
+def test_it_says_what_follows(monkeypatch, most, count, enable, text):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(most))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
+    config = JobConfig()
     config.checkpoint.enable = enable
     assert text in describe_next(config)
 
@@ -242,12 +220,9 @@ def test_one_rank_of_an_attempt_prints_it(tmp_path, monkeypatch):
         assert claims == [True] + [False] * (ranks - 1)
 
 
-@pytest.mark.parametrize(("lost", "reporter"), [(3, 0), (0, 1)])
-def test_without_torchrun_the_first_rank_that_lives_prints_it(monkeypatch, lost, reporter):
+def test_without_torchrun_the_first_rank_that_lives_prints_it(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    status = Status(lost, "node-b", 1)
-    claims = []
-    for rank in range(3):
-        monkeypatch.setenv("RANK", str(rank))
-        claims.append(_claims_report(LostRank(status)))
-    assert claims.index(True) == reporter and sum(claims) == 1
+    for lost, expected in ((3, [True, False, False]), (0, [False, True, False])):
+        for rank, claims in enumerate(expected):
+            monkeypatch.setenv("RANK", str(rank))
+            assert _claims_report(LostRank(Status(lost, "node-b", 1))) is claims

@@ -19,11 +19,7 @@ from light import LIGHT
 
 from torchtitan.grpo.system import private_folders
 from torchtitan.grpo.system.child import start_child, stop_children
-from torchtitan.grpo.system.private_folders import (
-    make_private_folder,
-    note_held,
-    remove_noted,
-)
+from torchtitan.grpo.system.private_folders import make_private_folder, note_held, remove_noted
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="/dev/shm and flock on folders are Linux's"
@@ -78,9 +74,7 @@ def temporary(monkeypatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("is_own", [True, False])
-def test_a_number_that_another_process_has_keeps_a_folder_of_another_user_alone(
-    temporary: Path, is_own: bool
-):
+def test_a_number_that_another_process_has_keeps_only_folders_of_other_users(temporary, is_own):
     left = temporary / f"torchtitan-grpo-rollout-{os.getpid()}-abc"
     left.mkdir()
     if not is_own:
@@ -92,13 +86,9 @@ def test_a_number_that_another_process_has_keeps_a_folder_of_another_user_alone(
 
 
 @pytest.mark.parametrize("is_owner_apart", [True, False])
-def test_a_folder_of_a_living_process_of_another_container_stays(
-    temporary: Path, is_owner_apart: bool
-):
+def test_a_folder_of_a_living_process_of_another_container_stays(temporary, is_owner_apart):
     if subprocess.run([*OTHER_CONTAINER, "true"], capture_output=True).returncode:
-        pytest.skip(
-            "NOT TESTED: processes of another container; PID namespaces may not be made here"
-        )
+        pytest.skip("NOT TESTED: another container; PID namespaces may not be made here")
     here, apart = [sys.executable, "-c"], [*OTHER_CONTAINER, sys.executable, "-c"]
     of_owner, of_other = (apart, here) if is_owner_apart else (here, apart)
     with subprocess.Popen([*of_owner, HOLD, str(temporary)], **PIPES) as owner:

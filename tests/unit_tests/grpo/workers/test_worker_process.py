@@ -18,12 +18,7 @@ import pytest
 from torchtitan.grpo.config import Workers
 from torchtitan.grpo.workers.channel import NotPlainData, Refused
 from torchtitan.grpo.workers.owner import CallFailed, WorkerOwner
-from torchtitan.grpo.workers.process import (
-    ChannelBroken,
-    WorkerKilled,
-    WorkerLost,
-    WorkerProcess,
-)
+from torchtitan.grpo.workers.process import ChannelBroken, WorkerKilled, WorkerLost, WorkerProcess
 
 TOY_WORKER = """
 import os, subprocess, time
@@ -65,13 +60,10 @@ while (received := channel.read()) is not None:
 
 
 class Said(msgspec.Struct, tag=True):
-    """What the toy worker replies."""
-
     value: Any
 
 
-class Broken(RuntimeError):
-    """Ends the run."""
+class Broken(RuntimeError): ...
 
 
 Toy = WorkerProcess[Said | Refused]
@@ -116,7 +108,6 @@ def is_running(pid: int) -> bool:
 
 
 def has_ended(pid: int) -> bool:
-    """Waits for the end of a process that was killed; the kernel may take a moment."""
     deadline = time.monotonic() + 30
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
