@@ -30,7 +30,7 @@ SCRIPTS_OF_CLUSTERS = (
     "grpo.slurm", "grpo_servers.slurm", "_slurm.sh", "serve_node.sh", "launch_multinode.sh",
     "install_launcher.sh",
 )  # fmt: skip
-KEYS = ("TORCHTITAN_GRPO_API_KEY", "TORCHTITAN_GRPO_ADMIN_KEY")
+KEYS: tuple[str, ...] = ("TORCHTITAN_GRPO_API_KEY", "TORCHTITAN_GRPO_ADMIN_KEY")
 RECORDER = """#!{python}
 import json, os, sys
 with open(os.environ["RECORD"], "a") as file:
