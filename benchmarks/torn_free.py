@@ -139,7 +139,6 @@ class Stress:
             seed=arguments.seed,
             delays=0.03,
             inject=arguments.inject,
-            tells_calls=False,
         )
         self.num_seen = 0
         self.num_published = 0
@@ -292,6 +291,8 @@ class Stress:
     def _check_sample(self, sample: Event) -> None:
         self.result.completions_checked += 1
         self.result.completions_over_versions += len(sample["segments"]) > 1
+        if sample["segments"][0][0] < sample["attested"]:
+            self._find(f"a completion of {sample['segments']} began below {sample['attested']}")
         error = self.model.sample_error(sample)
         if not error <= TOLERANCE:
             self.result.mixtures += 1

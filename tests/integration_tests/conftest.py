@@ -57,7 +57,7 @@ _SLOWEST = (
 )
 # Their tests share servers: one worker of pytest-xdist runs a whole module, or, where its tests run
 # with each kind of server, all its tests with one kind.
-_SHARING = ("test_real_servers", "test_faults", "test_transports", "test_handshake", "test_hostile")
+_SHARING = ("test_real_servers", "test_faults", "test_transports", "test_handshake")
 _KINDS = (*REAL, "embedded")
 # Modules that share servers with another one.
 _PLACED_WITH = {"test_server_access": "test_real_servers"}
@@ -138,7 +138,6 @@ class Run:
             )  # fmt: skip
 
     def train(self, *arguments: str, before: tuple[str, ...] = (), **options: Any) -> None:
-        """Starts ``torchtitan-grpo train`` on the quickstart, as a user does."""
         config = str(REPOSITORY / "train_configs/quickstart.toml")
         command = (*before, sys.executable, "-c", PROGRAM, "train", config, *arguments)
         self.start_command(*command, f"--workers.pass_variables={MARK}", **options)
@@ -158,19 +157,16 @@ class Run:
         return os.environ | fixed | {MARK: self.mark} | self.environment
 
     def finish(self, timeout_seconds: float = PATIENCE_SECONDS) -> int:
-        """Waits until the run ends; returns its exit status."""
         assert self.process is not None
         return self.process.wait(timeout_seconds)
 
     def succeed(self) -> "Run":
-        """Runs to the end, and fails the test unless the exit status is 0."""
         self.start()
         assert self.finish() == 0, self.console[-6000:]
         self.check_metrics()
         return self
 
     def check_metrics(self) -> None:
-        """Fails if the run has a metric that docs/metrics.md does not describe."""
         rewards = {n for s in self.records("samples.jsonl") for n in s["reward_components"]}
         keys = {k for r in (*self.metrics, *self.records("evaluations.jsonl")) for k in r}
         unknown = undescribed(sorted(keys), rewards)
@@ -188,13 +184,11 @@ class Run:
         return Counter(closed.values())
 
     def rank(self, number: int) -> psutil.Process:
-        """Returns the process of a rank that torchrun has started."""
         ranks = [p for p in self.processes("torchtitan.grpo_train") if "RANK" in p.environ()]
         (found,) = [p for p in ranks if p.environ()["RANK"] == str(number)]
         return found
 
     def fail(self, timeout_seconds: float = PATIENCE_SECONDS) -> str:
-        """Runs to the end, which must be a failure; returns the only error message."""
         if self.process is None:
             self.start()
         assert self.finish(timeout_seconds) != 0, self.console[-6000:]
@@ -224,7 +218,6 @@ class Run:
         return self.records("metrics.jsonl")
 
     def records(self, name: str) -> list[dict[str, Any]]:
-        """Returns the complete lines of a file of JSON lines."""
         file = self.folder / name
         text = file.read_text() if file.exists() else ""
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
@@ -269,7 +262,6 @@ class Run:
         return self.process is not None and os.getsid(process.pid) == self.process.pid
 
     def wait_until_processes_end(self, timeout_seconds: float = 30) -> None:
-        """Waits until no process is left; fails at the timeout."""
         deadline = time.monotonic() + timeout_seconds
         while left := self.left_behind():
             assert time.monotonic() < deadline, [p.cmdline() for p in left]
@@ -296,15 +288,15 @@ def server_kind(request: pytest.FixtureRequest) -> tuple[ServerKind, str | None]
 
 
 @pytest.fixture(scope="session")
-def contract_server(
+def server(
     server_kind: tuple[ServerKind, str | None], tmp_path_factory: pytest.TempPathFactory
 ) -> "Iterator[RunningServer]":
-    """A server of each kind with both keys, for the tests that look at servers from outside."""
-    from bare_trainer import KEYS, RunningServer, make_model, save_model
+    from bare_trainer import KEYS, RunningServer, make_model
+    from tagged import save_model
 
     kind, python = server_kind
     folder = tmp_path_factory.mktemp(kind)
-    save_model(make_model(seed=0), folder / "model")
+    save_model(folder / "model", make_model(seed=0))
     # Held, because a server takes long to load, and then must find its port free.
     with HeldPorts(1) as held:
         model = str(folder / "model")
@@ -327,9 +319,20 @@ def contract_server(
             launched.stop()
 
 
+@pytest.fixture(scope="module")
+def only_rank() -> Iterator[None]:
+    """Makes this process the only rank of a training run."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.fixture
 def make_run(tmp_path: Path, fork_server: ForkServer) -> Iterator[Callable[..., Run]]:
-    """Makes runs, and kills the processes that they left behind at the end of the test."""
     runs: list[Run] = []
 
     def make(*arguments: str, name: str = "run", **kwargs: Any) -> Run:
@@ -377,7 +380,6 @@ def config(
 
 @pytest.fixture
 def open_link() -> Iterator[Callable[..., RolloutLink]]:
-    """Starts links, and checks at the end that none of their processes is left."""
     links: list[RolloutLink] = []
     processes: list[psutil.Process] = []
     # Servers that tests of the whole session share.

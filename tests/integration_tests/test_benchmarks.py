@@ -23,7 +23,6 @@ pytestmark = pytest.mark.slow
 
 
 def run(name: str, *arguments: str, status: int | None = 0) -> dict[str, Any]:
-    """Runs a benchmark, and returns the figures of its report."""
     command = [sys.executable, str(FOLDER / f"{name}.py"), "--json", *arguments]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True)

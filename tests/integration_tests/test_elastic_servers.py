@@ -7,18 +7,18 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import psutil
 import pytest
+from lone_trainer import ask as fetch
+from lone_trainer import wait_until
 from processes import descendants
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
-from torchtitan.grpo.inference.http import HttpConnection
 from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.rollout.link import RolloutFailed, RolloutLink
 
@@ -27,15 +27,6 @@ READY_SECONDS = 90.0
 BATCH_SECONDS = 60.0
 
 T = TypeVar("T")
-
-
-def wait_until(look: Callable[[], T | None], seconds: float = 60.0) -> T:
-    """Calls ``look`` until it returns something true, and returns that."""
-    deadline = time.monotonic() + seconds
-    while not (found := look()):
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.02)
-    return found
 
 
 def ask(url: str, do: Callable[[InferenceClient], Awaitable[T]]) -> T:
@@ -50,16 +41,7 @@ def ask(url: str, do: Callable[[InferenceClient], Awaitable[T]]) -> T:
 
 
 def num_requests(url: str) -> int:
-    """Returns the number of requests that the server has not answered yet."""
-
-    async def main() -> Any:
-        http = HttpConnection(url, api_key=None, admin_key=None, timeout_seconds=10)
-        try:
-            return (await http.get("/server_info")).body
-        finally:
-            await http.close()
-
-    info = asyncio.run(main())
+    info = fetch(url, "/server_info")
     return info["num_running"] + info["num_waiting"]
 
 
@@ -71,7 +53,6 @@ def answers(url: str) -> bool:
 
 
 def process_of(url: str) -> psutil.Process:
-    """Returns the process of an embedded server among the descendants of this process."""
     port = url.rsplit(":", 1)[1]
     (process,) = descendants(f" {port}")
     return process

@@ -89,7 +89,6 @@ def test_no_step_waits_for_an_evaluation_which_one_server_keeps_its_weights_for(
 
 
 def evaluated(run, tmp_path, *arguments: str) -> dict:
-    """Evaluates without a run, with the function of the quickstart; returns the result."""
     output = tmp_path / "result.json"
     status = cli.run(
         [

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from forked import ForkedProcess
 from lone_trainer import MODEL, PATIENCE, LoneTrainer, ask, wait_until
 
@@ -61,19 +60,8 @@ def is_up(port: int) -> bool:
     return True
 
 
-@pytest.fixture(scope="module")
-def only_rank() -> Iterator[None]:
-    """Makes this process the only rank of a training run."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.fixture
 def claim(only_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the source rank claim the facts of `TRAINER`."""
     monkeypatch.setattr(group_transport, "own_group_facts", lambda device: TRAINER)
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from lone_trainer import wait_until
 from server_kinds import python_of
 
 from torchtitan.grpo.system.private_folders import sees_all_processes
 
-PATIENCE_SECONDS = 120.0
 # Between the kill and the end of the last process. A run of its own needs some seconds.
 LONGEST_SECONDS = 90.0
 SMALL = (
@@ -49,13 +49,6 @@ WORKERS = {"vllm engine": 0, "sglang scheduler": 0, "sglang detokenizer": 1}
 COMMON = ("launcher", "rank 0", "rank 1", "rollout process", "reward worker")
 
 
-def _wait(holds, what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
-
-
 def _waits_for_a_writer(process: psutil.Process) -> bool:
     with contextlib.suppress(OSError):
         return "partner" in Path(f"/proc/{process.pid}/wchan").read_text()
@@ -73,10 +66,12 @@ def test_a_rank_that_hangs_in_opening_a_file_ends_with_torchrun(tmp_path: Path):
     agent = psutil.Popen(command, env=environment, stderr=subprocess.PIPE)
     ranks: list[psutil.Process] = []
     try:
-        _wait(lambda: agent.children() or agent.poll() is not None, "torchrun must start its rank")
+        wait_until(
+            lambda: agent.children() or agent.poll() is not None, "torchrun must start its rank"
+        )
         ranks = agent.children()
         assert ranks, agent.stderr.read()
-        _wait(lambda: _waits_for_a_writer(ranks[0]), "the rank must open the file")
+        wait_until(lambda: _waits_for_a_writer(ranks[0]), "the rank must open the file")
         agent.kill()
         assert psutil.wait_procs(ranks, timeout=30)[1] == [], "the rank must end with torchrun"
     finally:
@@ -129,7 +124,6 @@ def _files(folder: Path) -> list[str]:
 
 
 def _next_start(shared: Path, temporary: Path, repository: Path) -> None:
-    """Does what the next start of a run does about what killed processes have left."""
     command = [*_apart(shared), sys.executable, "-c", NEXT_START]
     environ = os.environ | {"TMPDIR": str(temporary)}
     subprocess.run(command, check=True, env=environ, cwd=repository)

@@ -17,7 +17,6 @@ LOST, VERSION = "weight_sync/lost_servers", "weight_sync/server_version"
 
 
 def wait_for_record(run, holds):
-    """Waits for a new record of metrics for which ``holds`` returns true, and returns it."""
     seen = len(run.metrics)
     run.wait_for(lambda: any(holds(record) for record in run.metrics[seen:]))
     return next(record for record in run.metrics[seen:] if holds(record))

@@ -37,8 +37,6 @@ KEYS = {"TORCHTITAN_GRPO_API_KEY": "generation-key", "TORCHTITAN_GRPO_ADMIN_KEY"
 
 
 class Cluster:
-    """Two hosts, and what runs on them."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.first = NetHost("alpha", "10.77.0.1", folder)
@@ -113,28 +111,21 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def served(cluster: Cluster) -> int:
-    """Returns the newest version that the server on the second host has said it serves."""
     found = re.findall(r"tensors as version (\d+)", cluster.log(cluster.second, "server"))
     return int(found[-1]) if found else -1
 
 
 def registered(cluster: Cluster) -> str:
-    """Returns the URL of the server on the second host."""
     (file,) = (cluster.folder / "run/registry").glob("*.json")
     return json.loads(file.read_text())["url"]
 
 
 def beats(cluster: Cluster) -> int:
-    """Returns the number of the last beat of the server on the second host."""
     files = list((cluster.folder / "run/registry").glob("*.json"))
     return json.loads(files[0].read_text())["beat"] if files else 0
 
 
 def wait_for_silence(cluster: Cluster, seconds: float) -> None:
-    """Waits until the server on the second host has not been heard of for some seconds.
-
-    A beat that was under way when the link was cut may still be written.
-    """
     last, since = beats(cluster), time.monotonic()
 
     def is_silent() -> bool:

@@ -38,7 +38,6 @@ def launch(make_run, repository: Path, tmp_path: Path):
 
 
 def _placed(run, name: str) -> list[int]:
-    """Returns the processes of the actors of this name, in the order in which they were placed."""
     found = re.findall(
         rf"^\[ray\] {name} is placed.* \(process (\d+)\)$", run.console, re.MULTILINE
     )

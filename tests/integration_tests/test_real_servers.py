@@ -31,7 +31,6 @@ from bare_trainer import (
     make_buckets,
     make_deltas,
     make_model,
-    run,
 )
 from lone_trainer import LoneTrainer
 from safetensors.torch import save_file
@@ -56,20 +55,12 @@ _versions = itertools.count(1)
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def server(contract_server: RunningServer) -> RunningServer:
-    return contract_server
-
-
-def with_trainer(test: Callable[..., Awaitable[None]]) -> Callable[[RunningServer], None]:
-    """Makes a test with a client of the server and a trainer that has joined it."""
-
-    def whole(server: RunningServer) -> None:
-        async def main() -> None:
-            async with joined(server) as (client, trainer):
-                await test(server, client, trainer)
-
-        run(main)
+def with_trainer(
+    test: Callable[..., Awaitable[None]],
+) -> Callable[[RunningServer], Awaitable[None]]:
+    async def whole(server: RunningServer) -> None:
+        async with joined(server) as (client, trainer):
+            await test(server, client, trainer)
 
     return whole
 
@@ -85,7 +76,6 @@ def tempered_logprobs(
     completion: np.ndarray,
     temperature: float = TEMPERATURE,
 ) -> np.ndarray:
-    """[completion_len] of the completion's tokens, by transformers."""
     ids = torch.tensor([prompt + completion.tolist()])
     logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
     return torch.log_softmax(logits, -1).gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()
@@ -127,7 +117,6 @@ async def test_requests_in_flight_cross_two_pushes_and_end_on_the_new_weights(
 async def fly(
     client: InferenceClient, name: int
 ) -> list[tuple[list[int], "asyncio.Task[Generation]"]]:
-    """Starts long requests; returns them with their prompts when all of them are running."""
     flights = []
     for token in (20, 30, 40, 50):
         request = sampled(f"flight-{name}-{token}", [token, 4, 5], LONG_COMPLETION)
@@ -140,7 +129,6 @@ async def fly(
 def assert_segments_are_of_their_versions(
     prompt: list[int], generation: Generation, by_version: dict[int, Qwen3ForCausalLM]
 ) -> None:
-    """Checks that each segment's logprobs are those of its own version over all tokens before it."""
     for segment in generation.segments:
         expected = tempered_logprobs(by_version[segment.version], prompt, generation.token_ids)
         part = slice(segment.start, segment.end)
@@ -212,7 +200,7 @@ async def test_the_server_says_how_busy_it_is(server, client, trainer):
     assert load.waiting == 0
 
 
-def test_the_server_tells_what_it_is_and_a_run_that_needs_another_one_refuses_it(
+async def test_the_server_tells_what_it_is_and_a_run_that_needs_another_one_refuses_it(
     server: RunningServer, tmp_path: Path
 ) -> None:
     """The server was started with --max-model-len 1024."""
@@ -231,22 +219,19 @@ def test_the_server_tells_what_it_is_and_a_run_that_needs_another_one_refuses_it
             await client.close()
         return str(caught.value)
 
-    async def test() -> None:
-        client = server.client()
-        try:
-            facts, warnings = await check_server(client, needs)
-        finally:
-            await client.close()
-        assert warnings == []
-        assert (facts.vocab_size, facts.max_model_len, facts.problems) == (VOCAB_SIZE, 1024, ())
-        assert facts.architecture == (None if server.kind == "vllm" else "Qwen3ForCausalLM")
-        assert "but this run needs 1025" in await refusal(num_tokens=1025)
-        other_model = await refusal(model_path=str(tmp_path))
-        assert "vocab_size of the model that it serves is 320" in other_model
-        for other in {"embedded", "sglang", "vllm"} - {server.kind}:
-            assert f'or set inference.kind = "{server.kind}"' in await refusal(kind=other)
-
-    run(test)
+    client = server.client()
+    try:
+        facts, warnings = await check_server(client, needs)
+    finally:
+        await client.close()
+    assert warnings == []
+    assert (facts.vocab_size, facts.max_model_len, facts.problems) == (VOCAB_SIZE, 1024, ())
+    assert facts.architecture == (None if server.kind == "vllm" else "Qwen3ForCausalLM")
+    assert "but this run needs 1025" in await refusal(num_tokens=1025)
+    other_model = await refusal(model_path=str(tmp_path))
+    assert "vocab_size of the model that it serves is 320" in other_model
+    for other in {"embedded", "sglang", "vllm"} - {server.kind}:
+        assert f'or set inference.kind = "{server.kind}"' in await refusal(kind=other)
 
 
 @torch.no_grad()
@@ -375,7 +360,6 @@ async def test_a_corrupted_bucket_is_refused_and_the_old_weights_are_served(
 
 
 def step_from(model: Qwen3ForCausalLM, seed: int) -> Qwen3ForCausalLM:
-    """Returns a model that differs in few elements of most tensors and in all elements of one."""
     torch.manual_seed(seed)
     new = make_model(0)
     new.load_state_dict(model.state_dict())
@@ -415,69 +399,62 @@ async def test_a_delta_makes_the_model_bitwise_and_a_wrong_base_is_refused(serve
     assert await client.version() == versions[4]
 
 
-def test_a_directory_is_served_if_its_checksums_are_right(
+async def test_a_directory_is_served_if_its_checksums_are_right(
     server: RunningServer, tmp_path: Path
 ) -> None:
-    async def test() -> None:
-        client = server.client()
-        good, bad = next(_versions), next(_versions)
-        tensors = {name: t.contiguous() for name, t in make_model(8).state_dict().items()}
-        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        (tmp_path / "config.json").write_text(make_model(8).config.to_json_string())
-        checksums = {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
-        (tmp_path / "checksums.json").write_text(json.dumps(checksums))
-        try:
-            if client.stops_for != "nothing":
-                await client.pause()
-            await client.update_from_disk(str(tmp_path), good)
-            await client.resume()
+    client = server.client()
+    good, bad = next(_versions), next(_versions)
+    tensors = {name: t.contiguous() for name, t in make_model(8).state_dict().items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(make_model(8).config.to_json_string())
+    checksums = {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
+    (tmp_path / "checksums.json").write_text(json.dumps(checksums))
+    try:
+        if client.stops_for != "nothing":
+            await client.pause()
+        await client.update_from_disk(str(tmp_path), good)
+        await client.resume()
+        await assert_serves(client, make_model(8), good)
+        if client.verifies_checksums:
+            checksums["lm_head.weight"] ^= 1
+            (tmp_path / "checksums.json").write_text(json.dumps(checksums))
+            with pytest.raises(ServerError, match="must have checksum"):
+                await client.update_from_disk(str(tmp_path), bad)
             await assert_serves(client, make_model(8), good)
-            if client.verifies_checksums:
-                checksums["lm_head.weight"] ^= 1
-                (tmp_path / "checksums.json").write_text(json.dumps(checksums))
-                with pytest.raises(ServerError, match="must have checksum"):
-                    await client.update_from_disk(str(tmp_path), bad)
-                await assert_serves(client, make_model(8), good)
-        finally:
-            await client.resume()
-            await client.close()
-
-    run(test)
-
-
-def test_a_trainer_that_died_amid_a_push_leaves_the_server_to_the_next(
-    server: RunningServer,
-) -> None:
-    async def test() -> None:
-        dead_client = server.client()
-        dead = Trainer(dead_client)
-        await dead.join()
-        await dead_client.pause()
-        await dead_client.begin_update()
-        first = next(iter(dead.groups))
-        announced = dead.announce(first, make_buckets(make_model(9), 2)[0], next(_versions))
-        announced.add_done_callback(lambda task: task.cancelled() or task.exception())
-        await asyncio.wait({announced}, timeout=1.0)
-        announced.cancel()
-        dead.destroy()
-        await dead_client.close()
-        client = server.client()
-        await client.leave_weight_groups()
+    finally:
         await client.resume()
         await client.close()
-        async with joined(server) as (client, trainer):
-            version = next(_versions)
-            await trainer.push(make_buckets(make_model(10), 3), version)
-            await assert_serves(client, make_model(10), version)
-            await client.leave_weight_groups()  # once more than needed: harmless
-
-    run(test)
 
 
-def test_a_server_that_stands_still_is_lost_and_gets_the_newest_when_it_goes_on(
+async def test_a_trainer_that_died_amid_a_push_leaves_the_server_to_the_next(
+    server: RunningServer,
+) -> None:
+    dead_client = server.client()
+    dead = Trainer(dead_client)
+    await dead.join()
+    await dead_client.pause()
+    await dead_client.begin_update()
+    first = next(iter(dead.groups))
+    announced = dead.announce(first, make_buckets(make_model(9), 2)[0], next(_versions))
+    announced.add_done_callback(lambda task: task.cancelled() or task.exception())
+    await asyncio.wait({announced}, timeout=1.0)
+    announced.cancel()
+    dead.destroy()
+    await dead_client.close()
+    client = server.client()
+    await client.leave_weight_groups()
+    await client.resume()
+    await client.close()
+    async with joined(server) as (client, trainer):
+        version = next(_versions)
+        await trainer.push(make_buckets(make_model(10), 3), version)
+        await assert_serves(client, make_model(10), version)
+        await client.leave_weight_groups()  # once more than needed: harmless
+
+
+async def test_a_server_that_stands_still_is_lost_and_gets_the_newest_when_it_goes_on(
     server: RunningServer, tmp_path: Path
 ) -> None:
-    """The trainer's own publisher pushes."""
     url, folder = server.launched.url, Path(server.launched.spec.model_path)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     trainer = LoneTrainer(
@@ -503,14 +480,11 @@ def test_a_server_that_stands_still_is_lost_and_gets_the_newest_when_it_goes_on(
         trainer.publisher.close(15)
         dist.destroy_process_group()
 
-    async def test() -> None:
-        client = server.client()
-        try:
-            await assert_serves(client, model, trainer.version)
-        finally:
-            await client.close()
-
-    run(test)
+    client = server.client()
+    try:
+        await assert_serves(client, model, trainer.version)
+    finally:
+        await client.close()
 
 
 @with_trainer

@@ -24,8 +24,6 @@ REPEATABLE = ("--rollout.deterministic", "--rollout.max_head_offpolicyness=0")
 
 @pytest.fixture
 def train(make_run):
-    """Starts ``torchtitan-grpo train`` on the quickstart."""
-
     def start(*arguments: str, name: str = "run", ranks: int = 2):
         run = make_run(name=name)
         more = [] if "--inference.no-launch" in arguments else [run.fork_server.launcher()]
@@ -97,7 +95,6 @@ def test_a_run_that_is_killed_and_resumed_has_the_weights_of_one_that_was_not(tr
 
 @pytest.fixture
 def small_disk(tmp_path: Path):
-    """A disk that has room for one checkpoint, which :func:`grow` makes large."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", str(folder)]

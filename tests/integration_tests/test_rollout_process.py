@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,56 +142,6 @@ def test_a_server_that_is_too_short_ends_the_start_with_the_length_that_is_neede
     config.seq_len = 400
     with pytest.raises(RolloutFailed, match=r"at most 256 tokens .* this run needs 400"):
         open_link(config).wait_ready(READY_SECONDS)
-
-
-def use(table: str, **values) -> Callable[[RolloutProcessConfig, Path], None]:
-    def change(config: RolloutProcessConfig, folder: Path) -> None:
-        for name, value in values.items():
-            setattr(getattr(config, table), name, value)
-
-    return change
-
-
-def empty_prompts(config: RolloutProcessConfig, folder: Path) -> None:
-    config.prompts.path = str(folder / "empty.jsonl")
-    Path(config.prompts.path).write_text("\n")
-
-
-def reward_file(text: str) -> Callable[[RolloutProcessConfig, Path], None]:
-    def change(config: RolloutProcessConfig, folder: Path) -> None:
-        (folder / "mine.py").write_text(text)
-        config.reward.functions = [f"{folder / 'mine.py'}:reward"]
-        config.reward.timeout_seconds = 3.0
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (empty_prompts, "prompts.path: .*empty.jsonl contains no prompts"),
-        (use("prompts", column="question"), "there is no column 'question'"),
-        (use("prompts", path="/no/such.jsonl"), "prompts.path: /no/such.jsonl cannot be read"),
-        (use("prompts", max_prompt_tokens=1), "none of the .* is at most 1 tokens long"),
-        (use("reward", functions=["no.such:reward"]), "importing no.such failed"),
-        (reward_file("def reward(**kw):\n    return [1.0] * 5\n"), "completions, got 5"),
-        (reward_file("def reward(**kw):\n    return [float('nan')]\n"), "must return finite"),
-        (reward_file("import time\ndef reward(**kw):\n    time.sleep(999)\n"), "timeout_seconds"),
-        (use("inference", urls=[]), "inference.urls must name at least one server"),
-        (use("inference", startup_timeout_seconds=1.0), "http://127.0.0.1:9 must be up within"),
-    ],
-)
-def test_bad_input_is_one_clear_message(
-    change, message: str, config: RolloutProcessConfig, open_link, tmp_path: Path
-):
-    # A server that never comes up: bad input must not have to wait for it.
-    config.inference.launch = False
-    config.inference.urls = ["http://127.0.0.1:9"]
-    change(config, tmp_path)
-    link = open_link(config)
-    with pytest.raises(RolloutFailed, match=message) as caught:
-        link.wait_ready(READY_SECONDS)
-    assert "Traceback" not in str(caught.value)
 
 
 PARENT = """

@@ -38,7 +38,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def make_family(family: str, folder: Path, tokenizer: Path) -> Path:
-    """Writes a random model of a family, with the tokenizer of another directory."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **SIZES | FAMILIES[family])
     model = AutoModelForCausalLM.from_config(config).float()
@@ -82,7 +81,6 @@ def test_after_ten_pushes_a_server_serves_what_the_trainer_has(
 
 @pytest.mark.long
 def test_verification_fails_where_the_server_has_other_weights(make_run, repository, fork_server):
-    """The server has the original weights, because the run's own server has ended."""
     run = make_run("--training.steps=2", "--grpo.prompts_per_step=2", "--optimizer.lr=3e-3")
     run.succeed()
     model = str(repository / "assets/reverse_digits/model")

@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 import pytest
-from bare_trainer import KEYS, RunningServer, joined, run
+from bare_trainer import KEYS, RunningServer, joined
 from listening import beyond_loopback, listening, session_of
 
 pytestmark = pytest.mark.slow
@@ -47,11 +47,6 @@ READS = {
     "embedded": ["/model_info", "/server_info", "/v1/loads", "/v1/models"],
 }
 _OPEN = ("/health", "/ready")
-
-
-@pytest.fixture(scope="module")
-def server(contract_server: RunningServer) -> RunningServer:
-    return contract_server
 
 
 def ask(
@@ -147,17 +142,14 @@ def test_keys_are_in_no_answer_no_log_and_no_command_line(server: RunningServer)
     assert launched.log_file.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_run_has_nothing_to_warn_of_and_all_its_sockets_are_on_loopback(
+async def test_a_run_has_nothing_to_warn_of_and_all_its_sockets_are_on_loopback(
     server: RunningServer,
 ) -> None:
-    async def test() -> None:
-        async with joined(server) as (client, _):  # with weight groups, which listen as well
-            assert (await client.describe(1.0)).warnings == ()
-            found = listening(session_of(server.launched.process.pid))
-            assert len(found) >= 1
-            assert not beyond_loopback(found)
-
-    run(test)
+    async with joined(server) as (client, _):  # with weight groups, which listen as well
+        assert (await client.describe(1.0)).warnings == ()
+        found = listening(session_of(server.launched.process.pid))
+        assert len(found) >= 1
+        assert not beyond_loopback(found)
 
 
 def test_servers_that_a_run_launches_have_keys_that_only_the_run_knows(make_run: Any) -> None:

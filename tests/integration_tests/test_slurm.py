@@ -79,7 +79,6 @@ def make_job(make_run, repository, tmp_path):
 
 
 def _command(call: dict, script: str) -> list[str]:
-    """Returns the arguments of the script that the tasks of a call run."""
     command = call["srun"]["command"]
     return command[command.index(script) + 1 :]
 

@@ -50,7 +50,6 @@ def _terminate_all(run) -> None:
 
 
 def _expect_end(run) -> None:
-    """Checks that the run ends soon with a non-zero exit status and leaves no process."""
     begin = time.monotonic()
     assert run.finish(LONGEST_SECONDS) != 0
     run.wait_until_processes_end(max(1.0, LONGEST_SECONDS - (time.monotonic() - begin)))

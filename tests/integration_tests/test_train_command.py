@@ -15,7 +15,6 @@ PATIENCE_SECONDS = 400
 
 @pytest.fixture
 def train(make_run, tmp_path, repository):
-    """Starts ``train`` on the quickstart in another folder, where its files are."""
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     (folder / "assets").symlink_to(repository / "assets")

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from forked import ForkServer
 from lone_trainer import MODEL, PATIENCE, LoneTrainer, ask, checksums, wait_until
 from server_kinds import LONG, python_of
@@ -50,7 +49,6 @@ class Servers:
         return [f"http://127.0.0.1:{port}" for port in self._ports]
 
     def start(self, *indices: int) -> None:
-        """Starts the servers that do not run; returns when they answer."""
         started = []
         for index in indices:
             server = self._servers.get(index)
@@ -97,26 +95,14 @@ def all_servers(tmp_path_factory, fork_server) -> Iterator[Servers]:
 
 @pytest.fixture
 def servers(all_servers: Servers) -> Iterator[Servers]:
-    """Both servers, up before the test and running again after it."""
     all_servers.start(0, 1)
     yield all_servers
     for index in (0, 1):
         all_servers.signal(index, signal.SIGCONT)
 
 
-@pytest.fixture(scope="module")
-def only_rank() -> Iterator[None]:
-    """Makes this process the only rank of a training run."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.fixture
 def train(only_rank: None, tmp_path: Path) -> Iterator[Callable[..., LoneTrainer]]:
-    """Starts trainings, and ends them."""
     trainings: list[LoneTrainer] = []
 
     def start(urls: list[str], **sync: Any) -> LoneTrainer:
@@ -157,7 +143,6 @@ def test_every_version_arrives_whole_at_all_servers(sync, servers, train):
 
 
 def full_size(training: LoneTrainer) -> int:
-    """Returns the bytes of the model in a full push."""
     return sum(4 * parameter.numel() for parameter in training.model.parameters())
 
 

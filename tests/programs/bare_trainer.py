@@ -10,10 +10,9 @@ under two pipeline stages.
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,10 +42,6 @@ def make_model(seed: int) -> Qwen3ForCausalLM:
         seed, hidden_size=96, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2,
     )  # fmt: skip
-
-
-def save_model(model: Qwen3ForCausalLM, directory: Path) -> None:
-    tagged.save_model(directory, model)
 
 
 @torch.no_grad()
@@ -119,7 +114,6 @@ class Trainer:
             self.groups[name] = await ours
 
     async def give_up(self) -> None:
-        """Abandons an update after a failure; the trainer must join again."""
         await self.client.leave_weight_groups()
         await self.client.resume()
         self.destroy()
@@ -189,14 +183,6 @@ async def joined(server: RunningServer) -> AsyncIterator[tuple[InferenceClient, 
     finally:
         await trainer.give_up()
         await client.close()
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(150):
-            await test()
-
-    asyncio.run(bounded())
 
 
 async def assert_serves(client: InferenceClient, model: Qwen3ForCausalLM, version: int) -> None:

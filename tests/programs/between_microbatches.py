@@ -68,7 +68,6 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def trained(arguments: dict, layout: dict[str, Any], kept: str) -> dict[str, Any]:
-    """Takes two optimizer steps of four microbatches each, with forward passes around them."""
     built = build(arguments["model"], arguments["seq_len"], kept=kept, **layout)
     model, rows = built.parts[0], rows_of(arguments)
     begin_adapters(built.parts, seed=0)
@@ -98,7 +97,6 @@ def trained(arguments: dict, layout: dict[str, Any], kept: str) -> dict[str, Any
 
 
 def pipelined(arguments: dict, layout: dict[str, Any]) -> dict[str, Any]:
-    """Counts the work of this rank's stages in a pass of four microbatches."""
     built, stages = build_stages(arguments["model"], arguments["seq_len"], **layout)
     rows = rows_of(arguments)
     runner, loss = runner_of(built, stages), picked_sum(rows)

@@ -9,24 +9,15 @@ import torch.distributed as dist
 
 from torchtitan.grpo.system.rank_calls import RankCallFailed, operation, remote
 from torchtitan.grpo.system.rank_channel import RankChannel
-from torchtitan.grpo.weight_wire.group_facts import GroupFacts
-from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 SPEC = BucketSpec(("a.weight",), ("bfloat16",), ((3, 4),), (2**64 - 1,), (-1,), 6)
-INFO = WeightGroupInfo("127.0.0.1", 4711, 1, 3, "group", "gloo", 2.5)
-FACTS = GroupFacts("cuda", "2.13.0", "2.29.7", None, {"NCCL_ALGO": ""}, "a hint")
 
 
 class SomeAgent:
-    """Rank 1's: answers in its own time, and notes the calls."""
-
     def __init__(self) -> None:
         self.calls: list[list[Any]] = []
         self.released = asyncio.Event()
-
-    @operation
-    async def wait_copied(self, slot: int, version: int) -> None:
-        self.calls.append(["wait_copied", slot, version])
 
     @operation
     async def gather(self, slot: int, version: int, is_held: bool) -> None:
@@ -42,15 +33,6 @@ class SomeAgent:
     async def prepare(self, version: int, index: int, base: int | None) -> BucketSpec:
         self.calls.append(["prepare", version, index, base])
         return SPEC
-
-    @operation
-    async def group_facts(self) -> GroupFacts:
-        return FACTS
-
-    @operation
-    async def open(self, server_url: str, world_size: int, backend: str) -> WeightGroupInfo:
-        self.calls.append(["open", server_url, world_size, backend])
-        return INFO
 
     @operation
     async def join(self, server_url: str) -> None:
@@ -80,12 +62,9 @@ async def lead(channel: RankChannel) -> dict[str, Any]:
     await asyncio.sleep(0)  # called first, and so to arrive first
     results: dict[str, Any] = {
         "prepared": await agent.prepare(7, 0, 6) == SPEC,
-        "facts": await agent.group_facts() == FACTS,
-        "opened": await agent.open("http://server", 3, "gloo") == INFO,
         # Later calls are answered while the first is under way.
         "gathering_waits": not gathering.done(),
     }
-    await agent.wait_copied(0, 8)
     await agent.drop(5)
     await gathering
     failed = None

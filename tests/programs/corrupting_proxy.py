@@ -10,20 +10,14 @@ import asyncio
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
-GENERATE_ROUTE = "/generate"
-NO_TOKEN = 4242
-"""A token id beyond the vocabulary of the models that tests use."""
-NO_VERSION = 999_999
-"""A version that nobody ever pushes."""
-
+NO_TOKEN = 4242  # beyond the vocabulary of the models that tests use
 _MIB = 2**20
 _ENDLESS_BYTES = 256 * _MIB
 # How long an answer waits for another one to be swapped with.
@@ -59,7 +53,7 @@ def _without_first_version(answer: Fields) -> None:
 
 def _of_no_version(answer: Fields) -> None:
     for segment in answer["meta_info"]["weight_versions"]:
-        segment["version"] = str(NO_VERSION)
+        segment["version"] = "999999"
 
 
 def _of_a_cut_prompt(answer: Fields) -> None:
@@ -97,37 +91,22 @@ _OTHERS = ("previous answer", "swapped", "hang", "cut connection", "no HTTP", "e
 MODES = (*_CHANGES, *_REPLACEMENTS, *_OTHERS)
 
 
-def is_completion(fields: Fields) -> bool:
-    return fields["sampling_params"]["max_new_tokens"] > 0
-
-
-@dataclass(eq=False)
-class _Waiting:
-    """An answer that waits for another one with which it is swapped."""
-
-    body: bytes
-    other: asyncio.Future[bytes]
-
-
 class CorruptingProxy:
     def __init__(
         self,
         target: str,
-        modes: Sequence[str],
         *,
-        every: int = 3,
-        is_doomed: Callable[[list[int]], bool] = lambda prompt_ids: False,
+        every: int,
+        is_doomed: Callable[[list[int]], bool],
     ) -> None:
-        assert set(modes) <= set(MODES), f"modes must be of {MODES}, got {modes}"
-        self.num_answers = 0
         self.spoiled: Counter[str] = Counter()
         self.num_endless_bytes = 0
         self.url = ""
-        self._target, self._modes, self._every = target, tuple(modes), every
-        self._is_doomed = is_doomed
-        self._num_turns = 0
+        self._target, self._every, self._is_doomed = target, every, is_doomed
+        self._num_answers = self._num_turns = 0
         self._previous: bytes | None = None
-        self._waiting: _Waiting | None = None
+        # An answer that waits for another one with which it is swapped.
+        self._waiting: tuple[bytes, asyncio.Future[bytes]] | None = None
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
 
@@ -162,18 +141,19 @@ class CorruptingProxy:
                 status, kind, body = answer.status, answer.content_type, await answer.read()
         except aiohttp.ClientError as error:
             return web.Response(status=502, text=f"The server behind the proxy: {error!r}")
-        if request.path == GENERATE_ROUTE and status == 200 and is_completion(json.loads(sent)):
-            mode = self._next_mode(json.loads(sent)["input_ids"])
+        fields = json.loads(sent) if request.path == "/generate" and status == 200 else {}
+        if fields and fields["sampling_params"]["max_new_tokens"] > 0:
+            mode = self._next_mode(fields["input_ids"])
             previous, self._previous = self._previous, body
             if mode is not None:
                 return await self._spoil(request, mode, body, previous)
         return web.Response(status=status, body=body, content_type=kind)
 
     def _next_mode(self, prompt_ids: list[int]) -> str | None:
-        self.num_answers += 1
-        if self.num_answers % self._every and not self._is_doomed(prompt_ids):
+        self._num_answers += 1
+        if self._num_answers % self._every and not self._is_doomed(prompt_ids):
             return None
-        mode = self._modes[self._num_turns % len(self._modes)]
+        mode = MODES[self._num_turns % len(MODES)]
         self._num_turns += 1
         return mode
 
@@ -198,15 +178,14 @@ class CorruptingProxy:
         return web.Response(body=spoiled, content_type=kind)
 
     async def _swap(self, body: bytes) -> bytes:
-        """Another request's answer, which is given this one; where none comes, its own."""
         partner, self._waiting = self._waiting, None
-        if partner is not None and not partner.other.done():
-            partner.other.set_result(body)
-            return partner.body
-        waiting = self._waiting = _Waiting(body, asyncio.get_running_loop().create_future())
+        if partner is not None and not partner[1].done():
+            partner[1].set_result(body)
+            return partner[0]
+        self._waiting = (body, other := asyncio.get_running_loop().create_future())
         try:
             async with asyncio.timeout(_PARTNER_SECONDS):
-                return await waiting.other
+                return await other
         except TimeoutError:
             return body
 

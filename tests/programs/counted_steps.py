@@ -49,7 +49,6 @@ def counted(folder: Path, *overrides: str, num_rows: int = 4) -> dict[str, Any]:
 
 
 def elementwise() -> dict[str, Any]:
-    """Returns the work of a pass over [8, 1000] bfloat16, eager and compiled, and of a sum of it."""
     with steps.counting(Shape(CASES["tiny"].sizes, (8,), (8,), 8)) as (counter, _):
         x = torch.empty(8, 1000, dtype=torch.bfloat16, device="cuda")
         fused = torch.compile(lambda t: (t * 2).exp().sum(-1))

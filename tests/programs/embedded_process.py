@@ -129,7 +129,6 @@ class Client:
 
 
 async def assert_serves(client: Client, model: Any, prompt: list[int]) -> dict[str, Any]:
-    """Returns an answer whose logprobs are a model's."""
     answer = await client.generate(prompt)
     expected = reference_logprobs(model, prompt, answer["output_ids"])
     torch.testing.assert_close(served_logprobs(answer), expected, atol=1e-4, rtol=0)

@@ -54,7 +54,6 @@ def reference_logprobs(model: Any, request: Request) -> torch.Tensor:
 
 
 def assert_exact(model: Any, requests: list[Request], *later: Any) -> None:
-    """Compares the logprobs of requests with a model's, from the second version on with another's."""
     for request in requests:
         found = torch.tensor(request.logprobs)
         ends = (

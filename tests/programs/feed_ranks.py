@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import zmq.asyncio
+from rollouts import rollout as rollout_of
 
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.data.cost import token_cost
@@ -20,7 +21,7 @@ from torchtitan.grpo.data.step_plan import plan_step
 from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
 from torchtitan.grpo.rollout.batch_fetch import BatchHolder, FetchFailed
 from torchtitan.grpo.rollout.codec import pack_without_arrays, unpack
-from torchtitan.grpo.types import BatchPart, PromptProgress, Rollout, RolloutGroup, VersionSegment
+from torchtitan.grpo.types import BatchPart, PromptProgress, Rollout, RolloutGroup
 
 NUM_BATCH_RANKS, ROW_LEN, SECRET = 2, 32, "secret"
 TOP_K, NUM_GROUPS = (0, 3, 2), (5, 1, 3)
@@ -34,24 +35,15 @@ def random_groups(seed: int) -> list[RolloutGroup]:
     def rollout(prompt: np.ndarray) -> Rollout:
         length = int(random.integers(1, 20))
         sampled = random.random(length) < 0.7 if random.random() < 0.5 else None
-        return Rollout(
-            prompt_ids=prompt,
-            token_ids=random.integers(0, 99, length).astype(np.int32),
-            logprobs=-random.random(length).astype(np.float32),
-            segments=(VersionSegment(0, 0, length),),
-            finish_reason="stop",
-            completion="text",
-            reward=float(random.random()),
-            sampled=sampled,
-            new_rows=((1, 1),) if length > 3 else (),
-            teacher_logprobs=-random.random(length).astype(np.float32),
-            teacher_top_ids=random.integers(0, 99, (length, top_k)).astype(np.int32)
-            if top_k
-            else None,
-            teacher_top_logprobs=-random.random((length, top_k)).astype(np.float32)
-            if top_k
-            else None,
-        )
+        top = {} if not top_k else {
+            "teacher_top_ids": random.integers(0, 99, (length, top_k)).astype(np.int32),
+            "teacher_top_logprobs": -random.random((length, top_k)).astype(np.float32),
+        }  # fmt: skip
+        return rollout_of(
+            random.integers(0, 99, length), float(random.random()), -random.random(length),
+            prompt_ids=prompt, sampled=sampled, new_rows=((1, 1),) if length > 3 else (),
+            teacher_logprobs=-random.random(length).astype(np.float32), **top,
+        )  # fmt: skip
 
     groups = []
     # Neighbors among far-off ids: a table that went through float would lose them.
@@ -133,7 +125,6 @@ def wrong_fields(batch: TrainBatch, step: int, batch_rank: int) -> list[str]:
 
 
 def combined_metrics(feed: Feed, rank: int) -> dict[str, float]:
-    """Returns metrics to which each rank but the last has added one microbatch."""
     reductions = {"sum": "sum", "mean": "mean", "max": "max", "min": "min", "loss": "loss"}
     totals = MetricTotals(reductions)
     if rank < dist.get_world_size() - 1:

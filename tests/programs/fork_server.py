@@ -87,8 +87,6 @@ def main() -> None:
 
 
 class Server:
-    """Accepts jobs, forks, and reports how each process ended."""
-
     def __init__(self, listener: socket.socket, control: socket.socket) -> None:
         self._listener, self._control = listener, control
         self._connections: dict[int, socket.socket] = {}
@@ -181,7 +179,6 @@ def _die_with_parent() -> None:
 
 
 def _settle(job: Job, files: list[int]) -> None:
-    """Gives a forked process what an exec would have given it."""
     _die_with_parent()
     null = os.open(os.devnull, os.O_RDONLY)
     for target, file in enumerate((null, *files)):
@@ -199,7 +196,6 @@ def _settle(job: Job, files: list[int]) -> None:
 
 
 def _run(job: Job) -> None:
-    """Runs the program as ``__main__``, and ends the process with its status."""
     import numpy as np
 
     # Python's own random generator is seeded again after each fork.

@@ -159,7 +159,6 @@ class ForkServer:
         return str(self._python)
 
     def start_server(self, spec: "ServerSpec", log_file: Path) -> "LaunchedServer":
-        """Starts a server as `local_servers.start_server` does, embedded ones by a fork."""
         from torchtitan.grpo.inference import local_servers
 
         if spec.kind != "embedded":
@@ -197,7 +196,6 @@ def job(
 
 
 def connect(address: str, what: dict[str, Any], *files: int) -> ForkedProcess:
-    """Has the server at the address start a process whose output goes to two files."""
     body = json.dumps(what).encode()
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)

@@ -9,7 +9,6 @@ ROWS = [[0, 1], [2, 3], [], []]
 
 
 def reference(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logprobs of all trained tokens, sequence by sequence, and gradients as files name them."""
     logprobs = []
     for ids in SEQUENCES:
         logits = model(torch.tensor([ids])).logits[0, :-1]

@@ -37,7 +37,6 @@ def marked_with(variable: str, value: str) -> list[psutil.Process]:
 
 
 def listening(processes: Iterable[psutil.Process]) -> set[tuple[str, str]]:
-    """Returns each TCP address on which a process listens, with the process's command line."""
     found = set()
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -74,7 +73,6 @@ def watched(processes: Callable[[], list[psutil.Process]]) -> Iterator[set[tuple
 def run_watched(
     command: list[str],
 ) -> tuple[subprocess.CompletedProcess[str], set[tuple[str, str]]]:
-    """Runs a command; returns also on which addresses it and its descendants listened."""
     mark = uuid.uuid4().hex
     with watched(lambda: marked_with(_MARK, mark)) as found:
         result = subprocess.run(
@@ -84,7 +82,6 @@ def run_watched(
 
 
 def check_sockets(found: set[tuple[str, str]]) -> None:
-    """Fails unless a server and a rank were seen, and everything listened on loopback alone."""
     for words in ("--model", "torchtitan.grpo_train"):
         assert any(words in command for command, _ in found), (words, found)
     assert not beyond_loopback(found)

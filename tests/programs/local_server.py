@@ -62,7 +62,6 @@ def make(*servers: LocalServer, **settings: Any) -> Dispatcher:
 
 
 def attested(*servers: LocalServer, **settings: Any) -> Dispatcher:
-    """Returns a dispatcher whose servers are all attested with version 0; see :func:`make`."""
     dispatcher = make(*servers, **settings)
     for server in servers:
         dispatcher.set_version(server.url, 0)
@@ -74,7 +73,6 @@ def submit(dispatcher: Dispatcher, url: str) -> asyncio.Task[Generation]:
 
 
 async def end(tasks: list[asyncio.Task[Generation]], dispatcher: Dispatcher) -> None:
-    """Cancels what hangs, and finds that nothing is left of it."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -79,7 +79,6 @@ def apply_tensor_parallel(model: nn.Module, mesh) -> None:
 
 
 def tensor_parallel(arguments):
-    """Checks TP of the given degree with FSDP2 over the other ranks, each with its own rows."""
     degree, world = arguments["tp"], dist.get_world_size()
     mesh = init_device_mesh("cpu", (world // degree, degree), mesh_dim_names=("dp", "tp"))
     hidden, labels, grads = data(4)

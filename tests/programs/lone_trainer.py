@@ -35,7 +35,7 @@ PATIENCE = 300.0
 T = TypeVar("T")
 
 
-def wait_until(look: Callable[[], T | None], what: str, poll_seconds: float = 0.01) -> T:
+def wait_until(look: Callable[[], T | None], what: str = "", poll_seconds: float = 0.01) -> T:
     """Calls ``look`` until it returns something true, and returns that."""
     deadline = time.monotonic() + PATIENCE
     while not (found := look()):
@@ -53,12 +53,14 @@ def ask(url: str, route: str, **body: Any) -> Any:
 
 
 def checksums(url: str) -> dict[str, str]:
-    """Returns the SHA-256 of each parameter of the server."""
     return ask(url, "/weights_checker", action="checksum")["ranks"][0]["checksums"]
 
 
 class LoneTrainer:
-    """A model, its publisher, and the notices that the rollout process would receive."""
+    """A model, its publisher, and the notices that the rollout process would receive.
+
+    ``kind`` is that of the first server; all others are embedded.
+    """
 
     def __init__(
         self,
@@ -111,7 +113,7 @@ class LoneTrainer:
             notify_lost=lambda url, reason: self.told.append((url, -1)),
             watch=SimpleNamespace(poll=lambda: self.news.pop(0) if self.news else None),
         )
-        infos = [ServerInfo(url, kind) for url in urls]
+        infos = [ServerInfo(url, "embedded" if i else kind) for i, url in enumerate(urls)]
         self.publisher = build_publisher(
             config,
             [self.model],
@@ -124,7 +126,6 @@ class LoneTrainer:
         )
 
     def publish(self) -> int:
-        """Changes a few elements of every parameter, and publishes them."""
         self.version += 1
         slot = self.publisher.reserve_slot()
         self.publisher.fence()

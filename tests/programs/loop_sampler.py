@@ -25,8 +25,6 @@ _REQUEST_SECONDS = 20.0
 
 
 class Sampler:
-    """Does the rollout process's work on a thread of its own."""
-
     def __init__(
         self,
         servers: Sequence[ServerInfo],
@@ -101,8 +99,7 @@ class Sampler:
         attested = server.version
         try:
             generation = await completion
-        except ServerError as error:
-            self._tell("no_sample", url=server.url, reason=str(error))
+        except ServerError:
             return
         self._tell(
             "sample",

@@ -48,7 +48,6 @@ def check(folder: Path, *more: str) -> list[str]:
 
 
 def trained(folder: Path) -> Tensors:
-    """Returns the weights with which a run would begin, by their Hugging Face names."""
     config = load_config(settings(folder))
     model, adapter_of = build_without_memory(config, read_hf_model(folder))
     model.to_empty(device="cpu")

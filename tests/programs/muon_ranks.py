@@ -47,7 +47,6 @@ class Training:
 
 
 def write_reference(arguments: dict) -> dict:
-    """Trains in one process, and writes its weights and the checkpoint after the first step."""
     folder, training = Path(arguments["reference"]), Training(arguments, {})
     save_file(training.whole(), folder / "begin.safetensors")
     training.step()
@@ -59,7 +58,6 @@ def write_reference(arguments: dict) -> dict:
 
 
 def distances(found: dict, begin: dict, end: dict) -> dict[str, float]:
-    """Returns how far each parameter is from where it belongs, relative to the way it went."""
     return {
         name: float((p - end[name]).norm() / (end[name] - begin[name]).norm())
         for name, p in found.items()

@@ -38,7 +38,6 @@ exec sleep infinity
 
 
 def why_not() -> str | None:
-    """Returns why hosts cannot be made on this machine; ``None`` if they can."""
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
         return f"network namespaces need {', '.join(missing)} (packages iproute2 and util-linux)"

@@ -11,7 +11,6 @@ import torch
 
 
 def peft_model(model: Any, folder: Path, rank: int, alpha: float, targets: list[str]) -> Any:
-    """Returns a model with adapters that change what it computes, and writes them into a folder."""
     config = peft.LoraConfig(
         r=rank, lora_alpha=alpha, task_type="CAUSAL_LM", target_modules=targets
     )

@@ -137,7 +137,6 @@ async def at_work(file: Path, model: Path, settings: Settings) -> AsyncIterator[
 
 
 def make_world(file: Path, codec: TextCodec, pool: RewardPool, settings: Settings) -> World:
-    """Returns a producer that is not at work yet, and what is around it."""
     table = Prompts(path=str(file), shuffle=False)
     rows = open_table(table.path, "train", {}, "prompt", "prompts.path")
     prompts = PromptSet(rows, table, codec, PromptLimits(20, 128), "prompts.path")

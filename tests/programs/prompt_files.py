@@ -30,7 +30,6 @@ def character_tokenizer(characters: str = "?abcdefghij 0123456789:") -> Tokenize
 
 
 def byte_tokenizer(marks: Sequence[str]) -> Tokenizer:
-    """Returns a tokenizer of the 256 bytes and of special tokens, which follow them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

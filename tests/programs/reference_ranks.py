@@ -20,7 +20,6 @@ EMA = 0.75
 
 
 def reference_of(built: Built, path: str) -> Reference:
-    """Returns the reference that a Trainer with this policy would build."""
     built.config.grpo.ref_model_path = path
     built.config.grpo.ref_model_ema = EMA
     trainer: Any = SimpleNamespace(

@@ -48,7 +48,6 @@ def save(model: Qwen3ForCausalLM, folder: Path) -> None:
 
 
 def hf_weights(model: Any, tied: bool) -> dict[str, torch.Tensor]:
-    """Returns the weights that a directory of the model holds."""
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     if tied:
         del weights["lm_head.weight"]
@@ -99,7 +98,6 @@ def records(dump: Path, file: str = "metrics.jsonl") -> list[dict[str, float]]:
 
 
 def events_of_steps(versions: range, updates: int = 1, saved=(), skipped=()) -> list[str]:
-    """What must happen in this order; a skipped step lacks the optimizer and nothing else."""
     events = [f"publish {versions.start - 1} from slot 0"]
     for slot, version in enumerate(versions, start=1):
         events += ["fence", *["optimizer"] * (version not in skipped)] * updates

@@ -84,7 +84,6 @@ def progress_of(trainer: GRPOTrainer) -> list[Any]:
 
 
 def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """One run to its end; its exported weights are kept as ``<name>.safetensors``."""
     config = load_config(case["arguments"])
     hf_model = read_hf_model(config.model.hf_assets_path)
     check_model(config, hf_model)

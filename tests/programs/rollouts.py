@@ -33,7 +33,6 @@ def generation(
     version: int = 0,
     **more: Any,
 ) -> Generation:
-    """Returns a completion of these tokens, or of so many; ``more`` are fields."""
     return Generation(**_fields(tokens, logprobs, version, more))
 
 

@@ -78,7 +78,6 @@ class CountingStage(DeferredStage):
 
 
 def peak_of(name: str, microbatches: int, costs: Costs | None) -> tuple[int, float, Bytes]:
-    """Runs a pass; returns the bytes at the peak, and those that the simulator expects."""
     row, degree, rank = SCHEDULES[name], dist.get_world_size(), dist.get_rank()
     per_rank = row.stages_per_rank
     timed = Costs.uniform(degree, per_rank)

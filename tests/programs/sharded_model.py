@@ -27,7 +27,6 @@ def rows_of(arguments: dict) -> TrainRows:
 
 
 def runner_of(built: Built, stages: list[Any], rows_at_once: int = 2) -> Any:
-    """Returns the runner of a pipeline's stages, or of a whole model if there are none."""
     if not stages:
         return WholeModelRunner(built.parts[0], rows_at_once=rows_at_once)
     loss = StageLoss()

@@ -8,6 +8,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from linear_logprob_ranks import compare as compare_ranks
 from triton.runtime.interpreter import InterpreterBuilder
 
 from torchtitan.grpo.losses import softmax_kernels, softmax_passes
@@ -18,8 +19,6 @@ TOKENS, VOCAB, DIM = (2, 2), 2600, 16
 
 
 class Traffic:
-    """Counts the bytes of the elements that are loaded and stored."""
-
     def __init__(self) -> None:
         self.loaded = self.stored = 0
         load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
@@ -152,32 +151,6 @@ def bytes_per_logit(traffic: Traffic) -> dict[str, list[float]]:
     return {name: [n / logits.numel() for n in counts] for name, counts in found.items()}
 
 
-def compare_ranks(temperature: float) -> dict[str, float]:
-    """With the vocabulary sharded over ranks, of which the last one has none of it."""
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(4, 8), torch.randn(VOCAB, 8)
-    labels, others = torch.randint(0, VOCAB, (4,)), torch.rand(4, VOCAB).topk(3).indices
-    grads = torch.randn(4, 2 + 3)
-    rank, piece_size = dist.get_rank(), -(-VOCAB // (dist.get_world_size() - 1))
-    start = min(rank * piece_size, VOCAB)
-    piece = slice(start, min(start + piece_size, VOCAB))
-    mine = [hidden.clone().requires_grad_(), weight[piece].clone().requires_grad_()]
-    packed = packed_linear_logprobs(
-        *mine, labels, temperature=temperature, chunk_tokens=2, with_entropy=True, other_ids=others,
-        group=dist.group.WORLD, vocab_start=start,
-    )  # fmt: skip
-    packed.backward(grads)
-    dist.all_reduce(mine[0].grad)
-    whole = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
-    expected = reference(*whole, labels, others, temperature, True)
-    expected.backward(grads.double())
-    return {
-        "values": relative(packed, expected),
-        "hidden": relative(mine[0].grad, whole[0].grad),
-        "weight": relative(mine[1].grad, whole[1].grad[piece]),
-    }
-
-
 def main(arguments):
     traffic = Traffic()
     softmax_passes.sum_slice.register_kernel("cpu")(softmax_kernels.sum_slice)
@@ -187,7 +160,7 @@ def main(arguments):
             "gloo", init_method=f"file://{arguments['store']}", rank=int(os.environ["RANK"]),
             world_size=arguments["num_ranks"],
         )  # fmt: skip
-        return {"errors": compare_ranks(0.7)}
+        return {"cases": [compare_ranks(vocab, 0.7) for vocab in (301, 4)]}
     return {
         "bytes": bytes_per_logit(traffic),
         "half": half_precision_errors(),

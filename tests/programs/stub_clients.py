@@ -27,7 +27,6 @@ class StubClient(InferenceClient):
 async def serving(
     handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
 ) -> AsyncIterator[str]:
-    """Answers each request by ``handler``; yields the server's URL."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handler)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)

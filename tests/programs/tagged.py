@@ -38,7 +38,6 @@ def make_model(seed: int, **sizes: int) -> Qwen3ForCausalLM:
 
 
 def save_model(directory: Path, model: Qwen3ForCausalLM | None = None) -> None:
-    """Writes a model, by default the tagged one, with a tokenizer as a Hugging Face directory."""
     if model is None:
         model = make_model(
             0, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
@@ -77,7 +76,6 @@ class TaggedModel:
         return self._checksums[version]
 
     def digest(self, version: int) -> str:
-        """Returns what :func:`digest_of` returns for an embedded server with this version."""
         tensors = self.tensors(version).items()
         return digest_of(
             (name, hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest())
