@@ -5,6 +5,7 @@
 import asyncio
 import inspect
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -32,6 +33,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
     asyncio.run(asyncio.wait_for(test(**arguments), 300))
     return True
+
+
+@pytest.fixture(autouse=True)
+def _logs_are_read() -> Iterator[None]:
+    """What a test that launches ranks turns off in its process is on again for the next one."""
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")
