@@ -1,5 +1,3 @@
-"""Costs of sequences, and partitions of even cost."""
-
 import json
 import math
 

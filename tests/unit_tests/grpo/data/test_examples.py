@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Supervised examples have the tokens that the model is prompted with, and refuse bad rows."""
-
 import json
 from types import SimpleNamespace
 from typing import Any

@@ -1,5 +1,3 @@
-"""Packing, splitting and dealing keep their invariants for any lengths."""
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

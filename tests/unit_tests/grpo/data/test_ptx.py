@@ -1,5 +1,3 @@
-"""The supervised mix-in has the right tokens in the right order, and refuses bad rows."""
-
 import json
 from types import SimpleNamespace
 

@@ -1,5 +1,3 @@
-"""What is recorded is read back to the bit, whenever and however the run ended."""
-
 import gzip
 import json
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Recorded batches come again as steps, without any server."""
-
 from pathlib import Path
 
 import pytest

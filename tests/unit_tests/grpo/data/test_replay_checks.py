@@ -3,6 +3,8 @@
 
 """A recorded batch is replayed if a run can train on it, with ratings under a teacher's conditions."""
 
+import contextlib
+
 import numpy as np
 import pytest
 from rollouts import group, rollout
@@ -123,13 +125,10 @@ def test_a_replay_finds_wrong_ratings_before_its_first_step(tmp_path, repository
     config.training.seq_len = 16
 
     def start() -> None:
-        source = ReplaySource(
-            config, model, start_version=0, progress=PromptProgress(), should_stop=lambda: False
-        )
-        try:
+        arguments = {"start_version": 0, "progress": PromptProgress()}
+        source = ReplaySource(config, model, should_stop=lambda: False, **arguments)
+        with contextlib.closing(source):
             source.start()
-        finally:
-            source.close()
 
     start()
     config.teacher.urls = ["http://127.0.0.1:9000"]

@@ -112,17 +112,6 @@ def test_without_a_prompt_the_first_completion_token_is_not_predicted():
     assert rows.ptx_weights[0].tolist() == [0, 0, 0.5, 0.5, 0, 0]
 
 
-def test_what_an_environment_put_in_is_context_alone():
-    mask = np.array([True, False, False, True])
-    mixed = sample([5], [7, 8, 9, 4], [-1, 0, 0, -2], sample_id=0, loss_weight=0.5, sampled=mask)
-    assert (mixed.num_predicted, mixed.num_trained) == (4, 2)
-    rows = build_rows([mixed], [[0]], 6)
-    assert rows.labels[0].tolist() == [7, 8, 9, 4, 0, 0]
-    assert rows.loss_mask[0].tolist() == [True, False, False, True, False, False]
-    assert rows.loss_weights[0].tolist() == [0.5, 0, 0, 0.5, 0, 0]
-    assert rows.generator_logprobs[0].tolist() == [-1, 0, 0, -2, 0, 0]
-
-
 def test_advantages_are_looked_up_by_sample_and_stand_on_trained_tokens_alone():
     rows = packed().with_advantages(np.array([2.0, -0.5], np.float32))
     assert rows.advantages[0].tolist() == [0, -0.5, -0.5, 0, 2, 0, 0, 0]

@@ -1,5 +1,3 @@
-"""Sequences are spread over ranks evenly, in as few rows as they fit into."""
-
 import numpy as np
 import pytest
 from hypothesis import given

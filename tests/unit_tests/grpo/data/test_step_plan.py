@@ -1,5 +1,3 @@
-"""A plan weighs every sample once, keeps groups whole, and gives ranks equal shares."""
-
 from dataclasses import replace
 
 import numpy as np
@@ -69,17 +67,6 @@ def test_a_plan_counts_tokens_ages_and_leaves_unscored_samples_out():
     assert total(made.rows_of_rank, "loss_weights") == pytest.approx(1)
     # Of what an environment wrote there is no logprob.
     assert total(made.rows_of_rank, "generator_logprobs") == -3 * (0 + 1 + 2) - (0 + 3 + 4 + 5 + 6)
-
-
-def test_advantages_found_by_sample_id_are_those_of_the_sample():
-    # Completions are told apart by their first token.
-    rewards = {0: 1.0, 10: 0.0, 20: 3.0, 30: 5.0}
-    rollouts = [written(reward, first=first) for first, reward in rewards.items()]
-    made = plan([group(1, *rollouts[:2]), group(0, *rollouts[2:])], GRPO(num_minibatches=2))
-    rows = made.rows_of_rank[0].with_advantages(advantages_of(made))
-    trained = rows.loss_mask
-    found = dict(zip(rows.labels[trained].tolist(), rows.advantages[trained].tolist(), strict=True))
-    assert {first: found[first] for first in rewards} == {0: 0.5, 10: -0.5, 20: -1, 30: 1}
 
 
 def advantages_of(made):

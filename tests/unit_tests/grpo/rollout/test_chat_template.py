@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Chat templates print all that was said, alike on every day, and are ended at their limits."""
-
 import json
 from datetime import datetime
 from pathlib import Path
@@ -132,10 +130,11 @@ def test_without_a_date_of_the_run_it_is_that_of_the_first_rendering(make):
 LOOP = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}"
 ENDS = "{% endfor %}" * 3
 LIMITS = {
-    "loops": (LOOP + "{{ '' }}" + ENDS, "s of processor time"),
-    "repeats": ("{{ 'a' * 10**10 }}", "GiB of memory"),
-    "pads": ("{{ '%9999999999d' % 1 }}", "GiB of memory"),
-    "prints much": ("{{ 'a' * 10**7 }}", "characters of text"),
+    "loops": (LOOP + "{{ '' }}" + ENDS, "more than .* s of processor time to render"),
+    "repeats": ("{{ 'a' * 10**10 }}", "more than .* GiB of memory to render"),
+    "pads": ("{{ '%9999999999d' % 1 }}", "more than .* GiB of memory to render"),
+    "prints much": ("{{ 'a' * 10**7 }}", "more than .* characters of text to render"),
+    "recurs": ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "recursion"),
 }
 
 
@@ -144,15 +143,9 @@ def test_a_template_is_ended_at_a_limit_and_the_next_one_is_rendered(make, name,
     monkeypatch.setattr(chat_template, "_CPU_SECONDS", 0.5)
     monkeypatch.setattr(chat_template, "_MEMORY_BYTES", 2**27)
     template, limit = LIMITS[name]
-    with pytest.raises(ValueError, match=rf"chat template of .* more than .* {limit} to render"):
+    with pytest.raises(ValueError, match=rf"chat template .*{limit}|cannot render .*{limit}"):
         make(ALL + template).encode_chat([USER])
     assert make(ALL).render_chat([USER]) == "<user>2 + 3?<end>"
-
-
-def test_macros_without_end_are_refused(make):
-    template = "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}"
-    with pytest.raises(ValueError, match=r"cannot render .*recursion"):
-        make(ALL + template).encode_chat([USER])
 
 
 def test_a_child_that_somebody_else_ends_is_started_again(make):

@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What is packed is unpacked as it was, and columns follow from the table of `types.py`."""
-
 from dataclasses import replace
 
 import numpy as np

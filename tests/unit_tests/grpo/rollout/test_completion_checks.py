@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a completion must fulfil to be trained on, whether a server or a file brought it."""
-
 import math
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What is dropped is announced once for each kind, and counted."""
-
 import asyncio
 import logging
 

@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A group is trained on only if at least two of its rollouts can be compared."""
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace

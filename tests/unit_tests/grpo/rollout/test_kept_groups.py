@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A run ends with the cause if none of many consecutive groups can be trained on, and only then."""
-
 import pytest
 
 from torchtitan.grpo.rollout.kept_groups import (

@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Each prompt is issued once and ends once, whatever happens in between."""
-
 from hypothesis import given
 from hypothesis import strategies as st
 

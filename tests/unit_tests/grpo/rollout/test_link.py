@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The connection of rank 0 to a rollout process whose session is a script."""
-
 from pathlib import Path
 
 from prompt_files import process_config

@@ -34,9 +34,6 @@ class FixedServer:
     def is_ready(self) -> bool:
         return self.ready
 
-    def metrics(self) -> dict[str, float]:
-        return {"inflight_rollouts": 2.0}
-
 
 def opened(clock: Clock) -> tuple[ProcessHealth, Any, FixedServer]:
     server, health = FixedServer(), ProcessHealth(10.0, 60.0, clock)
@@ -90,17 +87,6 @@ def test_a_batch_for_which_nothing_ends_is_stuck_only_while_rank_0_waits():
     assert health.health().status == "stuck"
     session.producer.is_asked = False
     assert health.health().problem is None
-
-
-def test_the_state_of_each_server_and_counts_are_told():
-    health, _, _ = opened(Clock())
-    assert health.health().facts["servers"]["http://a:1"] == {
-        "state": "ready", "version": 3, "inflight_rollouts": 2,
-    }  # fmt: skip
-    metrics = health.metrics()
-    assert metrics["monitor/ready_servers"] == 1
-    assert metrics["servers/a:1/inflight_rollouts"] == 2
-    assert metrics["rollout/buffer_groups"] == 4
 
 
 def test_percentiles_are_of_the_window_and_the_longest_is_since_the_last_reading():

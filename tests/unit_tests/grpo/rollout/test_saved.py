@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Rollouts in flight, in a file beside the checkpoint."""
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

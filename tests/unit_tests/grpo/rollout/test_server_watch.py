@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Rank 0's view of the servers."""
-
 from collections.abc import Iterator
 from pathlib import Path
 

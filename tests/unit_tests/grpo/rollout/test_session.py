@@ -1,10 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A session of a resumed run begins with the rollouts that were saved with the checkpoint."""
-
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,11 +51,6 @@ def flip_a_bit(file: Path) -> None:
 
 DAMAGE = {
     "a flipped bit": (flip_a_bit, "its checksum is not that"),
-    "half a file": (lambda file: os.truncate(file, 40), "the file cannot be read: "),
-    "rollouts of another step": (
-        lambda file: write_saved(file, replace(saved_rollouts(-0.5), version=2)),
-        "it must hold the rollouts of step 1, got those of step 2",
-    ),
     "an impossible logprob": (
         lambda file: write_saved(file, saved_rollouts(-200.0)),
         "in group 2, its logprobs must be finite, above -87.337 and not above 0, got -200.0",

@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Prompts end where the model is to continue, whatever the tokenizer puts around a text."""
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The segments of a completion are together what a single request would have given."""
-
 import asyncio
 from typing import Any
 

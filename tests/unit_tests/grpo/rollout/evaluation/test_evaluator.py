@@ -137,17 +137,6 @@ async def test_tokens_of_newer_weights_are_told(codec: TextCodec):
     assert (result.version, result.newest_version, result.mixed_fraction) == (3, 4, 0.5)
 
 
-async def test_on_a_pinned_server_alone_one_version_generates_everything(codec: TextCodec):
-    pinned = Server(lambda request: answer(codec, "12", 3))
-    other = Server(lambda request: answer(codec, "12", 5), "http://b")
-    async with evaluator_of(codec, pinned, other, version=3) as (evaluator, dispatcher, _):
-        dispatcher.set_version("http://b", 5)
-        result = await evaluator.evaluate(3, ["http://a"])
-        assert (result.version, result.mixed_fraction, other.requests) == (3, 0.0, [])
-        result = await evaluator.evaluate(3)
-        assert (result.version, result.newest_version) == (3, 5)
-
-
 async def test_each_completion_that_fails_or_has_no_score_is_counted_once(codec, tmp_path: Path):
     # Of four completions of a prompt one fails, and of the other three one gets a score, or none.
     (file := tmp_path / "rewards.py").write_text(SCORE_SOME)

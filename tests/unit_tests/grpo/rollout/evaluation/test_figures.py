@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The figures of a set, by hand."""
-
 import itertools
 
 import pytest

@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Evaluations get the places that rollouts leave free, and rollouts notice nothing of them."""
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A producer that keeps no group ends with what became of its groups."""
-
 import asyncio
 from typing import Any
 

@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Groups that a batch would have to wait for, or that are too old for any batch."""
-
 import asyncio
 import re
 

@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What the producer keeps with a checkpoint, and how it goes on from there."""
-
 import asyncio
 
 import pytest

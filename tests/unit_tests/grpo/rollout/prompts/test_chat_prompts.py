@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Chat prompts with a system prompt and variables of the template, as the run opens them."""
-
 import json
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,10 @@ TEMPLATE = """
 {%- endif -%}
 """
 USER = [{"role": "user", "content": "6*7?"}]
+WORDY = [{"role": "system", "content": "Be wordy."}, *USER]
+ANSWER = {"role": "assistant", "content": "42"}
+QUIET = {"chat_template_kwargs": {"enable_thinking": False}}
+TYPO = {"chat_template_kwargs": {"enable_thinkin": False}}
 TURN = "<|im_start|>user\n6*7?<|im_end|>\n<|im_start|>assistant\n"
 SYSTEM = "<|im_start|>system\nBe brief.<|im_end|>\n"
 
@@ -77,7 +79,7 @@ def opened(model: Path, tmp_path: Path):
 def test_variables_reach_the_template_in_training_and_in_evaluation(opened):
     for _, text in opened(USER):
         assert text == TURN
-    for _, text in opened(USER, chat_template_kwargs={"enable_thinking": False}):
+    for _, text in opened(USER, **QUIET):
         assert text == TURN + "<think>\n\n</think>\n\n"
     for _, text in opened(USER, chat_template_kwargs={"enable_thinking": True}):
         assert text == TURN
@@ -95,26 +97,10 @@ def test_a_system_prompt_stands_before_the_messages_and_rewards_see_it(opened):
     ("prompt", "settings", "message"),
     [
         ("6*7?", {"system_prompt": "x"}, r"system_prompt needs .* chat messages, .* is a string"),
-        (
-            "6*7?",
-            {"chat_template_kwargs": {"enable_thinking": False}},
-            r"rows\.jsonl:1: prompts\.chat_template_kwargs needs .* is a string",
-        ),
-        (
-            [{"role": "system", "content": "Be wordy."}, *USER],
-            {"system_prompt": "Be brief."},
-            r"begins with a system message of its own, 'Be wordy\.'\. Remove",
-        ),
-        (
-            USER,
-            {"chat_template_kwargs": {"enable_thinkin": False}},
-            r"sets 'enable_thinkin', which the chat template of .* does not read",
-        ),
-        (
-            [*USER, {"role": "assistant", "content": "42"}],
-            {},
-            r"rows\.jsonl:1: .* ends with a message of the assistant",
-        ),
+        ("6*7?", QUIET, r"rows\.jsonl:1: prompts\.chat_template_kwargs needs .* is a string"),
+        (WORDY, {"system_prompt": "x"}, r"a system message of its own, 'Be wordy\.'\. Remove"),
+        (USER, TYPO, r"sets 'enable_thinkin', which the chat template of .* does not read"),
+        ([*USER, ANSWER], {}, r"rows\.jsonl:1: .* ends with a message of the assistant"),
     ],
 )
 def test_settings_that_would_be_ignored_are_refused(opened, prompt, settings, message):

@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The order in which several sets are drawn from, against the invariants that it states."""
-
 from fractions import Fraction
 
 import numpy as np

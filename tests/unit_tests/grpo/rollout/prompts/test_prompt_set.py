@@ -21,7 +21,7 @@ from torchtitan.grpo.rollout.tokenizer import TextCodec
 
 CHARACTERS = "?\x00abcdefghij 0123456789:"
 VOCABULARY = {c: i for i, c in enumerate(CHARACTERS)}
-EOS = 1
+EOS, CHAT = 1, [{"role": "user", "content": "a"}]
 
 
 @pytest.fixture
@@ -84,12 +84,8 @@ def test_long_prompts_are_left_out_and_counted(codec: TextCodec, write):
 def test_a_row_a_path_and_a_folder_without_what_is_needed_are_refused(codec, write, tmp_path: Path):
     for row, settings, message in (
         ({"prompt": "a9"}, {"vocab_size": 10}, "the model's vocabulary has only 10 entries"),
-        (
-            {"prompt": [{"role": "user", "content": "a"}]},
-            {"template": "{prompt}"},
-            "string prompts",
-        ),
-        ({"prompt": [{"role": "user", "content": "a"}]}, {}, "no chat template"),
+        ({"prompt": CHAT}, {"template": "{prompt}"}, "string prompts"),
+        ({"prompt": CHAT}, {}, "no chat template"),
     ):
         with pytest.raises(ValueError, match=message):
             stream(prompt_set(write([row]), codec, **settings)).next()

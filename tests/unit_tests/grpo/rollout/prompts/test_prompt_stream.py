@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Mixtures of prompt sets, and streams that go on where another one stopped."""
-
 from collections import Counter
 from itertools import islice
 from pathlib import Path

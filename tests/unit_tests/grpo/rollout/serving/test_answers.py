@@ -13,14 +13,11 @@ from local_server import PROMPT, SAMPLING, LocalServer, attested, generation, ma
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.inference.sglang import client as sglang
 from torchtitan.grpo.inference.vllm import answers as vllm
-from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.requests import Sampling, check_generation
 from torchtitan.grpo.types import GenerateRequest, Generation, Prompt
 
 
-async def written_ahead(
-    seconds: float = 20.0,
-) -> tuple[LocalServer, Dispatcher, asyncio.Task[Generation]]:
+async def written_ahead(seconds: float = 20.0):
     """A completion that was written under version 4 of a server that is attested with 3."""
 
     async def answer(request: GenerateRequest) -> Generation:

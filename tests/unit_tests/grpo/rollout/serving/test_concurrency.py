@@ -1,8 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The window of a server, from traces of what a server might do."""
-
+import itertools
 import random
 from collections import deque
 
@@ -22,42 +21,6 @@ def make(floor: int = 2, ceiling: int = 64, quota: int = 16) -> ConcurrencyWindo
     return ConcurrencyWindow(floor=floor, ceiling=ceiling, quota=quota)
 
 
-class Driver:
-    """Keeps a window full, by whole groups, as dispatch does; remembers what became of it."""
-
-    def __init__(self, window: ConcurrencyWindow) -> None:
-        self.window = window
-        self.flight: deque[int] = deque()
-        self.newest = -1
-        self.ended: list[int] = []
-        # Of each cut: completions begun before it, and completions ended before it.
-        self.cuts: list[tuple[int, int]] = []
-
-    def fill(self) -> None:
-        while len(self.flight) < self.window.size:
-            for _ in range(self.window.floor):
-                self.newest = self.window.begin()
-                self.flight.append(self.newest)
-
-    def do(self, event: str) -> None:
-        before = self.window.num_cuts
-        if event in ("succeed", "fail"):
-            if not self.flight:
-                return
-            number = self.flight[0]
-            if event == "succeed":
-                self.window.succeed(number, len(self.flight))
-            else:
-                self.window.fail(number)
-            self.flight.popleft()
-            self.ended.append(number)
-        else:
-            loads = {"queue": QUEUE, "full": FULL, "calm": CALM, "unknown": None}
-            self.window.report(loads[event], len(self.flight))
-        if self.window.num_cuts > before:
-            self.cuts.append((self.newest + 1, len(self.ended)))
-
-
 EVENTS = ["succeed"] * 8 + ["fail", "queue", "full", "calm", "unknown", "fill"]
 
 
@@ -72,31 +35,31 @@ def test_the_window_keeps_its_bounds_and_is_cut_once_in_a_round_trip(
     events: list[str], floor: int, ceiling: int, quota: int
 ):
     window = make(floor, ceiling, quota)
-    driver = Driver(window)
+    flight: deque[int] = deque()
+    newest, ended = -1, []
+    cuts: list[tuple[int, int]] = []  # completions begun before a cut, and ended before it
+    loads = {"queue": QUEUE, "full": FULL, "calm": CALM, "unknown": None}
     for event in events:
-        size, in_flight = window.size, len(driver.flight)
-        if event == "fill":
-            driver.fill()
-            assert len(driver.flight) <= max(in_flight, size + window.floor - 1)
+        size, in_flight, num_cuts = window.size, len(flight), window.num_cuts
+        if event == "fill":  # by whole groups, as dispatch does
+            while len(flight) < window.size:
+                flight.extend(newest := window.begin() for _ in range(window.floor))
+            assert len(flight) <= max(in_flight, size + window.floor - 1)
             continue
-        driver.do(event)
+        if event in loads:
+            window.report(loads[event], in_flight)
+        elif flight:
+            number = flight.popleft()
+            window.fail(number) if event == "fail" else window.succeed(number, in_flight)
+            ended.append(number)
+        if window.num_cuts > num_cuts:
+            cuts.append((newest + 1, len(ended)))
         assert window.floor <= window.size <= ceiling
         assert window.size <= size + 1
         assert window.size >= size or event in ("fail", "queue", "full")
-    for (begun, ended), (_, later) in zip(driver.cuts, driver.cuts[1:], strict=False):
+    for (begun, before), (_, later) in itertools.pairwise(cuts):
         # Something that was begun after the one cut has ended before, or with, the next.
-        assert any(number >= begun for number in driver.ended[ended:later])
-
-
-def test_a_full_window_grows_by_one_with_each_window_of_completions():
-    window = make(floor=1, quota=4)
-    driver = Driver(window)
-    sizes = []
-    for _ in range(4 + 5 + 6):
-        driver.fill()
-        driver.do("succeed")
-        sizes.append(window.size)
-    assert sizes == [4] * 3 + [5] * 5 + [6] * 6 + [7]
+        assert any(number >= begun for number in ended[before:later])
 
 
 def test_a_window_that_is_not_used_does_not_grow():

@@ -6,7 +6,6 @@
 import asyncio
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from local_server import PROMPT, SAMPLING, LocalServer, attested, generation, make, submit
@@ -226,10 +225,10 @@ class FlakyServer(LocalServer):
 async def test_whatever_servers_do_each_completion_ends_once_and_nothing_is_left(seed: int):
     rng = random.Random(seed)
     servers = [FlakyServer(f"http://{i}", rng) for i in range(3)]
-    settings: dict[str, Any] = {"max_consecutive_failures": 10**6, "max_concurrent_rollouts": 24}
     dispatcher = attested(
-        *servers, request_timeout_seconds=0.5, group_size=2, hedge_seconds=0.02, **settings
-    )
+        *servers, request_timeout_seconds=0.5, group_size=2, hedge_seconds=0.02,
+        max_consecutive_failures=10**6, max_concurrent_rollouts=24,
+    )  # fmt: skip
     tasks: list[tuple[asyncio.Task[Generation], int]] = []
     while len(tasks) < 300 or dispatcher.num_hedges_won == 0:
         # At least eight of the places are left to hedges.

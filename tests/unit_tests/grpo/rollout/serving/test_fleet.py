@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A run starts once all of its servers are up, and not before."""
-
 import asyncio
 import contextlib
 import functools

@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Which server is given a request, by load, prefix, group, and window."""
-
 import asyncio
 from dataclasses import replace
 

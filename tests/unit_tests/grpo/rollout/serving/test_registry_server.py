@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Servers that share no disk with the trainer register over HTTP."""
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""When a launched server is ended, and when it is restarted."""
-
 import asyncio
 import contextlib
 import logging

@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Tables of prompts are read from large JSONL files, parquet files and data sets."""
-
 import codecs
 import io
 import json
