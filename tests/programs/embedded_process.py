@@ -55,9 +55,7 @@ def save(model: Any, directory: Path) -> str:
 
 
 class Server:
-    def __init__(
-        self, folder: Path, model_path: str, *arguments: str, keys: dict[str, str] | None = None
-    ) -> None:
+    def __init__(self, folder: Path, model_path: str, *arguments: str) -> None:
         port_file = folder / "port"
         self.log = folder / "log"
         module = "torchtitan.grpo.inference.embedded"
@@ -65,7 +63,7 @@ class Server:
         command = ["bash", "-c", 'ulimit -Sn 1024; exec "$@"', "_", *LIGHT_PYTHON, module]
         command += ["--model-path", model_path, "--port", "0"]
         command += ["--port-file", str(port_file), "--device", "cpu", "--seed", "0", *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(keys or {})}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         self.process = start_child(command, env=environment, log_file=self.log)
         self._port_file = port_file
 
@@ -85,16 +83,12 @@ class Client:
     """Sends requests to one server, each over a connection of its own; returns parsed bodies."""
 
     def __init__(self, url: str) -> None:
-        self.url, self.key = url, ""
+        self.url = url
 
-    async def call(
-        self, method: str, route: str, body: Any = None, key: str = ""
-    ) -> tuple[int, Any]:
-        key = key or self.key
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async def call(self, method: str, route: str, body: Any = None) -> tuple[int, Any]:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT)) as session,
-            session.request(method, self.url + route, json=body, headers=headers) as response,
+            session.request(method, self.url + route, json=body) as response,
         ):
             text = await response.text()
             is_json = response.content_type == "application/json"

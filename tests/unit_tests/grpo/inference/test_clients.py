@@ -34,12 +34,8 @@ SGLANG_ANSWER: dict[str, Any] = {
     "text": "w12 w13 w9",
     "output_ids": [12, 13, 9],
     "meta_info": {
-        "id": "3:r-1",
-        "finish_reason": {"type": "stop", "matched": 9},
-        "prompt_tokens": 3,
-        "completion_tokens": 3,
-        "cached_tokens": 0,
-        "weight_version": "4",
+        "id": "3:r-1", "finish_reason": {"type": "stop", "matched": 9}, "prompt_tokens": 3,
+        "completion_tokens": 3, "cached_tokens": 0, "weight_version": "4",
         "weight_versions": [
             {"version": "3", "start": 0, "end": 2},
             {"version": "updating", "start": 2, "end": 2},
@@ -47,38 +43,25 @@ SGLANG_ANSWER: dict[str, Any] = {
         ],
         "output_token_logprobs": [[-0.5, 12, None], [-1.5, 13, None], [-2.0, 9, None]],
     },
-}
-
+}  # fmt: skip
+_CONTENT = [
+    {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
+    for token, logprob in ((12, -0.5), (13, -1.5), (9, -2.0))
+]
 VLLM_ANSWER: dict[str, Any] = {
     "request_id": "generate-tokens-r-1",
-    "choices": [
-        {
-            "index": 0,
-            "finish_reason": "stop",
-            "stop_reason": 9,
-            "token_ids": [12, 13, 9],
-            "weight_versions": [
-                {"version": "3", "start": 0, "end": 2},
-                {"version": "4", "start": 2, "end": 3},
-            ],
-            "logprobs": {
-                "content": [
-                    {"token_id": 12, "logprob": -0.5, "rank": 1, "top_logprobs": []},
-                    {"token_id": 13, "logprob": -1.5, "rank": 2, "top_logprobs": []},
-                    {"token_id": 9, "logprob": -2.0, "rank": 1, "top_logprobs": []},
-                ]
-            },
-        }
-    ],
+    "choices": [{
+        "index": 0, "finish_reason": "stop", "stop_reason": 9, "token_ids": [12, 13, 9],
+        "weight_versions": [
+            {"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3},
+        ],
+        "logprobs": {"content": _CONTENT},
+    }],
     "usage": {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6},
-}
+}  # fmt: skip
 
-GENERATE_ROUTES = {
-    "embedded": "/generate",
-    "sglang": "/generate",
-    "vllm": "/inference/v1/generate",
-}
-
+GENERATE_ROUTES = dict.fromkeys(("embedded", "sglang"), "/generate")
+GENERATE_ROUTES["vllm"] = "/inference/v1/generate"
 KINDS = {
     "sglang": (sglang.parse_generation, SGLANG_ANSWER),
     "vllm": (vllm.parse_generation, VLLM_ANSWER),
@@ -345,14 +328,14 @@ async def test_a_cancelled_request_is_aborted_on_the_server(kind, abort_route, e
 
 
 def vllm_answer(request_id: str, logprob: float, token: int) -> dict[str, Any]:
-    choice = {
-        "token_ids": [token],
-        "finish_reason": "length",
+    answer = change(VLLM_ANSWER, ["choices", 0, "token_ids"], [token])
+    answer["request_id"] = f"generate-tokens-{request_id}"
+    answer["usage"] = {"prompt_tokens": 1, "completion_tokens": 1}
+    answer["choices"][0] |= {
         "logprobs": {"content": [{"token_id": token, "logprob": logprob}]},
         "weight_versions": [{"version": "1", "start": 0, "end": 1}],
     }
-    usage = {"prompt_tokens": 1, "completion_tokens": 1}
-    return {"request_id": f"generate-tokens-{request_id}", "choices": [choice], "usage": usage}
+    return answer
 
 
 @pytest.mark.parametrize("mode", ["processed", "raw"])

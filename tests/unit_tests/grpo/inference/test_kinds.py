@@ -80,17 +80,14 @@ def shares(num_servers: int, gpus: list[str], **settings: Any) -> list[GpuShare]
     return share_gpus(num_servers, gpus, **(defaults | settings))
 
 
-@pytest.mark.parametrize(
-    ("num_servers", "gpus", "expected"),
-    [
-        (1, ["2", "3"], [("2", "3")]),
-        (2, ["2", "3"], [("2",), ("3",)]),
-        (3, ["0"], [("0",), ("0",), ("0",)]),
-        (2, [], [(), ()]),
-    ],
-)
-def test_servers_share_the_gpus_evenly(num_servers, gpus, expected):
-    assert [gpus_of(i, num_servers, gpus) for i in range(num_servers)] == expected
+def test_servers_share_the_gpus_evenly():
+    for gpus, expected in (
+        (["2", "3"], [("2", "3")]),
+        (["2", "3"], [("2",), ("3",)]),
+        (["0"], [("0",), ("0",), ("0",)]),
+        ([], [(), ()]),
+    ):
+        assert [gpus_of(i, len(expected), gpus) for i in range(len(expected))] == expected
 
 
 def test_a_server_with_gpus_of_its_own_uses_as_many_as_divide_the_heads():

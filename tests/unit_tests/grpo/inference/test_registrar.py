@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from torchtitan.grpo.inference.local_servers import free_ports
-from torchtitan.grpo.inference.registry import Registration, RegistryFolder
+from torchtitan.grpo.inference.registry import RegistryFolder
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 MODEL = REPOSITORY / "assets/reverse_digits/model"
@@ -34,57 +35,44 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).
 """
 
 
-@pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    started: list[subprocess.Popen[bytes]] = []
-    python = tmp_path / "python"
+@contextmanager
+def serve(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    python = folder / "python"
     python.write_text(SERVER)
     python.chmod(0o755)
-
-    def start(*arguments: str, **environment: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, str(LIGHT), "torchtitan.grpo.inference.serve", "embedded"]
-        with (tmp_path / "serve.log").open("ab") as log:
-            process = subprocess.Popen(
-                [*command, str(MODEL), "--device", "cpu", "--python", str(python), *arguments],
-                env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-                stdout=log, stderr=log, cwd=tmp_path,
-            )  # fmt: skip
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
+    command = [
+        sys.executable,
+        str(LIGHT),
+        "torchtitan.grpo.inference.serve",
+        "embedded",
+        str(MODEL),
+    ]
+    command += ["--device", "cpu", "--python", str(python), "--register", "registry"]
+    command += ["--host", "127.0.0.1", "--port", str(free_ports(1)[0])]
+    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=folder)
+    try:
+        yield process
+    finally:
         if process.poll() is None:
             process.terminate()
             process.wait(timeout=30)
 
 
-def wait_for(folder: RegistryFolder, holds: Callable[[list[Registration]], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not holds(folder.read()):
-        assert time.monotonic() < deadline, folder.read()
-        time.sleep(0.05)
-
-
-def test_a_server_is_in_the_folder_while_it_lives(serve, tmp_path: Path) -> None:
-    folder = RegistryFolder(tmp_path / "registry")
-    process = serve("--register", "registry", "--host", "127.0.0.1")
-    wait_for(folder, lambda found: len(found) == 1 and found[0].beat >= 2)
-    (one,) = folder.read()
-    assert one.url.startswith("http://127.0.0.1:") and one.pid == process.pid
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == 0
-    assert folder.read() == []
-
-
-def test_a_server_that_ends_by_itself_leaves_and_its_status_is_passed_on(
-    serve, tmp_path: Path
+@pytest.mark.parametrize("ends_itself", [False, True])
+def test_a_server_is_in_the_folder_while_it_lives_and_its_status_is_passed_on(
+    tmp_path: Path, ends_itself: bool
 ) -> None:
-    port = str(free_ports(1)[0])
-    folder = RegistryFolder(tmp_path / "registry")
-    process = serve("--register", "registry", "--host", "127.0.0.1", "--port", port)
-    wait_for(folder, lambda found: len(found) == 1)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(children[0]), signal.SIGKILL)
-    assert process.wait(timeout=30) != 0
-    assert folder.read() == []
+    folder, deadline = RegistryFolder(tmp_path / "registry"), time.monotonic() + PATIENCE_SECONDS
+    with serve(tmp_path) as process:
+        while not (found := folder.read()) or found[0].beat < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        (one,) = found
+        assert one.url.startswith("http://127.0.0.1:") and one.pid == process.pid
+        if ends_itself:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            os.kill(int(children[0]), signal.SIGKILL)
+        else:
+            process.send_signal(signal.SIGTERM)
+        assert (process.wait(timeout=30) != 0) == ends_itself
+        assert folder.read() == []

@@ -51,14 +51,6 @@ def test_a_file_that_was_there_before_counts_once_it_is_written_again(folder, se
     assert servers.poll() is None, "nothing has changed"
 
 
-def test_a_server_that_comes_while_one_looks_counts_at_once(folder, servers):
-    assert servers.poll() is None
-    folder.write(ONE)
-    assert servers.poll() == [ONE.url]
-    folder.write(TWO)
-    assert servers.poll() == [ONE.url, TWO.url]
-
-
 def test_a_server_that_leaves_or_falls_silent_is_no_longer_named(folder, servers, clock):
     servers.poll()
     for one in (ONE, TWO):

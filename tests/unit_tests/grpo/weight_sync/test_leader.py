@@ -151,19 +151,15 @@ def test_of_several_servers_that_are_there_the_newest_is_pinned_and_a_single_one
     assert pin.url is None
 
 
-def others_lost(lanes: list[Any]) -> None:
-    lanes[1].version = -1
-
-
-def others_blocked(lanes: list[Any]) -> None:
-    lanes[1].is_blocked = True
-
-
-def itself_gone(lanes: list[Any]) -> None:
-    del lanes[0]
-
-
-@pytest.mark.parametrize("change", [others_lost, others_blocked, itself_gone])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda lanes: setattr(lanes[1], "version", -1),
+        lambda lanes: setattr(lanes[1], "is_blocked", True),
+        lambda lanes: lanes.pop(0),
+    ],
+    ids=["others are lost", "others are blocked", "it is gone"],
+)
 def test_a_pinned_server_yields_when_the_others_cannot_serve_training_or_it_is_gone(change):
     pinned, *_ = lanes = [lane("a", 3), lane("b", 2)]
     pin = Pin()

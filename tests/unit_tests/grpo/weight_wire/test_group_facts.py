@@ -68,20 +68,19 @@ def test_ends_that_agree_use_nccl(server):
         assert (choice.backend, choice.obstacles, choice.doubts) == ("nccl", (), ())
 
 
-@pytest.mark.parametrize(("server", "reason"), OBSTACLES)
-def test_what_prevents_nccl_makes_auto_take_gloo_and_nccl_refuse(server, reason):
-    for transport, backend in (("auto", "gloo"), ("nccl", None)):
+@pytest.mark.parametrize(
+    ("server", "reason", "demanded"),
+    [*((*row, None) for row in OBSTACLES), *((*row, "nccl") for row in DOUBTS)],
+)
+def test_auto_takes_gloo_and_nccl_refuses_what_prevents_it_and_tries_what_is_not_known(
+    server, reason, demanded
+):
+    for transport, backend in (("auto", "gloo"), ("nccl", demanded)):
         choice = choose_backend(transport, [TRAINER], [server])
-        assert (choice.backend, choice.doubts) == (backend, ())
-        assert reason in " ".join(choice.obstacles)
-
-
-@pytest.mark.parametrize(("server", "reason"), DOUBTS)
-def test_what_is_not_known_makes_auto_take_gloo_and_nccl_try(server, reason):
-    for transport, backend in (("auto", "gloo"), ("nccl", "nccl")):
-        choice = choose_backend(transport, [TRAINER], [server])
-        assert (choice.backend, choice.obstacles) == (backend, ())
-        assert reason in " ".join(choice.doubts)
+        told, other = choice.obstacles, choice.doubts
+        if demanded:
+            told, other = other, told
+        assert (choice.backend, other) == (backend, ()) and reason in " ".join(told)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(CPU, SERVER), (TRAINER, CPU), (CPU, CPU)])

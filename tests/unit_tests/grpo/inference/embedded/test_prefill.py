@@ -37,14 +37,11 @@ def test_prompts_get_what_running_requests_leave_of_the_budget() -> None:
     assert not queue.waiting and queue.num_cut == 0
 
 
-def test_without_running_requests_prompts_are_computed_at_once() -> None:
+def test_where_nobody_would_stall_prompts_are_computed_at_once() -> None:
     queue = queue_of(request_of(list(range(30))), request_of([1, 2]))
     plan = queue.plan(num_running=0, num_free=4)
     assert plan.chunk is None and [p.stop for p in plan.whole] == [30, 2]
-
-
-def test_requests_that_new_weights_send_back_are_computed_in_large_steps() -> None:
-    queue = queue_of(request_of(list(range(30)), sampled=5))
+    queue = queue_of(request_of(list(range(30)), sampled=5))  # sent back by new weights
     plan = queue.plan(num_running=8, num_free=4)
     assert plan.chunk is None and [p.stop for p in plan.whole] == [35]
 
@@ -66,13 +63,9 @@ def test_equal_prompts_are_computed_once_and_may_join_later() -> None:
     assert plan.chunk is not None and plan.chunk.requests == [first, second, third]
     assert [r.shared_prompt_tokens for r in plan.chunk.requests] == [0, 30, 30]
     assert plan.chunk.start == 12 and third.prefilled_to == 24
-
-
-def test_a_request_without_a_free_row_waits_even_if_its_prompt_is_computed() -> None:
-    prompt = list(range(30))
     queue = queue_of(request_of(prompt), request_of(prompt))
     queue.plan(num_running=8, num_free=1)
-    assert len(queue.waiting) == 1 and queue.num_cut == 1
+    assert len(queue.waiting) == 1 and queue.num_cut == 1, "one has no free row"
 
 
 def test_put_back_forgets_chunks_and_keeps_the_order() -> None:

@@ -50,6 +50,16 @@ def hold(h: Harness) -> threading.Event:
     return release
 
 
+def rate_together(h: Harness, requests: list[Request]) -> None:
+    sizes, release = count_passes(h), hold(h)
+    queued = [h.engine.submit([request]) for request in requests]
+    release.set()
+    for future in queued:
+        future.result(TIMEOUT)
+    h.finish(requests)
+    assert sizes == [len(requests)]
+
+
 def alone(h: Harness, prompt: list[int], num_top: int = 0) -> PromptRating:
     (found,) = h.engine.run(lambda: h.runner.rate([prompt], num_top)).result(TIMEOUT)
     return found
@@ -61,14 +71,8 @@ def test_ratings_that_wait_are_computed_together_and_are_those_of_each_alone(kin
     prompts = [[7], *(random_prompt(rng, 2, 60) for _ in range(19))]
     with harness(make_model(kind), max_prefill_tokens=2000) as h:
         expected = [alone(h, prompt) for prompt in prompts]
-        sizes, release = count_passes(h), hold(h)
         requests = [rating_request(prompt, i % 2) for i, prompt in enumerate(prompts)]
-        queued = [h.engine.submit([request]) for request in requests]
-        release.set()
-        for future in queued:
-            future.result(TIMEOUT)
-        h.finish(requests)
-        assert sizes == [20]
+        rate_together(h, requests)
     for request, rating in zip(requests, expected, strict=True):
         assert len(request.rating.logprobs) == len(request.prompt_ids) - 1
         torch.testing.assert_close(request.rating.logprobs, rating.logprobs, atol=1e-5, rtol=0)
@@ -79,17 +83,9 @@ def test_requests_that_share_a_pass_may_ask_for_different_numbers_of_tokens() ->
     prompts = [random_prompt(rng, 2, 30) for _ in range(4)]
     with harness(make_model("qwen3")) as h:
         expected = [alone(h, prompt, 5) for prompt in prompts]
-        sizes, release = count_passes(h), hold(h)
-        requests = [
-            rating_request(prompt, num_top=n)
-            for n, prompt in zip((0, 5, 3, 1), prompts, strict=True)
-        ]
-        queued = [h.engine.submit([request]) for request in requests]
-        release.set()
-        for future in queued:
-            future.result(TIMEOUT)
-        h.finish(requests)
-        assert sizes == [4]
+        numbers = zip((0, 5, 3, 1), prompts, strict=True)
+        requests = [rating_request(prompt, num_top=n) for n, prompt in numbers]
+        rate_together(h, requests)
     for request, rating in zip(requests, expected, strict=True):
         found, wanted = request.rating.top, rating.top
         assert found.ids.shape == (len(request.prompt_ids) - 1, 5)

@@ -28,7 +28,6 @@ from embedded_process import (
 from torchtitan.grpo.inference.embedded.model import load_model
 from torchtitan.grpo.weight_wire.adapters import base_digest
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
-from torchtitan.grpo.weight_wire.process_group import destroy_weight_group
 from torchtitan.grpo.weight_wire.sparse import encode
 
 
@@ -114,20 +113,6 @@ async def test_the_server_generates_while_it_waits_for_a_broadcast_and_can_be_fr
         await client.post("/leave_weight_groups")
         assert "was left" in await waiting
     await serve_weights(client, make_model(1), "after")
-
-
-async def test_a_trainer_that_dies_leaves_the_server_ready_for_the_next(client: Client) -> None:
-    trainer = await Trainer(client).__aenter__()
-    await client.post("/begin_weight_update")
-    body = trainer.describe(weights_of(make_model(3)))
-    waiting = asyncio.create_task(client.refused("/update_weights_from_distributed", **body))
-    await client.generate([1])
-    destroy_weight_group(trainer.group)
-    del trainer.group
-    await waiting
-    await client.refused("/end_weight_update")
-    await serve_weights(client, make_model(2), "next")
-    assert (await client.get("/model_info"))["weight_version"] == "next"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,7 +3,7 @@
 
 """The updates of one vLLM worker: real staging and files, a model that loads in plain torch."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -264,14 +264,11 @@ def test_leaving_drops_the_update_and_every_action_needs_an_open_one(worker: Wor
     worker.stage(flat(NEW), NEW)
     worker.updates.leave()
     assert worker.group.was_left
-    actions: list[Callable[[], None]] = [
-        lambda: worker.stage(flat(NEW), NEW),
-        lambda: worker.request("verify", version="1"),
-        lambda: worker.request("disk", path=str(worker.model.folder)),
-    ]
-    for act in actions:
+    staged = {"group_name": "group", "sequence": 0, **describe(NEW)}
+    disk = {"path": str(worker.model.folder)}
+    for action, options in (("stage", staged), ("verify", {"version": "1"}), ("disk", disk)):
         with pytest.raises(RuntimeError, match="No weight update is open"):
-            act()
+            worker.request(action, **options)
 
 
 def test_a_worker_of_a_divided_model_needs_room_for_all_of_it():
