@@ -1,19 +1,13 @@
 """Fused log-probabilities equal those of whole logits, and so do their gradients."""
 
 import itertools
-import json
-import subprocess
-import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.grpo.losses.linear_logprobs import packed_linear_logprobs
-from torchtitan.grpo.losses.softmax_slices import KeptLogits, slice_width
 
 TOKENS, VOCAB, DIM = (2, 19), 1031, 16
 
@@ -94,30 +88,6 @@ def test_float64_inputs_have_the_gradient_of_finite_differences():
     )
 
 
-@given(
-    tokens=st.integers(1, 40),
-    vocab=st.integers(1, 600),
-    chunk_tokens=st.integers(1, 50),
-    seed=st.integers(0, 2**16),
-)
-@settings(max_examples=40, deadline=None)
-def test_the_chunk_size_changes_nothing(tokens, vocab, chunk_tokens, seed):
-    torch.manual_seed(seed)
-    hidden = torch.randn(tokens, 5, requires_grad=True)
-    weight = torch.randn(vocab, 5, requires_grad=True)
-    labels = torch.randint(0, vocab, (tokens,))
-    results = []
-    for size in (chunk_tokens, 10**6):
-        packed = packed_linear_logprobs(
-            hidden, weight, labels, temperature=1.3, chunk_tokens=size, with_entropy=True
-        )
-        results.append((packed, *torch.autograd.grad(packed.square().sum(), (hidden, weight))))
-    for x, y in zip(*results, strict=True):
-        # Sums of terms that may cancel: against the largest of them.
-        scale = max(float(y.detach().abs().max()), 1.0)
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5 * scale)
-
-
 def test_an_entropy_that_is_not_computed_or_not_trained_leaves_the_rest_alone():
     case = inputs()
     trained, without = scored(case), scored(case, with_entropy=False)
@@ -157,13 +127,6 @@ def test_a_frozen_input_gets_no_gradient(frozen):
 
 
 # ---- other ids beside the label
-
-
-def test_the_whole_vocabulary_gives_the_whole_distribution():
-    hidden, weight, labels, _ = inputs(vocab=301)
-    everything = torch.arange(301).expand(*TOKENS, 301)
-    found = scored((hidden, weight, labels, everything), temperature=1.0)[..., 2:]
-    torch.testing.assert_close(found, (hidden @ weight.T).log_softmax(-1), rtol=1e-5, atol=1e-5)
 
 
 def test_other_ids_change_no_number_of_the_label_and_cost_no_matrix_product():
@@ -221,15 +184,6 @@ def test_kept_logits_give_the_same_bits(hidden_dtype, weight_dtype):
         for chunk_tokens, with_entropy in itertools.product((1, 4, 10_000), (True, False)):
             settings = {"chunk_tokens": chunk_tokens, "with_entropy": with_entropy}
             assert all_equal(*kept_and_computed_again((hidden, weight, *ids), **settings))
-
-
-def test_kept_logits_may_lie_in_a_row_of_odd_length():
-    torch.manual_seed(0)
-    hidden = torch.randn(7, 5, requires_grad=True)
-    weight = torch.randn(301, 5).bfloat16().requires_grad_()
-    case = (hidden, weight, torch.randint(0, 301, (7,)), None)
-    for chunk_tokens in (1, 3):
-        assert all_equal(*kept_and_computed_again(case, chunk_tokens=chunk_tokens))
 
 
 @pytest.mark.parametrize(("shape", "share"), [((3,), 1.0), ((16,), 1.0), ((2, 19), 0.37)])
@@ -310,23 +264,6 @@ def test_the_gradient_takes_the_memory_of_logits_which_are_kept_where_it_is_of_u
         assert weight.grad.data_ptr() in places
 
 
-def test_logits_are_kept_where_no_gradient_is_written_before_they_are_read():
-    for tokens, dim, vocab, chunk_tokens, dtype in itertools.product(
-        (1, 5, 40), (4, 24), (100, 1000), (1, 3), (torch.float32, torch.bfloat16)
-    ):
-        width = slice_width(tokens, vocab, chunk_tokens)
-        memory = torch.empty(vocab, dim, dtype=dtype)
-        kept, end = KeptLogits(memory, tokens, width, torch.float32), 0
-        for start in range(0, vocab, width):
-            logits = kept.find(start)
-            if logits is not None:
-                begin = logits.data_ptr() - memory.data_ptr()
-                assert begin % 64 == 0
-                assert begin >= max(end, start * dim * dtype.itemsize)
-                end = begin + logits.numel() * 4
-        assert end <= memory.numel() * dtype.itemsize
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -355,21 +292,3 @@ def test_a_vocabulary_sharded_over_ranks_gives_the_whole_ones_numbers(run_ranks)
         for case in result["cases"]:
             assert case["same_on_all_ranks"] and case["same_without_keeping"]
             assert max(case["errors"].values()) < 1e-5, case["errors"]
-
-
-@pytest.mark.long
-def test_the_memory_benchmark_ends_with_one_json_object(repository, rank_environment):
-    """Small, so that its bounds say nothing; that all rows agree on the numbers does."""
-    result = subprocess.run(
-        [sys.executable, repository / "benchmarks/logprob_memory.py", "--quick", "--json"]
-        + ["--rounds", "1"],
-        env=rank_environment, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert result.returncode in (0, 1), result.stderr
-    found = json.loads(result.stdout.splitlines()[-1])
-    assert found["benchmark"] == "logprob_memory" and isinstance(found["ok"], bool)
-    assert found["ok"] == (result.returncode == 0)
-    assert all(isinstance(figure, float) for figure in found["figures"].values())
-    for name in ("naive", "fused", "fused_entropy", "torch", "torch_chunked"):
-        assert found["figures"][f"{name}_difference"] < 1e-4
-        assert found["figures"][f"{name}_memory_ratio"] > 0

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.losses.loss_metrics import (
     Metric,
     MetricTotals,
@@ -14,7 +13,6 @@ from torchtitan.grpo.losses.loss_metrics import (
     mean_metric,
     token_metric,
 )
-from torchtitan.grpo.losses.objective import metric_reductions
 
 VALUES = torch.tensor([[3.0, -7.0, 5.0], [2.0, 9.0, -1.0]])
 MASK = torch.tensor([[True, False, True], [True, False, False]])
@@ -30,18 +28,6 @@ def test_only_trained_tokens_count_however_they_are_split(reduction, expected, n
     totals = MetricTotals({"m": reduction})
     totals.add(microbatches)
     assert totals.values(1)["m"] == pytest.approx(expected, rel=1e-15)
-
-
-@pytest.mark.parametrize(
-    ("reduction", "expected"), [("sum", 10.0), ("mean", 10 / 3), ("max", 5.0), ("min", 2.0)]
-)
-def test_merged_totals_are_those_of_all_minibatches(reduction, expected):
-    whole = MetricTotals({"m": reduction})
-    for values, mask in zip(VALUES.chunk(2), MASK.chunk(2), strict=True):
-        totals = MetricTotals({"m": reduction})
-        totals.add([{"m": token_metric(TokenMetric(values, reduction), mask)}])
-        whole.merge(totals)
-    assert whole.values(1)["m"] == pytest.approx(expected, rel=1e-15)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean", "max", "min"])
@@ -83,25 +69,3 @@ def test_metrics_that_change_between_calls_are_refused_by_name():
         totals.add([{"a": metric, "c": metric}])
     with pytest.raises(ValueError, match=r"first call: a\.$"):
         totals.add([{"a": mean_metric(torch.tensor(1.0), torch.tensor(1.0)), "b": metric}])
-
-
-def test_the_names_that_users_see():
-    """Dashboards read them: a name that changes here changes there."""
-    assert list(metric_reductions(GRPO())) == [
-        "loss/total",
-        "loss/policy",
-        "loss/ptx",
-        "loss/reference_kl",
-        "loss/clipped_fraction",
-        "loss/dual_clipped_fraction",
-        "mismatch/kl",
-        "mismatch/effective_sample_size",
-        "mismatch/capped_fraction",
-        "mismatch/masked_fraction",
-        "mismatch/vetoed_fraction",
-        "mismatch/rejected_fraction",
-        "mismatch/off_policy_fraction",
-        "policy/nll",
-        "policy/approx_kl",
-        "policy/entropy",
-    ]

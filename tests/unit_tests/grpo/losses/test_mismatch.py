@@ -11,9 +11,6 @@ from torchtitan.grpo.losses.objective import objective, weight_sums
 from torchtitan.grpo.losses.sequences import (
     LOG_RATIO_BOUND,
     ratio,
-    sequence_means,
-    sequence_sums,
-    spread,
 )
 
 RATIOS = torch.tensor([[4.0, 0.5, 1.0, 0.125, 1.0]], dtype=torch.float64)
@@ -41,25 +38,6 @@ def test_a_veto_may_be_below_where_ratios_are_bounded():
     mask, ids = torch.ones(1, 2).bool(), torch.zeros(1, 2, dtype=torch.int64)
     got = mismatch_weights(old, generator, mask, ids, config)
     assert got.weights.tolist() == [[0.0, 0.0]]
-
-
-PACKED = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
-PACKED_IDS = torch.tensor([[0, 0, 1, 1], [0, 1, 2, 2]])
-
-
-def test_sums_stay_inside_rows_and_sequences():
-    sums = sequence_sums(PACKED, PACKED_IDS)
-    torch.testing.assert_close(sums, torch.tensor([[3.0, 7, 0, 0], [5, 6, 15, 0]]))
-    torch.testing.assert_close(
-        spread(sums, PACKED_IDS), torch.tensor([[3.0, 3, 7, 7], [5, 6, 15, 15]])
-    )
-
-
-def test_means_are_over_trained_tokens():
-    mask = torch.tensor([[True, True, False, True], [False, True, True, True]])
-    means = sequence_means(torch.where(mask, PACKED, 0.0), mask, PACKED_IDS)
-    # The second row's first sequence has no trained token.
-    torch.testing.assert_close(means, torch.tensor([[1.5, 1.5, 4, 4], [0, 6, 7.5, 7.5]]))
 
 
 def test_ratios_are_exact_inside_the_bound_and_constant_outside():

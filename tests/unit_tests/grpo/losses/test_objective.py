@@ -7,11 +7,8 @@ import pytest
 import torch
 
 from torchtitan.grpo.config import GRPO
-from torchtitan.grpo.losses.loss_metrics import MetricTotals
 from torchtitan.grpo.losses.objective import (
     LossInputs,
-    batch_loss_metrics,
-    negative_log_likelihood,
     objective,
 )
 from torchtitan.grpo.losses.policy_terms import BUILTIN, PolicyInputs
@@ -268,15 +265,6 @@ def test_wild_ratios_stay_finite_in_float32(lab, name):
     assert logprobs.grad.square().sum().isfinite()
 
 
-def test_ratios_within_the_bound_are_not_touched_by_it(lab):
-    config = GRPO(mismatch_correction="none")
-    sequences = lab.make_sequences(0, num=1, num_ptx=0)
-    sequences[0].advantage = -1.0
-    sequences[0].old = sequences[0].logprobs.detach() - 19.9
-    inputs = lab.pack(sequences, [[0]], ROW_LEN, config)
-    close(run(lab, sequences, inputs, config)[0], torch.tensor(math.exp(19.9), dtype=torch.float64))
-
-
 def test_in_the_reward_the_penalty_is_logged_and_not_added(lab):
     sequences = lab.make_sequences(0)
     config = GRPO(kl_coef=0.3, kl_in="reward")
@@ -295,45 +283,6 @@ def test_inputs_that_lack_the_reference_or_differ_in_shape_are_refused(lab):
     assert objective(bare, GRPO())[0].isfinite()
     with pytest.raises(ValueError, match=r"one shape \[rows, seq\], .*'advantages': \(5, 3\)"):
         objective(replace(inputs, advantages=torch.zeros(5, 3)), config)
-
-
-def test_losses_are_averaged_over_optimizer_steps_and_the_rest_over_tokens():
-    numbers = {
-        "loss/total": ("loss", [3.0], 1.5),
-        "loss/clipped_fraction": ("mean", [5.0, 10.0], 0.5),
-        # Weights 2, 2 and eight of 0: 16 / (10 * 8).
-        "mismatch/effective_sample_size": ("effective_size", [4.0, 8.0, 10.0], 0.2),
-        "policy/nll": ("mean", [20.0, 10.0], 2.0),
-        "policy/entropy": ("mean", [0.0, 10.0], None),
-    }
-    totals = MetricTotals({name: reduction for name, (reduction, *_) in numbers.items()})
-    totals.added += torch.tensor([x for _, values, _ in numbers.values() for x in values])
-    metrics = batch_loss_metrics(totals, num_optimizer_steps=2)
-    expected = {name: value for name, (_, _, value) in numbers.items() if value is not None}
-    assert metrics == pytest.approx(expected)
-
-
-def test_two_tokens_of_weight_one_half_give_their_mean_cross_entropy():
-    logprobs = torch.tensor([[math.log(0.5), math.log(0.25), -9.0]])
-    weights = torch.tensor([[0.5, 0.5, 0.0]])
-    expected = (math.log(2) + math.log(4)) / 2
-    assert float(negative_log_likelihood(logprobs, weights)) == pytest.approx(expected)
-
-
-def test_tokens_without_weight_may_hold_anything():
-    logprobs = torch.tensor([[-1.0, math.nan, -math.inf]], requires_grad=True)
-    loss = negative_log_likelihood(logprobs, torch.tensor([[2.0, 0.0, 0.0]]))
-    loss.backward()
-    assert loss.item() == 2.0
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == [[-2.0, 0.0, 0.0]]
-
-
-def test_the_gradient_is_that_of_finite_differences():
-    torch.manual_seed(0)
-    logprobs = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
-    weights = torch.rand(3, 5, dtype=torch.float64) * (torch.rand(3, 5) > 0.4)
-    assert torch.autograd.gradcheck(lambda x: negative_log_likelihood(x, weights), (logprobs,))
 
 
 def gradient_of(ratios: list[float], advantages: list[float], **settings) -> list[float]:

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.losses.advantages import compute_advantages, informative_samples
-from torchtitan.grpo.losses.aggregation import token_weights
 from torchtitan.grpo.losses.objective import objective
 
 CONFIGS = st.builds(
@@ -133,21 +132,3 @@ def test_groups_that_say_nothing_have_no_advantage_and_centered_ones_add_up_to_z
         assert (got[~informative] == 0).all()
     for group in set(groups[informative]):
         assert abs(got[groups == group].sum()) < 1e-4 * max(abs(got).max(), 1)
-
-
-@profile
-@given(
-    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any),
-    kind=st.sampled_from(["token_mean", "sequence_mean"]),
-    data=st.data(),
-)
-def test_the_weights_of_means_add_up_to_one_in_any_order(lengths, kind, data):
-    lengths = np.array(lengths)
-    weights = token_weights(lengths, kind=kind, constant_length=0)
-    assert (weights * lengths).sum() == pytest.approx(1, rel=1e-12)
-    order = np.array(data.draw(st.permutations(range(len(lengths)))))
-    moved = token_weights(lengths[order], kind=kind, constant_length=0)
-    np.testing.assert_allclose(moved, weights[order], rtol=1e-12)
-    # A sample without a token is as if it were not there.
-    padded = token_weights(np.append(lengths, 0), kind=kind, constant_length=0)
-    np.testing.assert_array_equal(padded, np.append(weights, 0))

@@ -11,11 +11,10 @@ import pytest
 from hub_cache import REVISION, fill_cache
 
 from torchtitan.grpo.command_line import ConfigError
-from torchtitan.grpo.command_line.reading import read_config
 from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.dry_run import dry_run
 from torchtitan.grpo.models.hf_config import read_hf_model
-from torchtitan.grpo.models.hub import HubModel, is_hub_name, locate_model, locate_models
+from torchtitan.grpo.models.hub import HubModel, is_hub_name, locate_model
 
 REPO = "some-lab/Tiny-0.5M"
 SETTING = "model.hf_assets_path"
@@ -56,15 +55,6 @@ def test_a_model_is_taken_from_the_cache_and_its_revision_is_said(snapshot, name
     assert Path(path) == snapshot
     assert notes == [f"{SETTING} = {name}: revision {REVISION} of the Hub, in {snapshot}"]
     assert read_hf_model(path).architecture == "Qwen3ForCausalLM"
-
-
-def test_the_configuration_holds_folders_afterwards(snapshot):
-    config = read_config(
-        [f"--{SETTING}={REPO}", "--grpo.kl_coef=0.1", f"--grpo.ref_model_path={REPO}@main"]
-    )
-    notes = locate_models(config)
-    assert config.model.hf_assets_path == config.grpo.ref_model_path == str(snapshot)
-    assert [note.partition(" = ")[0] for note in notes] == [SETTING, "grpo.ref_model_path"]
 
 
 def test_a_folder_of_the_same_name_counts_first(snapshot):

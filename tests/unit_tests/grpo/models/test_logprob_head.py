@@ -73,24 +73,6 @@ def test_tokens_that_are_not_scored_cost_nothing_and_are_zero():
     assert head.weight.grad.isfinite().all()
 
 
-def test_further_ids_are_scored_where_their_tokens_are():
-    torch.manual_seed(0)
-    head = LogprobHead(nn.Linear(8, 31, bias=False), SETTINGS)
-    hidden, labels = torch.randn(2, 5, 8), torch.randint(0, 31, (2, 5))
-    others = torch.rand(2, 5, 31).topk(3).indices.to(torch.int32)
-    log_p = (hidden @ head.weight.T / 0.8).log_softmax(-1)
-    mask = torch.ones(2, 5, dtype=torch.bool)
-    for picked in (False, True):
-        mask[0, 1] = mask[1, 3] = not picked
-        positions = ScoredTokens(mask, mask).positions(lambda whole: whole)
-        with head.labeled(labels, positions, others):
-            with head.labeled(labels):
-                assert head(hidden).shape == (2, 5, 2)
-            packed = head(hidden)
-        assert packed.shape == (2, 5, 5) and not packed[~mask].any()
-        torch.testing.assert_close(packed[mask][:, 2:], log_p.gather(-1, others.long())[mask])
-
-
 @pytest.mark.parametrize("count", [0, 10])
 def test_no_token_and_all_tokens_can_be_scored(count):
     head = LogprobHead(nn.Linear(8, 31, bias=False), SETTINGS)

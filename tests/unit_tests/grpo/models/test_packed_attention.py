@@ -17,7 +17,6 @@ from torchtitan.grpo.models.packed_attention import (
     DenseMask,
     HostSequences,
     PackedAttention,
-    one_head_each,
     packed_mask,
 )
 
@@ -124,14 +123,6 @@ def test_borders_are_those_of_the_ids_however_rows_are_packed(seed):
     assert HostSequences(ids).count_and_longest() == (len(lengths), max(lengths))
 
 
-def test_the_device_is_not_asked_what_the_host_knows(monkeypatch):
-    host = HostSequences(SEQUENCE_IDS)
-    with FakeTensorMode() as mode:
-        on_device = mode.from_tensor(SEQUENCE_IDS)
-        mask = packed_mask(on_device, "varlen", host)  # a fake tensor has no numbers
-        assert mask.borders.shape == (8,) and mask.longest == 128
-
-
 @pytest.mark.usefixtures("varlen")
 @pytest.mark.parametrize("seed", range(8))
 def test_varlen_and_the_dense_mask_are_the_same_attention(seed):
@@ -230,15 +221,3 @@ def test_on_a_gpu_a_dense_mask_does_not_exclude_the_memory_efficient_kernel(monk
             mask = DenseMask(torch.empty(1, 1, 8, 8, dtype=torch.bool, device=device))
             PackedAttention("sdpa")(q, k, k, block_mask=mask, enable_gqa=True)
     assert calls == [(4, 4, 4, False), (4, 2, 2, True)]
-
-
-def test_a_head_of_its_own_for_each_query_changes_no_number():
-    torch.manual_seed(0)
-    inputs = q, k, v = heads(2, 8, 6, 2)
-    grouped = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    k, v = one_head_each(k, 6), one_head_each(v, 6)
-    own = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(own, grouped)
-    found, expected = (torch.autograd.grad(out.square().sum(), inputs) for out in (own, grouped))
-    torch.testing.assert_close(found, expected)
-    assert one_head_each(q, 6) is q

@@ -39,19 +39,6 @@ def test_shards_are_cut_as_torch_chunk_cuts():
     assert [b.shape[0] for b in blocks((2,), [Shard(0)], (4,)).values()] == [1, 1, 0, 0]
 
 
-def test_strided_shard_divides_what_the_others_left():
-    # 7 rows: tensor parallelism gives 4 and 3, FSDP over 3 ranks then 2, 2, 0 and 1, 1, 1.
-    found = blocks((7,), [_StridedShard(0, split_factor=2), Shard(0)], (3, 2))
-    assert {c: (b.offset[0], b.shape[0]) for c, b in found.items()} == {
-        (0, 0): (0, 2),
-        (1, 0): (2, 2),
-        (2, 0): (4, 0),
-        (0, 1): (4, 1),
-        (1, 1): (5, 1),
-        (2, 1): (6, 1),
-    }
-
-
 def test_partial_tensor_is_no_weight():
     with pytest.raises(ValueError, match="must be sharded or replicated"):
         block_of((4,), [Partial()], (2,), (0,))
@@ -87,18 +74,6 @@ def test_one_of_the_ranks_that_hold_a_block_sends_it():
     assert first == Piece(0, Block((0,), (2,)), replicas=(2,))
     assert second == Piece(1, Block((2,), (2,)), replicas=(3,))
     assert first.sent_by(2) == Piece(2, Block((0,), (2,)), replicas=(0,))
-
-
-def test_stages_of_a_v_come_in_model_order():
-    first_and_last = {"tok_embeddings.weight": (0, 4), "norm.weight": (0, 4)}
-    middle = {"layers.10.w": (0, 4), "layers.2.w": (0, 4)}
-    plan = plan_assembly(held_by({0: first_and_last, 1: middle}, 2))
-    assert [(a.name, a.pieces[0].rank) for a in plan] == [
-        ("tok_embeddings.weight", 0),
-        ("layers.2.w", 1),
-        ("layers.10.w", 1),
-        ("norm.weight", 0),
-    ]
 
 
 def test_blocks_that_do_not_make_up_a_parameter_are_refused():

@@ -99,13 +99,6 @@ def test_weight_gradients_wait_in_the_store_and_are_equal_to_the_bit(compiled):
     assert (graph.linears, graph.deferred, graph.products) == (2, 2, 2)
 
 
-def test_outside_of_a_schedules_passes_gradients_are_computed_at_once(compiled):
-    plain, split, backend = compiled(Block())
-    assert torch.equal(backward(split, 0), backward(plain, 0))
-    assert_equal_gradients(plain, split)
-    backend.store.check_empty()
-
-
 def test_the_gradient_of_an_input_is_never_deferred_though_it_is_a_product(compiled):
     plain, split, backend = compiled(Bare())
     with backend.store.catching(KEY, add):

@@ -35,15 +35,6 @@ def test_with_memory_the_one_without_idle_time_is_taken():
     assert "1F1B 1.17e+05 ms (idle 17.9%, holds 8)" in text
 
 
-def test_schedules_that_lose_to_one_forward_one_backward_are_not_taken():
-    tried = predicted((1, 2, 0.5))
-    chosen = choose(tried, 1.0, 8)
-    assert chosen not in ("VHalf", "VMin")
-    assert tried[chosen][1].makespan < min(
-        tried[n][1].makespan for n in ("1F1B", "Interleaved1F1B")
-    )
-
-
 @pytest.mark.parametrize(
     ("times", "memory", "expected"),
     [

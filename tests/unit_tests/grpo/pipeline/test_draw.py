@@ -10,7 +10,7 @@ from torchtitan.grpo.pipeline.draw import draw_text
 from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES
 from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.tables.actions import Costs
-from torchtitan.grpo.pipeline.tables.rules import one_forward_one_backward, zbv
+from torchtitan.grpo.pipeline.tables.rules import one_forward_one_backward
 
 
 def test_text_shows_each_rank_over_time():
@@ -19,12 +19,6 @@ def test_text_shows_each_rank_over_time():
         "rank  0  FF..BB.BB",
         "rank  1  .FBBFBB..",
     ]
-
-
-def test_text_writes_the_second_stage_of_a_rank_small():
-    table, costs = zbv(2, 3), Costs.uniform(2, 2)
-    text = draw_text(table, simulate(table, costs), width=19)
-    assert text.splitlines()[0] == "rank  0  FFFfiwfiwIWfiwIWIW."
 
 
 def test_the_command_compares_all_schedules(capsys, tmp_path):

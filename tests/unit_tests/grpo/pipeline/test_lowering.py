@@ -6,7 +6,6 @@
 from dataclasses import replace
 
 import pytest
-from torch.distributed.pipelining import schedules as torch_schedules
 
 from torchtitan.grpo.pipeline.lowering import lower
 from torchtitan.grpo.pipeline.schedules import SCHEDULES
@@ -71,19 +70,6 @@ def test_an_input_comes_before_its_pass_and_an_output_leaves_before_the_next_pas
                 received.discard(running)
             num_exchanges += kind in SENDS + RECEIVES
         assert received == set() and num_exchanges > 0
-
-
-@pytest.mark.parametrize("name", ["Interleaved1F1B", "ZBVZeroBubble", "VHalf"])
-def test_torch_finds_no_deadlock(name):
-    table, actions = lowered(name, 4, 8)
-    torch_schedules._simulate_comms_compute(
-        {
-            rank: [a for a in todo if a.microbatch_index is not None]
-            for rank, todo in actions.items()
-        },
-        lambda stage: table.ranks[stage],
-        table.num_stages,
-    )
 
 
 def test_fsdp_gathers_each_stage_once_and_reduces_it_after_its_last_weight_gradient():

@@ -3,13 +3,10 @@
 
 """The simulator agrees with hand numbers and names what is wrong with a table."""
 
-from dataclasses import replace
-
 import pytest
 
 from torchtitan.grpo.pipeline.simulate import TableError, simulate
 from torchtitan.grpo.pipeline.tables.actions import Action, Costs, StageCosts, Table
-from torchtitan.grpo.pipeline.tables.rules import gpipe, one_forward_one_backward, zb_h1
 
 
 def table_of(*ranks: str, microbatches: int, stages: tuple[int, ...] | None = None) -> Table:
@@ -84,17 +81,3 @@ def test_a_table_that_cannot_run_is_refused_by_rank_and_action(ranks, message):
     with pytest.raises(TableError) as error:
         simulate(table_of(*ranks, microbatches=1), Costs.uniform(2, 1))
     assert message in str(error.value)
-
-
-def test_a_deadlock_between_ranks_is_found():
-    table = one_forward_one_backward(2, 2)
-    swapped = tuple(reversed(table.actions[1]))
-    with pytest.raises(TableError, match="would wait forever before"):
-        simulate(replace(table, actions=(table.actions[0], swapped)), Costs.uniform(2, 1))
-
-
-def test_known_schedules_by_hand():
-    # p = 2, m = 2, all times 1: rank 1 runs F B F B in 6, between one F before and one B after.
-    assert simulate(one_forward_one_backward(2, 2), Costs.uniform(2, 1)).makespan == 9
-    assert simulate(gpipe(2, 2), Costs.uniform(2, 1)).makespan == 9
-    assert simulate(zb_h1(2, 2), Costs.uniform(2, 1)).makespan == 7

@@ -40,7 +40,6 @@ from torchtitan.grpo.pipeline.tables.v_family import (
 )
 
 TIMES = [(1, 1, 1), (3, 4, 2), (1, 2, 0.5)]
-V_FAMILY = [v_min, v_half, v_zb]
 
 
 class StageOnPaper:

@@ -107,14 +107,6 @@ def test_an_estimate_that_fits_narrowly_and_one_of_another_mode_say_so(case, mon
     assert "mode = 'memory_budget' (estimated as 'none', which needs the most)" in lines
 
 
-def test_a_dense_mask_takes_memory(case):
-    config, model = case
-    config.training.seq_len, config.training.local_batch_size = 4096, 2
-    fixed = memory_choice._estimate(config, model, 8).fixed("free")
-    config.grpo.packed_attention = "sdpa"
-    assert memory_choice._estimate(config, model, 8).fixed("free") - fixed >= 2 * 2 * 4096**2
-
-
 ALWAYS = {"fsdp_reshard_after_forward": "always"}
 
 

@@ -40,11 +40,6 @@ def factors(steps: int, **settings) -> list[float]:
     return found
 
 
-def test_by_default_the_learning_rate_rises_for_ten_steps_and_stays():
-    assert factors(20) == pytest.approx([*(i / 10 for i in range(1, 11)), *[1.0] * 10])
-    assert factors(30)[:20] == factors(20)
-
-
 def test_a_ratio_of_one_decays_from_the_end_of_the_warm_up_and_warns_of_nothing(caplog):
     with caplog.at_level(logging.WARNING):
         # A virtual last step keeps the last learning rate above 0.
@@ -178,9 +173,3 @@ def test_the_sum_is_the_parts_mean_by_mass():
     whole = gradient.whole()
     assert (whole.num_tokens, whole.num_trained_tokens) == (160, 80)
     assert (whole.part, whole.publish_slot) == (BatchPart.LAST, 3)
-
-
-def test_a_step_without_anything_to_learn_from_is_empty():
-    gradient = GradientParts(MetricTotals({}))
-    assert gradient.scale_of(part(0)) == gradient.scale_of(part(0, is_last=True)) == 0
-    assert gradient.is_empty

@@ -48,10 +48,6 @@ def test_tokens_are_rated_at_temperature_one_and_the_temperature_comes_back():
     assert runner.head.temperature == 0.5
 
 
-def test_ranks_that_do_not_speak_add_nothing_to_the_sum():
-    assert probe(Table(), is_speaker=False).logprobs() == [0.0] * (len(TOKENS) - 1)
-
-
 @pytest.mark.parametrize(
     ("rows", "seq_len", "has_pipeline", "is_compiled", "divisor", "attention", "shape"),
     [

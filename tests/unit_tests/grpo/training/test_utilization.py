@@ -4,18 +4,15 @@
 """The utilization of the devices counts the work of the model, and nothing else."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 
 from torchtitan.grpo.data.cost import token_cost
 from torchtitan.grpo.data.step_plan import plan_step
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
-from torchtitan.grpo.training.utilization import Utilization, build_utilization
+from torchtitan.grpo.training.utilization import Utilization
 from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
 
 PROMPT = 2
@@ -97,22 +94,3 @@ def test_a_minibatch_that_is_skipped_counts_for_the_forward_passes_alone(make_mo
     assert counted([tokens, 0]) < whole
     of_both = WEIGHT_FLOPS - 2 * 61 * 48 * sum(LENGTHS) + ATTENTION_FLOPS
     assert whole - counted([tokens, 0]) == pytest.approx(3 * of_both, rel=0.2)
-
-
-def test_the_peak_is_that_of_the_named_device_and_a_cpu_has_none(make_model, monkeypatch):
-    _, folder = make_model("llama")
-    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
-
-    def built(device: str, name: str):
-        monitor = SimpleNamespace(device_name=name)
-        trainer = SimpleNamespace(
-            device=torch.device(device),
-            metrics_processor=SimpleNamespace(device_memory_monitor=monitor),
-        )  # fmt: skip
-        return build_utilization(trainer, JobConfig(), read_hf_model(folder))  # pyright: ignore
-
-    assert built("cpu", "cpu") is None
-    measured = built("cuda", "NVIDIA H100 80GB HBM3")
-    assert measured is not None
-    measured._flops = 989e12 * 8
-    assert measured.metrics(step_seconds=2.0) == {"time/mfu": 0.5}
