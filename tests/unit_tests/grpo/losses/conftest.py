@@ -46,11 +46,8 @@ class Sequence:
 
     def fresh(self) -> "Sequence":
         """The same with leaves of its own, without gradients."""
-        return replace(
-            self,
-            logprobs=self.logprobs.detach().clone().requires_grad_(),
-            entropy=self.entropy.detach().clone().requires_grad_(),
-        )
+        logprobs, entropy = (x.detach().clone() for x in (self.logprobs, self.entropy))
+        return replace(self, logprobs=logprobs.requires_grad_(), entropy=entropy.requires_grad_())
 
 
 def make_sequences(seed: int, num: int = 7, num_ptx: int = 2) -> list[Sequence]:
@@ -63,17 +60,13 @@ def make_sequences(seed: int, num: int = 7, num_ptx: int = 2) -> list[Sequence]:
             torch.randn(n, generator=g, dtype=torch.float64) for _ in range(5)
         )
         logprobs = -logprobs.abs() - 0.1
+        num_prompt_tokens = int(torch.randint(1, 4, (), generator=g))
+        old, ref = logprobs + 0.4 * gaps[0], logprobs + 0.5 * gaps[2]
+        advantage = float(torch.randn((), generator=g, dtype=torch.float64))
+        generator = old + 0.6 * gaps[1]
+        leaves = logprobs.requires_grad_(), entropy.abs().requires_grad_()
         made.append(
-            Sequence(
-                num_prompt_tokens=int(torch.randint(1, 4, (), generator=g)),
-                logprobs=logprobs.requires_grad_(),
-                entropy=entropy.abs().requires_grad_(),
-                old=logprobs.detach() + 0.4 * gaps[0],
-                generator=logprobs.detach() + 0.4 * gaps[0] + 0.6 * gaps[1],
-                ref=logprobs.detach() + 0.5 * gaps[2],
-                advantage=float(torch.randn((), generator=g, dtype=torch.float64)),
-                is_ptx=i >= num,
-            )
+            Sequence(num_prompt_tokens, *leaves, old, generator, ref, advantage, is_ptx=i >= num)
         )
     return made
 
@@ -258,6 +251,14 @@ def reference(sequences: list[Sequence], config: GRPO) -> tuple[torch.Tensor, di
 # -- the same sequences in rows --------------------------------------------------------------
 
 
+# The columns of rows, and what they are called as inputs of the loss.
+FIELDS = {
+    "logprobs": "logprobs", "entropy": "entropy", "old": "old_logprobs",
+    "generator": "generator_logprobs", "ref": "ref_logprobs", "advantage": "advantages",
+    "mask": "loss_mask", "weight": "loss_weights", "ptx": "ptx_weights", "ids": "sequence_ids",
+}  # fmt: skip
+
+
 def pack(
     sequences: list[Sequence],
     rows: list[list[int]],
@@ -269,8 +270,7 @@ def pack(
 ) -> LossInputs:
     """Rows of sequences by index, padded; ``junk`` stands wherever nothing is trained.
 
-    With ``num_observed`` so many tokens stand behind each token of a rollout that an environment
-    has put in.
+    Behind each token of a rollout stand ``num_observed`` that an environment has put in.
     """
     lengths = [0 if s.is_ptx else s.num_tokens for s in sequences]
     weights = token_weights(
@@ -283,20 +283,17 @@ def pack(
     def filled(value: float, n: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         return torch.full((n,), value, dtype=dtype)
 
-    names = ("logprobs", "entropy", "old", "generator", "ref", "advantage", "mask", "weight",
-             "ptx", "ids")  # fmt: skip
+    names = tuple(FIELDS)
     columns: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     for members in rows:
         row: dict[str, list[torch.Tensor]] = {name: [] for name in names}
         for sequence_id, index in enumerate(members):
             s = sequences[index]
             n, trained = s.num_tokens, not s.is_ptx
+            columns_of = ("entropy", "old", "generator", "ref")
             parts = {
                 "logprobs": s.logprobs,
-                "entropy": s.entropy if trained else filled(junk, n),
-                "old": s.old if trained else filled(junk, n),
-                "generator": s.generator if trained else filled(junk, n),
-                "ref": s.ref if trained else filled(junk, n),
+                **{x: getattr(s, x) if trained else filled(junk, n) for x in columns_of},
                 "advantage": filled(s.advantage if trained else junk, n),
                 "mask": filled(trained, n, torch.bool),
                 "weight": filled(weights[index] if trained else junk, n),
@@ -323,18 +320,7 @@ def pack(
         for name in names:
             columns[name].append(torch.cat(row[name]))
     stacked = {name: torch.stack(column) for name, column in columns.items()}
-    return LossInputs(
-        logprobs=stacked["logprobs"],
-        entropy=stacked["entropy"],
-        old_logprobs=stacked["old"],
-        generator_logprobs=stacked["generator"],
-        ref_logprobs=stacked["ref"],
-        advantages=stacked["advantage"],
-        loss_mask=stacked["mask"],
-        loss_weights=stacked["weight"],
-        ptx_weights=stacked["ptx"],
-        sequence_ids=stacked["ids"],
-    )
+    return LossInputs(**{field: stacked[name] for name, field in FIELDS.items()})
 
 
 def row_slice(inputs: LossInputs, begin: int, end: int) -> LossInputs:
@@ -376,12 +362,5 @@ def gradients(sequences: list[Sequence]) -> torch.Tensor:
 
 @pytest.fixture(scope="session")
 def lab() -> SimpleNamespace:
-    return SimpleNamespace(
-        make_sequences=make_sequences,
-        reference=reference,
-        pack=pack,
-        row_slice=row_slice,
-        gradients=gradients,
-        metrics_of=metrics_of,
-        mean_weight=mean_weight,
-    )
+    tools = (make_sequences, reference, pack, row_slice, gradients, metrics_of, mean_weight)
+    return SimpleNamespace(**{tool.__name__: tool for tool in tools})

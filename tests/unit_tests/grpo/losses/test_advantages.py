@@ -20,12 +20,8 @@ GROUPS = np.array([7, 3, 7, 3, 3])
 
 def advantages(rewards=REWARDS, groups=GROUPS, lengths=None, **settings):
     lengths = np.full(len(rewards), 4) if lengths is None else np.array(lengths)
-    settings = {
-        "kind": "group_norm",
-        "std": "sample",
-        "eps": 1e-12,
-        "length_power": 0.0,
-    } | settings
+    defaults = {"kind": "group_norm", "std": "sample", "eps": 1e-12, "length_power": 0.0}
+    settings = defaults | settings
     return compute_advantages(np.asarray(rewards), np.asarray(groups), lengths, **settings)
 
 

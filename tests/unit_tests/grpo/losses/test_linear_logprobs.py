@@ -1,6 +1,8 @@
 """Fused log-probabilities equal those of whole logits, and so do their gradients."""
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -171,6 +173,14 @@ def all_equal(ours, theirs) -> bool:
     return all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
 
 
+@contextmanager
+def saving() -> Iterator[list[torch.Tensor]]:
+    """What autograd saves."""
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        yield saved
+
+
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -218,14 +228,11 @@ def test_later_passes_over_one_graph_do_without_what_the_first_overwrote():
 def test_a_checkpoint_keeps_no_logits_and_the_same_numbers(use_reentrant):
     hidden, weight, *ids = case = inputs(num_others=5)
     expected = kept_and_computed_again(case)[1]
-    sizes: list[torch.Size] = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda x: sizes.append(x.shape) or x, lambda x: x
-    ):
+    with saving() as saved:
         packed = checkpoint(
             lambda states: scored((states, weight, *ids)), hidden, use_reentrant=use_reentrant
         )
-    assert weight.shape not in sizes
+    assert weight.shape not in [x.shape for x in saved]
     packed.backward(cotangents(packed))
     assert all_equal((packed.detach(), hidden.grad, weight.grad), expected)
 
@@ -250,11 +257,7 @@ def test_compiled_code_around_it_changes_nothing():
 def test_the_gradient_takes_the_memory_of_logits_which_are_kept_where_it_is_of_use(reason):
     _, weight, _, _ = case = inputs()
     weight.requires_grad_(reason != "frozen weight")
-    saved: list[torch.Tensor] = []
-    with (
-        torch.set_grad_enabled(reason != "no_grad"),
-        torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x),
-    ):
+    with torch.set_grad_enabled(reason != "no_grad"), saving() as saved:
         chunk_tokens = 10_000 if reason == "no room" else 1
         packed = scored(case, keep_logits=reason != "switched off", chunk_tokens=chunk_tokens)
     places = {x.data_ptr() for x in saved if x.shape == weight.shape} - {weight.data_ptr()}
@@ -269,12 +272,9 @@ def test_the_gradient_takes_the_memory_of_logits_which_are_kept_where_it_is_of_u
     [
         ({"temperature": 0.0}, "temperature must be above 0"),
         ({"chunk_tokens": 0}, "chunk_tokens must be at least 1"),
-        ({"labels": torch.zeros(3, dtype=torch.int64)}, "labels"),
+        ({"labels": torch.zeros(3).long()}, "labels"),
         ({"weight": torch.zeros(4, DIM + 1)}, "weight must be"),
-        (
-            {"other_ids": torch.zeros(2, 18, 5, dtype=torch.int64)},
-            r"other_ids \(2, 18, 5\) without its last dim",
-        ),
+        ({"other_ids": torch.zeros(2, 18, 5).long()}, r"\(2, 18, 5\) without its last dim"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, message):

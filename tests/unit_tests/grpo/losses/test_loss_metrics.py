@@ -25,23 +25,26 @@ MASK = torch.tensor([[True, False, True], [True, False, False]])
 def test_only_trained_tokens_count_however_they_are_split(reduction, expected, num_microbatches):
     rows = zip(VALUES.chunk(num_microbatches), MASK.chunk(num_microbatches), strict=True)
     microbatches = [{"m": token_metric(TokenMetric(v, reduction), mask)} for v, mask in rows]
-    totals = MetricTotals({"m": reduction})
+    totals, merged = MetricTotals({"m": reduction}), MetricTotals({"m": reduction})
     totals.add(microbatches)
-    assert totals.values(1)["m"] == pytest.approx(expected, rel=1e-15)
+    for microbatch in microbatches:
+        of_minibatch = MetricTotals({"m": reduction})
+        of_minibatch.add([microbatch])
+        merged.merge(of_minibatch)
+    assert totals.values(1)["m"] == merged.values(1)["m"] == pytest.approx(expected, rel=1e-15)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean", "max", "min"])
 def test_untrained_values_may_be_anything_and_nothing_trained_is_zero(reduction):
     anything = torch.tensor([[math.nan, math.inf, -math.inf]])
     metric = token_metric(TokenMetric(anything, reduction), torch.zeros(1, 3, dtype=torch.bool))
-    totals = MetricTotals({"m": reduction})
+    totals, alone = MetricTotals({"m": reduction}), MetricTotals({"m": reduction})
     assert totals.values(1)["m"] == 0, "no microbatch at all"
     totals.add([{"m": metric}])
     assert totals.values(1)["m"] == 0
     # A microbatch without a trained token leaves the others as they are.
-    totals.add([{"m": token_metric(TokenMetric(VALUES, reduction), MASK)}])
-    alone = MetricTotals({"m": reduction})
-    alone.add([{"m": token_metric(TokenMetric(VALUES, reduction), MASK)}])
+    for each in (totals, alone):
+        each.add([{"m": token_metric(TokenMetric(VALUES, reduction), MASK)}])
     assert totals.values(1) == alone.values(1)
 
 
