@@ -13,38 +13,22 @@ from torchtitan.grpo.models.hf_weights import write_hf
 from torchtitan.grpo.weight_wire.model_folder import require_undamaged
 
 QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 96,
-    "vocab_size": 128,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 512,
-    "rope_theta": 5e5,
-    "eos_token_id": 3,
-    "hidden_act": "silu",
-}
-LLAMA = {key: v for key, v in QWEN3.items() if key != "head_dim"} | {
-    "architectures": ["LlamaForCausalLM"]
-}
+    "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 96,
+    "vocab_size": 128, "rms_norm_eps": 1e-6, "max_position_embeddings": 512, "rope_theta": 5e5,
+    "eos_token_id": 3, "hidden_act": "silu",
+}  # fmt: skip
+LLAMA = QWEN3 | {"architectures": ["LlamaForCausalLM"]}
 MOE = QWEN3 | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "moe_intermediate_size": 48,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-}
+    "architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 48, "num_experts": 8,
+    "num_experts_per_tok": 2, "norm_topk_prob": True,
+}  # fmt: skip
 
 
 @pytest.fixture
 def directory(tmp_path):
-    def make(config, generation=None):
+    def make(config):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        if generation is not None:
-            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
         return tmp_path
 
     return make
@@ -83,7 +67,7 @@ def test_mixture_of_experts_routes_as_the_server_does(directory):
         (QWEN3 | {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope type 'dynamic'"),
         (
             LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "rope type 'yarn' is incomplete: .*original_max",
+            "'yarn' is incomplete: .*original_max",
         ),
         (QWEN3 | {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
         (QWEN3 | {"eos_token_id": None}, r"model\.hf_assets_path: .*eos_token_id"),
@@ -98,10 +82,7 @@ def test_what_upstream_does_not_compute_is_refused_by_name(directory, config, me
     ("content", "message"),
     [
         ([1], r"holds a list where an object must be"),
-        (
-            {"num_hidden_layers": 10**9},
-            r"num_hidden_layers must be a whole number .*got 1000000000",
-        ),
+        ({"num_hidden_layers": 10**9}, r"num_hidden_layers must be a whole number .*got 10{9}"),
         ({"num_hidden_layers": -1}, r"num_hidden_layers must be a whole number from 1 .*got -1"),
         ({"hidden_size": "64"}, r"hidden_size must be a whole number .*got '64'"),
         ({"vocab_size": None}, r"vocab_size must be a whole number .*got nothing"),
@@ -121,9 +102,8 @@ def test_a_broken_config_is_refused_by_name(tmp_path, repository, content, messa
 def _files(**contents: str) -> Callable[[Path], None]:
     def prepare(folder: Path) -> None:
         for name, content in contents.items():
-            file = folder / name.replace("__", "/").replace("_json", ".json").replace(
-                "_gguf", ".gguf"
-            )
+            name = name.replace("__", "/").replace("_json", ".json").replace("_gguf", ".gguf")
+            file = folder / name
             file.parent.mkdir(exist_ok=True, parents=True)
             file.write_text(content)
 
@@ -163,16 +143,11 @@ def test_a_config_that_is_nested_too_deeply_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "is_weight"),
-    [
-        ("model-00001-of-00001.safetensors", True), ("config.json", False),
-        ("tokenizer.json", False), ("tokenizer_config.json", False),
-        ("model.safetensors.index.json", False), ("generation_config.json", False),
-    ],
+    "name", ["model-00001-of-00001.safetensors", "config.json", "tokenizer.json",
+             "tokenizer_config.json", "model.safetensors.index.json", "generation_config.json"]
 )  # fmt: skip
-def test_an_export_that_has_changed_since_is_refused_with_the_file(
-    repository: Path, tmp_path: Path, name: str, is_weight: bool
-):
+def test_an_export_that_has_changed_since_is_refused_with_the_file(repository, tmp_path, name):
+    is_weight = name.endswith(".safetensors")
     source, target = repository / "assets/reverse_digits/model", tmp_path / "step-1"
     write_hf([("a", torch.ones(8))], source, target, torch.float32)
     read_hf_model(target)

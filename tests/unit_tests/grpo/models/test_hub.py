@@ -31,22 +31,12 @@ def snapshot(tmp_path, repository, monkeypatch) -> Path:
     return fill_cache(tmp_path / "home", REPO, repository / "assets/reverse_digits/model")
 
 
-@pytest.mark.parametrize(
-    ("text", "model"),
-    [
-        (REPO, HubModel(REPO, None)),
-        (f"{REPO}@main", HubModel(REPO, "main")),
-        (f"{REPO}@refs/pr/1", HubModel(REPO, "refs/pr/1")),
-        ("model", None),
-        ("./models/tiny", None),
-        ("/models/tiny", None),
-        ("outputs/task/model", None),
-        ("", None),
-    ],
-)
-def test_a_name_on_the_hub_is_told_from_a_path(text, model):
-    assert HubModel.parse(text) == model
-    assert is_hub_name(text) is (model is not None)
+def test_a_name_on_the_hub_is_told_from_a_path():
+    assert HubModel.parse(REPO) == HubModel(REPO, None)
+    for revision in ("main", "refs/pr/1"):
+        assert HubModel.parse(f"{REPO}@{revision}") == HubModel(REPO, revision)
+    for path in ("model", "./models/tiny", "/models/tiny", "outputs/task/model", ""):
+        assert HubModel.parse(path) is None and not is_hub_name(path)
 
 
 @pytest.mark.parametrize("name", [REPO, f"{REPO}@main", f"{REPO}@{REVISION}"])
@@ -61,9 +51,7 @@ def test_a_folder_of_the_same_name_counts_first(snapshot):
     Path(REPO).mkdir(parents=True)
     path, (note,) = locate_model(REPO, SETTING)
     assert path == REPO
-    assert note.startswith(
-        f"{SETTING} = {REPO}: the folder {Path(REPO).resolve()}, and not the Hub's"
-    )
+    assert f"{REPO}: the folder {Path(REPO).resolve()}, and not the Hub's" in note
     Path("other/model").mkdir(parents=True)
     assert locate_model("other/model", SETTING) == ("other/model", [])
 
@@ -92,20 +80,19 @@ def test_a_model_that_cannot_be_had_is_refused_with_what_to_do(snapshot, name, p
         assert part in str(error.value)
 
 
-@pytest.mark.parametrize("present", [[], ["model-1.safetensors"], ["model-2.safetensors"]])
-@pytest.mark.parametrize("has_index", [True, False])
+@pytest.mark.parametrize("present", [None, [], ["model-1.safetensors"], ["model-2.safetensors"]])
 def test_weights_that_are_downloaded_in_part_are_no_mistake(
-    present, has_index, snapshot, repository, monkeypatch
+    present, snapshot, repository, monkeypatch
 ):
     monkeypatch.chdir(repository)
     whole = (snapshot / "model.safetensors").read_bytes()
     (snapshot / "model.safetensors").unlink()
-    if has_index:
+    if present is None:
+        (snapshot / "model.safetensors").symlink_to("absent")
+    else:
         both = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
         (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": both}))
-    elif present:
-        (snapshot / "model.safetensors").symlink_to("absent")
-    for name in present if has_index else ():
+    for name in present or ():
         (snapshot / name).write_bytes(whole)
     config = load_config(
         [f"--{SETTING}={snapshot}", "--sft.path=assets/reverse_digits/train.jsonl",
@@ -131,17 +118,16 @@ Path(sys.argv[2], os.environ["LOCAL_RANK"]).write_text(",".join(answers))
 
 
 def test_one_rank_of_a_host_asks_the_hub_and_the_others_get_its_answer(fork_server, tmp_path):
-    program, calls, answers = tmp_path / "ranks.py", tmp_path / "calls", tmp_path / "answers"
+    program, calls, answers, console = (
+        tmp_path / name for name in ("ranks.py", "calls", "answers", "console.log")
+    )
     program.write_text(RANKS)
     answers.mkdir()
-    (tmp_path / "tmp").mkdir()
-    console = tmp_path / "console.log"
     with console.open("w") as output:
         process = fork_server.start(
             program, [str(calls), str(answers)], num_ranks=3, output=output,
-            environment=os.environ | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "tmp" / "0" / "error.json")},
+            environment=os.environ | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "0/error.json")},
         )  # fmt: skip
     assert process.wait(120) == 0, console.read_text()
-    assert {file.read_text() for file in answers.iterdir()} == {"here,here"}
-    assert len(list(answers.iterdir())) == 3
+    assert [file.read_text() for file in answers.iterdir()] == ["here,here"] * 3
     assert set(calls.read_text()) == {"0"}

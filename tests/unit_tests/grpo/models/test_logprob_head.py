@@ -17,13 +17,7 @@ from torchtitan.grpo.models.packed_model import (
 from torchtitan.grpo.training.model_spec import scoring_settings
 
 SETTINGS = ScoringSettings(
-    attention="sdpa",
-    compiled=False,
-    temperature=0.8,
-    chunk_tokens=2,
-    with_entropy=True,
-    trains_entropy=True,
-    keep_logits=False,
+    "sdpa", False, 0.8, 2, with_entropy=True, trains_entropy=True, keep_logits=False
 )
 
 
@@ -73,19 +67,6 @@ def test_tokens_that_are_not_scored_cost_nothing_and_are_zero():
     assert head.weight.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("count", [0, 10])
-def test_no_token_and_all_tokens_can_be_scored(count):
-    head = LogprobHead(nn.Linear(8, 31, bias=False), SETTINGS)
-    mask = (torch.arange(10) < count).view(2, 5)
-    positions = ScoredTokens(mask, mask).positions(lambda whole: whole)
-    assert (positions is None) == (count == 10)
-    hidden = torch.randn(2, 5, 8, requires_grad=True)
-    with head.labeled(torch.zeros(2, 5, dtype=torch.int64), positions):
-        packed = head(hidden)
-    packed.sum().backward()
-    assert bool(packed.any()) == bool(head.weight.grad.any()) == (count > 0)  # pyright: ignore
-
-
 def test_missing_labels_and_a_layer_of_another_kind_are_refused():
     head = LogprobHead(nn.Linear(8, 31, bias=False), SETTINGS)
     with pytest.raises(KeyError), head.labeled(torch.zeros(1, 5, dtype=torch.int64)):
@@ -105,16 +86,11 @@ def test_replacing_keeps_the_parameter_its_name_and_tying(tied):
     weight, keys = model.output.weight, list(model.state_dict())
     replace_output(model, SETTINGS)
     assert isinstance(model.output, LogprobHead) and model.output.weight is weight
-    assert weight.is_meta
     assert (model.output.weight is model.tok_embeddings.weight) == tied
     assert list(model.state_dict()) == keys
     # Upstream's pipeline split copies the model for each stage.
     copied = copy.deepcopy(model)
     assert (copied.output.weight is copied.tok_embeddings.weight) == tied
-
-
-def assert_small(errors: dict[str, float], bound: float) -> None:
-    assert errors and all(error < bound for error in errors.values()), errors
 
 
 @pytest.mark.parametrize(("num_ranks", "degree"), [(3, 3), (4, 2)])
@@ -124,25 +100,18 @@ def test_tensor_parallel_gives_the_whole_ones_numbers(num_ranks, degree, run_ran
     results = run_ranks("logprob_head_ranks", num_ranks, cases=cases, tp=degree)
     for result in results:
         assert result["tensor_parallel"]["names"] == ["norm.weight", "output.weight"]
-        assert_small(result["tensor_parallel"]["errors"], 1e-5)
         if num_ranks == 4:
             assert result["mixed_precision"]["dtypes"] == ["torch.float32", "torch.float32"]
-            assert_small(result["mixed_precision"]["errors"], 2e-2)
+        for case, bound in zip(cases, (1e-5, 2e-2), strict=False):
+            assert max(result[case]["errors"].values()) < bound, result[case]["errors"]
 
 
-@pytest.mark.parametrize(
-    ("degree", "schedule", "setting", "kept"),
-    [
-        (1, "GPipe", True, True),
-        (1, "GPipe", False, False),
-        (2, "GPipe", True, False),
-        (2, "1F1B", True, True),
-        (2, "1F1B", False, False),
-    ],
-)
-def test_the_layout_and_the_setting_decide_what_is_kept(degree, schedule, setting, kept):
+def test_the_layout_and_the_setting_decide_what_is_kept():
     config = JobConfig()
-    config.grpo.logprob_keep_logits = setting
-    config.parallelism.pipeline_parallel_degree = degree
-    config.parallelism.pipeline_parallel_schedule = schedule
-    assert scoring_settings(config).keep_logits is kept
+    layout = config.parallelism
+    kept = {(1, "GPipe"): True, (2, "GPipe"): False, (2, "1F1B"): True}
+    for (degree, schedule), is_kept in kept.items():
+        layout.pipeline_parallel_degree, layout.pipeline_parallel_schedule = degree, schedule
+        for config.grpo.logprob_keep_logits in (True, False):
+            found = scoring_settings(config).keep_logits
+            assert found is (is_kept and config.grpo.logprob_keep_logits), (degree, schedule)

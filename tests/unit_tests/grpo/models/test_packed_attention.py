@@ -64,13 +64,8 @@ def exact_varlen(
 
 def visible(ids: torch.Tensor) -> torch.Tensor:
     """[rows, seq, seq] bool, spelled out: a query sees itself and what came before of its own."""
-    rows, seq = ids.shape
-    return torch.tensor(
-        [
-            [[k <= q and bool(ids[row, k] == ids[row, q]) for k in range(seq)] for q in range(seq)]
-            for row in range(rows)
-        ]
-    )
+    rows, seq = ids.tolist(), range(ids.shape[1])
+    return torch.tensor([[[k <= q and row[k] == row[q] for k in seq] for q in seq] for row in rows])
 
 
 def some_ids(seed: int, rows: int, seq: int) -> torch.Tensor:
@@ -165,12 +160,7 @@ def test_torch_s_own_varlen_function_is_traced_with_its_gradients():
 
 def test_torch_s_own_varlen_function_is_part_of_a_compiled_block():
     graphs = []
-
-    def keep(graph, _):
-        graphs.append(graph)
-        return graph
-
-    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    backend = aot_autograd(fw_compiler=lambda graph, _: graphs.append(graph) or graph)
     compiled = torch.compile(PackedAttention("varlen"), backend=backend, fullgraph=True)
     mask = packed_mask(SEQUENCE_IDS, "varlen")
     with pytest.raises(NotImplementedError, match=r"_flash_attention_forward.*'CPU'"):

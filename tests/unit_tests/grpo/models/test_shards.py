@@ -31,11 +31,9 @@ def blocks(shape, placements, mesh_shape) -> dict[tuple[int, ...], Block]:
 
 
 def test_shards_are_cut_as_torch_chunk_cuts():
-    assert blocks((5, 2), [Shard(0)], (3,)) == {
-        (0,): Block((0, 0), (2, 2)),
-        (1,): Block((2, 0), (2, 2)),
-        (2,): Block((4, 0), (1, 2)),
-    }
+    assert list(blocks((5, 2), [Shard(0)], (3,)).values()) == [
+        Block((0, 0), (2, 2)), Block((2, 0), (2, 2)), Block((4, 0), (1, 2)),
+    ]  # fmt: skip
     assert [b.shape[0] for b in blocks((2,), [Shard(0)], (4,)).values()] == [1, 1, 0, 0]
 
 

