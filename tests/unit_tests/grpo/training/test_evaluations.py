@@ -26,17 +26,11 @@ def _warnings_are_heard(caplog):
 
 
 def config(*arguments: str) -> JobConfig:
-    return load_config(
-        [
-            "--model.hf_assets_path=model",
-            "--reward.functions=exact_match",
-            "--inference.launch",
-            "--prompts.path=owner/set",
-            "--evaluation.path=heldout.jsonl",
-            "--evaluation.interval=2",
-            *arguments,
-        ]
+    given = (
+        "--model.hf_assets_path=model --reward.functions=exact_match --inference.launch "
+        "--prompts.path=owner/set --evaluation.path=heldout.jsonl --evaluation.interval=2"
     )
+    return load_config([*given.split(), *arguments])
 
 
 class Source:
@@ -45,8 +39,7 @@ class Source:
     def __init__(self) -> None:
         self.requests: list[tuple[int, list[str]]] = []
         self.result: EvaluationResult | None = None
-        self.is_evaluating = False
-        self.is_refusing = False
+        self.is_evaluating = self.is_refusing = False
         self.num_waits = 0
 
     def request_evaluation(self, version: int, pinned: Sequence[str] = ()) -> bool:

@@ -21,15 +21,11 @@ BAD = {
         "optimizer steps, 2",
     ),
     "entropy": ({"entropy": 1e-4}, "policy/entropy is 0.0001, below guards.entropy_floor = 0.001"),
-    "mismatch_kl": (
-        {"mismatch_kl": 0.6},
-        "mismatch/kl is 0.6, above guards.mismatch_kl_limit = 0.5",
-    ),
+    "mismatch_kl": ({"mismatch_kl": 0.6}, "mismatch/kl is 0.6, above guards.mismatch_kl_limit = 0.5"),
     "reference_kl": (
-        {"reference_kl": 3.0},
-        "loss/reference_kl is 3, above guards.reference_kl_limit = 1",
+        {"reference_kl": 3.0}, "loss/reference_kl is 3, above guards.reference_kl_limit = 1"
     ),
-}
+}  # fmt: skip
 
 
 class Judge:
@@ -85,14 +81,11 @@ def test_each_guard_does_what_it_is_set_to(guard, action):
         assert judge() is Verdict.TAKE
 
 
-METRICS = dict.fromkeys(
-    (
-        "loss/total", "mismatch/kl", "loss/reference_kl", "policy/entropy", "policy/nll",
-        "mismatch/effective_sample_size", "policy/approx_kl", "teacher/top_k_kl", "loss/policy",
-        "loss/ptx",
-    ),
-    0.2,
-)  # fmt: skip
+NAMES = (
+    "loss/total mismatch/kl loss/reference_kl policy/entropy policy/nll policy/approx_kl "
+    "mismatch/effective_sample_size teacher/top_k_kl loss/policy loss/ptx"
+)
+METRICS = dict.fromkeys(NAMES.split(), 0.2)
 
 
 @pytest.mark.parametrize("action", ["skip", "stop", "warn"])
@@ -137,18 +130,13 @@ def test_the_median_follows_a_norm_that_has_risen_for_good():
     assert verdicts[-1] is Verdict.TAKE
 
 
-def test_a_norm_that_is_not_clipped_is_never_too_large():
+def test_a_norm_that_is_not_clipped_is_never_too_large_and_a_limit_needs_no_history():
     judge = Judge(grad_norm="skip")
     for _ in range(20):
         judge(grad_norm=1e-4)
-    assert judge(grad_norm=0.9) is Verdict.TAKE
-    assert judge(grad_norm=1.1) is Verdict.SKIP
-
-
-def test_an_absolute_limit_needs_no_history():
+    assert [judge(grad_norm=norm) for norm in (0.9, 1.1)] == [Verdict.TAKE, Verdict.SKIP]
     judge = Judge(grad_norm="skip", grad_norm_limit=10.0)
-    assert judge(grad_norm=10.0) is Verdict.TAKE
-    assert judge(grad_norm=10.5) is Verdict.SKIP
+    assert [judge(grad_norm=norm) for norm in (10.0, 10.5)] == [Verdict.TAKE, Verdict.SKIP]
     assert "grad_norm is 10.5, above guards.grad_norm_limit = 10." in judge.lines[0]
 
 
@@ -194,9 +182,7 @@ def test_lost_servers_act_once_for_each_outage(action):
     assert judge.count("servers_lost") == (action != "off")
     assert len(judge.lines) == (action == "warn")
     if action == "warn":
-        assert (
-            "no server has taken work for 10 s (guards.servers_lost_seconds = 10)" in judge.lines[0]
-        )
+        assert "taken work for 10 s (guards.servers_lost_seconds = 10)" in judge.lines[0]
         judge.guards.judge_servers(8, 0.0)
         judge.guards.judge_servers(9, 12.0)
         assert judge.count("servers_lost") == 2

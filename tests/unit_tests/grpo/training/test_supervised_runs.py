@@ -39,14 +39,10 @@ class World:
             "sft.held_out_path": self.folder / "held_out.jsonl",
             "sft.examples_per_step": PER_STEP,
             "prompts.shuffle": False,
-            "training.steps": NUM_STEPS,
-            "training.seq_len": SEQ_LEN,
-            "training.max_norm": MAX_NORM,
-            "optimizer.lr": LR,
-            "optimizer.eps": EPS,
-            "optimizer.beta2": 0.95,
+            "training.steps": NUM_STEPS, "training.seq_len": SEQ_LEN, "training.max_norm": MAX_NORM,
+            "optimizer.lr": LR, "optimizer.eps": EPS, "optimizer.beta2": 0.95,
             "lr_scheduler.warmup_steps": 0,
-        }
+        }  # fmt: skip
         return replay_settings.case(name, settings, more)
 
     def check(self, name: str, *, tied: bool = True, dump: str = "") -> None:

@@ -4,6 +4,7 @@
 """The utilization of the devices counts the work of the model, and nothing else."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,9 +36,19 @@ def rollout(reward: float, length: int) -> Rollout:
     )  # fmt: skip
 
 
+def plan_of(config: JobConfig, num_groups: int = 1) -> Any:
+    """Groups of two rollouts, in rows of 16 tokens."""
+    rollouts = tuple(rollout(float(i), length) for i, length in enumerate(LENGTHS))
+    groups = [RolloutGroup(i, "a", rollouts, f"u{i}") for i in range(num_groups)]
+    return plan_step(
+        groups, config.grpo, version=0, num_ranks=1, row_len=16, local_batch_size=1,
+        max_new_tokens=8, balance=True, cost=token_cost, row_bucket=1,
+    )  # fmt: skip
+
+
 @pytest.fixture
 def measured(make_model):
-    """Returns the FLOPs that are counted for one batch of two rollouts, padded to 16 tokens."""
+    """Returns the FLOPs that are counted for one batch of two rollouts."""
     _, folder = make_model("llama", **SIZES)
     model = read_hf_model(folder)
 
@@ -46,14 +57,9 @@ def measured(make_model):
         for key, value in settings.items():
             table, name = key.split("__")
             setattr(getattr(config, table), name, value)
-        rollouts = tuple(rollout(float(i), length) for i, length in enumerate(LENGTHS))
-        plan = plan_step(
-            [RolloutGroup(0, "a", rollouts, "u")], config.grpo, version=0, num_ranks=1, row_len=16,
-            local_batch_size=1, max_new_tokens=8, balance=True, cost=token_cost, row_bucket=1,
-        )  # fmt: skip
         utilization = Utilization(config, model, num_ranks=4, peak_flops=0.25)
         for number in range(times):
-            utilization.add(plan, begins_batch=number == 0)
+            utilization.add(plan_of(config), begins_batch=number == 0)
         return utilization.metrics(step_seconds=2.0)["time/mfu"] * 2.0
 
     return measure
@@ -74,15 +80,9 @@ def test_forward_passes_epochs_and_frozen_weights_count_as_they_are(measured):
 
 def test_a_minibatch_that_is_skipped_counts_for_the_forward_passes_alone(make_model):
     _, folder = make_model("llama", **SIZES)
-    config, groups = JobConfig(), []
+    config = JobConfig()
     config.grpo.num_minibatches, config.grpo.kl_coef = 2, 0.1
-    for number in range(2):
-        rollouts = tuple(rollout(float(i), length) for i, length in enumerate(LENGTHS))
-        groups.append(RolloutGroup(number, "a", rollouts, f"u{number}"))
-    plan = plan_step(
-        groups, config.grpo, version=0, num_ranks=1, row_len=16, local_batch_size=1,
-        max_new_tokens=8, balance=True, cost=token_cost, row_bucket=1,
-    )  # fmt: skip
+    plan = plan_of(config, num_groups=2)
     utilization = Utilization(config, read_hf_model(folder), num_ranks=1, peak_flops=1.0)
 
     def counted(minibatch_tokens: list[int]) -> float:
