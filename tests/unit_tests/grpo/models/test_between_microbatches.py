@@ -35,10 +35,8 @@ def check_equal_and_clean(found):
         assert case["before"] == free["before"]
         # The gradients of microbatches are equal; their sums are rounded in another order.
         assert case["norm"] == pytest.approx(free["norm"], rel=1e-5)
-        for ours, theirs in zip(case["gradients"], free["gradients"], strict=True):
-            torch.testing.assert_close(
-                torch.tensor(ours), torch.tensor(theirs), atol=1e-4, rtol=1e-4
-            )
+        for pair in zip(case["gradients"], free["gradients"], strict=True):
+            torch.testing.assert_close(*map(torch.tensor, pair), atol=1e-4, rtol=1e-4)
         before, after = torch.tensor(case["before"]), torch.tensor(case["after"])
         torch.testing.assert_close(after, torch.tensor(free["after"]), atol=2e-2, rtol=0)
         assert (after - before).abs().max() > 0.05, "outdated parameters would change nothing"

@@ -45,20 +45,17 @@ EXPERT_LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 }
 
 
+# Two families with all parts of a model stand for all where there are several ranks.
+SHORT = ("qwen2_tied", "qwen3_mixed")
+MARKS = {
+    (kind, n): [pytest.mark.long] * (n > 1 and kind not in SHORT)
+    for kind in FAMILIES
+    for n in LAYOUTS
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "num_ranks"),
-    [
-        # Two families with all parts of a model stand for all where there are several ranks.
-        pytest.param(
-            kind,
-            num_ranks,
-            marks=[pytest.mark.long]
-            if num_ranks > 1 and kind not in ("qwen2_tied", "qwen3_mixed")
-            else [],
-        )
-        for kind in FAMILIES
-        for num_ranks in LAYOUTS
-    ],
+    ("kind", "num_ranks"), [pytest.param(*case, marks=marks) for case, marks in MARKS.items()]
 )
 def test_logprobs_gradients_and_norm_are_hugging_faces(
     kind: str, num_ranks: int, make_model, run_ranks, tmp_path

@@ -17,11 +17,7 @@ LORA = {"rank": 3, "alpha": 5.0}
 # Norms of the adapters with which runs begin, by layer, as the first layout has found them.
 BEGUN: dict[str, float] = {}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
-    1: {
-        "one": {},
-        "checkpointed": {"ac": "full"},
-        "base in bfloat16": {"base_dtype": "bfloat16"},
-    },
+    1: {"one": {}, "checkpointed": {"ac": "full"}, "base in bfloat16": {"base_dtype": "bfloat16"}},
     2: {
         "fsdp2": {"dp_shard": 2},
         "tp2": {"tp": 2},
@@ -105,17 +101,14 @@ def test_logprobs_gradients_and_merged_weights_are_pefts(
     )  # fmt: skip
     for name, layout in layouts.items():
         held = {key for result in results for key in result[name]["gradient_errors"]}
-        assert len(held) == 8 * len(targets) * 2, (
-            "the ranks together hold every adapter, and nothing else"
-        )
+        assert len(held) == 8 * len(targets) * 2, "together they hold each adapter, and no more"
         assert any(result[name]["logprobs"] for result in results), name
         assert_begun_alike([result[name]["begun"] for result in results])
         is_v = layout.get("schedule") in ("ZBVZeroBubble", "VHalf")
         for result in (result[name] for result in results):
             for key, expected in (("base", base), ("logprobs", logprobs)):
                 if result[key] is not None:
-                    found = torch.tensor(result[key])
-                    error = float((found - expected).abs().max())
+                    error = float((torch.tensor(result[key]) - expected).abs().max())
                     assert error < 1e-5, (name, key, error)
             wrong = {k: e for k, e in result["gradient_errors"].items() if not e < 2e-5}
             assert not wrong, (name, wrong)

@@ -79,9 +79,8 @@ def assert_in_model_order(names_of_sources: list[list[str]]) -> None:
         assert "model.embed_tokens.weight" not in names[1:]
     names = [name for some in names_of_sources for name in some]
     assert len(set(names)) == len(names)
-    assert {"model.embed_tokens.weight", "model.norm.weight"} | {
-        f"model.layers.{layer}.input_layernorm.weight" for layer in range(3)
-    } <= set(names)
+    norms = {f"model.layers.{layer}.input_layernorm.weight" for layer in range(3)}
+    assert norms | {"model.embed_tokens.weight", "model.norm.weight"} <= set(names)
 
 
 def assert_complete_directory(exported: Path, source: Path) -> None:

@@ -27,9 +27,7 @@ def test_times_by_hand():
         "0F0": 0, "0F1": 2, "1F0": 2.5, "1B0": 3.5, "1F1": 7.5, "1I1": 8.5, "1W1": 11.5,
         "0B0": 8, "0B1": 12,
     }  # fmt: skip
-    assert found.makespan == 14
-    assert found.spans == (14, 11)
-    assert found.busy == (8, 11)
+    assert (found.makespan, found.spans, found.busy) == (14, (14, 11), (8, 11))
     assert found.bubble == pytest.approx(1 - 19 / 28)
     assert found.span_bubble == pytest.approx(6 / 14)
 

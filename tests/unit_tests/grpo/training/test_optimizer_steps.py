@@ -6,7 +6,6 @@
 import copy
 import logging
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -70,9 +69,7 @@ def test_lengths_that_do_not_fit_are_told_as_what_is_used(steps, warmup, decay, 
     assert found is None if said is None else found is not None and found.endswith(said)
 
 
-def build(
-    lr: float, warmup_steps: int = 2, num_steps: int = 10, **settings: Any
-) -> SimpleNamespace:
+def build(lr: float, warmup_steps: int = 2, num_steps: int = 10, **settings) -> SimpleNamespace:
     model = torch.nn.Linear(2, 2)
     options = {"lr": lr, "betas": (0.9, 0.95), "weight_decay": 0.1} | settings
     optimizers = OptimizersContainer([model], torch.optim.AdamW, options)
@@ -139,16 +136,11 @@ NO_SAMPLES = SampleTable(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int6
 
 def part(mass: int, *, is_last: bool = False) -> TrainBatch:
     return TrainBatch(
-        minibatches=[],
-        minibatch_tokens=[10 * mass],
-        samples=NO_SAMPLES,
-        num_trained_tokens=10 * mass,
-        num_tokens=20 * mass,
-        mass=mass,
-        part=BatchPart.LAST if is_last else BatchPart.MIDDLE,
-        publish_slot=3 if is_last else 0,
+        minibatches=[], minibatch_tokens=[10 * mass], samples=NO_SAMPLES,
+        num_trained_tokens=10 * mass, num_tokens=20 * mass, mass=mass,
+        part=BatchPart.LAST if is_last else BatchPart.MIDDLE, publish_slot=3 if is_last else 0,
         progress=PromptProgress(7),
-    )
+    )  # fmt: skip
 
 
 def test_the_sum_is_the_parts_mean_by_mass():

@@ -3,6 +3,7 @@
 
 """Which files of a model folder hold its weights: those of transformers."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,11 +93,9 @@ def _repeated_in_the_later_file(folder: Path, tensors: Tensors) -> None:
 
 
 READ: dict[str, tuple[Callable[[Path, Tensors], None], str | None]] = {
-
     "stale shard that sorts first": (_stale_shard_that_sorts_first, "a.safetensors also holds 47"),
     "single file beside an index": (_single_file_beside_an_index, f"{FILES[0]} also holds 23"),
     "single file beside another": (_single_file_beside_another, "model.fp16.safetensors also holds 47"),
-
     "index without all tensors": (_index_without_all_tensors, None),
     "files without digits": (_renamed("front.safetensors", "back.safetensors"), None),
     "files in a folder": (_renamed(*(f"weights/{file}" for file in FILES)), None),
@@ -199,7 +198,6 @@ REFUSED: dict[str, tuple[Callable[[Path, Tensors], None], str]] = {
     "file lacks a tensor": (_file_lacks_a_tensor, f"lack the tensor {NORM}.*{FILES[1]} holds it"),
     "two files of the index": (_two_files_of_the_index, f"is in {FILES[0]} and {FILES[1]}"),
     "leaves the folder": (_index_with(lambda m: m | {NORM: f"../{FILES[0]}"}), "inside its folder"),
-
     "names another format": (_index_with(lambda m: m | {NORM: "x.bin"}), "safetensors files inside"),
     "no text": (_index_with(lambda m: m | {NORM: 7}), "inside its folder, got '7'"),
     "list": (_index_with(list), "object weight_map"),
@@ -207,7 +205,8 @@ REFUSED: dict[str, tuple[Callable[[Path, Tensors], None], str]] = {
     "damaged index": (_instead(INDEX, b'{"weight_map": {"a'), "index.json failed"),
     "index that is a pointer": (_instead(INDEX, POINTER), "git lfs pull"),
     "prefix": (_names_with_a_prefix, "lack the tensor .* They hold module.model.embed_tokens.weight"),
-    "truncated": (_instead(WEIGHTS, b"\x08"), "complete safetensors files"),
+    "truncated": (lambda folder, _: os.truncate(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size - 1),
+                  "complete safetensors files"),
     "pointer": (_instead(WEIGHTS, POINTER), "git lfs pull"),
     "nothing": (_instead(None), "found none"),
     "link to nothing": (_dangling, "link to a file that is absent"),

