@@ -147,9 +147,6 @@ def test_values_and_gradients_are_finite_where_nothing_is_left(student_rest, tea
     assert found.item() == pytest.approx(expected, rel=0.02, abs=1e-4)
 
 
-# ---- its place in the loss
-
-
 def loss_inputs(lab, config: GRPO) -> tuple[LossInputs, TopLogprobs]:
     """Sequences in rows, all but one of them rated, with NaN where nothing is trained or rated."""
     packed = lab.pack(lab.make_sequences(0), [[0, 1], [2], [3], []], 24, config, junk=0.0)
