@@ -37,9 +37,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(autouse=True)
 def _logs_are_read() -> Iterator[None]:
-    """What a test that launches ranks turns off in its process is on again for the next one."""
+    """The next test has the logs that a command of the last one turned off in this process."""
+    level = logging.root.level
     yield
     logging.disable(logging.NOTSET)
+    logging.root.setLevel(level)
 
 
 @pytest.fixture(scope="session")
