@@ -113,7 +113,6 @@ class Run:
     process: subprocess.Popen | ForkedProcess | None = None
 
     def start(self) -> None:
-        """Starts ``train_configs/<config>.toml``, or the file itself if ``config`` is a path."""
         config = self.config
         if not isinstance(config, Path):
             config = REPOSITORY / "train_configs" / f"{config}.toml"
@@ -143,7 +142,6 @@ class Run:
         self.start_command(*command, f"--workers.pass_variables={MARK}", **options)
 
     def start_command(self, *command: str, cwd: str | Path = REPOSITORY, **environ: str) -> None:
-        """Starts any program as this run. Its output is added to that of earlier ones."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "console.log").open("ab") as console:
             self.process = subprocess.Popen(
@@ -205,7 +203,6 @@ class Run:
         return [re.split(r"^[EW]\d{4} ", part, maxsplit=1, flags=re.MULTILINE)[0] for part in parts]
 
     def has_traceback(self) -> bool:
-        """Returns whether this package printed a traceback; torchrun prints its own."""
         frames = [line for line in self.console.splitlines() if line.startswith('  File "')]
         return any("torchtitan" in frame for frame in frames)
 
@@ -241,7 +238,6 @@ class Run:
         self.wait_for(lambda: len(self.metrics) >= step, timeout_seconds)
 
     def processes(self, *words: str) -> list[psutil.Process]:
-        """Returns the living processes of this run that have all ``words`` in their command line."""
         return [p for p in self.left_behind() if has_words(p, words)]
 
     def left_behind(self) -> list[psutil.Process]:
@@ -321,7 +317,6 @@ def server(
 
 @pytest.fixture(scope="module")
 def only_rank() -> Iterator[None]:
-    """Makes this process the only rank of a training run."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -420,7 +415,6 @@ def serve_version() -> Callable[[RolloutLink, str, int], None]:
 
 @pytest.fixture
 def serve(repository, tmp_path, fork_server):
-    """Starts embedded servers; a given port restarts a server at its old address."""
     servers: list[LaunchedServer] = []
 
     def start(port: int | None = None) -> LaunchedServer:

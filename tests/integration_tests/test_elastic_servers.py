@@ -59,7 +59,6 @@ def process_of(url: str) -> psutil.Process:
 
 
 def start_groups(link: RolloutLink, url: str, serve_version: Callable[..., None]) -> None:
-    """Lets the server receive all groups that may be open while it is paused."""
     ask(url, lambda client: client.pause())
     serve_version(link, url, 0)
     wait_until(lambda: num_requests(url) == 2 * GROUPS_PER_BATCH * GROUP_SIZE)

@@ -44,7 +44,6 @@ def scorer(completions, answer, **kwargs):
 
 @pytest.fixture
 def here(repository, monkeypatch):
-    """In the repository, with keys that are not left in the environment."""
     monkeypatch.chdir(repository)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for variable in (API_KEY_VARIABLE, ADMIN_KEY_VARIABLE):

@@ -31,7 +31,6 @@ SERVER = replace(TRAINER, torch="2.14.1+cu130", nccl="2.30.7", gpu="GPU-b")
 
 @pytest.fixture(scope="module")
 def url(fork_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An embedded server in a process of its own, with the facts of `SERVER`."""
     folder, (port,) = tmp_path_factory.mktemp("server"), free_ports(1)
     program = Path(__file__).parents[1] / "programs/claiming_server.py"
     arguments = [

@@ -84,14 +84,12 @@ def test_a_rank_that_hangs_in_opening_a_file_ends_with_torchrun(tmp_path: Path):
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """A folder for the temporary files of a run; its path leaves room for Unix sockets."""
     folder = Path(tempfile.mkdtemp(prefix="left-"))
     yield folder
     shutil.rmtree(folder)
 
 
 def _apart(shared: Path) -> tuple[str, ...]:
-    """Returns the words before a command that give it ``shared`` as its shared memory."""
     return ("unshare", "--mount", "bash", "-c", OWN_SHARED_MEMORY, "bash", str(shared))
 
 

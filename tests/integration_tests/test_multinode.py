@@ -45,7 +45,6 @@ class Cluster:
         self.programs: list[subprocess.Popen[bytes]] = []
 
     def train(self, host: NetHost, num_ranks: int) -> subprocess.Popen[bytes]:
-        """Starts the launcher on a host: on each the same command, but for the number of ranks."""
         script = ["bash", str(REPOSITORY / "scripts/launch_multinode.sh")]
         options = ["--nnodes", "2", "--rdzv-endpoint", ENDPOINT, "--max-restarts", "3"]
         config = str(REPOSITORY / "train_configs/quickstart.toml")

@@ -238,7 +238,6 @@ async def test_the_server_tells_what_it_is_and_a_run_that_needs_another_one_refu
 def all_logprobs(
     model: Qwen3ForCausalLM, prompt: np.ndarray, completion: np.ndarray
 ) -> torch.Tensor:
-    """[completion_len, vocab] logprobs of all tokens in the place of each completion token."""
     ids = torch.from_numpy(np.concatenate([prompt, completion])).long()[None]
     logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits.float(), dim=-1)

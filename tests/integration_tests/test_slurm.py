@@ -36,8 +36,6 @@ ONE_NODE_AND_A_SERVER = HETEROGENEOUS | {
 
 
 class Job:
-    """A job that runs one of the scripts, as sbatch would."""
-
     def __init__(self, run, repository: Path, folder: Path, script: str, **environment: str):
         self.run, self.calls_file = run, folder / "calls.jsonl"
         self.queue_file = folder / "queue"

@@ -33,17 +33,14 @@ def slow(completions):
 
 
 def _interrupt(run) -> None:
-    """Sends SIGINT to the process group, as Ctrl-C in a terminal does."""
     os.killpg(run.process.pid, signal.SIGINT)
 
 
 def _terminate(run) -> None:
-    """Sends SIGTERM to the started process, as a batch system does."""
     run.process.terminate()
 
 
 def _terminate_all(run) -> None:
-    """Sends SIGTERM to all processes of a run at once, as Slurm and Kubernetes do."""
     for process in run.left_behind():
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()

@@ -14,7 +14,6 @@ def is_marked(prompts, completions, **columns):
 
 
 def write_marked_examples(repository: Path, path: Path) -> None:
-    """Examples of the shipped task whose answers begin with a mark, which the model never writes."""
     rows = (repository / "assets/reverse_digits/train.jsonl").read_text().splitlines()[:512]
     marked = (
         {"prompt": r["prompt"], "completion": "=" + r["answer"]} for r in map(json.loads, rows)

@@ -37,8 +37,6 @@ ONE = ("group", *(pytest.param(name, marks=pytest.mark.long) for name in ("delta
 
 
 class Servers:
-    """Two servers that all tests share; a server that a test has killed is started again."""
-
     def __init__(self, folder: Path, fork_server: ForkServer) -> None:
         self._folder, self._fork_server = folder, fork_server
         self._ports = free_ports(2)
@@ -251,7 +249,6 @@ def test_a_full_disk_loses_no_version_but_the_one_it_stopped(servers, train):
 
 @contextlib.contextmanager
 def file_size_limit(num_bytes: int) -> Iterator[None]:
-    """Makes the kernel refuse files of this process beyond a size, as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

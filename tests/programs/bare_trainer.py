@@ -134,7 +134,6 @@ class Trainer:
         )
 
     async def send(self, buckets: list[Bucket], version: int) -> None:
-        """Sends buckets from the source ranks in turn; each is announced while the one before is sent."""
         names = list(self.groups)
         announced = [
             self.announce(names[i % 2], bucket, version, last=i == len(buckets) - 1)
@@ -156,7 +155,6 @@ class Trainer:
         await asyncio.gather(ours, *announced)
 
     async def push(self, buckets: list[Bucket], version: int) -> float:
-        """Pushes as a lane does; returns how long the server was paused."""
         client, started = self.client, time.monotonic()
         if client.stops_for == "transfer":
             await client.pause()

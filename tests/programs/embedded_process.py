@@ -80,8 +80,6 @@ class Server:
 
 
 class Client:
-    """Sends requests to one server, each over a connection of its own; returns parsed bodies."""
-
     def __init__(self, url: str) -> None:
         self.url = url
 

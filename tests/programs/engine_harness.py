@@ -23,7 +23,6 @@ TIMEOUT = 60.0
 
 
 def make_model(kind: str, seed: int = 0, **more: Any) -> Any:
-    """Returns a tiny random model whose weights are large enough to make logits differ."""
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 32,

@@ -62,8 +62,6 @@ def plan(groups):
 
 
 class Sharing:
-    """A share server with an event loop of its own, as in the rollout process."""
-
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sharing")

@@ -263,8 +263,6 @@ def _fork_rank(job: Job, rank: int, world: int, port: int, listener: socket.sock
 
 
 class Agent:
-    """Waits for the ranks. A signal to it is passed on to them."""
-
     def __init__(self, ranks: list[int]) -> None:
         self._ranks, self._alive = ranks, set(ranks)
         self._signum, self._has_failed = 0, False

@@ -53,7 +53,6 @@ def beyond_loopback(found: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
 
 @contextmanager
 def watched(processes: Callable[[], list[psutil.Process]]) -> Iterator[set[tuple[str, str]]]:
-    """Yields a set that collects what :func:`listening` finds while the block runs."""
     found: set[tuple[str, str]] = set()
     is_over = threading.Event()
 

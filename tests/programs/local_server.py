@@ -31,8 +31,6 @@ def generation(version: int = 0, num_tokens: int = 4) -> Generation:
 
 
 class LocalServer(StubClient):
-    """Generation alone, given by a function; it keeps the requests it has seen."""
-
     def __init__(self, url: str, answer: Answer | None = None) -> None:
         self.url = url
         self.requests: list[GenerateRequest] = []
@@ -53,7 +51,6 @@ class LocalServer(StubClient):
 
 
 def make(*servers: LocalServer, **settings: Any) -> Dispatcher:
-    """Returns a dispatcher, which has windows if ``max_concurrent_rollouts`` is set."""
     group_size = settings.pop("group_size", 1)
     is_bounded = "max_concurrent_rollouts" in settings
     defaults = {"request_timeout_seconds": 20.0, "adaptive_concurrency": is_bounded}

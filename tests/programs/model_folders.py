@@ -76,7 +76,6 @@ def halves(tensors: Tensors) -> tuple[Tensors, Tensors]:
 
 
 def split(folder: Path, tensors: Tensors) -> dict[str, str]:
-    """Saves the model in two files with an index; returns what the index says."""
     (folder / WEIGHTS).unlink()
     weight_map = {}
     for file, part in zip(FILES, halves(tensors), strict=True):

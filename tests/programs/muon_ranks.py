@@ -14,8 +14,6 @@ from torchtitan.grpo.training.optimizers import build_optimizers
 
 
 class Training:
-    """A model in one layout with its optimizers; every data-parallel rank trains on all rows."""
-
     def __init__(self, arguments: dict, layout: dict) -> None:
         self.rows = rows_of(arguments)
         self.built, stages = build_stages(arguments["model"], arguments["seq_len"], **layout)

@@ -42,8 +42,6 @@ GROUPS = GRPO(group_size=GROUP_SIZE, prompts_per_step=GROUPS_PER_BATCH)
 
 
 class RandomServer(StubClient):
-    """Writes after a random number of turns of the loop, under the version it is set to."""
-
     def __init__(self, url: str, rng: random.Random, failure_rate: float) -> None:
         self.url = url
         self.rng = rng

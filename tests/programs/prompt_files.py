@@ -22,7 +22,6 @@ from torchtitan.grpo.types import PromptProgress
 
 
 def character_tokenizer(characters: str = "?abcdefghij 0123456789:") -> Tokenizer:
-    """Returns a tokenizer with one token a character; other characters are the first one."""
     vocabulary = {c: i for i, c in enumerate(characters)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=characters[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")

@@ -73,7 +73,6 @@ def run_case(case: dict, arguments: dict, folder: Path) -> dict:
 
 
 def move(reference: Reference) -> None:
-    """Gives the parameters other memory, as a move to another device does."""
     for part in reference.parts:
         part._apply(torch.clone)
 

@@ -39,7 +39,6 @@ def small_model(tied: bool) -> Qwen3ForCausalLM:
 
 
 def save(model: Qwen3ForCausalLM, folder: Path) -> None:
-    """Saves a model with a tokenizer whose token 5 is written [5]."""
     model.save_pretrained(folder)
     tokenizer = Tokenizer(WordLevel({f"[{i}]": i for i in range(VOCAB_SIZE)}, unk_token="[0]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -26,8 +26,6 @@ from torchtitan.grpo_train import GRPOTrainer
 
 
 class RecordingPublisher(Publisher):
-    """Writes down what the trainer asks of a publisher, and hands out slots 0, 1, 2, ..."""
-
     def __init__(self, events: list[str]) -> None:
         super().__init__()
         self.events, self.num_reserved = events, 0

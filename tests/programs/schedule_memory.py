@@ -28,8 +28,6 @@ class Layer(nn.Module):
 
 
 class Bytes:
-    """Counts the memory of tensors that autograd saves, and of products that wait."""
-
     def __init__(self, store: WeightGradients) -> None:
         self.store, self.held, self.peak, self.after_forward = store, 0, 0, 0
         self._users: Counter[int] = Counter()

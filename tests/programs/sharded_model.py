@@ -14,7 +14,6 @@ from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
 
 
 def rows_of(arguments: dict) -> TrainRows:
-    """Returns the given sequences in the given rows, with prompts of two tokens."""
     samples = [
         Sample(
             torch.tensor(ids[:2], dtype=torch.int32).numpy(),

@@ -92,7 +92,6 @@ class TaggedModel:
         return logprobs.gather(-1, ids[0, num_given:, None])[:, 0].tolist()
 
     def sample_error(self, sample: dict) -> float:
-        """Returns the largest distance of a sample's logprobs from those of the versions that it names."""
         tokens = sample["prompt"] + sample["ids"]
         errors = [0.0]
         for version, start, end in sample["segments"]:
