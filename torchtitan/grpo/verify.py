@@ -128,15 +128,21 @@ async def greedy_completions(
 
 @torch.no_grad()
 def compare(
-    checkpoint: Path, prompts: list[list[int]], answers: list[Generation], tolerance: float
+    checkpoint: Path,
+    prompts: list[list[int]],
+    answers: list[Generation],
+    known_ids: list[int],
+    tolerance: float,
 ) -> tuple[float, int, int]:
     """Compares the server's greedy completions with transformers.
 
-    A token counts as greedy if its logprob is at most twice the tolerance below the highest
-    one. Returns the largest difference of a token's logprob, the number of tokens that
-    transformers would not have chosen greedily, and the number of tokens compared.
+    A token counts as greedy if its logprob is at most twice the tolerance below the highest one
+    of ``known_ids``: a padded vocabulary has further ids, which servers do not sample. Returns the
+    largest difference of a token's logprob, the number of tokens that transformers would not have
+    chosen greedily, and the number of tokens compared.
     """
     model = load_model(str(checkpoint), "cpu", "float32").eval()
+    known_ids = [token for token in known_ids if token < model.config.vocab_size]
     largest, not_greedy, compared = 0.0, 0, 0
     for ids, answer in zip(prompts, answers, strict=True):
         completion = torch.from_numpy(answer.token_ids.astype("int64"))
@@ -145,7 +151,7 @@ def compare(
         of_token = logprobs.gather(1, completion[:, None])[:, 0]
         difference = (of_token - torch.from_numpy(answer.logprobs)).abs().max().item()
         largest = max(largest, difference)
-        not_greedy += int((of_token < logprobs.max(-1).values - 2 * tolerance).sum())
+        not_greedy += int((of_token < logprobs[:, known_ids].max(-1).values - 2 * tolerance).sum())
         compared += len(completion)
     return largest, not_greedy, compared
 
@@ -158,7 +164,9 @@ def check_server(options: argparse.Namespace) -> list[Check]:
     prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     client = make_client(options.kind, options.url)
     answers = asyncio.run(greedy_completions(client, prompts, options.max_new_tokens, options.wait))
-    largest, not_greedy, compared = compare(checkpoint, prompts, answers, options.tolerance)
+    largest, not_greedy, compared = compare(
+        checkpoint, prompts, answers, sorted(set(tokenizer.get_vocab().values())), options.tolerance
+    )
     versions = {segment.version for answer in answers for segment in answer.segments}
     return [
         Check(
