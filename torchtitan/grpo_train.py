@@ -174,9 +174,7 @@ class GRPOTrainer(Trainer):
         self.clock.restart()
 
     def _next_batch(self) -> TrainBatch | None:
-        """Returns this rank's rows of the next step, or of its next part; None at the end of the
-        run.
-        """
+        """Returns this rank's rows of the next step, or of its next part; None as the run ends."""
         self.enter("waiting for rollouts")
         self.channel.raise_if_lost()
         with self.clock.measure("wait_data"):
@@ -310,8 +308,9 @@ class GRPOTrainer(Trainer):
         self._wait_for_push(self.step)
         self._evaluate()
         self.publisher.raise_if_failed()
-        if self.stop.requested or self.source is None:
+        if self.stop.requested:
             return
+        assert self.source is not None
         outcome = RunOutcome(
             step=self.step,
             seconds=time.perf_counter() - self.begin,

@@ -71,10 +71,12 @@ def sft(arguments: list[str]) -> int:
 
 def check_config(arguments: list[str]) -> int:
     """Prints a run's inputs and layout; the exit status is 2 if it would be refused."""
-    with _as_trained([a for a in arguments if a != "--settings"]) as rest:
+    with without_torch():
+        from torchtitan.grpo.start.train import SETTINGS_FLAG
+    with _as_trained([word for word in arguments if word != SETTINGS_FLAG]) as rest:
         from torchtitan.grpo.entry import check_only
 
-        return check_only([*rest, *(a for a in arguments if a == "--settings")])
+        return check_only(rest, shows_settings=SETTINGS_FLAG in arguments)
 
 
 def schedule(arguments: list[str]) -> int:

@@ -68,7 +68,7 @@ import torch
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config_checks import unused_server_settings
 from torchtitan.grpo.data.feed import FetchAddress
-from torchtitan.grpo.data.planner import PlannedPart, StepPlanner, open_sample_log
+from torchtitan.grpo.data.planner import PlannedPart
 from torchtitan.grpo.data.record import RolloutRecorder
 from torchtitan.grpo.data.replay import ReplaySource
 from torchtitan.grpo.data.step_source import StepSource
@@ -137,8 +137,6 @@ class RolloutController(StepSource):
     the current ones.
     """
 
-    is_exhausted = False
-
     def __init__(
         self,
         config: JobConfig,
@@ -150,17 +148,13 @@ class RolloutController(StepSource):
         should_stop: Callable[[], bool],
         uses_kept_rollouts: bool = True,
     ) -> None:
-        self.config = config
-        self.progress = progress
         self._unused_version = -1 if uses_kept_rollouts else start_version
-        self._should_stop = should_stop
-        self._planner = StepPlanner(config, model)
         self._recorder: RolloutRecorder | None = None
         if config.rollout.record is not None:
             self._recorder = RolloutRecorder(
                 config.rollout.record, model.vocab_size, config.rollout.temperature, start_version
             )
-        self.samples = open_sample_log(config, model, start_version)
+        super().__init__(config, model, start_version, progress, should_stop)
         self._ledger = RunLog(Path(config.job.dump_folder) / LEDGER_FILE, start_version)
         # Rollouts saved with later checkpoints belong to steps that this run takes again.
         discard_after(config.job.dump_folder, start_version)
@@ -169,7 +163,6 @@ class RolloutController(StepSource):
         self._fetch_secret = secrets.token_hex(16)
         set_random_keys(config.inference, os.environ)
         self.link: RolloutLink = RolloutLink(self._process_config(start_version), logger.warning)
-        self.servers: list[ServerInfo] = []
 
     def start(self) -> None:
         """Starts the rollout process, and waits until it is ready or the run is asked to stop."""

@@ -60,7 +60,6 @@ from torchtitan.grpo.training.model_spec import check_weights
 from torchtitan.grpo.weight_wire.process_group import limit_communicators
 
 _DRY_RUN = "--dry-run"
-_OF_CHECK = (_DRY_RUN, SETTINGS_FLAG)
 # Longer than rank 0 takes to report an error and to close.
 _RANK_ZERO_PATIENCE_SECONDS = 15.0
 # Longer than torchrun takes to stop all ranks after one of them has ended.
@@ -99,7 +98,10 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
         return 0
     try:
         if _DRY_RUN in args:
-            return check_only(args) if is_rank_zero else 0
+            if not is_rank_zero:
+                return 0
+            kept = [word for word in args if word not in (_DRY_RUN, SETTINGS_FLAG)]
+            return check_only(kept, shows_settings=SETTINGS_FLAG in args)
         config, model, notes = _open(args, weights=True)
     except (RunError, TimeoutError) as error:
         return _report(is_rank_zero, error, 2)
@@ -121,13 +123,13 @@ def _open(args: list[str], *, weights: bool) -> tuple[JobConfig, HFModel, list[s
     return config, model, notes
 
 
-def check_only(args: Sequence[str]) -> int:
+def check_only(args: list[str], *, shows_settings: bool) -> int:
     """Prints a run's inputs and layout; the exit status is 2 if its folder would be refused.
 
-    With ``--settings``, it prints every setting as well. Raises RunError for anything else that
-    would be refused.
+    With ``shows_settings``, it prints every setting as well. Raises RunError for anything else
+    that would be refused.
     """
-    config, model, notes = _open([a for a in args if a not in _OF_CHECK], weights=False)
+    config, model, notes = _open(args, weights=False)
     status, date = 0, ""
     try:
         check_folder(config)
@@ -136,7 +138,6 @@ def check_only(args: Sequence[str]) -> int:
     except RunError as error:  # the settings are right, but not the folder
         status, lines = 2, [f"would be refused: {error}"]
     init_console("error", is_rank_zero=True)
-    shows_settings = SETTINGS_FLAG in args
     found = dry_run(config, model, lines, date, shows_settings=shows_settings)
     for line in itertools.chain(notes, found):
         print(line, flush=True)

@@ -49,14 +49,14 @@ def rows_of(fork_server, rank_environment, tmp_path):
 @pytest.mark.parametrize(
     ("name", "cases", "positive", "zero"),
     [
-        ("machine", 3, [], []),
-        ("flex", len(get_args(PackedAttentionKind)), [], []),
+        ("machine", 3, ["tflops_of_256"], []),
+        ("flex", len(get_args(PackedAttentionKind)), ["first_pass_seconds"], []),
         ("train-0.6b", 2, ["body_ms", "head_ms", "optimizer_ms", "tokens_per_second"], []),
         ("boundary", 1, ["publish_host_ms", "slot_gib", "tensors"], []),
         ("isolation", 3, ["steps", "p99_ms"], []),
         ("allocator", 1, ["snapshot_bytes"], ["differing_bytes"]),
         ("output-layer", 3, ["milliseconds"], []),
-        ("streams", 3, [], ["new_watchdogs"]),
+        ("streams", 3, ["bytes"], ["new_watchdogs"]),
     ],
 )
 def test_each_check_measures_on_a_cpu_what_it_can(rows_of, name, cases, positive, zero):

@@ -71,6 +71,13 @@ def test_an_unknown_subcommand_shows_the_usage(monkeypatch, capsys):
     assert "check-config" in err
 
 
+def test_versions_are_shown(capsys):
+    assert cli.run(["--version"]) == cli.run(["versions"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"torchtitan-grpo {cli.version()}\n")
+    assert "\ntorch " in out and "\ntransformers " in out
+
+
 def start(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
     # What the installed script does, with the list of what has been imported at the end.
     program = "import atexit, sys, torchtitan_grpo\n" + (

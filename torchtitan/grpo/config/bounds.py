@@ -12,7 +12,6 @@ file, and docs/configuration.md shows them. Parsers ignore them: they convert ty
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,14 +36,15 @@ class Bounds:
         return dataclasses.replace(self, special=(value, meaning))
 
     def allow(self, value: float) -> bool:
+        """Returns whether a value is valid. NaN is never allowed."""
         if self.special is not None and value == self.special[0]:
             return True
         is_above = value >= self.minimum if self.includes_minimum else value > self.minimum
-        most = math.inf if self.maximum is None else self.maximum
-        is_below = value < most or (
-            value == most and (self.maximum is None or self.includes_maximum)
+        if self.maximum is None:
+            return is_above
+        return is_above and (
+            value <= self.maximum if self.includes_maximum else value < self.maximum
         )
-        return is_above and is_below  # and so NaN is never allowed
 
     def __str__(self) -> str:
         text = f"{'at least' if self.includes_minimum else 'above'} {self.minimum:g}"
@@ -64,7 +64,11 @@ def above(minimum: float) -> Bounds:
 
 
 def bounds_of(table: type) -> dict[str, Bounds]:
-    marks: dict[str, tuple[Any, ...]] = {
-        field.name: getattr(field.type, "__metadata__", ()) for field in dataclasses.fields(table)
-    }
-    return {name: m for name, parts in marks.items() for m in parts if isinstance(m, Bounds)}
+    """Returns the bounds of each field of a table that has some."""
+    found = {}
+    for field in dataclasses.fields(table):
+        metadata: tuple[Any, ...] = getattr(field.type, "__metadata__", ())
+        for part in metadata:
+            if isinstance(part, Bounds):
+                found[field.name] = part
+    return found

@@ -23,20 +23,15 @@ from torchtitan.grpo.job_config import JobConfig
 __all__ = ["ConfigError", "check_model", "longest_sequence", "unused_server_settings", "validate"]
 
 _CHECKS = (
-    *(ranges.check_required, prompts.check_prompts, ranges.check_refused, ranges.check_ranges),
-    *(unread.check_unread, learning.check_losses, trainer.check_optimizer, rollouts.check_lengths),
-    *(
-        rollouts.check_data,
-        rollouts.check_filters,
-        rollouts.check_stream,
-        learning.check_supervised,
-    ),
-    *(learning.check_teacher, rollouts.check_determinism, trainer.check_checkpoints),
-    *(rollouts.check_environments, prompts.check_evaluation, trainer.check_machine),
-    *(servers.check_inference, rollouts.check_dispatch, servers.check_weight_sync),
-    *(observe.check_guards, observe.check_observe, observe.check_profiling, lora.check_lora),
+    ranges.check_required, prompts.check_prompts, ranges.check_refused, ranges.check_ranges,
+    unread.check_unread, learning.check_losses, trainer.check_optimizer, rollouts.check_lengths,
+    rollouts.check_data, rollouts.check_filters, rollouts.check_stream, learning.check_supervised,
+    learning.check_teacher, rollouts.check_determinism, trainer.check_checkpoints,
+    rollouts.check_environments, prompts.check_evaluation, trainer.check_machine,
+    servers.check_inference, rollouts.check_dispatch, servers.check_weight_sync,
+    observe.check_guards, observe.check_observe, observe.check_profiling, lora.check_lora,
     trainer.check_layout,
-)
+)  # fmt: skip
 
 
 def validate(config: JobConfig) -> None:

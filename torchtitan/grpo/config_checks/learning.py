@@ -5,7 +5,14 @@
 
 from torchtitan.grpo import config as grpo_config
 from torchtitan.grpo.command_line.keys import answer_to_value
-from torchtitan.grpo.config_checks.rules import check_file, forbid, get, refusing, require
+from torchtitan.grpo.config_checks.rules import (
+    ConfigError,
+    check_file,
+    forbid,
+    get,
+    refusing,
+    require,
+)
 from torchtitan.grpo.inference.kinds import KINDS
 from torchtitan.grpo.inference.urls import checked_urls, named_urls
 from torchtitan.grpo.job_config import JobConfig
@@ -54,10 +61,12 @@ def _check_policy_loss(grpo: grpo_config.GRPO) -> None:
     from torchtitan.grpo.losses.objective import metric_reductions
     from torchtitan.grpo.losses.policy_function import check_policy_function
 
-    answer = answer_to_value("grpo.policy_loss", grpo.policy_loss)
-    with refusing(end=f" {answer}" if answer else ""):
+    try:
         check_policy_function(grpo)
         metric_reductions(grpo)  # refuses metrics whose names are those of every loss
+    except ValueError as error:
+        answer = answer_to_value("grpo.policy_loss", grpo.policy_loss)
+        raise ConfigError(f"{error} {answer}".rstrip()) from error
 
 
 def _check_mismatch(grpo: grpo_config.GRPO) -> None:

@@ -21,8 +21,10 @@ def check_observe(config: JobConfig) -> None:
         f"{observe.print_samples}. Raise observe.samples_per_step.",
     )
     if observe.monitor:
-        must = "observe.monitor_host must be an address of this host, without scheme, brackets and port"
-        with refusing(f"{must} (observe.monitor_port), got {observe.monitor_host!r}: ", "."):
+        with refusing(
+            "observe.monitor_host must be an address of this host, without scheme, brackets and "
+            f"port (observe.monitor_port), got {observe.monitor_host!r}"
+        ):
             checked_host(observe.monitor_host)
     require(
         not observe.monitor

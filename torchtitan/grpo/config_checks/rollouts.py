@@ -46,14 +46,12 @@ def check_data(config: JobConfig) -> None:
     )
     check_file("rollout.replay", rollout.replay)
     if not config.prompts.single_rank_load:
+        keys = ("rollout.record", "rollout.replay", "grpo.ptx_path")
         forbid(
             "prompts.single_rank_load = false",
-            {
-                k: get(config, k) is not None
-                for k in ("rollout.record", "rollout.replay", "grpo.ptx_path")
-            },
+            {key: get(config, key) is not None for key in keys},
             "the former leaves the tokens in the rollout process, and the latter needs them on rank 0. "
-            "Remove it, or set prompts.single_rank_load = true.",
+            "Remove the latter, or set prompts.single_rank_load = true.",
         )
     require(
         grpo.num_minibatches <= grpo.prompts_per_step or not config.has_servers,

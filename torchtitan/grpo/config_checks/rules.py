@@ -19,16 +19,16 @@ def require(holds: bool, message: str) -> None:
 
 
 @contextmanager
-def refusing(begin: str = "", end: str = "") -> Iterator[None]:
-    """Turns a ValueError into a ConfigError, whose message has its text in the middle."""
+def refusing(rule: str = "") -> Iterator[None]:
+    """Turns a ValueError into a ConfigError: as it is, or as the reason why a rule does not hold."""
     try:
         yield
     except ValueError as error:
-        raise ConfigError(f"{begin}{error}{end}") from error
+        raise ConfigError(f"{rule}: {error}." if rule else str(error)) from error
 
 
 def forbid(with_setting: str, conflicts: Mapping[str, bool], why: str) -> None:
-    """Refuses the first of the settings that are set beside another."""
+    """Refuses the first of ``conflicts`` that is set, since ``with_setting`` is set as well."""
     for setting, is_set in conflicts.items():
         require(not is_set, f"{with_setting} and {setting} cannot be combined: {why}")
 

@@ -77,10 +77,10 @@ def _check_registry(inference: grpo_config.Inference) -> None:
     address = inference.registry_address
     if address is None:
         return
-    must = (
-        "inference.registry_address must be host:port, where host is the address of rank 0's host"
-    )
-    with refusing(f"{must} that servers reach, got {address!r}: ", "."):
+    with refusing(
+        "inference.registry_address must be host:port, where host is the address of rank 0's host "
+        f"that servers reach, got {address!r}"
+    ):
         host, _ = split_address(address)
         if host in ("0.0.0.0", "::"):
             raise ValueError("servers cannot connect to all addresses")
@@ -147,10 +147,10 @@ def check_weight_sync(config: JobConfig) -> None:
         "weight_sync.transport = 'auto' or 'host'.",
     )
     if sync.master_address != "auto":
-        must = (
-            "weight_sync.master_address must be auto, or an address of rank 0's host without scheme"
-        )
-        with refusing(f"{must}, brackets and port, got {sync.master_address!r}: ", "."):
+        with refusing(
+            "weight_sync.master_address must be auto, or an address of rank 0's host without scheme, "
+            f"brackets and port, got {sync.master_address!r}"
+        ):
             checked_host(sync.master_address)
     path = sync.disk_path
     require(

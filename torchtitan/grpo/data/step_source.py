@@ -34,11 +34,22 @@ class StepSource(ABC):
         servers: Inference servers that were present at the start; empty before :meth:`start`.
     """
 
-    progress: PromptProgress
-    is_exhausted: bool
-    link: "RolloutLink | None"
-    servers: list[ServerInfo]
-    samples: SampleLog
+    is_exhausted = False
+    link: "RolloutLink | None" = None
+
+    def __init__(
+        self,
+        config: JobConfig,
+        model: HFModel,
+        start_version: int,
+        progress: PromptProgress,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self.config, self.progress = config, progress
+        self.servers: list[ServerInfo] = []
+        self._should_stop = should_stop
+        self._planner = StepPlanner(config, model)
+        self.samples: SampleLog = open_sample_log(config, model, start_version)
 
     @abstractmethod
     def start(self) -> None:
@@ -111,20 +122,6 @@ class StepSource(ABC):
 
 class OfflineSource(StepSource):
     """A source that has neither servers nor a rollout process: rank 0 reads everything itself."""
-
-    def __init__(
-        self,
-        config: JobConfig,
-        model: HFModel,
-        start_version: int,
-        progress: PromptProgress,
-        should_stop: Callable[[], bool],
-    ) -> None:
-        self.link, self.servers, self.is_exhausted = None, [], False
-        self.config, self.progress = config, progress
-        self._should_stop = should_stop
-        self._planner = StepPlanner(config, model)
-        self.samples = open_sample_log(config, model, start_version)
 
     def close(self) -> None:
         self.samples.close()

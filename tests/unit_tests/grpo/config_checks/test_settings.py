@@ -54,6 +54,9 @@ TWO_SERVERS = "--inference.no-launch --inference.urls=http://127.0.0.1:1,http://
         "--grpo.group_size=1 --grpo.advantage=batch_norm",
         "--weight_sync.max_versions=2",
         "--profiling.profile_freq=2",  # the profilers are off
+        "--observe.monitor_host=::1 --weight_sync.master_address=::1",
+        "--rollout.max_concurrent_rollouts=31 --inference.num_servers=2 "
+        "--inference.max_batched_tokens=17",
     ],
 )
 def test_settings_that_go_together_are_taken(load, arguments):
@@ -119,7 +122,7 @@ def test_a_layout_that_works_is_taken(load, monkeypatch, num_ranks, arguments):
     load(" ".join(w if w.startswith("--") else f"--parallelism.{w}" for w in words))
 
 
-def test_what_depends_on_the_machine(load, monkeypatch):
+def test_settings_are_checked_against_the_machine(load, monkeypatch):
     pinned = "--checkpoint.enable --checkpoint.async_mode=async_with_pinned_mem"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     load(pinned)
@@ -253,7 +256,7 @@ ROWS = list(_rows())
 
 
 @pytest.mark.parametrize(("num_ranks", "arguments", "parts"), ROWS, ids=[row[1] for row in ROWS])
-def test_it_is_refused_with_its_message(load, monkeypatch, num_ranks, arguments, parts):
+def test_each_row_of_refused_txt_is_refused(load, monkeypatch, num_ranks, arguments, parts):
     monkeypatch.setenv("WORLD_SIZE", num_ranks)
     monkeypatch.setenv("TORCHTITAN_GRPO_ADMIN_KEY", "x")
     with pytest.raises(ConfigError) as refused:

@@ -1,11 +1,14 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What reaches the console: a line for each step, and log lines but those that every run has."""
+"""What reaches the console: a bar or lines of steps, and log lines but those that every run has."""
 
 import dataclasses
+import io
 import json
 import logging
+import re
+import sys
 
 import pytest
 
@@ -18,13 +21,45 @@ FIELDS = (
 )  # fmt: skip
 
 
+def metrics_of(step: int) -> dict[str, float]:
+    return dict.fromkeys(FIELDS, 123456.789 * step) | {"rollout/unscored_groups": 3.0}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_log_lines_stand_above_one_bar_within_80_columns(monkeypatch):
+    terminal, erased = Terminal(), "\x1b[2K"
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    init_console("info", is_rank_zero=True)
+    progress = Progress("auto", 150)
+    for step in range(1, 4):
+        logging.getLogger().warning(f"log of step {step}")
+        progress.update(step, metrics_of(step))
+    progress.print("a score [0.5]")
+    progress.close()
+    shown = terminal.getvalue()
+    for text in ("log of step 1", "log of step 2", "log of step 3", "a score [0.5]"):
+        before, after = shown.split(text)
+        assert "━" not in before.rpartition(erased)[2], "the bar is erased first"
+        assert after.startswith("\n") and "━" in after, "and is drawn again below"
+    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.rpartition(erased)[2]).splitlines()
+    assert len(last) == 3 and all(len(line) <= 80 for line in last)
+    assert last[0].startswith("3/150 rew ") and last[1].startswith("dropped: 3 groups unscored")
+
+
 def test_without_a_terminal_each_step_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     init_console("info", is_rank_zero=True)
     progress = Progress("auto", 150)
     for step in range(1, 4):
-        size = 123456.789 * step
-        progress.update(step, dict.fromkeys(FIELDS, size) | {"rollout/unscored_groups": 3.0})
+        progress.update(step, metrics_of(step))
     progress.close()
     shown = capsys.readouterr().out
     lines = [line for line in shown.splitlines() if line.startswith("step ")]

@@ -159,6 +159,20 @@ def test_more_steps_do_not_make_the_learning_rate_jump(world):
         assert world.plan(decaying, "--training.steps=300", asked).record.schedule_steps == 300
 
 
+def test_a_new_rate_of_muon_gets_the_schedule_over_the_whole_run(world):
+    muon = ("--optimizer.name=Muon", "--lr_scheduler.decay_ratio=1.0")
+    world.checkpoint(150, world.plan(*muon).record)
+    longer = (*muon, "--training.steps=300")
+    assert world.plan(*longer).record.schedule_steps == 150
+    assert world.plan(*longer, "--optimizer.muon_lr=1e-3").record.schedule_steps == 300
+
+
+def test_a_warm_up_that_is_longer_than_the_run_is_told_as_what_is_used(world):
+    used = "so it rises over 4 (lr_scheduler.warmup_steps is 10)"
+    assert used in world.describe("--training.steps=4", "--lr_scheduler.warmup_steps=10")
+    assert "it rises" not in world.describe("--training.steps=4", "--lr_scheduler.warmup_steps=4")
+
+
 def test_the_date_of_the_first_start_stays_over_any_number_of_resumes(world):
     fresh, first = world.plan().record, "2024-02-29T00:00:00"
     assert fresh.date > "2026"
@@ -189,6 +203,13 @@ def test_a_checkpoint_of_the_model_alone_or_without_the_reference_is_refused(wor
     world.checkpoint(40, record)
     with pytest.raises(CheckpointError, match="must resume from a checkpoint that holds its ref"):
         world.plan("--grpo.kl_coef=0.1", "--grpo.ref_model_ema=0.9")
+
+
+def test_newer_checkpoints_that_a_run_goes_back_behind_are_named(world):
+    for step in (20, 40, 60):
+        world.checkpoint(step, world.plan("--job.overwrite").record)
+    text = world.describe("--checkpoint.load_step=20")
+    assert "Newer checkpoints stay in that folder (step 40, step 60)" in text
 
 
 def test_a_run_is_finished_when_its_steps_its_export_and_its_summary_are_there(world):

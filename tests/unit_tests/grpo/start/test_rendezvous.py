@@ -66,7 +66,7 @@ def test_the_train_command_listens_on_loopback_alone(tmp_path: Path):
     assert addresses == {"127.0.0.1"}, "the ranks' store and gloo listen on loopback"
 
 
-@pytest.mark.parametrize(("status", "num_starts"), [(3, 1), (1, 3)])
+@pytest.mark.parametrize(("status", "num_starts"), [(3, 1), (4, 1), (1, 3)])
 def test_a_guard_or_a_missing_checkpoint_ends_a_run_for_good(tmp_path, status, num_starts):
     program, starts = tmp_path / "rank.py", tmp_path / "starts"
     program.write_text("import sys; open(sys.argv[1], 'a').write('.'); sys.exit(int(sys.argv[2]))")

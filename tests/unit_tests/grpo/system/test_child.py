@@ -1,6 +1,8 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
+"""Children end with their owner and with all that they started, and their logs stay small."""
+
 import os
 import subprocess
 import sys

@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
+"""Host memory: what is left of it, how it is pinned, and slots that other processes write."""
 
 import dataclasses
 import pickle
@@ -19,7 +20,6 @@ from torchtitan.grpo.system.host_memory import SharedSlots, attach, available_by
 SLOT_BYTES = 3 * 64
 ATTACHED = """
 import pickle, sys
-from torchtitan.grpo.system import process_tuning
 from torchtitan.grpo.system.host_memory import attach
 slots = attach(pickle.loads(sys.stdin.buffer.read()))
 print(slots[0].max().item())

@@ -181,7 +181,7 @@ def test_calls_and_their_failures_cross_ranks(run_ranks):
 STATUS = Status(3, "node-b", 4711, "forward and backward", 7)
 
 
-def test_it_names_rank_host_phase_and_the_last_completed_step():
+def test_the_message_names_rank_host_phase_and_the_last_completed_step():
     for lost, how in (
         (LostRank(STATUS), "died in step 8, phase: forward and backward"),
         (LostRank(STATUS, silent_seconds=61.0), "gave no sign of life for 61 s"),
@@ -201,7 +201,7 @@ def test_it_names_rank_host_phase_and_the_last_completed_step():
         (2, 0, False, "with step 1, because checkpoint.enable is false (restart 1 of 2"),
     ],
 )
-def test_it_says_what_follows(monkeypatch, most, count, enable, text):
+def test_the_message_says_what_follows(monkeypatch, most, count, enable, text):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(most))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
     config = JobConfig()
@@ -209,7 +209,7 @@ def test_it_says_what_follows(monkeypatch, most, count, enable, text):
     assert text in describe_next(config)
 
 
-def test_one_rank_of_an_attempt_prints_it(tmp_path, monkeypatch):
+def test_one_rank_of_an_attempt_prints_the_message(tmp_path, monkeypatch):
     for attempt, ranks in ((0, 3), (1, 2)):
         claims = []
         for rank in range(ranks):
@@ -220,7 +220,7 @@ def test_one_rank_of_an_attempt_prints_it(tmp_path, monkeypatch):
         assert claims == [True] + [False] * (ranks - 1)
 
 
-def test_without_torchrun_the_first_rank_that_lives_prints_it(monkeypatch):
+def test_without_torchrun_the_first_rank_that_lives_prints_the_message(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     for lost, expected in ((3, [True, False, False]), (0, [False, True, False])):
         for rank, claims in enumerate(expected):

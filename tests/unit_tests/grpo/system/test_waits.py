@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Ranks of a restart wait for each other in a store that ranks before them have used; pauses."""
+"""Ranks of a restart wait for one another in a used store, and attempts are some time apart."""
 
 import threading
 
