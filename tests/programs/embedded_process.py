@@ -168,6 +168,7 @@ class Trainer:
             "shapes": [list(t.shape) for t in tensors.values()],
             "group_name": self.name,
             "load_format": "flattened_bucket",
+            "sequence": 0,
             **more,
         }
 

@@ -60,8 +60,9 @@ class Server:
         """Sends a version in one bucket for each tensor, and swaps it in while decoding goes on."""
         self.trainer.value, staging = value, Staging(self.place, self.buffers)
         group: Any = self.trainer
-        for name in NAMES:
-            staging.announce(BucketSpec((name,), ("bfloat16",), ((SIZE,),)), group)
+        for i, name in enumerate(NAMES):
+            spec = BucketSpec((name,), ("bfloat16",), ((SIZE,),))
+            staging.announce(spec, group, sequence=i)
             self.decode()
         found: dict[str, torch.Tensor] = {}
 

@@ -276,8 +276,8 @@ class WeightPublisher(Publisher):
     def _run(self) -> None:
         yield_to_training()
         try:
-            leader, is_closing = self._leader, self._closing.is_set
-            asyncio.run(self._serve() if leader is None else leader.run(is_closing))
+            leader = self._leader
+            asyncio.run(self._serve() if leader is None else leader.run(self._closing.is_set))
         except BaseException as error:  # the thread's boundary; the training thread raises it
             if not self._closing.is_set():
                 self.error = error

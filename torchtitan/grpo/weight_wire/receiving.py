@@ -82,8 +82,8 @@ class WeightGroup:
 
         Over NCCL the tensor may lie on the device, or in pinned host memory, into which the
         device copies each piece. ``turn`` is entered while broadcasts over NCCL are launched;
-        see :class:`~torchtitan.grpo.weight_wire.staging.LaunchOrder`. Raises RuntimeError if the trainer has ended, nothing arrives in
-        time, or :meth:`leave` is called.
+        see ``LaunchOrder`` in `staging.py`. Raises RuntimeError if the trainer has ended,
+        nothing arrives in time, or :meth:`leave` is called.
         """
         if self._left.is_set():
             raise RuntimeError(f"Group {self.name!r} was left before the broadcast.")

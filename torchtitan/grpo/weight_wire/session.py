@@ -135,9 +135,7 @@ class UpdateSession:
             raise UpdateError("A weight update is open. End it first.")
         self._staging, self._lora_scale = Staging(self.place, self.buffers), None
 
-    def announce(
-        self, bucket: BucketSpec, group_name: str, sequence: int | None = None
-    ) -> "Future[None]":
+    def announce(self, bucket: BucketSpec, group_name: str, sequence: int | None) -> "Future[None]":
         """Queues a bucket, or refuses it before its broadcast is awaited, with ValueError.
 
         The update then fails too, because without this bucket it would be a mixture. See

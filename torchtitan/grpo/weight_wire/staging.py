@@ -224,14 +224,13 @@ class Staging:
         bucket: BucketSpec,
         group: WeightGroup,
         *,
-        sequence: int | None = None,
+        sequence: int | None,
     ) -> "Future[None]":
         """Queues a bucket to be received; the future ends when its tensors are whole and verified.
 
         The caller has checked that names, dtypes and shapes fit the model. ``sequence`` is the
-        number of the bucket among those of the update over this group, from 0; ``None`` if the
-        caller announces each bucket after the one before has arrived. Raises ValueError if a
-        tensor was announced before, or a sequence number twice.
+        number of the bucket among those of the update over this group, from 0. Raises ValueError
+        if it is ``None``, or if a tensor or a number was announced before.
         """
         item = _Announced(lambda item: self._receive(bucket, item), group)
         with self._lock:
@@ -314,8 +313,10 @@ class Staging:
 
     def _in_order(self, item: _Announced, group: str, sequence: int | None) -> list[_Announced]:
         """Returns the buckets that can be received after this announcement, in order."""
-        if sequence is None or self._broken:
+        if self._broken:
             return [item]  # its future only receives the reason of the failure
+        if sequence is None:
+            raise ValueError("sequence must be the number of the bucket in its group, got null.")
         if sequence < self._next.get(group, 0) or (group, sequence) in self._early:
             raise ValueError(f"Bucket {sequence} of group {group!r} was announced twice.")
         self._early[group, sequence] = item
@@ -368,26 +369,14 @@ class Staging:
 
     @torch.no_grad()
     def _receive(self, bucket: BucketSpec, item: _Announced) -> None:
-        assert item.group is not None
-        device = self._place.buffer_device(item.group)
-        buffer = self._buffers.take(bucket_bytes(bucket), device)
-        self._receive_into(buffer, item)
-        is_delta = bucket.num_changed is not None
-        tensors = self._with_changes(buffer, bucket) if is_delta else split_bucket(buffer, bucket)
-        if not self._keep(bucket, tensors) & {storage_of(buffer)}:
-            if self._place.stream is not None:
-                self._place.stream.synchronize()  # a copy to the GPU may still read the buffer
-            self._buffers.give_back(buffer)
-
-    def _receive_into(self, tensor: torch.Tensor, item: _Announced) -> None:
-        group = item.group
+        group, turn = item.group, nullcontext()
         assert group is not None
-        turn = nullcontext()
         if item.ticket is not None:
             # An earlier bucket may wait for one that is being received.
             turn = self._order.turn(item.ticket, 2 * group.timeout_seconds)
         try:
-            group.receive(tensor, self._place.device, turn)
+            buffer = self._buffers.take(bucket_bytes(bucket), self._place.buffer_device(group))
+            group.receive(buffer, self._place.device, turn)
         except RuntimeError:
             self._broken = True
             raise
@@ -395,6 +384,12 @@ class Staging:
             # Received although the update has failed: a trainer that does not know of the failure
             # yet would otherwise wait in its broadcast until the timeout of the group.
             raise UpdateError(self._failure)
+        is_delta = bucket.num_changed is not None
+        tensors = self._with_changes(buffer, bucket) if is_delta else split_bucket(buffer, bucket)
+        if not self._keep(bucket, tensors) & {storage_of(buffer)}:
+            if self._place.stream is not None:
+                self._place.stream.synchronize()  # a copy to the GPU may still read the buffer
+            self._buffers.give_back(buffer)
 
     def _keep(self, bucket: BucketSpec, tensors: list[torch.Tensor]) -> set[int]:
         """Verifies whole tensors and places them; returns the storages in which they lie."""

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Describes a transfer to a server: the group to join, and each bucket.
+"""Describes a transfer to a server: the group to join, each bucket, and notes for SGLang.
 
 HTTP clients import this module, so it does not need torch.
 """
@@ -70,15 +70,14 @@ class BucketSpec:
 
 
 _PREFIX = "torchtitan_grpo.adapters:"
-PROBE = f"{_PREFIX}probe"
-"""In place of a note: asks whether the server understands notes. Nothing is received."""
-READY = "torchtitan_grpo adds adapters to the base weights here."
-"""Message with which a server that understands notes answers :data:`PROBE`."""
 
 
 @dataclass(frozen=True)
 class AdapterNote:
-    """Further facts about a bucket of adapters beside names, dtypes and shapes; ``index`` is from 0."""
+    """Facts about a bucket of adapters for which SGLang's route has no fields; ``index`` is from 0.
+
+    SGLang hands the name of the load format to its scheduler as it is, so the note takes its place.
+    """
 
     index: int
     is_last: bool
@@ -87,6 +86,12 @@ class AdapterNote:
 
     def as_load_format(self) -> str:
         return _PREFIX + json.dumps(asdict(self), allow_nan=False)
+
+
+PROBE = f"{_PREFIX}probe"
+"""In place of a note: asks whether the server understands notes. Nothing is received."""
+READY = "torchtitan_grpo adds adapters to the base weights here."
+"""Message with which a server that understands notes answers :data:`PROBE`."""
 
 
 def note_of(load_format: str | None) -> AdapterNote | None:

@@ -148,10 +148,8 @@ async def test_a_vllm_that_is_open_although_the_run_has_keys_is_a_warning(is_ope
         return web.json_response({"weight_version": "1"}, status=200 if is_allowed else 401)
 
     async with serving(weight_info) as url:
-        http, found = (
-            HttpConnection(url, api_key=None, admin_key=key, timeout_seconds=60),
-            Examined(),
-        )
+        found = Examined()
+        http = HttpConnection(url, api_key=None, admin_key=key, timeout_seconds=60)
         await _examine_control(http, found)
         await http.close()
     assert found.warnings == expected

@@ -36,8 +36,10 @@ def test_no_command_line_of_a_server_holds_a_key(kind: str) -> None:
     refuse_keys(kind, ["--seed", "7"], "inference.extra_args")
 
 
-def test_every_folder_of_a_kind_has_a_row_and_an_unknown_kind_is_refused() -> None:
+def test_every_folder_of_a_kind_has_a_row_whose_script_exists_and_no_other_kind_has() -> None:
     assert {path.parent.name for path in FOLDER.glob("*/client.py")} == set(KINDS)
+    scripts = [row.install_script for row in KINDS.values() if row.install_script is not None]
+    assert scripts and all((FOLDER.parents[2] / script).is_file() for script in scripts)
     with pytest.raises(ValueError, match=r"inference\.kind must be one of .*embedded, .*got 'tgi'"):
         kind_row("tgi")
 

@@ -330,10 +330,8 @@ def test_the_interpreter_is_found_from_another_folder_and_a_link_stays_a_link(
 
 
 def test_the_first_errors_of_a_log_are_shown_once(tmp_path: Path) -> None:
-    log, cause = (
-        tmp_path / "server.log",
-        "OSError: [Errno 28] No space left on device: '/dev/shm/1'",
-    )
+    log = tmp_path / "server.log"
+    cause = "OSError: [Errno 28] No space left on device: '/dev/shm/1'"
     frames = "".join(f'  File "x.py", line {n}, in run\n' for n in range(500))
     log.write_text(f"loading\n{cause}\n{frames}RuntimeError: Engine core initialization failed.\n")
     spec = ServerSpec("vllm", "m", 1, "cpu", "float32", 64, 1)

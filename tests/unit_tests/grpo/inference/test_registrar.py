@@ -40,13 +40,8 @@ def serve(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     python = folder / "python"
     python.write_text(SERVER)
     python.chmod(0o755)
-    command = [
-        sys.executable,
-        str(LIGHT),
-        "torchtitan.grpo.inference.serve",
-        "embedded",
-        str(MODEL),
-    ]
+    command = [sys.executable, str(LIGHT), "torchtitan.grpo.inference.serve"]
+    command += ["embedded", str(MODEL)]
     command += ["--device", "cpu", "--python", str(python), "--register", "registry"]
     command += ["--host", "127.0.0.1", "--port", str(free_ports(1)[0])]
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=folder)

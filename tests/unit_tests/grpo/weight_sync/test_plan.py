@@ -132,11 +132,11 @@ ASSEMBLIES = [
 def laid_out(request):
     (source,) = plan_sources(ASSEMBLIES, ADAPTER, DTYPE, bucket_bytes=100, limits=ONE)
     layout = lay_out_slot(source, ADAPTER, DTYPE, contiguous=request.param)
-    return source, layout, torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    return source, layout, torch.zeros(layout.num_bytes, dtype=torch.uint8), request.param
 
 
-def test_shards_that_are_written_are_whole_parameters_in_their_buckets(laid_out, request):
-    source, layout, slot = laid_out
+def test_shards_that_are_written_are_whole_parameters_in_their_buckets(laid_out):
+    source, layout, slot, wants_contiguous = laid_out
     assert len(source.buckets) > 1
     wholes = {a.name: torch.randn(a.shape).to(DTYPE) for a in ASSEMBLIES}
     is_contiguous = True
@@ -146,7 +146,6 @@ def test_shards_that_are_written_are_whole_parameters_in_their_buckets(laid_out,
             shard.copy_(piece.block.of(wholes[name]))
             is_contiguous &= shard.is_contiguous()
     # Copy engines get contiguous memory, and write in place what is contiguous.
-    wants_contiguous = "contiguous" in request.node.name
     assert is_contiguous is wants_contiguous
     converted = {name for name, _ in layout.blocks}
     assert converted == ({"columns", "turned"} if wants_contiguous else {"turned"})
@@ -160,7 +159,7 @@ def test_shards_that_are_written_are_whole_parameters_in_their_buckets(laid_out,
 
 
 def test_no_byte_of_a_slot_is_two_shards(laid_out):
-    _, layout, slot = laid_out
+    _, layout, slot, _ = laid_out
     num_bytes = 0
     for rank in range(2):
         for shard in layout.shards_in(slot, rank).values():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan.grpo.weight_wire import process_group as own
+from torchtitan.grpo.weight_wire import process_group
 from torchtitan.grpo.weight_wire.group_facts import (
     NCCL_SETTINGS,
     GroupFacts,
@@ -134,12 +134,12 @@ def test_the_loaded_library_tells_its_version_and_torch_does_where_it_contains_n
             return 0
 
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
-    assert own.nccl_version() == "2.29.7"
+    assert process_group.nccl_version() == "2.29.7"
 
     def missing(name: str) -> None:
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9, "suffix"))
-    assert own.nccl_version() == "2.28.9"
+    assert process_group.nccl_version() == "2.28.9"
     assert version_text(23007) == "2.30.7"

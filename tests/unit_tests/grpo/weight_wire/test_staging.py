@@ -68,11 +68,30 @@ def test_buckets_that_came_early_are_told_of_a_refusal(staging):
     assert group.sizes == []
 
 
+def test_a_bucket_for_which_there_is_no_memory_lets_none_be_received_in_its_place(
+    staging, monkeypatch
+):
+    def refuse(*_: Any) -> torch.Tensor:
+        raise RuntimeError("there is no memory")
+
+    monkeypatch.setattr(staging._buffers, "take", refuse)
+    group = RecordingGroup()
+    first = staging.announce(bucket("a", 1), group, sequence=0)
+    assert isinstance(first.exception(SECONDS), UpdateError)
+    monkeypatch.undo()
+    second = staging.announce(bucket("b", 2), group, sequence=1)
+    with pytest.raises(UpdateError, match="there is no memory"):
+        second.result(SECONDS)
+    assert group.sizes == []
+
+
 def test_buckets_that_overtook_one_another_are_received_in_their_order(staging):
     group = RecordingGroup()
     early = [staging.announce(bucket(n, i), group, sequence=i) for i, n in ((2, "c"), (1, "b"))]
     with pytest.raises(ValueError, match="announced twice"):
         staging.announce(bucket("d", 9), group, sequence=2)
+    with pytest.raises(ValueError, match="sequence must be the number"):
+        staging.announce(bucket("d", 9), group, sequence=None)
     staging.announce(bucket("a", 5), group, sequence=0)
     for future in early:
         future.result(SECONDS)

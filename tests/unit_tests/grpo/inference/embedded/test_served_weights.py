@@ -44,7 +44,7 @@ async def test_requests_in_flight_cross_an_update_exactly(client: Client, pause:
             await client.post("/pause_generation", mode="retract")
         await client.post("/begin_weight_update")
         for i, half in enumerate(halves(weights_of(new))):
-            await trainer.send(half, weight_version="new" if i else None)
+            await trainer.send(half, sequence=i, weight_version="new" if i else None)
         assert (await client.get("/model_info"))["weight_version"] == "old"
         await client.post("/end_weight_update")
         await client.post("/continue_generation")
@@ -89,6 +89,7 @@ async def test_a_chunk_that_does_not_fit_is_refused_before_any_broadcast(client:
             ({name: good[name].long()}, {}, "dtypes must be among"),
             (good, {"group_name": "nobody"}, "does not exist"),
             (good, {"load_format": "direct"}, "load_format"),
+            (good, {"sequence": None}, "sequence must be the number"),
             (good, {"shapes": 3}, "shapes"),
         ]
         for tensors, more, message in bad:
@@ -97,6 +98,29 @@ async def test_a_chunk_that_does_not_fit_is_refused_before_any_broadcast(client:
             assert message in await client.refused(route, **body)
             assert message in await client.refused("/end_weight_update")
     assert await checksums(client) == held
+
+
+async def test_buckets_that_overtook_one_another_are_received_in_their_order(
+    client: Client,
+) -> None:
+    """gloo would end the server if the bytes of one were received as those of the other."""
+    new = weights_of(make_model(4))
+    route = "/update_weights_from_distributed"
+    async with Trainer(client) as trainer:
+        await client.post("/begin_weight_update")
+        first, second = (
+            trainer.describe(half, sequence=i, weight_version="4")
+            for i, half in enumerate(halves(new))
+        )
+        early = asyncio.create_task(client.post(route, **second))
+        await client.generate([1])  # by then the server has been asked
+        late = asyncio.create_task(client.post(route, **first))
+        wires = [torch.cat([t.reshape(-1) for t in half.values()]) for half in halves(new)]
+        assert wires[0].numel() != wires[1].numel()
+        await asyncio.to_thread(trainer.broadcast, [w.view(torch.uint8) for w in wires])
+        await asyncio.gather(early, late)
+        await client.post("/end_weight_update")
+    assert await checksums(client) == checksums_of(new)
 
 
 async def test_the_server_generates_while_it_waits_for_a_broadcast_and_can_be_freed(

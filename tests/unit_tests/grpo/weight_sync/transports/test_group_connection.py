@@ -271,7 +271,8 @@ NOTHING, MIXTURE, MAX_REQUESTS = -1, -2, 300
 
 
 class FaultyServer(Server):
-    """Serves what it is sent; one request is refused, answered in vain, late, or of a new process."""
+    """Serves what it is sent; at one request it refuses, or its answer is lost, or the request
+    arrives late, or it was restarted before."""
 
     def __init__(self, stops_for: str, fault: str = "", at: int = 0, lag: int = 0) -> None:
         super().__init__(stops_for)
