@@ -69,6 +69,8 @@ class RandomServer(StubClient):
 
 @dataclass
 class World:
+    """A producer and its surroundings; ``work`` is the task in which it runs."""
+
     servers: list[RandomServer]
     dispatcher: Dispatcher
     producer: Producer
@@ -78,7 +80,7 @@ class World:
     may_end: bool = False
 
     def push(self, version: int, server: RandomServer | None = None) -> None:
-        """The first server has this version, or the given one."""
+        """Gives this version to the first server, or to the given one."""
         server = server or self.servers[0]
         server.served = version
         self.dispatcher.set_version(server.url, version)
@@ -87,7 +89,7 @@ class World:
         return await asyncio.wait_for(self.producer.batch(version), 60)
 
     def intercept(self, generate: Generate) -> Generate:
-        """The first server answers by this function; returns how it did before."""
+        """Makes the first server answer by this function; returns the method that it replaces."""
         before = self.servers[0].generate
         self.servers[0].generate = generate  # pyright: ignore[reportAttributeAccessIssue]
         return before
@@ -114,7 +116,7 @@ class Settings:
 
 @asynccontextmanager
 async def at_work(file: Path, model: Path, settings: Settings) -> AsyncIterator[World]:
-    """Yields a world whose producer is at work, and is so to the end unless the test takes it."""
+    """Yields a world whose producer is at work, and must not end unless ``may_end`` is set."""
     codec = TextCodec(str(model), [1])
     acceptors = [settings.acceptor] if settings.acceptor is not None else []
     pool = RewardPool(

@@ -43,7 +43,7 @@ def rollout(
     version: int = 0,
     **more: Any,
 ) -> Rollout:
-    """Returns a rollout of these tokens, or of so many; ``more`` are fields."""
+    """Returns a rollout of these tokens, or of this many tokens; ``more`` sets other fields."""
     common = {"prompt_ids": np.array([1, 2], np.int32), "completion": "", "reward": reward}
     return Rollout(**_fields(tokens, logprobs, version, common | more))
 

@@ -216,12 +216,11 @@ class RolloutLink:
     def take_evaluation(self) -> EvaluationResult | None:
         """Returns the result of the requested evaluation if it has arrived. Never waits."""
         self.raise_if_ended(wait_milliseconds=0)
-        kind, result = link_messages.EvaluationDone, None
-        for answer, _ in self._unclaimed:
-            if isinstance(answer, kind):
-                result = self._result_of(answer) or result
+        kind = link_messages.EvaluationDone
+        done = [answer for answer, _ in self._unclaimed if isinstance(answer, kind)]
         self._unclaimed = [each for each in self._unclaimed if not isinstance(each[0], kind)]
-        return result
+        results = [self._result_of(answer) for answer in done]
+        return next((result for result in results if result is not None), None)
 
     def wait_evaluation(
         self, timeout_seconds: float, should_stop: Callable[[], bool] | None = None

@@ -27,13 +27,7 @@ from torchtitan.grpo.rollout.saved import SavedRollouts, UnfinishedGroup
 from torchtitan.grpo.rollout.scoring import brief_columns, prompt_text
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.trajectory import RunningGroup, TrajectoryWriter
-from torchtitan.grpo.types import (
-    BatchPart,
-    Generation,
-    Prompt,
-    RolloutGroup,
-    as_context,
-)
+from torchtitan.grpo.types import BatchPart, Generation, Prompt, RolloutGroup, as_context
 
 # No event marks the end of a server's pause after a failure, so the loop polls as well.
 _RETRY_SECONDS = 0.2

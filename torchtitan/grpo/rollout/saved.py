@@ -150,11 +150,13 @@ def _unpack_earlier(content: msgspec.Raw) -> dict[str, Any]:
 
     def rollout(one: dict[str, Any], prompt_ids: np.ndarray) -> dict[str, Any]:
         length, num_top = one["num_tokens"], one.get("num_top", 0)
-        flags = {"sampled": "has_mask", "teacher_logprobs": "is_rated"}
-        names = ["token_ids", "logprobs", *(name for name in flags if one.get(flags[name]))]
+        names = ["token_ids", "logprobs"]
+        names += ["sampled"] if one.get("has_mask") else []
+        names += ["teacher_logprobs"] if one.get("is_rated") else []
         arrays = {name: take(name, length) for name in names} | {"prompt_ids": prompt_ids}
-        for name in ("teacher_top_ids", "teacher_top_logprobs") if num_top else ():
-            arrays[name] = take(name, length * num_top).reshape(length, num_top)
+        if num_top:
+            for name in ("teacher_top_ids", "teacher_top_logprobs"):
+                arrays[name] = take(name, length * num_top).reshape(length, num_top)
         return one | arrays
 
     def group(one: dict[str, Any]) -> dict[str, Any]:
@@ -162,8 +164,12 @@ def _unpack_earlier(content: msgspec.Raw) -> dict[str, Any]:
         return one | {"rollouts": [rollout(each, prompt_ids) for each in one["rollouts"]]}
 
     def generation(one: dict[str, Any]) -> dict[str, Any]:
-        known = {n: c.dtype for n, c in columns_of(Generation).items() if one.get(n) is not None}
-        return one | {name: np.frombuffer(one[name], dtype) for name, dtype in known.items()}
+        arrays = {
+            name: np.frombuffer(one[name], column.dtype)
+            for name, column in columns_of(Generation).items()
+            if one.get(name) is not None
+        }
+        return one | arrays
 
     return {
         "version": file["version"],

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Builds the parts of the rollout process from the configuration, and starts and stops them in order."""
+"""Builds the parts of a rollout process, or of an evaluation, and starts and stops them in order."""
 
 import asyncio
 import logging

@@ -27,12 +27,7 @@ from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.environments import EnvironmentFailed, Episode, Episodes
 from torchtitan.grpo.rollout.serving.dispatcher import Server
 from torchtitan.grpo.rollout.serving.requests import Sampling
-from torchtitan.grpo.types import (
-    Generation,
-    Prompt,
-    joined,
-    without_contexts,
-)
+from torchtitan.grpo.types import Generation, Prompt, joined, without_contexts
 
 # Poll interval of a completion that waits for a server to continue on.
 _LOOK_SECONDS = 0.05

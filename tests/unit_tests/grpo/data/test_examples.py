@@ -39,7 +39,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def open_stream(model, tmp_path):
-    def make(rows, *, max_tokens=20, position=0, prompts=None, **settings):
+    def make(rows, *, max_tokens=20, position=0, vocab_size=50, prompts=None, **settings):
         path = tmp_path / "examples.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         config = JobConfig()
@@ -47,7 +47,7 @@ def open_stream(model, tmp_path):
         config.prompts = prompts or Prompts(shuffle=False)
         config.training.seq_len = 64
         described: Any = SimpleNamespace(
-            path=model, eos_token_ids=(EOS, END_OF_TURN), vocab_size=50
+            path=model, eos_token_ids=(EOS, END_OF_TURN), vocab_size=vocab_size
         )
         return ExampleStream(config, described, str(path), "sft.path", PromptProgress(position))
 
@@ -144,6 +144,11 @@ def test_a_bad_example_is_found_when_the_file_is_opened(name, open_stream):
     fine = {"prompt": "a", "completion": "b"}
     with pytest.raises(DataError, match=rf"sft\.path: 1 of .*examples\.jsonl:9: .*{message}"):
         open_stream([fine] * 8 + [row, fine])
+
+
+def test_a_tokenizer_of_another_model_is_refused(open_stream):
+    with pytest.raises(DataError, match=r"token id \d+, and the model's vocabulary has 20"):
+        open_stream([{"prompt": "a", "completion": "z"}], vocab_size=20)
 
 
 @pytest.mark.parametrize("name", ["null_prompt", "no_completion", "no_object", "calls"])

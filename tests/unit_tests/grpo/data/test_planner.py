@@ -21,7 +21,7 @@ def planner(repository):
         config = JobConfig()
         config.training.seq_len, config.training.local_batch_size = seq_len, local_batch_size
         for key, value in settings.items():
-            setattr(config.prompts if key == "balance_cost" else config.grpo, key, value)
+            setattr(config.prompts if hasattr(config.prompts, key) else config.grpo, key, value)
         return StepPlanner(config, model)
 
     return make
@@ -41,6 +41,12 @@ def test_the_model_s_operations_are_balanced_unless_tokens_are(planner):
     # The rank of least cost comes first.
     longest = [int(rows.positions.max()) for rows in by_flops.rows_of_rank]
     assert longest[1] == max(longest) > longest[0]
+    # Without balance, rows are packed first; and rows come in buckets.
+    groups = [group(0, *(rollout(n - 2) for n in (40, 24, 20, 20)))]
+    for settings, tokens in ({"balance_batch": False}, [64, 40]), ({}, [44, 60]):
+        rows = plan(balance_cost="tokens", **settings).rows_of_rank
+        assert [int((r.sample_ids >= 0).sum()) for r in rows] == tokens
+    assert [rows.num_rows for rows in plan(row_bucket=4).rows_of_rank] == [4, 4]
 
 
 def groups_of(seed: int, num_groups: int) -> list[RolloutGroup]:

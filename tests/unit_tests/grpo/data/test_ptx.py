@@ -78,6 +78,12 @@ def test_each_epoch_holds_every_row_once_and_any_step_can_be_asked_for(
     assert texts(resumed) == in_order[last * per_step :]
 
 
+def test_the_seed_gives_the_order(open_stream):
+    rows = [{"completion": c} for c in "abcdefgh"]
+    orders = {tuple(texts(open_stream(rows, seed=seed).take(0, 8))) for seed in range(4)}
+    assert len(orders) == 4
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

@@ -1,4 +1,4 @@
-"""Rows hold what their docstring draws; a rollout of several rows is one sample; ranks get theirs."""
+"""Rows hold what their docstring draws; a rollout of several rows is one sample; ranks get their rows."""
 
 import numpy as np
 import pytest

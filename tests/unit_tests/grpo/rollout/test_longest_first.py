@@ -25,12 +25,15 @@ def returned(window: int, lengths: list[float]) -> list[int]:
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 9), st.lists(st.integers(0, 5), max_size=60))
 def test_each_window_is_returned_whole_longest_first_and_stable(window: int, lengths: list[int]):
-    assert returned(3, [5, 9, 7, 1, 2, 8]) == [1, 2, 0, 5, 4, 3]
     out = returned(window, [float(length) for length in lengths])
     for start in range(0, len(out), window):
         part = out[start : start + window]
         assert sorted(part) == list(range(start, start + window))
         assert part == sorted(part, key=lambda i: (-lengths[i], i))
+
+
+def test_the_example_of_the_docstring():
+    assert returned(3, [5, 9, 7, 1, 2, 8]) == [1, 2, 0, 5, 4, 3]
 
 
 class Task:

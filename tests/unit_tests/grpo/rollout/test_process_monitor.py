@@ -3,6 +3,8 @@
 
 """When the rollout process counts as stuck, with a clock of the test's; and the lag of its loop."""
 
+import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,3 +118,16 @@ def test_a_standstill_counts_within_the_window(window, lates, p50, longest):
         lag.add(late)
     metrics = lag.take_metrics()
     assert (metrics[P50], metrics[LONGEST]) == (pytest.approx(p50), longest)
+
+
+@pytest.mark.parametrize(("block_seconds", "bounds"), [(0.3, (290, 1e6)), (0.0, (0, 100))])
+async def test_a_blocked_loop_lags_and_an_idle_one_does_not(block_seconds, bounds):
+    lag = LoopLag(interval_seconds=0.001)
+    task = asyncio.create_task(lag.run())
+    await asyncio.sleep(0)
+    time.sleep(block_seconds)
+    await asyncio.sleep(0.03)
+    task.cancel()
+    await asyncio.wait({task})
+    metrics = lag.take_metrics()
+    assert bounds[0] <= metrics[LONGEST if block_seconds else P50] < bounds[1]

@@ -204,10 +204,11 @@ async def test_an_episode_that_goes_on_after_a_resume_has_the_same_rows(codec, t
     assert again.new_rows == whole.new_rows
 
 
-async def test_a_reply_that_the_template_leaves_out_ends_the_run(codec, tmp_path):
+@pytest.mark.parametrize("templated", [True, False])
+async def test_a_reply_that_the_template_leaves_out_ends_the_run(codec, tmp_path, templated):
     file = tmp_path / "model/tokenizer_config.json"
     spoken = TEMPLATE.replace("in messages", "in messages[:2]")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": spoken}))
     codec = TextCodec(str(tmp_path / "model"), [EOS])
     with pytest.raises(LeftOut, match="is said by the role 'user' in message 3 of 3"):
-        await play(codec, tmp_path)
+        await play(codec, tmp_path, templated=templated)

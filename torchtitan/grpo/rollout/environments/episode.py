@@ -37,12 +37,7 @@ from torchtitan.grpo.rollout.environments.environment_pool import (
 )
 from torchtitan.grpo.rollout.environments.protocol import Observation
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.types import (
-    Generation,
-    Prompt,
-    VersionSegment,
-    joined,
-)
+from torchtitan.grpo.types import Generation, Prompt, VersionSegment, joined
 from torchtitan.grpo.workers.process import WorkerLost
 
 # If the processes of an episode end more often than this, the episode is assumed to be the cause.

@@ -82,6 +82,7 @@ class Dispatcher:
         servers: All servers by URL.
         in_flight: Number of rollouts that were submitted and have not ended, over all servers.
             A hedged rollout counts twice.
+        in_flight_evaluation: The same for completions of evaluations.
         listeners: Called when a server may have become free or ready.
         num_hedges_won: Number of hedged completions that the second server answered first.
     """
@@ -342,8 +343,8 @@ class Dispatcher:
         request = completion.sampling.request(request_id, completion.prompt)
         try:
             generation = await self._attempts.run(server, completion.jobs[server], request)
-        except BaseException:
-            self._vacate(completion, server, None)
+        except BaseException:  # also if it was cancelled
+            self._vacate(completion, server)
             raise
         num_tokens = len(generation.token_ids)
         self._vacate(completion, server, num_tokens)

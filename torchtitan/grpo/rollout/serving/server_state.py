@@ -169,9 +169,10 @@ class Server:
         return self._attested
 
     def leave(self) -> None:
-        """Records that the server is no longer READY, and tells the tasks that wait for a request.
+        """Records that the server is no longer READY, and notifies the tasks that wait for a request.
 
-        A cancelled request ends only when the server has answered its cancellation.
+        They do not wait for the end of the request, because a cancelled request ends only when
+        the server has answered its cancellation.
         """
         self.version = None
         self.is_lost = True

@@ -273,7 +273,9 @@ class TeacherPool:
         top_k, vocab_size = self._settings.top_k, self._needs.vocab_size
         ratings: list[Rating] = []
         for rating in found:
-            top = rating.top and student_tokens(rating.top, top_k, vocab_size, client.url)
+            top = rating.top
+            if top is not None:
+                top = student_tokens(top, top_k, vocab_size, client.url)
             ratings.append((np.array(rating.logprobs, np.float32), top))
         return ratings
 

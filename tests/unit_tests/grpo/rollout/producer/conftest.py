@@ -15,7 +15,7 @@ from producer_world import Settings, World, at_work
 def world_of(repository: Path, tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[World]]:
     """Opens a world whose producer is at work; takes ``Settings`` by name.
 
-    ``reward`` and ``acceptor`` are functions of ``code``, where there is such.
+    ``reward`` and ``acceptor`` are names of functions in ``code``.
     """
 
     def open_(

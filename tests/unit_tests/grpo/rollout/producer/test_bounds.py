@@ -131,3 +131,23 @@ async def test_time_without_prompts_counts_as_waiting_for_the_trainer_only_while
         third = await waiting
         assert third.metrics["rollout/wait_trainer_fraction"] < 0.3
         assert third.metrics["rollout/idle_fraction"] > 0.3
+
+
+async def test_time_without_a_ready_server_is_idle_also_while_requests_wait_for_one(world_of):
+    held = asyncio.Event()
+
+    async def wait_first(request: GenerateRequest) -> Generation:
+        await held.wait()
+        return await write(request)
+
+    async with world_of("123", max_staleness=0) as world:
+        write = world.intercept(wait_first)
+        world.push(0)
+        waiting = asyncio.create_task(world.batch(0))
+        while not world.dispatcher.in_flight:
+            await asyncio.sleep(0.01)
+        world.dispatcher.set_lost(world.servers[0].url, "it was killed")
+        await asyncio.sleep(0.5)
+        held.set()
+        world.push(0)
+        assert (await waiting).metrics["rollout/idle_fraction"] > 0.3

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 from producer_world import GROUPS_PER_BATCH
@@ -93,29 +94,31 @@ async def test_a_saved_group_goes_on_only_on_servers_that_are_as_new_as_its_firs
 
 
 async def test_completions_in_flight_are_kept_with_a_checkpoint_and_completed_after_it(world_of):
-    """Of the first group one completion is finished, one begun, and one has no token yet."""
+    """Three groups have one finished and one begun completion, one finished, and one begun."""
     finished, begun = [100], [101, 101]
-    first_two = [generation(finished), generation(begun, finish_reason="length")]
+    whole, part = generation(finished), generation(begun, finish_reason="length")
+    answers = {}
 
-    async def hold_first_prompt(request: GenerateRequest) -> Generation:
-        if request.prompt_ids[: len(first_prompt)] != first_prompt:
-            return await write(request)
-        if request.prompt_ids == first_prompt and first_two:
-            return first_two.pop(0)
+    async def answer_in_part(request: GenerateRequest) -> Generation:
+        if left := answers.get(tuple(request.prompt_ids)):
+            return left.pop(0)
         return await asyncio.get_running_loop().create_future()
 
+    def ids(generations: Sequence[Generation]) -> list[list[int]]:
+        return [one.token_ids.tolist() for one in generations]
+
     async with world_of(max_staleness=2, segment_tokens=2) as world:
-        first_prompt = world.prompts.prompt_at(0).token_ids.tolist()
-        write = world.intercept(hold_first_prompt)
+        for i, some in enumerate(([whole, part], [whole], [part])):
+            answers[tuple(world.prompts.prompt_at(i).token_ids.tolist())] = some
+        first_prompt = list(next(iter(answers)))
+        world.intercept(answer_in_part)
         world.push(0)
-        group = None
-        while group is None or not group.generations or not group.begun:
+        kept = []
+        while kept != [(0, [finished], [begun]), (1, [finished], []), (2, [], [begun])]:
             await asyncio.sleep(0.01)
             saved = world.producer.save(0)
-            group = next((g for g in saved.unfinished if g.group_id == 0), None)
-    assert [g.token_ids.tolist() for g in group.generations] == [finished]
-    assert [g.token_ids.tolist() for g in group.begun] == [begun]
-    assert group.start_version == 0
+            kept = [(g.group_id, ids(g.generations), ids(g.begun)) for g in saved.unfinished]
+    assert {group.start_version for group in saved.unfinished} == {0}
     started = []
 
     async def note(request: GenerateRequest) -> Generation:

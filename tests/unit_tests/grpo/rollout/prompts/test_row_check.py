@@ -186,3 +186,11 @@ def test_prompts_that_do_not_fit_are_counted_and_most_of_them_are_a_warning(
     if warning is not None:
         assert f"only {10 - long} of 10 prompts of p.jsonl fit: at most 8 tokens" in warning
         assert "Raise prompts.max_prompt_tokens" in warning
+
+
+def test_a_check_that_takes_long_says_how_far_it_has_come(codec, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(row_check, "_PROGRESS_SECONDS", 0.0)
+    said, path = [], lines(tmp_path / "p.jsonl", [FINE] * 3)
+    check_rows(open_set(path, codec), say=said.append)
+    assert said[0] == f"prompts.path: 3 of 3 rows of {path} are read."
+    assert said[-1] == f"prompts.path: 3 of 3 rows of {path} are tokenized."

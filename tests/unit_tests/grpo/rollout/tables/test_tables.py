@@ -94,6 +94,14 @@ def test_parquet_rows_come_in_any_order_whatever_is_kept(tmp_path: Path, cache_b
     assert parquet(tmp_path / "q.parquet", [row], 1).row(0) == row
 
 
+def test_directory_of_parquet_shards_is_a_data_set(tmp_path: Path):
+    for shard in range(2):
+        part = pa.Table.from_pylist(ROWS[10 * shard : 10 * shard + 10])
+        pq.write_table(part, tmp_path / f"train-0000{shard}-of-00002.parquet")
+    rows = open_table(str(tmp_path), "train", {}, "prompt", "prompts.path")
+    assert list(rows.rows(0, len(rows))) == ROWS[:20]
+
+
 def test_empty_row_groups_are_passed_over(tmp_path: Path):
     path = tmp_path / "p.parquet"
     table = pa.Table.from_pylist(ROWS)
