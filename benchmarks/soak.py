@@ -139,7 +139,7 @@ class SoakedRun(KilledRun):
     def ranks(self) -> list[psutil.Process]:
         return [
             p
-            for p in self._processes()
+            for p in self.processes()
             if "grpo_train" in command_of(p) and "torch.distributed.run" not in command_of(p)
         ]
 
@@ -160,7 +160,7 @@ def name_of(process: psutil.Process) -> str:
 def descriptors(process: psutil.Process, http_ports: set[int]) -> tuple[int, int]:
     """Returns the number of a process's file descriptors, and that of its connections of requests.
 
-    These are the established connections with one of the ports.
+    The latter are the established connections with one of the ports. They are not among the former.
     """
     # Listed before the descriptors, so that one that is closed meanwhile is missing from both.
     requests = {
@@ -203,9 +203,9 @@ class Life:
 
 
 class Soak:
-    """Injects faults into a run for two halves of ``seconds`` together, and measures its processes.
+    """Injects faults into a run and measures its processes, in two halves of half the seconds each.
 
-    Without a ``disk``, the run's file system, the full disk is left out.
+    ``disk`` is the run's file system. Without it, the disk is not filled.
     """
 
     def __init__(self, run: SoakedRun, seconds: float, rng: random.Random, disk: Path | None):
@@ -224,7 +224,7 @@ class Soak:
         if self._disk is not None:
             self._at(DISK_FILL * self._seconds, self._fill_disk)
         self._at(self._rng.uniform(*FAULT_SECONDS), self._harm_server)
-        # Beside the next fault of a server, nothing may be due.
+        # The next fault of a server is always due: the first half ends when nothing else is.
         while self._now < half or any(what != self._harm_server for _, what in self._due):
             self._pass()
         self._settle()
@@ -319,7 +319,7 @@ class Soak:
     def _sample(self, now: float) -> None:
         num_lost, http_ports = self._run.num_lost_servers, set(self._run.http_ports())
         with self._run.samples.open("a") as file:
-            for process in self._run._processes():
+            for process in self._run.processes():
                 with contextlib.suppress(psutil.Error, FileNotFoundError):
                     memory = process.memory_full_info().uss / 2**20
                     num_files, num_requests = descriptors(process, http_ports)

@@ -182,7 +182,8 @@ class CorruptingProxy:
         if partner is not None and not partner[1].done():
             partner[1].set_result(body)
             return partner[0]
-        self._waiting = (body, other := asyncio.get_running_loop().create_future())
+        other: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._waiting = body, other
         try:
             async with asyncio.timeout(_PARTNER_SECONDS):
                 return await other

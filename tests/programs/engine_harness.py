@@ -53,6 +53,7 @@ def reference_logprobs(model: Any, request: Request) -> torch.Tensor:
 
 
 def assert_exact(model: Any, requests: list[Request], *later: Any) -> None:
+    """Compares logprobs with transformers; with later models, a request's segments are one of each."""
     for request in requests:
         found = torch.tensor(request.logprobs)
         ends = (

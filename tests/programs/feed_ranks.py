@@ -111,7 +111,7 @@ def wrong_fields(batch: TrainBatch, step: int, batch_rank: int) -> list[str]:
     rows = replace(rows, advantages=torch.zeros_like(rows.advantages))
     expected = list(rows.microbatches(rows.num_rows // made.num_minibatches))
     table = vars(made.samples).items()
-    return [name for name, is_right in {
+    checks = {
         "rows": are_equal(batch.minibatches, expected),
         "samples": all(vars(batch.samples)[k].tobytes() == v.tobytes() for k, v in table),
         "counts": (batch.num_trained_tokens, batch.num_tokens, batch.minibatch_tokens, batch.mass)
@@ -119,7 +119,8 @@ def wrong_fields(batch: TrainBatch, step: int, batch_rank: int) -> list[str]:
         "slot and progress": (batch.publish_slot, batch.progress) == (step, progress(step)),
         "part": batch.part is PARTS[step],
         "trained": batch.num_trained_tokens > 0,
-    }.items() if not is_right]  # fmt: skip
+    }
+    return [name for name, is_right in checks.items() if not is_right]
 
 
 def combined_metrics(feed: Feed, rank: int) -> dict[str, float]:

@@ -115,15 +115,9 @@ class LoneTrainer:
         )
         infos = [ServerInfo(url, "embedded" if i else kind) for i, url in enumerate(urls)]
         self.publisher = build_publisher(
-            config,
-            [self.model],
-            self.adapter,
-            torch.device("cpu"),
-            RankChannel(60.0, print),
-            link,
-            infos,
-            128,
-        )
+            config, [self.model], self.adapter, torch.device("cpu"), RankChannel(60.0, print), link,
+            infos, 128,
+        )  # fmt: skip
 
     def publish(self) -> int:
         self.version += 1

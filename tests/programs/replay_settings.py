@@ -99,9 +99,11 @@ def records(dump: Path, file: str = "metrics.jsonl") -> list[dict[str, float]]:
 def events_of_steps(versions: range, updates: int = 1, saved=(), skipped=()) -> list[str]:
     events = [f"publish {versions.start - 1} from slot 0"]
     for slot, version in enumerate(versions, start=1):
-        events += ["fence", *["optimizer"] * (version not in skipped)] * updates
+        optimizer = [] if version in skipped else ["optimizer"]
+        events += ["fence", *optimizer] * updates
         events += ["scheduler", f"publish {version} from slot {slot}"]
-        events += [f"save {version}"] * (version in saved)
+        if version in saved:
+            events.append(f"save {version}")
     return events
 
 

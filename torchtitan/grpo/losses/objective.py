@@ -288,19 +288,12 @@ def weight_sums(
 
 
 def _mismatch(clean: LossInputs, config: GRPO, mean_weight: torch.Tensor | None) -> MismatchWeights:
-    mask, ids = clean.loss_mask, clean.sequence_ids
-    proximal = _proximal(clean, config)
-    mismatch = mismatch_weights(proximal, clean.generator_logprobs, mask, ids, config)
+    mask, ids, generator = clean.loss_mask, clean.sequence_ids, clean.generator_logprobs
+    mismatch = mismatch_weights(_proximal(clean, config), generator, mask, ids, config)
     if mean_weight is not None:
         mismatch = mismatch.divided_by(mean_weight)
-    off_policy = off_policy_sequences(
-        clean.logprobs.detach(),
-        clean.generator_logprobs,
-        clean.advantages,
-        mask,
-        ids,
-        config.off_policy_mask_threshold,
-    )
+    policy, threshold = clean.logprobs.detach(), config.off_policy_mask_threshold
+    off_policy = off_policy_sequences(policy, generator, clean.advantages, mask, ids, threshold)
     return mismatch.without(off_policy)
 
 

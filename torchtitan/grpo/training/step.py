@@ -152,8 +152,8 @@ def with_top_k(rows: TrainRows, top_k: int) -> TrainRows:
 
 def scores_old_policy(config: GRPO) -> bool:
     has_several_steps = config.num_minibatches * config.num_epochs > 1
-    is_old_another = has_several_steps or config.mismatch_normalize
-    return config.old_policy == "step_start" and is_old_another
+    needs_pass = has_several_steps or config.mismatch_normalize
+    return config.old_policy == "step_start" and needs_pass
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,10 @@ class Scorer:
             minibatches = [rows.with_advantages(advantages) for rows in minibatches]
         else:
             minibatches = self._taught(minibatches, batch.samples, advantages, self.teacher)
-        return [Minibatch(*parts, self) for parts in zip(minibatches, old, ref, strict=True)]
+        return [
+            Minibatch(rows, old_job, ref_job, self)
+            for rows, old_job, ref_job in zip(minibatches, old, ref, strict=True)
+        ]
 
     def mean_weight(
         self, rows: TrainRows, old_logprobs: torch.Tensor | None
@@ -260,11 +263,12 @@ class Scorer:
         sums = self._sum(num, (sample_sums(kl, rows.sample_ids, num) for rows, kl in pairs))
         baselines = group_baselines(sums, samples.completion_lengths, samples.group_ids)
         advantages = advantages + teacher.coef * baselines
-        with_rewards = [(rows.with_advantages(advantages), kl) for rows, kl in pairs]
-        return [
-            replace(rows, advantages=with_teacher(rows.advantages, kl, coef=teacher.coef))
-            for rows, kl in with_rewards
-        ]
+        taught = []
+        for rows, kl in pairs:
+            of_samples = rows.with_advantages(advantages)
+            of_tokens = with_teacher(of_samples.advantages, kl, coef=teacher.coef)
+            taught.append(replace(of_samples, advantages=of_tokens))
+        return taught
 
     def _sum(self, size: int, parts: Iterable[torch.Tensor]) -> np.ndarray:
         """[size] float64, the sum of all parts of the ranks that count. Collective."""

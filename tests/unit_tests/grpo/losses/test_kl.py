@@ -22,6 +22,20 @@ def gradient(loss_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     return torch.autograd.grad(loss_of(logits.log_softmax(-1)).sum(), logits)[0]
 
 
+def test_estimates_are_those_worked_out_by_hand():
+    """The policy is twice as likely as the other, and then half as likely."""
+    policy, other, log2 = (
+        torch.tensor([0.8, 0.2]).log(),
+        torch.tensor([0.4, 0.4]).log(),
+        math.log(2),
+    )
+    expected = {
+        "k1": [log2, -log2], "k2": [log2**2 / 2] * 2, "k3": [log2 - 0.5, 1 - log2], "abs": [log2] * 2
+    }  # fmt: skip
+    for estimator, values in expected.items():
+        assert kl_estimate(policy, other, estimator).tolist() == pytest.approx(values, rel=1e-5)
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k1_straight", "k3_straight"])
 def test_times_the_importance_the_gradient_is_that_of_the_divergence(estimator):
     """For tokens that another policy drew."""

@@ -17,6 +17,24 @@ GENERATOR = torch.tensor([[-1.0, -2.0, 0.0, -3.0, -4.0]], dtype=torch.float64)
 TRAINER = GENERATOR + RATIOS.log()
 
 
+@pytest.mark.parametrize(
+    ("settings", "weights"),
+    [
+        ({}, [2, 0.5, 0, 0.125, 1]),
+        # Of the sequences: products 2 and 1/8, and their square roots.
+        ({"mismatch_level": "sequence", "importance_cap": 1.5}, [1.5, 1.5, 0, 0.125, 0.125]),
+        ({"mismatch_level": "geometric"}, [2**0.5, 2**0.5, 0, 8**-0.5, 8**-0.5]),
+        # k3 is (2.5 - log 2) / 2 = 0.903 and (log 8 - 7/8) / 2 = 0.602.
+        ({"mismatch_max_k3": 0.91}, [2, 0.5, 0, 0.125, 1]),
+        ({"mismatch_max_k3": 0.9}, [0, 0, 0, 0.125, 1]),
+        ({"mismatch_max_k3": 0.6}, [0, 0, 0, 0, 0]),
+    ],
+)
+def test_weights_are_those_worked_out_by_hand(settings, weights):
+    got = mismatch_weights(TRAINER, GENERATOR, MASK, IDS, GRPO(**settings)).weights
+    assert got[0].tolist() == pytest.approx(weights)
+
+
 def test_long_sequences_do_not_overflow():
     n = 4096
     gap, ids = torch.tensor([[1.0] * n + [-1.0] * n]), torch.tensor([[0] * n + [1] * n])

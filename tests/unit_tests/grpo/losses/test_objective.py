@@ -7,10 +7,7 @@ import pytest
 import torch
 
 from torchtitan.grpo.config import GRPO
-from torchtitan.grpo.losses.objective import (
-    LossInputs,
-    objective,
-)
+from torchtitan.grpo.losses.objective import LossInputs, objective
 from torchtitan.grpo.losses.policy_terms import BUILTIN, PolicyInputs
 
 MASK = {"mismatch_correction": "mask"}
@@ -168,14 +165,16 @@ def test_anything_may_stand_where_nothing_is_trained(lab, name, junk):
 # Inductor takes seconds a variant; the graph is captured whole with either backend. The short suite
 # compiles one variant of each kind of branch: the loss, the correction, what masks tokens.
 COMPILED_FIRST = ("everything", "gspo_dual_clip", "mask_veto", "sampling_gmpo", "kl_k2_importance")
-COMPILED = [("everything", "inductor"), *((name, "aot_eager") for name in VARIANTS)]
-LONG = [[] if b != "inductor" and n in COMPILED_FIRST else [pytest.mark.long] for n, b in COMPILED]
+COMPILED = [
+    pytest.param("everything", "inductor", marks=pytest.mark.long),
+    *(
+        pytest.param(name, "aot_eager", marks=[] if name in COMPILED_FIRST else pytest.mark.long)
+        for name in VARIANTS
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [pytest.param(*case, marks=long) for case, long in zip(COMPILED, LONG, strict=True)],
-)
+@pytest.mark.parametrize(("name", "backend"), COMPILED)
 def test_compiled_is_as_eager(lab, name, backend):
     config = config_of(name)
     torch._dynamo.reset()
@@ -245,8 +244,8 @@ def test_inputs_that_lack_the_reference_or_differ_in_shape_are_refused(lab):
         objective(replace(inputs, advantages=torch.zeros(5, 3)), config)
 
 
-def gradient_of(ratios: list[float], advantages: list[float], **settings) -> list[float]:
-    """The gradient of the summed policy terms of sequences of one token each."""
+def term_of(ratios: list[float], advantages: list[float], **settings) -> list[list[float]]:
+    """The losses of sequences of one token each, and the gradient of their sum."""
     config = GRPO(**settings)
     logprobs = torch.full((1, len(ratios)), -2.0, dtype=torch.float64, requires_grad=True)
     old = logprobs.detach() - torch.tensor([ratios], dtype=torch.float64).log()
@@ -255,13 +254,25 @@ def gradient_of(ratios: list[float], advantages: list[float], **settings) -> lis
         torch.ones_like(old, dtype=torch.bool), torch.arange(len(ratios))[None],
     )  # fmt: skip
     losses = BUILTIN[config.policy_loss](inputs, config).token_losses
-    return torch.autograd.grad(losses.sum(), logprobs)[0][0].tolist()
+    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
+    return [losses[0].tolist(), gradient[0].tolist()]
+
+
+def test_clip_is_that_worked_out_by_hand():
+    """The bounds are 0.8 and 1.3; the gradient of ``-ratio * A`` is itself where nothing is clipped."""
+    ratios, advantages = [2, 2, 0.5, 0.5, 1.1], [1, -1, 1, -1, 3]
+    losses, gradient = term_of(ratios, advantages, clip_low=0.2, clip_high=0.3)
+    assert losses == pytest.approx([-1.3, 2, -0.5, 0.8, -3.3])
+    assert gradient == pytest.approx([0, 2, -0.5, 0, -3.3])
+    losses, gradient = term_of([4, 2.5, 4], [-2, -2, 2], dual_clip=3.0, clip_high=0.3)
+    assert losses == pytest.approx([6, 5, -2.6])
+    assert gradient == pytest.approx([0, 5, 0])
 
 
 @pytest.mark.parametrize("name", ["clip", "gspo", "gmpo"])
 def test_a_ratio_at_its_bound_is_not_clipped(name):
     """With a lower bound of 1, each ratio is at a bound until the policy has been trained."""
-    assert gradient_of([1, 1], [2, -1], policy_loss=name, clip_low=0.0) == [-2, 1]
+    assert term_of([1, 1], [2, -1], policy_loss=name, clip_low=0.0)[1] == [-2, 1]
 
 
 def test_gspo_passes_no_gradient_to_tokens_that_are_weighted_out():
@@ -280,4 +291,4 @@ def test_gspo_passes_no_gradient_to_tokens_that_are_weighted_out():
 
 @pytest.mark.parametrize("name", BUILTIN)
 def test_tokens_without_an_advantage_get_no_gradient(name):
-    assert gradient_of([3, 0.3, 1], [0, 0, 0], policy_loss=name) == [0, 0, 0]
+    assert term_of([3, 0.3, 1], [0, 0, 0], policy_loss=name)[1] == [0, 0, 0]

@@ -47,15 +47,15 @@ EXPERT_LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 
 # Two families with all parts of a model stand for all where there are several ranks.
 SHORT = ("qwen2_tied", "qwen3_mixed")
-MARKS = {
-    (kind, n): [pytest.mark.long] * (n > 1 and kind not in SHORT)
-    for kind in FAMILIES
-    for n in LAYOUTS
-}
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_ranks"), [pytest.param(*case, marks=marks) for case, marks in MARKS.items()]
+    ("kind", "num_ranks"),
+    [
+        pytest.param(kind, n, marks=[] if n == 1 or kind in SHORT else pytest.mark.long)
+        for kind in FAMILIES
+        for n in LAYOUTS
+    ],
 )
 def test_logprobs_gradients_and_norm_are_hugging_faces(
     kind: str, num_ranks: int, make_model, run_ranks, tmp_path

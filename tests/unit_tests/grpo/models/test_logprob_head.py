@@ -112,6 +112,7 @@ def test_the_layout_and_the_setting_decide_what_is_kept():
     kept = {(1, "GPipe"): True, (2, "GPipe"): False, (2, "1F1B"): True}
     for (degree, schedule), is_kept in kept.items():
         layout.pipeline_parallel_degree, layout.pipeline_parallel_schedule = degree, schedule
-        for config.grpo.logprob_keep_logits in (True, False):
+        for is_wanted in (True, False):
+            config.grpo.logprob_keep_logits = is_wanted
             found = scoring_settings(config).keep_logits
-            assert found is (is_kept and config.grpo.logprob_keep_logits), (degree, schedule)
+            assert found is (is_kept and is_wanted), (degree, schedule)

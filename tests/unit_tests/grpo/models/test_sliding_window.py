@@ -40,6 +40,7 @@ WINDOWS: list[tuple[dict[str, Any], int | None]] = [
     (MISTRAL | {"sliding_window": 32}, 32),
     (MISTRAL | {"sliding_window": 32, "use_sliding_window": False}, 32),
     (MISTRAL | {"sliding_window": None}, None),
+    (MISTRAL | {"sliding_window": ..., "max_position_embeddings": 8192}, 4096),
     (LLAMA | {"sliding_window": 32}, None),
 ]
 
@@ -76,8 +77,9 @@ def test_a_window_counts_where_transformers_has_one(settings, window, folder):
     assert read_hf_model(path).window == window
     check(path, window or 64)
     if window is not None:
-        with pytest.raises(ConfigError, match=r"at most 32 tokens .*sliding_window in .*, got 33"):
-            check(path, 33)
+        said = rf"at most {window} tokens .*sliding_window in .*, got {window + 1}"
+        with pytest.raises(ConfigError, match=said):
+            check(path, window + 1)
 
 
 @pytest.mark.parametrize(

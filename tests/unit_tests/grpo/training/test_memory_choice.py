@@ -96,6 +96,14 @@ def test_the_most_tokens_that_are_shown_fit_narrowly_and_no_more_do(case, monkey
     assert "mode = 'memory_budget' (estimated as 'none', which needs the most)" in lines
 
 
+def test_a_dense_mask_takes_memory(case):
+    config, model = case
+    config.training.seq_len, config.training.local_batch_size = 4096, 2
+    fixed = memory_choice._estimate(config, model, 8).fixed("free")
+    config.grpo.packed_attention = "sdpa"
+    assert memory_choice._estimate(config, model, 8).fixed("free") - fixed >= 2 * 2 * 4096**2
+
+
 def test_settings_that_contradict_are_refused(case, monkeypatch):
     config, _ = case
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -104,5 +112,6 @@ def test_settings_that_contradict_are_refused(case, monkeypatch):
     config.parallelism.pipeline_parallel_degree = 2
     assert "must be 'auto' or 'keep_all' with a pipeline" in "\n".join(layout_problems(config))
     config.parallelism.fsdp_reshard_after_forward = "always"
-    for config.parallelism.pipeline_parallel_degree in (1, 2):
+    for degree in (1, 2):
+        config.parallelism.pipeline_parallel_degree = degree
         assert "reshard_after_forward = 'always' frees" in "\n".join(layout_problems(config))

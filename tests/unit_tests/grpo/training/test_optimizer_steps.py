@@ -165,3 +165,9 @@ def test_the_sum_is_the_parts_mean_by_mass():
     whole = gradient.whole()
     assert (whole.num_tokens, whole.num_trained_tokens) == (160, 80)
     assert (whole.part, whole.publish_slot) == (BatchPart.LAST, 3)
+
+
+def test_a_step_without_anything_to_learn_from_is_empty():
+    gradient = GradientParts(MetricTotals({}))
+    assert gradient.scale_of(part(0)) == gradient.scale_of(part(0, is_last=True)) == 0
+    assert gradient.is_empty

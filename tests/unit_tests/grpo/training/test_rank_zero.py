@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from torchtitan.grpo.data.feed import Signal
-from torchtitan.grpo.training.ranks import RankZeroTurn
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.training.ranks import RankZeroTurn, patience_seconds
 
 
 class RecordingFeed:
@@ -68,3 +69,11 @@ def test_a_better_explanation_takes_the_place_of_the_failure():
     with pytest.raises(TimeoutError, match="rollout process"):
         turn(feed, explain=explain).run(lambda: (_ for _ in ()).throw(ServersGone))
     assert feed.sent == [Signal.FAIL]
+
+
+def test_the_others_wait_longer_than_rank_zero_may_take():
+    config = JobConfig()
+    config.inference.startup_timeout_seconds = 1000.0
+    config.rollout.batch_timeout_seconds = 300.0
+    config.weight_sync.timeout_seconds = 40.0
+    assert patience_seconds(config) > 1000 + 2 * 300 + 2 * 40

@@ -196,7 +196,8 @@ def coarse_reverse_kl(student: torch.Tensor, top: TopTokens) -> torch.Tensor:
 
 def token_ids(rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
     """The prompt's and the completion's token ids."""
-    return tuple(torch.from_numpy(x).long() for x in (rollout.prompt_ids, rollout.token_ids))  # pyright: ignore[reportReturnType]
+    prompt, completion = rollout.prompt_ids, rollout.token_ids
+    return torch.from_numpy(prompt).long(), torch.from_numpy(completion).long()
 
 
 def completion_logprobs(model: Any, rollout: Rollout) -> torch.Tensor:
@@ -273,7 +274,8 @@ def train_plainly(
             record["grad_norm"] += norm.item() / algorithm.num_epochs
         with torch.no_grad():
             for mine, theirs in zip(reference.parameters(), model.parameters(), strict=True):
-                mine.lerp_(theirs, 1 - algorithm.ema if algorithm.ema else 0.0)
+                if algorithm.ema:
+                    mine.lerp_(theirs, 1 - algorithm.ema)
         steps.append(record | {"lr": LR * factor})
     return Expected(replay_settings.hf_weights(model, algorithm.tied), steps)
 
