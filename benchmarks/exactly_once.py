@@ -156,7 +156,7 @@ class KilledRun:
         Returns:
             The kind of the victim.
         """
-        found = [p for p in self._processes() if WORDS.get(victim, "?") in command_of(p)]
+        found = [p for p in self.processes() if WORDS.get(victim, "?") in command_of(p)]
         if not found:
             self.kill_all()
             return "trainer"
@@ -166,11 +166,11 @@ class KilledRun:
 
     def kill_all(self) -> None:
         """Kills the trainer, and then every process that has not ended with it."""
-        for process in sorted(self._processes(), key=lambda p: "grpo_train" not in command_of(p)):
+        for process in sorted(self.processes(), key=lambda p: "grpo_train" not in command_of(p)):
             with contextlib.suppress(psutil.Error):
                 process.kill()
         deadline = time.monotonic() + END_SECONDS
-        while self._processes():
+        while self.processes():
             if time.monotonic() > deadline:
                 raise SystemExit(f"Processes of the run are left after {END_SECONDS:g} s.")
             time.sleep(0.02)
