@@ -192,7 +192,7 @@ class KilledRun:
             raise SystemExit(f"The run failed:\n{console[-6000:]}")
         self.kill_all()
 
-    def _processes(self) -> list[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
