@@ -7,11 +7,9 @@ The trainer's part is played by bare process groups (`programs/bare_trainer.py`)
 """
 
 import asyncio
-import itertools
 import json
 import os
 import signal
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,61 +29,37 @@ from bare_trainer import (
     make_buckets,
     make_deltas,
     make_model,
+    new_versions,
+    tempered_logprobs,
+    with_trainer,
 )
 from lone_trainer import LoneTrainer
 from safetensors.torch import save_file
 from transformers import Qwen3ForCausalLM
 
-from torchtitan.grpo.config import Teacher
-from torchtitan.grpo.inference.client import MAX_TOP_TOKENS, InferenceClient, ServerError
-from torchtitan.grpo.inference.http import RouteError
+from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.inference.join_check import ServerNeeds, WrongServer, check_server
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.rollout.teachers import TeacherNeeds, TeacherPool
-from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.types import GenerateRequest, Generation, TopTokens
+from torchtitan.grpo.types import GenerateRequest, Generation
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.group_facts import NCCL_SETTINGS, choose_backend
 from torchtitan.grpo.weight_wire.process_group import own_group_facts
 
 LONG_COMPLETION = 400
 TEMPERATURE = 0.8
-_versions = itertools.count(1)
 
 pytestmark = pytest.mark.slow
-
-
-def with_trainer(
-    test: Callable[..., Awaitable[None]],
-) -> Callable[[RunningServer], Awaitable[None]]:
-    async def whole(server: RunningServer) -> None:
-        async with joined(server) as (client, trainer):
-            await test(server, client, trainer)
-
-    return whole
 
 
 def sampled(name: str, prompt: list[int], max_new_tokens: int) -> GenerateRequest:
     return GenerateRequest(name, prompt, max_new_tokens, temperature=TEMPERATURE)
 
 
-@torch.no_grad()
-def tempered_logprobs(
-    model: Qwen3ForCausalLM,
-    prompt: list[int],
-    completion: np.ndarray,
-    temperature: float = TEMPERATURE,
-) -> np.ndarray:
-    ids = torch.tensor([prompt + completion.tolist()])
-    logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
-    return torch.log_softmax(logits, -1).gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()
-
-
 @with_trainer
 async def test_ids_that_are_no_token_are_not_sampled(server, client, trainer):
     if server.kind == "embedded":
         return  # it reads from its tokenizer which ids are tokens
-    await trainer.push(make_buckets(make_model(19), 2), next(_versions))
+    await trainer.push(make_buckets(make_model(19), 2), next(new_versions))
     unknown = tuple(token for token in range(VOCAB_SIZE) if token % 4)
     request = replace(sampled("tokens", [11, 12, 13], 64), unknown_ids=unknown)
     generation = await client.generate(request)
@@ -99,7 +73,7 @@ async def test_requests_in_flight_cross_two_pushes_and_end_on_the_new_weights(
     by_version, crossed = {}, 0
     # Twice, and again until the server was slower than a push.
     for seed in range(12, 32):
-        version = next(_versions)
+        version = next(new_versions)
         by_version[version] = make_model(seed)
         flights = [] if seed == 12 else await fly(client, version)
         await trainer.push(make_buckets(by_version[version], 3), version)
@@ -130,7 +104,9 @@ def assert_segments_are_of_their_versions(
     prompt: list[int], generation: Generation, by_version: dict[int, Qwen3ForCausalLM]
 ) -> None:
     for segment in generation.segments:
-        expected = tempered_logprobs(by_version[segment.version], prompt, generation.token_ids)
+        expected = tempered_logprobs(
+            by_version[segment.version], prompt, generation.token_ids, TEMPERATURE
+        )
         part = slice(segment.start, segment.end)
         np.testing.assert_allclose(generation.logprobs[part], expected[part], atol=1e-3)
 
@@ -138,7 +114,7 @@ def assert_segments_are_of_their_versions(
 @with_trainer
 async def test_wrong_weights_are_refused_and_the_next_push_heals(server, client, trainer):
     for mistake in ("name", "shape", "half-way"):
-        model, old, wrong, new = make_model(15), *(next(_versions) for _ in range(3))
+        model, old, wrong, new = make_model(15), *(next(new_versions) for _ in range(3))
         await trainer.push(make_buckets(model, 2), old)
         name = "up_proj" if mistake == "shape" else "sideways_proj"
         bad = make_bucket({f"model.layers.0.mlp.{name}.weight": torch.zeros(8, 8)})
@@ -165,7 +141,7 @@ async def test_wrong_weights_are_refused_and_the_next_push_heals(server, client,
 
 @with_trainer
 async def test_a_cancelled_request_leaves_the_server(server, client, trainer):
-    model, version = make_model(18), next(_versions)
+    model, version = make_model(18), next(new_versions)
     doomed = asyncio.create_task(client.generate(sampled("doomed", [9], 700)))
     await client.generate(sampled("pilot", [3, 2], 4))
     doomed.cancel()
@@ -178,7 +154,7 @@ async def test_a_cancelled_request_leaves_the_server(server, client, trainer):
 
 @with_trainer
 async def test_the_server_says_how_busy_it_is(server, client, trainer):
-    await trainer.push(make_buckets(make_model(19), 2), next(_versions))
+    await trainer.push(make_buckets(make_model(19), 2), next(new_versions))
     # It was started with room for 16 requests.
     flights = [
         asyncio.create_task(
@@ -234,71 +210,6 @@ async def test_the_server_tells_what_it_is_and_a_run_that_needs_another_one_refu
         assert f'or set inference.kind = "{server.kind}"' in await refusal(kind=other)
 
 
-@torch.no_grad()
-def all_logprobs(
-    model: Qwen3ForCausalLM, prompt: np.ndarray, completion: np.ndarray
-) -> torch.Tensor:
-    ids = torch.from_numpy(np.concatenate([prompt, completion])).long()[None]
-    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits.float(), dim=-1)
-
-
-def assert_most_likely(top: TopTokens, expected: torch.Tensor, top_k: int) -> None:
-    assert top.ids.shape == (len(expected), top_k)
-    # Sorted, so that tokens that are equally likely may change places.
-    best = expected.topk(top_k).values.numpy()
-    np.testing.assert_allclose(-np.sort(-top.logprobs, axis=1), best, atol=1e-3)
-    # Each id is the one that has this logprob.
-    of_ids = expected.gather(-1, torch.from_numpy(top.ids).long()).numpy()
-    np.testing.assert_allclose(top.logprobs, of_ids, atol=1e-3)
-
-
-@with_trainer
-async def test_a_server_of_each_kind_rates_what_a_student_has_sampled(server, client, trainer):
-    """As a teacher: each token of a completion, given all before it, at temperature 1.
-
-    The most likely tokens are those of transformers, apart from ties.
-    """
-    random = np.random.default_rng(0)
-    path = server.launched.spec.model_path
-    vocabulary = TextCodec(path, ()).vocabulary()
-
-    def teachers(client: InferenceClient, num_tokens: int, top_k: int = 0) -> TeacherPool:
-        needs = TeacherNeeds(vocabulary, VOCAB_SIZE, num_tokens, None, top_k)
-        settings = Teacher(urls=[client.url], kind=server.kind, top_k=top_k)
-        return TeacherPool([client], settings, needs)
-
-    model = make_model(15)
-    await trainer.push(make_buckets(model, 2), next(_versions))
-    pool = teachers(client, 1023)
-    await pool.start(60)
-    pairs = [
-        (random.integers(2, VOCAB_SIZE, n), random.integers(2, VOCAB_SIZE, 60 - n))
-        for n in (1, 20, 40)
-    ]
-    together = await pool.rate(pairs)
-    alone = await asyncio.gather(*(pool.rate([pair]) for pair in pairs))
-    rated = zip(pairs, together, alone, strict=True)
-    for (prompt, completion), (rating, _), ((single, _),) in rated:
-        expected = tempered_logprobs(model, prompt.tolist(), completion, 1.0)
-        np.testing.assert_allclose(rating, expected, atol=1e-3)
-        np.testing.assert_allclose(rating, single, atol=1e-5, rtol=0)
-    for top_k in (1, 32):  # more than vLLM tells by default
-        pool = teachers(client, 1023, top_k)
-        await pool.start(60)
-        for (prompt, completion), (rating, top) in zip(pairs, await pool.rate(pairs), strict=True):
-            expected = tempered_logprobs(model, prompt.tolist(), completion, 1.0)
-            np.testing.assert_allclose(rating, expected, atol=1e-3)
-            assert top is not None
-            assert_most_likely(top, all_logprobs(model, prompt, completion), top_k)
-    if server.kind == "vllm":
-        more = MAX_TOP_TOKENS + 1
-        with pytest.raises(RouteError, match=f"the {more} most .*--max-logprobs {more}"):
-            await client.rate([PROBE], [1], more)
-    with pytest.raises(WrongServer, match=r"takes at most 1024 tokens"):
-        await teachers(client, 1024).start(60)
-
-
 @with_trainer
 async def test_the_server_generates_between_the_first_bucket_and_the_commit(
     server, client, trainer
@@ -306,7 +217,7 @@ async def test_the_server_generates_between_the_first_bucket_and_the_commit(
     if client.stops_for == "transfer":
         assert server.kind == "sglang"
         return
-    old, new = next(_versions), next(_versions)
+    old, new = next(new_versions), next(new_versions)
     await trainer.push(make_buckets(make_model(3), 2), old)
     flight = asyncio.create_task(
         client.generate(GenerateRequest(f"flight-{new}", [5, 6], 700, ignore_eos=True))
@@ -340,7 +251,7 @@ async def test_the_server_generates_between_the_first_bucket_and_the_commit(
 async def test_a_corrupted_bucket_is_refused_and_the_old_weights_are_served(
     server, client, trainer
 ):
-    old, new = next(_versions), next(_versions)
+    old, new = next(new_versions), next(new_versions)
     await trainer.push(make_buckets(make_model(5), 4), old)
     if not client.verifies_checksums:
         assert server.kind == "sglang"
@@ -373,7 +284,7 @@ def step_from(model: Qwen3ForCausalLM, seed: int) -> Qwen3ForCausalLM:
 
 @with_trainer
 async def test_a_delta_makes_the_model_bitwise_and_a_wrong_base_is_refused(server, client, trainer):
-    versions = [next(_versions) for _ in range(5)]
+    versions = [next(new_versions) for _ in range(5)]
     steps = [make_model(7)]
     steps += [step_from(steps[0], 1)]
     steps += [step_from(steps[1], 2)]
@@ -402,7 +313,7 @@ async def test_a_directory_is_served_if_its_checksums_are_right(
     server: RunningServer, tmp_path: Path
 ) -> None:
     client = server.client()
-    good, bad = next(_versions), next(_versions)
+    good, bad = next(new_versions), next(new_versions)
     tensors = {name: t.contiguous() for name, t in make_model(8).state_dict().items()}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text(make_model(8).config.to_json_string())
@@ -434,7 +345,7 @@ async def test_a_trainer_that_died_amid_a_push_leaves_the_server_to_the_next(
     await dead_client.pause()
     await dead_client.begin_update()
     first = next(iter(dead.groups))
-    announced = dead.announce(first, make_buckets(make_model(9), 2)[0], next(_versions))
+    announced = dead.announce(first, make_buckets(make_model(9), 2)[0], next(new_versions))
     announced.add_done_callback(lambda task: task.cancelled() or task.exception())
     await asyncio.wait({announced}, timeout=1.0)
     announced.cancel()
@@ -445,7 +356,7 @@ async def test_a_trainer_that_died_amid_a_push_leaves_the_server_to_the_next(
     await client.resume()
     await client.close()
     async with joined(server) as (client, trainer):
-        version = next(_versions)
+        version = next(new_versions)
         await trainer.push(make_buckets(make_model(10), 3), version)
         await assert_serves(client, make_model(10), version)
         await client.leave_weight_groups()  # once more than needed: harmless
@@ -460,7 +371,7 @@ async def test_a_server_that_stands_still_is_lost_and_gets_the_newest_when_it_go
         [url], tmp_path, kind=server.kind, model=folder, keys=KEYS, control_seconds=6.0,
         timeout_seconds=6.0, push_timeout_seconds=15.0,
     )  # fmt: skip
-    trainer.version = 1000 * next(_versions)
+    trainer.version = 1000 * next(new_versions)
     try:
         trainer.publish()
         trainer.wait_served(url)

@@ -10,7 +10,7 @@ under two pipeline stages.
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +34,7 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGrou
 TIMEOUT = 60.0
 PROBE = [7, 8, 9, 50, 60, 70, 80, 90, *range(100, 140), 7, 8, 9]
 KEYS = {"api_key": "generation-key", "admin_key": "control-key"}
+new_versions = itertools.count(1)  # test modules may share a server
 _names = (f"contract-{i}" for i in itertools.count())
 
 
@@ -189,3 +190,25 @@ async def assert_serves(client: InferenceClient, model: Qwen3ForCausalLM, versio
     # Once more: a prefix that is in the cache by now must not hide its logprobs.
     np.testing.assert_allclose(await client.prompt_logprobs(PROBE), served, atol=1e-5, rtol=0)
     assert await client.version() == version
+
+
+def with_trainer(
+    test: Callable[..., Awaitable[None]],
+) -> Callable[[RunningServer], Awaitable[None]]:
+    async def whole(server: RunningServer) -> None:
+        async with joined(server) as (client, trainer):
+            await test(server, client, trainer)
+
+    return whole
+
+
+@torch.no_grad()
+def tempered_logprobs(
+    model: Qwen3ForCausalLM,
+    prompt: list[int],
+    completion: np.ndarray,
+    temperature: float,
+) -> np.ndarray:
+    ids = torch.tensor([prompt + completion.tolist()])
+    logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
+    return torch.log_softmax(logits, -1).gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()

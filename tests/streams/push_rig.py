@@ -22,7 +22,8 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from recorder import Channel, Group, Recorder
+from recorded import Channel, Group
+from recorder import Recorder
 
 from torchtitan.grpo.attestation import Attestation, Probes, Tolerances
 from torchtitan.grpo.config import WeightSync

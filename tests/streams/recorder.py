@@ -5,8 +5,8 @@
 
 Within :meth:`Recorder.recording`, ``torch.cuda`` has streams and events, tensors may be created on
 ``cuda`` and ``dist.broadcast`` works on groups made by :class:`Channel`. Everything is executed at
-once, in the order in which it is queued, except copies behind a transfer, so results are right. What the recorder checks is whether
-the order was guaranteed (see `clocks.py`). It reports:
+once, in the order in which it is queued, except copies behind a transfer, so results are right.
+What the recorder checks is whether the order was guaranteed (see `clocks.py`). It reports:
 
     race              two accesses to memory, one of them a write, that nothing orders
     freed in use      memory that goes back to a stream's pool while another stream may use it
@@ -29,7 +29,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -37,8 +36,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from clocks import Clock, Clocks, merge, traced_threads
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from intercepted import Devices, Operations
+from recorded import Access, Event, Group, Memory, Stream, Token, Work
 from torch.utils._pytree import tree_leaves
 
 from torchtitan.grpo.system import own_streams
@@ -49,195 +48,6 @@ _POOL_SIZE = 32
 _SYNCHRONIZING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
 _INDEXING = ("index", "index_put_", "_index_put_impl_")  # a list is a tensor by then
 _UNINITIALIZED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-
-
-# Held while transfers match and end. No thread learns from another one by it.
-_matching = threading.RLock()
-
-
-class Token:
-    """One side's part of a transfer to or from another process."""
-
-    def __init__(self, what: str, group: "Channel") -> None:
-        self.what, self.group, self.is_done, self.clock = what, group, False, Clock()
-        self._behind: list[Callable[[], object]] = []
-
-    def then(self, call: Callable[[], object]) -> None:
-        """Calls what is queued behind the transfer, now or when it is done."""
-        with _matching:
-            if self.is_done:
-                call()
-            else:
-                self._behind.append(call)
-
-    def finish(self) -> None:
-        with _matching:
-            self.is_done = True
-            behind, self._behind = self._behind, []
-            for call in behind:
-                call()
-
-
-@dataclass
-class Access:
-    begin: int
-    end: int
-    is_write: bool
-    actor: str
-    count: int
-    what: str
-
-
-@dataclass
-class Memory:
-    """A block of device memory, or pinned host memory; addresses are absolute."""
-
-    begin: int
-    end: int
-    pool: "Stream | None"
-    accesses: dict[tuple[int, int, bool, str], Access] = field(default_factory=dict)
-
-    def add(self, access: Access) -> None:
-        """Adds an access, in place of the same actor's earlier one of this kind and to these bytes."""
-        self.accesses[access.begin, access.end, access.is_write, access.actor] = access
-
-
-class Stream:
-    """``torch.cuda.Stream``. It depends on the transfers that it waits for."""
-
-    def __init__(self, recorder: "Recorder", process: str, name: str) -> None:
-        self._recorder, self.process, self.actor = recorder, process, f"stream {process}/{name}"
-        self.depends: set[Token] = set()
-        self.last: Token | None = None  # the last transfer that was queued on the stream
-
-    def queue(self, call: Callable[[], object]) -> None:
-        """Calls what moves bytes, behind the transfers that are queued on the stream."""
-        if self.last is None:
-            call()
-        else:
-            self.last.then(call)
-
-    def wait_event(self, event: "Event") -> None:
-        self._recorder.order(self, event.clock, event.depends)
-
-    def wait_stream(self, other: "Stream") -> None:
-        self._recorder.order(self, self._recorder.clocks.now(other.actor), other.depends)
-
-    def record_event(self, event: "Event | None" = None) -> "Event":
-        event = event or Event(self._recorder)
-        event.record(self)
-        return event
-
-    def synchronize(self) -> None:
-        event = Event(self._recorder)
-        event.record(self)
-        self._recorder.host_waits(event, f"{self.actor}")
-
-    def query(self) -> bool:
-        return self.record_event().query()
-
-
-class Event:
-    """``torch.cuda.Event``. An event that was never recorded is complete, as in CUDA."""
-
-    def __init__(self, recorder: "Recorder") -> None:
-        self._recorder = recorder
-        self.clock, self.depends = Clock(), set[Token]()
-        self.recorded_at: float | None = None
-
-    def record(self, stream: Stream | None = None) -> None:
-        stream = stream or self._recorder.current_stream()
-        self.clock = self._recorder.clocks.tick(stream.actor, self._recorder.clocks.release())
-        self.depends = set(stream.depends)
-        self.recorded_at = time.monotonic()
-
-    def elapsed_time(self, end: "Event") -> float:
-        """Returns milliseconds; as in CUDA, both events must be complete."""
-        if self.recorded_at is None or end.recorded_at is None:
-            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
-        if not (self.query() and end.query()):
-            raise RuntimeError("CUDA error: device not ready")
-        return 1e3 * (end.recorded_at - self.recorded_at)
-
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or self._recorder.current_stream()).wait_event(self)
-
-    def query(self) -> bool:
-        self._recorder.needs_device("an event")
-        if not all(token.is_done for token in self.depends):
-            return False
-        self._recorder.clocks.acquire(self.clock)
-        for token in self.depends:
-            self._recorder.clocks.acquire(token.clock)
-        return True
-
-    def synchronize(self) -> None:
-        self._recorder.host_waits(self, "an event")
-
-
-class Channel:
-    """The process group of one trainer rank and one server worker."""
-
-    def __init__(self, is_stopped: bool = False) -> None:
-        self.is_stopped = is_stopped
-        # Addresses and sizes: the kernel of a broadcast does not keep its tensor alive.
-        self._waiting: dict[int, list[tuple[int, int, Token]]] = {0: [], 1: []}
-        self._is_aborted = False
-
-    def end(self, rank: int) -> "Group":
-        return Group(self, rank)
-
-    def is_awaited(self) -> bool:
-        return bool(self._waiting[1])
-
-    def post(self, rank: int, address: int, num_bytes: int, token: Token) -> None:
-        with _matching:
-            if self._is_aborted:
-                token.finish()
-                return
-            self._waiting[rank].append((address, num_bytes, token))
-            self.match()
-
-    def match(self) -> None:
-        with _matching:
-            while self._waiting[0] and self._waiting[1] and not self.is_stopped:
-                source, num_bytes, sent = self._waiting[0].pop(0)
-                target, expected, received = self._waiting[1].pop(0)
-                assert num_bytes == expected, "both sides name one size"
-                ctypes.memmove(target, source, num_bytes)
-                # Nothing is known the other way round: the sender's kernel may end first.
-                merge(received.clock, sent.clock)
-                received.finish()
-                sent.finish()
-
-    def abort(self) -> None:
-        """As NCCL does: the kernels end, without the bytes."""
-        with _matching:
-            self._is_aborted = True
-            ended = [token for waiting in self._waiting.values() for _, _, token in waiting]
-            self._waiting = {0: [], 1: []}
-            for token in ended:
-                token.finish()
-
-
-@dataclass(frozen=True)
-class Group:
-    channel: Channel
-    rank: int
-
-
-class Work:
-    """What ``dist.broadcast(async_op=True)`` returns."""
-
-    def __init__(self, event: Event) -> None:
-        self._event = event
-
-    def is_completed(self) -> bool:
-        return self._event.query()
-
-    def wait(self, *timeout: object) -> bool:
-        self._event.wait()
-        return True
 
 
 class Recorder:
@@ -282,8 +92,8 @@ class Recorder:
                 mock.patch.object(torch.accelerator, "synchronize", cuda["synchronize"])
             )
             stack.enter_context(traced_threads(self.clocks, lambda: self._process, self._on_thread))
-            stack.enter_context(_Devices(self))
-            stack.enter_context(_Operations(self))
+            stack.enter_context(Devices(self))
+            stack.enter_context(Operations(self))
             yield self
 
     @contextmanager
@@ -567,7 +377,7 @@ class Recorder:
 
     def _on_thread(self, process: str, call: Callable[[], None]) -> None:
         self._local.process = process
-        with _Devices(self), _Operations(self):
+        with Devices(self), Operations(self):
             call()
 
 
@@ -593,72 +403,6 @@ class _OfProcess(MutableMapping[Any, Any]):
 
     def __len__(self) -> int:
         return len(self._own())
-
-
-class _Operations(TorchDispatchMode):
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.ops.aten.copy_.default and self._recorder.is_behind(args[0], args[1]):
-            out = args[0]
-        else:
-            out = func(*args, **kwargs)
-        self._recorder.ran(func, args, kwargs, out)
-        return out
-
-
-class _Devices(TorchFunctionMode):
-    """Creates tensors of the device on the CPU, and answers questions about their device."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        recorder = self._recorder
-        if func == torch.Tensor.device.__get__:  # pyright: ignore[reportAttributeAccessIssue]
-            return recorder.device_of(args[0])
-        if func == torch.Tensor.is_cuda.__get__:  # pyright: ignore[reportAttributeAccessIssue]
-            return recorder.is_on_device(args[0])
-        if func == torch.Tensor.is_pinned:
-            return recorder.is_pinned(args[0])
-        if func in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda):
-            return self._to(func, args[0], args[1:], kwargs)
-        if func == torch.Tensor.tolist and recorder.is_on_device(args[0]):
-            return self._to(torch.Tensor.cpu, args[0], (), {}).tolist()
-        if kwargs.pop("pin_memory", False):
-            return recorder.put_in_pinned_memory(func(*args, **kwargs))
-        device = kwargs.get("device")
-        if device is None or torch.device(device).type != "cuda":
-            return func(*args, **kwargs)
-        out = func(*args, **(kwargs | {"device": "cpu"}))
-        recorder.put_on_device(out)
-        if not func.__name__.startswith("empty"):
-            recorder.filled(out, func.__name__)
-        if func == torch.tensor:  # torch copies the numbers from pageable memory
-            recorder.num_uploads += 1
-            recorder.current_stream().synchronize()
-        return out
-
-    def _to(self, func: Any, tensor: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]):
-        named = {torch.Tensor.cpu: "cpu", torch.Tensor.cuda: "cuda"}.get(func)
-        given = [a for a in (*args, kwargs.get("device")) if isinstance(a, str | torch.device)]
-        target = named or (given[0] if given else None)
-        source_type = self._recorder.device_of(tensor).type
-        if target is None or torch.device(target).type == source_type:
-            rest = [a for a in args if not isinstance(a, str | torch.device)]
-            kwargs.pop("device", None)
-            return tensor.to(*rest, **kwargs) if rest or kwargs else tensor
-        dtypes = [a for a in (*args, kwargs.get("dtype")) if isinstance(a, torch.dtype)]
-        dtype = dtypes[0] if dtypes else tensor.dtype
-        out = torch.empty(tensor.shape, dtype=dtype)
-        if torch.device(target).type == "cuda":
-            self._recorder.put_on_device(out)
-        return out.copy_(tensor, non_blocking=bool(kwargs.get("non_blocking", False)))
 
 
 def _operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]):

@@ -8,7 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
-from recorder import Recorder, Stream
+from recorded import Stream
+from recorder import Recorder
 
 from torchtitan.grpo.pipeline.offload import ActivationOffload, HostCopies, _Moved
 

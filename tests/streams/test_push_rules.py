@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from push_rig import CUDA, PushRig, ServedModel, single_rank
-from recorder import _PATIENCE_SECONDS, Channel, Recorder
+from recorded import Channel
+from recorder import _PATIENCE_SECONDS, Recorder
 
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.vllm.updates import WorkerUpdates

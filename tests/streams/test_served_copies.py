@@ -15,7 +15,8 @@ from unittest import mock
 
 import pytest
 import torch
-from recorder import Recorder, Stream
+from recorded import Stream
+from recorder import Recorder
 
 from torchtitan.grpo.inference.embedded.weights import WeightTable
 from torchtitan.grpo.weight_wire.buffers import BufferPool
