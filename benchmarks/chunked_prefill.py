@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from torchtitan.grpo.inference.embedded.engine import Engine, Events
+from torchtitan.grpo.inference.embedded.engine import Engine
 from torchtitan.grpo.inference.embedded.model import ModelRunner
 from torchtitan.grpo.inference.embedded.request import Request
 from torchtitan.grpo.inference.embedded.sampling import SamplingParams
@@ -75,16 +75,17 @@ class Run:
     seen: dict[int, float] = field(default_factory=dict)
     done: threading.Event = field(default_factory=threading.Event)
 
-    def report(self, events: Events) -> None:
-        """Receives the events of each step from the engine."""
+    def report(self, changed: list[Request]) -> None:
+        """Receives the requests that a step has changed from the engine."""
         if not self.is_warm:
             return
         now = time.thread_time()
         self.started = self.started or now
-        for request, num_tokens, finished in events:
-            self.left -= finished
-            if not request.stream:
+        for request in changed:
+            self.left -= request.finish_reason is not None
+            if len(request.prompt_ids) == LONG_PROMPT:
                 continue
+            num_tokens = len(request.output_ids)
             # All prompts of the running requests are computed within the first tokens.
             if num_tokens > FIRST_TOKENS:
                 self.gaps.append(now - self.seen[id(request)])
@@ -126,7 +127,7 @@ def make_requests(arguments: argparse.Namespace) -> Iterator[Request]:
         length = LONG_PROMPT if is_long else int(rng.integers(100, 300))
         params = SamplingParams(max_new_tokens=LONG_ANSWER if is_long else arguments.steps)
         prompt = rng.integers(0, VOCAB_SIZE, length).tolist()
-        yield Request(str(index), prompt, params, frozenset(), not is_long, lambda *_: None)
+        yield Request(str(index), prompt, params, frozenset())
 
 
 def measure(model: Any, step_tokens: int | None, with_long: bool, arguments) -> dict[str, float]:
@@ -161,7 +162,7 @@ def warm_up(engine: Engine, arguments: argparse.Namespace) -> None:
     engine.pause().result(TIMEOUT_SECONDS)
     for length in [LONG_PROMPT] + [8] * (arguments.running + FREE_ROWS - 1):
         params = SamplingParams(max_new_tokens=1)
-        engine.submit([Request("warm", [1] * length, params, frozenset(), False, lambda *_: None)])
+        engine.submit([Request("warm", [1] * length, params, frozenset())])
     engine.resume().result(TIMEOUT_SECONDS)
     while engine.num_running or engine.num_waiting:
         engine.run(lambda: None).result(TIMEOUT_SECONDS)

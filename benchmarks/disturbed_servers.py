@@ -100,7 +100,7 @@ def wait_for_server(server: LaunchedServer, timeout_seconds: float) -> None:
     deadline = time.monotonic() + timeout_seconds
     while not asyncio.run(_is_up(server)):
         if time.monotonic() > deadline or server.process.poll() is not None:
-            raise RuntimeError(f"The {server.kind} server did not start:\n{server.log_tail()}")
+            raise RuntimeError(f"The {server.kind} server did not start. {server.describe_log()}")
         time.sleep(0.2)
 
 

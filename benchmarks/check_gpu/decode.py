@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from check_gpu.parts import device_of, percentile
 from check_gpu.row import Row, Settings, judged
 from torchtitan.grpo.inference.embedded.decode_graph import Capture, Compute, CudaCapture
-from torchtitan.grpo.inference.embedded.engine import Engine, Events
+from torchtitan.grpo.inference.embedded.engine import Engine
 from torchtitan.grpo.inference.embedded.model import ModelRunner
 from torchtitan.grpo.inference.embedded.request import Request
 from torchtitan.grpo.inference.embedded.sampling import SamplingParams
@@ -105,11 +105,11 @@ class _Steps:
     times: list[float] = field(default_factory=list)
     done: threading.Event = field(default_factory=threading.Event)
 
-    def report(self, events: Events) -> None:
+    def report(self, changed: list[Request]) -> None:
         now = time.perf_counter()
-        for request, _, finished in events:
-            self.left -= finished
-            if request.stream:
+        for request in changed:
+            self.left -= request.finish_reason is not None
+            if request is self.requests[0]:
                 self.times.append(now)
         if self.left == 0:
             self.done.set()
@@ -133,7 +133,7 @@ def _decode(
     for row in range(rows):
         params = SamplingParams(max_new_tokens=sizes.steps, sampling_seed=row if seeded else None)
         prompt = [(7 * row + i) % sizes.model["vocab_size"] for i in range(sizes.prompt)]
-        request = Request(str(row), prompt, params, frozenset(), row == 0, lambda *_: None)
+        request = Request(str(row), prompt, params, frozenset())
         steps.requests.append(request)
     engine.submit(steps.requests).result(_TIMEOUT_SECONDS)
     engine.resume().result(_TIMEOUT_SECONDS)

@@ -310,7 +310,7 @@ def server(
         try:
             asyncio.run(wait())
             yield running
-            assert launched.process.poll() is None, launched.log_tail()
+            assert launched.process.poll() is None, launched.describe_log()
         finally:
             launched.stop()
 

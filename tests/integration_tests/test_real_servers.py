@@ -214,7 +214,7 @@ async def test_the_server_tells_what_it_is_and_a_run_that_needs_another_one_refu
 async def test_the_server_generates_between_the_first_bucket_and_the_commit(
     server, client, trainer
 ):
-    if client.stops_for == "transfer":
+    if client.capabilities.stops_for == "transfer":
         assert server.kind == "sglang"
         return
     old, new = next(new_versions), next(new_versions)
@@ -239,7 +239,7 @@ async def test_the_server_generates_between_the_first_bucket_and_the_commit(
     await assert_serves(client, make_model(3), old)
     await trainer.broadcast(second, buckets[1])
     await asyncio.gather(*announced)
-    if client.stops_for == "commit":
+    if client.capabilities.stops_for == "commit":
         await client.pause()
     await client.commit_update(new)
     await client.resume()
@@ -253,7 +253,7 @@ async def test_a_corrupted_bucket_is_refused_and_the_old_weights_are_served(
 ):
     old, new = next(new_versions), next(new_versions)
     await trainer.push(make_buckets(make_model(5), 4), old)
-    if not client.verifies_checksums:
+    if not client.capabilities.verifies_checksums:
         assert server.kind == "sglang"
         return
     before = await client.prompt_logprobs(PROBE)
@@ -289,7 +289,7 @@ async def test_a_delta_makes_the_model_bitwise_and_a_wrong_base_is_refused(serve
     steps += [step_from(steps[0], 1)]
     steps += [step_from(steps[1], 2)]
     await trainer.push(make_buckets(steps[0], 4), versions[0])
-    if not client.takes_deltas:
+    if not client.capabilities.takes_deltas:
         assert server.kind == "sglang"
         return
     for i in (1, 2):
@@ -320,12 +320,12 @@ async def test_a_directory_is_served_if_its_checksums_are_right(
     checksums = {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
     (tmp_path / "checksums.json").write_text(json.dumps(checksums))
     try:
-        if client.stops_for != "nothing":
+        if client.capabilities.stops_for != "nothing":
             await client.pause()
         await client.update_from_disk(str(tmp_path), good)
         await client.resume()
         await assert_serves(client, make_model(8), good)
-        if client.verifies_checksums:
+        if client.capabilities.verifies_checksums:
             checksums["lm_head.weight"] ^= 1
             (tmp_path / "checksums.json").write_text(json.dumps(checksums))
             with pytest.raises(ServerError, match="must have checksum"):

@@ -157,15 +157,15 @@ class Trainer:
 
     async def push(self, buckets: list[Bucket], version: int) -> float:
         client, started = self.client, time.monotonic()
-        if client.stops_for == "transfer":
+        if client.capabilities.stops_for == "transfer":
             await client.pause()
         await client.begin_update()
         await self.send(buckets, version)
-        if client.stops_for == "commit":
+        if client.capabilities.stops_for == "commit":
             started = time.monotonic()
             await client.pause()
         stood_still = await client.commit_update(version)
-        if client.stops_for != "nothing":
+        if client.capabilities.stops_for != "nothing":
             await client.resume()
             stood_still = time.monotonic() - started
         assert await client.version() == version

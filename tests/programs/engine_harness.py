@@ -75,16 +75,14 @@ class Harness:
         self.engine.start()
         self.count = 0
 
-    def _report(self, events: list[tuple[Request, int, bool]]) -> None:
-        for event in events:
-            self.news.put(event)
+    def _report(self, changed: list[Request]) -> None:
+        for request in changed:
+            self.news.put((request, len(request.output_ids), request.finish_reason is not None))
 
-    def submit(self, prompt: list[int], stream: bool = False, **sampling: Any) -> Request:
+    def submit(self, prompt: list[int], **sampling: Any) -> Request:
         self.count += 1
         params = SamplingParams(**sampling)
-        request = Request(
-            f"request-{self.count}", prompt, params, params.stop_token_ids, stream, lambda *_: None
-        )
+        request = Request(f"request-{self.count}", prompt, params, params.stop_token_ids)
         self.engine.submit([request]).result(TIMEOUT)
         return request
 

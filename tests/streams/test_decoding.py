@@ -60,7 +60,7 @@ class Decoder:
     def submit(self, length: int, count: int, **sampling: Any) -> Request:
         params = SamplingParams(max_new_tokens=count, **sampling)
         prompt = [(7 * i + length) % 50 for i in range(length)]
-        request = Request("r", prompt, params, frozenset(), False, lambda *_: None)
+        request = Request("r", prompt, params, frozenset())
         self.engine._enqueue([request])
         return request
 

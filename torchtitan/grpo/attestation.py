@@ -3,17 +3,15 @@
 
 """Checks by log-probabilities that a server serves the weights that were pushed to it.
 
-The server must rate fixed tokens as the trainer does. This is stronger evidence than the
-version that the server reports, because the compared numbers are computed from the weights.
-Dropout is off and no token is sampled, so both sides compute the same numbers up to the
-rounding of their kernels.
+The server must rate fixed tokens as the trainer does. This is stronger evidence than the version
+that the server reports, because the compared numbers are computed from the weights. Dropout is off
+and no token is sampled, so both sides compute the same numbers up to the rounding of their kernels.
 
-The difference between the kernels of trainer and server depends on the GPU, the model and the
-server's settings. A bound that fits every machine would notice nothing. So the difference is
-measured once, under weights that both sides are known to have: a server that nobody has pushed
-to serves the directory that the trainer has loaded as well. A multiple of that difference is
-the bound from then on. A difference beyond what kernels can explain is never taken as the
-measure.
+That rounding depends on the GPU, the model and the server's settings. A bound that fits every
+machine would notice nothing. So the difference is measured once, under weights that both sides are
+known to have: a server that nobody has pushed to serves the directory that the trainer has loaded
+as well. A multiple of it is the bound from then on. A difference beyond what kernels can explain is
+never taken as the measure.
 """
 
 import asyncio
@@ -47,8 +45,8 @@ _SEED = 20
 def attested_tokens(config: JobConfig, vocab_size: int) -> list[int]:
     """Returns the probe tokens of a run, the same in every process.
 
-    They are few enough for the trainer and the servers, and are drawn from the whole
-    vocabulary, so that differences in any of the embedding's rows may show.
+    They are drawn from the whole vocabulary, so that differences in any of the embedding's rows may
+    show.
     """
     longest = config.inference.max_model_len or config.training.seq_len
     num_tokens = max(2, min(_NUM_TOKENS, longest - 1, config.training.seq_len))
@@ -61,38 +59,32 @@ def is_attested(version: int, every: int) -> bool:
 
 
 class Probes:
-    """The trainer's log-probabilities of attested versions; safe to use from any thread.
+    """The trainer's log-probabilities of the newest ``num_kept`` versions, for any thread.
 
-    The newest ``num_kept`` versions are kept, and those of version 0, with which a run begins,
-    are kept for good.
+    ``initial`` are those under version 0, with which a run begins, kept for good; ``None`` in a run
+    that was resumed.
     """
 
     def __init__(self, num_kept: int = 4) -> None:
         self._num_kept = num_kept
         self._lock = threading.Lock()
         self._expected: dict[int, tuple[float, ...]] = {}
-        self._initial: tuple[float, ...] | None = None
-
-    @property
-    def initial(self) -> tuple[float, ...] | None:
-        """The log-probabilities under version 0; ``None`` in a run that was resumed."""
-        with self._lock:
-            return self._initial
+        self.initial: tuple[float, ...] | None = None
 
     def put(self, version: int, logprobs: Sequence[float]) -> None:
         """Stores log-probabilities, [num_tokens - 1]; called by the training thread."""
         with self._lock:
             self._expected[version] = tuple(float(logprob) for logprob in logprobs)
             if version == 0:
-                self._initial = self._expected[0]
+                self.initial = self._expected[0]
             for oldest in sorted(self._expected)[: -self._num_kept]:
                 del self._expected[oldest]
 
     async def wait_for(self, version: int, timeout_seconds: float) -> tuple[float, ...] | None:
         """Waits until the training thread has stored the log-probabilities under ``version``.
 
-        Returns ``None`` if newer ones have replaced them: a lane that is so late will soon be
-        given its next version. Raises ``TimeoutError``.
+        Returns ``None`` if newer ones have replaced them: a lane that is so late will soon be given
+        its next version. Raises ``TimeoutError``.
         """
         deadline = time.monotonic() + timeout_seconds
         while True:
@@ -118,22 +110,19 @@ class AttestationFailed(ServerError):
 
 @dataclass(frozen=True)
 class Tolerances:
-    """The limits between which bounds are chosen, in nats.
-
-    ``ceiling`` is the largest difference that kernels can explain. If it equals the floor,
-    nothing is measured.
-    """
+    """Limits of bounds, in nats; ``ceiling`` is the largest difference that kernels can explain."""
 
     floor: float
     ceiling: float
 
     @property
     def is_fixed(self) -> bool:
+        """True if the user has set the bound, so that nothing is measured."""
         return self.floor == self.ceiling
 
 
 def tolerances_of(wire_dtype: torch.dtype, configured: float) -> Tolerances:
-    """Returns the limits of a run. ``configured`` is ``weight_sync.attest_tolerance``."""
+    """Returns the limits of a run; ``configured`` is ``weight_sync.attest_tolerance``."""
     if configured > 0:
         return Tolerances(configured, configured)
     return Tolerances(_FLOORS[wire_dtype], _CEILINGS[wire_dtype])
@@ -143,7 +132,8 @@ def tolerances_of(wire_dtype: torch.dtype, configured: float) -> Tolerances:
 class Bound:
     """Largest mean difference that a server may show, in nats.
 
-    ``measured`` is the difference by which it was chosen; ``None`` if none was measured.
+    ``measured`` is the difference by which it was chosen, if any, under weights that both sides
+    had.
     """
 
     value: float
@@ -152,7 +142,6 @@ class Bound:
 
     @classmethod
     def of(cls, measured: float | None, tolerances: Tolerances) -> "Bound":
-        """Returns the bound for a mean difference under weights that both sides have."""
         if tolerances.is_fixed or measured is None:
             return cls(tolerances.ceiling, None, tolerances.ceiling)
         assert measured <= tolerances.ceiling, (measured, tolerances)
@@ -192,7 +181,6 @@ def _mean_difference(expected: Sequence[float], served: Sequence[float]) -> tupl
             f"The server must return {len(expected)} log-probabilities of the probe tokens, "
             f"got {len(served)}."
         )
-    differences = [abs(e - s) for e, s in zip(expected, served, strict=True)]
     for whose, values in (("trainer", expected), ("server", served)):
         for position, value in enumerate(values):
             if not math.isfinite(value):
@@ -200,6 +188,7 @@ def _mean_difference(expected: Sequence[float], served: Sequence[float]) -> tupl
                     "All log-probabilities of the probe tokens must be finite, but the "
                     f"{whose}'s at position {position} is {value}."
                 )
+    differences = [abs(e - s) for e, s in zip(expected, served, strict=True)]
     return sum(differences) / len(differences), differences.index(max(differences))
 
 
@@ -207,12 +196,8 @@ def _mean_difference(expected: Sequence[float], served: Sequence[float]) -> tupl
 class Attestation:
     """The proof that all servers must give after a push.
 
-    Attributes:
-        every: Versions divisible by this are attested by log-probabilities; 0 attests none.
-        tokens: Token ids that trainer and server rate.
-        probes: The trainer's log-probabilities of these tokens.
-        tolerances: Limits of the mean absolute difference.
-        timeout_seconds: Time for the trainer, and then for the server, to rate them.
+    Versions divisible by ``every`` are attested; with 0 none is. ``timeout_seconds`` is the time
+    for the trainer, and then for the server, to rate ``tokens``.
     """
 
     every: int
@@ -232,8 +217,8 @@ class ServerAttestation:
     async def observe(self) -> None:
         """Lets the server rate the probe tokens before the first push to it.
 
-        Only the first call has an effect, because a server whose update was interrupted reports
-        no version either. Raises :class:`ServerError` or ``TimeoutError`` as :meth:`check`.
+        Only the first call has an effect, because a server whose update was interrupted reports no
+        version either. Raises as :meth:`check`.
         """
         if not self._attestation.every or self._attestation.tolerances.is_fixed:
             return
@@ -245,12 +230,9 @@ class ServerAttestation:
         """Compares the server's log-probabilities with the trainer's.
 
         Returns ``False`` without a comparison if the version need not be attested, or if the
-        trainer does not have its own in time, for which the server is not to blame.
-
-        Raises:
-            AttestationFailed: If they differ.
-            ServerError: If the server failed to rate the tokens.
-            TimeoutError: If the server did not rate the tokens in time.
+        trainer does not have its own in time, for which the server is not to blame. Raises
+        :class:`AttestationFailed`, or ServerError or TimeoutError if the server did not rate the
+        tokens.
         """
         common, url = self._attestation, self._client.url
         if not is_attested(version, common.every):
@@ -263,41 +245,38 @@ class ServerAttestation:
         if expected is None:
             return False  # the trainer is far ahead, and a newer version will be pushed soon
         if self._bound is None:
-            self._bound = self._measured_before()
+            self._measure_before()
         served = await self._rated(f"version {version}")
-        if self._bound is not None:
-            compare(expected, served, self._bound)
-        else:
+        mean = compare(expected, served, self._bound or Bound.of(None, common.tolerances))
+        if self._bound is None:
             # Never measured: the weights that were just pushed are the first that both have.
-            mean = compare(expected, served, Bound.of(None, common.tolerances))
             self._set_bound(mean)
         return True
 
-    def _measured_before(self) -> Bound | None:
-        """The bound by what the server rated before its first push, if that is known."""
+    def _measure_before(self) -> None:
+        """Sets the bound by what the server rated before its first push, if that is known."""
         before, initial = self._before, self._attestation.probes.initial
         if before is None or initial is None:
-            return None
+            return
         try:
             mean, _ = _mean_difference(initial, before)
         except AttestationFailed:
-            return None  # the comparison after the push says what is wrong
+            return  # the comparison after the push says what is wrong
         ceiling = self._attestation.tolerances.ceiling
         if mean <= ceiling:
-            return self._set_bound(mean)
+            self._set_bound(mean)
+            return
         logger.warning(
             "%s rated the probe tokens before its first push otherwise than the trainer does under "
             "model.hf_assets_path, by %.3g on average. Kernels explain at most %g, so it was "
             "started with other weights, or it computes wrongly. Its first attestation decides.",
             self._client.url, mean, ceiling,
         )  # fmt: skip
-        return None
 
-    def _set_bound(self, mean: float) -> Bound:
-        self._bound = bound = Bound.of(mean, self._attestation.tolerances)
+    def _set_bound(self, mean: float) -> None:
+        self._bound = Bound.of(mean, self._attestation.tolerances)
         if not self._attestation.tolerances.is_fixed:
-            logger.info("%s is attested within %s.", self._client.url, bound.describe())
-        return bound
+            logger.info("%s is attested within %s.", self._client.url, self._bound.describe())
 
     async def _rated(self, weights: str) -> list[float]:
         # The request waits for its turn among the requests that generate.

@@ -110,7 +110,7 @@ def require_keys(host: str, environ: Mapping[str, str]) -> None:
 
 
 def _is_own_name(host: str) -> bool:
-    """Returns whether ``Host`` names this machine, for a connection over loopback."""
+    """Whether ``Host`` names this machine, for a connection over loopback."""
     if not host:
         return True  # a browser always sends one
     try:

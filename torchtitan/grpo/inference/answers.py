@@ -25,12 +25,9 @@ from torchtitan.grpo.types import (
 )
 
 UNPUSHED_VERSION = -1
-"""Version of tokens that a server sampled before the first push to it. It is lower than every
-pushed version, so the staleness bound excludes such tokens from training.
-"""
+"""Version of tokens sampled before the first push, which the staleness bound thus excludes."""
 
-UNPUSHED_LABEL = "default"
-"""Version label of a server before the first push to it."""
+_UNPUSHED_LABEL = "default"
 
 UPDATING_LABEL = "updating"
 """Version label during the load of an update, when no token is sampled: a token that has it shows
@@ -66,8 +63,7 @@ _MAX_LOAD = 1e9  # no server has this many requests
 
 
 def parse_version(label: Any, source: str) -> int:
-    """Returns the policy version that a server's version label stands for, else raises ServerError."""
-    if label == UNPUSHED_LABEL:
+    if label == _UNPUSHED_LABEL:
         return UNPUSHED_VERSION
     # int() would accept 3.7, True and " 3" as well.
     version = version_or_none(label) if type(label) in (str, int) else None
@@ -81,7 +77,7 @@ def parse_version(label: Any, source: str) -> int:
 
 
 def version_or_none(label: Any) -> int | None:
-    """Returns the version of a label, or ``None`` before the first push and during an update."""
+    """``None`` before the first push and during an update."""
     text = str(label)
     return int(text) if text.isdecimal() and len(text) <= _VERSION_DIGITS else None
 
@@ -90,29 +86,20 @@ def version_segments(
     spans: Iterable[Sequence[Any]], num_tokens: int, source: str
 ) -> tuple[VersionSegment, ...]:
     """Joins ``(label, start, end)`` spans, some perhaps empty, which must cover all tokens."""
-    segments: list[VersionSegment] = []
-    position, has_gap = 0, False
     spans = [tuple(span) for span in spans]
-    for label, start, end in spans:
-        if not (type(start) is type(end) is int and start <= end):
-            has_gap = True
-            break
-        if start == end:
-            continue
-        if start != position:
-            has_gap = True
-            break
-        version = parse_version(label, source)
-        if segments and segments[-1].version == version:
-            segments[-1] = VersionSegment(version, segments[-1].start, end)
-        else:
-            segments.append(VersionSegment(version, start, end))
-        position = end
-    if has_gap or position != num_tokens:
+    are_ranges = all(type(start) is type(end) is int and start <= end for _, start, end in spans)
+    filled = [span for span in spans if span[1] < span[2]] if are_ranges else []
+    if [0, *(end for _, _, end in filled)] != [*(start for _, start, _ in filled), num_tokens]:
         raise ServerError(
             f"{source}: weight versions must cover {num_tokens} tokens without gaps, "
             f"got {spans!s:.300}."
         )
+    segments: list[VersionSegment] = []
+    for label, start, end in filled:
+        version = parse_version(label, source)
+        if segments and segments[-1].version == version:
+            start = segments.pop().start
+        segments.append(VersionSegment(version, start, end))
     return tuple(segments)
 
 
@@ -129,9 +116,9 @@ def checked_generation(
     finish_reason: Any,
     spans: Iterable[Sequence[Any]],
 ) -> Generation:
-    """Verifies the parts of an answer and returns them as a generation.
+    """Returns the parts of an answer as a generation, or raises ServerError.
 
-    ``source``, URL and route, begins every error message. ``logprobs`` holds logprob and id of each
+    ``source``, URL and route, begins every message. ``logprobs`` holds logprob and id of each
     sampled token, and ``spans`` holds ``(version label, start, end)`` over the tokens.
     """
     _require_own_answer(source, request, sent_id, answered_id, num_prompt_tokens)
@@ -285,7 +272,7 @@ def checked_load(
 
 
 def to_number(value: Any) -> float:
-    """Returns a JSON value or text as a number; NaN if it is none."""
+    """NaN if the JSON value or text is no number."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):

@@ -3,8 +3,8 @@
 
 """The interface of inference servers, which `vllm/`, `sglang/` and `embedded/` implement.
 
-The rollout process samples with it, the trainer pushes weights with it, both from asyncio code. A
-client holds one HTTP session, which belongs to the event loop of its first request.
+The rollout process samples with it and the trainer pushes weights with it. A client holds one HTTP
+session, which belongs to the event loop of its first request.
 """
 
 from abc import ABC, abstractmethod
@@ -65,7 +65,6 @@ class Capabilities:
         stops_for: Time for which generation must be paused: ``transfer`` is from the first bucket
             to the end of the commit; ``commit`` is only the commit, because buckets are staged;
             ``nothing`` means that the server commits between two of its steps.
-        verifies_checksums: Checksums of buckets are compared with those sent.
         takes_deltas: Changes to the weights that it holds can be sent.
         receives_in_parallel: Buckets of different groups may be sent at the same time.
         receives_pieces: A large bucket may be sent in several broadcasts over NCCL.
@@ -105,27 +104,6 @@ class InferenceClient(ABC):
 
     url: str
     capabilities: Capabilities = Capabilities()
-
-    # The fields of `capabilities`, by the names that their readers use.
-    @property
-    def stops_for(self) -> Literal["transfer", "commit", "nothing"]:
-        return self.capabilities.stops_for
-
-    @property
-    def verifies_checksums(self) -> bool:
-        return self.capabilities.verifies_checksums
-
-    @property
-    def takes_deltas(self) -> bool:
-        return self.capabilities.takes_deltas
-
-    @property
-    def receives_in_parallel(self) -> bool:
-        return self.capabilities.receives_in_parallel
-
-    @property
-    def receives_pieces(self) -> bool:
-        return self.capabilities.receives_pieces
 
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> Generation:

@@ -62,13 +62,13 @@ def share_gpus(
 
 
 def part_beside_training(num_servers: int, num_gpus: int, memory: float) -> float:
-    """Returns the part of the memory of the GPUs shared with training that launched servers may take."""
+    """Returns the part of the GPUs' memory that launched servers may take beside training."""
     servers_per_gpu = -(-num_servers // num_gpus)
     return memory * servers_per_gpu if memory else _BESIDE_TRAINING
 
 
 def gpus_of(index: int, num_servers: int, gpus: Sequence[str]) -> tuple[str, ...]:
-    """Returns the GPUs of server ``index``: an even part, or one shared with other servers."""
+    """An even part, or one GPU shared with other servers."""
     if not gpus:
         return ()
     share = len(gpus) // num_servers

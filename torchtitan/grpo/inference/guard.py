@@ -13,13 +13,7 @@ import json
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
-from torchtitan.grpo.inference.access import (
-    AuthLevel,
-    Keys,
-    Refusal,
-    keys_of_environment,
-    refusal,
-)
+from torchtitan.grpo.inference.access import AuthLevel, Keys, Refusal, keys_of_environment, refusal
 from torchtitan.grpo.system.connections import (
     MAX_CONNECTIONS,
     SLOW_BODY,
@@ -118,7 +112,7 @@ def _limit_connections() -> None:
 
 
 async def _whole_body(receive: _Receive) -> list[Any]:
-    """The messages of a body, or of its end if the client has left; TimeoutError if it is slow."""
+    """The last message tells if the client has left. Raises TimeoutError if the body is slow."""
     begun, num_bytes, messages = asyncio.get_running_loop().time(), 0, []
     while not messages or messages[-1].get("more_body", False):
         async with asyncio.timeout_at(begun + body_seconds(num_bytes)):
@@ -128,7 +122,6 @@ async def _whole_body(receive: _Receive) -> list[Any]:
 
 
 def _after(messages: list[Any], receive: _Receive) -> _Receive:
-    """A receiver of the messages first, then of what follows."""
     waiting = iter(messages)
 
     async def receive_next() -> Any:

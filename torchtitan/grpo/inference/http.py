@@ -58,12 +58,10 @@ class Answer:
 class HttpConnection:
     """URL, keys and HTTP session of one server, in the event loop of the first request.
 
-    Args:
-        admin_key: Key of control routes; ``None`` is ``api_key``.
-        timeout_seconds: Maximum duration of a request that does not set its own.
-        idle_seconds: Time for which an idle TCP connection is kept; 0 opens one for each request.
-            Servers close idle connections and lose a request that arrives at that moment, so this
-            must be well below the server's limit. None is kept after an internal server error.
+    ``admin_key``, or else ``api_key``, is that of control routes. An idle TCP connection is kept
+    for ``idle_seconds``; 0 opens one for each request. Servers close idle connections and lose a
+    request that arrives at that moment, so this must be well below the server's limit. None is kept
+    after an internal server error.
     """
 
     def __init__(
@@ -103,11 +101,10 @@ class HttpConnection:
     ) -> Answer:
         """Sends one request, with ``body`` as JSON unless ``None``, and returns the answer.
 
-        Args:
-            scope: The key that is sent; ``public`` sends none.
-            timeout_seconds: Maximum duration of the whole exchange; ``None`` is the connection's.
-            max_bytes: Maximum length of the answer. The rest of a longer one is not read.
-            accept: Statuses besides 2xx that are returned instead of raised as :class:`RouteError`.
+        ``scope`` names the key that is sent; ``public`` sends none. ``timeout_seconds`` bounds the
+        whole exchange; ``None`` takes the connection's. An answer longer than ``max_bytes`` is
+        refused and not read to its end. Statuses other than 2xx and those in ``accept`` raise
+        :class:`RouteError`.
         """
         timeout = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         subject = f"{method} {self.url}{route}"
@@ -209,6 +206,7 @@ class HttpClient(InferenceClient):
         self._request_timeout_seconds = request_timeout_seconds
         self._groups: dict[str, WeightGroupInfo] = {}
         self._one_bucket = asyncio.Lock()
+        self._sequences: Counter[str] = Counter()
         self._update_marked = False
 
     async def _ask_model(
@@ -247,6 +245,15 @@ class HttpClient(InferenceClient):
             )
         return self._groups[group_name]
 
+    def _next_sequence(self, group_name: str) -> int:
+        """Returns the number of a bucket in its group.
+
+        It is called before anything is awaited, so that the numbers have the order of the calls,
+        which is that of the broadcasts, whichever request arrives first.
+        """
+        self._sequences[group_name] += 1
+        return self._sequences[group_name] - 1
+
     async def close(self) -> None:
         await self._http.close()
 
@@ -261,7 +268,7 @@ class _SlowAnswer(Exception):
 
 
 async def _read(response: aiohttp.ClientResponse, max_bytes: int, timeout: float) -> bytes | None:
-    """The whole answer, or ``None`` if it is longer than ``max_bytes``."""
+    """``None`` if the answer is longer than ``max_bytes``."""
     # A proxy may send the headers long before the server has generated the answer.
     content, begun = bytearray(await response.content.readany()), asyncio.get_running_loop().time()
     while len(content) <= max_bytes:

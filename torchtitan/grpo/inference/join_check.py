@@ -55,7 +55,7 @@ class ServerNeeds:
 async def check_server(
     client: InferenceClient, needs: ServerNeeds
 ) -> tuple[ServerFacts, list[str]]:
-    """Returns a server's facts and warnings; raises WrongServer if the run cannot use the server."""
+    """Returns a server's facts and warnings; raises WrongServer if the run cannot use it."""
     try:
         facts = await client.describe(needs.temperature)
         problems = [*facts.problems, *model_problems(facts, needs)]
@@ -63,14 +63,11 @@ async def check_server(
             # Both also find keys that are refused, and servers that take no weights.
             await client.num_workers()
             await client.resume()
-    except RouteError as error:
-        if not error.is_refusal:
-            raise
-        raise wrong_server(client.url, needs, [str(error)]) from error
-    except WrongKind as error:
-        raise wrong_server(client.url, needs, [str(error)], error.found.kind) from error
     except ServerError as error:
-        raise wrong_server(client.url, needs, [str(error)]) from error
+        if isinstance(error, RouteError) and not error.is_refusal:
+            raise
+        found = error.found.kind if isinstance(error, WrongKind) else None
+        raise wrong_server(client.url, needs, [str(error)], found) from error
     if problems:
         raise wrong_server(client.url, needs, [f"{facts.software}: {p}." for p in problems])
     return facts, [*facts.warnings, *release_warnings(client.url, facts, needs.kind)]
@@ -79,7 +76,7 @@ async def check_server(
 def wrong_server(
     url: str, needs: ServerNeeds, problems: Sequence[str], found: ServerKind | None = None
 ) -> WrongServer:
-    """Returns the error with these problems; ``found`` is the server's kind, if another one."""
+    """``found`` is the server's kind, if it is another one."""
     lines = [f"The server {url} cannot be used by this run:", *(f"  - {p}" for p in problems)]
     if needs.is_launched:
         lines.append("The run has started it. Check inference.extra_args and inference.python.")
@@ -146,7 +143,7 @@ def release_warnings(url: str, facts: ServerFacts, kind: ServerKind) -> list[str
 
 
 def config_json(model_path: str | None) -> dict[str, Any]:
-    """Returns config.json of a model; empty if it cannot be read, as on another machine."""
+    """Empty if it cannot be read, as on another machine."""
     if model_path is None:
         return {}
     try:

@@ -3,16 +3,15 @@
 
 """The table of server kinds: one folder beside this file and one row of :data:`KINDS` for each.
 
-Every process reads the table to check the configuration. Rows therefore name client and launcher as
-``module:name``, and the modules are imported on first use.
+Every process reads the table to check the configuration, so clients are imported on first use.
 """
 
 import importlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from torchtitan.grpo.inference.client import Capabilities, InferenceClient
@@ -20,12 +19,14 @@ from torchtitan.grpo.inference.server_spec import LaunchCommand, ServerSpec
 from torchtitan.grpo.types import ServerKind
 from torchtitan.grpo.weight_wire.group_facts import SHARING_SETTING
 
+if TYPE_CHECKING:
+    from torchtitan.grpo.inference.http import HttpConnection
+
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 3.0
-"""Time for which a client of a run keeps an idle connection. Servers close one later (uvicorn of
-vLLM and SGLang after 5 s): a request on a connection that is just being closed is lost, and its
-completion is sampled again.
+"""Time for which a client of a run keeps an idle connection. Servers must close it later (uvicorn
+does after 5 s), because a request on a connection that is just being closed is lost.
 """
 
 
@@ -34,10 +35,8 @@ class KindRow:
     """One kind of server, as the rest of the package sees it.
 
     Attributes:
-        name: Value of ``inference.kind``.
-        client: ``module:class`` of the :class:`InferenceClient`, constructed with an
-            ``HttpConnection``, the capabilities and ``request_timeout_seconds``.
-        launcher: ``module:function`` from a :class:`ServerSpec` to a :class:`LaunchCommand`.
+        client: ``module:class`` of the :class:`InferenceClient`. The module also has a function
+            ``launch_command`` from a :class:`ServerSpec` to a :class:`LaunchCommand`.
         environment: Folder of the virtual environment that `scripts/install_<name>.sh` makes;
             ``None`` is the trainer's.
         key_options: Command-line options with secret keys, refused and hidden.
@@ -47,7 +46,6 @@ class KindRow:
 
     name: ServerKind
     client: str
-    launcher: str
     capabilities: Capabilities
     environment: str | None = None
     key_options: tuple[str, ...] = ("--api-key",)
@@ -58,18 +56,22 @@ class KindRow:
     def install_script(self) -> str | None:
         return None if self.environment is None else f"scripts/install_{self.name}.sh"
 
-    def load_client(self) -> Callable[..., InferenceClient]:
-        return _load(self.client)
+    def make_client(
+        self, http: "HttpConnection", request_timeout_seconds: float
+    ) -> InferenceClient:
+        module, _, name = self.client.partition(":")
+        client = getattr(importlib.import_module(module), name)
+        return client(http, self.capabilities, request_timeout_seconds=request_timeout_seconds)
 
     def launch_command(self, spec: ServerSpec) -> LaunchCommand:
-        return _load(self.launcher)(spec)
+        module, _, _ = self.client.partition(":")
+        return importlib.import_module(module).launch_command(spec)
 
 
 _ROWS = (
     KindRow(
         name="embedded",
         client="torchtitan.grpo.inference.embedded.client:EmbeddedClient",
-        launcher="torchtitan.grpo.inference.embedded.client:launch_command",
         capabilities=Capabilities(
             stops_for="nothing",
             verifies_checksums=True,
@@ -83,7 +85,6 @@ _ROWS = (
     KindRow(
         name="sglang",
         client="torchtitan.grpo.inference.sglang.client:SGLangClient",
-        launcher="torchtitan.grpo.inference.sglang.launch:launch_command",
         # Its scheduler loads each bucket before it reads the next request.
         capabilities=Capabilities(stops_for="transfer", rates_lists=True),
         environment=".venv-sglang",
@@ -94,7 +95,6 @@ _ROWS = (
     KindRow(
         name="vllm",
         client="torchtitan.grpo.inference.vllm.client:VLLMClient",
-        launcher="torchtitan.grpo.inference.vllm.launch:launch_command",
         # With room for a second copy of the weights; the client finds out when it joins a group.
         capabilities=Capabilities(
             stops_for="commit",
@@ -133,10 +133,9 @@ def take_nccl_setting_of(kind: ServerKind, transport: str) -> None:
     """Sets ``NCCL_CUMEM_ENABLE`` as servers of a kind do, if weights are to travel over NCCL.
 
     Both ends of a communicator must agree on it (see `weight_wire/group_facts.py`). NCCL reads it
-    once in a process, so call this before any process group exists. It holds for the trainer's own
-    groups, too, which without cuMem use CUDA IPC and no symmetric memory and may be slower. So it
-    is done only with ``weight_sync.transport = "nccl"``; with ``auto`` such servers receive from
-    host memory. A value that the user has set stays.
+    once in a process, so call this before any process group exists. It also holds for the trainer's
+    own groups, which without cuMem may be slower, so it is not done with ``auto``: such servers
+    then receive from host memory. A value that the user has set stays.
     """
     value = kind_row(kind).nccl_settings.get(SHARING_SETTING)
     if transport != "nccl" or value is None or SHARING_SETTING in os.environ:
@@ -175,11 +174,4 @@ def make_client(
         timeout_seconds=control_timeout_seconds,
         idle_seconds=idle_seconds,
     )
-    return row.load_client()(
-        http, row.capabilities, request_timeout_seconds=request_timeout_seconds
-    )
-
-
-def _load(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return row.make_client(http, request_timeout_seconds)

@@ -15,10 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.grpo.inference.access import (
-    ADMIN_KEY_VARIABLE,
-    API_KEY_VARIABLE,
-)
+from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from torchtitan.grpo.inference.gpu_shares import share_gpus
 from torchtitan.grpo.inference.kinds import KINDS, kind_row
 from torchtitan.grpo.inference.server_log import first_causes, last_line, log_tail, remedy
@@ -43,7 +40,7 @@ class LaunchedServer:
     """A server that this process started.
 
     Its workers belong to the session of ``process``; ``folder``, its temporary files, ends with it.
-    Its output begins at the byte ``log_begin`` of the log.
+    ``log_begin`` is the byte of the log at which its output begins.
     """
 
     spec: ServerSpec
@@ -76,7 +73,7 @@ class LaunchedServer:
         )
 
     def describe_log(self) -> str:
-        tail = self.log_tail()
+        tail = log_tail(self.log_file, self.log_begin)
         if not tail.strip():
             return f"It has written nothing into its log {self.log_file}."
         return f"The end of its log {self.log_file}:\n{tail}"
@@ -84,14 +81,11 @@ class LaunchedServer:
     def last_line(self) -> str:
         return last_line(self.log_file, self.log_begin)
 
-    def log_tail(self) -> str:
-        return log_tail(self.log_file, self.log_begin)
-
 
 def server_command(
     spec: ServerSpec, environ: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
-    """Returns command line and environment; ``environ`` overrides the defaults of the launcher."""
+    """``environ`` overrides the defaults of the launcher."""
     command = kind_row(spec.kind).launch_command(spec)
     defaults = dict(command.defaults)
     own_keys = {API_KEY_VARIABLE: spec.api_key, ADMIN_KEY_VARIABLE: spec.admin_key} | command.keys
@@ -115,8 +109,8 @@ def server_command(
 def set_random_keys(inference: "Inference", environ: MutableMapping[str, str]) -> None:
     """Sets random keys for launched servers, unless the user has set keys.
 
-    Other users of the machine could otherwise generate on them and replace their weights. Clients,
-    rollout process and servers take the keys from ``environ``, that of rank 0.
+    Other users of the machine could otherwise generate on them and replace their weights.
+    ``environ`` is that of rank 0, from which all other processes take the keys.
     """
     if not inference.launch:
         return
@@ -151,16 +145,17 @@ def server_specs(
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
     gpus = config.server_gpus if device == "cuda" else []
+    num_heads = None
+    if gpus and inference.kind != "embedded":  # that one computes on one GPU
+        content = (Path(config.hf_assets_path) / "config.json").read_bytes()
+        num_heads = json.loads(content).get("num_attention_heads")
     shares = share_gpus(
         len(ports),
         gpus,
         beside_training=config.servers_beside_training,
         tensor_parallel_size=inference.tensor_parallel_size,
         memory=inference.gpu_memory_utilization,
-        # The embedded server computes on one GPU.
-        num_heads=_num_heads(config.hf_assets_path)
-        if gpus and inference.kind != "embedded"
-        else None,
+        num_heads=num_heads,
     )
     return [
         ServerSpec(
@@ -197,11 +192,6 @@ def _max_running(config: "RolloutProcessConfig", num_servers: int) -> int:
     return -(-config.rollout.max_concurrent_rollouts // num_servers)
 
 
-def _num_heads(model_path: str) -> int | None:
-    content = (Path(model_path) / "config.json").read_bytes()
-    return json.loads(content).get("num_attention_heads")
-
-
 def start_servers(config: "RolloutProcessConfig", ports: Sequence[int]) -> list[LaunchedServer]:
     """Starts a server on each port, and does not wait until they are up.
 
@@ -221,7 +211,7 @@ def start_servers(config: "RolloutProcessConfig", ports: Sequence[int]) -> list[
 
 
 def start_server(spec: ServerSpec, log_file: Path, *, keep_log: bool = False) -> LaunchedServer:
-    """Starts one server; see :func:`start_servers`. ``keep_log`` appends to an earlier log."""
+    """See :func:`start_servers`. ``keep_log`` appends to an earlier log."""
     command, environ = server_command(spec, os.environ)
     log_file.parent.mkdir(parents=True, exist_ok=True)
     if not keep_log:
@@ -249,7 +239,7 @@ def start_server(spec: ServerSpec, log_file: Path, *, keep_log: bool = False) ->
 
 
 def _with_temporary_folder(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """An environment in which temporary files, such as sockets, go to ``folder``.
+    """Lets temporary files, such as sockets, go to ``folder``.
 
     Code that torch compiled stays where later servers find it. Precompiled headers are off, because
     torch keeps them in ``TMPDIR``, so each server would compile them anew.
@@ -290,7 +280,6 @@ class HeldPorts:
             self.close()
 
     def close(self) -> None:
-        """Releases the ports. Further calls do nothing."""
         for holder in self._sockets:
             holder.close()
 

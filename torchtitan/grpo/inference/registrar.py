@@ -21,7 +21,6 @@ from torchtitan.grpo.inference.http import HttpConnection
 from torchtitan.grpo.inference.registry import BEAT_SECONDS, Registration, RegistryFolder
 from torchtitan.grpo.system.child import start_child, stop_children
 
-SERVERS_ROUTE = "/servers"
 _REQUEST_SECONDS = 5.0
 _STOP_SECONDS = 5.0
 
@@ -67,7 +66,7 @@ class Registrar:
 
     def _send(self, method: str) -> None:
         if self._target.startswith(("http://", "https://")):
-            request(self._target, method, SERVERS_ROUTE, asdict(self._registration), self._key)
+            request(self._target, method, "/servers", asdict(self._registration), self._key)
             return
         folder = RegistryFolder(self._target)
         (folder.write if method == "PUT" else folder.remove)(self._registration)

@@ -51,12 +51,9 @@ class Registration:
     def next(self) -> "Registration":
         return replace(self, beat=self.beat + 1)
 
-    def is_same_process(self, other: "Registration") -> bool:
-        return replace(self, beat=0) == replace(other, beat=0)
-
 
 def parse_registration(content: bytes) -> Registration:
-    """Reads a registration; raises ValueError if it is malformed."""
+    """Raises ValueError if it is malformed."""
     wanted = "A registration must be a JSON object with url, kind, host, pid, started and beat"
     try:
         values: dict[str, Any] = json.loads(content)
@@ -74,7 +71,7 @@ def parse_registration(content: bytes) -> Registration:
 
 
 def registry_folder(inference: "Inference", dump_folder: str) -> str | None:
-    """Returns the folder of a run's registrations; ``None`` if its servers do not register."""
+    """``None`` if the servers of a run do not register."""
     if inference.registry is None and inference.registry_address is not None:
         return f"{dump_folder}/registry"
     return inference.registry
@@ -101,7 +98,7 @@ class RegistryFolder:
         """Removes the file of a server, unless another process has taken over its URL."""
         file = self._file(registration.url)
         found = _read(file)
-        if found is not None and found.is_same_process(registration):
+        if found is not None and replace(found, beat=registration.beat) == registration:
             file.unlink(missing_ok=True)
 
     def read(self) -> list[Registration]:
@@ -122,9 +119,6 @@ def _read(file: Path) -> Registration | None:
         return None
 
 
-_Mark = tuple[str, int, float, int]
-
-
 class RegisteredServers:
     """Follows a folder's servers of the run's kind. ``clock`` must never go back."""
 
@@ -136,7 +130,7 @@ class RegisteredServers:
         self._folder, self._kind, self._clock = RegistryFolder(path), kind, clock
         self._is_first = True
         # By URL: the last beat, and when it was seen to arrive; ``None`` if it was there before.
-        self._beats: dict[str, tuple[_Mark, float | None]] = {}
+        self._beats: dict[str, tuple[Registration, float | None]] = {}
         self._taken: list[str] = []
 
     def read(self) -> list[str]:
@@ -162,13 +156,12 @@ class RegisteredServers:
         for one in self._folder.read():
             if one.kind != self._kind:
                 continue
-            mark = one.host, one.pid, one.started, one.beat
             known = before.get(one.url)
-            if known is not None and known[0] == mark:
+            if known is not None and known[0] == one:
                 self._beats[one.url] = known
             else:
                 was_there = known is None and self._is_first
-                self._beats[one.url] = mark, None if was_there else now
+                self._beats[one.url] = one, None if was_there else now
         self._is_first = False
 
     def _living(self) -> list[str]:

@@ -23,11 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
-from torchtitan.grpo.inference.access import (
-    ADMIN_KEY_VARIABLE,
-    API_KEY_VARIABLE,
-    require_keys,
-)
+from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, require_keys
 from torchtitan.grpo.inference.kinds import KINDS, refuse_keys
 from torchtitan.grpo.inference.local_servers import default_device, mask_keys, server_command
 from torchtitan.grpo.inference.registrar import Registrar, run_registered
@@ -138,7 +134,7 @@ def choose_host(register: str | None, interface: str | None) -> str:
 
 
 def check_register(register: str | None, host: str) -> None:
-    """Refuses a registration under an address that nobody can connect to, or without the run's key."""
+    """Refuses an address that nobody can connect to, or a run whose key is not known."""
     if register is None:
         return
     if host in ("", "0.0.0.0", "::"):
@@ -153,7 +149,7 @@ def check_register(register: str | None, host: str) -> None:
 
 
 def open_port(host: str, port: int) -> int:
-    """Returns the port to listen on, which must be free; 0 is any."""
+    """The port must be free; 0 is any."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         if port:
@@ -226,26 +222,16 @@ def main() -> None:
     spec, register = parse_arguments(sys.argv[1:])
     command, environ = server_command(spec, os.environ)
     print(f"+ {shlex.join(mask_keys(command))}", flush=True)
-    if register is not None:
-        sys.exit(_run_registered(spec, register, command, environ))
     try:
-        os.execve(command[0], command, environ)
+        if register is None:
+            os.execve(command[0], command, environ)
+        url = url_of(spec.host, spec.port)
+        registration = Registration(url, spec.kind, socket.gethostname(), os.getpid(), time.time())
+        target = register if _is_url(register) else str(Path(register).resolve())
+        registrar = Registrar(target, registration, os.environ.get(ADMIN_KEY_VARIABLE))
+        sys.exit(run_registered(command, environ, registrar, url))
     except OSError as error:
         sys.exit(f"error: the interpreter {command[0]} cannot be run: {error}.")
-
-
-def _run_registered(
-    spec: ServerSpec, register: str, command: list[str], environ: dict[str, str]
-) -> int:
-    url = url_of(spec.host, spec.port)
-    registration = Registration(url, spec.kind, socket.gethostname(), os.getpid(), time.time())
-    target = register if _is_url(register) else str(Path(register).resolve())
-    registrar = Registrar(target, registration, os.environ.get(ADMIN_KEY_VARIABLE))
-    try:
-        return run_registered(command, environ, registrar, url)
-    except OSError as error:
-        print(f"error: the interpreter {command[0]} cannot be run: {error}.", file=sys.stderr)
-        return 1
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def first_causes(log_file: Path, begin: int = 0) -> str:
     """Returns the lines that name an error and stand before the end of a log, if any.
 
     Each process of a server prints its traceback, and the cause stands in the first of them, far
-    above the end. Lines before ``begin``, in bytes, belong to earlier servers at the same port.
+    above the end. Lines before the byte ``begin`` belong to earlier servers at the same port.
     """
     causes: dict[str, None] = {}
     for line in map(_without_prefix, _lines(log_file, begin)):
@@ -47,7 +47,7 @@ def first_causes(log_file: Path, begin: int = 0) -> str:
 
 
 def remedy(log_file: Path, begin: int = 0) -> str:
-    """Returns advice for the user if the log or the disk explains the end of a server."""
+    """Returns advice if the log or the disk explains the end of a server, else an empty text."""
     if (free := _free_bytes(log_file)) < _ALMOST_FULL_BYTES:
         return (
             f"The disk of {log_file} is full ({free / 2**20:.1f} MiB are free), so what it wrote may be "

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Input and output of each kind's ``launch.py``."""
+"""Input and output of each kind's ``launch_command``."""
 
 from dataclasses import dataclass, field
 
@@ -15,16 +15,14 @@ class ServerSpec:
     """Settings of one server, the same for every kind.
 
     Attributes:
-        model_path: Hugging Face directory.
         max_model_len: Longest prompt plus completion; 0 is as much as model and memory allow.
         max_running_requests: Maximum number of completions that are sampled at once.
         python: Interpreter of the server's environment; ``None`` is the current one.
         extra_args: Command-line arguments appended last; they override earlier ones.
         gpus: GPUs that are visible to the server; if empty, those of this process.
-        tensor_parallel_size: Number of workers that share the model. The embedded server has one.
         gpu_memory_utilization: Part of each GPU's memory; ``None`` leaves the server's default. The
             embedded server takes what it needs.
-        seed: Sampling seed; ``None`` leaves the server's default.
+        seed: ``None`` leaves the server's default.
         max_batched_tokens: See ``inference.max_batched_tokens``; 0 chooses it.
     """
 
@@ -66,9 +64,8 @@ _CHOSEN_TOKENS = {"cpu": 256, "cuda": 2048}
 def batched_tokens(spec: ServerSpec) -> int:
     """Returns the token budget of a step of a vLLM or SGLang server.
 
-    By default 2,048 on a GPU and 256 on a CPU, which saturate the device with a few running
-    requests; more would only make these wait longer. With many running requests it is twice their
-    number, so that half is left for prompts. SGLang wants a multiple of its page size.
+    The default saturates the device with a few running requests; more would only make these wait
+    longer. With many, half is left for prompts. SGLang wants a multiple of its page size.
     """
     if spec.max_batched_tokens:
         return spec.max_batched_tokens

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 _LABEL = "[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
 _NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?")
 _LAST_PORT = 2**16 - 1
-_COMMENT = "#"
 
 _Mark = tuple[int, int, int, int]
 
@@ -66,7 +65,7 @@ def _checked_url(url: str) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Returns host and port; ValueError gives a reason to be appended to a sentence."""
+    """ValueError gives a reason to be appended to a sentence."""
     host, colon, port = address.rpartition(":")
     if not colon or port.endswith("]"):
         raise ValueError("the port is missing")
@@ -94,9 +93,9 @@ def url_of(host: str, port: int, scheme: str = "http") -> str:
 
 
 def parse_urls(text: str, source: str) -> list[str]:
-    """Returns the URLs of a text, one a line. Empty lines and # comments are ignored."""
+    """One URL a line. Empty lines and # comments are ignored."""
     lines = (line.strip() for line in text.splitlines())
-    return checked_urls([s for s in lines if s and not s.startswith(_COMMENT)], source)
+    return checked_urls([s for s in lines if s and not s.startswith("#")], source)
 
 
 def read_urls(path: Path) -> list[str]:

@@ -38,35 +38,18 @@ async def wait_until_up(
     launched server has ended; TimeoutError that one is not up in time.
     """
     launched = {server.url: server for server in servers}
-    async with asyncio.TaskGroup() as tasks:
-        waits = [
-            tasks.create_task(
-                _settle(
-                    _Wait(
-                        c, launched.get(c.url), timeout_seconds, check, tell, kind, urls_key
-                    ).run()
-                )
-            )
-            for c in clients
-        ]
-        # The first failure ends the other waits and is raised by itself, not in a group.
-        for wait in asyncio.as_completed(waits):
-            error = await wait
-            if error is not None:
-                for other in waits:
-                    other.cancel()
-                break
-    for wait in waits:
-        if not wait.cancelled() and (error := wait.result()) is not None:
-            raise error
-
-
-async def _settle(wait: Awaitable[None]) -> Exception | None:
+    waits = [
+        asyncio.create_task(
+            _Wait(c, launched.get(c.url), timeout_seconds, check, tell, kind, urls_key).run()
+        )
+        for c in clients
+    ]
     try:
-        await wait
-    except (RuntimeError, TimeoutError) as error:
-        return error
-    return None
+        await asyncio.gather(*waits)  # the first failure is raised, and ends the other waits
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
 
 
 _NO_ANSWER = "none yet"

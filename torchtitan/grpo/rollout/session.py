@@ -248,7 +248,7 @@ def make_teacher_pool(
     row = kind_row(settings.kind)
     key = settings.api_key or os.environ.get(TEACHER_KEY_VARIABLE)
     clients = [
-        row.load_client()(
+        row.make_client(
             HttpConnection(
                 url,
                 api_key=key,
@@ -256,8 +256,7 @@ def make_teacher_pool(
                 timeout_seconds=config.inference.control_timeout_seconds,
                 idle_seconds=IDLE_SECONDS,
             ),
-            row.capabilities,
-            request_timeout_seconds=settings.request_timeout_seconds,
+            settings.request_timeout_seconds,
         )
         for url in checked_urls(settings.urls, "teacher.urls")
     ]

@@ -322,7 +322,7 @@ class Lane:
             raise VersionMismatch(f"{self.url}, version {version}: {error}") from error
 
     async def _check_idle(self) -> None:
-        if self._client.stops_for != "nothing":
+        if self._client.capabilities.stops_for != "nothing":
             # A server that was stopped may meanwhile have received a pause request that was cancelled.
             await self._client.resume()
         await self._check_version(self.version)
@@ -379,7 +379,7 @@ class Lane:
 
     def _keep_as_base(self, version: int | None) -> None:
         """Lets the next push send only what has changed since ``version``."""
-        if self._sync.delta and self._client.takes_deltas:
+        if self._sync.delta and self._client.capabilities.takes_deltas:
             self._server.keep_as_base(version)
 
     def _take(self, event: LaneEvent) -> None:

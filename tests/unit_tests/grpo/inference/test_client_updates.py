@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from stub_clients import serving
 
-from torchtitan.grpo.inference.client import InferenceClient, ServerError
+from torchtitan.grpo.inference.client import Capabilities, InferenceClient, ServerError
 from torchtitan.grpo.inference.kinds import KINDS, make_client
 from torchtitan.grpo.weight_wire.transfer_messages import (
     PROBE,
@@ -94,7 +94,7 @@ async def receive(
 
 async def test_vllm_verifies_takes_the_version_off_loads_and_drops_the_caches_in_this_order():
     async with connected("vllm") as (client, server):
-        assert (client.stops_for, client.takes_deltas) == ("commit", True)
+        assert (client.capabilities.stops_for, client.capabilities.takes_deltas) == ("commit", True)
         for version in (6, 7):
             await receive(client, version)
         assert TAKE_OFF not in server.log  # the old weights are whole, and served as such
@@ -131,8 +131,7 @@ async def test_a_vllm_without_room_is_checked_and_marked_before_the_first_bucket
         server.answers["/init_weight_transfer_engine"] = (500, refusal)
         with pytest.raises(ServerError, match="answered 500"):  # the second request, to join
             await client.join_weight_group(GROUP)
-        assert (client.stops_for, client.takes_deltas) == ("transfer", False)
-        assert client.verifies_checksums is False
+        assert client.capabilities == Capabilities("transfer", receives_pieces=True)
         client._groups["group"] = GROUP  # type: ignore[attr-defined]
         await receive(client, 7)
         await client.commit_update(7)

@@ -13,7 +13,7 @@ import pytest
 
 from torchtitan.grpo.attestation import Attestation, Probes, Tolerances
 from torchtitan.grpo.config import WeightSync
-from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.inference.client import Capabilities, ServerError
 from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.weight_sync import lane as lane_module
 from torchtitan.grpo.weight_sync.lane import (
@@ -35,8 +35,7 @@ class Server:
     """Names the version that was pushed last, unless it is told another; takes deltas."""
 
     url = "http://a"
-    takes_deltas = True
-    stops_for = "nothing"
+    capabilities = Capabilities(stops_for="nothing", takes_deltas=True)
 
     def __init__(self, logprobs: list[float] | None) -> None:
         self._logprobs = logprobs

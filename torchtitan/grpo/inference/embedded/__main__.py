@@ -18,22 +18,20 @@ import signal
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import transformers
 from aiohttp import web
 
-from torchtitan.grpo.inference.access import (
-    keys_of_environment,
-    require_keys,
-)
+from torchtitan.grpo.inference.access import keys_of_environment, require_keys
 from torchtitan.grpo.inference.embedded.bodies import ModelFacts
 from torchtitan.grpo.inference.embedded.decode_graph import CudaCapture
 from torchtitan.grpo.inference.embedded.engine import Engine
 from torchtitan.grpo.inference.embedded.model import (
     ModelRunner,
     load_model,
-    load_tokenizer,
     read_eos_ids,
+    read_known_ids,
 )
 from torchtitan.grpo.inference.embedded.server import EmbeddedServer
 from torchtitan.grpo.inference.embedded.updates import WeightUpdater
@@ -43,6 +41,7 @@ from torchtitan.grpo.system.connections import (
     MAX_CONNECTIONS,
     raise_descriptor_limit,
 )
+from torchtitan.grpo.system.files import write_whole
 from torchtitan.grpo.system.http_site import listen
 from torchtitan.grpo.system.network import is_loopback, loopback_interface
 from torchtitan.grpo.weight_wire.process_group import own_group_facts
@@ -59,13 +58,6 @@ _ABOVE_ZERO = (
     "max_connections",
     "header_timeout",
 )
-
-
-def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = _make_parser()
-    arguments = parser.parse_args(argv)
-    _check_arguments(parser, arguments)
-    return arguments
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -129,7 +121,9 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    parser = _make_parser()
+    arguments = parser.parse_args(argv)
     for name in _ABOVE_ZERO:
         if getattr(arguments, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be above 0")
@@ -146,6 +140,7 @@ def _check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namesp
         )
     if arguments.max_model_len < 0:
         parser.error("--max-model-len must be 0 or above")
+    return arguments
 
 
 def build_server(arguments: argparse.Namespace) -> EmbeddedServer:
@@ -159,11 +154,10 @@ def build_server(arguments: argparse.Namespace) -> EmbeddedServer:
             f"--max-model-len must be at most {own_length}, the model's max_position_embeddings or "
             f"sliding_window, got {max_model_len}."
         )
-    eos_ids, tokenizer = read_eos_ids(path), load_tokenizer(path)
-    known_ids = None if tokenizer is None else {*tokenizer.get_vocab().values(), *eos_ids}
     on_gpu = model.device.type == "cuda"
     capture = CudaCapture(model.device) if on_gpu and not arguments.no_cuda_graphs else None
-    runner = ModelRunner(model, arguments.max_running_requests, max_model_len, known_ids, capture)
+    num_slots = arguments.max_running_requests
+    runner = ModelRunner(model, num_slots, max_model_len, read_known_ids(path), capture)
     table = WeightTable(model)
     seed = random.SystemRandom().getrandbits(31) if arguments.seed is None else arguments.seed
     return EmbeddedServer(
@@ -176,7 +170,7 @@ def build_server(arguments: argparse.Namespace) -> EmbeddedServer:
         ),
         lambda engine: WeightUpdater(engine, table, runner.device, arguments.dist_timeout, path),
         table,
-        ModelFacts(runner.vocab_size, max_model_len, eos_ids),
+        ModelFacts(runner.vocab_size, max_model_len, read_eos_ids(path)),
         {
             "embedded": True,
             "model_path": path,
@@ -222,22 +216,14 @@ async def serve(arguments: argparse.Namespace) -> None:
     logger.info("Serving %s on http://%s:%d", arguments.model_path, arguments.host, port)
     print(f"READY http://{arguments.host}:{port}", flush=True)
     if arguments.port_file:
-        write_port_file(arguments.port_file, port)
+        write_whole(Path(arguments.port_file), f"{port}\n".encode())
     await stop.wait()
     logger.info("Stopping.")
     # The engine ends first, so that waiting requests are answered before connections close.
     await asyncio.get_running_loop().run_in_executor(None, server.engine.close, 1.0)
-    server.updater.close()
+    server.updater.session.leave_groups()
     listener.close()
     await runner.cleanup()
-
-
-def write_port_file(path: str, port: int) -> None:
-    """Writes the port to a file, completely or not at all, for the program that chose port 0."""
-    partial = f"{path}.partial"
-    with open(partial, "w") as file:
-        file.write(f"{port}\n")
-    os.replace(partial, path)
 
 
 class RepeatLimit(logging.Filter):

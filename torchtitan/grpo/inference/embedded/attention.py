@@ -31,7 +31,7 @@ _MASK_ALIGNMENT = 8
 
 
 def fused_kernels(device: torch.device) -> AbstractContextManager[Any]:
-    """Returns a context in which attention on a GPU runs in fused kernels, or fails."""
+    """A context in which attention on a GPU runs in fused kernels, or fails."""
     if device.type != "cuda":
         return nullcontext()
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
@@ -57,13 +57,13 @@ def slot_attention(
 ) -> tuple[torch.Tensor, None]:
     """Computes the attention of one layer, whose ``layer_idx`` selects its slots.
 
+    The layout of the step decides what a token may see, not ``attention_mask``.
+
     Args:
         query: [1, num_heads, num_tokens, head_dim], in the order of the step's layout.
         key: [1, num_kv_heads, num_tokens, head_dim], already stored in the slots; ``value``
             likewise.
-        attention_mask: Ignored: the layout determines what a token may see.
-        slot_cache: Cache with the layout of this step; ``None`` computes plain causal
-            attention.
+        slot_cache: Cache with the layout; ``None`` computes plain causal attention.
 
     Returns:
         [batch, num_tokens, num_heads, head_dim], and no weights.

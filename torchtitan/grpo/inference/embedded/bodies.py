@@ -27,8 +27,6 @@ _MAX_WORLD_SIZE = 4096
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about the model that requests are checked against."""
-
     vocab_size: int
     max_model_len: int
     eos_ids: frozenset[int]
@@ -37,8 +35,8 @@ class ModelFacts:
 class GenerateBody(msgspec.Struct):
     """The body of ``/generate``: one prompt, or a list of prompts that is answered by a list.
 
-    ``rid`` is also the prefix of the ids of a list's completions. ``logprob_start_len`` holds
-    the first position of each prompt whose logprob is answered, or is -1 for none.
+    ``rid`` is also the prefix of the ids of a list's completions. ``logprob_start_len`` holds the
+    first position of each prompt whose logprob is answered, or is -1 for none.
     """
 
     input_ids: list[int | list[int]]
@@ -173,7 +171,7 @@ class VersionBody(msgspec.Struct):
 
 
 async def read(http: web.Request) -> bytes:
-    """Returns the body of a request; an empty one is an empty object."""
+    """An empty body is an empty object."""
     return (await read_body(http, _MAX_BODY_BYTES)).strip() or b"{}"
 
 

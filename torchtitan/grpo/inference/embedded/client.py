@@ -6,8 +6,8 @@
 from dataclasses import asdict, replace
 from typing import Any
 
-from torchtitan.grpo.inference.client import Capabilities, ServerError
-from torchtitan.grpo.inference.http import Answer, HttpConnection, excerpt
+from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.inference.http import Answer, excerpt
 from torchtitan.grpo.inference.server_spec import LaunchCommand, ServerSpec, seed_option
 from torchtitan.grpo.inference.sglang.client import SGLangClient
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
@@ -27,12 +27,6 @@ class EmbeddedClient(SGLangClient):
     _KIND = "embedded"
     _GROUP_FIELDS = (*SGLangClient._GROUP_FIELDS, "piece_bytes")
 
-    def __init__(
-        self, http: HttpConnection, capabilities: Capabilities, *, request_timeout_seconds: float
-    ) -> None:
-        super().__init__(http, capabilities, request_timeout_seconds=request_timeout_seconds)
-        self._sequences: dict[str, int] = {}
-
     async def generate(self, request: GenerateRequest) -> Generation:
         # The server knows its tokenizer, and so the ids that it must not sample.
         return await super().generate(replace(request, unknown_ids=()))
@@ -45,7 +39,7 @@ class EmbeddedClient(SGLangClient):
         await self._http.post("/leave_weight_groups", {})
 
     async def begin_update(self) -> None:
-        self._sequences = {}
+        self._sequences.clear()
         await self._close_session()
         await self._http.post("/begin_weight_update", {"selector": "target"})
 
@@ -53,15 +47,11 @@ class EmbeddedClient(SGLangClient):
         self, bucket: BucketSpec, *, group_name: str, last: bool, version: int
     ) -> None:
         group = self._joined(group_name)
-        # Counted before anything is awaited, so that the numbers have the order of the calls, which
-        # is that of the broadcasts, whichever request arrives first.
-        sequence = self._sequences.get(group_name, 0)
-        self._sequences[group_name] = sequence + 1
         await self._http.post(
             "/update_weights_from_distributed",
             {
                 **asdict(bucket),
-                "sequence": sequence,
+                "sequence": self._next_sequence(group_name),
                 "group_name": group_name,
                 "load_format": "flattened_bucket",
                 "weight_version": str(version) if last else None,
@@ -84,7 +74,7 @@ class EmbeddedClient(SGLangClient):
 
 
 def swap_seconds(answer: Answer, source: str) -> float:
-    """Returns how long the engine stopped, or raises ServerError if the server does not report it."""
+    """Returns how long the engine stopped."""
     body: Any = answer.body
     seconds = body.get("swap_seconds") if isinstance(body, dict) else None
     if not isinstance(seconds, float):

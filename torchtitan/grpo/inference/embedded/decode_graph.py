@@ -77,11 +77,10 @@ class DecodeGraphs:
     def run(
         self, ids: torch.Tensor, positions: torch.Tensor, lengths: list[int]
     ) -> torch.Tensor | None:
-        """Returns the [rows, dim] hidden states of a step without prompts, or ``None``.
+        """Returns the [rows, dim] hidden states of a step without prompts, valid until the next
+        step.
 
-        They are valid until the next step. ``None`` means that no graph fits it. ``ids`` and
-        ``positions`` are [rows] long, one token of each row; ``lengths`` are the positions plus
-        1.
+        ``None`` means that no graph fits it. The arguments are those of :meth:`ModelRunner.step`.
         """
         rows = bucket_of(len(lengths), 1, self._max_slots)
         length = bucket_of(max(lengths), _MIN_LENGTH, self._max_length)
@@ -91,18 +90,15 @@ class DecodeGraphs:
         if self._generation != self._cache.generation:
             self._graphs.clear()
             self._generation = self._cache.generation
-        self._set_inputs(ids, positions, rows)
+        self._inputs[0, : len(ids)].copy_(ids)
+        self._inputs[1, : len(ids)].copy_(positions)
+        if len(ids) < rows:
+            self._inputs[:, len(ids) : rows].zero_()
         replay = self._graphs.pop((rows, length), None) or self._captured(rows, length)
         if replay is None:
             return None
         self._graphs[rows, length] = replay
         return replay()[: len(lengths)]
-
-    def _set_inputs(self, ids: torch.Tensor, positions: torch.Tensor, rows: int) -> None:
-        self._inputs[0, : len(ids)].copy_(ids)
-        self._inputs[1, : len(ids)].copy_(positions)
-        if len(ids) < rows:
-            self._inputs[:, len(ids) : rows].zero_()
 
     def _captured(self, rows: int, length: int) -> Compute | None:
         assert self._capture is not None, "run has asked for it"

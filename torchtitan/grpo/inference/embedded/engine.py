@@ -44,9 +44,6 @@ from torchtitan.grpo.inference.embedded.step_layout import upload
 
 logger = logging.getLogger(__name__)
 
-Events = list[tuple[Request, int, bool]]
-"""``(request, num_tokens, finished)`` of every request that has changed."""
-
 _T = TypeVar("_T")
 # Token and position of each row, and how it is sampled.
 _Batch = tuple[torch.Tensor, torch.Tensor, SamplingBatch]
@@ -58,14 +55,14 @@ class EngineError(RuntimeError):
 
 
 class Engine:
-    """Continuous batching over a :class:`ModelRunner`.
+    """Continuous batching over a :class:`ModelRunner`, which only the engine's thread uses.
 
     All public methods may be called from any thread. Only :meth:`close` waits for the engine's
     thread; the others return futures.
 
     Args:
-        runner: The model. Only the engine's thread uses it after :meth:`start`.
-        report: Called on the engine's thread with the events of each step.
+        report: Called on the engine's thread after each step with the requests that got a token
+            or have finished.
         step_tokens: Maximum number of tokens of a step, above the number of rows, which bounds
             how long running requests wait for prompts. ``None`` takes
             :func:`default_step_tokens`.
@@ -75,12 +72,11 @@ class Engine:
     def __init__(
         self,
         runner: ModelRunner,
-        report: Callable[[Events], None],
+        report: Callable[[list[Request]], None],
         *,
         seed: int = 0,
         step_tokens: int | None = None,
         max_prefill_tokens: int = 4096,
-        version: str = "default",
     ) -> None:
         self._runner = runner
         self._report = report
@@ -92,7 +88,7 @@ class Engine:
         self._to_rate: list[Request] = []
         self._generator = torch.Generator(runner.device)
         self._generator.manual_seed(seed)
-        self.version = version
+        self.version = "default"
         self.is_paused = False
         self.failure: BaseException | None = None
         self.num_tokens = 0
@@ -101,7 +97,7 @@ class Engine:
         self.num_swaps = 0
         self._rows: list[Request | None] = []
         self._holes: list[int] = []
-        self._events: Events = []
+        self._changed: list[Request] = []
         # Tensors of the current rows, rebuilt when the rows have changed.
         self._batch: _Batch | None = None
         self._calls: deque[_Call] = deque()
@@ -150,25 +146,25 @@ class Engine:
 
     def submit(self, requests: Iterable[Request]) -> "Future[None]":
         batch = list(requests)
-        return self._call(lambda: self._enqueue(batch), only_adds=True)
+        return self.run(lambda: self._enqueue(batch), only_adds=True)
 
     def abort(self, prefix: str | None) -> "Future[int]":
         """Ends requests whose id begins with ``prefix``, or all if ``None``; returns their number."""
-        return self._call(lambda: self._abort(prefix, "Aborted by request."))
+        return self.run(lambda: self._abort(prefix, "Aborted by request."))
 
     def abort_request(self, request: Request) -> "Future[None]":
-        """Ends exactly this request, unless it has finished."""
-        return self._call(lambda: self._finish(request, "The client went away."))
+        """Has no effect if it has finished."""
+        return self.run(lambda: self._finish(request, "The client went away."))
 
     def pause(self) -> "Future[None]":
         """Stops generation after the current step. All requests are kept."""
-        return self._call(lambda: self._set_paused(True))
+        return self.run(lambda: self._set_paused(True))
 
     def resume(self) -> "Future[None]":
-        return self._call(lambda: self._set_paused(False))
+        return self.run(lambda: self._set_paused(False))
 
     def set_version(self, version: str) -> "Future[None]":
-        return self._call(lambda: self._set_version(version))
+        return self.run(lambda: self._set_version(version))
 
     def swap_weights(self, swap: Callable[[], None], version: str) -> "Future[float]":
         """Runs ``swap`` between two steps, and recomputes keys and values of the old weights.
@@ -176,13 +172,10 @@ class Engine:
         ``swap`` replaces the parameters and must not fail half-way. The future holds the
         seconds for which the engine stopped.
         """
-        return self._call(lambda: self._swap_weights(swap, version))
+        return self.run(lambda: self._swap_weights(swap, version))
 
-    def run(self, function: Callable[[], _T]) -> "Future[_T]":
+    def run(self, function: Callable[[], _T], *, only_adds: bool = False) -> "Future[_T]":
         """Runs ``function`` on the engine's thread between two steps."""
-        return self._call(function)
-
-    def _call(self, function: Callable[[], _T], *, only_adds: bool = False) -> "Future[_T]":
         future: Future[_T] = Future()
         with self._wake:
             if self.failure is not None or self._closing:
@@ -205,7 +198,7 @@ class Engine:
             while self._carry_out_calls():
                 if self._has_work():
                     self._step()
-                self._flush_events()
+                self._report_changed()
         except BaseException as error:
             # Caught at the boundary of the thread: all waiting callers are told the cause.
             logger.exception("The engine's thread has failed. All requests are answered with 500.")
@@ -250,12 +243,12 @@ class Engine:
             calls, self._calls = self._calls, deque()
         self._refuse(calls, self._why_ended())
         self._abort(None, self._why_ended())
-        self._flush_events()
+        self._report_changed()
 
-    def _flush_events(self) -> None:
-        if self._events:
-            events, self._events = self._events, []
-            self._report(events)
+    def _report_changed(self) -> None:
+        if self._changed:
+            changed, self._changed = self._changed, []
+            self._report(changed)
 
     # -- calls ------------------------------------------------------------------------
 
@@ -291,7 +284,7 @@ class Engine:
 
     def _finish_empty(self, request: Request) -> None:
         request.finish_reason = {"type": "length", "length": 0}
-        self._events.append((request, 0, True))
+        self._changed.append(request)
 
     def _abort(self, prefix: str | None, reason: str) -> int:
         everyone = [r for r in self._rows if r is not None] + list(self._queue.waiting)
@@ -308,7 +301,7 @@ class Engine:
         self._queue.drop(request)
         if request.row is not None:
             self._vacate(request)
-        self._events.append((request, len(request.output_ids), True))
+        self._changed.append(request)
 
     def _vacate(self, request: Request) -> None:
         assert request.row is not None, "only running requests hold a row"
@@ -333,13 +326,10 @@ class Engine:
             torch.cuda.current_stream().synchronize()  # its copies on the GPU count as a stop
         self.num_swaps += 1
         self._set_version(version)
-        self._requeue_running()
-        return time.perf_counter() - started
-
-    def _requeue_running(self) -> None:
         running = [r for r in self._rows if r is not None and r.prefilled_to is None]
         self.num_recomputed += self._queue.put_back(running)
         self._rows, self._holes, self._batch = [], [], None
+        return time.perf_counter() - started
 
     # -- one step ---------------------------------------------------------------------
 
@@ -423,8 +413,6 @@ class Engine:
             if request.prefilled_to is not None:
                 continue
             self.num_tokens += 1
-            finished = request.append(int(token_id), logprob)
-            if finished:
+            if request.append(int(token_id), logprob):
                 self._vacate(request)
-            if finished or request.stream:
-                self._events.append((request, len(request.output_ids), finished))
+            self._changed.append(request)

@@ -25,10 +25,10 @@ from torchtitan.grpo.inference.embedded.step_layout import StepLayout
 
 
 class SlotCache(Cache):
-    """A transformers cache whose rows have different lengths.
+    """A transformers cache whose rows have different lengths; :meth:`plan` comes before each
+    forward.
 
-    :meth:`plan` must be called before each forward. ``generation`` counts how often storage
-    that was in use has moved.
+    ``generation`` counts how often storage that was in use has moved.
     """
 
     step: StepLayout
@@ -83,7 +83,7 @@ class SlotCache(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Returns 0: rows have no common length, and positions and masks are passed explicitly."""
+        """Rows have no common length; positions and masks are passed explicitly."""
         return 0
 
     def _store(self, slots: torch.Tensor, new: torch.Tensor) -> None:

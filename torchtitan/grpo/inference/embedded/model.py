@@ -57,9 +57,9 @@ _LOGIT_ROWS = 256
 class ModelRunner:
     """A causal language model and the slots of its running requests.
 
-    Only the engine's thread uses it after the engine has started. ``max_length`` bounds prompt
-    and completion together. Only ``known_ids`` are sampled; ``None`` allows all. ``capture``
-    captures steps without prompts (`decode_graph.py`).
+    Only the engine's thread uses it after the engine has started. ``max_length`` bounds prompt and
+    completion together. Only ``known_ids`` are sampled; ``None`` allows all. ``capture`` captures
+    steps without prompts (`decode_graph.py`).
     """
 
     def __init__(
@@ -100,11 +100,10 @@ class ModelRunner:
     def step(
         self, ids: torch.Tensor, positions: torch.Tensor, lengths: list[int], plan: PrefillPlan
     ) -> torch.Tensor:
-        """Computes one token of each row and the prompts of ``plan``.
+        """Computes one token of each row and the prompts of ``plan``; returns [rows, vocab] logits.
 
-        The last token of a prompt is its row's token. ``ids`` and ``positions`` are [rows]
-        long, one token of each row; ``lengths`` are the positions plus 1. Returns [rows, vocab]
-        logits.
+        The last token of a prompt is its row's token. ``ids`` and ``positions`` are [rows] long;
+        ``lengths`` are the positions plus 1.
         """
         hidden, (whole, chunk) = None, self._prompt_parts(plan)
         if self._graphs is not None and whole is None and chunk is None:
@@ -173,8 +172,8 @@ class ModelRunner:
     def rate(self, sequences: list[list[int]], num_top: int = 0) -> list[PromptRating]:
         """Returns the logprob of each token but the first, without using the slots.
 
-        All sequences are computed in one pass, padded on the right. ``num_top`` most likely
-        tokens are returned for each rated token, the most likely one first.
+        All sequences are computed in one pass, padded on the right. ``num_top`` most likely tokens
+        are returned for each rated token, the most likely one first.
         """
         longest = max(map(len, sequences))
         padded = [tokens + [0] * (longest - len(tokens)) for tokens in sequences]
@@ -225,7 +224,7 @@ def _head_dim(config: PreTrainedConfig) -> int:
 
 
 def _check_attention(model: PreTrainedModel) -> None:
-    """Raises ValueError for models that the slots or the logits of this server do not support."""
+    """Refuses models that the slots or the logits of this server do not support."""
     config = model.config
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     if layer_types != {"full_attention"}:
@@ -254,10 +253,7 @@ def _check_attention(model: PreTrainedModel) -> None:
 
 
 def read_config(path: str) -> tuple[PreTrainedConfig, int | None]:
-    """Returns the configuration with full attention, and the length up to which that is exact.
-
-    Raises ValueError if config.json cannot be read, or describes quantised weights.
-    """
+    """Returns the configuration with full attention, and the length up to which that is exact."""
     file = Path(path) / "config.json"
     content, window = read_json(file, _SETTING), None
     refuse_quantised(content, file, _SETTING)
@@ -276,14 +272,10 @@ def read_config(path: str) -> tuple[PreTrainedConfig, int | None]:
 def load_model(path: str, device: str, dtype: str) -> PreTrainedModel:
     """Loads the model of a Hugging Face directory, without downloading anything.
 
-    Attention is full in each layer. With sliding windows, ``max_position_embeddings`` is at
-    most the window's length, up to which full attention is the same. The device ``auto`` is
-    CUDA if there is a GPU; the dtype ``auto`` is float32 on CPU and bfloat16 on CUDA.
-
-    Raises:
-        ValueError: If the directory has no config.json, its weights are not the model's plain
-            ones, or it was exported and has changed since.
-        NotRegularError: If a file in it is a pipe, a device or a socket.
+    Attention is full in each layer. With sliding windows, ``max_position_embeddings`` is at most
+    the window's length, up to which full attention is the same. The device ``auto`` is CUDA if
+    there is a GPU; the dtype ``auto`` is float32 on CPU and bfloat16 on CUDA. Raises ValueError if
+    the weights are not the model's plain ones, or the directory was exported and has changed since.
     """
     check_folder(path)
     for weights in (False, True):
@@ -317,17 +309,17 @@ def load_model(path: str, device: str, dtype: str) -> PreTrainedModel:
     return model.to(device=torch.device(device))  # pyright: ignore[reportCallIssue]
 
 
-def load_tokenizer(path: str) -> Tokenizer | None:
-    """Loads the directory's tokenizer.json, or returns ``None``: answers then have no text."""
+def read_known_ids(path: str) -> set[int] | None:
+    """Returns the ids that may be sampled: those of tokenizer.json and :func:`read_eos_ids`."""
     file = Path(path) / "tokenizer.json"
     if not file.is_file():
-        logger.info("There is no tokenizer.json in %s, so answers have no text.", path)
+        logger.info("There is no tokenizer.json in %s, so all of the vocabulary is sampled.", path)
         return None
-    return Tokenizer.from_file(str(file))
+    return {*Tokenizer.from_file(str(file)).get_vocab().values(), *read_eos_ids(path)}
 
 
 def read_eos_ids(path: str) -> frozenset[int]:
-    """Returns the end-of-sequence ids of config.json and generation_config.json together.
+    """Returns the ids of config.json and generation_config.json together.
 
     The trainer refuses a directory in which they are anything but ids.
     """

@@ -13,26 +13,19 @@ from torchtitan.grpo.inference.client import PromptRating
 from torchtitan.grpo.inference.embedded.sampling import SamplingParams
 
 
-def _tell_nobody(num_tokens: int, finished: bool) -> None: ...
-
-
 @dataclass(eq=False)
 class Request:
-    """A request as the engine sees it.
+    """A request as the engine sees it; only the engine's thread writes to it.
 
-    Only the engine's thread writes to it. The lists of tokens only grow, so another thread may
-    read the first ``num_tokens`` entries after the listener was told of them.
-
-    WAITING (``row`` is ``None``) -> PREFILLING (``prefilled_to`` is set) -> RUNNING (``row`` is
-    its slot) -> finished (``finish_reason`` is set). A prompt that one step computes is never
+    WAITING (``row`` is ``None``) -> PREFILLING (``prefilled_to`` is set) -> RUNNING (``row`` is its
+    slot) -> finished (``finish_reason`` is set). A prompt that one step computes is never
     PREFILLING. New weights send a request that has a row back to WAITING.
 
     Attributes:
         stop_ids: Tokens that end the completion, the model's own included.
+        on_end: Called on the server's event loop when the request has finished.
         prefilled_to: While the prompt is computed in chunks, the number of its tokens that are
             in the slot after the current step; else ``None``.
-        stream: Whether the listener is told of every token, or only of the end.
-        listener: Called with ``(num_tokens, finished)`` on the server's event loop.
         segments: ``(version, start)`` for each version that sampled tokens of the completion.
         shared_prompt_tokens: Number of prompt tokens whose keys and values another request
             computed.
@@ -45,8 +38,7 @@ class Request:
     prompt_ids: list[int]
     sampling: SamplingParams
     stop_ids: frozenset[int]
-    stream: bool = False
-    listener: Callable[[int, bool], None] = _tell_nobody
+    on_end: Callable[[], None] = lambda: None
     generator: torch.Generator | None = None
     row: int | None = None
     prefilled_to: int | None = None
@@ -80,7 +72,6 @@ class Request:
 
     def start_segment(self, version: str) -> None:
         start = len(self.output_ids)
-        # A new list, because another thread may be reading the old one.
         self.segments = [*(s for s in self.segments if s[1] < start), (version, start)]
 
     def append(self, token_id: int, logprob: float) -> bool:

@@ -17,9 +17,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         temperature: Below 1e-6, sampling is greedy, and logprobs are those of temperature 1.
-        top_p: Nucleus bound; 1 is off.
         top_k: Number of most likely tokens kept; below 1 is off.
-        ignore_eos: Whether the model's own end-of-sequence tokens do not end the completion.
         sampling_seed: Seed that makes the tokens independent of other requests.
     """
 
@@ -81,7 +79,6 @@ class SamplingBatch:
         params: list[SamplingParams],
         generators: list[torch.Generator | None],
     ) -> "SamplingBatch":
-        """Builds a batch from its uploaded columns and the generators of rows with a seed."""
         temperature, greedy, rows, top_k, top_p = columns
         is_plain = all(p.is_greedy or p.temperature == 1.0 for p in params)
         filters = None

@@ -3,9 +3,9 @@
 
 """The HTTP routes, with the names and shapes of SGLang's.
 
-The event loop never waits for the model or for a trainer. The engine's thread reports the end
-of generations, and blocking operations (joining a group, committing, reading a checkpoint) run
-on daemon threads. If a client disconnects, its control operation still runs to its end, and its
+The event loop never waits for the model or for a trainer. The engine's thread reports the end of
+generations, and blocking operations (joining a group, committing, reading a checkpoint) run on
+daemon threads. If a client disconnects, its control operation still runs to its end, and its
 generation is aborted.
 """
 
@@ -23,7 +23,7 @@ from aiohttp import web
 from torchtitan.grpo.inference.access import AuthLevel, Keys, refusal
 from torchtitan.grpo.inference.embedded import bodies
 from torchtitan.grpo.inference.embedded.bodies import ModelFacts, error_response, success
-from torchtitan.grpo.inference.embedded.engine import Engine, EngineError, Events
+from torchtitan.grpo.inference.embedded.engine import Engine, EngineError
 from torchtitan.grpo.inference.embedded.request import Request
 from torchtitan.grpo.inference.embedded.updates import WeightUpdater
 from torchtitan.grpo.inference.embedded.weights import WeightTable
@@ -43,13 +43,13 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class EmbeddedServer:
     """Connects the engine and the updater to HTTP.
 
-    ``engine_factory`` is given the function to which the engine reports events. ``info`` holds
-    the constant entries of ``/model_info`` and ``/server_info``.
+    ``engine_factory`` is given the function to which the engine reports. ``info`` holds the
+    constant entries of ``/model_info`` and ``/server_info``.
     """
 
     def __init__(
         self,
-        engine_factory: Callable[[Callable[[Events], None]], Engine],
+        engine_factory: Callable[[Callable[[list[Request]], None]], Engine],
         updater_factory: Callable[[Engine], WeightUpdater],
         table: WeightTable,
         facts: ModelFacts,
@@ -68,7 +68,7 @@ class EmbeddedServer:
         self._active_ids: set[str] = set()
 
     def make_app(self) -> web.Application:
-        """Returns the aiohttp application. It must be served with ``handler_cancellation=True``."""
+        """Must be served with ``handler_cancellation=True``."""
         app = web.Application()
         open_, normal, control = AuthLevel.OPEN, AuthLevel.NORMAL, AuthLevel.CONTROL
         routes: list[tuple[str, str, _Handler, AuthLevel]] = [
@@ -122,9 +122,10 @@ class EmbeddedServer:
 
     # -- generation -------------------------------------------------------------------
 
-    def _report(self, events: Events) -> None:
-        """Runs on the engine's thread, and schedules one call on the loop for each step."""
-        self._loop.call_soon_threadsafe(_tell_listeners, events)
+    def _report(self, changed: list[Request]) -> None:
+        """Runs on the engine's thread, and schedules at most one call on the loop for each step."""
+        if ended := [request for request in changed if request.finish_reason is not None]:
+            self._loop.call_soon_threadsafe(_tell_end, ended)
 
     async def _generate(self, http: web.Request) -> web.Response:
         body = await _parsed(http, bodies.GenerateBody)
@@ -150,7 +151,7 @@ class EmbeddedServer:
         ends: list[asyncio.Future[None]] = []
         for request in requests:
             ends.append(self._loop.create_future())
-            request.listener = partial(_note_end, ends[-1])
+            request.on_end = partial(_note_end, ends[-1])
         self._active_ids |= ids
         try:
             await asyncio.wrap_future(self.engine.submit(requests))
@@ -205,7 +206,7 @@ class EmbeddedServer:
                 "num_steps": engine.num_steps,
                 "num_recomputed": engine.num_recomputed,
                 "num_swaps": engine.num_swaps,
-                "weight_groups": self.updater.group_names,
+                "weight_groups": self.updater.session.group_names,
             }
         )
 
@@ -283,7 +284,7 @@ class EmbeddedServer:
 
     async def _update_version(self, http: web.Request) -> web.Response:
         body = await _parsed(http, bodies.VersionBody)
-        self.updater.forget_base()
+        self.updater.session.forget_base()  # deltas name the version that it had
         await asyncio.wrap_future(self.engine.set_version(body.new_version))
         return success(f"Weight version updated to {body.new_version}")
 
@@ -297,13 +298,13 @@ def _local_address(http: web.Request) -> str | None:
     return name[0] if isinstance(name, tuple) else None
 
 
-def _tell_listeners(events: Events) -> None:
-    for request, num_tokens, finished in events:
-        request.listener(num_tokens, finished)
+def _tell_end(requests: list[Request]) -> None:
+    for request in requests:
+        request.on_end()
 
 
-def _note_end(end: "asyncio.Future[None]", num_tokens: int, finished: bool) -> None:
-    if finished and not end.done():
+def _note_end(end: "asyncio.Future[None]") -> None:
+    if not end.done():  # it is cancelled if the client has left
         end.set_result(None)
 
 
@@ -325,8 +326,8 @@ async def _on_thread(function: Callable[[], _T]) -> _T:
 class EngineMonitor:
     """Health and metrics of the engine.
 
-    The server is stuck if its engine has ended, or if it has running requests, is not paused,
-    and took no step between two calls that lie more than two minutes apart.
+    The server is stuck if its engine has ended, or if it has running requests, is not paused, and
+    took no step between two calls that lie more than two minutes apart.
     """
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:

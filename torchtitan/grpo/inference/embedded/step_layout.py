@@ -25,8 +25,8 @@ import torch
 class RowRange:
     """Rows ``start`` to ``stop``, exclusive, whose attention is computed together.
 
-    Attention reads ``length`` positions, as many as the longest row has. ``mask`` is the [rows,
-    1, 1, length] additive mask of shorter rows, if there are any.
+    Attention reads ``length`` positions, as many as the longest row has. ``mask`` is the [rows, 1,
+    1, length] additive mask of shorter rows, if there are any.
     """
 
     start: int
@@ -74,10 +74,7 @@ class ChunkPart:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The tokens of one forward.
-
-    ``positions`` is [num_rows] long. ``ranges`` are all rows, in order.
-    """
+    """The tokens of one forward; ``positions`` is [num_rows] long, and ``ranges`` are all rows."""
 
     positions: torch.Tensor
     ranges: list[RowRange]

@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 
+import msgspec
 import torch
 
 from torchtitan.grpo.inference.embedded.bodies import GroupBody
@@ -42,8 +43,7 @@ class WeightUpdater:
     """Receives weights and commits them to the engine.
 
     NCCL groups receive on ``device``, gloo groups on the CPU. ``timeout_seconds`` bounds a
-    rendezvous, each broadcast, and the swap. Adapters are added to the weights of
-    ``model_path``.
+    rendezvous, each broadcast, and the swap. Adapters are added to the weights of ``model_path``.
     """
 
     def __init__(
@@ -59,38 +59,24 @@ class WeightUpdater:
         self._timeout_seconds = timeout_seconds
         self._busy = threading.Lock()
         place = StagingPlace(device, table.in_wire_dtype, self._prepared, stream=table.stream)
-        self._session = UpdateSession(place, table.check, lambda: model_path)
+        self.session = UpdateSession(place, table.check, lambda: model_path)
         self._version: str | None = None  # of the open update
         self._pushed: set[str] = set()  # may differ from the directory
 
-    @property
-    def group_names(self) -> list[str]:
-        return self._session.group_names
-
     def join(self, body: GroupBody) -> None:
-        self._session.join(
-            WeightGroupInfo(
-                master_address=body.master_address,
-                master_port=body.master_port,
-                rank_offset=body.rank_offset,
-                world_size=body.world_size,
-                group_name=body.group_name,
-                backend=body.backend,
-                timeout_seconds=self._timeout_seconds,
-                piece_bytes=body.piece_bytes,
-            )
-        )
+        fields = msgspec.structs.asdict(body)
+        self.session.join(WeightGroupInfo(**fields, timeout_seconds=self._timeout_seconds))
 
     def leave_all(self) -> None:
         """Leaves all groups and drops an open update, if any."""
-        self._session.leave_groups()
+        self.session.leave_groups()
         # An operation that waited in a group has failed, and ends soon.
         with self._exclusive(_LEAVE_SECONDS):
-            self._session.drop()
+            self.session.drop()
 
     def begin(self) -> None:
         with self._exclusive():
-            self._session.begin()
+            self.session.begin()
             self._version = None
 
     def announce(
@@ -100,46 +86,38 @@ class WeightUpdater:
 
         The future ends when the bucket has arrived and is verified.
         """
-        future = self._session.announce(bucket, group_name, sequence)
+        future = self.session.announce(bucket, group_name, sequence)
         self._version = version or self._version
         return future
 
     def fail(self, reason: str) -> None:
         """Makes :meth:`end` drop the open update, one of whose buckets could not be parsed."""
-        if self._session.is_open:
-            self._session.staging.refuse(reason)
+        if self.session.is_open:
+            self.session.staging.refuse(reason)
 
     def end(self, version: str | None = None) -> tuple[str, float]:
-        """Commits the update, or drops it whole.
+        """Commits the update, or drops it whole; returns a message and the seconds of the stop.
 
-        ``version`` counts if no bucket has named one. Returns a message for the caller, and the
-        seconds for which the engine stopped.
+        ``version`` counts if no bucket has named one.
         """
         with self._exclusive():
-            if self._session.staging.is_receiving:
+            if self.session.staging.is_receiving:
                 raise UpdateError(_UNDER_WAY)
             with self._dropping():
                 return self._commit(version or self._version, self._timeout_seconds)
 
     def load_from_disk(self, model_path: str, version: str) -> float:
-        """Serves the weights of a Hugging Face directory; returns the duration of the swap."""
+        """Serves the weights of a Hugging Face directory; returns the seconds of the stop."""
         with self._exclusive():
-            self._session.begin()
+            self.session.begin()
             with self._dropping():
                 check_folder(model_path)
-                self._session.read(model_path)
-                if missing := self._table.missing(self._session.staging.dtypes):
+                self.session.read(model_path)
+                if missing := self._table.missing(self.session.staging.dtypes):
                     raise ValueError(
                         f"{len(missing)} parameters are missing, such as {missing[:3]}."
                     )
                 return self._commit(version, max(self._timeout_seconds, _DISK_SECONDS))[1]
-
-    def forget_base(self) -> None:
-        """Refuses deltas, because the served version was renamed."""
-        self._session.forget_base()
-
-    def close(self) -> None:
-        self._session.leave_groups()
 
     @contextmanager
     def _exclusive(self, wait_seconds: float = 0.0) -> Iterator[None]:
@@ -159,15 +137,15 @@ class WeightUpdater:
         except _SwapError:
             raise
         except (UpdateError, ValueError, OSError) as error:
-            self._session.drop()
+            self.session.drop()
             raise UpdateError(f"Nothing was changed: {error}") from error
 
     def _prepared(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone() if is_adapter(name) else self._table.prepared(name, tensor)
 
     def _commit(self, version: str | None, timeout_seconds: float) -> tuple[str, float]:
-        tensors = self._session.collect(timeout_seconds)
-        dtypes = self._session.received
+        tensors = self.session.collect(timeout_seconds)
+        dtypes = self.session.received
         if not dtypes:
             return "Ended; no weights were sent.", 0.0
         if version is None:
@@ -176,12 +154,12 @@ class WeightUpdater:
                 "last chunk."
             )
         pushed = self._pushed | set(tensors)
-        if self._session.is_of_adapters:
+        if self.session.is_of_adapters:
             pushed = {served_weight_of(name) for name in tensors}
             # If others differ from the directory, because they were pushed before, all are replaced.
             tensors = {
                 name: self._table.prepared(name, tensor)
-                for name, tensor in self._session.with_adapters(
+                for name, tensor in self.session.with_adapters(
                     tensors, all_weights=not self._pushed <= pushed
                 )
                 if name in pushed or self._table.has(name)
@@ -189,14 +167,14 @@ class WeightUpdater:
         self._table.wait_prepared()
         seconds = self._swap(tensors, version)
         self._pushed = pushed
-        self._session.settle(self._table.tensors(), version if self._is_base(dtypes) else None)
+        self.session.settle(self._table.tensors(), version if self._is_base(dtypes) else None)
         logger.info("Serving %d new tensors as version %s.", len(tensors), version)
         return f"Serving {len(dtypes)} tensors as version {version!r}.", seconds
 
     def _is_base(self, dtypes: dict[str, str]) -> bool:
         """Returns whether deltas can be applied: all weights were received, and are held exactly."""
         return (
-            not self._session.is_of_adapters
+            not self.session.is_of_adapters
             and not self._table.missing(dtypes)
             and all(self._table.is_exact(n, WIRE_DTYPES[dtype]) for n, dtype in dtypes.items())
         )

@@ -1,10 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Client of SGLang servers (0.5.20 and later), whose routes the embedded server has as well."""
+"""Client and launcher of SGLang servers (0.5.20 and later), whose routes the embedded server has."""
 
 import re
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torchtitan.grpo.inference.answers import (
@@ -26,6 +28,12 @@ from torchtitan.grpo.inference.client import (
 )
 from torchtitan.grpo.inference.http import HttpClient, HttpConnection, excerpt
 from torchtitan.grpo.inference.identify import require_kind
+from torchtitan.grpo.inference.server_spec import (
+    LaunchCommand,
+    ServerSpec,
+    batched_tokens,
+    seed_option,
+)
 from torchtitan.grpo.inference.sglang.answers import (
     checksum_names,
     facts_of_server,
@@ -52,6 +60,9 @@ from torchtitan.grpo.weight_wire.transfer_messages import (
 _FIRST_VERSION_WITH_SESSIONS = (0, 5, 21)
 _RECEIVE_ROUTE = "/update_weights_from_distributed"
 _OUTSIDE_VOCABULARY = 2**31 - 1
+_SERVER_MAIN = Path(__file__).with_name("server_main.py")
+# On a CPU, SGLang would otherwise allocate 15 GB for its KV cache.
+_CPU_MAX_TOKENS = 32768
 # In the message that refuses a logit bias of a token that is not in the vocabulary.
 _LAST_TOKEN = re.compile(r"keys in \[0, (\d+)\]")
 
@@ -109,7 +120,7 @@ class SGLangClient(HttpClient):
         )
 
     async def _vocab_size(self) -> int | None:
-        """The size of the vocabulary, which the answer to an invalid request reveals."""
+        """The answer to an invalid request reveals it."""
         outside = {"max_new_tokens": 1, "logit_bias": {str(_OUTSIDE_VOCABULARY): 0.0}}
         body = {"input_ids": [0], "sampling_params": outside}
         answer = await self._http.post("/generate", body, scope="generation", accept=(400,))
@@ -344,3 +355,28 @@ def release_number(version: Any) -> tuple[int, int, int] | None:
     major, minor, patch = (int(part) for part in match.groups())
     # Builds from a checkout have the version 0.0.0.dev.
     return (major, minor, patch) if (major, minor, patch) > (0, 0, 0) else None
+
+
+def launch_command(spec: ServerSpec) -> LaunchCommand:
+    """Returns the command that starts an SGLang server behind the guard of `server_main.py`."""
+    command = [spec.python or sys.executable, str(_SERVER_MAIN)]
+    if spec.device == "cpu":
+        # An idle scheduler would otherwise ask for requests in a loop, which takes a whole core.
+        command += ["--attention-backend", "torch_native", "--sleep-on-idle"]
+        wanted = spec.max_running_requests * spec.max_model_len or _CPU_MAX_TOKENS
+        max_tokens = max(spec.max_model_len, min(wanted, _CPU_MAX_TOKENS))
+        command += ["--max-total-tokens", str(max_tokens)]
+    command += ["--model-path", spec.model_path, "--host", spec.host, "--port", str(spec.port)]
+    command += ["--device", spec.device, "--dtype", spec.dtype]
+    command += ["--context-length", str(spec.max_model_len)] if spec.max_model_len else []
+    command += ["--max-running-requests", str(spec.max_running_requests)]
+    # SGLang does not mix prompts and running requests in one batch when logprobs are asked for, so
+    # its option --enable-mixed-chunk would do nothing here. The interval makes running requests
+    # wait for one chunk of a prompt, and not for all of its chunks.
+    command += ["--chunked-prefill-size", str(batched_tokens(spec))]
+    command += ["--prefill-decode-interval", "1"]
+    command += ["--tp-size", str(spec.tensor_parallel_size)]
+    if spec.gpu_memory_utilization is not None and spec.device == "cuda":
+        command += ["--mem-fraction-static", f"{spec.gpu_memory_utilization:g}"]
+    command += seed_option("--random-seed", spec)
+    return LaunchCommand(command, {"HF_HUB_OFFLINE": "1"})

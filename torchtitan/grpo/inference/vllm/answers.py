@@ -31,10 +31,9 @@ _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
 
 
 def generate_body(request: GenerateRequest) -> dict[str, Any]:
-    """Returns the body of a request to :data:`GENERATE_ROUTE`.
+    """Sets everything that shapes the distribution.
 
-    It sets everything that shapes the distribution; the model's ``generation_config.json`` would
-    fill what is left out.
+    The model's ``generation_config.json`` would fill what is left out.
     """
     return {
         "request_id": request.request_id,
@@ -98,7 +97,6 @@ def parse_generation(source: str, request: GenerateRequest, body: Any) -> Genera
 
 
 def parse_logprobs(source: str, body: Any) -> list[float]:
-    """Returns the logprobs of the sampled tokens, whatever their versions."""
     try:
         (choice,) = body["choices"]
         return [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]

@@ -1,16 +1,18 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Client of vLLM servers (0.32 and 0.33) with this project's weight transfer engine.
+"""Client and launcher of vLLM servers (0.32 and 0.33) with this project's weight transfer engine.
 
 They need ``--enable-scale-out`` (its route for token ids reports the weight version of every token,
 which the OpenAI routes do not), ``VLLM_SERVER_DEV_MODE=1`` (routes for reinforcement learning),
 ``--weight-transfer-config '{"backend": "torchtitan_grpo"}'`` and ``--logprobs-mode
-processed_logprobs``. `inference/vllm/launch.py` sets all of them.
+processed_logprobs``. :func:`launch_command` sets all of them.
 """
 
 import asyncio
+import json
 import logging
+import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -25,6 +27,7 @@ from torchtitan.grpo.inference.answers import (
     version_or_none,
 )
 from torchtitan.grpo.inference.client import (
+    MAX_TOP_TOKENS,
     Capabilities,
     LogprobsError,
     PromptRating,
@@ -34,6 +37,12 @@ from torchtitan.grpo.inference.client import (
 )
 from torchtitan.grpo.inference.http import HttpClient, HttpConnection, RouteError, excerpt
 from torchtitan.grpo.inference.identify import require_kind
+from torchtitan.grpo.inference.server_spec import (
+    LaunchCommand,
+    ServerSpec,
+    batched_tokens,
+    seed_option,
+)
 from torchtitan.grpo.inference.vllm.answers import (
     GENERATE_ROUTE,
     REQUEST_ID_PREFIX,
@@ -47,11 +56,11 @@ from torchtitan.grpo.inference.vllm.answers import (
 )
 from torchtitan.grpo.inference.vllm.examine import (
     ALL_OPTIONS,
+    GUARD,
     NO_ROOM,
     WRONG_LOGPROBS,
     examine,
 )
-from torchtitan.grpo.inference.vllm.launch import GROUP_FACTS_METHOD, WORKER_EXTENSION
 from torchtitan.grpo.types import GenerateRequest, Generation
 from torchtitan.grpo.weight_wire.group_facts import GroupFacts, facts_from_json
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
@@ -60,8 +69,11 @@ logger = logging.getLogger(__name__)
 
 _PROBE_TOKENS = (0, 1)  # in every vocabulary
 _PROBE_TOLERANCE = 1e-3
+# The class whose methods vLLM adds to its workers, and the method that tells the facts for groups.
+_WORKER_EXTENSION = "torchtitan.grpo.inference.vllm.worker_extension.WorkerExtension"
+_GROUP_FACTS_METHOD = "torchtitan_grpo_group_facts"
 NO_EXTENSION = (
-    f"vLLM tells it if it is started with --worker-extension-cls {WORKER_EXTENSION}, as "
+    f"vLLM tells it if it is started with --worker-extension-cls {_WORKER_EXTENSION}, as "
     "scripts/serve_vllm.sh starts it."
 )
 
@@ -80,7 +92,6 @@ class VLLMClient(HttpClient):
         self, http: HttpConnection, capabilities: Capabilities, *, request_timeout_seconds: float
     ) -> None:
         super().__init__(http, capabilities, request_timeout_seconds=request_timeout_seconds)
-        self._sequences: dict[str, int] = {}
         self._logprobs_probe: asyncio.Task[None] | None = None
         self._takes_logit_bias = True  # not with speculative decoding
 
@@ -196,7 +207,7 @@ class VLLMClient(HttpClient):
 
     async def group_facts(self) -> list[GroupFacts]:
         # A server that was started without the extension answers with an error.
-        body = {"method": GROUP_FACTS_METHOD}
+        body = {"method": _GROUP_FACTS_METHOD}
         answer = await self._http.post("/collective_rpc", body, accept=(400, 404, 500))
         results = answer.body.get("results") if isinstance(answer.body, dict) else None
         if answer.status != 200 or not results:
@@ -243,7 +254,7 @@ class VLLMClient(HttpClient):
 
     async def begin_update(self) -> None:
         self._update_marked = False
-        self._sequences = {}
+        self._sequences.clear()
         answer = await self._http.post("/start_weight_update", accept=(400, 500))
         if answer.status != 200:  # most likely, an earlier trainer left an update open
             await self._abandon_update()
@@ -263,14 +274,11 @@ class VLLMClient(HttpClient):
     ) -> None:
         group = self._joined(group_name)
         info = {**asdict(bucket), "group_name": group_name}
-        if self.stops_for == "transfer":
+        if self.capabilities.stops_for == "transfer":
             await self._load_bucket(info, group)
             return
-        # Counted before anything is awaited, so that the numbers have the order of the calls, which
-        # is that of the broadcasts, whichever request arrives first.
-        info["sequence"] = self._sequences.get(group_name, 0)
-        self._sequences[group_name] = info["sequence"] + 1
-        await self._update({"action": "stage", **info})
+        sequence = self._next_sequence(group_name)
+        await self._update({"action": "stage", **info, "sequence": sequence})
 
     async def _load_bucket(self, info: dict[str, Any], group: WeightGroupInfo) -> None:
         async with self._one_bucket:
@@ -290,7 +298,7 @@ class VLLMClient(HttpClient):
 
     async def commit_update(self, version: int) -> float:
         patience = max((g.timeout_seconds for g in self._groups.values()), default=None)
-        await self._commit(version, patience, staged=self.stops_for == "commit")
+        await self._commit(version, patience, staged=self.capabilities.stops_for == "commit")
         return 0.0
 
     async def _commit(self, version: int, patience: float | None, *, staged: bool) -> None:
@@ -355,3 +363,35 @@ def _field(body: Any, name: str, source: str) -> Any:
     if not isinstance(body, dict) or name not in body:
         raise ServerError(f"{source} must answer an object with {name}, got {excerpt(body)}")
     return body[name]
+
+
+def launch_command(spec: ServerSpec) -> LaunchCommand:
+    """Returns the command that starts one vLLM server as :class:`VLLMClient` needs it."""
+    # The module, not the console script `vllm serve`, which fails in vLLM's CPU package.
+    command = [spec.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", spec.model_path, "--host", spec.host, "--port", str(spec.port)]
+    command += ["--dtype", spec.dtype, "--max-model-len", str(spec.max_model_len or "auto")]
+    command += ["--max-num-seqs", str(spec.max_running_requests)]
+    # Running requests come first in vLLM, and prompts get what is left of the budget.
+    command += ["--enable-chunked-prefill", "--max-num-batched-tokens", str(batched_tokens(spec))]
+    # The route that takes and returns token ids, with the weight version of each token.
+    command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+    # A teacher returns its most likely tokens (teacher.top_k); vLLM's default limit is 20.
+    command += ["--max-logprobs", str(MAX_TOP_TOKENS)]
+    command += [
+        "--weight-transfer-config",
+        json.dumps({"backend": "torchtitan_grpo"}, allow_nan=False),
+    ]
+    command += ["--worker-extension-cls", _WORKER_EXTENSION]
+    command += ["--middleware", GUARD]
+    command += ["--tensor-parallel-size", str(spec.tensor_parallel_size)]
+    if spec.gpu_memory_utilization is not None and spec.device == "cuda":
+        command += ["--gpu-memory-utilization", f"{spec.gpu_memory_utilization:g}"]
+    command += seed_option("--seed", spec)
+    defaults = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    if spec.device == "cpu":
+        command += ["--enforce-eager"]
+        # The KV cache takes 1 GiB. Threads are not pinned to cores, because vLLM would choose
+        # the cores on which the trainer's threads run.
+        defaults |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return LaunchCommand(command, defaults, {"VLLM_API_KEY": spec.api_key})

@@ -13,7 +13,7 @@ tensors in the layout of the checkpoint.
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -29,7 +29,12 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from torchtitan.grpo.inference.vllm.updates import StagingNeeds, UpdateRequest, WorkerUpdates
+from torchtitan.grpo.inference.vllm.updates import (
+    UpdateRequest,
+    WorkerUpdates,
+    must_stage_on_host,
+    staging_needs,
+)
 from torchtitan.grpo.system.host_memory import available_bytes
 from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
 
@@ -40,8 +45,8 @@ logger = logging.getLogger(__name__)
 class GroupInitInfo(WeightTransferInitInfo):
     """The body of ``/init_weight_transfer_engine``: the :class:`WeightGroupInfo`.
 
-    With ``probe`` no group is joined: the request decides where updates are staged, and fails
-    if there is no room anywhere.
+    With ``probe`` no group is joined: the request decides where updates are staged, and fails if
+    there is no room anywhere.
     """
 
     master_address: str
@@ -56,17 +61,8 @@ class GroupInitInfo(WeightTransferInitInfo):
     probe: bool = False
 
     def group(self) -> WeightGroupInfo:
-        return WeightGroupInfo(
-            self.master_address,
-            self.master_port,
-            self.rank_offset,
-            self.world_size,
-            self.group_name,
-            self.backend,
-            self.timeout_seconds,
-            self.deltas,
-            self.piece_bytes,
-        )
+        names = [field.name for field in fields(WeightGroupInfo)]
+        return WeightGroupInfo(**{name: getattr(self, name) for name in names})
 
 
 @dataclass
@@ -85,7 +81,6 @@ class TorchGroupWeightEngine(WeightTransferEngine[GroupInitInfo, BucketUpdateInf
         self._updates = WorkerUpdates(_ReloadedModel(self), self.device)
 
     def init_transfer_engine(self, init_info: GroupInitInfo) -> None:
-        """Joins one of the trainer's groups, or probes for room to stage."""
         if init_info.probe:
             self._choose_place(init_info.deltas)
         else:
@@ -118,14 +113,15 @@ class TorchGroupWeightEngine(WeightTransferEngine[GroupInitInfo, BucketUpdateInf
             return  # received on the host, whose memory the operator has chosen
         parallel = self.parallel_config
         num_workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        sizes = [p.nbytes for p in self.model.parameters()]
-        needs = StagingNeeds.of(sizes, num_workers, deltas=deltas)
+        # Workers hold equal parts of the model.
+        model_bytes = num_workers * sum(p.nbytes for p in self.model.parameters())
+        needs = staging_needs(model_bytes, num_workers, deltas=deltas)
         free, _ = torch.cuda.mem_get_info(self.device)
         # Memory that torch holds for later allocations, for instance since an earlier update.
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         # What this worker and the others hold of earlier versions is for the next one.
         free_on_host = available_bytes() + num_workers * self._updates.host_bytes
-        is_on_host = needs.are_met_on_host(self.device, free, free_on_host)
+        is_on_host = must_stage_on_host(needs, self.device, free, free_on_host)
         if is_on_host:
             logger.warning(
                 "Weights are staged in host memory, because %s has no room for a second copy.",
@@ -173,9 +169,8 @@ class _ReloadedModel:
 def _pack_output_again(model: torch.nn.Module) -> None:
     """Makes an output layer on the CPU compute with the weights that its parameter has now.
 
-    On a CPU vLLM multiplies by a packed copy of the weight. A reload packs only layers that
-    weights were loaded for, and no weight has the name of an output layer that is tied to the
-    embedding.
+    vLLM multiplies by a packed copy of them. A reload packs only layers that weights were loaded
+    for, and no weight has the name of an output layer that is tied to the embedding.
     """
     for layer in model.modules():
         if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):

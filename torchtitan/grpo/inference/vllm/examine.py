@@ -7,11 +7,14 @@ Each option is recognized by how a route behaves, because ``/server_info`` takes
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from torchtitan.grpo.inference.http import HttpConnection, excerpt
 from torchtitan.grpo.inference.vllm.answers import GENERATE_ROUTE
-from torchtitan.grpo.inference.vllm.launch import GUARD
+from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
+
+GUARD = "torchtitan.grpo.inference.vllm.guard.VllmGuard"
+"""Class that vLLM puts before its HTTP routes."""
 
 NO_ROOM = "no room to stage"
 """Part of the error message of a worker without memory for a second copy of the weights."""
@@ -44,9 +47,7 @@ _REFUSED = (400, 404, 405, 500)
 
 @dataclass
 class Examined:
-    """Results of :func:`examine`: the vocabulary's size, if told, whether the route for token ids
-    is open, a text for each missing option, and warnings.
-    """
+    """Results; ``can_generate`` tells whether the route for token ids is open."""
 
     vocab_size: int | None = None
     can_generate: bool = True
@@ -90,16 +91,7 @@ async def _examine_control(http: HttpConnection, found: Examined) -> None:
 
 async def _examine_transfer(http: HttpConnection, found: Examined) -> None:
     # A probe for room joins no group; see the plugin's engine.
-    probe = {
-        "master_address": "",
-        "master_port": 0,
-        "rank_offset": 0,
-        "world_size": 0,
-        "group_name": "",
-        "backend": "gloo",
-        "timeout_seconds": 1.0,
-        "probe": True,
-    }
+    probe = asdict(WeightGroupInfo("", 0, 0, 0, "", "gloo", 1.0)) | {"probe": True}
     route = "/init_weight_transfer_engine"
     answer = await http.post(route, {"init_info": probe}, accept=_REFUSED)
     if answer.status != 200 and NO_ROOM not in excerpt(answer.body):

@@ -63,19 +63,15 @@ class LoadableModel(Protocol):
 
     def begin_load(self) -> None:
         """Takes the weights off the layers, until each has all of its new ones."""
-        ...
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Loads some of the new weights, by their Hugging Face names."""
-        ...
 
     def finish_load(self) -> None:
         """Rebuilds the layers that are rebuilt last."""
-        ...
 
     def restore(self) -> None:
         """Gives layers that still lack new weights their old ones back, and ends the load."""
-        ...
 
 
 # Staging needs the weights once more, and some memory to work in.
@@ -85,46 +81,31 @@ _PINNED_FACTOR = 2.0
 _GIB = 1024**3
 
 
-@dataclass(frozen=True)
-class StagingNeeds:
-    """Bytes that a worker needs to stage an update, on its GPU or on the host.
+def staging_needs(model_bytes: int, num_workers: int, *, deltas: bool) -> tuple[int, int]:
+    """Returns the bytes to stage an update on a worker's GPU, or else on the host for all workers.
 
-    Every worker receives and stages the whole model, even if it serves only a part of it.
-    ``on_host`` is the need of all workers of the server, which share the host's memory.
+    Every worker stages the whole model, even if it serves only a part of it. ``deltas`` tells that
+    the previous version is kept on the host.
     """
+    copies = _PINNED_FACTOR * (1 + deltas) * num_workers
+    return int(_ROOM_FACTOR * model_bytes), int(copies * model_bytes)
 
-    on_device: int
-    on_host: int
 
-    @classmethod
-    def of(
-        cls, parameter_bytes: Iterable[int], num_workers: int, *, deltas: bool
-    ) -> "StagingNeeds":
-        """Returns the needs of one of ``num_workers`` that hold equal parts of the model.
-
-        ``deltas`` tells that the previous version is kept on the host.
-        """
-        model = sum(parameter_bytes) * num_workers
-        copies = _PINNED_FACTOR * (1 + deltas) * num_workers
-        return cls(int(_ROOM_FACTOR * model), int(copies * model))
-
-    def are_met_on_host(self, device: torch.device, free: int, free_on_host: int) -> bool:
-        """Returns True for the host and False for the device, which is preferred.
-
-        Raises RuntimeError if neither has room. The client looks for "no room to stage" in the
-        message.
-        """
-        if free >= self.on_device:
-            return False
-        if free_on_host >= self.on_host:
-            return True
-        raise RuntimeError(
-            f"There is no room to stage weights: {self.on_device / _GIB:.2f} GiB must be free on "
-            f"{device}, and {free / _GIB:.2f} GiB are; or {self.on_host / _GIB:.2f} GiB of host "
-            f"memory must be free for all workers, and {free_on_host / _GIB:.2f} GiB are. Lower "
-            "--gpu-memory-utilization, or give the server more host memory, so that weights can be "
-            "received while vLLM generates."
-        )
+def must_stage_on_host(
+    needs: tuple[int, int], device: torch.device, free: int, free_on_host: int
+) -> bool:
+    """Raises RuntimeError, whose "no room to stage" the client looks for, if neither has room."""
+    on_device, on_host = needs
+    if free >= on_device:
+        return False
+    if free_on_host >= on_host:
+        return True
+    raise RuntimeError(
+        f"There is no room to stage weights: {on_device / _GIB:.2f} GiB must be free on {device}, "
+        f"and {free / _GIB:.2f} GiB are; or {on_host / _GIB:.2f} GiB of host memory must be free "
+        f"for all workers, and {free_on_host / _GIB:.2f} GiB are. Lower --gpu-memory-utilization, "
+        "or give the server more host memory, so that weights can be received while vLLM generates."
+    )
 
 
 @dataclass
@@ -146,7 +127,7 @@ class UpdateRequest:
     path: str = ""
 
     def bucket(self) -> BucketSpec:
-        """Returns the described bucket; raises ValueError if its lists differ in length."""
+        """Raises ValueError if its lists differ in length."""
         bucket = BucketSpec(
             tuple(self.names),
             tuple(self.dtypes),
@@ -185,7 +166,6 @@ class WorkerUpdates:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory in which updates are received."""
         return self._session.buffers.host_bytes
 
     def stage_on_host(self, is_on_host: bool) -> None:
@@ -235,8 +215,8 @@ class WorkerUpdates:
     def finish(self) -> None:
         """Loads what was verified, and ends the load.
 
-        Raises RuntimeError if the update was staged and not verified. A late request to finish
-        an earlier, abandoned update must not make vLLM put its version on the old weights.
+        Raises RuntimeError if the update was staged and not verified. A late request to finish an
+        earlier, abandoned update must not make vLLM put its version on the old weights.
         """
         verified, self._verified = self._verified, None
         if verified is None and self._session.is_open and not self._loading:

@@ -166,7 +166,7 @@ class DiskConnection(Connection):
         started = time.monotonic()
         path, num_bytes = await self._transport.written(version)
         written = time.monotonic()
-        stops = self.client.stops_for != "nothing"
+        stops = self.client.capabilities.stops_for != "nothing"
         if stops:
             await self.client.pause()
         stood_still = await self._load(path, version)

@@ -266,7 +266,7 @@ class GroupConnection(Connection):
         world_size = 1 + await self.client.num_workers()
         backend = await self._handshake.backend(self._senders)
         for sender in self._senders:
-            in_pieces = self.client.receives_pieces
+            in_pieces = self.client.capabilities.receives_pieces
             info = await sender.open(self.client.url, world_size, backend, in_pieces)
             self._group_of[sender.rank] = info.group_name
             await self._beside(sender.join(self.client.url), self.client.join_weight_group(info))
@@ -285,17 +285,17 @@ class GroupConnection(Connection):
         await self._senders[0].prepare(version, 0, base)
         started = time.monotonic()
         stopped = started
-        if client.stops_for == "transfer":
+        if client.capabilities.stops_for == "transfer":
             await client.pause()
         await client.begin_update()
         sending = time.monotonic()
         num_bytes = await self._transfer(version, base)
         sent = time.monotonic()
-        if client.stops_for == "commit":
+        if client.capabilities.stops_for == "commit":
             stopped = sent
             await client.pause()
         stood_still = await client.commit_update(version)
-        if client.stops_for != "nothing":
+        if client.capabilities.stops_for != "nothing":
             await client.resume()
             stood_still = time.monotonic() - stopped
         done = time.monotonic()
@@ -312,7 +312,7 @@ class GroupConnection(Connection):
             [(sender, index) for index in range(self._num_buckets[sender.rank])]
             for sender in self._senders
         ]
-        if self.client.receives_in_parallel:
+        if self.client.capabilities.receives_in_parallel:
             chains = of_source
         else:
             in_turn = zip_longest(*of_source)

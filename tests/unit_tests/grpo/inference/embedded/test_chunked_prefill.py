@@ -24,7 +24,7 @@ CHUNKED = {"max_slots": 4, "step_tokens": 14}
 
 def start_long(h: Harness) -> tuple[Any, Any]:
     """Starts a request, and then one with a long prompt; returns while chunks are computed."""
-    watched = h.submit([11, 12], stream=True, max_new_tokens=250)
+    watched = h.submit([11, 12], max_new_tokens=250)
     h.wait_for_tokens(watched, 2)
     long = h.submit(LONG, max_new_tokens=3)
     h.wait_for_tokens(watched, len(watched.output_ids) + 3)
@@ -54,9 +54,9 @@ def test_samples_and_logprobs_do_not_depend_on_the_chunks(kind: str) -> None:
 def test_running_requests_sample_while_a_long_prompt_is_computed() -> None:
     model = make_model("qwen3")
     with harness(model, **CHUNKED) as h:
-        running = h.submit([11, 12], stream=True, max_new_tokens=250)
+        running = h.submit([11, 12], max_new_tokens=250)
         h.wait_for_tokens(running, 2)
-        long = h.submit(LONG, stream=True, max_new_tokens=2)
+        long = h.submit(LONG, max_new_tokens=2)
         before = len(running.output_ids)
         h.wait_for_tokens(long, 1)
         # 13 tokens of the prompt in each step; the harness may see the first of them late.

@@ -82,7 +82,7 @@ def test_a_group_goes_on_from_the_chunks_of_its_prompt() -> None:
     """Slots are copied between two replays, when a request joins a prompt and when rows move."""
     model, graphs, prompt = make_model("qwen3"), TracedGraphs(), list(range(50)) * 2
     with graphed(model, graphs, **CHUNKED) as h:
-        watched = h.submit([11, 12], stream=True, max_new_tokens=60)
+        watched = h.submit([11, 12], max_new_tokens=60)
         h.wait_for_tokens(watched, 2)
         group = [h.submit(prompt, max_new_tokens=3 + 3 * i) for i in range(4)]
         h.finish([watched, *group])
@@ -97,7 +97,7 @@ def test_new_weights_are_used_by_graphs_of_the_old_ones(pause: bool) -> None:
     graphs = TracedGraphs()
     with graphed(make_model("qwen3", seed=1), graphs) as h:
         requests = [h.submit([i, 7, 9], max_new_tokens=60) for i in range(2)]
-        watched = h.submit([11, 12], stream=True, max_new_tokens=60)
+        watched = h.submit([11, 12], max_new_tokens=60)
         h.wait_for_tokens(watched, 5)
         if pause:
             h.engine.pause().result(TIMEOUT)

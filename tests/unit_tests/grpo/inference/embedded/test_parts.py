@@ -186,7 +186,7 @@ STOP = 9
 
 def make_request(max_new_tokens: int) -> Request:
     params = SamplingParams(max_new_tokens=max_new_tokens)
-    request = Request("r", [1, 2], params, frozenset({STOP}), False, lambda *_: None)
+    request = Request("r", [1, 2], params, frozenset({STOP}))
     request.start_segment("1")
     return request
 

@@ -13,7 +13,7 @@ from torchtitan.grpo.inference.embedded.step_layout import split_rows
 
 
 def request_of(tokens: list[int], sampled: int = 0) -> Request:
-    request = Request("r", tokens, SamplingParams(), frozenset(), False, lambda *_: None)
+    request = Request("r", tokens, SamplingParams(), frozenset())
     request.output_ids = [0] * sampled
     return request
 

@@ -20,7 +20,7 @@ from torchtitan.grpo.inference.embedded.weights import WeightTable
 
 def rating_request(prompt: list[int], max_new_tokens: int = 0, num_top: int = 0) -> Request:
     params = SamplingParams(max_new_tokens=max_new_tokens)
-    request = Request("r", prompt, params, frozenset(), False, lambda *_: None, logprob_start=0)
+    request = Request("r", prompt, params, frozenset(), logprob_start=0)
     request.num_top = num_top
     return request
 

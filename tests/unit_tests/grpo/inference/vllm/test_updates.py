@@ -12,7 +12,12 @@ import torch
 from safetensors.torch import save_file
 
 from torchtitan.grpo.inference.vllm.examine import NO_ROOM
-from torchtitan.grpo.inference.vllm.updates import StagingNeeds, UpdateRequest, WorkerUpdates
+from torchtitan.grpo.inference.vllm.updates import (
+    UpdateRequest,
+    WorkerUpdates,
+    must_stage_on_host,
+    staging_needs,
+)
 from torchtitan.grpo.weight_wire import sparse
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.staging import UpdateError
@@ -273,17 +278,15 @@ def test_leaving_drops_the_update_and_every_action_needs_an_open_one(worker: Wor
 
 def test_a_worker_of_a_divided_model_needs_room_for_all_of_it():
     """It stages the whole model, although it serves a quarter."""
-    whole = StagingNeeds.of([100, 300], 1, deltas=False)
-    assert whole.on_device >= 400
-    of_one = StagingNeeds.of([25, 75], 4, deltas=False)
-    assert of_one.on_device == whole.on_device
-    assert of_one.on_host == 4 * whole.on_host, "all four share the host's memory"
-    assert StagingNeeds.of([100, 300], 1, deltas=True).on_host == 2 * whole.on_host
+    on_device, on_host = staging_needs(400, 1, deltas=False)
+    assert on_device >= 400
+    assert staging_needs(400, 4, deltas=False) == (on_device, 4 * on_host), "they share the host's"
+    assert staging_needs(400, 1, deltas=True)[1] == 2 * on_host
 
 
 def test_a_worker_stages_on_the_host_only_if_its_gpu_has_no_room():
-    needs, gpu = StagingNeeds(on_device=10, on_host=20), torch.device("cuda", 0)
-    assert not needs.are_met_on_host(gpu, 10, 0)
-    assert needs.are_met_on_host(gpu, 9, 20)
+    needs, gpu = (10, 20), torch.device("cuda", 0)
+    assert not must_stage_on_host(needs, gpu, 10, 0)
+    assert must_stage_on_host(needs, gpu, 9, 20)
     with pytest.raises(RuntimeError, match=NO_ROOM):
-        needs.are_met_on_host(gpu, 9, 19)
+        must_stage_on_host(needs, gpu, 9, 19)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from torchtitan.grpo.inference.client import Capabilities
 from torchtitan.grpo.weight_sync.transports.disk_transport import DiskConnection, DiskTransport
 from torchtitan.grpo.weight_sync.transports.interface import NotPrepared
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
@@ -181,8 +182,8 @@ class Loading:
 
     url = "http://a"
 
-    def __init__(self, stops_for: str) -> None:
-        self.stops_for = stops_for
+    def __init__(self, stops_for: Any) -> None:
+        self.capabilities = Capabilities(stops_for=stops_for)
         self.order: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:

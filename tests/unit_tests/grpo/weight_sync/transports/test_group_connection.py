@@ -15,6 +15,7 @@ import pytest
 
 from torchtitan.grpo.attestation import Attestation, Probes, Tolerances
 from torchtitan.grpo.config import WeightSync
+from torchtitan.grpo.inference.client import Capabilities
 from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.weight_sync import lane as lane_module
 from torchtitan.grpo.weight_sync.lane import Lane, LaneEvent, LaneState, Listeners
@@ -42,17 +43,18 @@ class Server:
     """Takes everything but what it refuses, and notes the order of all that it is asked for."""
 
     url = "http://a"
-    receives_pieces = True
 
     def __init__(
         self,
-        stops_for: str = "nothing",
+        stops_for: Any = "nothing",
         *,
         receives_in_parallel: bool = False,
         facts: tuple[GroupFacts, ...] = (),
         refused: str = "",
     ) -> None:
-        self.stops_for, self.receives_in_parallel = stops_for, receives_in_parallel
+        self.capabilities = Capabilities(
+            stops_for, receives_in_parallel=receives_in_parallel, receives_pieces=True
+        )
         self.facts, self.refused = list(facts), refused
         self.order: list[Any] = []
 
@@ -320,7 +322,7 @@ class FaultyServer(Server):
 
     def _handle_late(self, request: str, version: int) -> None:
         if request == "bucket":  # nobody sends to it any more; a part may have come
-            if self.stops_for == "transfer" and self.update is not None:
+            if self.capabilities.stops_for == "transfer" and self.update is not None:
                 self.held = MIXTURE
         elif request != "join":  # there is nobody to join
             with contextlib.suppress(RouteError):
@@ -335,14 +337,14 @@ class FaultyServer(Server):
             self.is_paused = request == "pause"
         elif request == "begin_update":
             self.update = (0, NOTHING)
-            if self.stops_for == "transfer":
+            if self.capabilities.stops_for == "transfer":
                 self.label = NOTHING
         elif request == "bucket":
             if not self.is_joined or self.update is None:
                 raise RouteError("No weight update is open.")
             self.update = (self.update[0] + 1, version)
-            if self.stops_for == "transfer":  # straight into the weights that it serves
-                self.held = MIXTURE
+            if self.capabilities.stops_for == "transfer":
+                self.held = MIXTURE  # received straight into the weights that it serves
         elif request == "commit_update":
             if self.update != (2, version):
                 raise RouteError("The update is not whole.")
