@@ -39,8 +39,6 @@ class AuthLevel(Enum):
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys that a server asks for; ``None`` if not set."""
-
     api_key: str | None = None
     admin_key: str | None = None
 
@@ -56,8 +54,6 @@ def keys_of_environment() -> Keys:
 
 @dataclass(frozen=True)
 class Refusal:
-    """HTTP status and message for a caller whose request is not answered."""
-
     status: int
     message: str
 
@@ -99,7 +95,6 @@ def _is_bearer(authorization: str, expected: str) -> bool:
 
 
 def require_keys(host: str, environ: Mapping[str, str]) -> None:
-    """Raises ValueError if a server that other machines can reach has no key for generation."""
     if not is_loopback(host) and not environ.get(API_KEY_VARIABLE):
         raise ValueError(
             f"--host {host} needs keys, because every machine that reaches this one could otherwise "
@@ -110,7 +105,6 @@ def require_keys(host: str, environ: Mapping[str, str]) -> None:
 
 
 def _is_own_name(host: str) -> bool:
-    """Whether ``Host`` names this machine, for a connection over loopback."""
     if not host:
         return True  # a browser always sends one
     try:

@@ -42,8 +42,6 @@ class WrongServer(ServerError):
 
 @dataclass(frozen=True)
 class ServerNeeds:
-    """Needs of a run that each of its servers must meet."""
-
     kind: ServerKind
     model_path: str
     num_tokens: int
@@ -102,7 +100,6 @@ def serve_command(kind: ServerKind, url: str, model_path: str) -> str:
 
 
 def model_problems(facts: ServerFacts, needs: ServerNeeds) -> list[str]:
-    """Returns the differences between the served and the trained model, and what is too short."""
     wanted = config_json(needs.model_path)
     problems = []
     told = {"vocab_size": facts.vocab_size}

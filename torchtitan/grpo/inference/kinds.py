@@ -119,7 +119,6 @@ def kind_row(kind: ServerKind) -> KindRow:
 
 
 def refuse_keys(kind: ServerKind, arguments: Sequence[str], source: str) -> None:
-    """Raises ValueError if a server's further arguments, from ``source``, hold a key."""
     given = {argument.partition("=")[0] for argument in arguments}
     if found := sorted(given.intersection(kind_row(kind).key_options)):
         raise ValueError(

@@ -134,7 +134,6 @@ def choose_host(register: str | None, interface: str | None) -> str:
 
 
 def check_register(register: str | None, host: str) -> None:
-    """Refuses an address that nobody can connect to, or a run whose key is not known."""
     if register is None:
         return
     if host in ("", "0.0.0.0", "::"):

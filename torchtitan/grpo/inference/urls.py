@@ -88,7 +88,6 @@ def checked_host(host: str) -> str:
 
 
 def url_of(host: str, port: int, scheme: str = "http") -> str:
-    """Returns the URL of a server. An IPv6 address is put in brackets."""
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 

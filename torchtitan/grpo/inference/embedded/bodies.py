@@ -213,7 +213,6 @@ def format_answer(request: Request) -> dict[str, Any]:
 
 
 def _rating_fields(request: Request, start: int) -> dict[str, Any]:
-    """Returns the logprobs of the prompt from ``start`` on, and the most likely tokens there."""
     assert request.rating is not None, "a prompt is rated before it is answered"
     # The first token has no context, and so no logprob.
     prompt = zip([None, *request.rating.logprobs], request.prompt_ids, strict=True)

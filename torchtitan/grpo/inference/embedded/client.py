@@ -74,7 +74,6 @@ class EmbeddedClient(SGLangClient):
 
 
 def swap_seconds(answer: Answer, source: str) -> float:
-    """Returns how long the engine stopped."""
     body: Any = answer.body
     seconds = body.get("swap_seconds") if isinstance(body, dict) else None
     if not isinstance(seconds, float):

@@ -224,7 +224,6 @@ def _head_dim(config: PreTrainedConfig) -> int:
 
 
 def _check_attention(model: PreTrainedModel) -> None:
-    """Refuses models that the slots or the logits of this server do not support."""
     config = model.config
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     if layer_types != {"full_attention"}:

@@ -39,25 +39,17 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Filters:
-    """The rows, [filtered], with top-p or top-k, which are [filtered, 1]. A top-k of inf is off."""
-
-    rows: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-
-
-@dataclass(frozen=True)
 class SamplingBatch:
     """The sampling parameters of a batch's rows, as tensors; ``None`` if no row needs them.
 
-    ``temperature`` is [rows, 1] float32, 1 for greedy rows, and ``greedy`` [rows] bool.
-    ``seeded`` are rows with a seed, and their generators.
+    ``temperature`` is [rows, 1] float32, 1 for greedy rows, and ``greedy`` [rows] bool. ``filters``
+    are the rows, [filtered], with top-k (inf is off) or top-p, which are [filtered, 1]. ``seeded``
+    are rows with a seed, and their generators.
     """
 
     temperature: torch.Tensor | None = None
     greedy: torch.Tensor | None = None
-    filters: Filters | None = None
+    filters: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     seeded: list[tuple[int, torch.Generator]] = field(default_factory=list)
 
     @staticmethod
@@ -83,7 +75,7 @@ class SamplingBatch:
         is_plain = all(p.is_greedy or p.temperature == 1.0 for p in params)
         filters = None
         if len(rows):
-            filters = Filters(rows.long(), top_k.unsqueeze(1), top_p.float().unsqueeze(1))
+            filters = rows.long(), top_k.unsqueeze(1), top_p.float().unsqueeze(1)
         return cls(
             temperature=None if is_plain else temperature.float().unsqueeze(1),
             greedy=greedy.bool() if any(p.is_greedy for p in params) else None,
@@ -121,22 +113,24 @@ def sample(
     # Noise of exactly 0 would select its token whatever the probability.
     noise = noise.clamp_(min=torch.finfo(torch.float32).tiny).log_().neg_()
     allowed = logprobs if excluded is None else logprobs.masked_fill(excluded, float("-inf"))
-    candidates = allowed if batch.filters is None else _filtered(allowed, batch.filters)
+    candidates = allowed if batch.filters is None else _filtered(allowed, *batch.filters)
     ids = (candidates + noise).argmax(dim=-1)
     if batch.greedy is not None:
         ids = torch.where(batch.greedy, allowed.argmax(dim=-1), ids)
     return ids, logprobs.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
 
 
-def _filtered(logprobs: torch.Tensor, filters: Filters) -> torch.Tensor:
-    ordered, order = logprobs[filters.rows].sort(dim=-1, descending=True)
+def _filtered(
+    logprobs: torch.Tensor, rows: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    ordered, order = logprobs[rows].sort(dim=-1, descending=True)
     probs = ordered.exp()
     rank = torch.arange(logprobs.shape[-1], device=logprobs.device)
-    forbidden = rank >= filters.top_k
+    forbidden = rank >= top_k
     # A token is kept if the more likely ones have less than top_p together, as for the first.
-    forbidden |= (probs.cumsum(-1) - probs) >= filters.top_p
+    forbidden |= (probs.cumsum(-1) - probs) >= top_p
     forbidden[:, 0] = False
     ordered = ordered.masked_fill(forbidden, float("-inf"))
     result = logprobs.clone()
-    result[filters.rows] = torch.empty_like(ordered).scatter_(-1, order, ordered)
+    result[rows] = torch.empty_like(ordered).scatter_(-1, order, ordered)
     return result

@@ -68,7 +68,6 @@ class WeightUpdater:
         self.session.join(WeightGroupInfo(**fields, timeout_seconds=self._timeout_seconds))
 
     def leave_all(self) -> None:
-        """Leaves all groups and drops an open update, if any."""
         self.session.leave_groups()
         # An operation that waited in a group has failed, and ends soon.
         with self._exclusive(_LEAVE_SECONDS):

@@ -64,7 +64,6 @@ class WeightTable:
         return is_exact_in(wire_dtype, self._parameters[name].dtype)
 
     def in_wire_dtype(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Copies a parameter."""
         return self._parameters[name].detach().to(dtype, copy=True)
 
     @torch.no_grad()

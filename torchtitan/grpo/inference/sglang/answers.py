@@ -58,7 +58,6 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
 
 
 def parse_generation(source: str, request: GenerateRequest, body: Any) -> Generation:
-    """Returns a verified generation from an answer to ``POST /generate``."""
     body = as_object(body, source)
     try:
         meta = body["meta_info"]
@@ -179,7 +178,6 @@ def unknown_names(names: Iterable[str], held: Collection[str]) -> list[str]:
 
 
 def checksum_names(body: Any) -> frozenset[str]:
-    """Returns the parameter names of all ranks in an answer of ``/weights_checker``."""
     ranks = body.get("ranks") if isinstance(body, dict) else None
     named = (rank.get("checksums", ()) for rank in ranks or () if isinstance(rank, dict))
     return frozenset(name for names in named for name in names)

@@ -358,7 +358,6 @@ def release_number(version: Any) -> tuple[int, int, int] | None:
 
 
 def launch_command(spec: ServerSpec) -> LaunchCommand:
-    """Returns the command that starts an SGLang server behind the guard of `server_main.py`."""
     command = [spec.python or sys.executable, str(_SERVER_MAIN)]
     if spec.device == "cpu":
         # An idle scheduler would otherwise ask for requests in a loop, which takes a whole core.

@@ -109,7 +109,6 @@ def refuse_unguarded(arguments: list[str]) -> None:
 
 
 def guard_routes() -> None:
-    """Puts the guard before SGLang's routes."""
     runpy.run_path(str(_LIGHT_START))["install_bare_package"]()
     from torchtitan.grpo.inference.access import keys_of_environment
     from torchtitan.grpo.inference.guard import RequestGuard
@@ -155,7 +154,6 @@ class _KeyedRequests:
 
 
 def hook_adapters() -> None:
-    """Lets a scheduler add adapters to its weights."""
     runpy.run_path(str(_LIGHT_START))["install_bare_package"]()
     from torchtitan.grpo.inference.sglang.adapter_updates import register_hooks
 

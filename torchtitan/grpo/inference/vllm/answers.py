@@ -69,7 +69,6 @@ def rating_body(token_ids: list[int], num_top: int) -> dict[str, Any]:
 
 
 def parse_generation(source: str, request: GenerateRequest, body: Any) -> Generation:
-    """Returns a verified generation from an answer of :data:`GENERATE_ROUTE`."""
     body = as_object(body, source)
     try:
         (choice,) = body["choices"]

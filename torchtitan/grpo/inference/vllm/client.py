@@ -366,7 +366,6 @@ def _field(body: Any, name: str, source: str) -> Any:
 
 
 def launch_command(spec: ServerSpec) -> LaunchCommand:
-    """Returns the command that starts one vLLM server as :class:`VLLMClient` needs it."""
     # The module, not the console script `vllm serve`, which fails in vLLM's CPU package.
     command = [spec.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", spec.model_path, "--host", spec.host, "--port", str(spec.port)]

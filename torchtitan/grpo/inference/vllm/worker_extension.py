@@ -21,5 +21,4 @@ class WorkerExtension:
     device: torch.device
 
     def torchtitan_grpo_group_facts(self) -> dict[str, Any]:
-        """Returns the :class:`GroupFacts` of this worker."""
         return asdict(own_group_facts(self.device))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch.distributed import FileStore
 
-from torchtitan.grpo.inference.sglang import launch
+from torchtitan.grpo.inference.sglang import client
 
 VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 
@@ -22,7 +22,7 @@ VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 @pytest.fixture
 def main_file() -> ModuleType:
     """The file, loaded by its path as it is run."""
-    path = Path(launch.__file__).with_name("server_main.py")
+    path = Path(client.__file__).with_name("server_main.py")
     spec = importlib.util.spec_from_file_location("server_main", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
