@@ -7,7 +7,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from torchtitan.grpo.inference.client import ServerError, ServerLoad
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rollout.admission import Admission
 from torchtitan.grpo.rollout.evaluation import Evaluator, HeldOut, SpareRoom
-from torchtitan.grpo.rollout.judging import CompletionFilter, GroupJudge, WasteBudget
+from torchtitan.grpo.rollout.judging import GroupJudge
 from torchtitan.grpo.rollout.ledger import Ledger
 from torchtitan.grpo.rollout.longest_first import LengthRanker
 from torchtitan.grpo.rollout.producer import Producer
@@ -103,8 +103,7 @@ class Settings:
     reward: str = "exact_match"
     seed: int = 0
     acceptor: str | None = None
-    completion_filter: CompletionFilter | None = None
-    waste: WasteBudget | None = None
+    filters: dict[str, Any] = field(default_factory=dict)
     overdue: Literal["wait", "drop", "cut", "resume"] = "wait"
     num_parts: int = 1
     segment_tokens: int = 0
@@ -171,6 +170,7 @@ def rollout_of(settings: Settings) -> Rollout:
         overdue=settings.overdue,
         stream=settings.num_parts > 1,
         stream_parts=settings.num_parts,
+        **settings.filters,
     )
 
 
@@ -200,7 +200,7 @@ def make_producer(
         stream,
         admission,
         dispatcher,
-        GroupJudge(scorer, settings.completion_filter, settings.waste),
+        GroupJudge(scorer, rollout, GROUPS),
         Ledger(progress),
         TrajectoryWriter(dispatcher, sampling, rollout),
         GROUPS,

@@ -9,8 +9,9 @@ https://arxiv.org/abs/2503.14476).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from torchtitan.grpo.config import GRPO
+from torchtitan.grpo.config import Rollout as RolloutSettings
 from torchtitan.grpo.rewards.scoring_pool import ScoringFailed
 from torchtitan.grpo.rollout.kept_groups import (
     EQUAL,
@@ -29,61 +30,6 @@ from torchtitan.grpo.rollout.teachers import TeacherPool, Unrated
 from torchtitan.grpo.types import Generation, Prompt, Rollout
 
 
-@dataclass(frozen=True)
-class CompletionFilter:
-    """Filters single completions before they are scored.
-
-    Completions with fewer than ``min_tokens`` tokens are dropped, and with ``drop_truncated``
-    those that reached their length limit.
-    """
-
-    min_tokens: int = 0
-    drop_truncated: bool = False
-
-    def keep(self, generations: Sequence[Generation]) -> list[Generation]:
-        return [
-            generation
-            for generation in generations
-            if generation.num_written >= self.min_tokens and not self._drops_truncated(generation)
-        ]
-
-    def num_truncated(self, generations: Sequence[Generation]) -> int:
-        return sum(map(self._drops_truncated, generations))
-
-    def _drops_truncated(self, generation: Generation) -> bool:
-        return self.drop_truncated and generation.finish_reason == "length"
-
-
-def is_informative(rollouts: Sequence[Rollout]) -> bool:
-    """Returns whether the rewards of a group differ. Equal rewards give advantages of 0."""
-    rewards = {rollout.reward for rollout in rollouts}
-    return len(rewards) > 1
-
-
-class WasteBudget:
-    """Bounds how many groups may be dropped while one batch is filled.
-
-    Further groups are used as they are. Otherwise a policy that solves every prompt, or none,
-    would generate forever. ``num_dropped`` counts the dropped groups of the whole run.
-    """
-
-    def __init__(self, per_batch: int) -> None:
-        self._per_batch = per_batch
-        self._spent = 0
-        self.num_dropped = 0
-
-    def spend(self) -> bool:
-        """Counts one dropped group. Returns ``False`` if the budget does not allow it."""
-        if self._spent >= self._per_batch:
-            return False
-        self._spent += 1
-        self.num_dropped += 1
-        return True
-
-    def next_batch(self) -> None:
-        self._spent = 0
-
-
 class Unusable(Exception):
     """The group is not trained on; the ledger records ``reason``.
 
@@ -99,29 +45,26 @@ class Unusable(Exception):
 class GroupJudge:
     """Filters, scores and rates the completions of one group at a time.
 
-    ``waste`` is the budget of dynamic sampling, or ``None`` without it. A group needs
-    ``fewest_rollouts``: two rewards for a group-relative advantage, one for an advantage
-    relative to the batch.
+    A group needs two rewards for a group-relative advantage, and one for an advantage relative
+    to the batch. While one batch is filled, dynamic sampling drops a limited number of groups,
+    and further ones are used as they are. Otherwise a policy that solves every prompt, or none,
+    would generate forever. ``num_equal_dropped`` counts those that it dropped in the whole run.
     """
 
     def __init__(
         self,
         scorer: Scorer,
-        completion_filter: CompletionFilter | None = None,
-        waste: WasteBudget | None = None,
-        fewest_rollouts: int = 2,
+        settings: RolloutSettings,
+        grpo: GRPO,
         teachers: TeacherPool | None = None,
     ) -> None:
-        self._scorer = scorer
-        self._filter = completion_filter or CompletionFilter()
-        self._waste = waste
-        self._teachers = teachers
-        self._fewest = fewest_rollouts
-
-    @property
-    def num_equal_dropped(self) -> int:
-        """Number of groups that were left out because all their rewards are equal."""
-        return 0 if self._waste is None else self._waste.num_dropped
+        self._scorer, self._settings, self._teachers = scorer, settings, teachers
+        self._fewest = min(2, grpo.group_size)
+        self._most_dropped = 0
+        if settings.dynamic_sampling:
+            self._most_dropped = int(settings.dynamic_sampling_limit * grpo.prompts_per_step)
+        self._num_dropped = 0  # for the batch that is being filled
+        self.num_equal_dropped = 0
 
     async def judge(self, prompt: Prompt, generations: Sequence[Generation]) -> list[Rollout]:
         """Returns the rollouts of the group to train on, each with a reward and a rating.
@@ -133,14 +76,16 @@ class GroupJudge:
             TeachersFailing: If too many groups in a row got no rating. The run must stop.
         """
         if len(generations) < self._fewest:
-            detail = self._too_few(
-                len(generations), "came back whole from servers and environments"
-            )
-            raise Unusable("failed", detail, FAILED)
-        kept = self._filter.keep(generations)
+            what = "came back whole from servers and environments"
+            raise Unusable("failed", self._too_few(len(generations), what), FAILED)
+        whole = generations
+        if self._settings.drop_truncated:
+            whole = [each for each in generations if each.finish_reason != "length"]
+        least = self._settings.min_completion_tokens
+        kept = [each for each in whole if each.num_written >= least]
         if len(kept) < self._fewest:
             filters = "passed rollout.min_completion_tokens and rollout.drop_truncated"
-            cause = TRUNCATED if self._filter.num_truncated(generations) else SHORT
+            cause = SHORT if len(whole) == len(generations) else TRUNCATED
             raise Unusable("filtered", self._too_few(len(kept), filters), cause)
         try:
             rollouts = await self._scorer.score(prompt, kept)
@@ -158,7 +103,10 @@ class GroupJudge:
         if len(accepted) < self._fewest:
             detail = self._too_few(len(accepted), "passed rollout.should_accept")
             raise Unusable("filtered", detail, NOT_ACCEPTED)
-        if self._waste is not None and not is_informative(accepted) and self._waste.spend():
+        has_advantages = len({rollout.reward for rollout in accepted}) > 1
+        if not has_advantages and self._num_dropped < self._most_dropped:
+            self._num_dropped += 1
+            self.num_equal_dropped += 1
             raise Unusable(
                 "filtered", "All its rewards are equal (rollout.dynamic_sampling is on).", EQUAL
             )
@@ -180,5 +128,4 @@ class GroupJudge:
         return f"At least {self._fewest} completions are needed, but {number} {what}."
 
     def next_batch(self) -> None:
-        if self._waste is not None:
-            self._waste.next_batch()
+        self._num_dropped = 0

@@ -28,7 +28,7 @@ from torchtitan.grpo.rollout.inputs import (
     evaluation_functions,
     make_codec,
 )
-from torchtitan.grpo.rollout.judging import CompletionFilter, GroupJudge, WasteBudget
+from torchtitan.grpo.rollout.judging import GroupJudge
 from torchtitan.grpo.rollout.ledger import Ledger
 from torchtitan.grpo.rollout.longest_first import LengthRanker
 from torchtitan.grpo.rollout.producer import Producer
@@ -144,16 +144,7 @@ class RolloutSession:
             acceptor_position(config),
             has_environment=rollout.environment is not None,
         )
-        waste = None
-        if rollout.dynamic_sampling:
-            waste = WasteBudget(int(rollout.dynamic_sampling_limit * config.grpo.prompts_per_step))
-        return GroupJudge(
-            scorer,
-            CompletionFilter(rollout.min_completion_tokens, rollout.drop_truncated),
-            waste,
-            fewest_rollouts=min(2, config.grpo.group_size),
-            teachers=self._teachers,
-        )
+        return GroupJudge(scorer, rollout, config.grpo, self._teachers)
 
     async def close(self) -> None:
         try:

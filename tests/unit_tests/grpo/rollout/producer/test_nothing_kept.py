@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from torchtitan.grpo.rollout import kept_groups
-from torchtitan.grpo.rollout.judging import CompletionFilter
 from torchtitan.grpo.rollout.process import first_cause
 
 FUNCTIONS = """
@@ -21,14 +20,14 @@ def refuse(completions, rewards, **kw):
     return [i == 0 for i in range(len(completions))]
 """
 BOUND = 24
-TRUNCATED, SHORT = CompletionFilter(drop_truncated=True), CompletionFilter(min_tokens=100)
+TRUNCATED, SHORT = {"drop_truncated": True}, {"min_completion_tokens": 100}
 
 
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({"completion_filter": TRUNCATED}, ["rollout.drop_truncated = false", "Raise rollout.max"]),
-        ({"completion_filter": SHORT}, ["Lower rollout.min_completion_tokens"]),
+        ({"filters": TRUNCATED}, ["rollout.drop_truncated = false", "Raise rollout.max"]),
+        ({"filters": SHORT}, ["Lower rollout.min_completion_tokens"]),
         ({"reward": "none"}, ["reward.functions gave none"]),
         ({"reward": "raises"}, ["a reward function raised", "rollout_process.log"]),
         ({"acceptor": "refuse"}, ["Loosen rollout.should_accept"]),
@@ -41,7 +40,7 @@ async def test_a_producer_that_keeps_nothing_says_why(
     monkeypatch.setattr(kept_groups, "FEWEST_GROUPS", BOUND)
     async with world_of("2345", max_staleness=1, code=FUNCTIONS, **settings) as world:
         world.may_end = True
-        if settings.get("completion_filter") is TRUNCATED:
+        if settings.get("filters") is TRUNCATED:
             monkeypatch.setattr(world.servers[0].rng, "randint", lambda low, high: high)
         world.push(0)
         waiting = asyncio.create_task(world.producer.batch(0))

@@ -5,7 +5,6 @@
 
 from producer_world import GROUP_SIZE, GROUPS_PER_BATCH
 
-from torchtitan.grpo.rollout.judging import WasteBudget
 from torchtitan.grpo.types import PromptProgress
 
 CODE = """
@@ -39,8 +38,9 @@ async def test_unscored_groups_are_replaced_and_unscored_rollouts_left_out(world
 
 async def test_groups_without_an_advantage_are_refilled_within_the_budget(world_of):
     prompts = ["1", "2", "3", "13", *"5678"]
+    limit = {"dynamic_sampling": True, "dynamic_sampling_limit": 2 / GROUPS_PER_BATCH}
     async with world_of(
-        prompts, max_staleness=0, code=CODE, reward="some_equal", waste=WasteBudget(2)
+        prompts, max_staleness=0, code=CODE, reward="some_equal", filters=limit
     ) as world:
         world.push(0)
         first = await world.batch(0)
