@@ -43,14 +43,13 @@ once. Batch 1 nevertheless waits for group 1 or 2, because batch 2 has room for 
 them.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torchtitan.grpo.config import GRPO, Rollout
 
 
 def part_size(num_groups: int, num_parts: int) -> int:
-    """Returns the number of groups in each part of a batch. The last part may be smaller."""
+    """The number of groups in each part of a batch. The last part may be smaller."""
     return -(-num_groups // num_parts)
 
 
@@ -82,14 +81,13 @@ class Admission:
 
     @property
     def num_finished(self) -> int:
-        """Number of open groups that wait for training."""
         return sum(group.finished for group in self._open.values())
 
     def may_start(self, server_version: int, completions_in_flight: int) -> bool:
         return self._has_capacity(completions_in_flight) and not self._is_held_back(server_version)
 
     def waits_for_trainer(self, server_version: int, completions_in_flight: int) -> bool:
-        """Returns whether a group there only waits for a batch to be taken or for newer weights."""
+        """Whether a group there only waits for a batch to be taken or for newer weights."""
         return self._has_capacity(completions_in_flight) and self._is_held_back(server_version)
 
     def _has_capacity(self, completions_in_flight: int) -> bool:
@@ -111,7 +109,7 @@ class Admission:
         return self._open[group_id].start_version
 
     def overdue(self) -> list[int]:
-        """Returns the unfinished groups that are due in the next batch, if only they hold it up."""
+        """The unfinished groups that are due in the next batch, if only they hold it up."""
         due = [
             group_id
             for group_id, group in self._open.items()
@@ -122,9 +120,8 @@ class Admission:
     def finish(self, group_id: int, oldest_version: int) -> bool:
         """Marks a group as ready for training, whose oldest token is of ``oldest_version``.
 
-        Returns ``False`` and closes the group if its tokens are older than the version that its
-        server was attested to have, for example because the server restarted. Its earlier
-        deadline was never planned for.
+        Returns ``False`` and closes the group if that is older than the version that its server
+        was attested to have, as after a restart: its earlier deadline was never planned for.
         """
         group = self._open[group_id]
         if oldest_version < group.start_version:
@@ -135,14 +132,15 @@ class Admission:
         return True
 
     def close(self, group_id: int) -> None:
-        """Gives up a group, so that another may start."""
         del self._open[group_id]
 
     def take_batch(self) -> list[int] | None:
         """Consumes the next batch and returns its group IDs, or ``None`` if it must wait."""
         assert self._num_taken == 0, "groups of this batch were already taken one by one"
         chosen = self._finished_by_deadline()[: self.groups_per_batch]
-        if len(chosen) < self.groups_per_batch or not self._leaves_reachable(chosen):
+        taken = set(chosen)
+        left = [group.deadline for i, group in self._open.items() if i not in taken]
+        if len(chosen) < self.groups_per_batch or not self._fit(left, self.groups_per_batch):
             return None
         for group_id in chosen:
             del self._open[group_id]
@@ -155,7 +153,11 @@ class Admission:
         After the last group of a batch, ``next_batch`` advances.
         """
         first = next(iter(self._finished_by_deadline()), None)
-        if first is None or not self._leaves_place(self._open[first].deadline):
+        if first is None:
+            return None
+        deadline = self._open[first].deadline
+        earlier = [g.deadline for g in self._open.values() if g.deadline < deadline]
+        if not self._fit(earlier, self._num_taken + 1):
             return None
         del self._open[first]
         self._num_taken += 1
@@ -168,26 +170,16 @@ class Admission:
         # Sorting is stable, so the oldest start comes first among equal deadlines.
         return sorted(finished, key=lambda group_id: self._open[group_id].deadline)
 
-    def _leaves_place(self, deadline: int) -> bool:
-        """Returns whether groups due before ``deadline`` still fit if one due then is taken now."""
-        earlier = sorted(g.deadline for g in self._open.values() if g.deadline < deadline)
+    def _fit(self, deadlines: list[int], num_taken: int) -> bool:
+        """Whether groups can meet these deadlines once ``num_taken`` of the next batch are taken."""
         # With the deadlines sorted, n groups are due by the deadline d of the n-th group.
         return all(
-            n <= (d - self.next_batch + 1) * self.groups_per_batch - self._num_taken - 1
-            for n, d in enumerate(earlier, start=1)
-        )
-
-    def _leaves_reachable(self, chosen: Iterable[int]) -> bool:
-        taken = set(chosen)
-        left = sorted(group.deadline for i, group in self._open.items() if i not in taken)
-        # With the deadlines sorted, n groups must fit in batches next+1 .. d of the n-th group.
-        return all(
-            n <= (deadline - self.next_batch) * self.groups_per_batch
-            for n, deadline in enumerate(left, start=1)
+            n <= (d - self.next_batch + 1) * self.groups_per_batch - num_taken
+            for n, d in enumerate(sorted(deadlines), start=1)
         )
 
     def describe(self) -> str:
-        """Describes in one line what the next batch waits for."""
+        """What the next batch waits for."""
         due = sum(
             not group.finished and group.deadline <= self.next_batch
             for group in self._open.values()

@@ -28,7 +28,7 @@ _MAX_REQUEST_BYTES = 16 * 2**20
 
 
 class FetchRequest(msgspec.Struct):
-    """A rank's request for rollouts of a batch, by their positions in the whole batch."""
+    """``positions`` are those of rollouts in the whole batch."""
 
     version: int
     positions: list[int]
@@ -42,7 +42,7 @@ class FetchAnswer(msgspec.Struct):
 
 
 class FetchFailed(RuntimeError):
-    """A rank does not receive its rollouts. The message gives the reason."""
+    """A rank does not receive its rollouts."""
 
 
 class BatchHolder:
@@ -103,7 +103,6 @@ class BatchFetcher:
     def fetch(
         self, version: int, positions: Sequence[int], timeout_seconds: float
     ) -> list[Rollout]:
-        """Returns the rollouts at these positions of a batch, or raises :class:`FetchFailed`."""
         request = link_messages.encode(FetchRequest(version, list(positions)))
         self._socket.send_multipart([self._secret, request])
         deadline = time.monotonic() + timeout_seconds

@@ -74,10 +74,8 @@ class ChatTemplate:
     def render(self, messages: Messages, *, opens_turn: bool = True) -> str:
         """Returns the text of a conversation, with the start of the assistant's turn.
 
-        Raises:
-            LeftOut: If the template leaves out what a message says.
-            ValueError: If the template cannot render the messages, renders them differently
-                each time, or reaches a limit.
+        Raises ``ValueError`` if the template cannot render the messages, renders them
+        differently each time, leaves something out (:class:`LeftOut`), or reaches a limit.
         """
         text = self._render(messages, opens_turn=opens_turn)
         shape = tuple(map(_shape, messages))
@@ -220,11 +218,8 @@ class _TemplateProcess:
     def ask(self, request: dict[str, Any]) -> str | None:
         """Returns the text that the child answers to a request of `template_renderer.py`.
 
-        Raises:
-            _LimitReached: If the template has reached a limit.
-            ValueError: If the template raises, or there is no tokenizer.
-            TimeoutError: If the child does not answer.
-            RuntimeError: If the child ends for another reason, twice.
+        Raises ``ValueError`` if the template raises, or there is no tokenizer,
+        ``TimeoutError`` if the child does not answer, and ``RuntimeError`` if it ends twice.
         """
         limits = {
             "cpu_seconds": _CPU_SECONDS,
@@ -246,7 +241,6 @@ class _TemplateProcess:
         return found["text"]
 
     def close(self) -> None:
-        """Ends the child. It is idempotent; a later request starts another one."""
         with self._lock:
             self._end()
 

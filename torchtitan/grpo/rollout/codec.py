@@ -36,8 +36,6 @@ class _Array(msgspec.Struct, array_like=True):
 
 
 class Packed(msgspec.Struct):
-    """A header with everything but the arrays, and the bytes of the arrays."""
-
     header: msgspec.Raw
     arrays: bytes
 
@@ -66,8 +64,7 @@ def pack(value: Any, is_sent: Callable[[np.ndarray], bool] = lambda array: True)
 def unpack(packed: Packed, kind: type[_Value]) -> _Value:
     """Reverses :func:`pack`. The arrays are views of the bytes, and therefore read-only.
 
-    Raises ``ValueError`` if the header is not that of a ``kind``, or the arrays are not its
-    arrays.
+    Raises ``ValueError`` for another header than that of a ``kind``, or other arrays.
     """
     found: list[np.ndarray] = []
     position = 0

@@ -55,7 +55,6 @@ def completion_problem(one: Generation, vocab_size: int) -> str | None:
 
 
 def length_problem(num_prompt: int, one: Generation, row_len: int) -> str | None:
-    """Returns that a completion does not fit in a row of ``training.seq_len``, or None if it does."""
     longest = longest_sequence(num_prompt, len(one.token_ids), one.new_rows)
     if longest <= row_len:
         return None
@@ -66,7 +65,7 @@ def length_problem(num_prompt: int, one: Generation, row_len: int) -> str | None
 
 
 def longest_sequence(num_prompt: int, num_completion: int, new_rows: NewRows) -> int:
-    """Returns the number of tokens of the longest sequence of a rollout."""
+    """The longest of the sequences of a rollout, in tokens."""
     borders = [0, *(start for start, _ in new_rows), num_completion]
     lengths = [end - start for start, end in pairwise(borders)]
     return max(num_prompt + lengths[0], *lengths[1:], 0)

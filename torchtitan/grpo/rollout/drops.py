@@ -11,6 +11,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 from torchtitan.grpo.inference.client import LogprobsError, ServerError
 from torchtitan.grpo.inference.http import RouteError
@@ -27,69 +28,50 @@ _MAX_ANNOUNCED = 3
 class DropKind:
     """One kind of loss.
 
-    Attributes:
-        metric: Metric that counts it since the last batch.
-        words: Its name for the step's line and the summary.
-        phrase: The same in the announcement of the first one.
-        is_counted_elsewhere: Whether `rollout_metrics.py` computes the metric.
+    ``words`` are its name for the step's line and the summary, and ``phrase`` in the
+    announcement of the first one. ``name`` ends the name of the metric that counts it since the
+    last batch; by default it consists of the words.
     """
 
-    metric: str
     words: str
     phrase: str
-    is_counted_elsewhere: bool = False
+    name: str = ""
 
-
-def _kind(words: str, phrase: str, metric: str = "", *, elsewhere: bool = False) -> DropKind:
-    name = metric or words.replace("-", "").replace(" ", "_")
-    return DropKind(f"rollout/{name}", words, phrase, elsewhere)
+    @property
+    def metric(self) -> str:
+        return f"rollout/{self.name or self.words.replace('-', '').replace(' ', '_')}"
 
 
 DROP_KINDS: dict[str, DropKind] = {
-    "reward raised": _kind("rewards raised", "rewards that raised"),
-    "reward timed out": _kind("rewards timed out", "rewards that took too long"),
-    "reward unusable": _kind("rewards unusable", "rewards that cannot be used"),
-    "episode failed": _kind("episodes failed", "episodes that failed"),
-    "request refused": _kind("requests refused", "requests that a server refused"),
-    "request unanswered": _kind(
+    "reward raised": DropKind("rewards raised", "rewards that raised"),
+    "reward timed out": DropKind("rewards timed out", "rewards that took too long"),
+    "reward unusable": DropKind("rewards unusable", "rewards that cannot be used"),
+    "episode failed": DropKind("episodes failed", "episodes that failed"),
+    "request refused": DropKind("requests refused", "requests that a server refused"),
+    "request unanswered": DropKind(
         "requests unanswered (made again)",
         "requests that a server did not answer",
         "requests_unanswered",
     ),
-    "rating failed": _kind(
+    "rating failed": DropKind(
         "ratings failed (made again)", "ratings that a teacher did not give", "failed_ratings"
     ),
-    "logprobs unusable": _kind("logprobs unusable", "answers without usable logprobs"),
-    "answer unusable": _kind("answers unusable", "answers that cannot be used"),
-    "answer cut": _kind("answers cut by a server", "answers cut by a server's length"),
-    "held-out prompt": _kind(
+    "logprobs unusable": DropKind("logprobs unusable", "answers without usable logprobs"),
+    "answer unusable": DropKind("answers unusable", "answers that cannot be used"),
+    "answer cut": DropKind("answers cut by a server", "answers cut by a server's length"),
+    "held-out prompt": DropKind(
         "held-out unscored", "completions of held-out prompts without a score"
     ),
-    "too long": _kind("prompts too long", "prompts that are too long", elsewhere=True),
-    "unusable": _kind("prompts unusable", "prompts that cannot be used", elsewhere=True),
-    "failed": _kind(
-        "groups failed", "groups without enough completions", "failed_groups", elsewhere=True
-    ),
-    "unscored": _kind(
-        "groups unscored", "groups without enough rewards", "unscored_groups", elsewhere=True
-    ),
-    "unrated": _kind(
-        "groups unrated", "groups without a teacher's rating", "unrated_groups", elsewhere=True
-    ),
-    "expired": _kind(
-        "groups expired", "groups with outdated tokens", "expired_groups", elsewhere=True
-    ),
-    "overdue": _kind(
-        "groups overdue", "groups that were overdue", "overdue_groups", elsewhere=True
-    ),
-    "filtered": _kind(
-        "groups filtered", "groups that were filtered out", "filtered_groups", elsewhere=True
-    ),
+    "too long": DropKind("prompts too long", "prompts that are too long"),
+    "unusable": DropKind("prompts unusable", "prompts that cannot be used"),
+    "failed": DropKind("groups failed", "groups without enough completions", "failed_groups"),
+    "unscored": DropKind("groups unscored", "groups without enough rewards", "unscored_groups"),
+    "unrated": DropKind("groups unrated", "groups without a teacher's rating", "unrated_groups"),
+    "expired": DropKind("groups expired", "groups with outdated tokens", "expired_groups"),
+    "overdue": DropKind("groups overdue", "groups that were overdue", "overdue_groups"),
+    "filtered": DropKind("groups filtered", "groups that were filtered out", "filtered_groups"),
 }
 """All kinds of losses. The reasons for which the ledger closes a prompt are among them."""
-
-_TIMEOUT = "timeout"
-_RAISED = " raised "
 
 
 class DropLog:
@@ -114,16 +96,14 @@ class DropLog:
             self._announce(f"First of the {DROP_KINDS[kind].phrase}: {reason}")
 
     def record_scoring(self, failure: CallFailed) -> None:
-        """Counts a group that a reward function could not score."""
         kind = "reward unusable"
-        if failure.kind == _TIMEOUT:
+        if failure.kind == "timeout":
             kind = "reward timed out"
-        elif _RAISED in failure.kind:
+        elif " raised " in failure.kind:
             kind = "reward raised"
         self.record(kind, str(failure), source=failure.kind)
 
     def record_episode(self, failure: CallFailed) -> None:
-        """Counts a completion whose environment failed."""
         self.record("episode failed", str(failure), source=failure.kind)
 
     def record_request(self, url: str, error: ServerError) -> None:
@@ -133,12 +113,12 @@ class DropLog:
         self.record(reason, f"group {group_id} is not trained on. {detail}")
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the numbers of losses since the last call."""
+        """The numbers of losses since the last call, but for those of `rollout_metrics.py`."""
         last, self._last = self._last, self.counts.copy()
         return {
             kind.metric: float(self.counts[name] - last[name])
             for name, kind in DROP_KINDS.items()
-            if not kind.is_counted_elsewhere
+            if name not in get_args(CloseReason)
         }
 
 
@@ -151,7 +131,6 @@ def kind_of_request(error: ServerError) -> str:
 
 
 def run_summary(counts: Mapping[str, int]) -> str:
-    """Returns what was dropped in the whole run; empty if nothing was."""
     found = [
         f"{counts[name]} {kind.words}" for name, kind in DROP_KINDS.items() if counts.get(name)
     ]

@@ -20,10 +20,8 @@ import msgspec
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config.evaluation import EvaluationSet, evaluation_sets, set_key
-from torchtitan.grpo.rewards.gold_answers import Example
 from torchtitan.grpo.rollout.inputs import Inputs
 from torchtitan.grpo.rollout.link_messages import CONFIG_FILE
-from torchtitan.grpo.rollout.prompts import PromptSet
 from torchtitan.grpo.rollout.session import RolloutSession
 from torchtitan.grpo.system.child import adopt_orphans, end_descendants
 from torchtitan.grpo.types import Prompt
@@ -37,7 +35,7 @@ _SHOWN_CHARS = 300
 
 
 class InputReport(msgspec.Struct):
-    """Lines on what was opened, warnings, and the error that the run would end with, if any."""
+    """``lines`` tell what was opened, and ``error`` what the run would end with."""
 
     lines: list[str] = []
     warnings: list[str] = []
@@ -60,12 +58,8 @@ async def check(config: RolloutProcessConfig, say: Callable[[str], object]) -> I
 
 
 def describe_inputs(config: RolloutProcessConfig, inputs: Inputs) -> list[str]:
-    return [
-        *_model_lines(config, inputs),
-        *_prompt_lines(config, inputs),
-        *_reward_lines(config, inputs),
-        *_evaluation_lines(config, inputs),
-    ]
+    parts = _model_lines, _prompt_lines, _reward_lines, _evaluation_lines
+    return [line for lines in parts for line in lines(config, inputs)]
 
 
 def _model_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[str]:
@@ -92,18 +86,13 @@ def _prompt_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[str]
     assert stream is not None, "the inputs of a run are open"
     for prompts, of_set in zip(stream.sets, inputs.examples, strict=True):
         first = of_set[0]
-        yield f"{prompts.key}: {prompts.path}, {len(prompts)} rows, prompts of at most " + (
-            f"{prompts.limits.max_tokens} tokens"
-        )
-        yield f"  columns: {_columns(prompts, first, config.prompts.column)}"
+        most = prompts.limits.max_tokens
+        yield f"{prompts.key}: {prompts.path}, {len(prompts)} rows, prompts of at most {most} tokens"
+        columns = [f"{config.prompts.column} (the prompt)", *sorted(first.prompt.columns)]
+        yield f"  columns: {', '.join(columns)}"
         if prompts.checked is not None:
             yield f"  {prompts.checked.describe()}"
         yield from _first_prompt(first.where, first.prompt, inputs)
-
-
-def _columns(prompts: PromptSet, first: Example, column: str) -> str:
-    names = sorted(first.prompt.columns)
-    return f"{column} (the prompt), {', '.join(names)}" if names else f"{column} (the prompt)"
 
 
 def _first_prompt(where: str, prompt: Prompt, inputs: Inputs) -> Iterator[str]:
@@ -146,10 +135,12 @@ def _evaluation_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[
 
 
 def _sampling(settings: EvaluationSet) -> str:
-    each = f"{settings.num_samples} completions of each prompt"
     if settings.temperature == 0:
         return "one completion of each prompt, decoded greedily"
-    return f"{each}, sampled at temperature {settings.temperature:g}, top_p {settings.top_p:g}"
+    return (
+        f"{settings.num_samples} completions of each prompt, sampled at temperature "
+        f"{settings.temperature:g}, top_p {settings.top_p:g}"
+    )
 
 
 def _numbers(values: list[float | None]) -> str:

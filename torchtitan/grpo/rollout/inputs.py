@@ -34,22 +34,17 @@ class Inputs:
     """The inputs of a run, or of an evaluation without a run, and the workers that judge them.
 
     ``say`` is told the progress of long checks of the prompts, and ``warn`` each finding that
-    the user should know about. :meth:`close` may be called at any time.
+    the user should know about. :meth:`close` may be called at any time. In an evaluation,
+    ``stream`` and ``pool`` are ``None``.
 
     Attributes:
-        stream: Training prompts. ``None`` in an evaluation.
         examples: The first prompts of each set, at least one. The sets may have different
             columns, so the reward functions are checked on the prompts of each set.
-        held_out: Prompts of each set of the evaluation, by its name.
         rewards: For each set, what each reward function gives the first prompt with an empty
-            completion.
-        scores: The same for each set of the evaluation and its function.
-        pool: The reward functions, with ``rollout.should_accept`` behind them. ``None`` in an
-            evaluation.
-        evaluation_pool: The functions of the evaluation, if any. They have workers of their
-            own, because a slow function must not keep rollouts waiting for their rewards.
-        environments: The environments; ``None`` without ``rollout.environment``.
-        warnings: The findings so far.
+            completion. ``scores`` has the same for each set of the evaluation and its function.
+        pool: The reward functions, with ``rollout.should_accept`` behind them.
+        evaluation_pool: The functions of the evaluation. They have workers of their own,
+            because a slow function must not keep rollouts waiting for their rewards.
     """
 
     codec: TextCodec
@@ -169,7 +164,7 @@ class Inputs:
 
 
 def evaluation_functions(config: RolloutProcessConfig) -> list[str]:
-    """Returns the reward functions of the evaluation, each once, in the order of its pool."""
+    """The reward functions of the evaluation, each once, in the order of its pool."""
     sets = evaluation_sets(config.evaluation).values()
     return list(dict.fromkeys(settings.function for settings in sets))
 
@@ -226,7 +221,7 @@ def _examples(prompts: PromptSet) -> list[Example]:
 def open_held_out(
     config: RolloutProcessConfig, codec: TextCodec, drops: DropLog
 ) -> dict[str, list[Prompt]]:
-    """Reads the held-out prompts of each set of ``[evaluation]``, by the set's name."""
+    """The held-out prompts of each set of ``[evaluation]``, by the set's name."""
     found = {}
     for name, settings in evaluation_sets(config.evaluation).items():
         assert settings.path is not None, "a set without a path is refused by the checks"

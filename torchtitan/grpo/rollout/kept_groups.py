@@ -25,10 +25,7 @@ USUAL_GAPS = 20
 
 @dataclass(frozen=True)
 class Cause:
-    """The reason why groups are not trained on.
-
-    ``words`` follow a number of groups, and ``remedy`` is a sentence on what to do.
-    """
+    """Why groups are not trained on: ``words`` follow their number, ``remedy`` is a sentence."""
 
     words: str
     remedy: str
@@ -102,34 +99,27 @@ class KeptGroups:
         self._fates.clear()
 
     def drop(self, group_id: int, cause: Cause) -> None:
-        """Records that a group is not trained on, and raises :class:`NothingKept` if it is time."""
+        """Raises :class:`NothingKept` if it is time."""
         number = self._running.pop(group_id, self._num_started)
         self._num_ended += 1
         self._fates[cause] += 1
         if cause is not EQUAL:
             self._counting.append(number)
         bound = self.bound()
-        if len(self._counting) >= bound:
-            oldest = next(iter(self._running.values()), self._num_started)
-            if sum(counting < oldest for counting in self._counting) >= bound:
-                raise NothingKept(self._message(bound))
+        oldest = next(iter(self._running.values()), self._num_started)
+        if sum(counting < oldest for counting in self._counting) >= bound:
+            remedies = " ".join(cause.remedy for cause, _ in self._fates.most_common())
+            raise NothingKept(
+                f"At least one of {bound} consecutive groups must be kept for training, but of the groups "
+                f"since one was kept last {self._list()}. {remedies}"
+            )
 
     def bound(self) -> int:
-        """Returns the number of consecutive dropped groups at which the run ends."""
+        """The number of consecutive dropped groups at which the run ends."""
         return max(self._least, USUAL_GAPS * self._usual_gap)
 
     def describe(self) -> str:
-        """Returns what became of the groups since one was kept last; empty if all are kept."""
-        if not self._fates:
-            return ""
-        return f"since a group was kept last, {self._list()}"
+        return f"since a group was kept last, {self._list()}" if self._fates else ""
 
     def _list(self) -> str:
         return ", ".join(f"{number} {cause.words}" for cause, number in self._fates.most_common())
-
-    def _message(self, bound: int) -> str:
-        remedies = " ".join(cause.remedy for cause, _ in self._fates.most_common())
-        return (
-            f"At least one of {bound} consecutive groups must be kept for training, but of the groups since "
-            f"one was kept last {self._list()}. {remedies}"
-        )

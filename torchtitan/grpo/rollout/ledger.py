@@ -38,10 +38,7 @@ CloseReason = Literal[
 
 
 class Ledger:
-    """Tracks the state of all issued prompts.
-
-    ``closed`` are prompts that an earlier process closed after the last batch.
-    """
+    """Tracks the state of all issued prompts. ``closed`` are those closed since the last batch."""
 
     def __init__(
         self, progress: PromptProgress, closed: dict[int, CloseReason] | None = None
@@ -50,11 +47,10 @@ class Ledger:
         self._open = set(progress.open)
         # A resumed run issues the open prompts again, which must not count as new prompts.
         self._to_reissue = set(progress.open)
-        self._closed: dict[int, CloseReason] = dict(closed or {})
+        self.closed: dict[int, CloseReason] = dict(closed or {})
 
     @property
     def progress(self) -> PromptProgress:
-        """Progress of the run, for the checkpoint."""
         return PromptProgress(self._position, tuple(sorted(self._open)))
 
     def issue(self, index: int, skipped: Mapping[int, CloseReason] = MappingProxyType({})) -> None:
@@ -68,13 +64,13 @@ class Ledger:
             return
         assert index >= self._position, f"prompt {index} must be issued only once"
         for passed in range(self._position, index):
-            self._closed[passed] = skipped.get(passed, "too long")
+            self.closed[passed] = skipped.get(passed, "too long")
         self._open.add(index)
         self._position = index + 1
 
     def close(self, index: int, reason: CloseReason) -> None:
         self._open.remove(index)
-        self._closed[index] = reason
+        self.closed[index] = reason
 
     def train(self, indices: Iterable[int]) -> None:
         """Records that open prompts were delivered to the trainer."""
@@ -83,11 +79,5 @@ class Ledger:
         self._open -= trained
 
     def take_closed(self) -> dict[int, CloseReason]:
-        """Returns the prompts closed since the last call, and forgets them."""
-        closed, self._closed = self._closed, {}
+        closed, self.closed = self.closed, {}
         return closed
-
-    @property
-    def closed(self) -> dict[int, CloseReason]:
-        """The prompts closed since the last :meth:`take_closed`."""
-        return dict(self._closed)

@@ -114,7 +114,7 @@ class Producer:
                 start = self._admission.start_version(group_id)
                 unfinished[group_id] = UnfinishedGroup(group_id, start, done, begun)
         finished = self._finished | {group.group_id: group for group in self._taken}
-        progress, closed = self._ledger.progress, self._ledger.closed
+        progress, closed = self._ledger.progress, dict(self._ledger.closed)
         if version < self._admission.next_batch and self._delivered is not None:
             untrained = {group.group_id: group for group in self._delivered.groups}
             finished |= untrained

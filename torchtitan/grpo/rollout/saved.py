@@ -10,7 +10,6 @@ damaged, the prompts are still open in the ledger and are generated again.
 """
 
 import math
-import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from torchtitan.grpo.rollout.completion_checks import (
     rollout_problem,
 )
 from torchtitan.grpo.rollout.ledger import CloseReason
-from torchtitan.grpo.system.files import read_regular
+from torchtitan.grpo.system.files import read_regular, write_whole
 from torchtitan.grpo.types import Generation, PromptProgress, Rollout, RolloutGroup, columns_of
 
 FOLDER = "rollouts"
@@ -36,9 +35,9 @@ FOLDER = "rollouts"
 
 @dataclass(frozen=True)
 class UnfinishedGroup:
-    """A group that is not finished, with whole completions and the ``begun`` parts of others.
+    """A group with whole completions and the ``begun`` parts of others.
 
-    The group was admitted with ``start_version``, from which its deadline counts.
+    Its deadline counts from ``start_version``, with which it was admitted.
     """
 
     group_id: int
@@ -51,8 +50,7 @@ class UnfinishedGroup:
 class SavedRollouts:
     """Everything that a rollout process holds between two batches.
 
-    ``version`` is the number of batches trained on, and ``closed`` are the prompts closed since
-    the last one.
+    ``version`` batches were trained on, and ``closed`` are the prompts closed since the last.
     """
 
     version: int
@@ -73,14 +71,13 @@ class SavedRollouts:
 
 
 class SavedRolloutsError(ValueError):
-    """A file of saved rollouts cannot be used. The message says why."""
+    """A file of saved rollouts cannot be used."""
 
 
 class _File(msgspec.Struct):
-    """Content of a file, with the CRC-32 of the rest of it.
+    """``packed`` encodes a :class:`Packed`, for which earlier commits wrote ``content``.
 
-    ``packed`` encodes a :class:`Packed` of :class:`SavedRollouts`. Files of earlier releases
-    have ``content`` instead.
+    The CRC-32 is that of either.
     """
 
     crc32: int
@@ -93,19 +90,9 @@ def file_of(dump_folder: str, step: int) -> Path:
 
 
 def write_saved(path: Path, saved: SavedRollouts) -> None:
-    """Writes the file atomically: it is either complete or unchanged."""
     packed = msgspec.msgpack.encode(pack(saved))
-    sealed = msgspec.msgpack.encode({"crc32": zlib.crc32(packed), "packed": packed})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("wb") as stream:
-            stream.write(sealed)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    sealed = {"crc32": zlib.crc32(packed), "packed": packed}
+    write_whole(path, msgspec.msgpack.encode(sealed))
 
 
 def read_saved(path: Path, version: int) -> SavedRollouts:
@@ -135,7 +122,7 @@ _EARLIER_FRAMES = (
 
 
 def _unpack_earlier(content: msgspec.Raw) -> dict[str, Any]:
-    """Reads what earlier releases wrote, with one frame for each column of all rollouts."""
+    """Reads what earlier commits wrote, with one frame for each column of all rollouts."""
     file, columns = msgspec.msgpack.decode(content), columns_of(Rollout)
     left = {
         name: np.frombuffer(frame, columns[name].dtype if name in columns else np.int32)
@@ -211,7 +198,6 @@ def check_saved(
 
 
 def _ledger_problem(saved: SavedRollouts, progress: PromptProgress) -> str | None:
-    """Names a prompt that would not be trained once or closed."""
     found = saved.progress
     since = range(progress.position, found.position)
     issued = [*found.open, *saved.closed]

@@ -94,14 +94,17 @@ def _refuse(path: str | os.PathLike[str], mode: int) -> None:
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Writes a file in one rename, durably, and makes its folder."""
+    """Writes a file in one rename, durably, and makes its folder. A full disk leaves nothing."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(file.name + ".partial")
-    with partial.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(partial, file)
+    try:
+        with partial.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)
     sync_folder(file.parent)
 
 
