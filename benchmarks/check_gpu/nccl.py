@@ -22,6 +22,7 @@ from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 from torchtitan.grpo.weight_sync.transports.group_end import GroupEnd, GroupSettings
 from torchtitan.grpo.weight_wire.device_lanes import give_back, take_lane
 from torchtitan.grpo.weight_wire.process_group import create_weight_group, destroy_weight_group
+from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
 
 NUM_BYTES = 64 * 1024**2
 _RECEIVER = "check_gpu.nccl_receiver"
@@ -48,9 +49,8 @@ def run(settings: Settings) -> Iterator[Row]:
 def _leave(device: torch.device, *, beside_kernel: bool) -> Row:
     """Leaves a group of one rank, with a kernel of another push under way or without one."""
     store = listening_store("127.0.0.1", 1, _TIMEOUT_SECONDS)
-    group = create_weight_group(
-        "127.0.0.1", store.port, 0, 1, "check_gpu", "nccl", _TIMEOUT_SECONDS, store=store
-    )
+    info = WeightGroupInfo("127.0.0.1", store.port, 1, 1, "check_gpu", "nccl", _TIMEOUT_SECONDS)
+    group = create_weight_group(info, 0, store)
     cycles, lane = sleep_cycles(_KERNEL_SECONDS), take_lane(device, "another push")
     payload = torch.ones(NUM_BYTES, dtype=torch.uint8, device=device)
     dist.broadcast(payload, src=0, group=group)  # makes the communicator

@@ -11,22 +11,20 @@ import torch
 
 from check_gpu.nccl import NUM_BYTES
 from torchtitan.grpo.weight_wire.receiving import WeightGroup
+from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
 
 # The other side kills this process long before.
 _STANDING_SECONDS = 90.0
 
 
-def main(info: dict) -> None:
+def main(info: WeightGroupInfo) -> None:
     """Joins the group and receives one broadcast."""
     device = torch.device("cuda", 1)
     torch.cuda.set_device(device)
-    group = WeightGroup(
-        info["master_address"], info["master_port"], info["rank_offset"], info["world_size"],
-        info["group_name"], info["backend"], info["timeout_seconds"],
-    )  # fmt: skip
+    group = WeightGroup(info)
     group.receive(torch.empty(NUM_BYTES, dtype=torch.uint8, device=device), device)
     time.sleep(_STANDING_SECONDS)
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(WeightGroupInfo(**json.loads(sys.argv[1])))

@@ -107,10 +107,7 @@ class Trainer:
             info = WeightGroupInfo(
                 "127.0.0.1", store.port, 1, 2, name, "gloo", TIMEOUT, deltas=True
             )
-            arguments = ("127.0.0.1", store.port, 0, 2, name, "gloo", TIMEOUT)
-            ours = asyncio.create_task(
-                asyncio.to_thread(create_weight_group, *arguments, store=store)
-            )
+            ours = asyncio.create_task(asyncio.to_thread(create_weight_group, info, 0, store))
             await self.client.join_weight_group(info)
             self.groups[name] = await ours
 

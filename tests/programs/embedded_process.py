@@ -21,6 +21,7 @@ from torchtitan.grpo.inference.embedded.weights import tensor_sha256
 from torchtitan.grpo.system.child import start_child
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 from torchtitan.grpo.weight_wire.process_group import create_weight_group, destroy_weight_group
+from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
 
 VOCAB = 40
 EOS = 39
@@ -141,10 +142,8 @@ class Trainer:
 
     async def __aenter__(self) -> "Trainer":
         store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-        arguments = ("127.0.0.1", store.port, 0, 2, self.name, "gloo", 30.0)
-        joining = asyncio.create_task(
-            asyncio.to_thread(create_weight_group, *arguments, store=store)
-        )
+        info = WeightGroupInfo("127.0.0.1", store.port, 1, 2, self.name, "gloo", 30.0)
+        joining = asyncio.create_task(asyncio.to_thread(create_weight_group, info, 0, store))
         await self.client.post(
             "/init_weights_update_group",
             master_address="127.0.0.1",

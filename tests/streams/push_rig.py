@@ -214,12 +214,10 @@ class PushRig:
         self.publisher = self._publisher(_plan(self.sync, contiguous))
         self.version = -1
 
-    def _create_group(
-        self, address: str, port: int, rank: int, size: int, name: str, *_: Any, **__: Any
-    ):
+    def _create_group(self, info: WeightGroupInfo, rank: int, *_: Any):
         torch.cuda.Stream()  # as the communicator takes one, which synchronous calls do not use
         # Both sides get the channel that the name stands for, whoever comes first.
-        return Group(self.channels.setdefault(name, Channel(self.is_silent)), rank)
+        return Group(self.channels.setdefault(info.group_name, Channel(self.is_silent)), rank)
 
     def _publisher(self, plan: PushPlan) -> WeightPublisher:
         sync = self.sync

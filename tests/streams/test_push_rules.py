@@ -27,7 +27,7 @@ from torchtitan.grpo.weight_wire import device_broadcast, receiving
 from torchtitan.grpo.weight_wire.device_broadcast import DeviceBroadcast
 from torchtitan.grpo.weight_wire.device_lanes import DeviceLane
 from torchtitan.grpo.weight_wire.receiving import WeightGroup
-from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
 
 @pytest.fixture(autouse=True)
@@ -319,7 +319,7 @@ def test_the_memory_of_a_broadcast_that_was_given_up_is_kept(recorder, monkeypat
     channel = Channel(is_stopped=True)
     monkeypatch.setattr(receiving, "create_weight_group", lambda *_: channel.end(1))
     with recorder.process("server"):
-        group = WeightGroup("", 0, 1, 2, "group", "nccl", timeout_seconds=0.05)
+        group = WeightGroup(WeightGroupInfo("", 0, 1, 2, "group", "nccl", timeout_seconds=0.05))
         buffer = torch.zeros(8, device=CUDA)
         with pytest.raises(RuntimeError, match=r"No broadcast arrived .* within 0\.05 s"):
             group.receive(buffer, CUDA)
@@ -367,7 +367,7 @@ def test_a_lane_is_not_given_back_while_a_broadcast_is_launched_in_it(recorder, 
     monkeypatch.setattr(receiving, "destroy_weight_group", lambda group: group.channel.abort())
     with recorder.process("server"):
         torch.cuda.set_device(CUDA)
-        group = WeightGroup("", 0, 1, 2, "group", "nccl", timeout_seconds=5.0)
+        group = WeightGroup(WeightGroupInfo("", 0, 1, 2, "group", "nccl", timeout_seconds=5.0))
         buffer = torch.zeros(8, device=CUDA)
 
         @contextmanager

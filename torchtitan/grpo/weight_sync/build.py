@@ -13,12 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from torchtitan.grpo.attestation import (
-    Attestation,
-    Probes,
-    attested_tokens,
-    tolerances_of,
-)
+from torchtitan.grpo.attestation import Attestation, Probes, attested_tokens, tolerances_of
 from torchtitan.grpo.config import Inference, WeightSync
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.kinds import IDLE_SECONDS, make_client
@@ -60,13 +55,14 @@ def build_publisher(
     """Builds one rank's publisher; collective over all ranks.
 
     Only rank 0, which leads, has a ``link`` to the rollout process, and ``servers`` to push to.
-    ``vocab_size`` is that from which probe tokens are drawn.
+    Probe tokens are drawn from ``vocab_size``.
     """
     sync = config.weight_sync
     parameters = dict(named_parameters(model_parts))
     on_gpu = device.type == "cuda"
     plan, adapter = _agree_on_plan(config, parameters, adapter, contiguous=on_gpu)
-    transport = _MAKERS[sync.transport](config, plan, device)
+    make_transport = _make_disk_transport if sync.transport == "disk" else _make_group_transport
+    transport: Transport[Any] = make_transport(config, plan, device)
     max_held = _agree_on_held(sync, len(servers))
     if link is not None:  # logged before the memory is allocated
         memory = memory_of(plan, sync, max_held, len(servers)).describe(on_gpu=on_gpu)
@@ -87,7 +83,13 @@ def build_publisher(
     if link is not None:
         assert isinstance(slots, SlotTable)
         parts = _leader_parts(config, plan, agent, sender, channel, transport)
-        attestation = _attestation(config, plan, probes, vocab_size)
+        attestation = Attestation(
+            every=sync.attest_every,
+            tokens=attested_tokens(config, vocab_size),
+            probes=probes,
+            tolerances=tolerances_of(plan.wire_dtype, sync.attest_tolerance),
+            timeout_seconds=sync.timeout_seconds,
+        )
         make_leader = functools.partial(
             _make_leader, sync, slots, parts, attestation, link, servers
         )
@@ -121,18 +123,14 @@ def _agree_on_plan(
     contiguous: bool,
 ) -> tuple[PushPlan, BaseStateDictAdapter]:
     """Returns the plan of the push, and the state-dict adapter that gives the names; collective."""
+    sync = config.weight_sync
     adapters_only = config.lora.rank > 0 and config.lora.push == "adapters"
     if adapters_only:
         adapter = PeftStateDictAdapter(adapter, config.model.hf_assets_path)
     plan = agree_on_push(
-        parameters,
-        adapter,
-        wire_dtype(config),
-        config.weight_sync.bucket_bytes,
-        adapters_only=adapters_only,
-        max_sources=config.weight_sync.max_sources,
-        contiguous=contiguous,
-    )
+        parameters, adapter, wire_dtype(config), sync.bucket_bytes,
+        adapters_only=adapters_only, max_sources=sync.max_sources, contiguous=contiguous,
+    )  # fmt: skip
     return plan, adapter
 
 
@@ -141,11 +139,7 @@ def _patience_seconds(sync: WeightSync) -> float:
 
 
 def _agree_on_held(sync: WeightSync, num_servers: int) -> int:
-    """Returns the maximum number of slots that may be HELD; collective.
-
-    Servers that join later are not counted. If more versions then have buffers than slots can
-    be HELD, buckets are copied out of the slots.
-    """
+    """Returns how many slots may be HELD; collective. Servers that join later are not counted."""
     max_held = [max_alive(sync, num_servers)]
     dist.broadcast_object_list(max_held, src=0)
     return max_held[0]
@@ -158,17 +152,6 @@ def _make_pool(sync: WeightSync, plan: PushPlan, slots: SnapshotSlots) -> Payloa
     specs = [bucket.spec for bucket in own.buckets]
     sizes = [bucket.num_bytes for bucket in own.buckets]
     return PayloadPool(specs, sizes, sync.checksum, slots.buckets)
-
-
-def _attestation(config: JobConfig, plan: PushPlan, probes: Probes, vocab_size: int) -> Attestation:
-    sync = config.weight_sync
-    return Attestation(
-        every=sync.attest_every,
-        tokens=attested_tokens(config, vocab_size),
-        probes=probes,
-        tolerances=tolerances_of(plan.wire_dtype, sync.attest_tolerance),
-        timeout_seconds=sync.timeout_seconds,
-    )
 
 
 def _leader_parts(
@@ -214,7 +197,7 @@ def _make_group_transport(
     config: JobConfig, plan: PushPlan, device: torch.device
 ) -> GroupTransport:
     sync = config.weight_sync
-    assert sync.transport != "disk", "disk has a row of its own"
+    assert sync.transport != "disk"
     # The configured address belongs to the host of rank 0. Sources on other hosts find their own.
     is_on_first_host = dist.get_rank() < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     settings = GroupSettings(
@@ -233,13 +216,3 @@ def _make_disk_transport(config: JobConfig, plan: PushPlan, device: torch.device
     assert sync.disk_path is not None
     root, model = Path(sync.disk_path), Path(config.model.hf_assets_path)
     return DiskTransport(plan, lambda: VersionDirectories(root, model), sync.timeout_seconds)
-
-
-_MAKERS: dict[str, Callable[[JobConfig, PushPlan, torch.device], Transport[Any]]] = {
-    # The backend of a process group is chosen for each server when the server joins.
-    "auto": _make_group_transport,
-    "nccl": _make_group_transport,
-    "host": _make_group_transport,
-    "disk": _make_disk_transport,
-}
-"""Makers of the transport of each value of ``weight_sync.transport``, on every rank."""

@@ -16,7 +16,6 @@ those of FSDP are in use while a version is gathered.
 """
 
 import asyncio
-import functools
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -55,8 +54,8 @@ def agree_on_push(
 ) -> PushPlan:
     """Decides what each rank sends; collective over all ranks.
 
-    ``parameters`` are those of this rank, sharded. ``wire_dtype`` is the dtype of the snapshots
-    and of the buckets. ``contiguous`` is that of :func:`lay_out_slot`.
+    ``parameters`` are those of this rank, sharded. ``contiguous`` is that of
+    :func:`lay_out_slot`.
     """
     limits = SourceLimits(max_sources, agree_on_hosts())
     everything = agree_on_assembly(parameters, adapter)
@@ -99,7 +98,6 @@ class Gatherer:
         self._layout = plan.layouts.get(rank)
         # Every rank must take part in the creation of every group, even if it is not a member.
         self._collectors: list[tuple[SourcePlan, Collector]] = []
-        self._threads: ThreadPoolExecutor | None = None
         for source in plan.sources:
             group = collecting_group(source.members, "gloo", timeout_seconds, _HOST)
             if rank in source.members:
@@ -107,26 +105,22 @@ class Gatherer:
                 writers = slots.writers(source.rank)
                 collector = Collector(buckets, plan.wire_dtype, _HOST, group, source.rank, writers)
                 self._collectors.append((source, collector))
-        if len(self._collectors) > 1:
-            self._threads = ThreadPoolExecutor(
-                len(self._collectors), thread_name_prefix="weight-gather-source"
-            )
+        self._threads = ThreadPoolExecutor(
+            max(1, len(self._collectors)), thread_name_prefix="weight-gather-source"
+        )
 
     def gather(
         self, slot: int, shards: Mapping[str, torch.Tensor], payload: Payload | None
     ) -> None:
         """Gathers a version from a slot in which all ranks have their shards; all ranks take part.
 
-        ``shards`` are this rank's parts of its parameters. A source fills its ``payload`` in
-        order; other ranks have none.
+        A source fills its ``payload`` in order; other ranks have none.
         """
         assert (payload is not None) == (self._own is not None)
-        gather_one = functools.partial(self._gather_one, slot, shards, payload)
-        if self._threads is None:
-            for source, collector in self._collectors:
-                gather_one(source, collector)
-            return
-        gathering = [self._threads.submit(gather_one, *each) for each in self._collectors]
+        gathering = [
+            self._threads.submit(self._gather_one, slot, shards, payload, source, collector)
+            for source, collector in self._collectors
+        ]
         wait(gathering)  # even if one fails, because the others still use the slot
         for each in gathering:
             each.result()
@@ -144,25 +138,20 @@ class Gatherer:
             for _ in collector.collect(shards):
                 raise AssertionError("only the source rank may receive shards")
             return
-        assert payload is not None
-        assert self._layout is not None
+        assert payload is not None and self._layout is not None
         others = self._slots.shards_of_writers(slot)
         # Parameters that are not converted are assembled directly in their buckets.
         places = self._layout.wholes_in(payload.buffers)
-        self._fill_all(collector.collect(shards, others=others, places=places), payload)
-
-    def close(self) -> None:
-        """Ends the threads. A thread that waits for another rank ends at its timeout."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _fill_all(self, whole: Iterator[tuple[str, torch.Tensor]], payload: Payload) -> None:
-        assert self._own is not None
-        for index, plan in enumerate(self._own.buckets):
+        whole = collector.collect(shards, others=others, places=places)
+        for index, plan in enumerate(source.buckets):
             self._fill(plan, whole, payload.buffers[index])
             payload.filled(index)
         for name, _ in whole:
             raise AssertionError(f"parameter {name} must be in a bucket, but is in none")
+
+    def close(self) -> None:
+        """Ends the threads. A thread that waits for another rank ends at its timeout."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _fill(
         self, plan: BucketPlan, whole: Iterator[tuple[str, torch.Tensor]], buffer: torch.Tensor
@@ -218,9 +207,8 @@ class Agent:
     async def gather(self, slot: int, version: int, is_held: bool) -> None:
         """Takes part in gathering a version. Source ranks keep the version until :meth:`drop`.
 
-        If the slot ``is_held``, it is not written until the version is dropped, so that the
-        version can be sent from it. Otherwise, it may be written again once all ranks have
-        returned.
+        If the slot ``is_held``, it is not written before that, so that the version can be sent
+        from it. Otherwise, it may be written again once all ranks have returned.
         """
         payload = None
         if self._pool is not None:

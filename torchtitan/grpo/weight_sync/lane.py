@@ -45,12 +45,8 @@ from torchtitan.grpo.attestation import Attestation, AttestationFailed, ServerAt
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.system.waits import Backoff, Reminders
-from torchtitan.grpo.weight_sync.transports.interface import (
-    Connection,
-    NotPrepared,
-    PushReport,
-)
-from torchtitan.grpo.weight_sync.versions import Versions
+from torchtitan.grpo.weight_sync.transports.interface import Connection, NotPrepared, PushReport
+from torchtitan.grpo.weight_sync.versions import ServerVersions, Versions
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +107,7 @@ _NEXT = {
 
 
 def next_state(state: LaneState, event: LaneEvent) -> LaneState:
-    """Returns the state after an event, or raises ValueError if it must not happen there."""
+    """Raises ValueError if the event must not happen in the state."""
     following = _NEXT.get((state, event))
     if following is None:
         possible = sorted(e.value for s, e in _NEXT if s is state)
@@ -123,37 +119,6 @@ def next_state(state: LaneState, event: LaneEvent) -> LaneState:
 
 class WeightsRefused(RuntimeError):
     """A server that was present at the start of the run refuses the run's weights."""
-
-
-class FirstJoin:
-    """Counts the first refusals of a server that was present at the start.
-
-    Otherwise, a run whose servers cannot take its weights would ask them forever. Later
-    refusals, and those of servers that join later, count as losses of the server.
-    """
-
-    def __init__(self, url: str, *, is_initial: bool) -> None:
-        self._url = url
-        self._num_left = _MAX_REFUSALS if is_initial else None
-
-    def succeed(self) -> None:
-        self._num_left = None
-
-    def fail(self, error: BaseException) -> None:
-        """Counts a loss of the server; raises WeightsRefused after too many refusals."""
-        if self._num_left is None:
-            return
-        if not (isinstance(error, ServerError) and error.was_answered):
-            self._num_left = _MAX_REFUSALS
-            return
-        self._num_left -= 1
-        if self._num_left == 0:
-            raise WeightsRefused(
-                f"The server {self._url} must take the weights of this run, but it has refused "
-                f"them {_MAX_REFUSALS} times and has never taken any. The last reason: {error} "
-                "If that does not say what to change, start the server with the model of "
-                "model.hf_assets_path (scripts/serve_vllm.sh, scripts/serve_sglang.sh)."
-            ) from error
 
 
 class VersionMismatch(ServerError):
@@ -182,8 +147,7 @@ class Lane:
             continues with an older version.
         last_error: Reason for the last loss, or for the failure to prepare the last version.
         held_from: Once the server has confirmed this version or a newer one, no newer version
-            is pushed to it. ``None`` keeps the server at the newest version. Any thread may set
-            this.
+            is pushed to it, unless it is ``None``. Any thread may set this.
     """
 
     def __init__(
@@ -208,8 +172,9 @@ class Lane:
         self._sync = sync
         self._attestation = ServerAttestation(attestation, self._client)
         self._backoff = Backoff(sync.retry_seconds, sync.max_retry_seconds)
-        self._server = versions.add_server()
-        self._first_join = FirstJoin(self.url, is_initial=is_initial)
+        self._server = ServerVersions(versions)
+        # Counts the refusals in a row; None once they no longer end the run.
+        self._num_refusals = 0 if is_initial else None
         self._lost_at: float | None = None
         self._reminders = Reminders()
 
@@ -235,8 +200,7 @@ class Lane:
                 # The loss is reported first, because recovering may take as long as its timeouts.
                 pause = self._backoff.seconds_after_failure()
                 self._lose(error, pause)
-                if not isinstance(error, VersionMismatch):
-                    self._first_join.fail(error)
+                self._count_refusal(error)
                 await self._connection.recover()
                 await asyncio.sleep(pause)
                 self._take(LaneEvent.RETRY_DUE)
@@ -266,7 +230,6 @@ class Lane:
         return self.held_from is not None and self.version >= self.held_from
 
     async def _bring(self, version: int) -> None:
-        """Pushes one version to the server: joins if necessary, pushes, attests, confirms."""
         if self.state is LaneState.JOINING:
             await self._connection.join()
             await self._attestation.observe()
@@ -284,7 +247,7 @@ class Lane:
         self._confirm(report)
 
     async def _prepare(self, version: int) -> bool:
-        """Prepares a version on the trainer's side; on failure it waits, and returns False."""
+        """On failure, waits and returns False."""
         try:
             await self._connection.prepare(version)
         except NotPrepared as error:
@@ -339,7 +302,7 @@ class Lane:
 
     def _confirm(self, report: PushReport) -> None:
         self.num_pushes += 1
-        self._first_join.succeed()
+        self._num_refusals = None
         self._server.confirmed, self.last_push = report.version, report
         self._backoff.reset()
         if self._lost_at is not None:
@@ -376,6 +339,23 @@ class Lane:
         self._listeners.on_lost(self.url, reason)
         is_mismatch = isinstance(error, VersionMismatch)
         self._take(LaneEvent.VERSION_MISMATCH if is_mismatch else LaneEvent.FAILED)
+
+    def _count_refusal(self, error: BaseException) -> None:
+        """Raises WeightsRefused after too many, if the server has never taken weights.
+
+        Otherwise, a run whose servers cannot take its weights would ask them forever.
+        """
+        if self._num_refusals is None or isinstance(error, VersionMismatch):
+            return
+        is_refusal = isinstance(error, ServerError) and error.was_answered
+        self._num_refusals = self._num_refusals + 1 if is_refusal else 0
+        if self._num_refusals == _MAX_REFUSALS:
+            raise WeightsRefused(
+                f"The server {self.url} must take the weights of this run, but it has refused "
+                f"them {_MAX_REFUSALS} times and has never taken any. The last reason: {error} "
+                "If that does not say what to change, start the server with the model of "
+                "model.hf_assets_path (scripts/serve_vllm.sh, scripts/serve_sglang.sh)."
+            ) from error
 
     def _keep_as_base(self, version: int | None) -> None:
         """Lets the next push send only what has changed since ``version``."""

@@ -82,14 +82,10 @@ class Leader:
         self._slots, self._parts = slots, parts
         self._sync, self._attestation, self._listeners = sync, attestation, listeners
         self._servers, self._changed_servers = servers, changed_servers
-        self._versions = Versions(slots, max_alive(sync, len(servers)), self._drop)
+        self.versions = Versions(slots, max_alive(sync, len(servers)), self._drop)
         self._was_started = False
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closing: dict[str, asyncio.Task[None]] = {}
-
-    @property
-    def num_versions(self) -> int:
-        return self._versions.num_alive
 
     async def run(self, should_end: Callable[[], bool]) -> None:
         """Leads the push until ``should_end`` returns True; raises what ends a lane or gathering."""
@@ -116,8 +112,7 @@ class Leader:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _gather_next(self) -> None:
-        """Gathers the newest version, if a slot is filled and there is room for the version."""
-        taken = await self._versions.take_newest(_POLL_SECONDS)
+        taken = await self.versions.take_newest(_POLL_SECONDS)
         if taken is None:
             return
         slot, version = taken.slot, taken.version
@@ -135,10 +130,10 @@ class Leader:
         ]
         # This lets the source ranks take buffers before any lane asks for the version.
         await asyncio.sleep(0)
-        await self._versions.begin(version)
+        await self.versions.begin(version)
         await _all(gathering)
         # All ranks have read the slot. The newest version is not dropped before the next one begins.
-        self._versions.gathered(taken)
+        self.versions.gathered(taken)
         self.gather_seconds = time.perf_counter() - begin
 
     async def _drop(self, version: int) -> None:
@@ -169,7 +164,7 @@ class Leader:
                 connection = self._parts.transport.connect(self._parts.make_client(server))
                 lane = Lane(
                     connection,
-                    self._versions,
+                    self.versions,
                     self._sync,
                     self._attestation,
                     self._listeners,
@@ -178,11 +173,11 @@ class Leader:
                 self.lanes = [*self.lanes, lane]
                 running = _run_after(self._closing.get(lane.url), lane)
                 self._tasks[lane.url] = asyncio.create_task(running, name=lane.url)
-        self._versions.max_alive = max_alive(self._sync, len(self.lanes))
+        self.versions.max_alive = max_alive(self._sync, len(self.lanes))
         self._listeners.on_change()
 
     def _raise_what_ended(self, watching: "asyncio.Task[None]") -> None:
-        self._versions.raise_if_failed()
+        self.versions.raise_if_failed()
         for task in (watching, *self._tasks.values()):
             if task.done():
                 task.result()
@@ -193,7 +188,7 @@ class Leader:
             for lane in self.lanes
         ]
         await asyncio.gather(*closing, *self._closing.values())
-        await self._versions.close()
+        await self.versions.close()
         for one in self._parts.own:
             await one.close()
         self._parts.transport.close()
@@ -262,7 +257,6 @@ class Pin:
 
 
 def _is_able(lane: Lane) -> bool:
-    """Returns whether a server serves a version, and newer versions can be prepared for it."""
     return lane.version >= 0 and not lane.is_blocked
 
 

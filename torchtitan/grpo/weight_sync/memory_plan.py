@@ -111,9 +111,8 @@ def predict_memory(
 ) -> PushMemory:
     """Returns the memory that a push will need, before any rank exists.
 
-    The parallel layout matters in two ways. GPUs copy only to contiguous memory, so parameters
-    which tensor parallelism divides by columns lie in a slot twice. And parameters are divided
-    among the ranks that send them, so a rank may have less to send than one bucket holds.
+    GPUs copy only to contiguous memory, so parameters which tensor parallelism divides by
+    columns lie in a slot twice. And a rank may have less to send than one bucket holds.
     """
     sync, degree = config.weight_sync, config.parallelism.tensor_parallel_degree
     dtype, limits = wire_dtype(config), SourceLimits(sync.max_sources)

@@ -44,7 +44,7 @@ class Payload:
 
     It is made on the event loop of the publisher's thread and filled by the gathering thread.
     ``deltas`` holds buckets that are encoded as changes to another version, by that version and
-    the index.
+    the index. The attributes below it are the pool's, under the pool's lock.
     """
 
     def __init__(
@@ -52,6 +52,9 @@ class Payload:
     ) -> None:
         self.version, self.buffers = version, buffers
         self.deltas: dict[tuple[int, int], Bucket] = {}
+        self.is_lent = False  # the buffers belong to a snapshot slot, which the leader releases
+        self.num_readers = 0  # open PayloadPool.reading contexts
+        self.is_dropped = False
         self._specs, self._checksum = list(specs), checksum
         self._num_filled = 0
         self._failure: str | None = None
@@ -61,13 +64,14 @@ class Payload:
     def filled(self, index: int) -> None:
         """Marks a bucket as written; called by the gathering thread, in the order of buckets."""
         if self._checksum:
-            self._specs[index] = with_checksums(self._specs[index], self.buffers[index])
+            spec = self._specs[index]
+            parts = self.buffers[index].split(tensor_bytes(spec.dtypes, spec.shapes))
+            self._specs[index] = replace(spec, checksums=tuple(map(tensor_checksum, parts)))
         assert index == self._num_filled, (index, self._num_filled)
         self._num_filled += 1
         self._loop.call_soon_threadsafe(self._announce)
 
     def fail(self, reason: str) -> None:
-        """Records that the buckets that are not filled yet will never be filled."""
         self._failure = reason
         self._loop.call_soon_threadsafe(self._announce)
 
@@ -93,26 +97,6 @@ class Payload:
         return Bucket(self._specs[index], self.buffers[index])
 
 
-def with_checksums(spec: BucketSpec, payload: torch.Tensor) -> BucketSpec:
-    """Adds the checksum of each tensor to the description of a bucket that is not a delta."""
-    parts = payload.split(tensor_bytes(spec.dtypes, spec.shapes))
-    return replace(spec, checksums=tuple(tensor_checksum(part) for part in parts))
-
-
-@dataclass
-class _Held:
-    """A version that the pool holds.
-
-    ``is_lent`` buffers belong to a snapshot slot, which the leader releases. ``num_readers``
-    counts open :meth:`PayloadPool.reading` contexts.
-    """
-
-    payload: Payload
-    is_lent: bool
-    num_readers: int = 0
-    is_dropped: bool = False
-
-
 class PayloadPool:
     """The buffers of all versions that a source rank holds.
 
@@ -131,7 +115,7 @@ class PayloadPool:
         self._checksum = checksum
         self._buckets_in_slot = buckets_in_slot
         self._free: list[list[torch.Tensor]] = []
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, Payload] = {}
         self._lock = threading.Lock()
 
     def take(self, version: int, held_slot: int | None = None) -> Payload:
@@ -142,8 +126,9 @@ class PayloadPool:
         in_slot = self._buckets_in_slot(held_slot) if held_slot is not None else None
         buffers = in_slot if in_slot is not None else self._own_buffers()
         payload = Payload(version, self._specs, buffers, self._checksum)
+        payload.is_lent = in_slot is not None
         with self._lock:
-            self._held[version] = _Held(payload, is_lent=in_slot is not None)
+            self._held[version] = payload
         return payload
 
     def _own_buffers(self) -> list[torch.Tensor]:
@@ -163,7 +148,7 @@ class PayloadPool:
                 raise PayloadFailed(f"Version {version} is no longer held by this source rank.")
             held.num_readers += 1
         try:
-            yield held.payload
+            yield held
         finally:
             with self._lock:
                 held.num_readers -= 1
@@ -180,8 +165,8 @@ class PayloadPool:
     def holds(self, version: int) -> bool:
         return version in self._held
 
-    def _maybe_free(self, held: _Held) -> None:
+    def _maybe_free(self, held: Payload) -> None:
         if held.is_dropped and not held.num_readers:
-            del self._held[held.payload.version]
+            del self._held[held.version]
             if not held.is_lent:
-                self._free.append(held.payload.buffers)
+                self._free.append(held.buffers)

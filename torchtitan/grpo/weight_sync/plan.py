@@ -30,10 +30,9 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One bucket: which native parameters it needs, and what it holds.
+    """One bucket: which native parameters it needs, and what it holds, in the order of the bytes.
 
-    ``assemblies`` and ``spec`` are in the order of the bytes. ``num_bytes_of`` counts those of
-    each parameter in the Hugging Face layout, by native name.
+    ``num_bytes_of`` counts each parameter in the Hugging Face layout, by native name.
     """
 
     assemblies: tuple[Assembly, ...]
@@ -83,10 +82,7 @@ def plan_sources(
     bucket_bytes: int,
     limits: SourceLimits = SourceLimits(),
 ) -> list[SourcePlan]:
-    """Divides parameters, in the order of the model, among sources and then into buckets.
-
-    The plans ascend by rank.
-    """
+    """Divides parameters, in the order of the model, among sources, ascending, and into buckets."""
     by_source = choose_sources(assemblies, limits)
     return [
         SourcePlan(
@@ -130,10 +126,7 @@ def plan_buckets(
 
 
 def _with_adapters_behind(assemblies: Sequence[Assembly]) -> list[Assembly]:
-    """Puts each LoRA adapter right behind its target.
-
-    A bias, which comes after the weight, may begin another bucket.
-    """
+    """Puts each LoRA adapter right behind its target, because a bias may begin another bucket."""
     weights = {a.name for a in assemblies if not is_adapter(a.name)}
     adapters_of: dict[str, list[Assembly]] = {}
     for assembly in assemblies:

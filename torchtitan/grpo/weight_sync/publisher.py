@@ -213,7 +213,7 @@ class WeightPublisher(Publisher):
             "attested": float(sum(lane.num_attested for lane in lanes)),
             "failures": float(self.num_failures),
             "superseded": float(self.slots.num_superseded),
-            "versions_alive": float(self._leader.num_versions if self._leader else 0),
+            "versions_alive": float(self._leader.versions.num_alive if self._leader else 0),
             "fence_seconds": self.snapshots.stalled_seconds,
             "gather_seconds": self._leader.gather_seconds if self._leader else 0.0,
             "push_seconds": max((r.push_seconds for r in reports), default=0.0),

@@ -124,10 +124,7 @@ def lay_out_slot(
     *,
     contiguous: bool = False,
 ) -> SlotLayout:
-    """Returns the layout of a source's slots.
-
-    With ``contiguous``, every shard is copied to contiguous memory, as GPUs require.
-    """
+    """With ``contiguous``, every shard is copied to contiguous memory, as GPUs require."""
     end = 0
     buckets, places, blocks = [], {}, {}
     for index, plan in enumerate(source.buckets):
@@ -152,7 +149,6 @@ def lay_out_slot(
 
 
 def pieces_of(assemblies: Sequence[Assembly], rank: int) -> Iterator[tuple[Assembly, Piece]]:
-    """Yields the pieces that a rank contributes, each with its parameter's assembly."""
     for assembly in assemblies:
         for piece in assembly.pieces:
             if piece.rank == rank:
@@ -195,9 +191,8 @@ class SnapshotSlots:
                 memory[rank] = shared.slots
             else:
                 memory[rank] = [own_memory([slot_bytes], torch.uint8) for _ in range(num_slots)]
-        memory |= _attached(
-            shared, [s.rank for s in plan.sources if rank in s.members and s is not own]
-        )
+        others = [s.rank for s in plan.sources if rank in s.members and s is not own]
+        memory |= _attached(shared, others)
         self._writers = _who_reaches(set(memory) - {rank})
         if shared is not None:
             shared.close()
@@ -211,9 +206,8 @@ class SnapshotSlots:
             for tensors in own_shards:
                 pin(list(tensors.values()))
         self._buckets: list[list[torch.Tensor]] | None = None
-        self._shards_of_writers: list[dict[int, Shards]] = [{} for _ in range(num_slots)]
         if own is not None:
-            layout, writers = plan.layouts[rank], self._writers.get(rank, ())
+            layout, writers = plan.layouts[rank], self.writers(rank)
             self._buckets = [layout.buckets_in(slot) for slot in memory[rank]]
             self._shards_of_writers = [
                 {writer: layout.shards_in(slot, writer) for writer in writers}
@@ -221,7 +215,7 @@ class SnapshotSlots:
             ]
 
     def buckets(self, slot: int) -> list[torch.Tensor] | None:
-        """Returns this source's buckets in a slot, or ``None`` if this rank is not a source."""
+        """``None`` if this rank is not a source."""
         return None if self._buckets is None else self._buckets[slot]
 
     def writers(self, source: int) -> Collection[int]:
@@ -229,7 +223,7 @@ class SnapshotSlots:
         return self._writers.get(source, ())
 
     def shards_of_writers(self, slot: int) -> Mapping[int, Shards]:
-        """Returns the shards that other ranks copied into this source's slot, by rank."""
+        """Returns what other ranks copied into this source's slot, by rank."""
         return self._shards_of_writers[slot]
 
 
@@ -237,13 +231,8 @@ def _attached(shared: SharedSlots | None, wanted: list[int]) -> dict[int, list[t
     """Maps the slots of those wanted ranks whose memory can be shared; collective."""
     offers: list[SlotOffer | None] = [None] * dist.get_world_size()
     dist.all_gather_object(offers, shared.offer if shared is not None else None)
-    reached = {}
-    for rank in wanted:
-        offer = offers[rank]
-        slots = attach(offer) if offer is not None else None
-        if slots is not None:
-            reached[rank] = slots
-    return reached
+    mapped = {rank: attach(offer) for rank in wanted if (offer := offers[rank]) is not None}
+    return {rank: slots for rank, slots in mapped.items() if slots is not None}
 
 
 def _who_reaches(reached: set[int]) -> dict[int, set[int]]:

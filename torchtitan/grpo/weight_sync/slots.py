@@ -75,7 +75,7 @@ class Slots:
         return cls((SlotState.FREE,) * total, (-1,) * total, max_held)
 
     def reserve(self) -> tuple[Self, int]:
-        """Reserves a FREE slot for the next version or, if there is none, the oldest PENDING one."""
+        """Reserves a FREE slot or, if there is none, the oldest PENDING one."""
         free = self._in_state(SlotState.FREE)
         waiting = self._in_state(SlotState.PENDING)
         assert free or waiting, f"at most one slot may be RESERVED and one SENDING: {self}"
@@ -190,12 +190,9 @@ class SlotTable(SlotVersions):
             super().filled(slot, version)
 
     def take_newest(self, timeout_seconds: float) -> tuple[int, int] | None:
-        """Waits for a PENDING slot, makes it SENDING, and returns its index and its version.
-
-        PENDING slots with older versions are freed. Returns ``None`` after the timeout.
-        """
+        """Waits for a PENDING slot, makes it SENDING, and returns its index and its version."""
         with self._changed:
-            taken = self._changed.wait_for(self._slots_after_taking, timeout_seconds)
+            taken = self._changed.wait_for(lambda: self._slots.take_newest(), timeout_seconds)
             if taken is None:
                 return None
             self._slots, slot = taken
@@ -212,6 +209,3 @@ class SlotTable(SlotVersions):
     def release(self, slot: int) -> None:
         with self._changed:
             self._slots = self._slots.release(slot)
-
-    def _slots_after_taking(self) -> tuple[Slots, int] | None:
-        return self._slots.take_newest()

@@ -60,7 +60,7 @@ class TakenSlot:
 
 
 class Versions:
-    """Records which version is where; see the module's docstring.
+    """See the module's docstring.
 
     At most ``max_alive`` versions, at least 2, have buffers at once; it may be changed.
     ``drop`` makes all source ranks and the transport drop a version, and returns when its
@@ -80,7 +80,7 @@ class Versions:
 
     @property
     def num_alive(self) -> int:
-        """Number of versions that have buffers, including those that are being dropped."""
+        """Includes the versions that are being dropped."""
         return len(self._alive)
 
     # -- from a slot to the source ranks -------------------------------------------------
@@ -97,10 +97,13 @@ class Versions:
         return None if taken is None else TakenSlot(*taken, is_held=self._slots.can_hold())
 
     async def room(self, timeout_seconds: float) -> bool:
+        return await self._comes_true(self._has_room, timeout_seconds)
+
+    async def _comes_true(self, condition: Callable[[], bool], timeout_seconds: float) -> bool:
         async with self._changed:
             try:
                 async with asyncio.timeout(timeout_seconds):
-                    await self._changed.wait_for(self._has_room)
+                    await self._changed.wait_for(condition)
             except TimeoutError:
                 return False
         return True
@@ -138,18 +141,10 @@ class Versions:
 
     # -- from the source ranks to the servers --------------------------------------------
 
-    def add_server(self) -> "ServerVersions":
-        return ServerVersions(self)
-
     async def newer_than(self, number: int, timeout_seconds: float) -> int | None:
         """Waits for a version newer than ``number``; returns the newest, or ``None`` in vain."""
-        async with self._changed:
-            try:
-                async with asyncio.timeout(timeout_seconds):
-                    await self._changed.wait_for(lambda: self.newest > number)
-            except TimeoutError:
-                return None
-        return self.newest
+        is_there = await self._comes_true(lambda: self.newest > number, timeout_seconds)
+        return self.newest if is_there else None
 
     @contextmanager
     def sending(self, number: int) -> Iterator[None]:
@@ -167,11 +162,10 @@ class Versions:
         return version is not None and version.dropping is None
 
     def want_base(self, number: int) -> None:
-        """Records that a server's next delta should be against this version."""
         self._alive[number].num_bases += 1
 
     def release_base(self, number: int) -> None:
-        """Undoes one :meth:`want_base`, even if the version has been dropped since."""
+        """The version may have been dropped since :meth:`want_base`."""
         version = self._alive.get(number)
         if version is not None:
             version.num_bases -= 1
@@ -180,15 +174,11 @@ class Versions:
     # -- dropping ------------------------------------------------------------------------
 
     def raise_if_failed(self) -> None:
-        """Raises the error that prevented a version from being dropped, if there was one.
-
-        The buffers of such a version would otherwise be lost for the rest of the run.
-        """
+        """Otherwise, the buffers of a version that could not be dropped would be lost."""
         if self._error is not None:
             raise self._error
 
     async def close(self) -> None:
-        """Ends the waits and cancels the tasks that drop versions."""
         tasks = [version.dropping for version in self._alive.values() if version.dropping]
         for task in tasks:
             task.cancel()
@@ -217,10 +207,7 @@ class Versions:
 
 
 class ServerVersions:
-    """The version that one server serves, and the one against which its next delta may be.
-
-    ``confirmed`` is -1 before the first confirmation and while the server is lost.
-    """
+    """What one server has ``confirmed``, -1 at first and while it is lost; and its next base."""
 
     def __init__(self, versions: Versions) -> None:
         self.confirmed = -1
@@ -241,6 +228,5 @@ class ServerVersions:
         self._base = number
 
     def lose(self) -> None:
-        """Records that it is no longer known what the server serves."""
         self.confirmed = -1
         self.keep_as_base(None)

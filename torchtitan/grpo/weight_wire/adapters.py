@@ -27,11 +27,7 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 
 def is_of_adapters(bucket: BucketSpec) -> bool:
-    """Returns whether a bucket holds factors of adapters and not weights.
-
-    Raises ValueError if it is a delta, or if its names and its ``lora_scale`` contradict each
-    other.
-    """
+    """Raises ValueError if adapters are sent as a delta, or beside other weights."""
     if bucket.lora_scale is None:
         return False
     if bucket.num_changed is not None:
@@ -97,7 +93,6 @@ class BaseWeights:
                 )
 
     def require_pairs(self, factors: Mapping[str, torch.Tensor]) -> None:
-        """Raises ValueError if an adapter lacks one of its factors."""
         for target in dict.fromkeys(served_weight_of(name) for name in factors):
             if not all(name in factors for name in _factors_of(target)):
                 raise ValueError(f"The adapter of {target} must have both of its factors.")
@@ -109,7 +104,6 @@ class BaseWeights:
         """Yields the targets of adapters, with ``scale * B A`` added, in the dtype of the factors.
 
         The operation is that of a trainer that merges them itself, so that the bits are equal.
-        Raises ValueError if an adapter lacks one of its factors.
         """
         self.require_pairs(factors)
         for target in dict.fromkeys(served_weight_of(name) for name in factors):
@@ -120,7 +114,6 @@ class BaseWeights:
     def all_with(
         self, factors: Mapping[str, torch.Tensor], scale: float
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields all weights of the directory, those that have adapters as :meth:`adapted` does."""
         targets = {served_weight_of(name) for name in factors}
         for name in self._stored:
             if name not in targets:

@@ -48,7 +48,7 @@ def check_lengths(bucket: BucketSpec) -> None:
 
 
 def element_counts(bucket: BucketSpec) -> tuple[list[int], int]:
-    """Returns the number of elements of each tensor of a delta, and the bytes of one element."""
+    """Returns the numbers of elements of a delta's tensors, and the bytes of one element."""
     itemsizes = {WIRE_DTYPES[dtype].itemsize for dtype in bucket.dtypes}
     if len(itemsizes) != 1:
         raise ValueError(f"The tensors of a delta must have one item size, got {bucket.dtypes}.")
@@ -67,7 +67,6 @@ def split_bucket(buffer: torch.Tensor, bucket: BucketSpec) -> list[torch.Tensor]
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor itself, or a copy if it is not aligned in memory."""
     return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
 
 

@@ -43,7 +43,7 @@ class BufferPool:
         return sum(buffer.nbytes for buffer in buffers if buffer.device.type == "cpu")
 
     def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Returns an uninitialized [num_bytes] uint8 buffer."""
+        """Returns [num_bytes] uint8, uninitialized."""
         with self._lock:
             for i, buffer in enumerate(self._free):
                 if buffer.numel() == num_bytes and buffer.device == device:

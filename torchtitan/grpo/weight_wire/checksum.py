@@ -37,9 +37,10 @@ def tensor_checksum(data: torch.Tensor) -> int:
     num_bytes = octets.numel()
     row_bytes = 4 * _COLUMNS
     num_whole = num_bytes // row_bytes
+    block_rows = _CPU_ROWS if octets.device.type == "cpu" else _GPU_ROWS
     sums = [
         _row_sums(block.view(-1, row_bytes))
-        for block in octets[: num_whole * row_bytes].split(_block_rows(octets) * row_bytes)
+        for block in octets[: num_whole * row_bytes].split(block_rows * row_bytes)
         if block.numel()
     ]
     if num_bytes % row_bytes:
@@ -51,10 +52,6 @@ def tensor_checksum(data: torch.Tensor) -> int:
         rows = torch.cat(sums)
         total = int((rows * _row_weights(rows)).sum())
     return (total + _LENGTH_WEIGHT * num_bytes) % _MODULUS
-
-
-def _block_rows(octets: torch.Tensor) -> int:
-    return _CPU_ROWS if octets.device.type == "cpu" else _GPU_ROWS
 
 
 def _row_sums(octets: torch.Tensor) -> torch.Tensor:

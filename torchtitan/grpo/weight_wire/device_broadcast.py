@@ -46,7 +46,6 @@ class DeviceBroadcast:
         self._piece_bytes, self._timeout_seconds = piece_bytes, timeout_seconds
 
     def close(self) -> None:
-        """Gives the lane back. No broadcast may follow."""
         give_back(self._lane)
 
     def send(
@@ -61,45 +60,35 @@ class DeviceBroadcast:
         not receive the payload in time.
         """
         with broadcasting():
-            self._send(payload, group, is_left)
+            stream, is_pinned = self._lane.stream, payload.is_pinned()
+            deadline = time.monotonic() + self._timeout_seconds
 
-    def _send(
-        self, payload: torch.Tensor, group: dist.ProcessGroup, is_left: Callable[[], bool]
-    ) -> None:
-        stream, is_pinned = self._lane.stream, payload.is_pinned()
-        deadline = time.monotonic() + self._timeout_seconds
-        read, sent = torch.cuda.Event(), torch.cuda.Event()
-        with torch.cuda.stream(stream):
-            for piece in payload.split(self._piece_bytes):
-                buffer = self._lane.buffer(piece.numel())
-                buffer.copy_(piece, non_blocking=True)
-                read.record(stream)  # the last time counts
-                dist.broadcast(buffer, src=0, group=group)
-                sent.record(stream)
-                if not is_pinned:
-                    # The copy of the next piece from pageable memory would block this thread, beyond
-                    # every deadline, until the server has received this one.
-                    self._wait_for(sent, payload.nbytes, deadline, is_left)
-        for event in (read, sent):  # the payload may change even if the broadcast is given up
-            self._wait_for(event, payload.nbytes, deadline, is_left)
+            def wait_for(event: torch.cuda.Event) -> None:
+                while not event.query():
+                    if is_left():
+                        raise RuntimeError("The group was left during a broadcast.")
+                    if time.monotonic() > deadline:
+                        raise self._was_late(payload.nbytes)
+                    time.sleep(_POLL_SECONDS)
 
-    def _wait_for(
-        self,
-        event: torch.cuda.Event,
-        num_bytes: int,
-        deadline: float,
-        is_left: Callable[[], bool],
-    ) -> None:
-        while not event.query():
-            self._check(num_bytes, deadline, is_left)
-            time.sleep(_POLL_SECONDS)
+            read, sent = torch.cuda.Event(), torch.cuda.Event()
+            with torch.cuda.stream(stream):
+                for piece in payload.split(self._piece_bytes):
+                    buffer = self._lane.buffer(piece.numel())
+                    buffer.copy_(piece, non_blocking=True)
+                    read.record(stream)  # the last time counts
+                    dist.broadcast(buffer, src=0, group=group)
+                    sent.record(stream)
+                    if not is_pinned:
+                        # The copy of the next piece from pageable memory would block this thread,
+                        # beyond every deadline, until the server has received this one.
+                        wait_for(sent)
+            for event in (read, sent):  # the payload may change even if the broadcast is given up
+                wait_for(event)
 
-    def _check(self, num_bytes: int, deadline: float, is_left: Callable[[], bool]) -> None:
-        if is_left():
-            raise RuntimeError("The group was left during a broadcast.")
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"The server must receive {num_bytes} bytes within weight_sync.timeout_seconds = "
-                f"{self._timeout_seconds:g}, but the broadcast has not ended. Check the server's "
-                "log, or raise the setting."
-            )
+    def _was_late(self, num_bytes: int) -> TimeoutError:
+        return TimeoutError(
+            f"The server must receive {num_bytes} bytes within weight_sync.timeout_seconds = "
+            f"{self._timeout_seconds:g}, but the broadcast has not ended. Check the server's "
+            "log, or raise the setting."
+        )

@@ -39,7 +39,7 @@ class DeviceLane:
     _buffer: torch.Tensor | None = None
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        """Returns [num_bytes] uint8 of the lane's memory on the device, which grows as needed."""
+        """Returns [num_bytes] uint8 on the device; the lane's memory grows as needed."""
         if self._buffer is None or self._buffer.numel() < num_bytes:
             with torch.cuda.stream(self.stream):
                 self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

@@ -77,12 +77,12 @@ def choose_backend(
     """
     if transport == "host":
         return BackendChoice("gloo")
-    has_cpu = any(one.device == "cpu" for one in (*ours, *theirs))
-    if transport == "auto" and has_cpu:
+    if transport == "auto" and any(one.device == "cpu" for one in (*ours, *theirs)):
         return BackendChoice("gloo")
     pairs = list(itertools.product(ours, theirs))
-    obstacles = _each_once(line for pair in pairs for line in _obstacles(*pair))
-    doubts = _each_once(line for pair in pairs for line in _doubts(*pair))
+    # A dict keeps the order, and each sentence once.
+    obstacles = tuple({line: None for pair in pairs for line in _obstacles(*pair)})
+    doubts = tuple({line: None for pair in pairs for line in _doubts(*pair)})
     if obstacles:
         return BackendChoice("gloo" if transport == "auto" else None, obstacles)
     return BackendChoice("gloo" if doubts and transport == "auto" else "nccl", doubts=doubts)
@@ -95,18 +95,13 @@ def facts_from_json(body: Any) -> GroupFacts:
     settings = body.get("settings")
     values = settings if isinstance(settings, Mapping) else {}
     is_known = all(isinstance(values.get(name), str) for name in NCCL_SETTINGS)
-    return GroupFacts(
-        device=_text(body, "device"),
-        torch=_text(body, "torch"),
-        nccl=_text(body, "nccl"),
-        gpu=_text(body, "gpu"),
-        settings={name: values[name] for name in NCCL_SETTINGS} if is_known else None,
-    )
-
-
-def _text(body: Mapping[str, Any], name: str) -> str | None:
-    value = body.get(name)
-    return value if isinstance(value, str) else None
+    texts = {
+        name: body[name]
+        for name in ("device", "torch", "nccl", "gpu")
+        if isinstance(body.get(name), str)
+    }
+    known = {name: values[name] for name in NCCL_SETTINGS} if is_known else None
+    return GroupFacts(**texts, settings=known)
 
 
 def _obstacles(ours: GroupFacts, theirs: GroupFacts) -> Iterator[str]:
@@ -177,7 +172,3 @@ def _meaning(name: str, value: str) -> str:
 def _release(version: str) -> tuple[str, ...]:
     """Returns ``("2", "13")`` for ``"2.13.0+cu130"``."""
     return tuple(version.split("+")[0].split(".")[:2])
-
-
-def _each_once(lines: Iterator[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(lines))

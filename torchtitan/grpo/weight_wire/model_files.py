@@ -125,11 +125,7 @@ class WeightFiles:
         }
 
     def stored(self, name: str, shape: Sequence[int] | None = None) -> Stored:
-        """Returns where a tensor is.
-
-        Raises ModelError if it is missing or stored twice, is no plain weight, or has another
-        shape.
-        """
+        """Raises ModelError if a tensor is missing, ambiguous, no plain weight, or of another shape."""
         found = self._found.get(name)
         if not found:
             self.refuse_missing(name)
@@ -187,14 +183,19 @@ class WeightFiles:
         )
 
     def check(self, needed: Mapping[str, Sequence[int]], *, is_tied: bool) -> list[str]:
-        """Compares the files with the tensors that a model needs; returns remarks for the user.
+        """Compares the files with the tensors that a model needs.
 
-        The remarks name tensors and files that are not read. With ``is_tied``, the embedding is
-        the output layer as well. Raises ModelError if a tensor is missing, ambiguous, quantised
-        or of another shape; if a tensor beside a weight looks like a part of it, such as its
-        scales; or if a tied model has another output layer.
+        Returns remarks for the user on tensors and files that are not read. Raises ModelError
+        as :meth:`stored`; if a tensor beside a weight looks like a part of it, such as its
+        scales; or if a tied model, whose embedding is the output layer, has another one.
         """
-        if parts := [*self._packed(needed), *self._parts_of(needed)]:
+        packed = [
+            f"{name} is {stored.dtype}"
+            for name in needed
+            for stored in self._found.get(name, ())
+            if stored.dtype not in _PLAIN
+        ]
+        if parts := [*packed, *self._parts_of(needed)]:
             self._refuse_parts(parts)
         for name, shape in needed.items():
             self.stored(name, shape)
@@ -206,12 +207,6 @@ class WeightFiles:
                 f"tie_word_embeddings = false in config.json; otherwise remove {OUTPUT} from the file."
             )
         return list(self._unread(needed))
-
-    def _packed(self, needed: Mapping[str, Sequence[int]]) -> Iterator[str]:
-        for name in needed:
-            for stored in self._found.get(name, ()):
-                if stored.dtype not in _PLAIN:
-                    yield f"{name} is {stored.dtype}"
 
     def _parts_of(self, needed: Mapping[str, Sequence[int]]) -> Iterator[str]:
         """Yields tensors beside a weight, except biases, which are left out as in transformers."""

@@ -110,7 +110,7 @@ def refuse_quantised(config: dict[str, Any], file: Path, setting: str) -> None:
 
 
 def about_pointer(file: Path) -> str:
-    """Returns a sentence about a file that Git LFS has not fetched; nothing for other files."""
+    """Returns a sentence if Git LFS has not fetched the file."""
     try:
         with open_regular(file) as opened:
             is_pointer = opened.read(len(_LFS_POINTER)) == _LFS_POINTER
@@ -120,7 +120,7 @@ def about_pointer(file: Path) -> str:
 
 
 def about_folder(path: Path) -> str:
-    """Says what a folder is that lacks a model's config.json or its weights, and the remedy."""
+    """Says what a folder without config.json or weights is, and the remedy."""
     if not path.is_dir():
         return f"{path} is a file: name the folder." if path.exists() else f"There is no {path}."
     if (path / "adapter_config.json").is_file():

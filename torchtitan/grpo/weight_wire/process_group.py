@@ -31,11 +31,12 @@ from torch.distributed import distributed_c10d as c10d
 
 from torchtitan.grpo.system.network import source_address
 from torchtitan.grpo.weight_wire.group_facts import NCCL_SETTINGS, GroupFacts
+from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
 
-# Torch reads it when a group is made. The name is misleading: it makes the host wait in
-# ``Work.wait()``, which nobody calls for these groups, and it leaves out the group's watchdog and the
-# monitor of that watchdog.
-NO_WATCHDOG = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+# Torch reads it when a group is made. The name is misleading: if it is 1, the host waits in
+# ``Work.wait()``, which nobody calls for these groups, and the group has no watchdog and no monitor
+# of the watchdog.
+_NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 # Seconds for which torch waits for a communicator that is made without blocking. It is half an hour
 # unless it is set before the first collective of the process over NCCL, whichever group that is in.
 _COMMUNICATOR_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
@@ -49,58 +50,49 @@ _GLOO_ON_ROUTE = "gloo_on_route"
 
 
 def create_weight_group(
-    master_address: str,
-    master_port: int,
-    rank: int,
-    world_size: int,
-    group_name: str,
-    backend: str,
-    timeout_seconds: float,
-    *,
-    store: dist.Store | None = None,
+    info: WeightGroupInfo, rank: int, store: dist.Store | None = None
 ) -> dist.ProcessGroup:
-    """Joins a weight group.
+    """Joins a weight group; raises DistStoreError if not all members join in time.
 
-    Over gloo it returns when all ``world_size`` members have joined, and the group listens only
-    on the address that leads to the trainer, whichever interface training uses. Over NCCL it
-    returns when this member has reached the store: the communicator is made at the first
-    broadcast.
+    Over gloo it returns when all members have joined, and the group listens only on the address
+    that leads to the trainer, whichever interface training uses. Over NCCL it returns when this
+    member has reached the store: the communicator is made at the first broadcast, and only
+    :func:`destroy_weight_group` ends a collective.
 
-    Args:
-        rank: 0 on the trainer, ``rank_offset + worker`` on a server.
-        group_name: Prefix of the keys in the store. Each name may be used only once.
-        timeout_seconds: Maximum duration of the rendezvous and, over gloo, of each later
-            collective. Over NCCL only :func:`destroy_weight_group` ends a collective.
-        store: The store on which the trainer listens; ``None`` connects to it, as servers do.
-
-    Raises:
-        torch.distributed.DistStoreError: If not all members joined in time.
+    The trainer gives the ``store`` on which it listens. Servers connect to it.
     """
-    timeout = timedelta(seconds=timeout_seconds)
+    timeout = timedelta(seconds=info.timeout_seconds)
     if store is None:
         store = dist.TCPStore(
-            master_address, master_port, world_size, is_master=False, timeout=timeout
+            info.master_address,
+            info.master_port,
+            info.world_size,
+            is_master=False,
+            timeout=timeout,
         )
     assert store is not None
     store.set_timeout(timeout)
+    backend, environment = info.backend, nullcontext()
     options: dict[str, Any] = {"timeout": timeout}
     if backend == "nccl":
         options = {"timeout": _NO_TIMEOUT, "backend_options": _nccl_options()}
-    if backend == "gloo":
-        options["backend_options"] = source_address(master_address, master_port)
-    # Only a gloo group waits here for its members. The other kind is made one at a time.
-    with _nccl_environment(timeout_seconds) if backend == "nccl" else nullcontext():
+        # These groups are made one at a time. Only a gloo group waits below for its members.
+        environment = _nccl_environment(info.timeout_seconds)
+    elif backend == "gloo":
+        backend = _gloo_on_route()
+        options["backend_options"] = source_address(info.master_address, info.master_port)
+    with environment:
         group, _ = c10d._new_process_group_helper(
-            world_size,
+            info.world_size,
             rank,
             [],
-            dist.Backend(_gloo_on_route() if backend == "gloo" else backend),
-            dist.PrefixStore(group_name, store),
-            group_name=group_name,  # pyright: ignore[reportArgumentType]  (a str by another name)
+            dist.Backend(backend),
+            dist.PrefixStore(info.group_name, store),
+            group_name=info.group_name,  # pyright: ignore[reportArgumentType]  (a str by another name)
             **options,
         )
     assert isinstance(group, dist.ProcessGroup)
-    c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(info.world_size)}
     return group
 
 
@@ -139,8 +131,8 @@ def limit_communicators(timeout_seconds: float) -> None:
     """Bounds the time in which a weight group's communicator over NCCL must be made.
 
     Call it before the process's first collective over NCCL, in any group: torch reads the limit
-    once. Communicators in NCCL's usual, blocking mode, such as training's, have no such limit.
-    A limit that the environment sets stays.
+    once. Communicators in the blocking mode, such as training's, have none. A limit that the
+    environment sets stays.
     """
     os.environ.setdefault(_COMMUNICATOR_TIMEOUT, str(math.ceil(timeout_seconds)))
 
@@ -150,16 +142,15 @@ def _nccl_environment(timeout_seconds: float) -> Iterator[None]:
     """Holds the environment for one NCCL group that is made, and then restores it."""
     with _making:
         limit_communicators(timeout_seconds)  # for a process that had no reason to do so before
-        former = {name: os.environ.get(name) for name in NO_WATCHDOG}
-        os.environ.update(NO_WATCHDOG)
+        former = os.environ.get(_NO_WATCHDOG)
+        os.environ[_NO_WATCHDOG] = "1"
         try:
             yield
         finally:
-            for name, value in former.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+            if former is None:
+                del os.environ[_NO_WATCHDOG]
+            else:
+                os.environ[_NO_WATCHDOG] = former
 
 
 def destroy_weight_group(group: dist.ProcessGroup) -> None:
@@ -177,7 +168,6 @@ _LIBRARY = "libnccl.so.2"
 
 
 def own_group_facts(device: torch.device) -> GroupFacts:
-    """Returns the facts about this process, which sends from or receives on ``device``."""
     on_gpu = device.type == "cuda"
     return GroupFacts(
         device=device.type,

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from torchtitan.grpo.weight_wire.device_lanes import DeviceLane, give_back, take_lane
 from torchtitan.grpo.weight_wire.process_group import create_weight_group, destroy_weight_group
+from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
 
 T = TypeVar("T")
 
@@ -42,35 +43,19 @@ _POLL_EVENT_SECONDS = 0.002
 
 
 class WeightGroup:
-    """A process group in which rank 0, the trainer, broadcasts to this server.
+    """A process group in which rank 0, the trainer, broadcasts to this worker of the server."""
 
-    See :func:`create_weight_group` for the arguments. ``timeout_seconds`` also bounds each
-    payload. A broadcast over NCCL has at most ``piece_bytes``; 0 does not divide payloads.
-    """
-
-    def __init__(
-        self,
-        master_address: str,
-        master_port: int,
-        rank: int,
-        world_size: int,
-        name: str,
-        backend: str,
-        timeout_seconds: float,
-        piece_bytes: int = 0,
-    ) -> None:
-        self.name, self._piece_bytes = name, piece_bytes
-        self.is_nccl = backend == "nccl"
-        self.timeout_seconds = timeout_seconds
+    def __init__(self, info: WeightGroupInfo, worker: int = 0) -> None:
+        self.name, self._piece_bytes = info.group_name, info.piece_bytes
+        self.is_nccl = info.backend == "nccl"
+        self.timeout_seconds = info.timeout_seconds
         self._left = threading.Event()
         self._outstanding: dist.Work | None = None
         # Held while broadcasts over NCCL are launched, which the abort ends; the lane is given back then.
         self._launching = threading.Lock()
         self._lane: DeviceLane | None = None
         _let_go_of_ended()
-        self._group = create_weight_group(
-            master_address, master_port, rank, world_size, name, backend, timeout_seconds
-        )
+        self._group = create_weight_group(info, info.rank_offset + worker)
 
     def receive(
         self,
@@ -83,7 +68,7 @@ class WeightGroup:
         Over NCCL the tensor may lie on the device, or in pinned host memory, into which the
         device copies each piece. ``turn`` is entered while broadcasts over NCCL are launched;
         see ``LaunchOrder`` in `staging.py`. Raises RuntimeError if the trainer has ended,
-        nothing arrives in time, or :meth:`leave` is called.
+        nothing arrives in time, or the group is left.
         """
         if self._left.is_set():
             raise RuntimeError(f"Group {self.name!r} was left before the broadcast.")
@@ -101,26 +86,19 @@ class WeightGroup:
         with self._launching:
             received = self._launch(tensor, device, turn)
         deadline = time.monotonic() + self.timeout_seconds
-        while not received.query():
-            if self._left.is_set() or time.monotonic() > deadline:
-                break
+        while not (received.query() or self._left.is_set() or time.monotonic() > deadline):
             time.sleep(_POLL_EVENT_SECONDS)
         # An aborted broadcast ends as well, without the bytes.
-        if self._left.is_set():
+        if self._left.is_set() or not received.query():
             _keep(_written, (tensor, received, device))
-            raise self._was_left()
-        if not received.query():
-            _keep(_written, (tensor, received, device))
-            raise RuntimeError(
-                f"No broadcast arrived in group {self.name!r} within {self.timeout_seconds} s."
-            )
+            raise self._given_up()
 
     def _launch(
         self, tensor: torch.Tensor, device: torch.device, turn: AbstractContextManager[None]
     ) -> torch.cuda.Event:
         """Queues the broadcasts of a payload's pieces; returns the event at their end."""
         if self._left.is_set():
-            raise self._was_left()
+            raise self._given_up()
         if self._lane is None:
             self._lane = take_lane(device, self.name)
         lane, stream, received = self._lane, self._lane.stream, torch.cuda.Event()
@@ -144,32 +122,30 @@ class WeightGroup:
                 raise
         return received
 
-    def _was_left(self) -> RuntimeError:
-        return RuntimeError(f"Group {self.name!r} was left while a broadcast was awaited.")
+    def _given_up(self) -> RuntimeError:
+        if self._left.is_set():
+            return RuntimeError(f"Group {self.name!r} was left while a broadcast was awaited.")
+        return RuntimeError(
+            f"No broadcast arrived in group {self.name!r} within {self.timeout_seconds} s."
+        )
 
     def _wait(self, work: dist.Work) -> None:
         deadline = time.monotonic() + self.timeout_seconds
         while not work.is_completed():
-            if self._left.is_set():
+            if self._left.is_set() or time.monotonic() > deadline:
                 _keep(_abandoned, (self._group, work))
-                raise self._was_left()
-            if time.monotonic() > deadline:
-                _keep(_abandoned, (self._group, work))
-                raise RuntimeError(
-                    f"No broadcast arrived in group {self.name!r} within {self.timeout_seconds} s."
-                )
+                raise self._given_up()
             # Raises at the timeout of the poll, when the work may be complete, and on a failure
             # of the operation, which the last wait raises again.
             with contextlib.suppress(RuntimeError):
                 work.wait(_POLL)
         work.wait()
 
-    def leave(self) -> None:
-        """Leaves the group, which makes a waiting :meth:`receive` fail. It is idempotent."""
-        leave_groups([self])
-
     def begin_leave(self) -> threading.Thread | None:
-        """Begins to leave; returns the thread that does so over NCCL. It is idempotent."""
+        """Begins to leave; returns the thread that does so over NCCL. It is idempotent.
+
+        A waiting :meth:`receive` fails.
+        """
         if self._left.is_set():
             return None
         self._left.set()
@@ -194,7 +170,7 @@ class WeightGroup:
 
 
 def leave_groups(groups: Iterable[WeightGroup]) -> None:
-    """Leaves groups, all at the same time.
+    """Leaves groups, all at the same time; a :meth:`WeightGroup.receive` that waits fails.
 
     An aborted communicator frees memory of the GPU, for which the driver may wait until all
     kernels have ended, and those of the other groups end only when their communicators are

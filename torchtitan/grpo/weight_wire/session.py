@@ -18,7 +18,6 @@ the model, and the swap.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -34,14 +33,6 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGrou
 from torchtitan.grpo.weight_wire.version_files import read_weights
 
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-
-
-@dataclass(frozen=True)
-class _Settled:
-    """A version all of whose weights were received, and the dtype in which each was sent."""
-
-    version: str
-    dtypes: Mapping[str, str]
 
 
 class UpdateSession:
@@ -65,7 +56,9 @@ class UpdateSession:
         self._groups: dict[str, WeightGroup] = {}
         self._staging: Staging | None = None
         self.received: dict[str, str] = {}
-        self._settled: _Settled | None = None
+        # A settled version all of whose weights were received, and the dtypes in which they were sent.
+        self._base_version: str | None = None
+        self._base_dtypes: dict[str, str] = {}
         self._lora_scale: float | None = None
 
     # -- groups -----------------------------------------------------------------------
@@ -83,16 +76,7 @@ class UpdateSession:
             )
         self._leave([info.group_name])
         try:
-            self._groups[info.group_name] = WeightGroup(
-                info.master_address,
-                info.master_port,
-                info.rank_offset + worker,
-                info.world_size,
-                info.group_name,
-                info.backend,
-                info.timeout_seconds,
-                info.piece_bytes,
-            )
+            self._groups[info.group_name] = WeightGroup(info, worker)
         except Exception as error:
             raise UpdateError(
                 f"Group {info.group_name!r} at {info.master_address}:{info.master_port} was not "
@@ -124,13 +108,11 @@ class UpdateSession:
 
     @property
     def staging(self) -> Staging:
-        """The buckets since :meth:`begin`; UpdateError if no update is open."""
         if self._staging is None:
             raise UpdateError("No weight update is open. Begin one first.")
         return self._staging
 
     def begin(self) -> None:
-        """Opens an update. None may be open."""
         if self._staging is not None:
             raise UpdateError("A weight update is open. End it first.")
         self._staging, self._lora_scale = Staging(self.place, self.buffers), None
@@ -138,8 +120,7 @@ class UpdateSession:
     def announce(self, bucket: BucketSpec, group_name: str, sequence: int | None) -> "Future[None]":
         """Queues a bucket, or refuses it before its broadcast is awaited, with ValueError.
 
-        The update then fails too, because without this bucket it would be a mixture. See
-        :meth:`Staging.announce`.
+        The update then fails too, because without this bucket it would be a mixture.
         """
         staging = self.staging
         try:
@@ -152,10 +133,7 @@ class UpdateSession:
         return future
 
     def read(self, folder: str) -> None:
-        """Queues the reading of all weights of a directory.
-
-        Raises ValueError if the directory has none, or others than the model's.
-        """
+        """Queues the reading of a directory; ValueError if its weights are not all the model's."""
         headers = WeightFiles(Path(folder), "model_path").headers()
         self._check_fit(headers, [stored.shape for stored in headers.values()])
         dtypes = {
@@ -168,7 +146,7 @@ class UpdateSession:
     def collect(self, timeout_seconds: float) -> dict[str, torch.Tensor]:
         """Waits for all buckets; returns the new tensors, or the factors of adapters, by name.
 
-        Raises UpdateError if a bucket failed, or did not arrive in time. The update is dropped.
+        If a bucket failed or did not arrive in time, drops the update and raises UpdateError.
         """
         staging, self._staging = self.staging, None
         try:
@@ -198,12 +176,12 @@ class UpdateSession:
         Deltas may be applied to ``version``; it is ``None`` if this is not possible, for
         instance because only a part of the weights was received.
         """
-        self._settled = None if version is None else _Settled(version, self.received)
+        self._base_version, self._base_dtypes = version, self.received
         self.buffers.settle(in_use)
 
     def forget_base(self) -> None:
         """Refuses deltas until the next update was settled."""
-        self._settled = None
+        self._base_version = None
 
     def drop(self) -> None:
         staging, self._staging = self._staging, None
@@ -229,17 +207,15 @@ class UpdateSession:
             self._check_base(bucket)
 
     def _check_base(self, bucket: BucketSpec) -> None:
-        settled = self._settled
-        if settled is None or settled.version != str(bucket.base_version):
+        if self._base_version != str(bucket.base_version):
             raise ValueError(
                 "A delta must be against the served version, all of whose weights were received in a dtype "
                 f"that the server holds exactly, got base_version {bucket.base_version}; deltas can be "
-                f"applied to version {None if settled is None else settled.version}. Send all of the "
-                "weights."
+                f"applied to version {self._base_version}. Send all of the weights."
             )
         for name, dtype in zip(bucket.names, bucket.dtypes, strict=True):
-            if settled.dtypes.get(name) != dtype:
+            if (sent := self._base_dtypes.get(name)) != dtype:
                 raise ValueError(
                     f"{name}: a delta in {dtype} needs weights that were sent in {dtype}, but they were "
-                    f"sent in {settled.dtypes.get(name)}. Send all of the weights."
+                    f"sent in {sent}. Send all of the weights."
                 )

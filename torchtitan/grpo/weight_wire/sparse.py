@@ -40,9 +40,8 @@ def encode(
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Returns the delta from one version of a bucket to the next, [num_bytes] uint8 each.
 
-    ``numels`` are the elements of each tensor, ``itemsize`` (1, 2, 4 or 8) the bytes of one
-    element. Also returns for each tensor the number of changed elements, or -1 if it is sent
-    whole.
+    Also returns for each tensor the number of changed elements, or -1 if it is sent whole.
+    ``itemsize`` is 1, 2, 4 or 8.
     """
     num_bytes = sum(numels) * itemsize
     if not previous.numel() == current.numel() == num_bytes:
@@ -61,8 +60,8 @@ def encode(
             parts.append(new)
         else:
             num_changed.append(indices.numel())
-            parts += [indices.to(torch.int32).view(torch.uint8)]
-            parts += [new_bits[indices].view(torch.uint8)]
+            parts.append(indices.to(torch.int32).view(torch.uint8))
+            parts.append(new_bits[indices].view(torch.uint8))
     return torch.cat(parts) if parts else current[:0], tuple(num_changed)
 
 
@@ -79,10 +78,7 @@ def _changed(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
 
 
 def delta_bytes(numels: Sequence[int], num_changed: Sequence[int], itemsize: int) -> int:
-    """Returns the length of a delta in bytes.
-
-    Raises ValueError if a count is neither -1 nor within its tensor's size.
-    """
+    """Raises ValueError if a count is neither -1 nor within its tensor's size."""
     total = 0
     for numel, count in zip(numels, num_changed, strict=True):
         if not WHOLE <= count <= numel:
@@ -94,11 +90,7 @@ def delta_bytes(numels: Sequence[int], num_changed: Sequence[int], itemsize: int
 def decode(
     payload: torch.Tensor, numels: Sequence[int], num_changed: Sequence[int], itemsize: int
 ) -> list[Changes]:
-    """Returns the changes of each tensor of a delta. This is the inverse of :func:`encode`.
-
-    Raises ValueError if the length of the payload contradicts the counts, or an index is
-    outside its tensor.
-    """
+    """Undoes :func:`encode`; ValueError if the payload contradicts the counts or ``numels``."""
     expected = delta_bytes(numels, num_changed, itemsize)
     if payload.numel() != expected:
         raise ValueError(f"The delta must have {expected} bytes, got {payload.numel()}.")
@@ -119,11 +111,8 @@ def decode(
 
 
 def apply(target: torch.Tensor, changes: Changes) -> None:
-    """Writes changes into a contiguous tensor of the dtype in which they were sent.
-
-    Changes may lie on another device than the tensor: they may have come over NCCL, and the
-    tensor may be a copy that is kept in host memory.
-    """
+    """Writes changes into a contiguous tensor of the dtype in which they were sent."""
+    # They may have come over NCCL, and the tensor may be a copy that is kept in host memory.
     bits = target.view(-1).view(_BITS[target.element_size()])
     values = changes.values.to(target.device)
     if changes.indices is None:

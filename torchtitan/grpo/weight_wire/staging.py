@@ -64,7 +64,7 @@ class LaunchOrder:
         self._is_closed = False
 
     def ticket(self) -> int:
-        """Returns the next ticket. Its holder must launch, or call :meth:`give_up`."""
+        """Its holder must launch, or call :meth:`give_up`."""
         with self._changed:
             self._num_tickets += 1
             return self._num_tickets - 1
@@ -123,8 +123,7 @@ class StagingPlace:
             device. It may return the tensor itself, and before a copy on ``stream`` is over.
         on_host: Whether versions are staged in host memory, because the device has no room.
             Over NCCL the device then holds one piece at a time.
-        stream: Stream of what the staging threads queue on the GPU; ``None`` is the current
-            one.
+        stream: Of the staging threads; ``None`` is the current one.
     """
 
     device: torch.device
@@ -174,13 +173,14 @@ class Staging:
     """Holds the buckets of one update until the update is committed.
 
     Methods may be called from any thread. The caller settles ``buffers`` after the commit.
+    ``dtypes`` are those of all announced tensors, by name, also of tensors without changes.
     """
 
     def __init__(self, place: StagingPlace, buffers: BufferPool) -> None:
         self._place = place
         self._buffers = buffers
         self._tensors: dict[str, torch.Tensor] = {}
-        self._dtypes: dict[str, str] = {}
+        self.dtypes: dict[str, str] = {}
         self._num_open = 0
         self._failure: str | None = None
         self._broken = False
@@ -191,19 +191,9 @@ class Staging:
         self._order = LaunchOrder()
 
     @property
-    def dtypes(self) -> dict[str, str]:
-        """Dtype of each announced tensor, by name. Tensors without changes are included."""
-        return dict(self._dtypes)
-
-    @property
     def is_receiving(self) -> bool:
         """Whether an announced bucket has neither arrived nor failed yet."""
         return self._num_open > 0
-
-    @property
-    def failure(self) -> str | None:
-        """Reason why the update cannot be committed, or ``None``."""
-        return self._failure
 
     def refuse(self, reason: str) -> None:
         """Makes the update fail because of a bucket; no further bucket is received.
@@ -216,29 +206,24 @@ class Staging:
         self._put_early()
 
     def _fail(self, reason: str) -> None:
-        """Keeps the first reason of a failure."""
-        self._failure = self._failure or reason
+        self._failure = self._failure or reason  # the first one counts
 
     def announce(
-        self,
-        bucket: BucketSpec,
-        group: WeightGroup,
-        *,
-        sequence: int | None,
+        self, bucket: BucketSpec, group: WeightGroup, *, sequence: int | None
     ) -> "Future[None]":
         """Queues a bucket to be received; the future ends when its tensors are whole and verified.
 
         The caller has checked that names, dtypes and shapes fit the model. ``sequence`` is the
-        number of the bucket among those of the update over this group, from 0. Raises ValueError
-        if it is ``None``, or if a tensor or a number was announced before.
+        number of the bucket in the update and this group, from 0. Raises ValueError if it is
+        ``None``, or if a tensor or a number was announced before.
         """
         item = _Announced(lambda item: self._receive(bucket, item), group)
         with self._lock:
-            again = self._dtypes.keys() & set(bucket.names)
+            again = self.dtypes.keys() & set(bucket.names)
             if again:
                 raise ValueError(f"{min(again)} was announced twice in one update.")
             in_order = self._in_order(item, group.name, sequence)
-            self._dtypes.update(zip(bucket.names, bucket.dtypes, strict=True))
+            self.dtypes.update(zip(bucket.names, bucket.dtypes, strict=True))
             self._num_open += 1
             for ready in in_order:
                 self._put(ready)
@@ -247,10 +232,9 @@ class Staging:
     def read(
         self, dtypes: Mapping[str, str], load: Callable[[], Mapping[str, torch.Tensor]]
     ) -> "Future[None]":
-        """Queues the reading of verified tensors from another source, such as a disk.
+        """Queues the reading of tensors that fit the model, of these ``dtypes``, from a disk.
 
-        ``dtypes`` describes the tensors, which must fit the model. ``load`` runs on the staging
-        thread; if it raises ValueError or OSError, the update fails.
+        ``load`` runs on the staging thread; if it raises ValueError or OSError, the update fails.
         """
 
         def work(_: _Announced) -> None:
@@ -259,7 +243,7 @@ class Staging:
 
         item = _Announced(work, None)
         with self._lock:
-            self._dtypes.update(dtypes)
+            self.dtypes.update(dtypes)
             self._num_open += 1
             self._put(item)
         return item.future
@@ -272,10 +256,7 @@ class Staging:
         self._threads[item.source].queue.put(item)
 
     def collect(self, timeout_seconds: float) -> dict[str, torch.Tensor]:
-        """Waits for all announced buckets and returns the new tensors, by name.
-
-        Raises UpdateError if a bucket failed, or did not arrive within ``timeout_seconds``.
-        """
+        """Returns the new tensors, by name; UpdateError if one failed or does not arrive in time."""
         with self._lock:
             if self._early:
                 self._fail(f"Buckets before {sorted(self._early)[0]} were not announced.")

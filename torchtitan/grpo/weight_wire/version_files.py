@@ -43,10 +43,7 @@ _POLL_SECONDS = 0.1
 def write_part(
     directory: Path, rank: int, buckets: Sequence[tuple[BucketSpec, torch.Tensor]]
 ) -> None:
-    """Writes one source rank's part of a version: a safetensors file, and its checksums.
-
-    ``directory`` comes from :meth:`VersionDirectories.begin`; payloads are [num_bytes] uint8.
-    """
+    """Writes a source rank's part of a version: a safetensors file, and its checksums."""
     tensors = {}
     for spec, payload in buckets:
         parts = split_bucket(payload.cpu(), spec)
@@ -84,18 +81,13 @@ class VersionDirectories:
                 shutil.rmtree(left, ignore_errors=True)
 
     def begin(self, version: int) -> Path:
-        """Makes an empty directory for the parts of a version."""
         partial = self._root / f"version-{version}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         return partial
 
     def finish(self, version: int) -> Path:
-        """Completes the directory of a version, once all source ranks have written their parts.
-
-        The checksums are merged into one file, and the model's config is copied beside the
-        weights. Then the directory gets its final name.
-        """
+        """Completes the directory of a version, once all source ranks have written their parts."""
         partial = self._root / f"version-{version}.partial"
         checksums: dict[str, int] = {}
         for part in sorted(partial.glob("checksums-rank*.json")):
@@ -122,7 +114,6 @@ class VersionDirectories:
 
 
 def _locked(root: Path, timeout_seconds: float) -> int:
-    """Returns a handle of the directory, locked against other runs until it is closed."""
     handle = os.open(root, os.O_RDONLY)
     deadline = time.monotonic() + timeout_seconds
     while True:
@@ -143,11 +134,7 @@ def _locked(root: Path, timeout_seconds: float) -> int:
 
 
 def read_weights(folder: str) -> dict[str, torch.Tensor]:
-    """Returns the weights of a directory, on the CPU.
-
-    Raises ValueError if there are none, or if they disagree with the ``checksums.json`` of the
-    directory.
-    """
+    """Raises ValueError if there are none, or if they disagree with a ``checksums.json``."""
     stored, tensors = WeightFiles(Path(folder), "model_path").headers(), {}
     for file in dict.fromkeys(one.file for one in stored.values()):
         try:

@@ -53,7 +53,7 @@ def make_rank_parts(
     gatherer: Any = FillingGatherer()
     pool = PayloadPool(SPECS, [4 * NUMEL] * 2, checksum=True)
     group = GroupSender(0, pool, GroupSettings("auto", "host", 5.0, CPU))
-    return Agent(0, gatherer, read, pool), group, DiskSender(0, pool, len(SPECS), 5.0)
+    return Agent(0, gatherer, read, pool), group, DiskSender(0, pool, 5.0)
 
 
 async def test_a_bucket_comes_whole_or_as_changes_to_an_older_version():

@@ -82,7 +82,7 @@ async def test_no_rank_gathers_and_no_server_gets_a_version_before_all_ranks_hav
     first, second = rig.ranks
     first.copied.set()
     await asyncio.wait_for(second.asked.wait(), SECONDS)
-    newer = asyncio.create_task(rig.leader._versions.newer_than(-1, SECONDS))
+    newer = asyncio.create_task(rig.leader.versions.newer_than(-1, SECONDS))
     # Time for whatever might go on without the second rank.
     await asyncio.wait({newer}, timeout=0.1)
     assert not newer.done()
@@ -129,7 +129,7 @@ async def test_a_copy_that_fails_ends_the_leader_before_anything_is_gathered():
     with pytest.raises(TimeoutError, match="must have published version 7"):
         await asyncio.wait_for(rig.running, SECONDS)
     assert not rig.calls
-    assert rig.leader.num_versions == 0
+    assert rig.leader.versions.num_alive == 0
 
 
 def lane(name: str, version: int, **changes: Any) -> Any:

@@ -3,7 +3,7 @@
 import asyncio
 
 from torchtitan.grpo.weight_sync.slots import SlotTable
-from torchtitan.grpo.weight_sync.versions import Versions
+from torchtitan.grpo.weight_sync.versions import ServerVersions, Versions
 
 
 class Sources:
@@ -73,7 +73,7 @@ async def test_what_is_being_dropped_is_no_base_though_its_buffers_are_still_the
     sources = Sources()
     sources.may_finish.clear()
     versions = new_versions(2, sources)
-    server = versions.add_server()
+    server = ServerVersions(versions)
     for version in (1, 2):
         await versions.begin(version)
         server.keep_as_base(version)

@@ -21,6 +21,7 @@ from torchtitan.grpo.weight_wire.process_group import (
     destroy_weight_group,
     limit_communicators,
 )
+from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
 
 
 class NCCLOptions:
@@ -51,7 +52,8 @@ def made(monkeypatch) -> dict[str, Any]:
 
 
 def create(backend: str) -> None:
-    create_weight_group("127.0.0.1", 0, 0, 1, "group", backend, 7.0, store=dist.HashStore())
+    info = WeightGroupInfo("127.0.0.1", 0, 1, 1, "group", backend, 7.0)
+    create_weight_group(info, 0, dist.HashStore())
 
 
 def test_over_nccl_there_is_no_watchdog_and_training_groups_keep_theirs(made):
@@ -109,7 +111,8 @@ def test_a_gloo_group_listens_on_the_address_that_leads_to_the_trainer_alone(mon
         master_listen_fd=(listener := socket.create_server(("127.0.0.77", 0))).detach(),
     )  # fmt: skip
     assert listener.fileno() == -1, "the store owns the socket"
-    group = create_weight_group("127.0.0.77", store.port, 0, 1, "g", "gloo", 7.0, store=store)
+    info = WeightGroupInfo("127.0.0.77", store.port, 1, 1, "g", "gloo", 7.0)
+    group = create_weight_group(info, 0, store)
     try:
         listening = {c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"}
         assert listening <= {"127.0.0.77", "127.0.0.1"}, listening

@@ -29,24 +29,22 @@ from torchtitan.grpo.weight_wire.version_files import VersionDirectories, write_
 
 
 class DiskSender(Sender):
-    def __init__(
-        self, rank: int, pool: PayloadPool, num_buckets: int, timeout_seconds: float
-    ) -> None:
+    def __init__(self, rank: int, pool: PayloadPool, timeout_seconds: float) -> None:
         super().__init__(rank, pool)
-        self._num_buckets, self._timeout_seconds = num_buckets, timeout_seconds
+        self._timeout_seconds = timeout_seconds
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="weight-write")
 
     @operation
     async def write(self, version: int, directory: str) -> None:
         with self.pool.reading(version) as payload:
-            await payload.wait_filled(self._num_buckets - 1, self._timeout_seconds)
+            await payload.wait_filled(len(payload.buffers) - 1, self._timeout_seconds)
             write = functools.partial(self._write, version, Path(directory))
             await asyncio.get_running_loop().run_in_executor(self._writing, write)
 
     def _write(self, version: int, directory: Path) -> None:
         # The thread itself keeps the buffers, because it continues if its caller is cancelled.
         with self.pool.reading(version) as payload:
-            buckets = [payload.bucket(index) for index in range(self._num_buckets)]
+            buckets = [payload.bucket(index) for index in range(len(payload.buffers))]
             write_part(directory, self.rank, [(b.spec, b.payload) for b in buckets])
 
     async def close(self) -> None:
@@ -78,9 +76,7 @@ class DiskTransport(Transport[DiskSender]):
         return "as files in weight_sync.disk_path"
 
     def make_sender(self, rank: int, pool: PayloadPool) -> DiskSender:
-        source = self._plan.source(rank)
-        assert source is not None, f"rank {rank} is not a source"
-        return DiskSender(rank, pool, len(source.buckets), self._timeout_seconds)
+        return DiskSender(rank, pool, self._timeout_seconds)
 
     async def lead(self, senders: Sequence[DiskSender]) -> None:
         self._senders = senders
@@ -92,9 +88,8 @@ class DiskTransport(Transport[DiskSender]):
     async def written(self, version: int) -> tuple[Path, int]:
         """Returns the directory of a version, and the number of bytes of its tensors.
 
-        The first call starts to write the version. Other calls wait for the same files. Raises
-        NotPrepared if the version could not be written in time, for example because the disk is
-        full. The next call tries again.
+        The first call starts to write the version. Other calls wait for the same files. After
+        a NotPrepared, for example because the disk is full, the next call tries again.
         """
         task = self._writing.get(version)
         if task is None:
@@ -104,11 +99,8 @@ class DiskTransport(Transport[DiskSender]):
             async with asyncio.timeout(self._timeout_seconds):
                 return await asyncio.shield(task), self._plan.num_bytes
         except (OSError, RuntimeError) as error:
-            # A TimeoutError has no message.
-            late = (
-                f"writing took longer than weight_sync.timeout_seconds = {self._timeout_seconds:g}"
-            )
-            reason = str(error) or late
+            late = f"it took longer than weight_sync.timeout_seconds = {self._timeout_seconds:g}"
+            reason = str(error) or late  # a TimeoutError has no message
             raise NotPrepared(
                 f"Version {version} could not be written to weight_sync.disk_path: {reason}"
             ) from error
@@ -143,13 +135,8 @@ class DiskTransport(Transport[DiskSender]):
 
 
 class DiskConnection(Connection):
-    """Makes one server load the files of a version, which are written once for all servers."""
-
     def __init__(
-        self,
-        client: InferenceClient,
-        transport: DiskTransport,
-        timeout_seconds: float,
+        self, client: InferenceClient, transport: DiskTransport, timeout_seconds: float
     ) -> None:
         super().__init__(client)
         self._transport, self._timeout_seconds = transport, timeout_seconds

@@ -47,8 +47,8 @@ PIECE_BYTES = 64 * 1024**2
 class GroupSettings:
     """Settings of all groups with servers.
 
-    ``timeout_seconds`` bounds the rendezvous, and each broadcast. ``largest_bucket`` and
-    ``piece_bytes`` are bytes; pieces are broadcast over NCCL to servers that receive pieces.
+    ``timeout_seconds`` bounds the rendezvous, and each broadcast. ``largest_bucket`` is in bytes.
+    ``piece_bytes`` are broadcast at a time over NCCL, to servers that receive pieces.
     """
 
     master_address: str
@@ -63,8 +63,7 @@ class GroupSettings:
 class GroupEnd:
     """A source rank's end of the process group with one server, of which it is rank 0.
 
-    ``world_size`` is 1 plus the number of the server's workers. With ``in_pieces``, the server
-    receives a large bucket in several broadcasts. ``info`` tells the server how to join.
+    ``world_size`` is 1 plus the number of the server's workers.
     """
 
     def __init__(
@@ -110,16 +109,7 @@ class GroupEnd:
         info, settings, store = self.info, self._settings, self._store
         if store is None:
             raise RuntimeError(f"Group {self.info.group_name} was left before it was joined.")
-        group = create_weight_group(
-            info.master_address,
-            info.master_port,
-            0,
-            info.world_size,
-            info.group_name,
-            info.backend,
-            info.timeout_seconds,
-            store=store,
-        )
+        group = create_weight_group(info, 0, store)
         with ExitStack() as undo:
             undo.callback(destroy_weight_group, group)
             on_device = None
@@ -180,9 +170,8 @@ class GroupEnd:
         leaving = ThreadPoolExecutor(1, thread_name_prefix=f"weight-leave-{self._url}")
         # A gloo broadcast cannot be interrupted: it ends when the server's sockets close, or at
         # the group's timeout. This method waits for it, and for NCCL's abort, at most for the
-        # grace period.
-        # Broadcasts that are queued fail at once. The lane is given back behind them, by the thread
-        # that has used it.
+        # grace period. Broadcasts that are queued fail at once. The lane is given back behind
+        # them, by the thread that has used it.
         close = on_device.close if on_device is not None else lambda: None
         ends = [asyncio.wrap_future(self._thread.submit(close))]
         if group is not None:

@@ -22,7 +22,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -30,7 +29,7 @@ import torch
 
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.system.rank_calls import operation
-from torchtitan.grpo.weight_sync.payloads import Bucket, Payload, PayloadPool
+from torchtitan.grpo.weight_sync.payloads import Bucket, PayloadPool
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan
 from torchtitan.grpo.weight_sync.transports.group_end import GroupEnd, GroupSettings
 from torchtitan.grpo.weight_sync.transports.interface import (
@@ -40,7 +39,7 @@ from torchtitan.grpo.weight_sync.transports.interface import (
     Transport,
 )
 from torchtitan.grpo.weight_wire import sparse
-from torchtitan.grpo.weight_wire.buckets import bucket_bytes
+from torchtitan.grpo.weight_wire.buckets import bucket_bytes, element_counts
 from torchtitan.grpo.weight_wire.group_facts import (
     BackendChoice,
     GroupFacts,
@@ -59,8 +58,6 @@ _NUM_AHEAD = 1
 
 
 class GroupSender(Sender):
-    """Broadcasts a source rank's buckets, over one process group with each server."""
-
     def __init__(self, rank: int, pool: PayloadPool, settings: GroupSettings) -> None:
         super().__init__(rank, pool)
         self._settings = settings
@@ -70,10 +67,7 @@ class GroupSender(Sender):
 
     @operation
     async def prepare(self, version: int, index: int, base: int | None) -> BucketSpec:
-        """Waits until a bucket of this rank is gathered and returns its description.
-
-        With ``base``, a version, the bucket is encoded as a delta against it.
-        """
+        """Waits until a bucket is gathered and encoded, as a delta if there is a ``base``."""
         with self.pool.reading(version) as payload:
             await payload.wait_filled(index, self._settings.timeout_seconds)
             if base is None:
@@ -82,12 +76,14 @@ class GroupSender(Sender):
             return await asyncio.get_running_loop().run_in_executor(self._encoding, encode)
 
     def _encode(self, version: int, index: int, base: int) -> BucketSpec:
-        with ExitStack() as stack:
-            new, old = (stack.enter_context(self.pool.reading(v)) for v in (version, base))
-            delta = new.deltas.get((base, index))
-            if delta is None:
-                delta = new.deltas[base, index] = encode_delta(new, old, index)
-        return delta.spec
+        with self.pool.reading(version) as new, self.pool.reading(base) as old:
+            if (base, index) not in new.deltas:
+                previous, current = old.bucket(index), new.bucket(index)
+                counts = element_counts(current.spec)
+                delta, num_changed = sparse.encode(previous.payload, current.payload, *counts)
+                spec = replace(current.spec, num_changed=num_changed, base_version=base)
+                new.deltas[base, index] = Bucket(spec, delta)
+            return new.deltas[base, index].spec
 
     @operation
     async def group_facts(self) -> GroupFacts:
@@ -97,7 +93,7 @@ class GroupSender(Sender):
     async def open(
         self, server_url: str, world_size: int, backend: str, in_pieces: bool
     ) -> WeightGroupInfo:
-        """Makes a group with a server, which nobody has joined yet; an earlier one is taken down."""
+        """Makes a group, which nobody has joined yet; an earlier one is taken down."""
         await self.leave(server_url)
         end = GroupEnd(server_url, world_size, backend, self._settings, in_pieces=in_pieces)
         self._ends[server_url] = end
@@ -105,7 +101,7 @@ class GroupSender(Sender):
 
     @operation
     async def join(self, server_url: str) -> None:
-        """Joins the group with a server, and returns when the server has joined too."""
+        """Returns when the server has joined too."""
         await self._end(server_url).join()
 
     @operation
@@ -135,15 +131,6 @@ class GroupSender(Sender):
                 f"Rank {self.rank} must open a group with {server_url} before it uses the group."
             )
         return self._ends[server_url]
-
-
-def encode_delta(new: Payload, old: Payload, index: int) -> Bucket:
-    current, previous = new.bucket(index), old.bucket(index)
-    spec = current.spec
-    itemsize = getattr(torch, spec.dtypes[0]).itemsize
-    numels = [torch.Size(shape).numel() for shape in spec.shapes]
-    payload, num_changed = sparse.encode(previous.payload, current.payload, numels, itemsize)
-    return Bucket(replace(spec, num_changed=num_changed, base_version=old.version), payload)
 
 
 class NcclImpossible(ServerError):
@@ -238,8 +225,7 @@ class GroupTransport(Transport[GroupSender]):
 class GroupConnection(Connection):
     """The groups of all source ranks with one server.
 
-    Senders send in the given order; ``num_buckets`` counts the buckets of each, by rank.
-    ``timeout_seconds`` bounds a join, and the transfer of each bucket.
+    ``num_buckets`` counts the buckets of each sender, by rank.
     """
 
     def __init__(
@@ -272,10 +258,7 @@ class GroupConnection(Connection):
             await self._beside(sender.join(self.client.url), self.client.join_weight_group(info))
 
     async def prepare(self, version: int) -> None:
-        """Does nothing, because each bucket is gathered while earlier buckets are being sent.
-
-        A rank that fails to gather ends the run.
-        """
+        """Does nothing, because each bucket is gathered while earlier buckets are being sent."""
 
     async def push(self, version: int, base: int | None) -> PushReport:
         client = self.client
@@ -337,7 +320,7 @@ class GroupConnection(Connection):
         """Sends buckets one after another and returns their total number of bytes.
 
         While one bucket is sent, the next one is already announced, so that the server does not
-        wait for a request between the two. Both keep the order of the buckets.
+        wait for a request between the two.
         """
         num_bytes = 0
         under_way: deque[asyncio.Task[None]] = deque()
@@ -391,8 +374,7 @@ class GroupConnection(Connection):
         """Runs this side's part of a collective while the server is asked to run its part.
 
         The first failure is raised, because this side would otherwise wait for a server that
-        has refused the request. Each part ends by its own timeout: that of the group, or that
-        of the control request.
+        has refused the request. Each part ends by its own timeout.
         """
         own, other = asyncio.ensure_future(ours), asyncio.ensure_future(theirs)
         try:

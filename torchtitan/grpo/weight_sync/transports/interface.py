@@ -58,14 +58,11 @@ class Connection(ABC):
 
     @abstractmethod
     async def join(self) -> None:
-        """Joins the connection, so that versions can be pushed; ServerError if that fails."""
+        """Raises ServerError if it fails."""
 
     @abstractmethod
     async def prepare(self, version: int) -> None:
-        """Prepares a version on the trainer's side only.
-
-        Raises NotPrepared if that failed. The server is unchanged.
-        """
+        """Prepares a version on the trainer's side only; NotPrepared if that failed."""
 
     @abstractmethod
     async def push(self, version: int, base: int | None) -> PushReport:
@@ -95,8 +92,7 @@ class Connection(ABC):
     async def release_server(self, timeout_seconds: float) -> None:
         """Makes the server leave its groups, drop an open update, and generate again.
 
-        A trainer that was killed earlier may have left such groups and updates behind. A server
-        that does not answer is only logged.
+        A server that does not answer is only logged.
         """
         for step in (self.client.leave_weight_groups, self.client.resume):
             try:
@@ -106,9 +102,8 @@ class Connection(ABC):
                 # The next join sends both requests again.
                 logger.info(
                     "%s could not be told to leave its groups and to resume generation: %s",
-                    self.client.url,
-                    error,
-                )
+                    self.client.url, error,
+                )  # fmt: skip
 
 
 class Sender(ABC):
@@ -136,7 +131,7 @@ class Transport(ABC, Generic[S]):
 
     @abstractmethod
     def describe(self) -> str:
-        """Returns a description, for the log, of how versions are sent."""
+        """Says for the log how versions are sent."""
 
     @abstractmethod
     def make_sender(self, rank: int, pool: PayloadPool) -> S:

@@ -34,11 +34,9 @@ PEER = """
 import json, sys
 import torch, torch.distributed as dist
 from torchtitan.grpo.weight_wire.process_group import create_weight_group
-info = json.loads(sys.argv[1])
-group = create_weight_group(
-    info["master_address"], info["master_port"], info["rank_offset"], info["world_size"],
-    info["group_name"], info["backend"], 30.0,
-)
+from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
+info = json.loads(sys.argv[1]) | {"timeout_seconds": 30.0}
+group = create_weight_group(WeightGroupInfo(**info), info["rank_offset"])
 print("joined", flush=True)
 for line in sys.stdin:
     tensor = torch.empty(int(line), dtype=torch.uint8)
@@ -51,11 +49,9 @@ SERVER = """
 import json, os, sys, threading, time
 import torch
 from torchtitan.grpo.weight_wire import receiving
-info = json.loads(sys.argv[1])
-group = receiving.WeightGroup(
-    info["master_address"], info["master_port"], info["rank_offset"], info["world_size"],
-    info["group_name"], info["backend"], 60.0,
-)
+from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
+info = json.loads(sys.argv[1]) | {"timeout_seconds": 60.0}
+group = receiving.WeightGroup(WeightGroupInfo(**info))
 errors = []
 def receive():
     try:
@@ -68,7 +64,7 @@ while group._outstanding is None:
     time.sleep(0.01)
 print("waits", flush=True)
 sys.stdin.readline()
-group.leave()
+receiving.leave_groups([group])
 thread.join(10)
 print(len(receiving._abandoned) > 0, "was left" in errors[0], flush=True)
 sys.stdin.readline()
@@ -255,7 +251,8 @@ def test_groups_are_left_at_the_same_time(monkeypatch):
     groups = iter(("one", "other"))
     monkeypatch.setattr(receiving, "create_weight_group", lambda *_: next(groups))
     monkeypatch.setattr(receiving, "destroy_weight_group", destroy)
-    joined = [receiving.WeightGroup("", 0, 1, 2, name, "nccl", 60.0) for name in "ab"]
+    infos = [WeightGroupInfo("", 0, 1, 2, name, "nccl", 60.0) for name in "ab"]
+    joined = [receiving.WeightGroup(info) for info in infos]
     receiving.leave_groups(joined)
     receiving.leave_groups(joined)  # does nothing
     assert sorted(ended) == ["one", "other"]
