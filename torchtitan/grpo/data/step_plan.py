@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from torchtitan.grpo.config import GRPO
+from torchtitan.grpo.data.balance import partition
 from torchtitan.grpo.data.cost import SequenceCost
-from torchtitan.grpo.data.packing import split_evenly
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows, column_shapes, sequences_of
 from torchtitan.grpo.data.spread import (
     Spread,
@@ -200,7 +200,8 @@ def _weighted_minibatches(
 
 
 def _ptx_of_minibatches(ptx: Sequence[Sample], config: GRPO) -> list[list[Sample]]:
-    parts = split_evenly([s.num_tokens for s in ptx], config.num_minibatches)
+    tokens = [s.num_tokens for s in ptx]
+    parts = partition(tokens, config.num_minibatches, equal_counts=True)
     return [_weighted_ptx([ptx[i] for i in part], config.ptx_coef) for part in parts]
 
 
@@ -239,7 +240,7 @@ def _minibatches_of(
     tokens = [0] * len(unique)
     for rollout, group in zip(rollouts, member_of, strict=True):
         tokens[group] += len(rollout.prompt_ids) + len(rollout.token_ids)
-    parts = split_evenly(tokens, num_minibatches)
+    parts = partition(tokens, num_minibatches, equal_counts=True)
     return [np.flatnonzero(np.isin(member_of, part)).tolist() for part in parts]
 
 
