@@ -3,22 +3,23 @@
 
 """Gives each rank the rows that rank 0 has planned for it.
 
-Only rank 0 talks to the rollout process and plans. It broadcasts a small header, which tells
-the other ranks what follows: a batch, or a signal such as the end of the run. Tensors travel as
-they are over a gloo group that belongs to the feed, so that nothing is pickled and the groups
-of the training are not used. With ``prompts.single_rank_load = false`` rank 0 sends only
-packing lists, and each rank fetches its rollouts from the rollout process.
+Only rank 0 talks to the rollout process and plans. It broadcasts a small message, which is a signal
+such as the end of the run, or announces a batch whose tensors follow. They travel as they are over
+a gloo group that belongs to the feed, so that nothing is pickled and the groups of the training are
+not used. With ``prompts.single_rank_load = false`` rank 0 sends only packing lists, and each rank
+fetches its rollouts from the rollout process.
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from enum import IntEnum
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.data.rows import COLUMNS, Sample, TrainRows, build_rows, sequences_of
+from torchtitan.grpo.data.rows import COLUMNS, TrainRows, build_rows, sequences_of
 from torchtitan.grpo.data.step_plan import SampleTable, StepPlan
 from torchtitan.grpo.losses.loss_metrics import MetricTotals
 from torchtitan.grpo.rollout.batch_fetch import BatchFetcher
@@ -27,12 +28,7 @@ from torchtitan.grpo.types import BatchPart, PromptProgress, Rollout
 
 # Advantages do not travel: each rank computes them from the table of samples.
 _INT_FIELDS = ("tokens", "positions", "sequence_ids", "labels", "loss_mask", "sample_ids")
-_ADDRESS_BYTES = 256
 _FLOAT_FIELDS = ("generator_logprobs", "loss_weights", "ptx_weights")
-_NO_COLUMN = -1
-_NOTHING = -1
-_LIST_WIDTH = 4
-"""Entries of a sequence in a packing list: its row, source, sample id and part."""
 
 
 class RankZeroFailed(RuntimeError):
@@ -42,7 +38,6 @@ class RankZeroFailed(RuntimeError):
 class Signal(IntEnum):
     READY = 0
     """Servers, prompts and rewards are ready: training begins."""
-    STEP = 1
     STOP = 2
     """The run was asked to stop: end in order and write a checkpoint."""
     FAIL = 3
@@ -87,37 +82,44 @@ class TrainBatch:
 
 
 @dataclass(frozen=True)
-class _Header:
-    """Tells every rank what it must know before it receives the tensors."""
-
-    signal: int
-    num_minibatches: int = 0
-    num_rows: int = 0
-    """Number of rows of one rank, in all minibatches together."""
-    num_samples: int = 0
-    num_trained_tokens: int = 0
-    num_tokens: int = 0
-    mass: int = 0
-    part: int = BatchPart.WHOLE
-    publish_slot: int = 0
-    prompt_position: int = 0
-    num_fetched: int = 0
-    """Number of sequences of the rank that fetches the most."""
-    fetch_version: int = -1
-    """Version of the batch that ranks fetch rollouts of; -1 where rank 0 scatters the rows."""
-    num_open_prompts: int = 0
-    widths: tuple[int, ...] = (_NO_COLUMN,) * len(COLUMNS)
-    """For each of ``COLUMNS`` of the rows that rank 0 scatters the length of a token's list, 0 if it
-    has one value, or -1 if there is no such column."""
-
-
-@dataclass(frozen=True)
 class FetchAddress:
     """The place where ranks fetch the rollouts of a batch; see `rollout/batch_fetch.py`."""
 
     endpoint: str
     secret: str
     version: int
+
+
+class _Fetched(msgspec.Struct):
+    """An entry of a packing list: a sequence of the rollout at ``source`` in the batch."""
+
+    row: int
+    source: int
+    sample_id: int
+    part: int
+    loss_weight: float
+
+
+class _Step(msgspec.Struct):
+    """Announces a batch to all ranks. See :class:`TrainBatch` for fields of the same name."""
+
+    num_rows: int
+    """Number of rows of one rank, in all minibatches together."""
+    minibatch_tokens: list[int]
+    samples: bytes
+    """[3, samples] int64: the bits of the rewards, the group ids and the completion lengths."""
+    num_trained_tokens: int
+    num_tokens: int
+    mass: int
+    part: BatchPart
+    publish_slot: int
+    progress: PromptProgress
+    columns: dict[str, tuple[int, ...]]
+    """Shape at one position of each column of the rows that rank 0 scatters."""
+    address: FetchAddress | None
+    """None if rank 0 scatters the rows."""
+    packing_lists: list[list[_Fetched]]
+    """What each data-parallel rank fetches, in the order of its rows."""
 
 
 class Feed:
@@ -158,40 +160,38 @@ class Feed:
         ``address`` tells where ranks fetch their rollouts; None scatters the rows from rank 0.
         See :class:`TrainBatch` for the other arguments.
         """
-        header = _Header(
-            signal=Signal.STEP,
-            num_minibatches=plan.num_minibatches,
+        table = plan.samples
+        columns = [table.rewards.view(np.int64), table.group_ids, table.completion_lengths]
+        step = _Step(
             num_rows=len(plan.layout[0]),
-            num_fetched=max(map(_num_sequences, plan.layout)) if address is not None else 0,
-            fetch_version=address.version if address is not None else -1,
-            num_samples=len(plan.samples),
+            minibatch_tokens=plan.minibatch_tokens,
+            samples=np.stack(columns).tobytes(),
             num_trained_tokens=plan.num_trained_tokens,
             num_tokens=plan.num_tokens,
             mass=plan.mass,
             part=part,
             publish_slot=publish_slot,
-            prompt_position=progress.position,
-            num_open_prompts=len(progress.open),
-            widths=_widths(plan.column_shapes if address is None else {}),
+            progress=progress,
+            columns=plan.column_shapes if address is None else {},
+            address=address,
+            packing_lists=[] if address is None else _packing_lists(plan),
         )
-        self._broadcast_header(header)
-        return self._exchange(header, plan, progress, address)
+        self._broadcast(step)
+        return self._exchange(step, plan)
 
     def send_signal(self, signal: Signal) -> None:
         """Announces anything but a batch. Called on rank 0."""
-        self._broadcast_header(_Header(signal))
+        self._broadcast(signal)
 
     def receive(self) -> TrainBatch | Signal:
         """Waits for the next batch or signal of rank 0. Called on all other ranks.
 
         Raises :class:`RankZeroFailed` if the signal is FAIL.
         """
-        header = self._broadcast_header(None)
-        if header.signal == Signal.FAIL:
+        received = self._broadcast(None)
+        if received is Signal.FAIL:
             raise RankZeroFailed
-        if header.signal != Signal.STEP:
-            return Signal(header.signal)
-        return self._exchange(header, None, None, None)
+        return received if isinstance(received, Signal) else self._exchange(received, None)
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sums a CPU tensor over all ranks, in place."""
@@ -215,49 +215,45 @@ class Feed:
             dist.all_reduce(totals.largest, op=dist.ReduceOp.MAX, group=self.group)
         return norm
 
-    def _broadcast_header(self, header: _Header | None) -> _Header:
-        *values, widths = astuple(header or _Header(Signal.READY))
-        tensor = torch.tensor([*map(int, values), *widths], dtype=torch.int64)
-        dist.broadcast(tensor, src=0, group=self.group)
-        found = tensor.tolist()
-        return _Header(*found[: len(values)], widths=tuple(found[len(values) :]))
+    def _broadcast(self, message: Signal | _Step | None) -> Signal | _Step:
+        """Sends rank 0's message; the other ranks pass None and receive it."""
+        content = torch.frombuffer(bytearray(msgspec.msgpack.encode(message)), dtype=torch.uint8)
+        size = torch.tensor([len(content)])
+        dist.broadcast(size, src=0, group=self.group)
+        if message is None:
+            content = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(content, src=0, group=self.group)
+        return msgspec.msgpack.decode(content.numpy().tobytes(), type=Signal | _Step)
 
-    def _exchange(
-        self,
-        header: _Header,
-        plan: StepPlan | None,
-        progress: PromptProgress | None,
-        address: FetchAddress | None,
-    ) -> TrainBatch:
-        """Exchanges the tensors that a STEP header announces. Only rank 0 passes a ``plan``."""
-        if header.fetch_version < 0:
-            rows = self._scatter_rows(header, plan)
+    def _exchange(self, step: _Step, plan: StepPlan | None) -> TrainBatch:
+        """Exchanges the tensors of a step. Only rank 0 passes a ``plan``."""
+        if step.address is None:
+            rows = self._scatter_rows(step, plan)
         else:
-            rows = self._fetch_rows(header, plan, address)
+            rows = self._fetch_rows(step, step.address)
+        table = np.frombuffer(step.samples, np.int64).reshape(3, -1).copy()
         return TrainBatch(
-            minibatches=rows.microbatches(header.num_rows // header.num_minibatches),
-            minibatch_tokens=self._broadcast_tokens(header.num_minibatches, plan),
-            samples=self._broadcast_samples(header.num_samples, plan),
-            num_trained_tokens=header.num_trained_tokens,
-            num_tokens=header.num_tokens,
-            mass=header.mass,
-            part=BatchPart(header.part),
-            publish_slot=header.publish_slot,
-            progress=self._broadcast_progress(header, progress),
+            minibatches=rows.microbatches(step.num_rows // len(step.minibatch_tokens)),
+            minibatch_tokens=step.minibatch_tokens,
+            samples=SampleTable(table[0].view(np.float64), table[1], table[2]),
+            num_trained_tokens=step.num_trained_tokens,
+            num_tokens=step.num_tokens,
+            mass=step.mass,
+            part=step.part,
+            publish_slot=step.publish_slot,
+            progress=step.progress,
         )
 
-    def _scatter_rows(self, header: _Header, plan: StepPlan | None) -> TrainRows:
-        shape = (header.num_rows, self.row_len)
+    def _scatter_rows(self, step: _Step, plan: StepPlan | None) -> TrainRows:
+        shape = (step.num_rows, self.row_len)
         ints = self._scatter(_INT_FIELDS, shape, torch.int32, plan)
         fields = {name: tensor.to(torch.int64) for name, tensor in ints.items()}
         fields["loss_mask"] = fields["loss_mask"].bool()
         fields |= self._scatter(_FLOAT_FIELDS, shape, torch.float32, plan)
         columns = {}
-        for (name, column), width in zip(COLUMNS.items(), header.widths, strict=True):
-            if width != _NO_COLUMN:
-                of_column = (*shape, width) if column.is_list else shape
-                dtype = torch.from_numpy(column.filled(0)).dtype
-                columns |= self._scatter((name,), of_column, dtype, plan)
+        for name, of_token in step.columns.items():
+            dtype = torch.from_numpy(COLUMNS[name].filled(0)).dtype
+            columns |= self._scatter((name,), (*shape, *of_token), dtype, plan)
         return TrainRows(**fields, advantages=torch.zeros(shape), columns=columns)
 
     def _scatter(
@@ -276,70 +272,21 @@ class Feed:
         dist.scatter(out, of_ranks, src=0, group=self.group)
         return dict(zip(names, out.unbind(), strict=True))
 
-    def _fetch_rows(
-        self, header: _Header, plan: StepPlan | None, address: FetchAddress | None
-    ) -> TrainRows:
-        where = torch.empty(header.num_fetched, _LIST_WIDTH, dtype=torch.int64)
-        weights = torch.empty(header.num_fetched, dtype=torch.float64)
-        of_batch_rank = []
-        if plan is not None:
-            of_batch_rank = [
-                _packing_list(rows, plan.sequences, header.num_fetched) for rows in plan.layout
-            ]
-        for index, out in enumerate((where, weights)):
-            of_ranks = [of_batch_rank[r][index] for r in self.batch_rank_of] if plan else None
-            dist.scatter(out, of_ranks, src=0, group=self.group)
-        client = self._client_for(address)
-        fetched = client.fetch(
-            header.fetch_version, where[where[:, 0] != _NOTHING][:, 1].tolist(), self._fetch_seconds
-        )
-        return _rows_from(where, weights, fetched, num_rows=header.num_rows, row_len=self.row_len)
-
-    def _client_for(self, address: FetchAddress | None) -> BatchFetcher:
-        words = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
-        if address is not None:
-            text = f"{address.endpoint} {address.secret}".encode()
-            words[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        dist.broadcast(words, src=0, group=self.group)
-        endpoint, secret = bytes(words.tolist()).rstrip(b"\0").decode().split()
-        if self._client is None or self._client.endpoint != endpoint:
+    def _fetch_rows(self, step: _Step, address: FetchAddress) -> TrainRows:
+        if self._client is None or self._client.endpoint != address.endpoint:
             self.close()
-            self._client = BatchFetcher(endpoint, secret)
-        return self._client
+            self._client = BatchFetcher(address.endpoint, address.secret)
+        entries = step.packing_lists[self.batch_rank_of[self.rank]]
+        sources = [entry.source for entry in entries]
+        fetched = self._client.fetch(address.version, sources, self._fetch_seconds)
+        # Rank 0 may ask for the next batch only after every rank has fetched from this one.
+        dist.barrier(group=self.group)
+        return _rows_from(entries, fetched, step.num_rows, self.row_len)
 
     def close(self) -> None:
         if self._client is not None:
             self._client.close()
             self._client = None
-
-    def _broadcast_tokens(self, num_minibatches: int, plan: StepPlan | None) -> list[int]:
-        tokens = torch.empty(num_minibatches, dtype=torch.int64)
-        if plan is not None:
-            tokens = torch.tensor(plan.minibatch_tokens, dtype=torch.int64)
-        dist.broadcast(tokens, src=0, group=self.group)
-        return tokens.tolist()
-
-    def _broadcast_progress(
-        self, header: _Header, progress: PromptProgress | None
-    ) -> PromptProgress:
-        indices = torch.empty(header.num_open_prompts, dtype=torch.int64)
-        if progress is not None:
-            indices = torch.tensor(progress.open, dtype=torch.int64)
-        if header.num_open_prompts > 0:
-            dist.broadcast(indices, src=0, group=self.group)
-        return PromptProgress(header.prompt_position, tuple(indices.tolist()))
-
-    def _broadcast_samples(self, num_samples: int, plan: StepPlan | None) -> SampleTable:
-        table = torch.empty(3, num_samples, dtype=torch.int64)
-        if plan is not None:
-            samples = plan.samples
-            # Rewards travel as the integers with the same bits, so that one exact tensor holds all.
-            columns = [samples.rewards.view(np.int64), samples.group_ids]
-            table = torch.from_numpy(np.stack([*columns, samples.completion_lengths]))
-        if num_samples > 0:
-            dist.broadcast(table, src=0, group=self.group)
-        rewards, group_ids, completion_lengths = table.numpy()
-        return SampleTable(rewards.view(np.float64), group_ids, completion_lengths)
 
 
 def _stack(rows: TrainRows, names: tuple[str, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -347,48 +294,27 @@ def _stack(rows: TrainRows, names: tuple[str, ...], dtype: torch.dtype) -> torch
     return torch.stack([tensors[name].to(dtype) for name in names])
 
 
-def _num_sequences(rows: list[list[int]]) -> int:
-    return sum(map(len, rows))
-
-
-def _widths(shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(sum(shapes[name]) if name in shapes else _NO_COLUMN for name in COLUMNS)
-
-
-def _packing_list(
-    rows: Sequence[Sequence[int]], samples: Sequence[Sample], num_entries: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sequences of a rank's ``rows``, with room for the most that any rank has.
-
-    Returns [num_entries, 4] int64 with the row, source, sample id and part of each sequence, in
-    the order of the rows, and -1 in the entries behind the last one, and [num_entries] float64
-    with loss weights.
-    """
-    where = torch.full((num_entries, _LIST_WIDTH), _NOTHING, dtype=torch.int64)
-    weights = torch.zeros(num_entries, dtype=torch.float64)
-    entries = [(row, samples[index]) for row, members in enumerate(rows) for index in members]
-    for i, (row, sample) in enumerate(entries):
-        assert sample.source >= 0, (
+def _packing_lists(plan: StepPlan) -> list[list[_Fetched]]:
+    lists = []
+    for rows in plan.layout:
+        entries = [(row, plan.sequences[i]) for row, members in enumerate(rows) for i in members]
+        assert all(sample.source >= 0 for _, sample in entries), (
             "supervised sequences cannot be fetched: the rollout process does not hold them"
         )
-        where[i] = torch.tensor([row, sample.source, sample.sample_id, sample.part])
-        weights[i] = sample.loss_weight
-    return where, weights
+        lists.append(
+            [_Fetched(row, s.source, s.sample_id, s.part, s.loss_weight) for row, s in entries]
+        )
+    return lists
 
 
 def _rows_from(
-    where: torch.Tensor,
-    weights: torch.Tensor,
-    fetched: Sequence[Rollout],
-    *,
-    num_rows: int,
-    row_len: int,
+    entries: Sequence[_Fetched], fetched: Sequence[Rollout], num_rows: int, row_len: int
 ) -> TrainRows:
-    """Lays out fetched rollouts, one for each entry of :func:`_packing_list`, as rank 0 would."""
+    """Lays out fetched rollouts, one for each entry, as rank 0 would."""
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     samples = []
-    for i, rollout in enumerate(fetched):
-        rows[int(where[i, 0])].append(i)
-        sequences = sequences_of(rollout, sample_id=int(where[i, 2]), loss_weight=float(weights[i]))
-        samples.append(sequences[int(where[i, 3])])
+    for i, (entry, rollout) in enumerate(zip(entries, fetched, strict=True)):
+        rows[entry.row].append(i)
+        sequences = sequences_of(rollout, sample_id=entry.sample_id, loss_weight=entry.loss_weight)
+        samples.append(sequences[entry.part])
     return build_rows(samples, rows, row_len)
