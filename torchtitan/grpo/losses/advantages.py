@@ -49,7 +49,6 @@ def shape_rewards(
 
 
 def require_finite(rewards: np.ndarray) -> None:
-    """Raises ValueError, with the first infinite or NaN rewards, if there are some."""
     if not np.isfinite(rewards).all():
         raise ValueError(f"Rewards must be finite, got {rewards[~np.isfinite(rewards)][:4]}.")
 

@@ -14,15 +14,17 @@ pass computes the others again. The peak memory stays the same, and no matrix pr
 with at most as many tokens as hidden dims. `softmax_slices` shows where the logits lie.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch.distributed import ProcessGroup
 
+from torchtitan.grpo.losses.softmax_passes import write_grads
 from torchtitan.grpo.losses.softmax_slices import (
     KeptLogits,
-    LogitGrads,
     LogitSlices,
     SoftmaxSums,
-    accumulation_dtype,
+    gradient_factors,
     slice_width,
 )
 
@@ -144,12 +146,13 @@ class _LinearLogprobs(torch.autograd.Function):
         with_entropy, trains_entropy = entropy_settings
         width = slice_width(len(hidden), len(weight), chunk_tokens)
         slices = LogitSlices(hidden, weight, width)
-        memory = KeptLogits.reserve(slices) if keep_logits else None
+        kept = KeptLogits.reserve(slices) if keep_logits else None
         sums = SoftmaxSums(ids - vocab_start, slices.dtype, temperature, with_entropy)
-        _sum_up(slices, sums, memory)
+        _sum_up(slices, sums, kept)
         if group is not None:
             sums.reduce(group)
         logprobs, entropy, normalizer = sums.result()
+        memory = None if kept is None else kept.memory
         # Saved as other tensors are, so that activation checkpointing drops and recreates it.
         ctx.save_for_backward(hidden, weight, ids, normalizer, entropy, memory)
         ctx.settings = (temperature, width, trains_entropy, vocab_start)
@@ -166,29 +169,30 @@ class _LinearLogprobs(torch.autograd.Function):
         cotangents = grad.reshape(-1, grad.shape[-1]) / temperature
         label, of_entropy, others = cotangents.tensor_split((1, 2), dim=1)
         slices = LogitSlices(hidden, weight, width)
-        logit_grads = LogitGrads(
-            ids=ids - vocab_start,
-            normalizer=normalizer,
-            entropy=entropy,
-            logprob_grads=torch.cat((label, others), dim=1),
-            entropy_grad=of_entropy[:, 0] if trains_entropy else None,
-            temperature=temperature,
-        )
+        id_grads, ids = torch.cat((label, others), dim=1), ids - vocab_start
+        entropy_grad = of_entropy[:, 0] if trains_entropy else None
+        offset, slope = gradient_factors(entropy, id_grads, entropy_grad)
+
+        def write(start: int, logits: torch.Tensor, out: torch.Tensor) -> None:
+            scale = 1 / temperature
+            write_grads(logits, start, ids, scale, normalizer, offset, slope, id_grads, out)
+
         memory = _take_memory(ctx, memory)
-        kept = None if memory is None else KeptLogits(memory, len(ids), width, slices.dtype)
-        grad_hidden = _new_hidden_gradient(slices) if for_hidden else None
-        grad_weight = _new_weight_gradient(slices, memory) if for_weight else None
-        _add_input_gradients(slices, logit_grads, kept, grad_hidden, grad_weight)
+        kept = None if memory is None else KeptLogits(memory, slices)
+        grad_hidden = grad_weight = None
+        if for_hidden:
+            grad_hidden = torch.zeros_like(slices.hidden, dtype=slices.dtype)
+        if for_weight:
+            grad_weight = torch.empty_like(weight) if memory is None else memory
+            if not slices.starts():  # otherwise every row is written later
+                grad_weight.zero_()
+        _add_input_gradients(slices, write, kept, grad_hidden, grad_weight)
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
         return grad_hidden, grad_weight, *(None,) * 7
 
 
-def _sum_up(slices: LogitSlices, sums: SoftmaxSums, memory: torch.Tensor | None) -> None:
-    """Runs the forward pass over all slices; keeps logits in ``memory``, if given."""
-    kept = None
-    if memory is not None:
-        kept = KeptLogits(memory, len(slices.hidden), slices.width, slices.dtype)
+def _sum_up(slices: LogitSlices, sums: SoftmaxSums, kept: KeptLogits | None) -> None:
     buffer = slices.buffer(slices.dtype)
     for start in slices.starts():
         logits = kept.find(start) if kept is not None else None
@@ -212,24 +216,14 @@ def _take_memory(ctx, memory: torch.Tensor | None) -> torch.Tensor | None:
     return memory.data
 
 
-def _new_hidden_gradient(slices: LogitSlices) -> torch.Tensor:
-    dtype = accumulation_dtype(slices.hidden)
-    return torch.zeros_like(slices.hidden, dtype=dtype)
-
-
-def _new_weight_gradient(slices: LogitSlices, memory: torch.Tensor | None) -> torch.Tensor:
-    grad_weight = torch.empty_like(slices.weight) if memory is None else memory
-    # Every row is written later, unless there are no slices.
-    return grad_weight if slices.starts() else grad_weight.zero_()
-
-
 def _add_input_gradients(
     slices: LogitSlices,
-    logit_grads: LogitGrads,
+    write: Callable[[int, torch.Tensor, torch.Tensor], None],
     kept: KeptLogits | None,
     grad_hidden: torch.Tensor | None,
     grad_weight: torch.Tensor | None,
 ) -> None:
+    """Adds to the gradients; ``write`` turns the logits of a slice into their gradients."""
     logit_buffer = slices.buffer(slices.dtype)
     # Where the products have another dtype, the gradients are written in it right away.
     grad_buffer = logit_buffer
@@ -241,7 +235,7 @@ def _add_input_gradients(
             logits = slices.part_of(logit_buffer, start)
             slices.compute(start, logits)
         grads = slices.part_of(grad_buffer, start)
-        logit_grads.write(start, logits, grads)
+        write(start, logits, grads)
         # The kept logits of this slice have been read, so that its rows may be written now.
         if grad_weight is not None:
             _write_product(grads.t(), slices.hidden, grad_weight[start : start + slices.width])

@@ -4,16 +4,14 @@
 """Metrics of the loss, each with the rule by which microbatches and ranks are combined.
 
 The numbers of a microbatch stay on the device until the minibatch is done; :class:`MetricTotals`
-then combines them over microbatches, optimizer steps, parts of a batch and ranks. The rules:
+then combines them over microbatches, optimizer steps, parts of a batch and ranks. The rules::
 
-=================  =========================  ===================================================
-reduction          numbers                    value of the metric =================
-=========================  =================================================== ``sum``
-total                      sum over the batch ``mean``           total, count               sum of
-totals / sum of counts ``max``, ``min``   extreme                    largest or smallest of the
-batch ``loss``           loss                       sum over an optimizer step, averaged over the
-steps ``effective_size`` sum w, sum w^2, count      ``(sum w)^2 / (count * sum w^2)``
-=================  =========================  ===================================================
+    reduction        numbers                  value of the metric
+    sum              total                    sum over the batch
+    mean             total, count             sum of totals / sum of counts
+    max, min         extreme                  largest or smallest of the batch
+    loss             loss                     sum over an optimizer step, averaged over the steps
+    effective_size   sum w, sum w^2, count    (sum w)^2 / (count * sum w^2)
 
 Without a trained token in the batch every metric is 0.
 """
@@ -49,12 +47,10 @@ class Metric(NamedTuple):
 
 
 def loss_metric(value: torch.Tensor) -> Metric:
-    """Returns the metric of a term of the loss, a scalar []."""
     return Metric("loss", (value.detach(),))
 
 
 def mean_metric(total: torch.Tensor, count: torch.Tensor) -> Metric:
-    """Returns the metric of a mean, from scalars []."""
     return Metric("mean", (total.detach(), count))
 
 
@@ -74,7 +70,6 @@ def token_metric(metric: TokenMetric, loss_mask: torch.Tensor) -> Metric:
 
 
 def check_token_metric(name: str, metric: object, shape: torch.Size) -> None:
-    """Raises ValueError unless the metric is a TokenMetric of this shape."""
     if not isinstance(metric, TokenMetric):
         raise ValueError(
             f"Metric {name!r} must be a TokenMetric(values, reduction), got a "
@@ -106,9 +101,7 @@ class MetricTotals:
         self._adding = [name for name, r in reductions.items() if r in _NUM_ADDED]
         self._extremes = [name for name, r in reductions.items() if r not in _NUM_ADDED]
         owners = [name for name in self._adding for _ in range(_NUM_ADDED[reductions[name]])]
-        self._is_loss = torch.tensor(
-            [reductions[name] == "loss" for name in owners], dtype=torch.bool
-        )
+        self._is_loss = torch.tensor([reductions[name] == "loss" for name in owners]).bool()
         self.added = torch.zeros(len(owners), dtype=torch.float64)
         self.largest = torch.full((len(self._extremes),), -math.inf, dtype=torch.float64)
         self._on_device: list[tuple[torch.Tensor, float]] = []  # numbers, and the scale of losses
@@ -179,9 +172,7 @@ class MetricTotals:
         return -1 if self._reductions[name] == "min" else 1
 
     def _factors(self, scale: float) -> torch.Tensor:
-        factors = torch.ones_like(self.added)
-        factors[self._is_loss] = scale
-        return factors
+        return torch.where(self._is_loss, scale, 1.0).double()
 
     def _check(self, metrics: Mapping[str, Metric]) -> None:
         got = {name: metric.reduction for name, metric in metrics.items()}

@@ -49,7 +49,6 @@ class MismatchWeights:
     off_policy: torch.Tensor
 
     def without(self, off_policy: torch.Tensor) -> "MismatchWeights":
-        """Returns weights with 0 at the tokens of off-policy sequences, [rows, seq] bool."""
         return replace(
             self,
             weights=torch.where(off_policy, 0.0, self.weights),
@@ -60,7 +59,6 @@ class MismatchWeights:
         )
 
     def divided_by(self, mean: torch.Tensor) -> "MismatchWeights":
-        """Returns weights divided by a scalar [], their mean over an optimizer step."""
         return replace(self, weights=self.weights / mean, ratios=self.ratios / mean)
 
 
@@ -119,10 +117,6 @@ def mismatch_weights(
 def _ratio(
     log_ratio: torch.Tensor, loss_mask: torch.Tensor, sequence_ids: torch.Tensor, config: GRPO
 ) -> torch.Tensor:
-    """The token's ratio, the product over its sequence, or their geometric mean.
-
-    Logs are summed, and clamped before ``exp`` (see `sequences.py`).
-    """
     match config.mismatch_level:
         case "token":
             return ratio(log_ratio)
@@ -201,10 +195,7 @@ def mismatch_metrics(
     loss_mask: torch.Tensor,
     sequence_ids: torch.Tensor,
 ) -> dict[str, Metric]:
-    """Returns the ``mismatch/...`` metrics of a microbatch.
-
-    All tensors are [rows, seq]; the logprobs are detached and 0 where not trained.
-    """
+    """All tensors are [rows, seq]; the logprobs are detached and 0 where not trained."""
     num_tokens = loss_mask.sum()
 
     def num_sequences(tokens: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ whole optimizer step, on all ranks, which is computed before its first microbatc
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -58,42 +58,25 @@ def negative_log_likelihood(logprobs: torch.Tensor, weights: torch.Tensor) -> to
     return -(torch.where(counts, weights, 0.0) * torch.where(counts, logprobs, 0.0)).sum()
 
 
-@dataclass(frozen=True)
-class LossInputs:
+@dataclass(frozen=True, kw_only=True)
+class LossInputs(PolicyInputs):
     """Inputs of the loss: tensors [rows, seq], aligned to the predicted token (`data/rows.py`).
 
     At untrained tokens, all but ``sequence_ids`` and ``ptx_weights`` may hold anything, NaN
-    included.
+    included. ``old_logprobs`` are those before the batch's first optimizer step, with any
+    ``grpo.old_policy``.
 
     Attributes:
-        logprobs: float, of the labels under the current policy; carries gradients.
-        entropy: float, of the current policy's distribution; carries gradients. 0 if no setting
-            needs the entropy.
-        old_logprobs: float, detached, before the batch's first optimizer step; with only one step
-            ``logprobs.detach()``.
-        generator_logprobs: float, recorded at sampling time.
         ref_logprobs: float, of the reference model; None without one.
-        advantages: float, constant within a sequence except for a teacher's part.
-        loss_mask: bool, True on trained tokens of rollouts.
         loss_weights: float, see ``aggregation.py``.
         ptx_weights: float, above 0 on mixed-in supervised tokens and 0 elsewhere.
-        sequence_ids: int64, row-local, from 0 and below ``seq``.
         teacher_top: The teacher's most likely tokens; None without ``teacher.top_k``.
-        columns: Further columns of the rows, [rows, seq] or [rows, seq, k]; see `data/rows.py`.
     """
 
-    logprobs: torch.Tensor
-    entropy: torch.Tensor
-    old_logprobs: torch.Tensor
-    generator_logprobs: torch.Tensor
     ref_logprobs: torch.Tensor | None
-    advantages: torch.Tensor
-    loss_mask: torch.Tensor
     loss_weights: torch.Tensor
     ptx_weights: torch.Tensor
-    sequence_ids: torch.Tensor
     teacher_top: TopLogprobs | None = None
-    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def objective(
@@ -112,10 +95,11 @@ def objective(
     """
     _check(inputs, config, teacher)
     clean = _without_untrained(inputs)
-    policy_inputs = _policy_inputs(clean, config)
+    policy_inputs = clean
+    if config.old_policy == "sampling":
+        policy_inputs = replace(clean, old_logprobs=clean.generator_logprobs)
     mismatch = _mismatch(clean, config, mean_weight)
-    function = policy_function(config.policy_loss)
-    term = function(policy_inputs, config, **config.policy_loss_options)
+    term = policy_function(config.policy_loss)(policy_inputs, config, **config.policy_loss_options)
     token_losses = torch.where(clean.loss_mask, term.token_losses, 0.0)
     policy_loss = (clean.loss_weights * mismatch.weights * token_losses).sum()
     ptx_loss = negative_log_likelihood(inputs.logprobs, inputs.ptx_weights)
@@ -130,9 +114,10 @@ def objective(
     if config.entropy_coef > 0:
         loss = loss - config.entropy_coef * (clean.loss_weights * clean.entropy).sum()
     of_teacher: dict[str, Metric] = {}
-    if teacher is not None and clean.teacher_top is not None:
-        teacher_loss, of_teacher = _teacher_term(clean.teacher_top, clean.loss_weights)
-        loss = loss + teacher.coef * teacher_loss
+    if teacher is not None and (top := clean.teacher_top) is not None:
+        teacher_kl = top_k_reverse_kl(top.student, top.teacher)
+        of_teacher["teacher/top_k_kl"] = mean_metric(teacher_kl.sum(), top.is_rated.sum())
+        loss = loss + teacher.coef * (clean.loss_weights * teacher_kl).sum()
     own = {
         "loss/total": loss_metric(loss),
         "loss/policy": loss_metric(policy_loss),
@@ -150,20 +135,8 @@ def objective(
     return loss, own | of_teacher | of_term | of_mismatch | _policy_metrics(policy_inputs)
 
 
-def _teacher_term(
-    top: TopLogprobs, loss_weights: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """Weighted sum of the divergence from the teacher, a scalar [], and its metric."""
-    teacher_kl = top_k_reverse_kl(top.student, top.teacher)
-    metric = mean_metric(teacher_kl.sum(), top.is_rated.sum())
-    return (loss_weights * teacher_kl).sum(), {"teacher/top_k_kl": metric}
-
-
 def metric_reductions(config: GRPO, teacher: Teacher | None = None) -> dict[str, Reduction]:
-    """Returns the reduction of each metric by name, found by computing a small example.
-
-    Ranks that do not see the model's output learn the names in this way, too.
-    """
+    """Computes a small example, from which ranks without the model's output learn the names."""
     example, top = example_inputs(), None
     if teacher is not None and teacher.top_k > 0:
         logprobs = example.logprobs.unsqueeze(-1)
@@ -181,13 +154,7 @@ def metric_reductions(config: GRPO, teacher: Teacher | None = None) -> dict[str,
 
 
 def batch_loss_metrics(totals: MetricTotals, num_optimizer_steps: int = 1) -> dict[str, float]:
-    """Returns the metrics of a batch from totals over microbatches, ranks and optimizer steps.
-
-    ``loss/total``, ``loss/policy`` and ``loss/ptx`` are what was minimized, averaged over the
-    optimizer steps; the rest are means over trained tokens (``mismatch/vetoed_fraction``: over
-    sequences), unless the policy loss declares another reduction. All are 0 without a trained
-    token. ``policy/entropy`` is left out if it was not computed.
-    """
+    """Returns a batch's metrics, without ``policy/entropy`` if it was not computed."""
     metrics = totals.values(num_optimizer_steps)
     if metrics["policy/entropy"] == 0:  # the entropy of a real distribution is above 0
         del metrics["policy/entropy"]
@@ -195,12 +162,11 @@ def batch_loss_metrics(totals: MetricTotals, num_optimizer_steps: int = 1) -> di
 
 
 def _check(inputs: LossInputs, config: GRPO, teacher: Teacher | None) -> None:
-    others = ("teacher_top", "columns")
-    tensors = {f.name: getattr(inputs, f.name) for f in fields(inputs) if f.name not in others}
+    tensors = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
     top = inputs.teacher_top
     if top is not None:
         tensors["teacher_top.is_rated"] = top.is_rated
-    shapes = {name: tuple(t.shape) for name, t in tensors.items() if t is not None}
+    shapes = {n: tuple(t.shape) for n, t in tensors.items() if isinstance(t, torch.Tensor)}
     if len(set(shapes.values())) != 1 or inputs.logprobs.dim() != 2:
         raise ValueError(f"All inputs of the loss must have one shape [rows, seq], got {shapes}.")
     if inputs.ref_logprobs is None and config.kl_coef > 0 and config.kl_in == "loss":
@@ -233,33 +199,16 @@ def _without_untrained(inputs: LossInputs) -> LossInputs:
         return torch.where(inputs.loss_mask, values, 0.0)
 
     ref_logprobs, top = inputs.ref_logprobs, inputs.teacher_top
-    return LossInputs(
+    return replace(
+        inputs,
         logprobs=masked(inputs.logprobs),
         entropy=masked(inputs.entropy),
         old_logprobs=masked(inputs.old_logprobs).detach(),
         generator_logprobs=masked(inputs.generator_logprobs),
         ref_logprobs=None if ref_logprobs is None else masked(ref_logprobs),
         advantages=masked(inputs.advantages),
-        loss_mask=inputs.loss_mask,
         loss_weights=masked(inputs.loss_weights),
-        ptx_weights=inputs.ptx_weights,
-        sequence_ids=inputs.sequence_ids,
         teacher_top=None if top is None else top.only(inputs.loss_mask),
-        columns=inputs.columns,
-    )
-
-
-def _policy_inputs(clean: LossInputs, config: GRPO) -> PolicyInputs:
-    on_sampling = config.old_policy == "sampling"
-    return PolicyInputs(
-        logprobs=clean.logprobs,
-        old_logprobs=clean.generator_logprobs if on_sampling else clean.old_logprobs,
-        generator_logprobs=clean.generator_logprobs,
-        advantages=clean.advantages,
-        entropy=clean.entropy,
-        loss_mask=clean.loss_mask,
-        sequence_ids=clean.sequence_ids,
-        columns=clean.columns,
     )
 
 
@@ -277,8 +226,7 @@ def weight_sums(
 ) -> torch.Tensor:
     """Returns [2] float64: the sum of the mismatch weights and the number of kept tokens.
 
-    They give the mean for ``grpo.mismatch_normalize``, and those of microbatches and ranks can be
-    added. A token that is left out neither learns nor makes the others learn more. Sequences that
+    A token that is left out neither learns nor makes the others learn more. Sequences that
     off-policy masking will leave out count, because it depends on the policy of later optimizer
     steps. The inputs are as in :func:`mismatch_weights`.
     """
@@ -300,7 +248,6 @@ def _mismatch(clean: LossInputs, config: GRPO, mean_weight: torch.Tensor | None)
 def _term_metrics(
     term: PolicyTerm, loss_mask: torch.Tensor, taken: Mapping[str, Metric]
 ) -> dict[str, Metric]:
-    """Metrics of the policy term, with 0 for missing clipping metrics."""
     nowhere = TokenMetric(torch.zeros_like(loss_mask), "mean")
     metrics = {CLIPPED: nowhere, DUAL_CLIPPED: nowhere} | term.metrics
     for name in metrics:

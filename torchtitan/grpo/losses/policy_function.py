@@ -32,7 +32,6 @@ _LOADED: dict[str, PolicyFunction] = {}
 
 
 def policy_function(name: str) -> PolicyFunction:
-    """Returns the function that ``grpo.policy_loss`` names; raises ValueError if it is unusable."""
     if name in BUILTIN:
         return BUILTIN[name]
     if name not in _LOADED:
@@ -97,22 +96,18 @@ def _as_term(function: Callable[..., Any]) -> PolicyFunction:
                 f"grpo.policy_loss must return a tensor {list(shape)}, one loss a token, got {got}"
             )
         for name, metric in term.metrics.items():
-            _check_name(name)
+            if not name.removeprefix("loss/") or not name.startswith("loss/"):
+                raise ValueError(
+                    "The name of a metric of grpo.policy_loss must begin with 'loss/', got "
+                    f"{name!r}."
+                )
             check_token_metric(name, metric, shape)
         return term
 
     return checked
 
 
-def _check_name(name: str) -> None:
-    if not name.startswith("loss/") or len(name) == len("loss/"):
-        raise ValueError(
-            f"The name of a metric of grpo.policy_loss must begin with 'loss/', got {name!r}."
-        )
-
-
 def _check_options(function: PolicyFunction, name: str, options: Mapping[str, Any]) -> None:
-    """Refuses options that the function does not take, and the lack of those that it needs."""
     parameters = list(inspect.signature(function).parameters.values())[2:]
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return

@@ -19,16 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from torchtitan.grpo.losses.softmax_passes import new_scratch, raise_maximum, sum_slice, write_grads
+from torchtitan.grpo.losses.softmax_passes import new_scratch, raise_maximum, sum_slice
 
 # Narrower slices make matrix products slow and save little memory. Multiples of this width begin at
 # addresses that are aligned for matrix products and vector instructions.
 _MIN_SLICE = 128
 _ALIGNMENT_BYTES = 64
-
-
-def accumulation_dtype(hidden: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(hidden.dtype, torch.float32)
 
 
 def slice_width(tokens: int, vocab: int, chunk_tokens: int) -> int:
@@ -48,7 +44,7 @@ class LogitSlices:
     """
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, width: int) -> None:
-        self.dtype = accumulation_dtype(hidden)
+        self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         # Tensor cores multiply half precision exactly and add in float32. A CPU rounds in between
         # or is slow at it, so that there the operands are converted, the weight slice by slice.
         mixed = hidden.is_cuda and hidden.dtype == weight.dtype
@@ -64,9 +60,12 @@ class LogitSlices:
         """Allocates flat memory for one number for each logit of a slice."""
         return self.hidden.new_empty(len(self.hidden) * self.width, dtype=dtype)
 
+    def shape(self, start: int) -> tuple[int, int]:
+        return len(self.hidden), min(self.width, len(self.weight) - start)
+
     def part_of(self, buffer: torch.Tensor, start: int) -> torch.Tensor:
         """Returns the part of ``buffer``, [tokens, width], for the slice at ``start``."""
-        tokens, num_ids = len(self.hidden), min(self.width, len(self.weight) - start)
+        tokens, num_ids = self.shape(start)
         return buffer[: tokens * num_ids].view(tokens, num_ids)
 
     def weight_slice(self, start: int) -> torch.Tensor:
@@ -82,40 +81,37 @@ class LogitSlices:
 
 
 class KeptLogits:
-    """Finds the kept logits of a slice in the memory of the weight's gradient.
+    """Finds the kept logits of a slice in ``memory``, that of the weight's gradient.
 
-    ``memory``, [vocab_local, dim], is contiguous, and its dtype may differ from ``dtype`` of the
-    logits. ``width`` is a multiple of 128, or the whole vocabulary.
+    It is contiguous, [vocab_local, dim], and its dtype may differ from that of the logits.
     """
 
-    def __init__(self, memory: torch.Tensor, tokens: int, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, memory: torch.Tensor, slices: LogitSlices) -> None:
+        self.memory, self._slices = memory, slices
         self._bytes = memory.view(-1).view(torch.uint8)
-        self._vocab, self._tokens, self._width, self._dtype = len(memory), tokens, width, dtype
-        slice_bytes = -(-self._num_bytes(width) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        slice_bytes = len(slices.hidden) * slices.width * slices.dtype.itemsize
+        slice_bytes = -(-slice_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         row_bytes = memory.shape[1] * memory.element_size()
         # At least as far apart as the rows of the gradient; the module's docstring explains why.
-        self._stride = max(slice_bytes, width * row_bytes)
+        self._stride = max(slice_bytes, slices.width * row_bytes)
 
     @classmethod
-    def reserve(cls, slices: LogitSlices) -> torch.Tensor | None:
+    def reserve(cls, slices: LogitSlices) -> "KeptLogits | None":
         """Allocates the gradient of ``slices.weight``; returns None if no slice fits into it."""
         weight, tokens = slices.weight, len(slices.hidden)
         first = tokens * slices.width * slices.dtype.itemsize
         if not slices.starts() or first > weight.numel() * weight.element_size():
             return None
-        return torch.empty_like(weight, memory_format=torch.contiguous_format)
+        return cls(torch.empty_like(weight, memory_format=torch.contiguous_format), slices)
 
     def find(self, start: int) -> torch.Tensor | None:
         """Returns the logits [tokens, width] of the slice at ``start``, or None if not kept."""
-        num_ids = min(self._width, self._vocab - start)
-        begin = start // self._width * self._stride
-        end = begin + self._num_bytes(num_ids)
+        tokens, num_ids = self._slices.shape(start)
+        begin = start // self._slices.width * self._stride
+        end = begin + tokens * num_ids * self._slices.dtype.itemsize
         if end > len(self._bytes):
             return None
-        return self._bytes[begin:end].view(self._dtype).view(self._tokens, num_ids)
-
-    def _num_bytes(self, num_ids: int) -> int:
-        return self._tokens * num_ids * self._dtype.itemsize
+        return self._bytes[begin:end].view(self._slices.dtype).view(tokens, num_ids)
 
 
 class SoftmaxSums:
@@ -167,48 +163,20 @@ class SoftmaxSums:
         return logprobs, entropy, self._maximum + log_sum
 
 
-class LogitGrads:
-    """Turns a slice of logits, divided by the temperature, into the gradient with respect to it.
+def gradient_factors(
+    entropy: torch.Tensor, logprob_grads: torch.Tensor, entropy_grad: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns ``offset`` and ``slope`` of :func:`softmax_passes.write_grads`, [tokens].
 
-    With ``p`` the softmax, ``H`` its entropy, ``y`` the ids of a token, ``g[y]`` and ``h`` the
-    gradients of their log-probabilities and of the entropy, and ``G`` the sum of ``g[y]``::
+    With ``p`` the softmax of logits ``z`` divided by the temperature, ``H`` its entropy, ``y`` the
+    ids of a token, ``g[y]`` and ``h`` the gradients of their log-probabilities, [tokens, n], and of
+    the entropy, [tokens] or None for 0, and ``G`` the sum of ``g[y]``::
 
         d log p[y] / d z[v] = 1[v = y] - p[v]
         d H / d z[v]        = -p[v] (log p[v] + H)
         gradient of z[v]    = sum over y of g[y] 1[v = y] - p[v] (h log p[v] + h H + G)
-
-    Args:
-        ids: [tokens, n] int, where id 0 is the first of the first slice. The first one of a token
-            may be among the others, which differ from each other.
-        normalizer: [tokens] logarithm of the sum of exponentials.
-        entropy: [tokens], used only with ``entropy_grad``.
-        logprob_grads: [tokens, n], ``g`` above.
-        entropy_grad: [tokens], ``h`` above, or None for 0.
     """
-
-    def __init__(
-        self,
-        ids: torch.Tensor,
-        normalizer: torch.Tensor,
-        entropy: torch.Tensor,
-        logprob_grads: torch.Tensor,
-        entropy_grad: torch.Tensor | None,
-        temperature: float,
-    ) -> None:
-        self._ids, self._scale, self._normalizer = ids, 1 / temperature, normalizer
-        self._at_ids = logprob_grads
-        self._slope: torch.Tensor | None = None
-        self._offset = -logprob_grads.sum(dim=1)
-        if entropy_grad is not None:
-            self._slope = -entropy_grad
-            self._offset = self._offset + self._slope * entropy
-
-    def write(self, start: int, logits: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes the gradient of the slice at ``start`` to ``out``, which may be ``logits``.
-
-        Both are [tokens, width]; ``out`` has the dtype of the gradient.
-        """
-        write_grads(
-            logits, start, self._ids, self._scale, self._normalizer, self._offset, self._slope,
-            self._at_ids, out,
-        )  # fmt: skip
+    offset = -logprob_grads.sum(dim=1)
+    if entropy_grad is None:
+        return offset, None
+    return offset - entropy_grad * entropy, -entropy_grad
