@@ -115,7 +115,7 @@ def simulate_all(times: PartTimes, ranks: int, microbatches: int) -> dict[str, l
             recompute=weights,  # one block, which is the default of grpo.recompute_early_blocks
         )
         costs = Costs((stage,) * (ranks * per_rank), times.hidden_hop)
-        table = row.make_table(ranks, microbatches, per_rank, costs)
+        table = row.make_table(ranks, microbatches, costs)
         bounds = (math.inf, 32, 16, 8, 4, 2, 1, 0) if row.is_zero_bubble else (math.inf,)
         found[name] = [
             simulate(with_bound(table, costs, bound * stage.pending), costs) for bound in bounds

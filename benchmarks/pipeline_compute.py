@@ -177,7 +177,7 @@ def _replayed(name: str, times: list[Any]) -> float:
 
     costs = Costs(tuple(cost(stage) for stage in range(num_stages)))
     row = SCHEDULES[name]
-    table = row.make_table(RANKS, REPLAYED, num_stages // RANKS, costs)
+    table = row.make_table(RANKS, REPLAYED, costs)
     return simulate(table, costs).makespan
 
 

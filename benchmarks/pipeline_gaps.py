@@ -58,7 +58,7 @@ def on_paper(
     """
     row, count = SCHEDULES[name], MICROBATCHES_A_RANK * num_ranks
     costs = Costs.uniform(num_ranks, row.stages_per_rank, times)
-    table = row.make_table(num_ranks, count, row.stages_per_rank, costs)
+    table = row.make_table(num_ranks, count, costs)
     filled = fill_gaps(table, costs, count)
     fitting = filled.num_gap_microbatches
     ways = (table, _after_reference(table, count), _after_reference(filled, count - fitting))

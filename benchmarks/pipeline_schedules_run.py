@@ -86,7 +86,7 @@ def build(name: str, times: list[float], early: int | None) -> TableSchedule:
     row, degree = SCHEDULES[name], dist.get_world_size()
     per_rank = row.stages_per_rank
     costs = Costs.uniform(degree, per_rank, times)
-    ranks = row.make_table(degree, 1, per_rank, costs).ranks
+    ranks = row.make_table(degree, 1, costs).ranks
     store = WeightGradients()
     stages = []
     for index, rank in enumerate(ranks):
@@ -105,9 +105,7 @@ def build(name: str, times: list[float], early: int | None) -> TableSchedule:
 
 
 def _make_table(name: str, costs: Costs, microbatches: int):
-    row = SCHEDULES[name]
-    degree = dist.get_world_size()
-    return row.make_table(degree, microbatches, row.stages_per_rank, costs)
+    return SCHEDULES[name].make_table(dist.get_world_size(), microbatches, costs)
 
 
 def seconds_of_pass(schedule: TableSchedule, microbatches: int) -> float:

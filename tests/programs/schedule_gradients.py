@@ -34,7 +34,7 @@ def largest_distance(name: str, microbatches: int, times: list[float]) -> float:
     row, degree, rank = SCHEDULES[name], dist.get_world_size(), dist.get_rank()
     per_rank = row.stages_per_rank
     costs = Costs.uniform(degree, per_rank, times, hop=0.1)
-    ranks = row.make_table(degree, microbatches, per_rank, costs).ranks
+    ranks = row.make_table(degree, microbatches, costs).ranks
     torch.manual_seed(microbatches)
     rows, targets, shifts = torch.randn(3, microbatches, 2, 3, DIM)
     shifts = shifts[..., :1]
@@ -54,7 +54,7 @@ def largest_distance(name: str, microbatches: int, times: list[float]) -> float:
         stage = PipelineStage(parts[index], index, len(ranks), torch.device("cpu"))
         stages.append(DeferredStage(stage, store) if row.is_zero_bubble else LeanStage.like(stage))
     schedule = TableSchedule(
-        stages, lambda count: row.make_table(degree, count, per_rank, costs), costs, loss_of
+        stages, lambda count: row.make_table(degree, count, costs), costs, loss_of
     )
     inputs = [(row.clone(),) if 0 in parts else () for row in rows]
     named = [{"shift": shift} for shift in shifts]

@@ -79,7 +79,7 @@ def peak_of(name: str, microbatches: int, costs: Costs | None) -> tuple[int, flo
     row, degree, rank = SCHEDULES[name], dist.get_world_size(), dist.get_rank()
     per_rank = row.stages_per_rank
     timed = Costs.uniform(degree, per_rank)
-    ranks = row.make_table(degree, microbatches, per_rank, timed).ranks
+    ranks = row.make_table(degree, microbatches, timed).ranks
     store = WeightGradients()
     count = Bytes(store)
     stages = []
@@ -93,7 +93,7 @@ def peak_of(name: str, microbatches: int, costs: Costs | None) -> tuple[int, flo
             stages[-1].dw_builder = None
         stages[-1].count = count
     schedule = TableSchedule(
-        stages, lambda m: row.make_table(degree, m, per_rank, timed), timed,
+        stages, lambda m: row.make_table(degree, m, timed), timed,
         lambda output, target: (output * target).sum(),
     )  # fmt: skip
     rows = torch.randn(microbatches, TOKENS, DIM)
@@ -109,7 +109,7 @@ def peak_of(name: str, microbatches: int, costs: Costs | None) -> tuple[int, flo
     run(rows)
     expected = 0.0
     if costs is not None:
-        table = row.make_table(degree, microbatches, per_rank, timed)
+        table = row.make_table(degree, microbatches, timed)
         expected = simulate(table, costs).peaks[rank]
     return count.peak, expected, count
 

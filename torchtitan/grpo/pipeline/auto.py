@@ -148,10 +148,10 @@ class Trial:
                 torch.cuda.empty_cache()
 
     def _schedule(self, row: Schedule, stages: list[LeanStage], costs: Costs) -> TableSchedule:
-        degree, per_rank = self.config.parallelism.pipeline_parallel_degree, len(stages)
+        degree = self.config.parallelism.pipeline_parallel_degree
         return TableSchedule(
             list(stages),
-            lambda count: row.make_table(degree, count, per_rank, costs),
+            lambda count: row.make_table(degree, count, costs),
             costs,
             lambda output, _: output.sum(),
         )

@@ -89,7 +89,7 @@ def build_schedule(
         f"{'zero-bubble ' if row.is_zero_bubble else ''}schedule {row.name}."
     )
     schedule = TableSchedule(
-        stages, lambda count: row.make_table(degree, count, len(stages), costs), costs, loss
+        stages, lambda count: row.make_table(degree, count, costs), costs, loss
     )
     if config.grpo.pipeline_offload != 0:
         schedule.offload(config.grpo.pipeline_offload)

@@ -37,8 +37,7 @@ def predict(
     tried = {}
     for row in rows:
         row_costs = costs_for(row, costs, num_ranks)
-        per_rank = len(row_costs.stages) // num_ranks
-        table = row.make_table(num_ranks, num_microbatches, per_rank, row_costs)
+        table = row.make_table(num_ranks, num_microbatches, row_costs)
         tried[row.name] = table, simulate(table, row_costs)
     return tried
 

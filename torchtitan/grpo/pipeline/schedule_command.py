@@ -125,7 +125,7 @@ def try_all(
         if name == AUTO:
             continue
         costs = Costs.uniform(num_ranks, row.stages_per_rank, times, hop)
-        table = row.make_table(num_ranks, num_microbatches, row.stages_per_rank, costs)
+        table = row.make_table(num_ranks, num_microbatches, costs)
         tried[name] = table, simulate(table, costs)
     return tried
 

@@ -34,8 +34,8 @@ class Schedule:
     """Describes a pipeline schedule to the rest of the package.
 
     Attributes:
-        make_table: Takes the numbers of ranks, of microbatches and of stages on each rank, and
-            the costs of the passes.
+        make_table: Takes the numbers of ranks and of microbatches, and the costs of all stages,
+            as many on each rank.
         stages_per_rank: Number of stages of each rank; with ``allows_more_stages`` the minimum.
         allows_more_stages: Whether ``parallelism.pipeline_parallel_layers_per_stage`` may
             divide the model into more stages, as many on each rank.
@@ -45,7 +45,7 @@ class Schedule:
     """
 
     name: str
-    make_table: Callable[[int, int, int, Costs], Table]
+    make_table: Callable[[int, int, Costs], Table]
     stages_per_rank: int
     allows_more_stages: bool
     placement: Placement
@@ -55,7 +55,6 @@ class Schedule:
 
     @property
     def stages_in_words(self) -> str:
-        """The number of stages that each rank needs, as a part of a message."""
         if self.allows_more_stages:
             least = 1 if self.allows_one_stage else self.stages_per_rank
             return f"the same number of stages, at least {least},"
@@ -73,26 +72,29 @@ class Schedule:
 
 
 def _one_stage(
-    name: str, make_table: Callable[[int, int], Table], *, is_zero_bubble: bool = False
+    name: str,
+    make_table: Callable[[int, int], Table],
+    *,
+    is_zero_bubble: bool = False,
+    finishes_each_microbatch: bool = True,
 ) -> Schedule:
     return Schedule(
         name,
-        lambda ranks, microbatches, _stages, _costs: make_table(ranks, microbatches),
+        lambda ranks, microbatches, _: make_table(ranks, microbatches),
         stages_per_rank=1,
         allows_more_stages=False,
         placement="loop",
         is_zero_bubble=is_zero_bubble,
-        # GPipe runs the forward passes of all microbatches first.
-        finishes_each_microbatch=name != "GPipe",
+        finishes_each_microbatch=finishes_each_microbatch,
     )
 
 
-def _interleaved(
-    name: str, make_table: Callable[[int, int, int], Table], *, is_zero_bubble: bool
-) -> Schedule:
+def _interleaved(name: str, *, is_zero_bubble: bool) -> Schedule:
     return Schedule(
         name,
-        lambda ranks, microbatches, stages, _costs: make_table(ranks, microbatches, stages),
+        lambda ranks, microbatches, costs: rules.interleave(
+            ranks, microbatches, len(costs.stages) // ranks, splits_backward=is_zero_bubble
+        ),
         stages_per_rank=2,
         allows_more_stages=True,
         placement="loop",
@@ -103,7 +105,7 @@ def _interleaved(
 def _v(name: str, make_table: Callable[[int, int, Costs], Table]) -> Schedule:
     return Schedule(
         name,
-        lambda ranks, microbatches, _stages, costs: make_table(ranks, microbatches, costs),
+        make_table,
         stages_per_rank=2,
         allows_more_stages=False,
         placement="v",
@@ -112,14 +114,12 @@ def _v(name: str, make_table: Callable[[int, int, Costs], Table]) -> Schedule:
 
 
 _ROWS = (
-    _one_stage("GPipe", rules.gpipe),
+    _one_stage("GPipe", rules.gpipe, finishes_each_microbatch=False),
     _one_stage("1F1B", rules.one_forward_one_backward),
     _one_stage("ZBH1", rules.zb_h1, is_zero_bubble=True),
     _one_stage("ZBH2", rules.zb_h2, is_zero_bubble=True),
-    _interleaved(
-        "Interleaved1F1B", rules.interleaved_one_forward_one_backward, is_zero_bubble=False
-    ),
-    _interleaved("InterleavedZeroBubble", rules.interleaved_zero_bubble, is_zero_bubble=True),
+    _interleaved("Interleaved1F1B", is_zero_bubble=False),
+    _interleaved("InterleavedZeroBubble", is_zero_bubble=True),
     _v("ZBVZeroBubble", lambda ranks, microbatches, _: rules.zbv(ranks, microbatches)),
     _v("VMin", v_family.v_min),
     _v("VHalf", v_family.v_half),
@@ -127,8 +127,8 @@ _ROWS = (
     # `auto.py` replaces this name with that of another row before a pipeline is built.
     Schedule(
         AUTO,
-        lambda ranks, microbatches, stages, costs: measured_with(stages).make_table(
-            ranks, microbatches, stages, costs
+        lambda ranks, microbatches, costs: measured_with(len(costs.stages) // ranks).make_table(
+            ranks, microbatches, costs
         ),
         stages_per_rank=2,
         allows_more_stages=True,
@@ -139,16 +139,6 @@ _ROWS = (
 )
 
 SCHEDULES: dict[str, Schedule] = {row.name: row for row in _ROWS}
-
-
-def schedule_named(name: str) -> Schedule:
-    """Raises ValueError if there is no such schedule."""
-    if name not in SCHEDULES:
-        raise ValueError(
-            f"parallelism.pipeline_parallel_schedule must be one of {', '.join(SCHEDULES)}, got "
-            f"{name!r}."
-        )
-    return SCHEDULES[name]
 
 
 def candidates(num_ranks: int, total_stages: int | None = None) -> list[Schedule]:

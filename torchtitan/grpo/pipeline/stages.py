@@ -5,14 +5,20 @@
 
 import math
 
-from torchtitan.grpo.pipeline.schedules import AUTO, Schedule, measured_with, schedule_named
+from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES, Schedule, measured_with
 from torchtitan.grpo.pipeline.tables.actions import ranks_of_stages
 from torchtitan.grpo.upstream.configuration import Parallelism
 from torchtitan.grpo.upstream.parallelism import generate_llm_fqn_per_model_part
 
 
 def schedule_of(settings: Parallelism) -> Schedule:
-    return schedule_named(settings.pipeline_parallel_schedule)
+    name = settings.pipeline_parallel_schedule
+    if name not in SCHEDULES:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule must be one of {', '.join(SCHEDULES)}, got "
+            f"{name!r}."
+        )
+    return SCHEDULES[name]
 
 
 def stage_modules(settings: Parallelism, num_layers: int) -> list[list[str]]:
@@ -78,7 +84,6 @@ def num_stages(settings: Parallelism, num_layers: int) -> int:
 
 
 def fixes_stages(settings: Parallelism) -> bool:
-    """Returns whether the configuration, and not the schedule, determines the number of stages."""
     return (
         settings.module_fqns_per_model_part is not None
         or settings.pipeline_parallel_layers_per_stage is not None

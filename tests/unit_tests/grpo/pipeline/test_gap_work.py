@@ -19,7 +19,7 @@ ROWS = [[i % len(SEQUENCES)] for i in range(8)]
 def table_of(name, ranks, microbatches, times):
     row = SCHEDULES[name]
     costs = Costs.uniform(ranks, row.stages_per_rank, times, hop=0.01)
-    return row.make_table(ranks, microbatches, row.stages_per_rank, costs), costs
+    return row.make_table(ranks, microbatches, costs), costs
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "auto"])

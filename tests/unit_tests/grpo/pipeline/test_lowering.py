@@ -21,7 +21,7 @@ def lowered(name: str, degree: int, microbatches: int, recompute=0.0):
     costs = Costs.uniform(degree, row.stages_per_rank, (3, 4, 2), hop=0.5)
     stages = (replace(s, recompute=recompute * s.input_grad) for s in costs.stages)
     costs = replace(costs, stages=tuple(stages))
-    table = row.make_table(degree, microbatches, row.stages_per_rank, costs)
+    table = row.make_table(degree, microbatches, costs)
     return table, lower(table, simulate(table, costs))
 
 

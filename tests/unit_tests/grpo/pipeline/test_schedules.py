@@ -6,9 +6,9 @@
 import pytest
 
 from torchtitan.grpo.pipeline.build import _PLACED_LIKE
-from torchtitan.grpo.pipeline.schedules import SCHEDULES, schedule_named
+from torchtitan.grpo.pipeline.schedules import SCHEDULES
 from torchtitan.grpo.pipeline.simulate import simulate
-from torchtitan.grpo.pipeline.stages import ends_one_at_a_time, num_stages, stage_ranks
+from torchtitan.grpo.pipeline.stages import ends_one_at_a_time, num_stages, schedule_of, stage_ranks
 from torchtitan.grpo.pipeline.tables.actions import Costs, Table
 from torchtitan.grpo.upstream.configuration import Parallelism
 
@@ -20,7 +20,7 @@ def settings_of(name: str, degree: int) -> Parallelism:
 def table_of(name: str, degree: int, microbatches: int, times=(1.0, 1.0, 1.0)) -> Table:
     row = SCHEDULES[name]
     costs = Costs.uniform(degree, row.stages_per_rank, times)
-    return row.make_table(degree, microbatches, row.stages_per_rank, costs)
+    return row.make_table(degree, microbatches, costs)
 
 
 @pytest.mark.parametrize("degree", [2, 3, 4])
@@ -30,7 +30,7 @@ def test_a_table_exists_for_every_number_of_microbatches(name, degree):
     for stages in (2, 3) if row.allows_more_stages else (row.stages_per_rank,):
         for microbatches in (1, 2, 3, 5, 8, 13):
             costs = Costs.uniform(degree, stages, (2, 3, 1), hop=0.1)
-            table = row.make_table(degree, microbatches, stages, costs)
+            table = row.make_table(degree, microbatches, costs)
             assert table.num_microbatches == microbatches
             simulate(table, costs)
 
@@ -68,4 +68,4 @@ def test_stages_must_be_as_many_as_the_row_allows():
     for name, counts in allowed.items():
         assert [n for n in range(1, 9) if SCHEDULES[name].allows_stages(n, 2)] == counts
     with pytest.raises(ValueError, match=r"one of GPipe, 1F1B, .*got 'DualPipe'"):
-        schedule_named("DualPipe")
+        schedule_of(settings_of("DualPipe", 2))

@@ -18,8 +18,7 @@ from torchtitan.grpo.pipeline.tables import actions, v_family
 from torchtitan.grpo.pipeline.tables.actions import Action, Costs, Table
 from torchtitan.grpo.pipeline.tables.improve import improve
 from torchtitan.grpo.pipeline.tables.rules import (
-    interleaved_one_forward_one_backward,
-    interleaved_zero_bubble,
+    interleave,
     one_forward_one_backward,
     zb_h1,
     zb_h2,
@@ -55,8 +54,8 @@ def torch_table(name: str, degree: int, microbatches: int, stages: list[int]) ->
 @pytest.mark.parametrize(("degree", "microbatches"), [(2, 4), (2, 8), (3, 6), (4, 8), (4, 20)])
 def test_rules_that_torch_has_as_well_give_the_same_tables(degree, microbatches):
     ours = {
-        "Interleaved1F1B": interleaved_one_forward_one_backward(degree, microbatches),
-        "InterleavedZeroBubble": interleaved_zero_bubble(degree, microbatches),
+        "Interleaved1F1B": interleave(degree, microbatches, splits_backward=False),
+        "InterleavedZeroBubble": interleave(degree, microbatches, splits_backward=True),
         "ZBVZeroBubble": zbv(degree, microbatches),
     }
     for name, table in ours.items():
@@ -162,7 +161,7 @@ def test_a_repeated_block_never_runs_two_passes_at_once_and_holds_what_is_counte
 
 def test_improvement_keeps_to_the_bound_of_memory_and_to_the_last_stages_order():
     costs = Costs.uniform(4, 2, (3, 4, 2), hop=0.3)
-    before = interleaved_zero_bubble(4, 12)
+    before = interleave(4, 12, splits_backward=True)
     for bound in (simulate(before, costs).peak, 6.0, math.inf):
         after = improve([before], costs, bound)
         assert simulate(after, costs).makespan <= simulate(before, costs).makespan

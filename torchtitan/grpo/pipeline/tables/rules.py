@@ -9,7 +9,7 @@ waits for the gradients of weights, W, which fill times at which a rank would be
 
 import math
 from collections import Counter
-from functools import partial
+from collections.abc import Sequence
 from typing import Literal, cast
 
 from torchtitan.grpo.pipeline.tables.actions import Action, Kind, Table, ranks_of_stages
@@ -27,7 +27,6 @@ class RankOrder:
         self._counts[stage, kind] += 1
 
     def of(self, num_microbatches: int) -> tuple[Action, ...]:
-        """Returns the actions of the first ``num_microbatches`` microbatches."""
         return tuple(action for action in self.actions if action.microbatch < num_microbatches)
 
     def add_all(self, stage: int, kinds: Literal["FIW", "IW"]) -> None:
@@ -37,64 +36,93 @@ class RankOrder:
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Table:
     """All F, and then all B (https://arxiv.org/abs/1811.06965)."""
-    return Table(
-        ranks_of_stages(num_ranks, 1, "loop"),
-        num_microbatches,
-        tuple(
-            tuple(Action(rank, kind, i) for kind in ("F", "B") for i in range(num_microbatches))
-            for rank in range(num_ranks)
-        ),
-    )
+    return _one_stage(num_microbatches, [num_microbatches] * num_ranks)
 
 
 def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> Table:
     """1F1B (https://arxiv.org/abs/1806.03377), with the least in flight."""
+    return _one_stage(num_microbatches, range(num_ranks, 0, -1))
+
+
+def zb_h1(num_ranks: int, num_microbatches: int) -> Table:
+    """ZB-H1 holds at most as many microbatches as 1F1B.
+
+    Its bubble is a third of that of 1F1B if F, I and W take equal times. The bubble within each
+    rank's span is (p - 1) (F + I - W) for p ranks.
+    """
+    return _one_stage(num_microbatches, range(num_ranks, 0, -1), range(num_ranks))
+
+
+def zb_h2(num_ranks: int, num_microbatches: int) -> Table:
+    """ZB-H2 holds almost twice the memory of 1F1B, and has no bubble if F, I and W are equal.
+
+    With at least 2p - 1 microbatches on p ranks, the bubble within each rank's span is (p - 1)
+    (F + I - 2W).
+    """
+    return _one_stage(num_microbatches, range(2 * num_ranks - 1, 0, -2), range(0, 2 * num_ranks, 2))
+
+
+def _one_stage(
+    num_microbatches: int, warm_ups: Sequence[int], delays: Sequence[int] | None = None
+) -> Table:
+    """For each rank, ``warm_ups`` counts the forward passes before its first backward pass, and
+    ``delays`` the microbatches by which each W follows its I; None does not split backward passes.
+    """
     orders = []
-    for rank in range(num_ranks):
+    for rank, warm_up in enumerate(warm_ups):
         order = RankOrder()
-        in_flight = min(num_ranks - 1 - rank, num_microbatches)
-        for _ in range(in_flight):
+        for _ in range(min(warm_up, num_microbatches)):
             order.add(rank, "F")
-        for _ in range(num_microbatches - in_flight):
-            order.add(rank, "F")
-            order.add(rank, "B")
-        for _ in range(in_flight):
-            order.add(rank, "B")
-        orders.append(order.of(num_microbatches))
-    return Table(ranks_of_stages(num_ranks, 1, "loop"), num_microbatches, tuple(orders))
+        delay = 0 if delays is None else delays[rank]
+        for step in range(num_microbatches + delay):
+            # A step is one I or B, the W of the microbatch `delay` steps before, and the next F.
+            if step < num_microbatches:
+                order.add(rank, "B" if delays is None else "I")
+            if delays is not None and step >= delay:
+                order.add(rank, "W")
+            if step < num_microbatches - warm_up:
+                order.add(rank, "F")
+        orders.append(tuple(order.actions))
+    return Table(ranks_of_stages(len(warm_ups), 1, "loop"), num_microbatches, tuple(orders))
 
 
 def interleave(
     num_ranks: int, num_microbatches: int, stages_per_rank: int = 2, *, splits_backward: bool
 ) -> Table:
-    """Makes an interleaved table with backward passes B or, if they are split, I and W.
+    """Interleaved1F1B (https://arxiv.org/abs/2104.04473), or with I and W InterleavedZeroBubble.
 
-    With I and W, rank r delays each W by r microbatches, and warms up with fewer forward
-    passes.
+    In a round, about as many microbatches as there are ranks pass through each of a rank's stages
+    in turn. All rounds are equally long: the last one may contain microbatches that do not exist.
+    With I and W, rank r delays each W by r microbatches, and warms up with fewer forward passes.
     """
+    per_round = math.ceil(num_microbatches / max(1, num_microbatches // num_ranks))
+    num_steps = math.ceil(num_microbatches / per_round) * per_round * stages_per_rank
+
+    def local(step: int) -> int:
+        return step // per_round % stages_per_rank
+
     orders = []
     for rank in range(num_ranks):
-        rounds = Rounds(num_ranks, num_microbatches, stages_per_rank, rank)
-        warm_up = rounds.warm_up(steps_to_neighbor=1 if splits_backward else 2)
+        stages = range(rank, num_ranks * stages_per_rank, num_ranks)
+        # The next rank begins with fewer forward passes.
+        ranks_below = num_ranks - 1 - rank
+        warm_up = (stages_per_rank - 1) * per_round
+        warm_up = min(warm_up + (1 if splits_backward else 2) * ranks_below, num_steps)
         delay = rank if splits_backward else 0
         order = RankOrder()
-        for step in range(rounds.num_steps + warm_up + delay):
-            if step < rounds.num_steps:
-                order.add(rounds.stage(step), "F")
-            if warm_up <= step < rounds.num_steps + warm_up:
-                stage = rounds.backward_stage(step - warm_up)
+        for step in range(num_steps + warm_up + delay):
+            if step < num_steps:
+                order.add(stages[local(step)], "F")
+            # Within a round, the last stage goes back first.
+            if warm_up <= step < num_steps + warm_up:
+                stage = stages[-1 - local(step - warm_up)]
                 order.add(stage, "I" if splits_backward else "B")
             if splits_backward and step >= warm_up + delay:
-                order.add(rounds.backward_stage(step - warm_up - delay), "W")
+                order.add(stages[-1 - local(step - warm_up - delay)], "W")
         orders.append(order.of(num_microbatches))
     return Table(
         ranks_of_stages(num_ranks, stages_per_rank, "loop"), num_microbatches, tuple(orders)
     )
-
-
-interleaved_one_forward_one_backward = partial(interleave, splits_backward=False)
-"""Interleaved1F1B (https://arxiv.org/abs/2104.04473)."""
-interleaved_zero_bubble = partial(interleave, splits_backward=True)
 
 
 def forward_only(ranks: tuple[int, ...], num_microbatches: int) -> Table:
@@ -111,85 +139,6 @@ def forward_only(ranks: tuple[int, ...], num_microbatches: int) -> Table:
     return Table(ranks, num_microbatches, actions, is_forward_only=True)
 
 
-class Rounds:
-    """The order in which a rank of an interleaved schedule runs its stages.
-
-    In a round, about as many microbatches as there are ranks pass through each of the rank's
-    stages in turn. All rounds are equally long: the last one may contain microbatches that do
-    not exist.
-    """
-
-    def __init__(
-        self, num_ranks: int, num_microbatches: int, stages_per_rank: int, rank: int
-    ) -> None:
-        self.num_ranks, self.stages_per_rank, self.rank = num_ranks, stages_per_rank, rank
-        self.per_round = math.ceil(num_microbatches / max(1, num_microbatches // num_ranks))
-        rounds = math.ceil(num_microbatches / self.per_round)
-        self.num_steps = rounds * self.per_round * stages_per_rank
-
-    def warm_up(self, steps_to_neighbor: int) -> int:
-        """Counts forward passes before the first backward pass; the next rank has fewer."""
-        ranks_below = self.num_ranks - 1 - self.rank
-        passes = (self.stages_per_rank - 1) * self.per_round + steps_to_neighbor * ranks_below
-        return min(passes, self.num_steps)
-
-    def stage(self, step: int) -> int:
-        return step // self.per_round % self.stages_per_rank * self.num_ranks + self.rank
-
-    def backward_stage(self, step: int) -> int:
-        """Returns the stage of a backward pass; within a round, the last one comes first."""
-        local = self.stages_per_rank - 1 - step // self.per_round % self.stages_per_rank
-        return local * self.num_ranks + self.rank
-
-
-def zb_h1(num_ranks: int, num_microbatches: int) -> Table:
-    """ZB-H1 holds at most as many microbatches as 1F1B.
-
-    Its bubble is a third of that of 1F1B if F, I and W take equal times. The bubble within each
-    rank's span is (p - 1) (F + I - W) for p ranks.
-    """
-    return _handcrafted(
-        num_microbatches,
-        [num_ranks - rank for rank in range(num_ranks)],
-        list(range(num_ranks)),
-    )
-
-
-def zb_h2(num_ranks: int, num_microbatches: int) -> Table:
-    """ZB-H2 holds almost twice the memory of 1F1B, and has no bubble if F, I and W are equal.
-
-    With at least 2p - 1 microbatches on p ranks, the bubble within each rank's span is (p - 1)
-    (F + I - 2W).
-    """
-    return _handcrafted(
-        num_microbatches,
-        [2 * (num_ranks - rank) - 1 for rank in range(num_ranks)],
-        [2 * rank for rank in range(num_ranks)],
-    )
-
-
-def _handcrafted(num_microbatches: int, warm_ups: list[int], delays: list[int]) -> Table:
-    """For each rank, ``warm_ups`` counts the forward passes before its first I, and ``delays`` the
-    microbatches by which each W follows its I.
-    """
-    orders = []
-    for rank, (warm_up, delay) in enumerate(zip(warm_ups, delays, strict=True)):
-        order = RankOrder()
-        for step in range(num_microbatches + max(warm_up, delay)):
-            # A step consists of one I, the W of the microbatch `delay` steps before, and the next F.
-            if step == 0:
-                for _ in range(min(warm_up, num_microbatches)):
-                    order.add(rank, "F")
-            if step < num_microbatches:
-                order.add(rank, "I")
-            if delay <= step < num_microbatches + delay:
-                order.add(rank, "W")
-            if step < num_microbatches - warm_up:
-                order.add(rank, "F")
-        orders.append(order.of(num_microbatches))
-    return Table(ranks_of_stages(len(warm_ups), 1, "loop"), num_microbatches, tuple(orders))
-
-
 def zbv(num_ranks: int, num_microbatches: int) -> Table:
     """ZB-V: two stages on each rank in V placement, with the memory of 1F1B.
 
@@ -198,9 +147,7 @@ def zbv(num_ranks: int, num_microbatches: int) -> Table:
     # The rule needs at least 2p - 1 microbatches. Passes of microbatches that do not exist are left
     # out.
     count = max(2 * num_ranks - 1, num_microbatches)
-    orders = []
-    for rank in range(num_ranks):
-        orders.append(_zbv_rank(rank, num_ranks, count).of(num_microbatches))
+    orders = (_zbv_rank(rank, num_ranks, count).of(num_microbatches) for rank in range(num_ranks))
     return Table(ranks_of_stages(num_ranks, 2, "v"), num_microbatches, tuple(orders))
 
 
