@@ -19,7 +19,7 @@ from torchtitan.grpo.config.evaluation import EvaluationSet
 from torchtitan.grpo.inference.client import ServerError, ServerLoad
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rollout.admission import Admission
-from torchtitan.grpo.rollout.evaluation import Evaluator, HeldOut, SpareRoom
+from torchtitan.grpo.rollout.evaluator import Evaluator, HeldOut
 from torchtitan.grpo.rollout.judging import GroupJudge
 from torchtitan.grpo.rollout.ledger import Ledger
 from torchtitan.grpo.rollout.longest_first import LengthRanker
@@ -30,6 +30,7 @@ from torchtitan.grpo.rollout.saved import SavedRollouts
 from torchtitan.grpo.rollout.scoring import Scorer
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.requests import Sampling
+from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
 from torchtitan.grpo.rollout.tables import open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import TrajectoryWriter

@@ -49,7 +49,7 @@ In the rollout process (`rollout/process.py`), all in one event loop::
                          waits for  the next end or change
                          unblocked  by polls of processes, files and registrations
     evaluations          consumes   rank 0's request, held-out prompts, places that rollouts leave
-    `rollout/evaluation/` produces  scores of one version
+    `rollout/evaluator`  produces   scores of one version
                          waits for  a server of that version or a newer one
                          unblocked  by notices of versions; by rollouts that end
 """

@@ -7,5 +7,5 @@ In reading order: `link` (rank 0's end of the connection), `process` (the other 
 (how the process is built from the configuration) with `inputs`, `producer` (the main loop),
 `admission` (the staleness bound), `ledger` (what happened to each prompt), `serving/` (the servers
 and the choice among them), `trajectory`, `judging`, `scoring`, `prompts/` over `tables/`,
-`evaluation`.
+`evaluator`.
 """

@@ -44,7 +44,7 @@ _LIMITS: dict[type, str] = {  # the settings that limit the waits for answers
 
 
 class RolloutFailed(RunError):
-    """The rollout process ended or did not answer in time. The message says why."""
+    """The rollout process ended or did not answer in time."""
 
 
 class RolloutKilled(RolloutFailed):
@@ -62,10 +62,8 @@ class RolloutLink:
 
     Attributes:
         watch: The current servers, for any thread. It exists once the process is started.
-        fetch_endpoint: Where ranks fetch rollouts, once the process is ready. ``None`` if rank
-            0 receives all rollouts.
+        fetch_endpoint: Where ranks fetch rollouts. ``None`` if rank 0 receives all rollouts.
         warnings: Findings at the first start of the process that the user should know about.
-        dropped: Numbers of what was dropped in the run so far, by kind; see :mod:`.drops`.
     """
 
     watch: ServerWatch
@@ -102,6 +100,7 @@ class RolloutLink:
 
     @property
     def dropped(self) -> Counter[str]:
+        """Numbers of what was dropped in the run so far, by kind; see :mod:`.drops`."""
         return self._dropped_before + self._dropped
 
     @property
@@ -110,7 +109,7 @@ class RolloutLink:
         return 0.0 if self._stuck_since is None else time.monotonic() - self._stuck_since
 
     def start(self) -> None:
-        """Starts the rollout process. The calling thread must live as long as the run."""
+        """The calling thread must live as long as the run."""
         assert self._child is None, "the rollout process must be started only once"
         self._launch()
         self.watch = ServerWatch(self._connect(zmq.PULL, link_messages.SERVERS_SOCKET))
@@ -159,20 +158,16 @@ class RolloutLink:
     def wait_ready(
         self, timeout_seconds: float, should_stop: Callable[[], bool] | None = None
     ) -> list[ServerInfo]:
-        """Waits until servers are up, prompts are opened and rewards are checked.
-
-        Returns the servers, or an empty list if ``should_stop`` returned true.
-        """
+        """Returns the servers, or an empty list if ``should_stop`` returned true."""
         answer = self._wait_for(link_messages.Ready, timeout_seconds, should_stop, "become ready")
         if answer is None:
             return []
-        self.fetch_endpoint = answer[0].fetch_endpoint
-        self.warnings = answer[0].warnings if self._config.incarnation == 0 else []
-        if self._config.incarnation == 0:
-            self.watch.begin(answer[0].servers)
-        else:
-            self.watch.renew(answer[0].servers)
-        return answer[0].servers
+        ready, _ = answer
+        self.fetch_endpoint = ready.fetch_endpoint
+        is_first = self._config.incarnation == 0
+        self.warnings = ready.warnings if is_first else []
+        (self.watch.begin if is_first else self.watch.renew)(ready.servers)
+        return ready.servers
 
     def next_batch(
         self, version: int, timeout_seconds: float, should_stop: Callable[[], bool] | None = None
@@ -199,10 +194,10 @@ class RolloutLink:
         return self._awaited is not None
 
     def request_evaluation(self, version: int, pinned: Sequence[str] = ()) -> None:
-        """Requests an evaluation of the held-out prompts, and gives up one that is still running.
+        """Requests an evaluation, without waiting, and gives up one that is still running.
 
         Completions come from weights not older than ``version``, on the servers whose URLs are
-        ``pinned``, if any. This method does not wait.
+        ``pinned``, if any.
         """
         self._num_requests += 1
         self._awaited = link_messages.Evaluate(self._num_requests, version, list(pinned))
@@ -216,11 +211,10 @@ class RolloutLink:
     def take_evaluation(self) -> EvaluationResult | None:
         """Returns the result of the requested evaluation if it has arrived. Never waits."""
         self.raise_if_ended(wait_milliseconds=0)
-        kind = link_messages.EvaluationDone
-        done = [answer for answer, _ in self._unclaimed if isinstance(answer, kind)]
-        self._unclaimed = [each for each in self._unclaimed if not isinstance(each[0], kind)]
-        results = [self._result_of(answer) for answer in done]
-        return next((result for result in results if result is not None), None)
+        result = None
+        while result is None and (answer := self._claim(link_messages.EvaluationDone)) is not None:
+            result = self._result_of(answer[0])
+        return result
 
     def wait_evaluation(
         self, timeout_seconds: float, should_stop: Callable[[], bool] | None = None
@@ -236,17 +230,14 @@ class RolloutLink:
         return result
 
     def _result_of(self, done: link_messages.EvaluationDone) -> EvaluationResult | None:
-        """Returns the awaited result. A request that was renewed or given up is answered as well."""
+        # A request that was renewed or given up is answered as well.
         if self._awaited is None or done.request_id != self._awaited.request_id:
             return None
         self._awaited = None
         return done.result
 
     def save(self, version: int, kept_steps: Sequence[int]) -> None:
-        """Requests that rollouts are saved beside the checkpoint of ``version``, without waiting.
-
-        ``kept_steps`` are the steps whose checkpoints still exist.
-        """
+        """Requests that rollouts are saved beside the checkpoint of ``version``, without waiting."""
         self._saved.pop(version, None)
         self._send(link_messages.Save(version, list(kept_steps)))
 
@@ -337,10 +328,8 @@ class RolloutLink:
         began = time.monotonic()
         reminders = Reminders()
         while True:
-            for position, (message, frames) in enumerate(self._unclaimed):
-                if isinstance(message, kind):
-                    del self._unclaimed[position]
-                    return message, frames
+            if (answer := self._claim(kind)) is not None:
+                return answer
             if self._receive():
                 continue
             if should_stop is not None and should_stop():
@@ -357,6 +346,13 @@ class RolloutLink:
                     f"The rollout process did not {what} within {timeout_seconds:g} s "
                     f"({_LIMITS[kind]}): {state}. Its log is {self._log}."
                 )
+
+    def _claim(self, kind: type[_Answer]) -> tuple[_Answer, list[bytes]] | None:
+        for position, (message, frames) in enumerate(self._unclaimed):
+            if isinstance(message, kind):
+                del self._unclaimed[position]
+                return message, frames
+        return None
 
     def _receive(self, wait_milliseconds: int = _POLL_MILLISECONDS) -> bool:
         """Receives one answer of the process. Returns ``False`` if none arrives in a short time."""

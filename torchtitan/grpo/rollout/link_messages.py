@@ -21,24 +21,19 @@ SERVERS_SOCKET = "servers"
 
 
 class NextBatch(msgspec.Struct, tag=True):
-    """Rank 0 requests the batch that turns ``version`` into ``version + 1``, or its next part."""
+    """Requests the batch that turns ``version`` into ``version + 1``, or its next part."""
 
     version: int
 
 
 class Evaluate(msgspec.Struct, tag=True):
-    """Rank 0 requests an evaluation of ``version``, on the servers ``pinned`` if it names some."""
-
     request_id: int
     version: int
     pinned: list[str] = []
 
 
 class Save(msgspec.Struct, tag=True):
-    """Rank 0 has written the checkpoint of ``version``, and the rollouts must be saved beside it.
-
-    ``kept`` lists the steps whose checkpoints still exist.
-    """
+    """Rollouts must be saved beside the checkpoint of ``version``; those of ``kept`` still exist."""
 
     version: int
     kept: list[int]
@@ -63,14 +58,13 @@ class ServerLost(msgspec.Struct, tag=True):
 
 
 class RereadUrls(msgspec.Struct, tag=True):
-    """The user requests that ``inference.urls_file`` is read now."""
+    """``inference.urls_file`` must be read now."""
 
 
 class Ready(msgspec.Struct, tag=True):
     """The servers are up, the prompts are opened, and the reward functions are checked.
 
-    ``fetch_endpoint`` is where ranks fetch their rollouts if ``prompts.single_rank_load`` is
-    false.
+    ``fetch_endpoint`` is where ranks fetch rollouts if ``prompts.single_rank_load`` is false.
     """
 
     servers: list[ServerInfo]
@@ -85,10 +79,7 @@ class Fatal(msgspec.Struct, tag=True):
 
 
 class Progress(msgspec.Struct, tag=True):
-    """Describes what a requested batch or evaluation still waits for.
-
-    ``is_stuck`` tells that nothing happens, because no server is ready.
-    """
+    """What a batch or evaluation waits for. ``is_stuck``: no server is ready, so nothing happens."""
 
     message: str
     is_stuck: bool = False

@@ -85,10 +85,8 @@ class LengthRanker:
     every predicted deviation from the mean is multiplied by the part of the variance that
     recent predictions explained.
 
-    Args:
-        first_guess: Number of tokens predicted before the first group.
-        max_prompts: Number of prompts whose former lengths are kept, about 160 bytes each. The
-            prompt that was not seen for the longest time is dropped first.
+    ``first_guess`` tokens are predicted before the first group. The former lengths of
+    ``max_prompts`` prompts are kept, of those seen last, in about 160 bytes each.
     """
 
     def __init__(self, first_guess: float, max_prompts: int = 100_000) -> None:
@@ -108,13 +106,12 @@ class LengthRanker:
 
     @property
     def skill(self) -> float:
-        """Part of the variance that recent predictions explained, in [0, 1]."""
+        """The part of the variance that recent predictions explained, in [0, 1]."""
         if self.num_groups < _FEWEST_GROUPS or self._variance.value <= 0:
             return 0.0
         return min(max(1.0 - self._error.value / self._variance.value, 0.0), 1.0)
 
     def predict(self, prompt: Prompt) -> float:
-        """Returns the expected length of an answer in tokens."""
         if self.num_groups == 0:
             return self._first_guess
         deviation = self.skill * self._deviation(self._features(prompt))
@@ -150,7 +147,6 @@ class LengthRanker:
             self._weights = np.linalg.solve(self._moments + ridge, self._products)
 
     def _features(self, prompt: Prompt) -> np.ndarray:
-        """The features of a prompt, [_NUM_FEATURES] float64."""
         # A multiplicative hash spreads adjacent ids. Its upper bits are well mixed.
         mixed = prompt.token_ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         buckets = (mixed >> np.uint64(40)) % np.uint64(_BUCKETS)

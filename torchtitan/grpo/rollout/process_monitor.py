@@ -25,7 +25,7 @@ _WINDOW_SECONDS = 60.0
 class RolloutMonitor:
     """Serves ``/healthz`` and ``/metrics``, and writes where process and servers can be watched.
 
-    A monitor that cannot be served, or a folder that cannot be written, ends nothing.
+    If it cannot, the run continues.
     """
 
     def __init__(self, config: RolloutProcessConfig, announce: Callable[[str], None]) -> None:
@@ -34,7 +34,6 @@ class RolloutMonitor:
         self._site: MonitorSite | None = None
 
     async def start(self) -> None:
-        """Begins to serve, unless ``observe.monitor`` is off."""
         config, health = self._config, self.health
         if not config.monitor_host:
             return
@@ -48,7 +47,7 @@ class RolloutMonitor:
             self._site = site
 
     def tell_servers(self, servers: Sequence[ServerInfo]) -> None:
-        """Writes the addresses of the servers, which serve ``/metrics`` themselves."""
+        """Writes their addresses, at which they serve ``/metrics`` themselves."""
         if self._site is None:
             return
         parts = [urlsplit(server.url) for server in servers]
@@ -130,7 +129,6 @@ class ProcessHealth:
         return Health(problem, facts)
 
     def metrics(self) -> dict[str, float]:
-        """Returns counts since the start of the process, and the work on each server."""
         if self._session is None:
             return {}
         session = self._session
@@ -167,14 +165,14 @@ class LoopLag:
         self._longest = 0.0
 
     async def run(self) -> None:
-        """Measures forever, 100 times per second. One measurement takes about 10 microseconds."""
+        # One measurement takes about 10 microseconds.
         while True:
             due = time.monotonic() + self._interval
             await asyncio.sleep(self._interval)
             self.add(time.monotonic() - due)
 
     def add(self, late_seconds: float) -> None:
-        """Adds one measured delay, and the measurements that were missed because of it."""
+        """Adds a measured delay, and the measurements that were missed because of it."""
         late = max(late_seconds, 0.0)
         self._longest = max(self._longest, late)
         # Measurements beyond the size of the window would be dropped anyway.

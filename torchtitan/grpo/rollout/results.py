@@ -11,22 +11,14 @@ from torchtitan.grpo.types import BatchPart, FinishReason, PromptProgress, Rollo
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """The groups of one trainer step, or one part of them.
+    """The groups of one trainer step, or with ``rollout.stream`` one part of them.
 
-    With ``rollout.stream`` a batch is delivered in several parts; otherwise it has one part,
-    which is both the first and the last. ``progress``, ``closed`` and ``metrics`` are valid
-    only in the part that ends the batch.
+    ``progress``, at which a run resumes after this batch, ``closed``, the prompts closed since
+    the previous batch, and ``metrics`` are valid only in the part that ends the batch.
 
-    Attributes:
-        groups: Groups of this part, ordered by ``group_id``. All parts together hold
-            ``grpo.prompts_per_step`` groups, and every rollout has a reward. The arrays are
-            read-only. They are all zeros if the ranks fetch their rollouts themselves
-            (``prompts.single_rank_load = false``).
-        progress: Value for ``RolloutProcessConfig.progress`` of a run that resumes after this
-            batch.
-        closed: Prompts closed since the previous batch, with the reasons.
-        metrics: Metrics under ``reward/`` and ``rollout/``.
-        part: Which part of its batch this is.
+    The groups are ordered by ``group_id``. All parts together hold ``grpo.prompts_per_step``
+    groups, and every rollout has a reward. The arrays are read-only. They are all zeros if the
+    ranks fetch their rollouts themselves (``prompts.single_rank_load = false``).
     """
 
     groups: list[RolloutGroup]
@@ -38,11 +30,7 @@ class RolloutBatch:
 
 @dataclass(frozen=True)
 class EvaluatedCompletion:
-    """One scored completion of a held-out prompt.
-
-    ``num_tokens`` includes observations of an environment. The versions are those of its
-    tokens.
-    """
+    """``num_tokens`` includes observations of an environment; versions are those of its tokens."""
 
     text: str
     score: float
@@ -54,10 +42,7 @@ class EvaluatedCompletion:
 
 @dataclass(frozen=True)
 class EvaluatedPrompt:
-    """One held-out prompt with those of its completions that received a score, at least one.
-
-    ``index`` is the row of the prompt in its set.
-    """
+    """Row ``index`` of a set, with those of its completions that received a score, at least one."""
 
     index: int
     prompt: str
@@ -68,13 +53,10 @@ class EvaluatedPrompt:
 class SetResult:
     """The figures of one set of held-out prompts.
 
-    Attributes:
-        score: Mean over the prompts of the mean over the completions of each.
-        num_prompts: Number of prompts with a score.
-        num_completions: Number of completions with a score.
-        pass_at: For each k the mean of pass@k over the prompts.
-        cut_fraction: Share of completions that were cut at the longest allowed length.
-        samples: The first prompts with their completions, ``kept_samples`` of them.
+    Prompts and completions without a score do not count. ``score`` is the mean over the prompts
+    of the mean over the completions of each. ``pass_at`` is the mean of pass@k over the prompts,
+    by k, and ``cut_fraction`` the share of completions that were cut at the longest allowed
+    length. ``samples`` are the first ``kept_samples`` prompts.
     """
 
     name: str

@@ -40,8 +40,7 @@ class RolloutCounts:
 class RolloutMetrics:
     """Computes metrics from a batch and from the counts since the last batch.
 
-    ``file_names`` are short names of the files that prompts are from; none if there is one
-    file.
+    ``file_names`` are short names of the files of prompts; none if there is one file.
     """
 
     def __init__(self, file_names: Sequence[str] = ()) -> None:
@@ -57,7 +56,7 @@ class RolloutMetrics:
         buffered: int,
         in_flight: int,
     ) -> dict[str, float]:
-        """Returns the metrics of one batch. ``buffered`` finished groups wait for later ones."""
+        """``buffered`` finished groups wait for later batches."""
         now = time.monotonic()
         elapsed = max(now - self._last_time, 1e-9)
         last, self._last_time = self._last, now
@@ -107,7 +106,6 @@ class ShareClock:
 
 
 def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Returns metrics of the rollouts: rewards, lengths, the teacher's rating, and files."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [rollout.num_written for rollout in rollouts]
     is_full = [rollout.finish_reason == "length" for rollout in rollouts]

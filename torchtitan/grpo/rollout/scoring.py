@@ -55,9 +55,8 @@ class Scorer:
         Raises :class:`ScoringFailed` if the group cannot be scored, and :class:`RewardError` if
         the reward functions cannot be used any more, which must stop the run.
         """
-        # In a thread: long completions take milliseconds to decode, without holding the GIL.
-        texts = await asyncio.to_thread(self._decode, generations)
         ids = [read_ids(generation) for generation in generations]
+        texts = await decode_all(self._codec, ids)
         columns = environment_columns(generations) if self._has_environment else None
         values: list[Values] = []
         if self._names:
@@ -68,10 +67,7 @@ class Scorer:
         ]
 
     async def accepted(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Returns the rollouts that ``rollout.should_accept`` keeps, all if it is not set.
-
-        Raises as :meth:`score`.
-        """
+        """The rollouts that ``rollout.should_accept`` keeps, or all. Raises as :meth:`score`."""
         if self._acceptor is None:
             return list(rollouts)
         texts = [rollout.completion for rollout in rollouts]
@@ -79,9 +75,6 @@ class Scorer:
         rewards = {"rewards": [rollout.reward for rollout in rollouts]}
         (verdicts,) = await self._pool.score(prompt, texts, ids, [self._acceptor], rewards)
         return [r for r, verdict in zip(rollouts, verdicts, strict=True) if verdict]
-
-    def _decode(self, generations: Sequence[Generation]) -> list[str]:
-        return [self._codec.decode(read_ids(generation)) for generation in generations]
 
     def _rollout(
         self, prompt: Prompt, generation: Generation, text: str, values: Values
@@ -105,33 +98,30 @@ def read_ids(generation: Generation) -> list[int]:
     return without_contexts(generation.token_ids, generation.new_rows).tolist()
 
 
-def environment_columns(generations: Sequence[Generation]) -> dict[str, list[float | None]]:
-    """Returns the columns that reward functions receive about the environment.
+async def decode_all(codec: TextCodec, ids: Sequence[list[int]]) -> list[str]:
+    # In a thread: long completions take milliseconds to decode, without holding the GIL.
+    return await asyncio.to_thread(lambda: [codec.decode(each) for each in ids])
 
-    A reward is ``None`` if the environment gave none.
-    """
+
+def environment_columns(generations: Sequence[Generation]) -> dict[str, list[float | None]]:
+    """The columns that reward functions receive about the environment."""
     return {"environment_reward": [generation.environment_reward for generation in generations]}
 
 
 def weighted_sum(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """Sums the values of the functions that apply. Returns ``None`` if no function applies."""
     terms = [w * v for v, w in zip(values, weights, strict=True) if v is not None]
     return sum(terms) if terms else None
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """Returns a prompt as text for logs, with one line per chat message."""
+    """A prompt for logs, with one line per chat message."""
     if isinstance(prompt.text, str):
         return prompt.text
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.text)
 
 
 def brief_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a prompt's columns with long values cut, such as whole files or test suites.
-
-    Values of more than 2000 characters, or other than plain data, become the beginning of their
-    text.
-    """
+    """Cuts long values, such as whole files or test suites, and what is no plain data, for logs."""
     return {name: _brief(value) for name, value in columns.items()}
 
 

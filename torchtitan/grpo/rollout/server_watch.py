@@ -35,7 +35,7 @@ class ServerWatch:
                 self._servers = servers
 
     def renew(self, servers: list[ServerInfo]) -> None:
-        """Sets the servers of a restarted process. This always counts as a change."""
+        """Sets the servers of a restarted process, which always counts as a change."""
         with self._lock:
             self._receive()
             self._servers, self._has_news = servers, True
@@ -47,23 +47,19 @@ class ServerWatch:
             self._socket = socket
 
     def servers(self) -> list[ServerInfo]:
-        """Returns the current servers, none before the rollout process is ready."""
         with self._lock:
             self._receive()
             return list(self._servers or ())
 
     def poll(self) -> list[ServerInfo] | None:
-        """Returns the current servers if they changed since the last call, else ``None``.
-
-        Only one caller may use this method, because each change is reported once.
-        """
+        """Returns the current servers if they changed since the last call, by the only caller."""
         with self._lock:
             self._receive()
             has_news, self._has_news = self._has_news, False
             return list(self._servers or ()) if has_news else None
 
     def close(self) -> None:
-        """Closes the socket. The known servers stay available. It is idempotent."""
+        """Closes the socket. The known servers stay available."""
         with self._lock:
             if self._socket is not None:
                 self._socket.close(linger=0)

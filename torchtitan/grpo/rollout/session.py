@@ -21,7 +21,7 @@ from torchtitan.grpo.inference.urls import checked_urls
 from torchtitan.grpo.rollout.admission import Admission
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments import Episodes
-from torchtitan.grpo.rollout.evaluation import Evaluator, HeldOut, SpareRoom
+from torchtitan.grpo.rollout.evaluator import Evaluator, HeldOut
 from torchtitan.grpo.rollout.inputs import (
     Inputs,
     acceptor_position,
@@ -38,9 +38,10 @@ from torchtitan.grpo.rollout.scoring import Scorer
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.fleet import ServerFleet, server_needs
 from torchtitan.grpo.rollout.serving.requests import Sampling
+from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
 from torchtitan.grpo.rollout.teachers import TeacherNeeds, TeacherPool
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.rollout.trajectory import Places, TrajectoryWriter
+from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
 from torchtitan.grpo.types import ServerInfo
 
 logger = logging.getLogger(__name__)
@@ -168,9 +169,12 @@ def make_dispatcher(config: RolloutProcessConfig, fleet: ServerFleet, drops: Dro
 
 
 def make_writer(
-    config: RolloutProcessConfig, inputs: Inputs, places: Places, sampling: Sampling
+    config: RolloutProcessConfig,
+    inputs: Inputs,
+    places: Dispatcher | SpareRoom,
+    sampling: Sampling,
 ) -> TrajectoryWriter:
-    """Returns the writer of completions, which also stop at the ends of an environment's turns."""
+    """Its completions also stop at the ends of an environment's turns."""
     rollout, codec, episodes = config.rollout, inputs.codec, None
     ends = [*config.eos_token_ids, *rollout.stop_token_ids]
     sampling = replace(sampling, unknown_ids=codec.unknown_ids(config.vocab_size, ends))

@@ -62,9 +62,9 @@ def _render(tokenizer: Any, request: dict[str, Any]) -> str:
 
 
 def answer(request: dict[str, Any]) -> dict[str, str | None]:
-    """Returns ``text``, or ``error``, or ``limit`` if a limit was reached.
+    """Returns ``text``, ``error``, or the ``limit`` that was reached.
 
-    Without messages, the text is the template itself, and ``None`` if there is none.
+    Without messages, the text is the template itself, or ``None``.
     """
     try:
         tokenizer = _tokenizer(request["number"], request["path"])

@@ -25,11 +25,8 @@ _TURN = "THETURNOFTHEASSISTANT"
 class TextCodec:
     """Encodes prompts and decodes completions with the tokenizer of ``hf_assets_path``.
 
-    ``eos_token_ids`` are removed from the end of a completion before decoding.
-
-    Attributes:
-        prompt_end: The token at the end of chat prompts, if it is one that ends a completion,
-            and empty if it is another one. ``None`` before the first chat prompt.
+    ``eos_token_ids`` are removed from the end of a completion before decoding. ``prompt_end`` is
+    the token at the end of chat prompts if it ends a completion, and empty if it does not.
     """
 
     def __init__(
@@ -85,7 +82,7 @@ class TextCodec:
         return ids[: is_added.index(0)], ids[len(ids) - is_added[::-1].index(0) :]
 
     def left_out(self) -> list[str]:
-        """Returns the special tokens after a text that :meth:`encode` leaves out."""
+        """The special tokens after a text that :meth:`encode` leaves out."""
         return [self.token_text(token) or str(token) for token in self._around[1]]
 
     def encode_continuation(self, text: str) -> list[int]:
@@ -120,8 +117,7 @@ class TextCodec:
     def encode_reply(
         self, messages: Sequence[dict[str, Any]], turn_ids: Sequence[int]
     ) -> list[int]:
-        """Returns the token IDs of messages after the assistant's turn, and of the next turn's
-        start.
+        """The token IDs of messages after the assistant's turn, and of the next turn's start.
 
         The chat template renders an artificial conversation that ends with the given messages,
         and the text after the assistant's message is used. The tokens of the turn itself stay
@@ -141,10 +137,7 @@ class TextCodec:
         return self.encode_continuation(reply)
 
     def encode_observation(self, text: str, *, has_special_tokens: bool) -> list[int]:
-        """Returns the token IDs of text that an environment inserts.
-
-        Without ``has_special_tokens``, the spelling of a special token is plain text.
-        """
+        """Without ``has_special_tokens``, the spelling of a special token is plain text."""
         if has_special_tokens:
             return self.encode_continuation(text)
         if self._plain is None:
@@ -153,12 +146,11 @@ class TextCodec:
         return self._plain.encode(text, add_special_tokens=False).ids
 
     def single_token(self, text: str) -> int | None:
-        """Returns the one token that spells the text, or ``None`` if there is none."""
         ids = self.encode_continuation(text)
         return ids[0] if len(ids) == 1 else None
 
     def vocabulary(self) -> dict[str, int]:
-        """Returns the id of each token by its spelling, added tokens included."""
+        """The id of each token by its spelling, added tokens included."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
     @property
@@ -189,9 +181,8 @@ class TextCodec:
         ids = self.encode_continuation(rest)
         text = self._tokenizer.id_to_token(ids[0]) if ids else None
         # Only a special token is spelled in one piece and left out when text is decoded.
-        return (
-            text if text and not self._tokenizer.decode(ids[:1], skip_special_tokens=True) else None
-        )
+        is_special = not self._tokenizer.decode(ids[:1], skip_special_tokens=True)
+        return text if is_special else None
 
     def chat_date(self) -> str:
         return self._template.date

@@ -15,45 +15,20 @@ the completion; see `environments`. The next turn is a further segment of the sa
 """
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
 from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.environments import EnvironmentFailed, Episode, Episodes
-from torchtitan.grpo.rollout.serving.dispatcher import Server
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.serving.requests import Sampling
+from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
 from torchtitan.grpo.types import Generation, Prompt, joined, without_contexts
 
 # Poll interval of a completion that waits for a server to continue on.
 _LOOK_SECONDS = 0.05
-
-
-class Places(Protocol):
-    """Gives completions their places on servers; see the methods of `Dispatcher`."""
-
-    def choose(
-        self,
-        usable: Callable[[int], bool],
-        *,
-        prefer: str | None = None,
-        has_begun: bool = False,
-    ) -> Server | None: ...
-
-    def submit(
-        self,
-        prompt: Prompt,
-        server: Server,
-        sampling: Sampling,
-        *,
-        expected_tokens: float | None = None,
-    ) -> "asyncio.Task[Generation]": ...
-
-    def hold(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(eq=False)
@@ -61,7 +36,7 @@ class Trajectory:
     """A completion that is being generated.
 
     ``so_far`` is ``None`` before the end of the first segment. A completion that is cut ends
-    early with it. ``task`` ends with the whole completion.
+    early with it.
     """
 
     prompt: Prompt
@@ -84,10 +59,7 @@ class Trajectory:
         self.task.cancel()
 
     async def until_ended(self) -> None:
-        """Waits until the completion is whole, was cut, or has failed on the servers.
-
-        Any other error is raised and must stop the run.
-        """
+        """Waits until the completion is whole, was cut, or has failed on servers or environment."""
         try:
             await self.task
         except (ServerError, EnvironmentFailed):
@@ -102,9 +74,8 @@ class Trajectory:
 class RunningGroup:
     """A prompt group with the completions that are still being generated.
 
-    ``kept`` are completions that were already finished when the run was resumed. ``task`` waits
-    for the completions and then judges the group. It is ``None`` once they have ended: from
-    then on the group can no longer be cancelled.
+    ``kept`` were finished when the run was resumed. ``task`` waits for the others and then
+    judges the group. It is ``None`` once they have ended: the group cannot be cancelled then.
     """
 
     prompt: Prompt
@@ -145,13 +116,13 @@ class RunningGroup:
 class TrajectoryWriter:
     """Starts completions with the same sampling settings and carries each one to its end.
 
-    ``places`` is the dispatcher for rollouts; evaluations get the places that rollouts leave
-    free. Without ``episodes``, completions have a single turn.
+    Evaluations get the places that rollouts leave free. Without ``episodes``, completions have a
+    single turn.
     """
 
     def __init__(
         self,
-        places: Places,
+        places: Dispatcher | SpareRoom,
         sampling: Sampling,
         config: Rollout,
         *,
@@ -173,23 +144,17 @@ class TrajectoryWriter:
     ) -> Trajectory:
         """Starts a completion on a ready server. Its first segment is in flight immediately.
 
-        Args:
-            prompt: The prompt to answer.
-            server: A server from :meth:`Places.choose`.
-            sample: Number of the completion in its group.
-            begun: The part of the completion that was generated earlier.
-            expected_tokens: Predicted length of the whole completion.
+        ``sample`` is its number in its group, ``begun`` the part that was generated earlier, and
+        ``expected_tokens`` the predicted length of the whole.
         """
         is_open = begun is None or self._turn_is_unfinished(prompt, begun)
         if not is_open and self._episodes is None:
-            begun = None  # from a run with an environment, while this run has none
+            begun, is_open = None, True  # from a run with an environment, while this run has none
         trajectory = Trajectory(prompt, begun, sample)
         # Read here and not in the task below: the server may be lost before the task starts.
         floor = server.version
         assert floor is not None, f"{server.url} is not ready"
-        first = None
-        if begun is None or self._turn_is_unfinished(prompt, begun):
-            first = self._submit(trajectory, server, expected_tokens)
+        first = self._submit(trajectory, server, expected_tokens) if is_open else None
         episode = None if self._episodes is None else self._episodes.open(prompt)
         trajectory.task = asyncio.create_task(
             self._write(trajectory, floor, server, first, expected_tokens, episode)
@@ -214,8 +179,7 @@ class TrajectoryWriter:
     ) -> Generation:
         """Generates the rest of a completion, with versions from ``floor`` on.
 
-        ``segment`` is in flight, or ``None`` if the environment reads a turn first. The episode
-        is closed at the end.
+        ``segment`` is in flight, or ``None`` if the environment reads a turn first.
         """
         try:
             while True:

@@ -51,10 +51,7 @@ def refused(kind: str, message: str) -> Refused:
 
 
 def unsendable_column(columns: Mapping[str, Any]) -> str | None:
-    """Names the first column whose value cannot be sent, and why.
-
-    Example: ``column 'image': Encoding objects of type PngImageFile is unsupported``.
-    """
+    """Example: ``column 'image': Encoding objects of type PngImageFile is unsupported``."""
     for name, value in columns.items():
         try:
             _encoder.encode(value)
@@ -64,7 +61,6 @@ def unsendable_column(columns: Mapping[str, Any]) -> str | None:
 
 
 def not_passed(prompt: "Prompt", columns: Mapping[str, Any], to: str, error: NotPlainData) -> str:
-    """Explains to the user why a prompt with its columns cannot be passed to user code."""
     return (
         f"Prompt {prompt.group_id} ({prompt.text!r:.80}) cannot be passed to {to}: "
         f"{unsendable_column(columns) or error}. {PLAIN_DATA}"
@@ -87,9 +83,8 @@ def pack_frame(call: int, message: Any) -> bytes:
 class WorkerChannel(Generic[Request]):
     """The worker's end: takes over stdin and stdout of the process for requests and replies.
 
-    Afterwards user code that reads stdin finds it empty, and what user code prints goes to
-    stderr, which is the log of the rollout process. Create the channel before any user code
-    runs.
+    User code, which must run later, then finds stdin empty, and what it prints goes to stderr,
+    which is the log of the rollout process.
     """
 
     def __init__(self, decode: Callable[[bytes], Request]) -> None:
@@ -117,9 +112,7 @@ class WorkerChannel(Generic[Request]):
         return (call, self._decode(body)) if len(body) == length else None
 
     def reply(self, call: int, message: Any) -> None:
-        """Sends the reply to a call, or nothing if it is NotPlainData. Any thread may call this
-        method.
-        """
+        """Sends the reply to a call, or nothing if it is NotPlainData. Any thread may call it."""
         frame = pack_frame(call, message)
         with self._lock:
             self._replies.write(frame)

@@ -21,9 +21,7 @@ OUTPUT_HINT = "Its output is in rollout_process.log."
 
 
 class CallFailed(Exception):
-    """One call of user code failed; failures with the same cause have one ``kind``. The run
-    continues.
-    """
+    """One call of user code failed; failures with the same cause have one ``kind``."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -33,17 +31,14 @@ class CallFailed(Exception):
 class WorkerOwner(Generic[Reply]):
     """Owns the running worker processes of one program, and counts its failed calls by kind.
 
+    Each process runs ``module`` as ``__main__``. Two limits come with their TOML keys: of the
+    time of one call, and of failed calls in a row, which end the run.
+
     Args:
-        module: Module that each process runs as ``__main__``.
-        decode_reply: Decodes the body of a reply.
         load: First request of each process: it loads the user's code.
         subject: What is loaded, for messages, such as ``rollout.environment 'calculator'``.
         calls: What fails, for messages, such as ``groups in a row could not be scored``.
         error: The error that ends the run.
-        timeout_seconds: Time limit of one call, with its TOML key.
-        most_failures: Failed calls in a row that end the run, with its TOML key.
-        workers: Environment variables and limits of each process.
-        on_failure: Called with each failed call.
     """
 
     def __init__(
@@ -74,11 +69,8 @@ class WorkerOwner(Generic[Reply]):
     ) -> tuple[WorkerProcess[Reply | Refused], Reply]:
         """Starts a process and has it load the user's code. Returns it with its reply.
 
-        ``on_end`` is called once, when the process has ended, with the reason.
-
-        Raises:
-            RuntimeError: The owner's ``error``, if the user's code cannot be loaded in time.
-            WorkerLost: If the owner is closed.
+        ``on_end`` is called once, when the process has ended, with the reason. Raises the
+        owner's ``error`` if the code cannot be loaded in time, and WorkerLost after `close`.
         """
         if self._is_closed:
             raise WorkerLost("No worker process is started any more: the run is ending.")
@@ -112,7 +104,7 @@ class WorkerOwner(Generic[Reply]):
         self._failures_in_a_row = 0
 
     async def close(self) -> None:
-        """Kills all processes, and starts no more. It is idempotent."""
+        """Kills all processes, and starts no more."""
         self._is_closed = True
         for process in list(self._running):
             await process.kill()

@@ -43,7 +43,7 @@ _EXIT_SECONDS = 1.0
 
 
 def worker_environment(also: Sequence[str] = ()) -> dict[str, str]:
-    """Returns the environment variables that user code sees: those of ``also``, but no keys."""
+    """The environment variables that user code sees: those of ``also``, but no keys."""
     names = *_PASSED, RUN_VARIABLE, *also
     return {name: value for name, value in os.environ.items() if is_named(name, names)}
 
@@ -115,13 +115,9 @@ class WorkerProcess(Generic[Reply]):
         self._reader = asyncio.create_task(self._read(self._process))
 
     async def call(self, request: Any) -> Reply:
-        """Sends a request and returns its reply.
+        """Sends a request and returns its reply, which is dropped if the caller is cancelled.
 
-        A caller that is cancelled leaves the process as it is; the reply is dropped.
-
-        Raises:
-            NotPlainData: If the request cannot be encoded. The process has not seen it.
-            WorkerLost: If the process has ended or ends before it replies.
+        Raises NotPlainData if the request cannot be encoded: the process has not seen it.
         """
         process = self._process
         if self._reason is not None or process is None or process.stdin is None:
@@ -152,18 +148,20 @@ class WorkerProcess(Generic[Reply]):
             raise
 
     async def kill(self) -> None:
-        """Kills the process together with everything in its session. It is idempotent."""
+        """Kills the process together with everything in its session."""
         await self._end(WorkerKilled("The worker process was killed."))
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
-        """Hands replies to their callers until the process ends."""
         assert process.stdout is not None, "the process was started with a pipe"
         try:
             while True:
                 length, number = HEADER.unpack(await process.stdout.readexactly(HEADER.size))
                 if number >= self._num_calls:
                     raise msgspec.DecodeError(f"it answers call {number}, which was never made")
-                self._deliver(number, self._decode(await process.stdout.readexactly(length)))
+                reply = self._decode(await process.stdout.readexactly(length))
+                waiting = self._pending.get(number)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(reply)
         except (asyncio.IncompleteReadError, ConnectionError):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_EXIT_SECONDS):
@@ -173,11 +171,6 @@ class WorkerProcess(Generic[Reply]):
             await self._end(WorkerLost(f"The worker process {how}."))
         except msgspec.DecodeError as error:
             await self._end(ChannelBroken(f"A reply of the worker process is not valid: {error}."))
-
-    def _deliver(self, number: int, reply: Reply) -> None:
-        waiting = self._pending.get(number)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(reply)
 
     async def _end(self, reason: WorkerLost) -> None:
         """Kills the process, then fails the pending calls with the first reason given."""

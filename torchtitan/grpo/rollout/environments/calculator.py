@@ -30,7 +30,7 @@ _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.
 
 
 class CannotCalculate(ValueError):
-    """The calculator cannot evaluate an expression."""
+    """The calculator cannot evaluate this expression."""
 
 
 class Calculator(Environment):
@@ -70,11 +70,7 @@ class Calculator(Environment):
 
 
 def calculate(expression: str) -> int:
-    """Returns the value of an expression of integers, ``+ - *`` and parentheses.
-
-    No code is executed: the expression is parsed, and its syntax tree is evaluated node by
-    node.
-    """
+    """Evaluates the syntax tree of an expression node by node: no code is executed."""
     if len(expression) > _MAX_CHARACTERS:
         raise CannotCalculate(f"more than {_MAX_CHARACTERS} characters")
     # Python does not accept a number that begins with a zero.

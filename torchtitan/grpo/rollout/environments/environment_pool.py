@@ -53,8 +53,8 @@ class EnvironmentsFailing(RuntimeError):
 class EnvironmentPool:
     """Begins episodes of ``rollout.environment``, and counts those that fail.
 
-    The time limit holds for each call of a method. ``on_failure`` is called with the error of
-    each episode that failed. ``stop_strings`` are known once the pool is started.
+    The time limit holds for each call of a method. ``stop_strings`` are known once the pool is
+    started.
     """
 
     def __init__(
@@ -93,16 +93,12 @@ class EnvironmentPool:
         return self._owner.failures
 
     async def start(self) -> None:
-        """Starts the first worker; the others are started when they are first needed."""
+        """Starts the first worker; the others start when they are first needed."""
         await self._start_worker()
 
     async def open(self, prompt: Prompt) -> "RemoteEnvironment":
-        """Begins an episode in one of the worker processes.
-
-        Raises:
-            EnvironmentFailed: If ``reset`` raised or timed out.
-            WorkerLost: If the episode's process has ended.
-            EnvironmentsFailing: If a new process cannot load the environment.
+        """Raises as :class:`RemoteEnvironment`, and EnvironmentsFailing if a new process cannot
+        load the environment.
         """
         remote = RemoteEnvironment(self, await self._worker(), next(self._counter))
         await remote.reset(prompt)
@@ -177,7 +173,6 @@ class RemoteEnvironment:
         self._pool.close_later(self)
 
     async def finish(self) -> None:
-        """Ends the episode. A failure is only logged."""
         try:
             if not self._hangs:  # a hanging thread would not read the request
                 await self._ask(Close(self._episode), "close")
@@ -205,8 +200,6 @@ class RemoteEnvironment:
 
 
 class _Worker:
-    """One process and its episodes."""
-
     process: WorkerProcess[Reply | Refused]
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ BUILTIN = {
 
 
 class LoadEnvironment(msgspec.Struct, tag=True):
-    """Asks for the factory and for a check of one environment. This is the first request."""
+    """The first request, for the factory and for a check of one environment."""
 
     factory: str
     options: dict[str, Any]
@@ -57,13 +57,11 @@ class Step(msgspec.Struct, tag=True):
 
 
 class CutOff(msgspec.Struct, tag=True):
-    """Ends an episode that the environment itself has not ended."""
-
     episode: int
 
 
 class Close(msgspec.Struct, tag=True):
-    """Releases the environment. This is the last request of an episode."""
+    """The last request of an episode."""
 
     episode: int
 
@@ -93,7 +91,7 @@ decode_reply = msgspec.msgpack.Decoder(Reply | Refused).decode
 
 
 class BadObservation(Exception):
-    """An environment returned an observation that cannot be added to a context."""
+    """An observation cannot be added to a context."""
 
 
 class _EpisodeThread:
@@ -190,7 +188,6 @@ def _load(
 
 
 def _find_factory(path: str, options: Mapping[str, Any]) -> Callable[[], Any]:
-    """Finds an environment's class, or a function that makes one, and checks its arguments."""
     factory = load_function(BUILTIN.get(path, path), _WHAT, BUILTIN)
     try:
         inspect.signature(factory).bind(**options)
@@ -204,7 +201,7 @@ def _find_factory(path: str, options: Mapping[str, Any]) -> Callable[[], Any]:
 
 
 def _check_environment(environment: Any, path: str) -> list[str]:
-    """Checks an object that a factory has made, and returns its stop strings."""
+    """Returns the stop strings of an object that a factory has made."""
     for name in ("reset", "step", "close"):
         if not inspect.iscoroutinefunction(getattr(environment, name, None)):
             raise ValueError(

@@ -47,10 +47,7 @@ _MAX_RESTARTS = 1
 
 @dataclass(frozen=True)
 class Shown:
-    """The tokens that the model sees after its turn.
-
-    They follow the turn, or with ``begins_row`` they are the whole context of the next turn.
-    """
+    """Tokens that follow a turn, or with ``begins_row`` the whole context of the next turn."""
 
     token_ids: list[int]
     begins_row: bool = False
@@ -76,9 +73,8 @@ class Conversation:
     ) -> Shown:
         """Adds a turn of the model and the messages after it.
 
-        If the template continues the text so far, the tokens that the model wrote are kept, and
-        only the added text is tokenized. Otherwise, the whole context of the next turn is
-        tokenized.
+        If the template continues the text so far, only the added text is tokenized. Otherwise,
+        the whole context of the next turn is.
         """
         codec = self._codec
         row = codec.render_chat(self._messages) if self._row is None else self._row
@@ -139,7 +135,7 @@ class Episodes:
         self.step_seconds = 0.0
 
     def open(self, prompt: Prompt) -> "Episode":
-        """Begins the episode of a completion. The caller must close the episode."""
+        """The caller must close the episode."""
         return Episode(self, prompt)
 
     def metrics(self) -> dict[str, float]:
@@ -155,8 +151,6 @@ class Episodes:
 
 
 class Episode:
-    """The episode of one completion, made by :meth:`Episodes.open`."""
-
     def __init__(self, episodes: Episodes, prompt: Prompt) -> None:
         self._episodes, self._prompt = episodes, prompt
         self._num_stepped = 0
@@ -170,11 +164,8 @@ class Episode:
         """Makes the environment read the last turn of a completion.
 
         The completion ends with a stop token or at the length limit. ``room_behind`` returns
-        how many tokens may follow a completion.
-
-        Raises:
-            EnvironmentFailed: If the completion cannot continue.
-            EnvironmentsFailing: If too many episodes in a row have failed.
+        how many tokens may follow a completion. Raises EnvironmentFailed if this one cannot
+        continue, and EnvironmentsFailing if too many episodes in a row have failed.
         """
         pool = self._episodes.pool
         try:
@@ -189,7 +180,7 @@ class Episode:
         return followed
 
     def close(self) -> None:
-        """Ends the episode in the background. This method is idempotent."""
+        """Ends the episode in the background."""
         opening = self._opening
         opening.cancel()
         if opening.done() and not opening.cancelled() and opening.exception() is None:
@@ -216,7 +207,7 @@ class Episode:
         return Followed(longer, is_over=False)
 
     async def _observe(self, turns: list[Turn]) -> tuple[Observation, Shown]:
-        """Makes the environment read all turns that it has not read; returns the last observation."""
+        """Makes the environment read the turns that it has not read; returns the last observation."""
         while True:
             try:
                 remote = await self._opening
@@ -322,7 +313,7 @@ class Episode:
 
 
 def turns_of(generation: Generation, stop_token_ids: Collection[int]) -> list[Turn]:
-    """Returns the turns of a completion; the last one may lack its stop token."""
+    """The last turn may lack its stop token."""
     ids = generation.token_ids.tolist()
     sampled = [True] * len(ids) if generation.sampled is None else generation.sampled.tolist()
     turns: list[Turn] = []

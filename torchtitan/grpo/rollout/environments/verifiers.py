@@ -132,7 +132,6 @@ class _Rollout:
         self._task: asyncio.Task[dict[str, Any]] = asyncio.ensure_future(rollout)
 
     async def begin(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Waits for the environment's first request, which must contain the prompt."""
         asked = await self._next_question()
         given = [(m["role"], m["content"]) for m in messages]
         if asked is None or [_content(m) for m in asked] != given:
@@ -145,16 +144,14 @@ class _Rollout:
         self._seen = given
 
     async def step(self, text: str) -> Observation:
-        """Passes a turn to the environment, and waits for its next request or for its end."""
         self._turns.put_nowait(text)
         asked = await self._next_question()
         if asked is None:
             return Observation(is_done=True, reward=self._reward())
-        before, new = asked[: len(self._seen) + 1], asked[len(self._seen) + 1 :]
-        is_kept = [_content(m) for m in before[:-1]] == self._seen and before[
-            -1
-        ].role == "assistant"
-        if not (is_kept and new):
+        num_seen = len(self._seen)
+        is_kept = [_content(m) for m in asked[:num_seen]] == self._seen
+        new = asked[num_seen + 1 :]
+        if not (is_kept and new and asked[num_seen].role == "assistant"):
             raise ValueError(
                 "The environment must append its messages to the model's turn and must not change "
                 f"earlier messages. The conversation was {self._seen!r:.300}, and the environment "
@@ -206,10 +203,8 @@ class _Rollout:
         for body in _TOOL_CALL.findall(text):
             try:
                 call = json.loads(body)
-                name, arguments = (
-                    call["name"],
-                    json.dumps(call.get("arguments", {}), allow_nan=True),
-                )
+                name = call["name"]
+                arguments = json.dumps(call.get("arguments", {}), allow_nan=True)
             except (ValueError, KeyError, TypeError):
                 continue  # a malformed call counts as plain text, as on inference servers
             self._num_calls += 1
@@ -259,7 +254,7 @@ def _client_class() -> Any:
 
 
 def write_prompts(env_id: str, path: Path, **arguments: Any) -> int:
-    """Writes an environment's data set for ``prompts.path`` and returns the number of rows."""
+    """Returns the number of rows."""
     rows: Iterable[dict[str, Any]] = _load(env_id, arguments).get_dataset()
     count = 0
     with path.open("w", encoding="utf-8") as file:

@@ -31,7 +31,7 @@ from torchtitan.grpo.rollout.tokenizer import TextCodec
 
 
 class Draw(NamedTuple):
-    """The set of a draw, and how many earlier draws went to that set."""
+    """``number`` earlier draws went to the same set."""
 
     set: int
     number: int
@@ -56,13 +56,13 @@ class Interleaving:
         self._steps = [common // weight for weight in self.weights]
 
     def at(self, position: int) -> Draw:
-        """Returns the draw that follows the first ``position`` draws."""
+        """The draw that follows the first ``position`` draws."""
         counts = self.counts(position)
         next_set = self._next_set(counts)
         return Draw(next_set, counts[next_set])
 
     def counts(self, position: int) -> list[int]:
-        """Returns how often each set is drawn from in the first ``position`` draws."""
+        """How often each set is drawn from in the first ``position`` draws."""
         # Between the last key taken and the first key not taken lies a T with
         # |count - T w / 2| <= 1/2 for every set. The sum over the sets bounds T, and so gives a
         # lower bound of each count, from which at most one draw per set is missing.
@@ -103,10 +103,8 @@ def _named(paths: list[str]) -> list[tuple[str, str]]:
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """Returns a unique name without slashes for each of different paths.
-
-    Example: ``a/train.jsonl``, ``b/train.jsonl`` and ``c/more.jsonl`` give ``a-train``,
-    ``b-train`` and ``more``.
+    """Unique names without slashes: ``a/train.jsonl``, ``b/train.jsonl`` and ``c/more.jsonl`` give
+    ``a-train``, ``b-train`` and ``more``.
     """
     parts = [(*Path(path).parts[:-1], _stem(path)) for path in paths]
     names: list[str] = []

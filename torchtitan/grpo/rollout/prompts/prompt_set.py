@@ -27,11 +27,7 @@ PromptText = str | list[dict[str, str]]
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """Limits that every prompt must satisfy.
-
-    ``source`` are the settings from which ``max_tokens`` follows, and ``remedy`` is a sentence
-    for prompts that are too long.
-    """
+    """``max_tokens`` follows from the settings of ``source``; ``remedy`` is a sentence."""
 
     max_tokens: int
     vocab_size: int
@@ -42,17 +38,14 @@ class PromptLimits:
 
     @classmethod
     def of(cls, config: RolloutProcessConfig) -> "PromptLimits":
-        """Returns the limits of a configuration. A prompt leaves room for at least one token."""
+        # A prompt leaves room for at least one token.
         wanted = config.prompts.max_prompt_tokens or config.seq_len - config.rollout.max_new_tokens
         return cls(max(1, min(wanted, config.seq_len - 1)), config.vocab_size)
 
 
 @dataclass(frozen=True)
 class CheckedRows:
-    """The findings of a check of a set's rows.
-
-    ``num_tokenized`` includes prompts that have too many characters to be tokenized.
-    """
+    """``num_tokenized`` includes prompts that have too many characters to be tokenized."""
 
     num_rows: int
     num_checked: int
@@ -71,7 +64,7 @@ class CheckedRows:
         return f"{text}; {self.num_fitting:,} of {self.num_tokenized:,} prompts{sampled} fit"
 
     def warning(self, key: str, path: str) -> str | None:
-        """Returns a warning if most prompts are too long."""
+        """``None`` unless most prompts are too long."""
         if 2 * self.num_fitting >= self.num_tokenized:
             return None
         return (
@@ -85,9 +78,8 @@ class PromptSet:
     """Converts the rows of a table to prompts. Only one thread at a time may use it.
 
     ``key`` is the TOML key of the table's path. ``set_name`` is the value of the column
-    ``prompt_set`` of rows without one; ``None`` adds no column. ``checked`` is ``None`` before
-    the check of the rows, and ``too_long_reason`` is a sentence on the first prompt that was
-    too long, if any.
+    ``prompt_set`` of rows without one; ``None`` adds no column. ``too_long_reason`` is a
+    sentence on the first prompt that was too long, if any.
     """
 
     def __init__(
@@ -163,17 +155,16 @@ class PromptSet:
         Chat messages are not rendered, and nothing is tokenized.
         """
         for row, columns in enumerate(self._table.rows(first, end), start=first):
+            if isinstance(columns, RowError):
+                yield columns
+                continue
             try:
-                yield (
-                    columns
-                    if isinstance(columns, RowError)
-                    else (columns, self._text(columns, row))
-                )
+                yield columns, self._text(columns, row)
             except RowError as error:
                 yield error
 
     def sample(self) -> Prompt:
-        """Returns the first prompt that can be used, for checks of reward functions."""
+        """The first prompt that can be used, for checks of reward functions."""
         for row in range(len(self)):
             try:
                 prompt = self.prompt(row, row)
@@ -184,7 +175,7 @@ class PromptSet:
         raise self.none_usable_error()
 
     def columns(self, row: int) -> dict[str, Any]:
-        """Returns a row's columns without its prompt, which is not tokenized."""
+        """The columns without the prompt, which is not tokenized."""
         columns = dict(self._table.row(row))
         columns.pop(self._settings.column)
         return columns
@@ -256,7 +247,7 @@ class PromptSet:
 
 
 def num_characters(text: PromptText) -> int:
-    """Returns the length of a prompt, which its chat template can only add to."""
+    """The length of a prompt, which its chat template can only add to."""
     if isinstance(text, str):
         return len(text)
     contents = (message["content"] for message in text)
@@ -326,7 +317,6 @@ def _filled_in(value: str, columns: dict[str, Any], settings: Prompts) -> str:
 
 
 def _fault_of_messages(value: Any) -> str | None:
-    """Says what a list of chat messages lacks; ``None`` if it is one."""
     if not isinstance(value, list) or not value:
         return f"got {value!r:.200}"
     for number, message in enumerate(value, start=1):
@@ -346,7 +336,7 @@ def _fault_of_messages(value: Any) -> str | None:
 
 
 def _is_blank(content: Any) -> bool:
-    """Returns whether a prompt, or the content of a message, has nothing to show."""
+    """Whether a prompt, or the content of a message, has nothing to show."""
     if isinstance(content, list):
         return all(map(_is_blank, content))
     if isinstance(content, dict):

@@ -57,7 +57,7 @@ class EpochOrder:
 
 
 class Skipped(NamedTuple):
-    """A prompt that the stream has left out, with the ledger's reason and a sentence on its row."""
+    """A prompt that the stream has left out; ``detail`` is a sentence on its row."""
 
     index: int
     reason: Literal["too long", "unusable"]
@@ -66,14 +66,10 @@ class Skipped(NamedTuple):
 
 
 class PromptStream:
-    """Returns prompts epoch after epoch. It is thread-safe, and closes its sets.
+    """Returns prompts epoch after epoch. It is thread-safe, and closes its sets, at least one.
 
     Args:
-        sets: At least one set.
-        weights: ``prompts.weights``, by default the sizes of the sets, so that they end their
-            epochs together.
-        seed: ``debug.seed``.
-        shuffle: ``prompts.shuffle``.
+        weights: By default the sizes of the sets, so that they end their epochs together.
         position: Index of the first new prompt. Indices count all rows, including those that
             are left out.
         pending: Distinct indices below ``position`` that were returned earlier and not used up.
@@ -114,7 +110,7 @@ class PromptStream:
         return self._position
 
     def file_of(self, index: int) -> str:
-        """Returns the short name of the set that a prompt is from; empty if there is one set."""
+        """The short name of the set that a prompt is from; empty if there is one set."""
         return self.file_names[self._interleaving.at(index).set] if self.file_names else ""
 
     def next(self) -> Prompt:
@@ -161,10 +157,9 @@ class PromptStream:
         if prompt is None:
             raise ValueError(
                 f"Prompt {index} was used before this run was resumed, but it is now longer than "
-                "the maximum of "
-                f"{self._set_of(index).limits.max_tokens} "
-                "tokens (prompts.max_prompt_tokens). Resume with the same [prompts], "
-                "training.seq_len and rollout.max_new_tokens as the checkpoint."
+                f"the maximum of {self._set_of(index).limits.max_tokens} tokens "
+                "(prompts.max_prompt_tokens). Resume with the same [prompts], training.seq_len and "
+                "rollout.max_new_tokens as the checkpoint."
             )
         return prompt
 

@@ -50,7 +50,7 @@ Judge = Callable[[Mapping[str, Any]], str | None]
 
 
 def sample_rows(num_rows: int) -> list[int]:
-    """Returns the rows of a large set that are checked, in order."""
+    """The rows of a large set that are checked, in order."""
     spread = np.linspace(0, num_rows - 1, min(num_rows, _SPREAD_ROWS)).astype(np.int64)
     return np.union1d(np.arange(min(num_rows, _FIRST_ROWS)), spread).tolist()
 
@@ -135,7 +135,7 @@ def first_prompts(
 
 
 def _refuse_bad_rows(prompts: PromptSet, bad: Sequence[str], num_checked: int) -> None:
-    """Raises an error if ``bad``, the faults in the order of the file, is not empty."""
+    """``bad`` are the faults in the order of the file."""
     if bad:
         raise ValueError(
             f"{prompts.key}: {len(bad)} of the {num_checked} rows of {prompts.path} that were checked "
@@ -154,7 +154,7 @@ def _ranges(prompts: PromptSet) -> Iterator[tuple[int, int]]:
 
 
 def _rows_to_tokenize(sizes: dict[int, int], always: set[int]) -> list[int]:
-    """Rows of at most the allowed number of characters, by their sizes, and those of ``always``."""
+    """Rows of at most the allowed number of characters, and those of ``always``."""
     rows, total = list(sizes), sum(sizes.values())
     share = min(1.0, TOKENIZED_CHARACTERS / max(total, 1))
     number = max(1, min(TOKENIZED_ROWS, int(share * len(rows))))

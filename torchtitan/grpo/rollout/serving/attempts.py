@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 class ServersFailing(RuntimeError):
-    """Too many requests failed in a row on the servers. The run must stop."""
+    """Too many requests failed in a row on the servers."""
 
 
 class GivenBack(ServerError):
@@ -62,9 +62,8 @@ class Attempts:
     async def run(self, server: Server, job: Job, request: GenerateRequest) -> Generation:
         """Returns a usable answer that attested weights generated.
 
-        Raises :class:`GivenBack` if the server left READY, another :class:`ServerError` for a
-        failure, and :class:`ServersFailing` after too many in a row. If this call is cancelled,
-        the server is notified in the background.
+        Raises :class:`GivenBack` if the server left READY. If this call is cancelled, the server
+        is notified in the background.
         """
         attested = server.version
         if attested is None:
@@ -122,9 +121,8 @@ class Attempts:
         return generation
 
     async def _generate(self, server: Server, request: GenerateRequest) -> Generation:
-        """Excludes unknown ids only if one was sampled, because it costs time and memory, or with
-        a seed: completions must not depend on what was sampled before.
-        """
+        # Unknown ids are excluded only if one was sampled, because it costs time and memory, or
+        # with a seed: completions must not depend on what was sampled before.
         if not server.samples_unknown_ids and request.seed is None:
             generation = await server.client.generate(replace(request, unknown_ids=()))
             if not (unknown := unknown_ids_in(generation, request)).size:
@@ -191,7 +189,7 @@ class Attempts:
 def is_overdue(
     server: Server, job: Job, max_new_tokens: int, hedge_seconds: float, now: float
 ) -> bool:
-    """Returns whether a second server should get the same request (``rollout.hedge_seconds``).
+    """Whether a second server should get the same request (``rollout.hedge_seconds``).
 
     In Dean and Barroso, The Tail at Scale (2013, https://doi.org/10.1145/2408776.2408794), both
     servers give the same answer. Here the answers are two different samples, and the shorter

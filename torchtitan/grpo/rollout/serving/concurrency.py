@@ -55,7 +55,7 @@ class ConcurrencyWindow:
             self.size = min(max(quota, self.size), self.ceiling)
 
     def begin(self) -> int:
-        """Counts a completion that is sent. Returns its number, by which its end is reported."""
+        """Returns the number of a completion, by which its end is reported."""
         self._num_begun += 1
         return self._num_begun - 1
 
@@ -83,8 +83,7 @@ class ConcurrencyWindow:
             self._cut(min(self.size, in_flight))
 
     def _is_pressure(self, load: ServerLoad) -> bool:
-        has_queue = load.waiting >= self.floor
-        return has_queue or (load.kv_use is not None and load.kv_use > _FULL_KV)
+        return load.waiting >= self.floor or (load.kv_use or 0.0) > _FULL_KV
 
     def _end(self, number: int) -> None:
         if number >= self._first_after_cut:

@@ -56,8 +56,8 @@ _LOAD_PERIOD_SECONDS = 1.0
 class _Completion:
     """One completion, from submission to its end; see :meth:`Dispatcher.submit`.
 
-    ``floor`` is the oldest version that may generate it. ``jobs`` holds its job on each server
-    that is generating it: two if it is hedged, none while it waits for a server.
+    ``floor`` is the oldest version that may generate it. ``jobs`` are two if it is hedged, and
+    none while it waits for a server.
     """
 
     prompt: Prompt
@@ -77,13 +77,11 @@ class Dispatcher:
 
     Callers of :meth:`submit` must respect ``max_concurrent_rollouts``; the dispatcher applies
     it to the windows of servers and to hedges. Sampled token IDs must be below ``vocab_size``.
+    ``listeners`` are called when a server may have become free or ready.
 
     Attributes:
-        servers: All servers by URL.
         in_flight: Number of rollouts that were submitted and have not ended, over all servers.
-            A hedged rollout counts twice.
-        in_flight_evaluation: The same for completions of evaluations.
-        listeners: Called when a server may have become free or ready.
+            A hedged rollout counts twice. ``in_flight_evaluation`` is that of evaluations.
         num_hedges_won: Number of hedged completions that the second server answered first.
     """
 
@@ -122,7 +120,6 @@ class Dispatcher:
 
     @property
     def last_error(self) -> str:
-        """Message about the last failed request or lost server. Empty if there was none."""
         return self._attempts.last_error
 
     # -- servers ----------------------------------------------------------------------
@@ -133,7 +130,7 @@ class Dispatcher:
         server.window = self._window()
 
     def remove(self, url: str) -> list[asyncio.Task[Generation]]:
-        """Stops requests to a server and moves its completions to other servers immediately.
+        """Moves a server's completions to other servers immediately.
 
         Returns the cancelled requests that are still notifying the server. The caller closes
         the client after they have ended.
@@ -143,7 +140,6 @@ class Dispatcher:
         return list(server.requests)
 
     def set_version(self, url: str, version: int) -> None:
-        """Records that a server was attested to serve ``version``, unless it has gone."""
         server = self.servers.get(url)
         if server is None or server.is_down:
             return
@@ -172,7 +168,7 @@ class Dispatcher:
             self.servers[url].window = self._window()
 
     async def watch_loads(self) -> None:
-        """Asks all servers once a second how busy they are. One without an answer stays in use."""
+        """A server without an answer stays in use."""
         while True:
             running = [server for server in self.servers.values() if not server.is_down]
             await asyncio.gather(*(server.ask_load() for server in running))
@@ -234,18 +230,14 @@ class Dispatcher:
     ) -> asyncio.Task[Generation]:
         """Starts one completion on a ready ``server``. It is in flight immediately.
 
-        A failed request is retried once, and one whose server was lost as often as necessary. A
-        retry goes to the first ready server whose weights are not older than those of the first
-        attempt.
-
+        A failed request is retried once, and one whose server was lost as often as necessary.
         The task raises :class:`ServerError` if both attempts failed, or if no server could take
         the completion within ``rollout.request_timeout_seconds``, and :class:`ServersFailing`
         if ``rollout.max_consecutive_failures`` is reached.
 
         ``expected_tokens`` includes later segments of the same completion; ``None`` uses the
         mean of the answers so far. ``allowed`` marks a completion of an evaluation, which is
-        not counted among the rollouts and not hedged, and returns whether a server may
-        generate it.
+        not counted among the rollouts and not hedged, and tells the servers that may generate it.
         """
         assert server.version is not None, f"{server.url} is not ready"
         if expected_tokens is None:
@@ -355,7 +347,6 @@ class Dispatcher:
         return generation
 
     def _hedge(self, completion: _Completion, first: Server) -> asyncio.Task[Generation] | None:
-        """Sends a stalled completion to a second server, or returns ``None`` if it must wait."""
         job, longest = completion.jobs[first], completion.sampling.max_new_tokens
         if not is_overdue(first, job, longest, self._config.hedge_seconds, time.monotonic()):
             return None

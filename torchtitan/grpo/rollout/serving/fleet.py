@@ -55,8 +55,7 @@ Tell = Callable[[list[ServerInfo]], Awaitable[None]]
 class ServerFleet:
     """Holds the clients of all servers, and the processes of the launched ones.
 
-    ``announce`` tells the user for which servers the run waits, and why it does not use a
-    server. :meth:`close` may be called at any time, also after a :meth:`start` that failed.
+    :meth:`close` may be called at any time, also after a :meth:`start` that failed.
     """
 
     # Set by :meth:`watch`.
@@ -91,11 +90,8 @@ class ServerFleet:
     async def start(self) -> None:
         """Launches servers if ``inference.launch`` is set, and waits until all servers are up.
 
-        Raises:
-            ValueError: If a URL is invalid, or if the servers' interpreter cannot be run.
-            RuntimeError: If a launched server has ended.
-            WrongServer: If a server cannot be used by this run.
-            TimeoutError: If a server is late, or none has registered itself.
+        Raises ``ValueError`` for an invalid URL or interpreter, ``RuntimeError`` if a launched
+        server has ended, `WrongServer`, and ``TimeoutError`` if a server is late.
         """
         inference = self._config.inference
         if inference.launch:
@@ -140,11 +136,9 @@ class ServerFleet:
                 tasks.create_task(self._follow(self._source, tasks))
 
     def reread_urls(self) -> None:
-        """Reads ``inference.urls_file`` now, even if it does not seem to have changed."""
         self._reread.set()
 
     async def close(self) -> None:
-        """Closes the clients and ends the launched servers. This method is idempotent."""
         launched = {server.url: server for server in self._launched}
         self._launched = []
         for supervisor in self._supervisors:
@@ -204,7 +198,6 @@ class ServerFleet:
             self._members[client.url] = replace(info, software=facts.software), client
 
     async def _check_late(self, client: InferenceClient) -> None:
-        """Checks a server that joined during the run, and removes it if the run cannot use it."""
         try:
             await wait_until_up([client], [], _LATE_SECONDS, check=self._check)
         except TimeoutError:
@@ -292,7 +285,6 @@ class ServerFleet:
 
 
 def server_needs(config: RolloutProcessConfig) -> ServerNeeds:
-    """Returns what each server must be, and how long a sequence it must take."""
     longest = PromptLimits.of(config).max_tokens
     new = longest_answer(config.evaluation, config.rollout.max_new_tokens)
     source = f"training.seq_len = {config.seq_len}; prompts.max_prompt_tokens is not set"

@@ -65,7 +65,7 @@ class Sampling:
         )
 
     def of_sample(self, prompt: Prompt, sample: int, num_written: int) -> "Sampling":
-        """Returns the settings with the seed of the request that follows ``num_written`` tokens."""
+        """The settings with the seed of the request that follows ``num_written`` tokens."""
         if self.seed is None:
             return self
         text = f"{self.seed} {prompt.group_id} {sample} {num_written}"
@@ -77,7 +77,6 @@ class Sampling:
         return min(self.max_new_tokens, self.max_total_tokens - len(prompt.token_ids))
 
     def request(self, request_id: str, prompt: Prompt) -> GenerateRequest:
-        """Returns the request for one completion, limited so that prompt and completion fit."""
         return GenerateRequest(
             request_id=request_id,
             prompt_ids=prompt.token_ids.tolist(),

@@ -30,8 +30,8 @@ _LOAD_TIMEOUT_SECONDS = 2.0
 class Job:
     """One completion that a server is generating.
 
-    ``number`` is its number in the server's window (``None`` without a window), and
-    ``group_id`` is ``None`` in an evaluation. ``started_at`` is on the monotonic clock.
+    ``number`` is its number in the server's window, if it has one. ``group_id`` is ``None`` in
+    an evaluation.
     """
 
     expected_tokens: float
@@ -53,7 +53,6 @@ class Server:
         version: Attested policy version. ``None`` while the server is not READY.
         is_down: Whether the server's process is known to have ended.
         is_lost: Whether the server has left READY and was not attested since.
-        was_attested: Whether the server has ever been READY.
         tokens_per_second: Average speed of one completion among others. 0 before the first.
         requests: Requests without an answer. A cancelled request stays here until the server
             was notified of the cancellation.
@@ -94,7 +93,7 @@ class Server:
         return self.version is not None and time.monotonic() >= self.retry_at
 
     def free_places(self) -> float:
-        """Returns how many more rollouts fit into the window: 0 or less if it is full."""
+        """How many more rollouts fit into the window: 0 or less if it is full."""
         return math.inf if self.window is None else self.window.size - self.load
 
     def remaining_tokens(self) -> float:
@@ -121,7 +120,7 @@ class Server:
         *,
         is_evaluation: bool = False,
     ) -> Job:
-        """Adds a completion in flight. The window counts only completions of rollouts."""
+        """The window counts only completions of rollouts."""
         number = None if self.window is None or is_evaluation else self.window.begin()
         job = Job(expected_tokens, time.monotonic(), number, group_id, is_evaluation)
         self.jobs.add(job)
@@ -149,7 +148,7 @@ class Server:
     # -- its state --------------------------------------------------------------------
 
     def left(self) -> asyncio.Future[None]:
-        """Returns a future that is done once the server leaves READY."""
+        """Done once the server leaves READY."""
         if self._left is None:
             self._left = asyncio.get_running_loop().create_future()
         return self._left
@@ -163,15 +162,15 @@ class Server:
             former.set_result(None)
 
     def next_attestation(self) -> asyncio.Future[None]:
-        """Returns a future that is done once a further version is attested."""
+        """Done once a further version is attested."""
         if self._attested is None:
             self._attested = asyncio.get_running_loop().create_future()
         return self._attested
 
     def leave(self) -> None:
-        """Records that the server is no longer READY, and notifies the tasks that wait for a request.
+        """Records that the server is no longer READY, and cancels its requests.
 
-        They do not wait for the end of the request, because a cancelled request ends only when
+        The tasks that wait for one are told at once, because a cancelled request ends only when
         the server has answered its cancellation.
         """
         self.version = None
@@ -183,7 +182,7 @@ class Server:
             request.cancel()
 
     async def ask_load(self) -> None:
-        """Asks the server how busy it is. Without an answer in time, its load is unknown."""
+        """Without an answer in time, the load is unknown."""
         try:
             async with asyncio.timeout(_LOAD_TIMEOUT_SECONDS):
                 load = await self.client.load()
@@ -232,13 +231,9 @@ def best_server(
     see StreamRL (2025, https://arxiv.org/abs/2504.15930). Prompt tokens are left out, because
     they are computed once per group.
 
-    Args:
-        servers: Servers that are READY and have a usable version.
-        num_completions: Number of completions that are placed together. If no server has room
-            for all, the server with the most room is chosen.
-        prefer: A server that has computed the prefix. It is chosen if it has room.
-        has_begun: Whether the completions, or their group, were started before. If no window
-            has room, the least busy server gets them.
+    ``num_completions`` are placed together: if no server has room for all, the one with the most
+    room is chosen. ``prefer`` has computed the prefix, and is chosen if it has room. Completions
+    that were begun, or whose group was, do not wait for room: the least busy server gets them.
     """
     candidates = list(servers)
     with_room = [server for server in candidates if server.free_places() > 0]

@@ -87,7 +87,7 @@ class Supervisor:
                     backoff.reset()
 
     def close(self) -> LaunchedServer | None:
-        """Prevents further restarts. Returns the running server, if any, for the caller to stop."""
+        """Prevents further restarts. The caller must stop the server that is returned, if any."""
         self._is_closed = True
         server, self.server = self.server, None
         return server

@@ -27,14 +27,9 @@ def open_table(
 ) -> Table:
     """Opens a table and checks that it has rows with a prompt column.
 
-    Args:
-        path: A ``.jsonl`` or ``.parquet`` file, or the name or directory of a Hugging Face data
-            set. A directory of parquet files counts as a data set.
-        split: Split of a Hugging Face data set.
-        rename: Columns renamed before use, from old to new name.
-        column: The prompt column, after renaming.
-        key: TOML key of ``path``, for messages.
-        name: Configuration of a Hugging Face data set that has several.
+    ``path`` is a ``.jsonl`` or ``.parquet`` file, or the name or directory of a Hugging Face
+    data set, of which ``name`` is the configuration. ``column`` is the prompt column, after
+    renaming, and ``key`` the TOML key of ``path``, for messages.
     """
     if not path:
         raise ValueError(

@@ -116,9 +116,8 @@ class ParquetTable(_ArrowTable):
         # side="right" skips empty row groups, which start at the same row.
         group = int(np.searchsorted(self._starts, first, side="right")) - 1
         begin, stop = (int(start) for start in self._starts[group : group + 2])
-        return (
-            self._row_group(group, first).slice(first - begin, min(end, stop) - first).to_pylist()
-        )
+        rows = self._row_group(group, first).slice(first - begin, min(end, stop) - first)
+        return rows.to_pylist()
 
     def _row_group(self, group: int, i: int) -> Any:
         if group in self._cached:
@@ -143,7 +142,6 @@ class ParquetTable(_ArrowTable):
 
 
 def _found_instead(path: str) -> str | None:
-    """Says what a file is that is not in parquet; ``None`` if that is not known."""
     try:
         with open(path, "rb") as file:
             head = file.read(_HEAD_BYTES).lstrip()

@@ -27,7 +27,7 @@ class Table(ABC):
 
     @abstractmethod
     def row(self, i: int) -> dict[str, Any]:
-        """Returns row ``i`` with its columns renamed."""
+        """Row ``i`` with its columns renamed."""
 
     def rows(self, first: int, end: int) -> Iterator[dict[str, Any] | RowError]:
         """Yields the rows ``first`` to ``end - 1``, or why a row cannot be used."""
@@ -39,7 +39,7 @@ class Table(ABC):
 
     @abstractmethod
     def where(self, i: int) -> str:
-        """Returns the location of row ``i`` for messages."""
+        """The location of row ``i`` for messages."""
 
     def close(self) -> None:  # noqa: B027
         """Closes files. No row can be read afterwards."""

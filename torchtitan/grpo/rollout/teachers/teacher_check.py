@@ -29,11 +29,10 @@ _SAME_MODEL_NATS = 0.1
 
 @dataclass(frozen=True)
 class TeacherNeeds:
-    """Requirements of a run on each of its teachers.
+    """``vocabulary`` and ``vocab_size`` are those of the trained model.
 
-    ``vocabulary`` and ``vocab_size`` are those of the trained model, and ``num_tokens`` is the
-    length of the longest prompt and completion together. A ``model_path`` of None takes the
-    directory that the server names.
+    ``num_tokens`` is the length of the longest prompt and completion together. A ``model_path``
+    of None takes the directory that the server names.
     """
 
     vocabulary: Mapping[str, int]
@@ -50,22 +49,14 @@ class TeacherNeeds:
 
 @dataclass(frozen=True)
 class TeacherProbe:
-    """The logprobs of the probe tokens, and the number of top tokens to ask a teacher for.
-
-    At least ``teacher.top_k`` of ``num_top`` tokens are tokens of the student.
-    """
+    """At least ``teacher.top_k`` of the ``num_top`` to ask a teacher for are the student's tokens."""
 
     logprobs: list[float]
     num_top: int
 
 
 async def check_teacher(client: InferenceClient, needs: TeacherNeeds) -> TeacherProbe:
-    """Checks a server that is up, and has it rate the probe tokens.
-
-    Raises:
-        WrongServer: If it cannot be a teacher of this run.
-        RouteError: If it does not answer, or fails.
-    """
+    """Raises WrongServer if a server that is up cannot be a teacher, and RouteError if it fails."""
     try:
         facts = await client.describe(1.0)
         # In a thread: a large vocabulary takes about a second, in which no rollout would go on.

@@ -67,7 +67,7 @@ Pair = tuple[np.ndarray, np.ndarray]
 
 
 class NotRated(RuntimeError):
-    """A rollout got no rating. The message says why."""
+    """A rollout got no rating."""
 
 
 class Unrated(RuntimeError):
@@ -75,7 +75,7 @@ class Unrated(RuntimeError):
 
 
 class TeachersFailing(RuntimeError):
-    """Too many groups in a row got no rating. The run must stop."""
+    """Too many groups in a row got no rating."""
 
 
 def student_tokens(top: TopTokens, top_k: int, vocab_size: int, url: str) -> TopTokens:
@@ -108,7 +108,7 @@ class _Patience:
     own_failures: int = 0
 
     def note(self, error: ServerError, num_answered: int) -> None:
-        """Counts a failure, and raises NotRated if it was one too many."""
+        """Raises NotRated if it was one too many."""
         if isinstance(error, RouteError) and error.is_refusal:
             self.own_failures += _REFUSAL_COUNT
         elif num_answered > self.num_answered:
@@ -151,12 +151,7 @@ class TeacherPool:
         self.num_waiting = self.num_waiting_groups = 0
 
     async def start(self, timeout_seconds: float) -> None:
-        """Waits until all teachers are up, and checks them.
-
-        Raises:
-            WrongServer: If one of them cannot be a teacher of this run.
-            TimeoutError: If one of them is not up in time.
-        """
+        """Raises WrongServer for one that cannot be a teacher, and TimeoutError if it is late."""
         await wait_until_up(
             [teacher.client for teacher in self._teachers],
             [],
@@ -170,10 +165,8 @@ class TeacherPool:
     async def rate_group(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Returns the rollouts of a group with the teacher's ratings.
 
-        Raises:
-            Unrated: If a rollout got none. The others of the group are not rated any further.
-            TeachersFailing: If this is the last of ``teacher.max_unrated_groups`` such groups
-                in a row.
+        Raises Unrated if one got none, and TeachersFailing for the last of
+        ``teacher.max_unrated_groups`` such groups in a row.
         """
         failed: NotRated | None = None
         pairs = [(rollout.prompt_ids, rollout.token_ids) for rollout in rollouts]
@@ -204,7 +197,6 @@ class TeacherPool:
         ]
 
     def describe(self) -> str:
-        """Describes the groups that wait; empty if there are none."""
         if self.num_waiting_groups == 0:
             return ""
         text = f"{self.num_waiting_groups} groups wait for a teacher"
@@ -221,9 +213,7 @@ class TeacherPool:
         )
 
     async def rate(self, pairs: Sequence[Pair]) -> list[Rating]:
-        """Returns the teacher's rating of each rollout, by one request, or raises
-        :class:`NotRated`.
-        """
+        """Rates rollouts by one request, or raises :class:`NotRated`."""
         sequences = [[*prompt.tolist(), *completion.tolist()] for prompt, completion in pairs]
         self.num_waiting += len(pairs)
         begin = time.monotonic()
@@ -271,19 +261,20 @@ class TeacherPool:
         assert self._probe is not None, "teachers are checked before they are asked"
         found = await client.rate(sequences, starts, self._probe.num_top)
         top_k, vocab_size = self._settings.top_k, self._needs.vocab_size
-        ratings: list[Rating] = []
-        for rating in found:
-            top = rating.top
-            if top is not None:
-                top = student_tokens(top, top_k, vocab_size, client.url)
-            ratings.append((np.array(rating.logprobs, np.float32), top))
-        return ratings
+        return [
+            (
+                np.array(rating.logprobs, np.float32),
+                None
+                if rating.top is None
+                else student_tokens(rating.top, top_k, vocab_size, client.url),
+            )
+            for rating in found
+        ]
 
     async def _ready_teacher(self, asked_at: float) -> Server:
-        """Waits for a teacher with room, and returns the one that has the most.
+        """Returns the teacher with the most room, once there is one.
 
-        Raises NotRated if no teacher has answered anything for ``teacher.wait_seconds`` since
-        ``asked_at``.
+        Raises NotRated if no teacher has answered for ``teacher.wait_seconds`` since ``asked_at``.
         """
         most = self._settings.max_concurrent_requests
         while True:
@@ -304,13 +295,13 @@ class TeacherPool:
             await asyncio.sleep(min(max(pause, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS))
 
     def _is_idle(self, teacher: Server) -> bool:
-        """Returns whether a restart of a teacher could have gone unnoticed."""
+        """Whether a restart of a teacher could have gone unnoticed."""
         silent = time.monotonic() - self._confirmed_at[teacher.url]
         is_asked = bool(teacher.jobs) and teacher is not self._in_question
         return silent > _IDLE_SECONDS and not is_asked
 
     async def _is_recognized(self, teacher: Server) -> bool:
-        """Returns whether a teacher that was lost or idle answers and is still the same."""
+        """Whether a teacher that was lost or idle answers and is still the same."""
         async with self._checking:
             job, self._in_question = teacher.begin_job(0), teacher
             try:
@@ -353,8 +344,7 @@ class TeacherPool:
 def request_parts(lengths: Sequence[int], most_tokens: int) -> list[slice]:
     """Splits rollouts of these lengths, in order, into those that share a request.
 
-    ``request_parts([3, 4, 5, 2], 8)`` is ``[0:2, 2:4]``. A longer rollout is a request by
-    itself.
+    ``request_parts([3, 4, 5, 2], 8)`` is ``[0:2, 2:4]``.
     """
     begins: list[int] = []
     total = 0

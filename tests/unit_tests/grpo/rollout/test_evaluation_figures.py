@@ -12,7 +12,7 @@ from torchtitan.grpo.observe.evaluation_records import (
     evaluation_metrics,
     sample_records,
 )
-from torchtitan.grpo.rollout.evaluation.evaluator import pass_at_k, summarize_set
+from torchtitan.grpo.rollout.evaluator import pass_at_k, summarize_set
 from torchtitan.grpo.rollout.results import (
     EvaluatedCompletion,
     EvaluatedPrompt,

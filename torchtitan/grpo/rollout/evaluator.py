@@ -16,15 +16,15 @@ from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rewards.scoring_pool import RewardPool, ScoringFailed
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments import EnvironmentFailed
-from torchtitan.grpo.rollout.evaluation.spare_room import SpareRoom
 from torchtitan.grpo.rollout.results import (
     EvaluatedCompletion,
     EvaluatedPrompt,
     EvaluationResult,
     SetResult,
 )
-from torchtitan.grpo.rollout.scoring import environment_columns, prompt_text, read_ids
+from torchtitan.grpo.rollout.scoring import decode_all, environment_columns, prompt_text, read_ids
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
+from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
 from torchtitan.grpo.types import Generation, Prompt
@@ -71,10 +71,9 @@ class Evaluator:
     async def evaluate(self, version: int, pinned: Collection[str] = ()) -> EvaluationResult:
         """Evaluates once servers serve ``version`` or a newer one.
 
-        Only the servers with the URLs ``pinned`` generate completions, as long as one of them
-        is there. A completion is left out, with a warning, if generation or scoring failed or
-        if its score is ``None``. Raises ``RuntimeError`` if no completion of a set received a
-        score.
+        Only the servers with the URLs ``pinned`` generate, as long as one of them is there. A
+        completion is left out, with a warning, if generation or scoring failed or if its score
+        is ``None``. Raises ``RuntimeError`` if no completion of a set received a score.
         """
         async with self._turn:
             started = time.monotonic()
@@ -89,7 +88,6 @@ class Evaluator:
         )
 
     def describe(self) -> str:
-        """Describes what a running evaluation may be waiting for."""
         versions = {url: server.version for url, server in self._dispatcher.servers.items()}
         return (
             f"evaluation: {self._dispatcher.in_flight_evaluation} completions in flight; "
@@ -99,7 +97,7 @@ class Evaluator:
     async def _start_set(
         self, held: HeldOut, version: int, group: asyncio.TaskGroup
     ) -> list[_Scoring]:
-        """Starts all completions of a set; returns the tasks that score them, one a prompt."""
+        """Returns the tasks that score the completions, one a prompt."""
         return [
             group.create_task(
                 self._score(held, prompt, await self._start_prompt(held, prompt, version))
@@ -136,13 +134,12 @@ class Evaluator:
     async def _score(
         self, held: HeldOut, prompt: Prompt, completions: Sequence[asyncio.Task[Generation]]
     ) -> EvaluatedPrompt | None:
-        """Scores a prompt's completions together; returns ``None`` if none received a score."""
+        """Returns ``None`` if no completion received a score."""
         generations = await self._finished(held, prompt, completions)
         if not generations:
             return None
         ids = [read_ids(generation) for generation in generations]
-        # In a thread: long completions take milliseconds to decode, without holding the GIL.
-        texts = await asyncio.to_thread(lambda: [self._codec.decode(each) for each in ids])
+        texts = await decode_all(self._codec, ids)
         columns = environment_columns(generations) if held.writer.has_environment else None
         try:
             (scores,) = await self._pool.score(prompt, texts, ids, [held.function], columns)
@@ -157,14 +154,13 @@ class Evaluator:
             for text, score, generation in zip(texts, scores, generations, strict=True)
             if score is not None
         )
-        return (
-            EvaluatedPrompt(prompt.group_id, prompt_text(prompt), evaluated) if evaluated else None
-        )
+        if not evaluated:
+            return None
+        return EvaluatedPrompt(prompt.group_id, prompt_text(prompt), evaluated)
 
     async def _finished(
         self, held: HeldOut, prompt: Prompt, completions: Sequence[asyncio.Task[Generation]]
     ) -> list[Generation]:
-        """The completions of a prompt that servers and environments brought to an end."""
         found = []
         try:
             for completion in completions:

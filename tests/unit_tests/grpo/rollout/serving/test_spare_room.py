@@ -10,8 +10,8 @@ import pytest
 from local_server import PROMPT, SAMPLING, LocalServer, attested, generation
 
 from torchtitan.grpo.inference.client import ServerLoad
-from torchtitan.grpo.rollout.evaluation import SpareRoom
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
+from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
 from torchtitan.grpo.types import GenerateRequest, Generation
 
 MOST_ROLLOUTS = 8

@@ -24,7 +24,7 @@ _ALWAYS = 16
 
 
 class SpareRoom:
-    """Starts completions where they delay no rollout; has what a `TrajectoryWriter` needs.
+    """Starts completions where they delay no rollout, as a `Dispatcher` starts rollouts.
 
     ``max_rollouts`` limits rollouts and completions of evaluations together, but for the few
     that may always be in flight. It also replaces a ``max_concurrent`` of 0.
@@ -47,11 +47,7 @@ class SpareRoom:
         prefer: str | None = None,
         has_begun: bool = False,
     ) -> Server | None:
-        """Returns the server with the least work that may take a completion, or ``None``.
-
-        The server with the URL ``prefer`` has computed the prefix. With ``has_begun`` the
-        completion does not wait for room.
-        """
+        """Returns the server with the least work, or ``prefer``, if it may take a completion."""
         candidates = [s for s in self._dispatcher.ready(usable) if self._is_allowed(s)]
         if not has_begun:
             in_flight = self._dispatcher.in_flight_evaluation
@@ -61,9 +57,7 @@ class SpareRoom:
                 if in_flight + self._dispatcher.in_flight >= self._max_rollouts:
                     return None
                 candidates = [server for server in candidates if self._has_place(server)]
-        for server in candidates:
-            if server.url == prefer:
-                return server
+        candidates = [server for server in candidates if server.url == prefer] or candidates
         return min(candidates, key=lambda s: (s.remaining_tokens(), len(s.jobs)), default=None)
 
     def submit(
