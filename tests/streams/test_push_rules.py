@@ -83,7 +83,7 @@ def test_a_stopped_server_stalls_neither_training_nor_another_server(make_rig, r
     push_versions(rig, 1)
     stopped, other = rig.servers.values()
     for name, channel in rig.channels.items():
-        channel.is_stopped = name in stopped.updates._session._groups
+        channel.is_stopped = name in stopped.updates.session._groups
     for _ in range(5):
         rig.step()
     version = rig.version
@@ -259,7 +259,7 @@ def test_a_planted_bug_is_reported(make_rig, recorder, monkeypatch, bug: str):
             rig.wait_served()
         first = next(iter(rig.servers.values()))
         for group, channel in rig.channels.items():
-            channel.is_stopped = group in first.updates._session._groups
+            channel.is_stopped = group in first.updates.session._groups
         for _ in range(3):
             rig.step()
         rig.publisher.wait_for(rig.version, 10.0, is_reported)

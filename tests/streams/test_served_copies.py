@@ -78,7 +78,7 @@ class Server:
         self.table.adopt(found)
         found.clear()
         self.decode()
-        self.buffers.settle(self.table.tensors())
+        self.buffers.settle(self.table.parameters.values())
 
 
 def push_twice(server: Server) -> None:

@@ -43,11 +43,7 @@ _SEED = 20
 
 
 def attested_tokens(config: JobConfig, vocab_size: int) -> list[int]:
-    """Returns the probe tokens of a run, the same in every process.
-
-    They are drawn from the whole vocabulary, so that differences in any of the embedding's rows may
-    show.
-    """
+    """Draws the probe tokens of a run from the whole vocabulary, the same in every process."""
     longest = config.inference.max_model_len or config.training.seq_len
     num_tokens = max(2, min(_NUM_TOKENS, longest - 1, config.training.seq_len))
     generator = random.Random(_SEED)
@@ -109,6 +105,17 @@ class AttestationFailed(ServerError):
 
 
 @dataclass(frozen=True)
+class Bound:
+    """Largest mean difference that a server may show, in nats, with its origin for messages."""
+
+    value: float
+    origin: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.value:.4g}{self.origin}"
+
+
+@dataclass(frozen=True)
 class Tolerances:
     """Limits of bounds, in nats; ``ceiling`` is the largest difference that kernels can explain."""
 
@@ -120,6 +127,17 @@ class Tolerances:
         """True if the user has set the bound, so that nothing is measured."""
         return self.floor == self.ceiling
 
+    def bound(self, measured: float | None) -> Bound:
+        """``measured`` is the mean difference, if known, under weights that both sides had."""
+        if self.is_fixed or measured is None:
+            return Bound(self.ceiling)
+        assert measured <= self.ceiling, (measured, self)
+        return Bound(
+            min(max(self.floor, _FACTOR * measured), self.ceiling),
+            f" ({measured:.3g} was measured when both sides had the same weights; kernels explain "
+            f"at most {self.ceiling:g})",
+        )
+
 
 def tolerances_of(wire_dtype: torch.dtype, configured: float) -> Tolerances:
     """Returns the limits of a run; ``configured`` is ``weight_sync.attest_tolerance``."""
@@ -128,46 +146,14 @@ def tolerances_of(wire_dtype: torch.dtype, configured: float) -> Tolerances:
     return Tolerances(_FLOORS[wire_dtype], _CEILINGS[wire_dtype])
 
 
-@dataclass(frozen=True)
-class Bound:
-    """Largest mean difference that a server may show, in nats.
-
-    ``measured`` is the difference by which it was chosen, if any, under weights that both sides
-    had.
-    """
-
-    value: float
-    measured: float | None
-    ceiling: float
-
-    @classmethod
-    def of(cls, measured: float | None, tolerances: Tolerances) -> "Bound":
-        if tolerances.is_fixed or measured is None:
-            return cls(tolerances.ceiling, None, tolerances.ceiling)
-        assert measured <= tolerances.ceiling, (measured, tolerances)
-        value = min(max(tolerances.floor, _FACTOR * measured), tolerances.ceiling)
-        return cls(value, measured, tolerances.ceiling)
-
-    def describe(self) -> str:
-        if self.measured is None:
-            return f"{self.value:g}"
-        return (
-            f"{self.value:.3g} ({self.measured:.3g} was measured when both sides had the same "
-            f"weights; kernels explain at most {self.ceiling:g})"
-        )
-
-
 def compare(expected: Sequence[float], served: Sequence[float], bound: Bound) -> float:
-    """Returns the mean absolute difference of log-probabilities, [num_tokens - 1] each.
-
-    Raises :class:`AttestationFailed` if it exceeds the bound, or if values are not finite.
-    """
+    """Returns the mean absolute difference, or raises :class:`AttestationFailed`."""
     mean, where = _mean_difference(expected, served)
     if not mean <= bound.value:
         largest = abs(expected[where] - served[where])
         raise AttestationFailed(
             "The server's log-probabilities of the probe tokens must equal the trainer's within "
-            f"{bound.describe()} on average, but they differ by {mean:.3g}, at most by {largest:.3g} "
+            f"{bound} on average, but they differ by {mean:.3g}, at most by {largest:.3g} "
             f"at position {where} (trainer {expected[where]:.5f}, server {served[where]:.5f}). Either "
             "the server does not serve the weights that were sent, or it computes less exactly "
             "than weight_sync.attest_tolerance allows."
@@ -247,7 +233,7 @@ class ServerAttestation:
         if self._bound is None:
             self._measure_before()
         served = await self._rated(f"version {version}")
-        mean = compare(expected, served, self._bound or Bound.of(None, common.tolerances))
+        mean = compare(expected, served, self._bound or common.tolerances.bound(None))
         if self._bound is None:
             # Never measured: the weights that were just pushed are the first that both have.
             self._set_bound(mean)
@@ -274,9 +260,9 @@ class ServerAttestation:
         )  # fmt: skip
 
     def _set_bound(self, mean: float) -> None:
-        self._bound = Bound.of(mean, self._attestation.tolerances)
+        self._bound = self._attestation.tolerances.bound(mean)
         if not self._attestation.tolerances.is_fixed:
-            logger.info("%s is attested within %s.", self._client.url, self._bound.describe())
+            logger.info("%s is attested within %s.", self._client.url, self._bound)
 
     async def _rated(self, weights: str) -> list[float]:
         # The request waits for its turn among the requests that generate.

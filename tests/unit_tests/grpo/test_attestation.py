@@ -119,7 +119,7 @@ async def test_a_configured_tolerance_is_the_bound_of_every_server():
     ],
 )
 def test_the_bound_lies_between_the_limits(measured: float, dtype: torch.dtype, value: float):
-    assert Bound.of(measured, tolerances_of(dtype, 0.0)).value == pytest.approx(value)
+    assert tolerances_of(dtype, 0.0).bound(measured).value == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_the_bound_lies_between_the_limits(measured: float, dtype: torch.dtype, 
 )
 def test_a_difference_is_told(trainer: list[float], served: list[float], message: str):
     with pytest.raises(ServerError, match=message):
-        compare(trainer, served, Bound(0.05, None, 0.05))
+        compare(trainer, served, Bound(0.05))
 
 
 def test_probe_tokens_are_the_same_each_time_and_of_the_vocabulary():

@@ -9,7 +9,8 @@ answer is therefore never repaired: it is exact, or it is refused.
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -30,26 +31,20 @@ UNPUSHED_VERSION = -1
 _UNPUSHED_LABEL = "default"
 
 UPDATING_LABEL = "updating"
-"""Version label during the load of an update, when no token is sampled: a token that has it shows
-that the update failed half-way.
-"""
+"""Version label during a load, when no token is sampled: one that has it shows that it failed."""
 
-MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-"""Exceptions that reading an answer may raise if it does not have the expected form."""
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 LOWEST_SAMPLED_LOGPROB = float(np.log(np.finfo(np.float32).tiny))
-"""Bound that the logprob of a sampled token is above, about -87.3 nats, at any temperature.
+"""Bound that the logprob of a sampled token is above, about -87.3 nats, after any temperature.
 
-Samplers draw from a softmax in float32, and logprobs are those after the temperature. A probability
-below the smallest normal number is flushed to 0 on GPUs. Where it is not, random numbers of 24 to
-64 bits cannot choose it: the noise that they are turned into spans 50 nats at most.
+Samplers draw from a softmax in float32. GPUs flush a probability below the smallest normal number
+to 0. Elsewhere random numbers of 24 to 64 bits cannot choose it: their noise spans 50 nats at most.
 """
 
 LOWEST_LOGPROB = -9999.0
 """Bound that the logprob is above of a token that was not sampled, such as in a teacher's rating.
-
-Such a token may be as unlikely as logits can tell. Servers that cannot write minus infinity write
-this number in its place (vLLM does), so that logprobs lie above it.
+vLLM writes this number in place of minus infinity.
 """
 
 HIGHEST_LOGPROB = 1e-3
@@ -60,6 +55,18 @@ _ANSWER_BYTES = 2**20
 _ANSWER_BYTES_PER_TOKEN = 1024
 _ANSWER_BYTES_PER_TOP_TOKEN = 128
 _MAX_LOAD = 1e9  # no server has this many requests
+
+
+@contextmanager
+def reading(source: str, body: Any, wanted: str) -> Iterator[None]:
+    """Raises ServerError if the block fails because ``body`` does not have the wanted form."""
+    try:
+        yield
+    except _MALFORMED as error:
+        raise ServerError(
+            f"{source}: the answer must hold {wanted} ({type(error).__name__}: {error}), got "
+            f"{excerpt(body)}"
+        ) from error
 
 
 def parse_version(label: Any, source: str) -> int:

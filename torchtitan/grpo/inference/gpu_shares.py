@@ -49,15 +49,14 @@ def share_gpus(
                 f"{num_servers}, got {tensor_parallel_size}. Lower it, or lower inference.num_servers "
                 "or the number of training ranks."
             )
-        size = tensor_parallel_size or _largest_divisor(num_heads or 1, len(own))
-        shares.append((own[:size], size))
-    users = [gpu for own, _ in shares for gpu in own]
+        shares.append(own[: tensor_parallel_size or _largest_divisor(num_heads or 1, len(own))])
+    users = [gpu for own in shares for gpu in own]
     part = _BESIDE_TRAINING if beside_training else _WITHOUT_TRAINING
     found = []
-    for own, size in shares:
+    for own in shares:
         num_users = max(users.count(gpu) for gpu in own)
         is_alone = num_users == 1 and not beside_training
-        found.append(GpuShare(own, size, memory or (None if is_alone else part / num_users)))
+        found.append(GpuShare(own, len(own), memory or (None if is_alone else part / num_users)))
     return found
 
 
@@ -69,8 +68,6 @@ def part_beside_training(num_servers: int, num_gpus: int, memory: float) -> floa
 
 def gpus_of(index: int, num_servers: int, gpus: Sequence[str]) -> tuple[str, ...]:
     """An even part, or one GPU shared with other servers."""
-    if not gpus:
-        return ()
     share = len(gpus) // num_servers
     if share == 0:
         return (gpus[index % len(gpus)],)

@@ -118,7 +118,14 @@ class HttpConnection:
             )
         if not 200 <= status < 300 and status not in accept:
             text = content.decode(errors="replace")
-            raise RouteError(_status_message(subject, status, text), status, _parse(text))
+            hint = ""
+            if status in (401, 403):
+                hint = (
+                    " Check inference.api_key and inference.admin_key"
+                    f" ({API_KEY_VARIABLE}, {ADMIN_KEY_VARIABLE})."
+                )
+            message = f"{subject} answered {status}: {excerpt(text)}{hint}"
+            raise RouteError(message, status, _parse(text))
         try:
             return Answer(status, _parse(content.decode()))
         except UnicodeDecodeError as error:
@@ -146,7 +153,13 @@ class HttpConnection:
                 ) as response,
             ):
                 if 300 <= response.status < 400:
-                    raise RouteError(_redirection(subject, response), response.status)
+                    location = response.headers.get("Location", "nowhere")
+                    raise RouteError(
+                        f"{subject} answered {response.status}, a redirection to {location!r:.300}, "
+                        "which is not followed. Name the server itself, and check what answers at "
+                        "that address.",
+                        response.status,
+                    )
                 if response.status >= 500 and session is self._session:
                     # The server may be about to close this connection (uvicorn does so after an
                     # internal error), and the next request on it would be lost.
@@ -158,10 +171,10 @@ class HttpConnection:
             raise RouteError(f"{subject} was not answered within {timeout:.1f} s.") from error
         except (aiohttp.ClientError, OSError) as error:
             # Whatever ended a connection in the middle was there.
-            doubt = " Is the server up, and is its URL right?"
             is_doubtful = isinstance(error, aiohttp.ClientConnectorError | aiohttp.InvalidURL)
+            doubt = " Is the server up, and is its URL right?" if is_doubtful else ""
             raise RouteError(
-                f"{subject} failed: {type(error).__name__}: {error}.{doubt if is_doubtful else ''}"
+                f"{subject} failed: {type(error).__name__}: {error}.{doubt}"
             ) from error
 
     async def close(self) -> None:
@@ -285,14 +298,6 @@ async def _read(response: aiohttp.ClientResponse, max_bytes: int, timeout: float
     return None
 
 
-def _redirection(subject: str, response: aiohttp.ClientResponse) -> str:
-    return (
-        f"{subject} answered {response.status}, a redirection to "
-        f"{response.headers.get('Location', 'nowhere')!r:.300}, which is not followed. Name the server "
-        "itself, and check what answers at that address."
-    )
-
-
 def _parse(text: str) -> Any:
     if not text:
         return None
@@ -300,13 +305,3 @@ def _parse(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):  # RecursionError: brackets are nested very deeply
         return text
-
-
-def _status_message(subject: str, status: int, text: str) -> str:
-    hint = ""
-    if status in (401, 403):
-        hint = (
-            " Check inference.api_key and inference.admin_key"
-            f" ({API_KEY_VARIABLE}, {ADMIN_KEY_VARIABLE})."
-        )
-    return f"{subject} answered {status}: {excerpt(text)}{hint}"

@@ -34,26 +34,22 @@ class Registrar:
 
     def __init__(self, target: str, registration: Registration, key: str | None) -> None:
         self._target, self._registration, self._key = target, registration, key
-        self._is_registered = False
-        self._trouble = ""
+        self._said = ""
 
     def beat(self) -> None:
         """Registers the server. A failure is reported once, and the next beat tries again."""
         self._registration = self._registration.next()
         try:
             self._send("PUT")
+            text = f"{self._registration.url} is registered at {self._target}"
         except (OSError, ServerError) as error:
-            self._is_registered = False
-            if str(error) != self._trouble:
-                self._trouble = str(error)
-                _say(
-                    f"cannot register at {self._target}: {type(error).__name__}: {error}. It is tried again."
-                )
-            return
-        self._trouble = ""
-        if not self._is_registered:
-            self._is_registered = True
-            _say(f"{self._registration.url} is registered at {self._target}")
+            text = (
+                f"cannot register at {self._target}: {type(error).__name__}: {error}. It is tried "
+                "again."
+            )
+        if text != self._said:
+            self._said = text
+            _say(text)
 
     def leave(self) -> None:
         """Removes the server from the registry, if it can be reached."""

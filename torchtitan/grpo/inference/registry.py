@@ -5,7 +5,7 @@
 
 A server writes its file on a shared disk, or sends it to the trainer over HTTP
 (`rollout/serving/registry_server.py`), which writes it. The folder outlives the trainer's
-processes, and a person can look into it or remove a file.
+processes.
 
 A living server writes its file every two seconds, with a higher number. The reader takes a server
 for alive once it has *seen* the number change, and for dead after 30 s without a change by its own
@@ -21,7 +21,9 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from torchtitan.grpo.inference.urls import checked_urls
 from torchtitan.grpo.system.files import open_regular
@@ -56,16 +58,10 @@ def parse_registration(content: bytes) -> Registration:
     """Raises ValueError if it is malformed."""
     wanted = "A registration must be a JSON object with url, kind, host, pid, started and beat"
     try:
-        values: dict[str, Any] = json.loads(content)
-        found = Registration(**values)
-    except (ValueError, TypeError, RecursionError) as error:
+        found = Registration(**json.loads(content))
+        msgspec.convert(asdict(found), Registration)
+    except (ValueError, TypeError, RecursionError, msgspec.ValidationError) as error:
         raise ValueError(f"{wanted}: {error}.") from error
-    numbers = (found.pid, found.started, found.beat)
-    texts = found.url, found.kind, found.host
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{wanted}, got {texts} for the first three.")
-    if not all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers):
-        raise ValueError(f"{wanted}, got {numbers} for the last three.")
     checked_urls([found.url], "The url of a registration")
     return found
 

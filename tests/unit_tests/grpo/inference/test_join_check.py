@@ -29,7 +29,7 @@ from torchtitan.grpo.inference.join_check import (
 from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.local_servers import free_ports
 from torchtitan.grpo.inference.server_spec import ServerSpec
-from torchtitan.grpo.inference.vllm.examine import NO_GUARD, Examined, _examine_control
+from torchtitan.grpo.inference.vllm.examine import NO_GUARD, examine
 from torchtitan.grpo.inference.waiting import wait_until_up
 
 LENGTH = 128
@@ -148,9 +148,8 @@ async def test_a_vllm_that_is_open_although_the_run_has_keys_is_a_warning(is_ope
         return web.json_response({"weight_version": "1"}, status=200 if is_allowed else 401)
 
     async with serving(weight_info) as url:
-        found = Examined()
-        http = HttpConnection(url, api_key=None, admin_key=key, timeout_seconds=60)
-        await _examine_control(http, found)
+        http = HttpConnection(url, api_key=key, admin_key=key, timeout_seconds=60)
+        found = await examine(http)
         await http.close()
     assert found.warnings == expected
 

@@ -87,7 +87,6 @@ def test_servers_share_the_gpus_evenly():
         (["2", "3"], [("2", "3")]),
         (["2", "3"], [("2",), ("3",)]),
         (["0"], [("0",), ("0",), ("0",)]),
-        ([], [(), ()]),
     ):
         assert [gpus_of(i, len(expected), gpus) for i in range(len(expected))] == expected
 

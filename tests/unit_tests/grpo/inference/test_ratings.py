@@ -193,10 +193,10 @@ def test_the_load_is_read_from_vllms_metrics_and_sglangs_ranks() -> None:
         (parse_metrics, METRICS.replace(" 5.0", " -1.0"), r"must answer numbers in \[0, 1e"),
         (parse_metrics, METRICS.replace(" 5.0", " many"), r"must answer numbers in \[0, 1e"),
         (parse_loads, {"loads": []}, r"must answer numbers in \[0, 1e"),
-        (parse_loads, {"loads": [{"num_running_reqs": 1}]}, "answer loads with .*num_waiting_reqs"),
-        (parse_loads, {"loads": ["busy"]}, "must answer loads with"),
+        (parse_loads, {"loads": [{"num_running_reqs": 1}]}, "loads with .*num_waiting_reqs"),
+        (parse_loads, {"loads": ["busy"]}, "must hold loads with"),
         (parse_loads, {"loads": [RANK | {"token_usage": None}]}, r"numbers in \[0, 1e"),
-        (parse_loads, "busy", "must answer loads with"),
+        (parse_loads, "busy", "must hold loads with"),
     ],
 )
 def test_an_answer_without_a_load_is_refused(parse: Any, body: Any, message: str) -> None:

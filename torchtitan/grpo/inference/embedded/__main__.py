@@ -51,12 +51,15 @@ logger = logging.getLogger("torchtitan.grpo.inference.embedded")
 _DEFAULT_MAX_MODEL_LEN = 4096
 _BACKLOG = 128  # also how many connections are accepted before one of them is counted
 _KEEPALIVE_SECONDS = 30.0
-_ABOVE_ZERO = (
-    "max_running_requests",
-    "max_prefill_tokens",
-    "dist_timeout",
-    "max_connections",
-    "header_timeout",
+# Options that are numbers, with their defaults. Those whose default is not 0 must be above 0.
+_NUMBERS = (
+    ("--max-running-requests", 128, "number of requests in the batch"),
+    ("--max-model-len", 0, "prompt and completion; 0 is the model's limit, but at most 4096"),
+    ("--max-batched-tokens", 0, "tokens of a step, first of running requests; 0 chooses it"),
+    ("--max-prefill-tokens", 4096, "prompt tokens of a step that no running request waits for"),
+    ("--max-connections", MAX_CONNECTIONS, "at most what the limit of open files has room for"),
+    ("--header-timeout", HEADER_SECONDS, "seconds within which a request's headers must arrive"),
+    ("--dist-timeout", 120.0, "timeout of each weight broadcast, in seconds"),
 )
 
 
@@ -69,64 +72,23 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--port-file", help="file to which the port is written when the server is up")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    add(
-        "--max-running-requests",
-        type=int,
-        default=128,
-        help="maximum number of requests in the batch",
-    )
-    add(
-        "--max-model-len",
-        type=int,
-        default=0,
-        help="prompt and completion together; 0 is the model's own limit, but at most 4096",
-    )
-    add(
-        "--max-batched-tokens",
-        type=int,
-        default=0,
-        help="maximum number of tokens of a step, running requests first and prompts with what is "
-        "left; 0 chooses it",
-    )
-    add(
-        "--max-prefill-tokens",
-        type=int,
-        default=4096,
-        help="maximum number of prompt tokens of a step that no running request waits for",
-    )
-    add(
-        "--max-connections",
-        type=int,
-        default=MAX_CONNECTIONS,
-        help="maximum number of connections; at most what the limit of open files has room for",
-    )
-    add(
-        "--header-timeout",
-        type=float,
-        default=HEADER_SECONDS,
-        help="seconds within which the headers of a request must arrive",
-    )
+    for name, default, text in _NUMBERS:
+        add(name, type=type(default), default=default, help=text)
     add(
         "--no-cuda-graphs",
         action="store_true",
         help="launch the kernels of each decoding step one by one, which is slower",
     )
     add("--seed", type=int, help="seed of sampling; random by default")
-    add(
-        "--dist-timeout",
-        type=float,
-        default=120.0,
-        help="timeout of each weight broadcast, in seconds",
-    )
     return parser
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = _make_parser()
     arguments = parser.parse_args(argv)
-    for name in _ABOVE_ZERO:
-        if getattr(arguments, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be above 0")
+    for name, default, _ in _NUMBERS:
+        if default and getattr(arguments, name[2:].replace("-", "_")) <= 0:
+            parser.error(f"{name} must be above 0")
     try:
         # Keys come only from the environment: other users can list command lines.
         require_keys(arguments.host, os.environ)
@@ -158,18 +120,16 @@ def build_server(arguments: argparse.Namespace) -> EmbeddedServer:
     capture = CudaCapture(model.device) if on_gpu and not arguments.no_cuda_graphs else None
     num_slots = arguments.max_running_requests
     runner = ModelRunner(model, num_slots, max_model_len, read_known_ids(path), capture)
-    table = WeightTable(model)
     seed = random.SystemRandom().getrandbits(31) if arguments.seed is None else arguments.seed
+    engine = Engine(
+        runner,
+        seed=seed,
+        step_tokens=arguments.max_batched_tokens or None,
+        max_prefill_tokens=arguments.max_prefill_tokens,
+    )
     return EmbeddedServer(
-        lambda report: Engine(
-            runner,
-            report,
-            seed=seed,
-            step_tokens=arguments.max_batched_tokens or None,
-            max_prefill_tokens=arguments.max_prefill_tokens,
-        ),
-        lambda engine: WeightUpdater(engine, table, runner.device, arguments.dist_timeout, path),
-        table,
+        engine,
+        WeightUpdater(engine, WeightTable(model), runner.device, arguments.dist_timeout, path),
         ModelFacts(runner.vocab_size, max_model_len, read_eos_ids(path)),
         {
             "embedded": True,

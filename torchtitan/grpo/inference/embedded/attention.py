@@ -71,7 +71,7 @@ def slot_attention(
     if slot_cache is None:
         return _causal(query, key, value, scaling).transpose(1, 2).contiguous(), None
     step = slot_cache.step
-    keys, values = slot_cache.layer(module.layer_idx)  # pyright: ignore[reportArgumentType]
+    keys, values = slot_cache.slots[module.layer_idx]  # pyright: ignore[reportArgumentType, reportCallIssue]
     num_heads, num_tokens, head_dim = query.shape[1:]
     output = query.new_empty(num_tokens, num_heads, head_dim)
     for rows in step.ranges:

@@ -54,8 +54,6 @@ class DecodeGraphs:
         self,
         forward: Callable[[torch.Tensor, StepLayout], torch.Tensor],
         cache: SlotCache,
-        max_slots: int,
-        max_length: int,
         max_in_vain: int,
         capture: Capture,
         device: torch.device,
@@ -63,13 +61,11 @@ class DecodeGraphs:
     ) -> None:
         self._forward = forward
         self._cache = cache
-        self._max_slots = max_slots
-        self._max_length = max_length
         self._max_in_vain = max_in_vain
         self._capture: Capture | None = capture
         self._dtype = dtype
         # Ids and positions of the rows.
-        self._inputs = torch.zeros(2, max_slots, dtype=torch.long, device=device)
+        self._inputs = torch.zeros(2, cache.max_slots, dtype=torch.long, device=device)
         # The graph that was used last is the last one.
         self._graphs: OrderedDict[tuple[int, int], Compute] = OrderedDict()
         self._generation = cache.generation
@@ -77,13 +73,13 @@ class DecodeGraphs:
     def run(
         self, ids: torch.Tensor, positions: torch.Tensor, lengths: list[int]
     ) -> torch.Tensor | None:
-        """Returns the [rows, dim] hidden states of a step without prompts, valid until the next
-        step.
+        """Returns the [rows, dim] hidden states of a step, or ``None`` if no graph fits it.
 
-        ``None`` means that no graph fits it. The arguments are those of :meth:`ModelRunner.step`.
+        They are valid until the next step. The arguments are those of :meth:`ModelRunner.step`,
+        without prompts.
         """
-        rows = bucket_of(len(lengths), 1, self._max_slots)
-        length = bucket_of(max(lengths), _MIN_LENGTH, self._max_length)
+        rows = bucket_of(len(lengths), 1, self._cache.max_slots)
+        length = bucket_of(max(lengths), _MIN_LENGTH, self._cache.max_length)
         if self._capture is None or rows * length - sum(lengths) > self._max_in_vain:
             return None
         self._cache.reserve(rows, length)

@@ -72,14 +72,14 @@ class Engine:
     def __init__(
         self,
         runner: ModelRunner,
-        report: Callable[[list[Request]], None],
+        report: Callable[[list[Request]], None] = lambda changed: None,
         *,
         seed: int = 0,
         step_tokens: int | None = None,
         max_prefill_tokens: int = 4096,
     ) -> None:
         self._runner = runner
-        self._report = report
+        self.report = report
         if step_tokens is None:
             step_tokens = default_step_tokens(runner.max_slots, runner.device.type)
         self.step_tokens = step_tokens
@@ -248,7 +248,7 @@ class Engine:
     def _report_changed(self) -> None:
         if self._changed:
             changed, self._changed = self._changed, []
-            self._report(changed)
+            self.report(changed)
 
     # -- calls ------------------------------------------------------------------------
 

@@ -25,8 +25,7 @@ from torchtitan.grpo.inference.embedded.step_layout import StepLayout
 
 
 class SlotCache(Cache):
-    """A transformers cache whose rows have different lengths; :meth:`plan` comes before each
-    forward.
+    """A transformers cache whose rows have different lengths. Each forward begins with a plan.
 
     ``generation`` counts how often storage that was in use has moved.
     """
@@ -35,13 +34,13 @@ class SlotCache(Cache):
 
     def __init__(self, max_slots: int, max_length: int) -> None:
         super().__init__(layers=[])
-        self._max_slots = max_slots
-        self._max_length = max_length
+        self.max_slots = max_slots
+        self.max_length = max_length
         self._num_slots = min(16, max_slots)
         self._length = min(128, max_length)
         self.generation = 0
         # Keys and values, one tensor a layer: [2, slots, kv_heads, length, head_dim].
-        self._layers: list[torch.Tensor] = []
+        self.slots: list[torch.Tensor] = []
         self._rows = torch.empty(0, dtype=torch.long)
 
     def plan(self, step: StepLayout) -> None:
@@ -53,15 +52,10 @@ class SlotCache(Cache):
             longest = max(longest, step.whole.ids.shape[1])
         self.reserve(step.num_rows, longest)
 
-    def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values of all slots, [slots, kv_heads, length, head_dim] each."""
-        keys, values = self._layers[layer_idx]
-        return keys, values
-
     def copy(self, source: int, target: int, length: int) -> None:
         """Copies the first ``length`` positions of slot ``source`` over ``target``."""
         self.reserve(target + 1, length)
-        for layer in self._layers:
+        for layer in self.slots:
             layer[:, target, :, :length] = layer[:, source, :, :length]
 
     def update(
@@ -74,11 +68,11 @@ class SlotCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores the new keys and values of a layer, [1, kv_heads, num_tokens, head_dim] each.
 
-        The arguments are returned; attention reads the slots with :meth:`layer`.
+        The arguments are returned; attention reads ``slots``.
         """
-        if layer_idx == len(self._layers):
-            self._layers.append(self._allocate(key_states))
-        for slots, new in zip(self._layers[layer_idx], (key_states, value_states), strict=True):
+        if layer_idx == len(self.slots):
+            self.slots.append(self._allocate(key_states))
+        for slots, new in zip(self.slots[layer_idx], (key_states, value_states), strict=True):
             self._store(slots, new[0])
         return key_states, value_states
 
@@ -108,10 +102,10 @@ class SlotCache(Cache):
             return
         old_slots, old_length = self._num_slots, self._length
         while self._num_slots < num_slots:
-            self._num_slots = min(2 * self._num_slots, self._max_slots)
+            self._num_slots = min(2 * self._num_slots, self.max_slots)
         while self._length < length:
-            self._length = min(2 * self._length, self._max_length)
-        for i, old in enumerate(self._layers):
-            self._layers[i] = self._allocate(old)
-            self._layers[i][:, :old_slots, :, :old_length] = old
-        self.generation += bool(self._layers)
+            self._length = min(2 * self._length, self.max_length)
+        for i, old in enumerate(self.slots):
+            self.slots[i] = self._allocate(old)
+            self.slots[i][:, :old_slots, :, :old_length] = old
+        self.generation += bool(self.slots)

@@ -86,15 +86,9 @@ class ModelRunner:
         self._call_positions = _call_positions(model)
         self._graphs = None
         if capture is not None:
+            in_vain = _LAYER_CALLS * self._call_positions
             self._graphs = DecodeGraphs(
-                self._hidden,
-                self.cache,
-                max_slots,
-                max_length,
-                _LAYER_CALLS * self._call_positions,
-                capture,
-                self.device,
-                self.dtype,
+                self._hidden, self.cache, in_vain, capture, self.device, self.dtype
             )
 
     def step(
@@ -318,10 +312,7 @@ def read_known_ids(path: str) -> set[int] | None:
 
 
 def read_eos_ids(path: str) -> frozenset[int]:
-    """Returns the ids of config.json and generation_config.json together.
-
-    The trainer refuses a directory in which they are anything but ids.
-    """
+    """Of both config files; the trainer refuses a directory where they hold anything but ids."""
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         file = Path(path) / name

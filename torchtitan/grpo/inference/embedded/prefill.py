@@ -70,10 +70,7 @@ class PrefillPlan:
 
 
 class PrefillQueue:
-    """The requests that wait for a row, and the prompt that is cut.
-
-    ``max_prefill_tokens`` is the budget of steps that delay nobody.
-    """
+    """The requests that wait for a row, and the prompt that is cut."""
 
     def __init__(self, step_tokens: int, max_prefill_tokens: int) -> None:
         self._step_tokens = step_tokens
@@ -86,8 +83,7 @@ class PrefillQueue:
         return 0 if self.cut is None else len(self.cut.requests)
 
     def plan(self, num_running: int, num_free: int) -> PrefillPlan:
-        """Plans the prompt tokens of the next step, for which ``num_running`` requests sample as
-        well.
+        """Plans the prompt tokens of a step in which ``num_running`` requests sample as well.
 
         The requests of the plan leave the queue. Those that have no row must be given one of the
         ``num_free``.

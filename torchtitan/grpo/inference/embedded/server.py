@@ -26,7 +26,6 @@ from torchtitan.grpo.inference.embedded.bodies import ModelFacts, error_response
 from torchtitan.grpo.inference.embedded.engine import Engine, EngineError
 from torchtitan.grpo.inference.embedded.request import Request
 from torchtitan.grpo.inference.embedded.updates import WeightUpdater
-from torchtitan.grpo.inference.embedded.weights import WeightTable
 from torchtitan.grpo.monitoring.site import Health, healthz, metrics
 from torchtitan.grpo.system.connections import answering
 from torchtitan.grpo.weight_wire.staging import UpdateError
@@ -41,27 +40,24 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class EmbeddedServer:
-    """Connects the engine and the updater to HTTP.
+    """Connects the engine, which is not started yet, and the updater to HTTP.
 
-    ``engine_factory`` is given the function to which the engine reports. ``info`` holds the
-    constant entries of ``/model_info`` and ``/server_info``.
+    ``info`` holds the constant entries of ``/model_info`` and ``/server_info``.
     """
 
     def __init__(
         self,
-        engine_factory: Callable[[Callable[[list[Request]], None]], Engine],
-        updater_factory: Callable[[Engine], WeightUpdater],
-        table: WeightTable,
+        engine: Engine,
+        updater: WeightUpdater,
         facts: ModelFacts,
         info: Mapping[str, Any],
         *,
         keys: Keys = Keys(),  # noqa: B008  (it cannot change)
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self.engine = engine_factory(self._report)
-        self.updater = updater_factory(self.engine)
-        self._monitor = EngineMonitor(self.engine)
-        self._table = table
+        self.engine, self.updater = engine, updater
+        engine.report = self._report
+        self._monitor = EngineMonitor(engine)
         self._facts = facts
         self._info = dict(info)
         self._keys = keys
@@ -123,9 +119,10 @@ class EmbeddedServer:
     # -- generation -------------------------------------------------------------------
 
     def _report(self, changed: list[Request]) -> None:
-        """Runs on the engine's thread, and schedules at most one call on the loop for each step."""
-        if ended := [request for request in changed if request.finish_reason is not None]:
-            self._loop.call_soon_threadsafe(_tell_end, ended)
+        """Runs on the engine's thread."""
+        for request in changed:
+            if request.finish_reason is not None:
+                self._loop.call_soon_threadsafe(request.on_end)
 
     async def _generate(self, http: web.Request) -> web.Response:
         body = await _parsed(http, bodies.GenerateBody)
@@ -228,7 +225,7 @@ class EmbeddedServer:
 
     async def _weights_checker(self, http: web.Request) -> web.Response:
         # On the engine's thread, so that no swap happens between two parameters.
-        checksums = await asyncio.wrap_future(self.engine.run(self._table.checksums))
+        checksums = await asyncio.wrap_future(self.engine.run(self.updater.table.checksums))
         return success("Success.", ranks=[{"checksums": checksums, "algorithm": "sha256"}])
 
     # -- control ----------------------------------------------------------------------
@@ -296,11 +293,6 @@ async def _parsed(http: web.Request, kind: type[_T]) -> _T:
 def _local_address(http: web.Request) -> str | None:
     name = None if http.transport is None else http.transport.get_extra_info("sockname")
     return name[0] if isinstance(name, tuple) else None
-
-
-def _tell_end(requests: list[Request]) -> None:
-    for request in requests:
-        request.on_end()
 
 
 def _note_end(end: "asyncio.Future[None]") -> None:

@@ -27,7 +27,7 @@ from torchtitan.grpo.inference.embedded.engine import Engine
 from torchtitan.grpo.inference.embedded.weights import WeightTable
 from torchtitan.grpo.system.files import check_folder
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter, served_weight_of
-from torchtitan.grpo.weight_wire.buckets import WIRE_DTYPES
+from torchtitan.grpo.weight_wire.buckets import WIRE_DTYPES, is_exact_in
 from torchtitan.grpo.weight_wire.session import UpdateSession
 from torchtitan.grpo.weight_wire.staging import StagingPlace, UpdateError
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
@@ -55,7 +55,7 @@ class WeightUpdater:
         model_path: str,
     ) -> None:
         self._engine = engine
-        self._table = table
+        self.table = table
         self._timeout_seconds = timeout_seconds
         self._busy = threading.Lock()
         place = StagingPlace(device, table.in_wire_dtype, self._prepared, stream=table.stream)
@@ -81,10 +81,7 @@ class WeightUpdater:
     def announce(
         self, bucket: BucketSpec, group_name: str, *, sequence: int | None, version: str | None
     ) -> "Future[None]":
-        """Queues one bucket, or refuses it before its broadcast is awaited.
-
-        The future ends when the bucket has arrived and is verified.
-        """
+        """Queues or refuses one bucket; the future ends when it has arrived and is verified."""
         future = self.session.announce(bucket, group_name, sequence)
         self._version = version or self._version
         return future
@@ -112,7 +109,7 @@ class WeightUpdater:
             with self._dropping():
                 check_folder(model_path)
                 self.session.read(model_path)
-                if missing := self._table.missing(self.session.staging.dtypes):
+                if missing := self.table.missing(self.session.staging.dtypes):
                     raise ValueError(
                         f"{len(missing)} parameters are missing, such as {missing[:3]}."
                     )
@@ -131,7 +128,7 @@ class WeightUpdater:
     def _dropping(self) -> Iterator[None]:
         """Drops the update if the block fails, and says that nothing was changed."""
         try:
-            with self._table.on_stream():  # adapters may have been staged on it
+            with self.table.on_stream():  # adapters may have been staged on it
                 yield
         except _SwapError:
             raise
@@ -140,7 +137,7 @@ class WeightUpdater:
             raise UpdateError(f"Nothing was changed: {error}") from error
 
     def _prepared(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if is_adapter(name) else self._table.prepared(name, tensor)
+        return tensor.clone() if is_adapter(name) else self.table.prepared(name, tensor)
 
     def _commit(self, version: str | None, timeout_seconds: float) -> tuple[str, float]:
         tensors = self.session.collect(timeout_seconds)
@@ -157,16 +154,18 @@ class WeightUpdater:
             pushed = {served_weight_of(name) for name in tensors}
             # If others differ from the directory, because they were pushed before, all are replaced.
             tensors = {
-                name: self._table.prepared(name, tensor)
+                name: self.table.prepared(name, tensor)
                 for name, tensor in self.session.with_adapters(
                     tensors, all_weights=not self._pushed <= pushed
                 )
-                if name in pushed or self._table.has(name)
+                if name in pushed or name in self.table.parameters
             }
-        self._table.wait_prepared()
+        self.table.wait_prepared()
         seconds = self._swap(tensors, version)
         self._pushed = pushed
-        self.session.settle(self._table.tensors(), version if self._is_base(dtypes) else None)
+        self.session.settle(
+            self.table.parameters.values(), version if self._is_base(dtypes) else None
+        )
         logger.info("Serving %d new tensors as version %s.", len(tensors), version)
         return f"Serving {len(dtypes)} tensors as version {version!r}.", seconds
 
@@ -174,13 +173,16 @@ class WeightUpdater:
         """Returns whether deltas can be applied: all weights were received, and are held exactly."""
         return (
             not self.session.is_of_adapters
-            and not self._table.missing(dtypes)
-            and all(self._table.is_exact(n, WIRE_DTYPES[dtype]) for n, dtype in dtypes.items())
+            and not self.table.missing(dtypes)
+            and all(
+                is_exact_in(WIRE_DTYPES[dtype], self.table.parameters[name].dtype)
+                for name, dtype in dtypes.items()
+            )
         )
 
     def _swap(self, tensors: dict[str, torch.Tensor], version: str) -> float:
         """Waits until the swap begins, and then until it ends; returns its seconds."""
-        future = self._engine.swap_weights(lambda: self._table.adopt(tensors), version)
+        future = self._engine.swap_weights(lambda: self.table.adopt(tensors), version)
         try:
             return future.result(self._timeout_seconds)
         except FutureTimeoutError as error:

@@ -20,51 +20,43 @@ from typing import Any
 import torch
 
 from torchtitan.grpo.system.own_streams import new_stream
-from torchtitan.grpo.weight_wire.buckets import aligned, is_exact_in
+from torchtitan.grpo.weight_wire.buckets import aligned
 
 
 class WeightTable:
-    """The parameters of a model, a tied one under each of its names.
-
-    ``stream`` is that of the copies to the model's GPU, ``None`` on a CPU.
-    """
+    """The parameters of a model, a tied one under each of its names."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         # The parameters themselves, not detached ones, because their storage will be replaced.
-        self._parameters: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
-        self._device = next(iter(self._parameters.values())).device
+        self.parameters: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
+        self._device = next(iter(self.parameters.values())).device
+        # Of the copies to the GPU.
         self.stream = new_stream(self._device) if self._device.type == "cuda" else None
 
     def check(self, names: Iterable[str], shapes: Iterable[Sequence[int]]) -> None:
         """Raises ValueError unless every tensor described fits the model."""
         names = list(names)
-        unknown = [name for name in names if name not in self._parameters]
+        unknown = [name for name in names if name not in self.parameters]
         if unknown:
             raise ValueError(
                 f"Parameter names must be the model's Hugging Face names, such as "
-                f"{next(iter(self._parameters))!r}; {len(unknown)} of {len(names)} are not the "
+                f"{next(iter(self.parameters))!r}; {len(unknown)} of {len(names)} are not the "
                 f"model's: {unknown[:3]}."
             )
         if len(set(names)) < len(names):
             raise ValueError("A parameter name occurs twice in one update.")
         for name, shape in zip(names, shapes, strict=True):
-            expected = list(self._parameters[name].shape)
+            expected = list(self.parameters[name].shape)
             if list(shape) != expected:
                 raise ValueError(f"{name}: shape must be {expected}, got {list(shape)}.")
 
-    def has(self, name: str) -> bool:
-        return name in self._parameters
-
     def missing(self, names: Collection[str]) -> list[str]:
         """Returns the parameters none of whose names is in ``names``."""
-        covered = {id(self._parameters[name]) for name in names}
-        return [n for n, p in self._parameters.items() if id(p) not in covered]
-
-    def is_exact(self, name: str, wire_dtype: torch.dtype) -> bool:
-        return is_exact_in(wire_dtype, self._parameters[name].dtype)
+        covered = {id(self.parameters[name]) for name in names}
+        return [n for n, p in self.parameters.items() if id(p) not in covered]
 
     def in_wire_dtype(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        return self._parameters[name].detach().to(dtype, copy=True)
+        return self.parameters[name].detach().to(dtype, copy=True)
 
     @torch.no_grad()
     def prepared(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -72,7 +64,7 @@ class WeightTable:
 
         On a GPU, a copy from pinned memory may still be under way; see :meth:`wait_prepared`.
         """
-        held = self._parameters[name]
+        held = self.parameters[name]
         with self.on_stream():
             # Moved first, so that the GPU casts, and a pinned tensor needs no other host memory.
             moved = tensor.to(device=held.device, non_blocking=True)
@@ -98,21 +90,18 @@ class WeightTable:
         """
         if self.stream is None:
             for name, tensor in tensors.items():
-                self._parameters[name].data = tensor
+                self.parameters[name].data = tensor
             return
         decoding = torch.cuda.current_stream(self._device)
         decoding.wait_stream(self.stream)
         for name, tensor in tensors.items():
-            self._parameters[name].copy_(tensor)
+            self.parameters[name].copy_(tensor)
         # The memory of the tensors is the stream's, for the next version to be copied to.
         self.stream.wait_stream(decoding)
 
-    def tensors(self) -> list[torch.Tensor]:
-        return list(self._parameters.values())
-
     def checksums(self) -> dict[str, str]:
         """Returns the SHA-256 of each parameter's bytes, row by row, in the model's dtype."""
-        return {name: tensor_sha256(p) for name, p in self._parameters.items()}
+        return {name: tensor_sha256(p) for name, p in self.parameters.items()}
 
 
 def tensor_sha256(tensor: torch.Tensor) -> str:

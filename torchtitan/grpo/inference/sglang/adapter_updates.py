@@ -14,6 +14,7 @@ a server that had another run's weights would otherwise serve a mixture.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class AdaptedWeights:
 
 class ReceivedAdapters:
     def __init__(self) -> None:
-        self._base: tuple[str, BaseWeights] | None = None
+        self._base_in = lru_cache(maxsize=1)(BaseWeights)
         self._factors: dict[str, torch.Tensor] = {}
         self._num_buckets = 0
 
@@ -112,11 +113,6 @@ class ReceivedAdapters:
         factors, self._factors = self._factors, {}
         base.require_pairs(factors)
         return AdaptedWeights(base, factors, note.lora_scale)
-
-    def _base_in(self, folder: str) -> BaseWeights:
-        if self._base is None or self._base[0] != folder:
-            self._base = folder, BaseWeights(folder)
-        return self._base[1]
 
 
 def _bucket(note: AdapterNote, described: dict[str, Any]) -> BucketSpec:

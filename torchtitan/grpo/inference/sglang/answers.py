@@ -8,16 +8,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torchtitan.grpo.inference.answers import (
-    MALFORMED,
     as_object,
     checked_generation,
     checked_load,
     checked_prompt_logprobs,
     checked_top_tokens,
     logit_bias,
+    reading,
     to_number,
 )
-from torchtitan.grpo.inference.client import LogprobsError, PromptRating, ServerError, ServerLoad
+from torchtitan.grpo.inference.client import LogprobsError, PromptRating, ServerLoad
 from torchtitan.grpo.inference.http import excerpt
 from torchtitan.grpo.inference.kinds import kind_row
 from torchtitan.grpo.types import GenerateRequest, Generation
@@ -59,7 +59,8 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
 
 def parse_generation(source: str, request: GenerateRequest, body: Any) -> Generation:
     body = as_object(body, source)
-    try:
+    wanted = "output_ids and meta_info with id, logprobs, finish reason and weight version"
+    with reading(source, body, wanted):
         meta = body["meta_info"]
         token_ids = body["output_ids"]
         if meta.get("output_token_logprobs") is None:
@@ -82,11 +83,6 @@ def parse_generation(source: str, request: GenerateRequest, body: Any) -> Genera
             finish_reason=meta["finish_reason"]["type"],
             spans=[(span["version"], span["start"], span["end"]) for span in spans],
         )
-    except MALFORMED as error:
-        raise ServerError(
-            f"{source}: the answer must hold output_ids and meta_info with id, logprobs, finish "
-            f"reason and weight version ({type(error).__name__}: {error}), got {excerpt(body)}"
-        ) from error
 
 
 def server_id(request_id: str) -> str:
@@ -113,7 +109,10 @@ def parse_rating(
 ) -> PromptRating:
     """Returns the rating of the tokens from ``start`` on, out of one entry of the answer."""
     sent = token_ids[start - 1 :]
-    try:
+    wanted = f"meta_info.input_token_logprobs of the {len(sent)} tokens asked for"
+    if num_top:
+        wanted += " and input_top_logprobs, as top_logprobs_num is set"
+    with reading(source, body, wanted):
         meta = body["meta_info"]
         # SGLang reports the last id of the vocabulary as 0 here, with the right logprob.
         entries = [
@@ -127,19 +126,13 @@ def parse_rating(
                 [(entry[0], entry[1]) for entry in place]
                 for place, _ in zip(places, sent[1:], strict=True)
             ]
-    except MALFORMED as error:
-        raise ServerError(
-            f"{source}: the answer must hold meta_info.input_token_logprobs of the {len(sent)} tokens "
-            f"asked for, and input_top_logprobs if top_logprobs_num is set ({type(error).__name__}: "
-            f"{error}), got {excerpt(body)}"
-        ) from error
     logprobs = checked_prompt_logprobs(source, sent, entries)
     return PromptRating(logprobs, checked_top_tokens(source, rows, num_top) if num_top else None)
 
 
 def parse_loads(source: str, body: Any) -> ServerLoad:
     """Returns the load from ``/v1/loads``, which has one entry for each rank."""
-    try:
+    with reading(source, body, "loads with num_running_reqs, num_waiting_reqs and token_usage"):
         ranks = body["loads"]
         return checked_load(
             source,
@@ -147,11 +140,6 @@ def parse_loads(source: str, body: Any) -> ServerLoad:
             [to_number(rank["num_waiting_reqs"]) for rank in ranks],
             [to_number(rank["token_usage"]) for rank in ranks],
         )
-    except (KeyError, TypeError) as error:
-        raise ServerError(
-            f"{source} must answer loads with num_running_reqs, num_waiting_reqs and token_usage "
-            f"({type(error).__name__}: {error}), got {excerpt(body)}"
-        ) from error
 
 
 def facts_of_server(info: Mapping[str, Any]) -> GroupFacts:

@@ -19,14 +19,8 @@ from torchtitan.grpo.inference.answers import (
     smallest,
     version_or_none,
 )
-from torchtitan.grpo.inference.client import (
-    Capabilities,
-    PromptRating,
-    ServerError,
-    ServerFacts,
-    ServerLoad,
-)
-from torchtitan.grpo.inference.http import HttpClient, HttpConnection, excerpt
+from torchtitan.grpo.inference.client import PromptRating, ServerError, ServerFacts, ServerLoad
+from torchtitan.grpo.inference.http import HttpClient, excerpt
 from torchtitan.grpo.inference.identify import require_kind
 from torchtitan.grpo.inference.server_spec import (
     LaunchCommand,
@@ -34,17 +28,7 @@ from torchtitan.grpo.inference.server_spec import (
     batched_tokens,
     seed_option,
 )
-from torchtitan.grpo.inference.sglang.answers import (
-    checksum_names,
-    facts_of_server,
-    generate_body,
-    parse_generation,
-    parse_loads,
-    parse_rating,
-    rating_body,
-    server_id,
-    unknown_names,
-)
+from torchtitan.grpo.inference.sglang import answers
 from torchtitan.grpo.types import GenerateRequest, Generation, ServerKind
 from torchtitan.grpo.weight_wire.adapter_names import served_weight_of
 from torchtitan.grpo.weight_wire.group_facts import GroupFacts
@@ -56,8 +40,8 @@ from torchtitan.grpo.weight_wire.transfer_messages import (
     WeightGroupInfo,
 )
 
-# From this release on, an update is a session with a begin and an end request.
-_FIRST_VERSION_WITH_SESSIONS = (0, 5, 21)
+# In later releases, an update is a session with a begin and an end request.
+_WITHOUT_SESSIONS = re.compile(r"0\.5\.20\b")
 _RECEIVE_ROUTE = "/update_weights_from_distributed"
 _OUTSIDE_VOCABULARY = 2**31 - 1
 _SERVER_MAIN = Path(__file__).with_name("server_main.py")
@@ -80,24 +64,23 @@ class SGLangClient(HttpClient):
         "master_address", "master_port", "rank_offset", "world_size", "group_name", "backend",
     )  # fmt: skip
 
-    def __init__(
-        self, http: HttpConnection, capabilities: Capabilities, *, request_timeout_seconds: float
-    ) -> None:
-        super().__init__(http, capabilities, request_timeout_seconds=request_timeout_seconds)
-        self._has_sessions: bool | None = None
-        self._parameter_names: frozenset[str] | None = None
-        self._adds_adapters = False
-        self._num_adapter_buckets = 0
-        self._was_ready = False
+    _has_sessions: bool | None = None
+    _parameter_names: frozenset[str] | None = None
+    _adds_adapters = False
+    _num_adapter_buckets = 0
+    _was_ready = False
 
     async def generate(self, request: GenerateRequest) -> Generation:
         body = await self._ask_model(
-            "/generate", generate_body(request), max_answer_bytes(request), request.request_id
+            "/generate",
+            answers.generate_body(request),
+            max_answer_bytes(request),
+            request.request_id,
         )
-        return parse_generation(f"{self.url}/generate", request, body)
+        return answers.parse_generation(f"{self.url}/generate", request, body)
 
     async def abort(self, request_id: str | None) -> None:
-        body = {"abort_all": True} if request_id is None else {"rid": server_id(request_id)}
+        body = {"abort_all": True} if request_id is None else {"rid": answers.server_id(request_id)}
         await self._http.post("/abort_request", body)
 
     async def describe(self, temperature: float) -> ServerFacts:
@@ -153,7 +136,7 @@ class SGLangClient(HttpClient):
     async def load(self) -> ServerLoad:
         route = "/v1/loads?include=core"
         answer = await self._http.get(route, scope="generation")
-        return parse_loads(self.url + route, answer.body)
+        return answers.parse_loads(self.url + route, answer.body)
 
     async def num_workers(self) -> int:
         info = await self._server_info()
@@ -171,7 +154,7 @@ class SGLangClient(HttpClient):
         return tp_size
 
     async def group_facts(self) -> list[GroupFacts]:
-        return [facts_of_server(await self._server_info())]
+        return [answers.facts_of_server(await self._server_info())]
 
     async def pause(self) -> None:
         await self._http.post("/pause_generation", {"mode": "retract"})
@@ -211,9 +194,8 @@ class SGLangClient(HttpClient):
 
     async def _needs_session(self) -> bool:
         if self._has_sessions is None:
-            version = release_number((await self._server_info()).get("version"))
-            # Development builds have sessions, but no release number.
-            self._has_sessions = version is None or version >= _FIRST_VERSION_WITH_SESSIONS
+            release = str((await self._server_info()).get("version"))
+            self._has_sessions = _WITHOUT_SESSIONS.match(release) is None
         return self._has_sessions
 
     async def receive_bucket(
@@ -280,10 +262,10 @@ class SGLangClient(HttpClient):
                 timeout_seconds=group.timeout_seconds,
                 accept=(404,),
             )
-            self._parameter_names = checksum_names(answer.body)
+            self._parameter_names = answers.checksum_names(answer.body)
         if self._parameter_names:
             names = map(served_weight_of, bucket.names)
-            unknown = unknown_names(names, self._parameter_names)
+            unknown = answers.unknown_names(names, self._parameter_names)
             if unknown:
                 raise ServerError(
                     f"{self.url} has no parameters named {unknown[:4]} ({len(unknown)} of "
@@ -333,7 +315,7 @@ class SGLangClient(HttpClient):
     ) -> list[PromptRating]:
         body = await self._ask_model(
             "/generate",
-            rating_body(sequences, starts, num_top),
+            answers.rating_body(sequences, starts, num_top),
             max_rating_bytes(sequences, num_top),
         )
         source = f"{self.url}/generate"
@@ -342,19 +324,9 @@ class SGLangClient(HttpClient):
                 f"{source} must answer a list of {len(sequences)} entries, got {excerpt(body)}"
             )
         return [
-            parse_rating(source, token_ids, start, num_top, entry)
+            answers.parse_rating(source, token_ids, start, num_top, entry)
             for token_ids, start, entry in zip(sequences, starts, body, strict=True)
         ]
-
-
-def release_number(version: Any) -> tuple[int, int, int] | None:
-    """Returns ``(0, 5, 23)`` for ``"0.5.23.post1"``, or ``None`` if there is no release number."""
-    match = re.match(r"(\d+)\.(\d+)\.(\d+)", version) if isinstance(version, str) else None
-    if match is None:
-        return None
-    major, minor, patch = (int(part) for part in match.groups())
-    # Builds from a checkout have the version 0.0.0.dev.
-    return (major, minor, patch) if (major, minor, patch) > (0, 0, 0) else None
 
 
 def launch_command(spec: ServerSpec) -> LaunchCommand:

@@ -21,8 +21,10 @@ import os
 import runpy
 import sys
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 # A file that is run by path makes its folder importable, and modules in the folder would shadow
 # other modules of the same name.
@@ -135,22 +137,14 @@ class _KeyedRequests:
         self._module, self._key_of = module, key_of
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        attribute = getattr(self._module, name)
+        return partial(self._send, attribute) if name in ("get", "post") else attribute
 
-    def get(self, url: str, **options: Any) -> Any:
-        return self._module.get(url, **self._with_key(url, options))
-
-    def post(self, url: str, **options: Any) -> Any:
-        return self._module.post(url, **self._with_key(url, options))
-
-    def _with_key(self, url: str, options: dict[str, Any]) -> dict[str, Any]:
-        from urllib.parse import urlsplit
-
-        key = self._key_of(urlsplit(url).path)
+    def _send(self, send: Any, url: str, **options: Any) -> Any:
         headers = dict(options.get("headers") or {})
-        if key:
+        if key := self._key_of(urlsplit(url).path):
             headers["Authorization"] = f"Bearer {key}"
-        return {**options, "headers": headers, "allow_redirects": False}
+        return send(url, **{**options, "headers": headers, "allow_redirects": False})
 
 
 def hook_adapters() -> None:

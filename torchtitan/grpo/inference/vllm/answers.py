@@ -7,13 +7,13 @@ import re
 from typing import Any
 
 from torchtitan.grpo.inference.answers import (
-    MALFORMED,
     as_object,
     checked_generation,
     checked_load,
     checked_prompt_logprobs,
     checked_top_tokens,
     logit_bias,
+    reading,
     to_number,
 )
 from torchtitan.grpo.inference.client import LogprobsError, PromptRating, ServerError, ServerLoad
@@ -31,10 +31,7 @@ _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
 
 
 def generate_body(request: GenerateRequest) -> dict[str, Any]:
-    """Sets everything that shapes the distribution.
-
-    The model's ``generation_config.json`` would fill what is left out.
-    """
+    """Also sets what the model's ``generation_config.json`` would otherwise fill in."""
     return {
         "request_id": request.request_id,
         "token_ids": request.prompt_ids,
@@ -70,7 +67,11 @@ def rating_body(token_ids: list[int], num_top: int) -> dict[str, Any]:
 
 def parse_generation(source: str, request: GenerateRequest, body: Any) -> Generation:
     body = as_object(body, source)
-    try:
+    wanted = (
+        "request_id, usage, and one choice with token_ids, logprobs, finish reason and "
+        "weight_versions"
+    )
+    with reading(source, body, wanted):
         (choice,) = body["choices"]
         if choice["logprobs"] is None:
             raise LogprobsError(
@@ -88,22 +89,12 @@ def parse_generation(source: str, request: GenerateRequest, body: Any) -> Genera
             finish_reason=choice["finish_reason"],
             spans=[(s["version"], s["start"], s["end"]) for s in choice["weight_versions"]],
         )
-    except MALFORMED as error:
-        raise ServerError(
-            f"{source}: the answer must hold request_id, usage, and one choice with token_ids, "
-            f"logprobs, finish reason and weight_versions ({type(error).__name__}: {error}), got {excerpt(body)}"
-        ) from error
 
 
 def parse_logprobs(source: str, body: Any) -> list[float]:
-    try:
+    with reading(source, body, "one choice with logprobs"):
         (choice,) = body["choices"]
         return [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
-    except MALFORMED as error:
-        raise ServerError(
-            f"{source}: the answer must hold one choice with logprobs "
-            f"({type(error).__name__}: {error}), got {excerpt(body)}"
-        ) from error
 
 
 def parse_rating(
@@ -115,7 +106,7 @@ def parse_rating(
     itself, which may be one of them.
     """
     rated = token_ids[start:]
-    try:
+    with reading(source, body, f"prompt_logprobs of the {len(token_ids)} tokens sent"):
         places = body["prompt_logprobs"]
         if len(places) != len(token_ids):
             raise ValueError(f"{len(places)} places")
@@ -128,11 +119,6 @@ def parse_rating(
             [(e["logprob"], int(token)) for token, e in place.items() if e["rank"] <= num_top]
             for place in (places if num_top else ())
         ]
-    except MALFORMED as error:
-        raise ServerError(
-            f"{source}: the answer must hold prompt_logprobs of the {len(token_ids)} tokens sent "
-            f"({type(error).__name__}: {error}), got {excerpt(body)}"
-        ) from error
     logprobs = checked_prompt_logprobs(source, token_ids[start - 1 :], entries)
     return PromptRating(logprobs, checked_top_tokens(source, rows, num_top) if num_top else None)
 

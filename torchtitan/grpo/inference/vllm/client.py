@@ -35,7 +35,7 @@ from torchtitan.grpo.inference.client import (
     ServerFacts,
     ServerLoad,
 )
-from torchtitan.grpo.inference.http import HttpClient, HttpConnection, RouteError, excerpt
+from torchtitan.grpo.inference.http import HttpClient, RouteError, excerpt
 from torchtitan.grpo.inference.identify import require_kind
 from torchtitan.grpo.inference.server_spec import (
     LaunchCommand,
@@ -43,17 +43,7 @@ from torchtitan.grpo.inference.server_spec import (
     batched_tokens,
     seed_option,
 )
-from torchtitan.grpo.inference.vllm.answers import (
-    GENERATE_ROUTE,
-    REQUEST_ID_PREFIX,
-    generate_body,
-    parse_generation,
-    parse_logprobs,
-    parse_metrics,
-    parse_rating,
-    rating_body,
-    refuses_num_top,
-)
+from torchtitan.grpo.inference.vllm import answers
 from torchtitan.grpo.inference.vllm.examine import (
     ALL_OPTIONS,
     GUARD,
@@ -88,12 +78,8 @@ class VLLMClient(HttpClient):
     weights. This is known, and :attr:`capabilities` is final, when the server has joined a group.
     """
 
-    def __init__(
-        self, http: HttpConnection, capabilities: Capabilities, *, request_timeout_seconds: float
-    ) -> None:
-        super().__init__(http, capabilities, request_timeout_seconds=request_timeout_seconds)
-        self._logprobs_probe: asyncio.Task[None] | None = None
-        self._takes_logit_bias = True  # not with speculative decoding
+    _logprobs_probe: asyncio.Task[None] | None = None
+    _takes_logit_bias = True  # not with speculative decoding
 
     async def generate(self, request: GenerateRequest) -> Generation:
         if not self._takes_logit_bias:
@@ -102,8 +88,8 @@ class VLLMClient(HttpClient):
             await self._require_processed_logprobs(request.prompt_ids)
         try:
             body = await self._ask_model(
-                GENERATE_ROUTE,
-                generate_body(request),
+                answers.GENERATE_ROUTE,
+                answers.generate_body(request),
                 max_answer_bytes(request),
                 request.request_id,
             )
@@ -116,7 +102,7 @@ class VLLMClient(HttpClient):
             )  # fmt: skip
             self._takes_logit_bias = False
             return await self.generate(request)
-        return parse_generation(f"{self.url}{GENERATE_ROUTE}", request, body)
+        return answers.parse_generation(f"{self.url}{answers.GENERATE_ROUTE}", request, body)
 
     async def _require_processed_logprobs(self, prompt_ids: list[int]) -> None:
         """Checks once that logprobs are those after temperature; requests wait for it."""
@@ -134,16 +120,16 @@ class VLLMClient(HttpClient):
         for token in _PROBE_TOKENS:
             name = f"probe-{uuid.uuid4().hex}"
             request = GenerateRequest(name, prompt_ids, max_new_tokens=1)
-            body = generate_body(request)
+            body = answers.generate_body(request)
             body["sampling_params"]["allowed_token_ids"] = [token]
             answer = await self._http.post(
-                GENERATE_ROUTE,
+                answers.GENERATE_ROUTE,
                 body,
                 scope="generation",
                 timeout_seconds=self._request_timeout_seconds,
             )
-            source = f"{self.url}{GENERATE_ROUTE}"
-            logprobs = parse_logprobs(source, answer.body)
+            source = f"{self.url}{answers.GENERATE_ROUTE}"
+            logprobs = answers.parse_logprobs(source, answer.body)
             if not all(abs(logprob) <= _PROBE_TOLERANCE for logprob in logprobs):  # nor NaN
                 raise LogprobsError(
                     f"{self.url}: with rollout.temperature other than 1, the server must return "
@@ -152,7 +138,7 @@ class VLLMClient(HttpClient):
                 )
 
     async def abort(self, request_id: str | None) -> None:
-        ids = [] if request_id is None else [REQUEST_ID_PREFIX + request_id]
+        ids = [] if request_id is None else [answers.REQUEST_ID_PREFIX + request_id]
         await self._http.post("/abort_requests", {"request_ids": ids})
 
     async def describe(self, temperature: float) -> ServerFacts:
@@ -187,7 +173,7 @@ class VLLMClient(HttpClient):
 
     async def load(self) -> ServerLoad:
         answer = await self._http.get("/metrics", scope="generation")
-        return parse_metrics(f"{self.url}/metrics", answer.body)
+        return answers.parse_metrics(f"{self.url}/metrics", answer.body)
 
     async def num_workers(self) -> int:
         sizes = []
@@ -289,10 +275,7 @@ class VLLMClient(HttpClient):
             await self._update({"action": "receive", **info}, timeout_seconds=group.timeout_seconds)
 
     async def _mark_updating(self) -> None:
-        """Takes the version off the server before the first tensor changes.
-
-        If the load fails half-way, no token of the mixture can be taken for one of the old version.
-        """
+        """Takes the version off, which no token of a load that fails half-way must have."""
         await self._http.post("/update_weight_version", {"new_version": UPDATING_LABEL})
         self._update_marked = True
 
@@ -337,12 +320,12 @@ class VLLMClient(HttpClient):
     async def _rate(self, token_ids: list[int], start: int, num_top: int) -> PromptRating:
         try:
             body = await self._ask_model(
-                GENERATE_ROUTE,
-                rating_body(token_ids, num_top),
+                answers.GENERATE_ROUTE,
+                answers.rating_body(token_ids, num_top),
                 max_rating_bytes([token_ids], num_top),
             )
         except RouteError as error:
-            if not refuses_num_top(error):
+            if not answers.refuses_num_top(error):
                 raise
             raise RouteError(
                 f"{self.url} must return the {num_top} most likely tokens at each position, but it "
@@ -350,8 +333,8 @@ class VLLMClient(HttpClient):
                 "more",
                 error.status,
             ) from error
-        source = f"{self.url}{GENERATE_ROUTE}"
-        return parse_rating(source, token_ids, start, num_top, body)
+        source = f"{self.url}{answers.GENERATE_ROUTE}"
+        return answers.parse_rating(source, token_ids, start, num_top, body)
 
     async def close(self) -> None:
         if self._logprobs_probe is not None:

@@ -120,7 +120,7 @@ class TorchGroupWeightEngine(WeightTransferEngine[GroupInitInfo, BucketUpdateInf
         # Memory that torch holds for later allocations, for instance since an earlier update.
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         # What this worker and the others hold of earlier versions is for the next one.
-        free_on_host = available_bytes() + num_workers * self._updates.host_bytes
+        free_on_host = available_bytes() + num_workers * self._updates.session.buffers.host_bytes
         is_on_host = must_stage_on_host(needs, self.device, free, free_on_host)
         if is_on_host:
             logger.warning(
@@ -139,7 +139,11 @@ class _ReloadedModel:
 
     def tensors(self) -> list[torch.Tensor]:
         model = self._engine.model
-        return [t for t in (*model.parameters(), *model.buffers()) if _is_dense(t)]
+        return [
+            tensor
+            for tensor in (*model.parameters(), *model.buffers())
+            if tensor.layout is torch.strided and tensor.device.type != "meta"
+        ]
 
     def checkpoint_folder(self) -> str:
         return self._engine.model_config.model
@@ -176,7 +180,3 @@ def _pack_output_again(model: torch.nn.Module) -> None:
         if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):
             method: Any = layer.quant_method
             method.process_weights_after_loading(layer)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.device.type != "meta"

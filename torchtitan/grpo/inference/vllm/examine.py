@@ -62,7 +62,10 @@ async def examine(http: HttpConnection) -> Examined:
     if (await http.get("/weight_info", accept=_MISSING)).status != 200:
         found.problems.append(NO_DEV_MODE)
     else:
-        await _examine_control(http, found)
+        if http.has_keys:
+            unasked = await http.get("/weight_info", scope="public", accept=(*_MISSING, 401, 403))
+            if unasked.status == 200:
+                found.warnings.append(NO_GUARD)
         await _examine_transfer(http, found)
     return found
 
@@ -79,14 +82,6 @@ async def _examine_generation(http: HttpConnection, found: Examined) -> None:
     elif answer.status in (403, 404):
         found.can_generate = False
         found.problems.append(NO_SCALE_OUT)
-
-
-async def _examine_control(http: HttpConnection, found: Examined) -> None:
-    if not http.has_keys:
-        return
-    answer = await http.get("/weight_info", scope="public", accept=(*_MISSING, 401, 403))
-    if answer.status == 200:
-        found.warnings.append(NO_GUARD)
 
 
 async def _examine_transfer(http: HttpConnection, found: Examined) -> None:

@@ -151,7 +151,7 @@ class WorkerUpdates:
         self._timeout_seconds = _DISK_SECONDS
         self._expected: dict[str, tuple[int, ...]] | None = None
         self._loading = False
-        self._session = UpdateSession(
+        self.session = UpdateSession(
             StagingPlace(device, self._base, self._put),
             self._refuse_wrong_weights,
             model.checkpoint_folder,
@@ -164,15 +164,11 @@ class WorkerUpdates:
         self._stream: torch.cuda.Stream | None = None  # of the staging threads
         self._putting = threading.Lock()
 
-    @property
-    def host_bytes(self) -> int:
-        return self._session.buffers.host_bytes
-
     def stage_on_host(self, is_on_host: bool) -> None:
-        self._session.place = replace(self._session.place, on_host=is_on_host)
+        self.session.place = replace(self.session.place, on_host=is_on_host)
 
     def join(self, info: WeightGroupInfo, worker_rank: int) -> None:
-        self._session.join(info, worker_rank)
+        self.session.join(info, worker_rank)
         self._timeout_seconds = info.timeout_seconds
         self._keeps = info.deltas
         if not self._keeps:
@@ -181,7 +177,7 @@ class WorkerUpdates:
     def begin(self) -> None:
         """Opens an update; the model is not changed."""
         self.abandon()
-        self._session.begin()
+        self.session.begin()
 
     def update(self, request: UpdateRequest) -> None:
         """Carries out the action of one request. On failure the update is abandoned."""
@@ -196,9 +192,9 @@ class WorkerUpdates:
         if action == "abandon":
             self.abandon()
         elif action == "stage":
-            self._session.announce(request.bucket(), request.group_name, request.sequence)
+            self.session.announce(request.bucket(), request.group_name, request.sequence)
         elif action == "disk":
-            self._session.read(request.path)
+            self.session.read(request.path)
         elif action == "verify":
             self._verify(request.version)
         else:
@@ -210,7 +206,7 @@ class WorkerUpdates:
                 )
             self._refuse_wrong_weights(bucket.names, bucket.shapes)
             if action == "receive":
-                self._load_received(bucket, self._session.group(request.group_name))
+                self._load_received(bucket, self.session.group(request.group_name))
 
     def finish(self) -> None:
         """Loads what was verified, and ends the load.
@@ -219,7 +215,7 @@ class WorkerUpdates:
         earlier, abandoned update must not make vLLM put its version on the old weights.
         """
         verified, self._verified = self._verified, None
-        if verified is None and self._session.is_open and not self._loading:
+        if verified is None and self.session.is_open and not self._loading:
             raise RuntimeError("Nothing was received and verified in this update.")
         if verified is not None:
             self._load(verified[1].items())
@@ -229,15 +225,15 @@ class WorkerUpdates:
             self._synchronize()
         if verified is not None:
             self._remember(*verified)
-        self._session.drop()  # nothing was staged in it
+        self.session.drop()  # nothing was staged in it
 
     def leave(self) -> None:
-        self._session.leave_groups()
+        self.session.leave_groups()
         self.abandon()
 
     def abandon(self) -> None:
         """Drops what was staged, and gives layers without weights their old ones back."""
-        self._session.drop()
+        self.session.drop()
         self._verified, self._on_host = None, {}
         if self._loading:
             self._model.restore()
@@ -249,13 +245,13 @@ class WorkerUpdates:
         """Waits for the announced buckets; raises unless all of them arrived as they were sent."""
         if version is None:
             raise ValueError("The action verify needs the version of the update.")
-        tensors = self._session.collect(self._timeout_seconds)
-        received = self._session.received
+        tensors = self.session.collect(self._timeout_seconds)
+        received = self.session.received
         if not received:
             raise ValueError("No weights were announced since /start_weight_update.")
         # vLLM rebuilds whole layers, so weights that did not change are loaded as well.
-        if self._session.is_of_adapters:
-            tensors = dict(self._session.with_adapters(tensors, all_weights=True))
+        if self.session.is_of_adapters:
+            tensors = dict(self.session.with_adapters(tensors, all_weights=True))
         else:
             unchanged = received.keys() - tensors.keys()
             tensors = {**{name: self._kept[name] for name in unchanged}, **tensors}
@@ -269,7 +265,7 @@ class WorkerUpdates:
         """Moves a whole tensor to where it is loaded from, on a staging thread."""
         if self._keeps:
             self._on_host[name] = tensor.cpu()
-        if self._device.type != "cuda" or self._session.place.on_host:
+        if self._device.type != "cuda" or self.session.place.on_host:
             return tensor  # from host memory the load itself copies it
         with self._putting:  # one stream for all threads, since they share the bus
             if self._stream is None:
@@ -282,15 +278,15 @@ class WorkerUpdates:
     def _remember(self, version: str, tensors: dict[str, torch.Tensor]) -> None:
         """Keeps the committed version for deltas, and frees the buffers of the one before."""
         on_host, self._on_host = self._on_host, {}
-        is_base = self._keeps and not self._session.is_of_adapters
+        is_base = self._keeps and not self.session.is_of_adapters
         if is_base:
             self._kept = {name: on_host.get(name, tensor) for name, tensor in tensors.items()}
         in_use = [*self._model.tensors(), *self._kept.values()]
-        self._session.settle(in_use, version if is_base else None)
+        self.session.settle(in_use, version if is_base else None)
 
     def _forget_kept(self) -> None:
         self._kept = {}
-        self._session.forget_base()
+        self.session.forget_base()
 
     # -- direct -----------------------------------------------------------------------
 
@@ -324,13 +320,16 @@ class WorkerUpdates:
         """Compares names and shapes with the checkpoint that the server was started from."""
         if self._expected is None:
             folder = self._model.checkpoint_folder()
-            self._expected = _checkpoint_shapes(Path(folder))
-            if not self._expected:
+            try:
+                stored = WeightFiles(Path(folder), "model").headers()
+            except WeightsAbsent:
+                stored = {}
                 logger.warning(
                     "%s is not a directory with safetensors files: names and shapes of pushed "
                     "weights are not checked before they are loaded.",
                     folder,
                 )
+            self._expected = {name: tensor.shape for name, tensor in stored.items()}
         if not self._expected:
             return
         for name, shape in zip(names, shapes, strict=True):
@@ -341,11 +340,3 @@ class WorkerUpdates:
                 raise ValueError(f"The served model has no parameter named {name}.")
             if tuple(shape) != expected:
                 raise ValueError(f"{name} must have shape {expected}, got {tuple(shape)}.")
-
-
-def _checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    try:
-        stored = WeightFiles(folder, "model").headers()
-    except WeightsAbsent:
-        return {}
-    return {name: tensor.shape for name, tensor in stored.items()}

@@ -89,7 +89,7 @@ class Worker:
         self.model = TorchModel(folder)
         self.group = SentBytes()
         self.updates = WorkerUpdates(self.model, CPU)
-        self.updates._session._groups["group"] = self.group  # type: ignore[assignment]
+        self.updates.session._groups["group"] = self.group  # type: ignore[assignment]
         self.updates._timeout_seconds = 30.0
         self.updates._keeps = True
 
