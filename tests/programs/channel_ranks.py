@@ -57,7 +57,7 @@ class SomeAgent:
 
 async def lead(channel: RankChannel) -> dict[str, Any]:
     gc.disable()  # so that an error that is part of a cycle is seen
-    agent = remote(SomeAgent, channel, 1, 60.0)
+    agent = remote(SomeAgent, channel.call, 1, 60.0)
     gathering = asyncio.create_task(agent.gather(1, 7, True))
     await asyncio.sleep(0)  # called first, and so to arrive first
     results: dict[str, Any] = {

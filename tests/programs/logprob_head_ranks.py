@@ -93,7 +93,7 @@ def tensor_parallel(arguments):
             fully_shard(part, mesh=mesh["dp"])
         for part in (model.norm, model.output, model):
             part.set_gradient_divide_factor(1.0)
-        prepare_fsdp_for_gloo([model])
+        prepare_fsdp_for_gloo(model)
         half = mesh.get_local_rank("dp") * 2
         mine = slice(half, half + 2)
     packed, hidden_grad = score(model, hidden[mine], [x[mine] for x in labels], grads[mine])
@@ -118,7 +118,7 @@ def mixed_precision(arguments):
     for part in (model.norm, model.output, model):
         fully_shard(part, mesh=mesh, mp_policy=policy)
         part.set_gradient_divide_factor(1.0)
-    prepare_fsdp_for_gloo([model])
+    prepare_fsdp_for_gloo(model)
     packed, _ = score(model, hidden, labels, grads / dist.get_world_size())
     return {
         "dtypes": [str(packed.dtype), str(model.output.weight.grad.dtype)],

@@ -9,7 +9,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +51,8 @@ class RunFinished(Exception):
 def find_start(config: JobConfig, model: HFModel) -> Start:
     """Decides how the run starts, from checkpoints with checked contents; see `plan_start`.
 
-    Each rank reads a share of the files of the folder, which rank 0 has claimed before. Remains
-    of an interrupted save are removed. Collective over all ranks, as is RunFinished.
+    Each rank reads a share of the files. Remains of an interrupted save are removed. Collective
+    over all ranks, as is RunFinished.
     """
     damaged: dict[int, str] = {}
     while True:
@@ -80,7 +79,8 @@ def find_start(config: JobConfig, model: HFModel) -> Start:
     date = [start.record.date]
     dist.broadcast_object_list(date, src=0)
     dist.barrier()
-    return replace(start, record=msgspec.structs.replace(start.record, date=date[0]))
+    start.record.date = date[0]
+    return start
 
 
 class AdapterState(ModelWrapper):
@@ -172,11 +172,7 @@ def save_stopped(trainer: Trainer, source: StepSource | None, first_step: int) -
 
 
 def progress_state(progress: PromptProgress) -> dict[str, str]:
-    """Returns the progress through the prompts as a checkpoint's entry.
-
-    It is one string: a checkpoint stores each element of a list by itself, and the number of
-    open prompts changes.
-    """
+    # One string: a checkpoint stores each element of a list by itself, and their number changes.
     return {"prompt_progress": msgspec.json.encode(progress).decode()}
 
 

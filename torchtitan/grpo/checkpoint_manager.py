@@ -22,9 +22,13 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torchtitan.grpo.disk_failures import room_problem
 from torchtitan.grpo.errors import LAST_SAVE_FAILED, RunError
 from torchtitan.grpo.job_config import Checkpoint
-from torchtitan.grpo.resume.checkpoint_files import METADATA_FILE, CheckpointWriter, is_whole
+from torchtitan.grpo.resume.checkpoint_files import (
+    METADATA_FILE,
+    CheckpointWriter,
+    is_whole,
+    whole_steps,
+)
 from torchtitan.grpo.rollout.saved import file_of
-from torchtitan.grpo.run_folder.contents import steps_in
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.upstream.checkpoint import AsyncMode, CheckpointManager
 from torchtitan.grpo.upstream.tools import GarbageCollection
@@ -46,9 +50,7 @@ class LastSaveFailed(SaveFailed):
 
 
 class GRPOCheckpointManager(CheckpointManager):
-    """Made by :func:`adopt`; ``missing`` describes the failure of the newest checkpoint, if it
-    failed.
-    """
+    """Made by :func:`adopt`. ``missing`` describes why the newest checkpoint failed, if it did."""
 
     settings: Checkpoint
     dump_folder: str
@@ -153,10 +155,9 @@ class GRPOCheckpointManager(CheckpointManager):
         self._is_told = True
 
     def _describe_failure(self, error: BaseException) -> str:
-        whole = [s for s in steps_in(Path(self.folder)) if is_whole(Path(self.folder, f"step-{s}"))]
-        kept = f"The newest whole checkpoint is that of step {whole[-1]}." if whole else (
-            "There is no whole checkpoint."
-        )  # fmt: skip
+        kept = "There is no whole checkpoint."
+        if whole := whole_steps(Path(self.folder)):
+            kept = f"The newest whole checkpoint is that of step {whole[-1]}."
         reason = _reason(error, Path(self.folder))
         return f"The checkpoint {self._saving} could not be written: {reason}. {kept}"
 
@@ -197,9 +198,8 @@ class GRPOCheckpointManager(CheckpointManager):
     def _purge_stale_checkpoints(self) -> None:
         if self.keep_latest_k <= 0 or dist.get_rank() != 0 or self.purge_thread is None:
             return
-        folders = [Path(self.folder, f"step-{step}") for step in steps_in(Path(self.folder))]
-        whole = [folder for folder in folders if is_whole(folder)]
-        for folder in whole[: -self.keep_latest_k]:
+        for step in whole_steps(Path(self.folder))[: -self.keep_latest_k]:
+            folder = Path(self.folder, f"step-{step}")
             # Not whole any more from here on, however far its removal gets.
             (folder / METADATA_FILE).unlink(missing_ok=True)
             self.purge_queue.put(str(folder))

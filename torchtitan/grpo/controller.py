@@ -82,6 +82,7 @@ from torchtitan.grpo.rollout.drops import run_summary
 from torchtitan.grpo.rollout.link import RolloutFailed, RolloutKilled, RolloutLink
 from torchtitan.grpo.rollout.results import EvaluationResult, RolloutBatch
 from torchtitan.grpo.rollout.saved import discard_after, file_of
+from torchtitan.grpo.run_folder.contents import steps_in
 from torchtitan.grpo.system.device import are_gpus_shared, gpus_for_servers
 from torchtitan.grpo.system.groups import leader_address
 from torchtitan.grpo.system.logs import logger
@@ -232,7 +233,8 @@ class RolloutController(StepSource):
         # If the process was killed, the request for the next batch will notice and restart it.
         with suppress(RolloutKilled):
             if self._is_ready:
-                self.link.save(step, checkpointed_steps(self.config))
+                checkpoints = Path(self.config.job.dump_folder) / self.config.checkpoint.folder
+                self.link.save(step, steps_in(checkpoints))
 
     def wait_saved(self, step: int, timeout_seconds: float) -> int | None:
         if not self._is_ready:
@@ -320,12 +322,6 @@ def ledger_record(step: int, batch: RolloutBatch, groups: Sequence[RolloutGroup]
         "position": batch.progress.position,
         "open": list(batch.progress.open),
     }
-
-
-def checkpointed_steps(config: JobConfig) -> list[int]:
-    folder = Path(config.job.dump_folder) / config.checkpoint.folder
-    names = (path.name.removeprefix("step-") for path in folder.glob("step-*"))
-    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def process_config(

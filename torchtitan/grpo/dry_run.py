@@ -109,7 +109,7 @@ def dry_run(
 
 
 def _weights(config: JobConfig, model: HFModel, warnings: list[str]) -> str:
-    """Compares the weights with the model, counts them, and adds warnings."""
+    """Compares the weights with the model, and adds warnings."""
     try:
         num_tensors, notes = check_weights(config, model)
     except WeightsAbsent:
@@ -121,7 +121,6 @@ def _weights(config: JobConfig, model: HFModel, warnings: list[str]) -> str:
 
 
 def _examples(config: JobConfig, model: HFModel, date: str, warnings: list[str]) -> Iterator[str]:
-    """Describes the files of supervised examples, and adds warnings."""
     for key, path in (("path", config.sft.path), ("held_out_path", config.sft.held_out_path)):
         if path is None:
             continue

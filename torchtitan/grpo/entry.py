@@ -124,11 +124,7 @@ def _open(args: list[str], *, weights: bool) -> tuple[JobConfig, HFModel, list[s
 
 
 def check_only(args: list[str], *, shows_settings: bool) -> int:
-    """Prints a run's inputs and layout; the exit status is 2 if its folder would be refused.
-
-    With ``shows_settings``, it prints every setting as well. Raises RunError for anything else
-    that would be refused.
-    """
+    """The exit status is 2 if only the folder would be refused; RunError for anything else."""
     config, model, notes = _open(args, weights=False)
     status, date = 0, ""
     try:

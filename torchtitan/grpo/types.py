@@ -279,7 +279,7 @@ class Generation:
 
 
 def joined(before: Generation | None, after: Generation) -> Generation:
-    """Joins two parts of one completion. Adjacent segments of the same version become one."""
+    """Adjacent segments of the same version become one."""
     if before is None:
         return after
     offset = len(before.token_ids)

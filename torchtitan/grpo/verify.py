@@ -36,8 +36,6 @@ _NEEDED = ("server_version", "policy_version", "steps", "weight_sync_failures")
 
 @dataclass(frozen=True)
 class Check:
-    """One condition and the observation that was made, both in words."""
-
     what: str
     found: str
     holds: bool
@@ -57,7 +55,7 @@ def read_summary(run: Path, *more: str) -> dict[str, Any]:
 
 
 def read_json(where: Path | str, text: str) -> dict[str, Any]:
-    """Returns a JSON object of a run; ``where`` begins the message if it is damaged."""
+    """``where`` begins the message if the object of a run is damaged."""
     try:
         found = json.loads(text)
     except ValueError as error:

@@ -169,7 +169,7 @@ def _apply_data_parallel(model: PackedModel, dims: ParallelDims, config: JobConf
         mesh = dims.get_optional_mesh("dp_replicate") or dims._meshes["dp_replicate"]
         _apply_replication(model, mesh, **dtypes)
     if utils.device_type == "cpu":
-        prepare_fsdp_for_gloo([model])
+        prepare_fsdp_for_gloo(model)
 
 
 def _reshard_policy(config: JobConfig) -> str:

@@ -139,7 +139,7 @@ class MonitorSite:
         )
 
     async def start(self) -> tuple[str, int]:
-        """Listens, and returns host and port, or raises :class:`MonitorError`."""
+        """Returns host and port, or raises :class:`MonitorError`."""
         await self._runner.setup()
         try:
             self._listener = await listen(self._runner, self._host, self._port, _MAX_CONNECTIONS)
@@ -189,7 +189,7 @@ class MonitorThread:
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
 
     def start(self) -> tuple[str, int]:
-        """Starts the thread, and returns host and port, or raises :class:`MonitorError`."""
+        """Returns host and port, or raises :class:`MonitorError`."""
         self._thread.start()
         return self._address.result(_START_SECONDS)
 

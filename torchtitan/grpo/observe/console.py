@@ -38,21 +38,15 @@ def init_console(level: str, *, is_rank_zero: bool) -> None:
     init_logger()
     logger.setLevel(level.upper() if is_rank_zero else "WARNING")
     for handler in logger.handlers:
-        handler.addFilter(_is_news)
+        handler.addFilter(lambda record: not any(noise in record.getMessage() for noise in _NOISE))
     # Matplotlib logs that it builds its font cache, once on each machine.
     logging.getLogger("matplotlib").setLevel("WARNING")
     for message in _NOISY_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    message = record.getMessage()
-    return not any(noise in message for noise in _NOISE)
-
-
 class Progress:
-    """Shows a bar on a terminal below the line of the last step, and a line for each step
-    elsewhere.
+    """Shows a bar below the line of the last step on a terminal, elsewhere a line for each step.
 
     Log messages go through the bar's console: others would stand in the middle of it.
     """
@@ -81,10 +75,9 @@ class Progress:
         if self._bar is not None:
             self._bar.lines = [line, left_out] if left_out else [line]
             self._bar.update(self._task, completed=step)
-        elif self.mode == "lines" and is_wide:
-            self._console.print(f"{line}  {left_out}" if left_out else line, markup=False)
         elif self.mode == "lines":
-            self._console.print(f"{line}\n  {left_out}" if left_out else line, markup=False)
+            space = "  " if is_wide else "\n  "
+            self._console.print(f"{line}{space}{left_out}" if left_out else line, markup=False)
 
     def print(self, message: str, *, always: bool = False) -> None:
         """Prints a message above the bar, unless ``mode`` is ``none``; ``always`` even then."""

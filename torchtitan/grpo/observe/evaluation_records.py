@@ -6,11 +6,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-from torchtitan.grpo.rollout.results import EvaluationResult, SetResult
+from torchtitan.grpo.rollout.results import EvaluationResult
+
+_OF_SET = ["score", "length_mean", "length_max", "cut_fraction", "num_prompts", "num_completions"]
 
 
 def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
-    """Returns the metrics of each set, and those of all together."""
     metrics = {
         "evaluation/score": result.score,
         "evaluation/seconds": result.seconds,
@@ -18,8 +19,10 @@ def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
         "evaluation/mixed_fraction": result.mixed_fraction,
     }
     for of_set in result.sets:
-        for name, value in _set_metrics(of_set).items():
-            metrics[f"evaluation/{of_set.name}/{name}"] = float(value)
+        for name in _OF_SET:
+            metrics[f"evaluation/{of_set.name}/{name}"] = float(getattr(of_set, name))
+        for k, value in of_set.pass_at.items():
+            metrics[f"evaluation/{of_set.name}/pass_at_{k}"] = float(value)
     return metrics
 
 
@@ -59,15 +62,3 @@ def evaluation_lines(result: EvaluationResult) -> Iterator[str]:
             f"{result.mixed_fraction:.0%} of these completions have tokens of newer weights, of up "
             f"to step {result.newest_version}, which the servers took meanwhile"
         )
-
-
-def _set_metrics(of_set: SetResult) -> dict[str, float]:
-    return {
-        "score": of_set.score,
-        **{f"pass_at_{k}": value for k, value in of_set.pass_at.items()},
-        "length_mean": of_set.length_mean,
-        "length_max": of_set.length_max,
-        "cut_fraction": of_set.cut_fraction,
-        "num_prompts": of_set.num_prompts,
-        "num_completions": of_set.num_completions,
-    }

@@ -9,6 +9,7 @@ They go to the console, to ``metrics.jsonl`` and to upstream's TensorBoard and w
 import netrc
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,46 +42,46 @@ from torchtitan.grpo.upstream.parallelism import ParallelDims
 
 
 class GRPOMetricsProcessor(MetricsProcessor):
-    """Upstream's processor with this project's keys; its logs are None on other ranks than 0.
+    """Upstream's processor with this project's keys; only rank 0 has logs, once it has started."""
 
-    ``evaluations`` is ``evaluations.jsonl``, and ``evaluated`` is ``evaluation_samples.jsonl``.
-    """
+    steps: RunLog  # metrics.jsonl
+    evaluations: RunLog  # evaluations.jsonl
+    evaluated: RunLog  # evaluation_samples.jsonl
 
-    def __init__(
-        self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None
-    ) -> None:
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         _keep_wandb_offline_without_key()
         # Upstream would open wandb and TensorBoard on the rank that sees a pipeline's loss.
         with wandb_run(job_config):
-            super().__init__(job_config, without_pipeline(parallel_dims), tag)
+            super().__init__(job_config, without_pipeline(parallel_dims))
         self.parallel_dims = parallel_dims
         self._config = job_config
-        self.steps: RunLog | None = None
-        self.evaluations: RunLog | None = None
-        self.evaluated: RunLog | None = None
+        self._folder = Path(job_config.job.dump_folder)
         self._progress: Progress | None = None
+        self._open: list[Progress | RunLog] = []
         if dist.get_rank() == 0:
-            self._folder = Path(job_config.job.dump_folder)
             self._folder.mkdir(parents=True, exist_ok=True)
             self._progress = Progress(job_config.observe.progress, job_config.training.steps)
+            self._open.append(self._progress)
         self.monitor = RankMonitor(job_config)
         self._equal_rewards = EqualRewardsWatch(job_config)
         self._is_chat: bool | None = None
 
     def start(self, step: int) -> None:
         """Opens the files. A resumed run continues the files of the run before it."""
-        if self._progress is not None:
-            self.steps = RunLog(self._folder / "metrics.jsonl", step)
-            self.evaluations = RunLog(self._folder / "evaluations.jsonl", step)
-            self.evaluated = RunLog(self._folder / "evaluation_samples.jsonl", step)
-            if place := wandb_place(self.logger):
-                self._progress.print(place)
+        if self._progress is None:
+            return
+        self.steps = RunLog(self._folder / "metrics.jsonl", step)
+        self.evaluations = RunLog(self._folder / "evaluations.jsonl", step)
+        self.evaluated = RunLog(self._folder / "evaluation_samples.jsonl", step)
+        self._open += [self.steps, self.evaluations, self.evaluated]
+        if place := wandb_place(self.logger):
+            self._progress.print(place)
 
     def log_step(
         self, step: int, metrics: dict[str, float], samples: Sequence[dict[str, Any]] = ()
     ) -> None:
         """Records one step, counted from 1, with its records of ``samples.jsonl``, on rank 0."""
-        if self._progress is None or self.steps is None:
+        if self._progress is None:
             return
         stats = self.device_memory_monitor.get_peak_stats()
         metrics = metrics | {"memory/peak_gib": stats.max_reserved_gib}
@@ -101,10 +102,8 @@ class GRPOMetricsProcessor(MetricsProcessor):
     def log_evaluation(
         self, step: int, result: EvaluationResult, counts: Mapping[str, int]
     ) -> None:
-        """Records an evaluation after ``step`` steps on rank 0; the evaluated version may be
-        older.
-        """
-        if self._progress is None or self.evaluations is None or self.evaluated is None:
+        """Records an evaluation after ``step`` on rank 0; the evaluated version may be older."""
+        if self._progress is None:
             return
         metrics = evaluation_metrics(result)
         metrics |= {f"evaluation/{name}": float(count) for name, count in counts.items()}
@@ -119,7 +118,7 @@ class GRPOMetricsProcessor(MetricsProcessor):
 
     def log_held_out(self, step: int, loss: float) -> None:
         """Records the loss of held-out examples under the weights after ``step``, on rank 0."""
-        if self._progress is None or self.evaluations is None:
+        if self._progress is None:
             return
         metrics = {"evaluation/loss": loss}
         self.evaluations.add({"step": step, **metrics})
@@ -129,7 +128,6 @@ class GRPOMetricsProcessor(MetricsProcessor):
 
     def report(self, outcome: RunOutcome) -> None:
         """Writes and prints the summary of a run that has ended, and closes the files, on rank 0."""
-        assert self.steps is not None and self.evaluations is not None
         _warn(self._equal_rewards.end(self._is_chat))
         steps, evaluations = self.steps.read(), self.evaluations.read()
         is_supervised = self._config.sft.path is not None
@@ -141,9 +139,12 @@ class GRPOMetricsProcessor(MetricsProcessor):
             draw_reward_curve(self._folder, steps, evaluations, self._config)
         place = wandb_place(self.logger)
         self.close()
-        names = ["metrics.jsonl", "samples.jsonl", "reward_curve.png"]
-        names.append(self._config.profiling.save_traces_folder)
-        files = [name for name in names if _has_content(self._folder / name)]
+        traces = self._config.profiling.save_traces_folder
+        files = [
+            name
+            for name in ("metrics.jsonl", "samples.jsonl", "reward_curve.png", traces)
+            if (path := self._folder / name).exists() and path.stat().st_size > 0
+        ]
         print(f"Everything is in {self._folder}: {', '.join(files)}.", flush=True)
         if place:
             print(place, flush=True)
@@ -151,15 +152,8 @@ class GRPOMetricsProcessor(MetricsProcessor):
     def close(self) -> None:
         super().close()
         self.monitor.close()
-        for part in (self._progress, self.steps, self.evaluations, self.evaluated):
-            if part is not None:
-                part.close()
-        self._progress = self.steps = self.evaluations = self.evaluated = None
-
-
-def _has_content(path: Path) -> bool:
-    """Runs without rollouts leave their samples empty."""
-    return path.exists() and path.stat().st_size > 0
+        for part in self._open:
+            part.close()
 
 
 def _warn(notice: str | None) -> None:
@@ -178,9 +172,7 @@ def _keep_wandb_offline_without_key() -> None:
     """Without a key wandb would ask for one on the terminal and wait."""
     if "WANDB_MODE" in os.environ or "WANDB_API_KEY" in os.environ:
         return
-    try:
-        known = netrc.netrc().authenticators("api.wandb.ai") is not None
-    except (OSError, netrc.NetrcParseError):
-        known = False
-    if not known:
-        os.environ["WANDB_MODE"] = "offline"
+    with suppress(OSError, netrc.NetrcParseError):
+        if netrc.netrc().authenticators("api.wandb.ai") is not None:
+            return
+    os.environ["WANDB_MODE"] = "offline"

@@ -31,7 +31,7 @@ class StepClock:
         self._begin = self._last_end = time.perf_counter()
 
     def restart(self) -> None:
-        """Starts a step now. Time since the last step, such as an evaluation, is not counted."""
+        """Time since the last step, such as an evaluation, is not counted."""
         self._last_end = time.perf_counter()
 
     @contextmanager
@@ -44,7 +44,6 @@ class StepClock:
             self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - begin
 
     def end_step(self) -> dict[str, float]:
-        """Ends the step, returns its times, and starts the next step."""
         now = time.perf_counter()
         step_seconds = now - self._last_end
         times = {f"time/{part}_seconds": seconds for part, seconds in self._parts.items()}
@@ -63,10 +62,8 @@ _RECORDED = (torch.profiler.ProfilerAction.RECORD, torch.profiler.ProfilerAction
 @contextmanager
 def profilers(config: JobConfig, step: int) -> Iterator[list[Any]]:
     """Runs the profilers that ``[profiling]`` enables; each needs ``step()`` after each step."""
-    settings, folder = (
-        _within(config.profiling, step, config.training.steps),
-        config.job.dump_folder,
-    )
+    settings = _within(config.profiling, step, config.training.steps)
+    folder = config.job.dump_folder
     with ExitStack() as stack:
         running: list[Any] = []
         if settings.enable_profiling:
@@ -110,14 +107,10 @@ def _trace(settings: Profiling, first: int, folder: Path) -> torch.profiler.prof
             file.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(file))
         except (OSError, RuntimeError) as error:
-            logger.error(
-                f"The trace {file} cannot be written ({error}). Training goes on without it."
-            )
+            logger.error(f"The trace {file} cannot be written ({error}). Training goes on.")
 
     # The warning is for readers of events from the profiler instead of from the files.
-    warnings.filterwarnings(
-        "ignore", message="Warning: Profiler clears events", category=UserWarning
-    )
+    warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
     return torch.profiler.profile(
         schedule=lambda taken: action(first + taken), on_trace_ready=write, record_shapes=True
     )

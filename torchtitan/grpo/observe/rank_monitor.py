@@ -25,7 +25,7 @@ class RankMonitor:
         self._thread: MonitorThread | None = None
 
     def start(self) -> None:
-        """Begins to serve on rank 0; MonitorError if the address cannot be used."""
+        """Raises MonitorError if the address cannot be used."""
         observe = self._config.observe
         if not observe.monitor:
             return
@@ -60,8 +60,7 @@ class Phases:
         self._completed_at = clock()
 
     def enter(self, phase: str) -> None:
-        now = self._clock()
-        former = self._phase
+        now, former = self._clock(), self._phase
         self._longest[former] = max(self._longest[former], now - self._since)
         self._phase, self._since = phase, now
 
@@ -77,7 +76,7 @@ class Phases:
         }
 
     def health(self, servers: Mapping[str, Any]) -> Health:
-        """Returns the health of the rank; ``servers`` holds the state of each server, by URL."""
+        """``servers`` holds the state of each server, by URL."""
         now = self._clock()
         phase, lasted = self._phase, now - self._since
         bound = max(self._stuck_seconds, _TIMES_LONGER * self._longest.get(phase, 0.0))

@@ -23,15 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """The end of a run, apart from the records of its steps.
-
-    ``seconds`` is the duration of this process's part of the run, and ``server_version`` the
-    lowest version that a server reports, or -1 if none answers.
-    """
+    """The end of a run, apart from the records of its steps."""
 
     step: int
-    seconds: float
-    server_version: int
+    seconds: float  # of this process's part of the run
+    server_version: int  # the lowest that a server reports, or -1 if none answers
     weight_sync_failures: int
     hf_checkpoint: Path
 
@@ -39,12 +35,12 @@ class RunOutcome:
 def summarize(
     outcome: RunOutcome, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the content of ``summary.json``."""
+    kl = "teacher/reverse_kl"
     taught = {}
-    if any("teacher/reverse_kl" in record for record in steps):
+    if any(kl in record for record in steps):
         taught = {
-            "teacher_kl_first10": mean_over(steps[:10], "teacher/reverse_kl"),
-            "teacher_kl_last10": mean_over(steps[-10:], "teacher/reverse_kl"),
+            "teacher_kl_first10": mean_over(steps[:10], kl),
+            "teacher_kl_last10": mean_over(steps[-10:], kl),
         }
     return {
         "steps": outcome.step,
@@ -67,7 +63,7 @@ def summarize(
 def summarize_supervised(
     outcome: RunOutcome, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the content of ``summary.json`` for a run that has no rollouts."""
+    """For a run that has no rollouts."""
     return {
         "steps": outcome.step,
         "seconds": round(outcome.seconds, 1),
@@ -81,7 +77,7 @@ def summarize_supervised(
 
 
 def mean_over(history: list[dict[str, Any]], key: str) -> float | None:
-    """Returns the mean of a metric over the records that have a number of it, or None without one."""
+    """None if no record has a number of the metric."""
     values = numbers_of(history, key)
     return sum(values) / len(values) if values else None
 
@@ -104,7 +100,6 @@ Records = Sequence[Mapping[str, Any]]
 def draw_reward_curve(
     folder: Path, steps: Records, evaluations: Records, config: JobConfig
 ) -> Path:
-    """Draws rewards, held-out scores and staleness over steps into ``reward_curve.png``."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -140,7 +135,6 @@ def _draw_evaluations(
 
 
 def title(config: JobConfig) -> str:
-    """Returns the run's description, or else the name of its folder."""
     # Upstream's default says nothing about the run.
     is_given = config.job.description != type(config.job)().description
     return config.job.description if is_given else Path(config.job.dump_folder).name
@@ -161,7 +155,6 @@ def _draw_rewards(axes: "Axes", steps: Records, names: list[str]) -> None:
 
 
 def _draw_staleness(axes: "Axes", steps: Records) -> None:
-    """Draws the largest and the mean age, with room above and below the lines."""
     from matplotlib.ticker import MaxNLocator
 
     _draw(axes, steps, "staleness/max_steps", "largest", "-", color="C3", drawstyle="steps-mid")

@@ -6,6 +6,7 @@
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,6 @@ class RunLog:
         self._flush()
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns all records of the run, including those of earlier processes."""
         written = (self._path.read_bytes() + self._unwritten).splitlines(keepends=True)
         return [record for _, record in _records(self._path, written)]
 
@@ -55,9 +55,7 @@ class RunLog:
                     f"{self._path} cannot be written now ({error.strerror}). Training goes on, and "
                     "what is missing there is written as soon as there is room."
                 )
-            self._is_told = True
-        else:
-            self._is_told = False
+        self._is_told = bool(self._unwritten)
 
     def close(self) -> None:
         if not self._stream.closed:
@@ -73,10 +71,9 @@ class RunLog:
 def _records(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yields lines with their records, without damaged ones, such as the last of a killed process."""
     for number, line in enumerate(lines, 1):
-        try:
+        record = None
+        with suppress(ValueError, RecursionError):
             record = json.loads(line) if line.endswith(b"}\n") else None
-        except (ValueError, RecursionError):
-            record = None
         if isinstance(record, dict) and type(record.get("step")) is int:
             yield line, record
         else:

@@ -66,9 +66,8 @@ class SampleLog:
 def turns(rollout: Rollout, codec: TextCodec) -> list[dict[str, Any]]:
     """Returns the whole context of a rollout, in the parts that different writers wrote.
 
-    Each part has ``role``, ``trained``, ``num_tokens``, and ``text`` with special tokens. The
-    role is ``prompt``, ``model``, ``environment``, or ``older model``: tokens of a policy that
-    was too old to be trained (``rollout.overdue = "resume"``).
+    Each ``text`` has special tokens. The ``role`` is ``prompt``, ``model``, ``environment``, or
+    ``older model``: tokens of a policy that was too old to be trained (``rollout.overdue``).
     """
     ids = np.concatenate([rollout.prompt_ids, rollout.token_ids]).tolist()
     begin = len(rollout.prompt_ids)
@@ -90,11 +89,9 @@ def _spans(rollout: Rollout) -> list[tuple[bool, int, int]]:
         return []
     if rollout.sampled is None:
         return [(True, 0, length)]
-    changes = (np.flatnonzero(np.diff(rollout.sampled)) + 1).tolist()
-    borders = [0, *changes, length]
-    return [
-        (bool(rollout.sampled[start]), start, end) for start, end in itertools.pairwise(borders)
-    ]
+    borders = [0, *(np.flatnonzero(np.diff(rollout.sampled)) + 1).tolist(), length]
+    sampled = rollout.sampled.tolist()
+    return [(sampled[start], start, end) for start, end in itertools.pairwise(borders)]
 
 
 def _texts(ids: list[int], ends: list[int], codec: TextCodec) -> list[str]:
@@ -103,20 +100,16 @@ def _texts(ids: list[int], ends: list[int], codec: TextCodec) -> list[str]:
     A part is decoded with everything before it: some tokenizers drop a space at the beginning,
     and a character may consist of tokens of two parts.
     """
-    found, before = [], ""
-    start = 0
+    found, before, start = [], "", 0
     for end in ends:
         whole = codec.decode_exactly(ids[:end])
-        if whole.startswith(before):
-            found.append(whole[len(before) :])
-        else:
-            found.append(codec.decode_exactly(ids[start:end]))
+        is_longer = whole.startswith(before)
+        found.append(whole[len(before) :] if is_longer else codec.decode_exactly(ids[start:end]))
         before, start = whole, end
     return found
 
 
 def sample_text(record: Mapping[str, Any]) -> str:
-    """Returns a record of ``samples.jsonl`` in a form to read on a terminal."""
     components = ", ".join(f"{k} {v:.4g}" for k, v in record["reward_components"].items())
     advantage = record["advantage"]
     facts = [

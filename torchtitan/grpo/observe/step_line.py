@@ -28,12 +28,11 @@ _DROPPED = (
 
 
 def short_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
-    """Returns the fields of a step in at most 79 characters."""
+    """At most 79 characters."""
     return " ".join(short for short, _ in _fields(step, num_steps, metrics) if short)
 
 
 def long_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
-    """Returns the fields of a step with whole words, for wide terminals and for files."""
     return "  ".join(long for _, long in _fields(step, num_steps, metrics) if long)
 
 
@@ -79,14 +78,14 @@ def _fields(step: int, num_steps: int, metrics: Mapping[str, float]) -> Iterator
 
 
 def dropped(metrics: Mapping[str, float]) -> str:
-    """Describes what was left out since the last step; empty if nothing was."""
+    """What was left out since the last step; empty if nothing was."""
     counts = [(metrics.get(key, 0.0), words) for key, words in _DROPPED]
     found = [f"{count:.0f} {words}" for count, words in counts if count]
     return f"dropped: {', '.join(found)}" if found else ""
 
 
 def who_waits(metrics: Mapping[str, float]) -> tuple[str, float]:
-    """Returns the one that waits more, ``trainer`` or ``rollouts``, and its share of time."""
+    """The one that waits more, ``trainer`` or ``rollouts``, and its share of time."""
     trainer = metrics.get("time/wait_data_fraction", 0.0)
     rollouts = metrics.get("rollout/wait_trainer_fraction", 0.0)
     return ("rollouts", rollouts) if rollouts > trainer else ("trainer", trainer)

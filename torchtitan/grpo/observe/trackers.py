@@ -29,16 +29,8 @@ SAMPLES = "samples"
 """Name of the table in wandb, and of the text in TensorBoard."""
 
 COLUMNS = (
-    "step",
-    "group_id",
-    "prompt",
-    "completion",
-    "context",
-    "reward",
-    "advantage",
-    "reward_components",
-    "columns",
-    "finish_reason",
+    *("step", "group_id", "prompt", "completion", "context", "reward", "advantage"),
+    *("reward_components", "columns", "finish_reason"),
 )
 
 
@@ -76,7 +68,6 @@ def wandb_run(config: JobConfig) -> Iterator[None]:
 
 
 def wandb_place(tracker: BaseLogger) -> str | None:
-    """Returns a sentence that says where wandb's files are, or None without wandb."""
     for one in _loggers(tracker):
         if isinstance(one, WandBLogger) and (run := one.wandb.run) is not None:
             folder = Path(run.dir).parent
@@ -86,7 +77,7 @@ def wandb_place(tracker: BaseLogger) -> str | None:
 
 
 def log_samples(tracker: BaseLogger, samples: Sequence[Mapping[str, Any]], step: int) -> None:
-    """Logs records of ``samples.jsonl`` as a table in wandb and as text in TensorBoard."""
+    """As a table in wandb and as text in TensorBoard."""
     if not samples:
         return
     for one in _loggers(tracker):
@@ -112,9 +103,8 @@ def _row(sample: Mapping[str, Any]) -> list[Any]:
         f"[{turn['role']}{', trained' if turn['trained'] else ''}] {turn['text']}"
         for turn in sample["context"]
     )
-    values = {**sample, "context": context}
-    return [_cell(values[name]) for name in COLUMNS]
-
-
-def _cell(value: Any) -> Any:
-    return strict_json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
+    values = [{**sample, "context": context}[name] for name in COLUMNS]
+    return [
+        strict_json.dumps(v, ensure_ascii=False) if isinstance(v, dict | list) else v
+        for v in values
+    ]

@@ -25,14 +25,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from torchtitan.grpo.run_folder.contents import steps_in
 from torchtitan.grpo.system.files import Sums, read_sums, sync_folder, write_sums
 
 METADATA_FILE = ".metadata"
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Torch's writer of checkpoint folders, with checksums."""
-
     def __init__(self, path: str | os.PathLike) -> None:
         super().__init__(path)
         self.fs = self._files = _SummingFileSystem()
@@ -80,8 +79,6 @@ class _SummingFileSystem(FileSystem):
 
 
 class _SummingStream:
-    """A stream that is written from its beginning to its end, with the checksum of it all."""
-
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self.size = self.crc = 0
@@ -104,8 +101,12 @@ def clear_folder(folder: Path) -> None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Returns whether a checkpoint has been written to its end, in either format."""
+    """Whether a checkpoint has been written to its end, in either format."""
     return (folder / METADATA_FILE).is_file() or (folder / "model.safetensors.index.json").is_file()
+
+
+def whole_steps(checkpoints: Path) -> list[int]:
+    return [step for step in steps_in(checkpoints) if is_whole(checkpoints / f"step-{step}")]
 
 
 def remove_incomplete(checkpoints: Path) -> list[Path]:
@@ -122,13 +123,14 @@ def remove_incomplete(checkpoints: Path) -> list[Path]:
 
 
 def quick_problem(folder: Path) -> str | None:
-    """Returns why a checkpoint cannot be whole, as far as names and sizes tell, or None."""
+    """Why a checkpoint cannot be whole, as far as names and sizes tell; None if it may be."""
     if not (folder / METADATA_FILE).is_file():
         return None
     try:
         sums = read_sums(folder)
         ends: dict[str, int] = {}
-        for info in _metadata_of(folder).storage_data.values():
+        metadata = cast(Any, FileSystemReader(folder).read_metadata())
+        for info in metadata.storage_data.values():
             end = info.offset + info.length
             ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
     except (Exception, CheckpointException) as error:  # pickle raises whatever it likes
@@ -140,7 +142,3 @@ def quick_problem(folder: Path) -> str | None:
         if size < end or (expected is not None and size != expected):
             return f"{name} has {size} bytes instead of {expected or end}"
     return None
-
-
-def _metadata_of(folder: Path) -> Any:
-    return cast(Any, FileSystemReader(folder).read_metadata())

@@ -4,7 +4,6 @@
 """Writes the model of a checkpoint as a Hugging Face directory, in one process and without training."""
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -15,16 +14,10 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel, ModelError
 from torchtitan.grpo.models.hf_weights import write_hf
 from torchtitan.grpo.models.shards import named_parameters
-from torchtitan.grpo.resume.checkpoint_files import (
-    METADATA_FILE,
-    is_whole,
-    quick_problem,
-)
-from torchtitan.grpo.run_folder.contents import steps_in
+from torchtitan.grpo.resume.checkpoint_files import METADATA_FILE, quick_problem, whole_steps
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.system.files import damaged_files
 from torchtitan.grpo.training.model_spec import build_without_memory
-from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 
 
 def find_checkpoint(config: JobConfig, named: str) -> Path:
@@ -33,9 +26,9 @@ def find_checkpoint(config: JobConfig, named: str) -> Path:
     ``named`` is ``newest``, the number of a step, or a folder.
     """
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
-    steps = [step for step in steps_in(folder) if is_whole(folder / f"step-{step}")]
     if named == "newest" or named.isdecimal():
-        step = (steps[-1] if steps else None) if named == "newest" else int(named)
+        steps = whole_steps(folder)
+        step = int(named) if named.isdecimal() else max(steps, default=None)
         if step not in steps:
             listed = ", ".join(map(str, steps)) or "none"
             raise ModelError(
@@ -80,11 +73,6 @@ def export_checkpoint(config: JobConfig, model: HFModel, folder: Path, target: P
             f"{str(error).strip()[-300:]}"
         ) from error
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_hf(_hf_tensors(state, adapter_of(str(model.path))), model.path, target, dtype)
-
-
-def _hf_tensors(
-    state: dict[str, torch.Tensor], adapter: BaseStateDictAdapter
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in state.items():
-        yield from adapter.to_hf({name: tensor}).items()
+    adapter = adapter_of(str(model.path))
+    tensors = (item for name in state for item in adapter.to_hf({name: state[name]}).items())
+    write_hf(tensors, model.path, target, dtype)

@@ -10,6 +10,7 @@ silence.
 
 import hashlib
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,10 +95,7 @@ def _sizes(arguments: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, s
 
 
 def weights_digest(folder: Path) -> str:
-    """Returns a digest of the sizes of a directory's safetensors files and of parts of each.
-
-    Training changes every weight, so samples tell two models of equal sizes apart.
-    """
+    """Returns a digest of parts: training changes every weight, so samples tell models apart."""
     digest = hashlib.sha256()
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
@@ -154,7 +152,6 @@ def read_kept(folder: Path, states: set[str]) -> tuple[int, RunRecord | None]:
 
 @contextmanager
 def _refusing_damage(folder: Path) -> Iterator[None]:
-    """Turns whatever reading a damaged file raises into one error that names the checkpoint."""
     try:
         yield
     except (Exception, CheckpointException) as error:
@@ -171,14 +168,13 @@ class Change:
     new: Any
 
     def describe(self, next_step: int) -> str:
+        # Those that begin with fsdp_ say when FSDP gathers, and do not change its shards.
+        is_layout = re.match(r"parallelism\.(?!fsdp_)", self.key) or self.key == RANKS
+        effect = f"takes effect from step {next_step}"
         if self.key == "training.steps":
             effect = f"takes effect: the run ends after step {self.new}"
-        elif self.key.startswith("parallelism.fsdp_"):  # when FSDP gathers, and not its shards
-            effect = f"takes effect from step {next_step}"
-        elif self.key.startswith("parallelism.") or self.key == RANKS:
+        elif is_layout:
             effect = "takes effect: the checkpoint is laid out anew"
-        else:
-            effect = f"takes effect from step {next_step}"
         return f"{self.key}: {_shown(self.old)} -> {_shown(self.new)}, {effect}"
 
 
@@ -208,6 +204,7 @@ _RATES = ("optimizer.lr", "optimizer.muon_lr")
 _WHERE_AND_HOW = ("job.", "checkpoint.", "metrics.", "observe.", "profiling.", "comm.")
 _KEEPS_ROLLOUTS = {
     *("balance_batch", "balance_cost", "row_bucket", "single_rank_load"),  # [prompts]
+    *("path", "paths"),  # a changed one is refused, unless it has only moved
     *("num_workers", "timeout_seconds", "max_consecutive_failures"),  # [reward]
 }
 _SAMPLING = {
@@ -224,29 +221,25 @@ _SAMPLING = {
 
 
 def changes(record: RunRecord, config: JobConfig, num_ranks: int) -> list[Change]:
-    """Returns the settings that differ from a record, in the order of the tables.
+    """Returns the settings that differ from a record, without those of outputs and logs.
 
-    Settings of outputs and logs are left out. A setting that the record lacks is new in this
-    version of the program, and counts as having had its default.
+    A setting that the record lacks is new in this version of the program, and counts as having
+    had its default.
     """
     defaults = JobConfig().to_dict()
     found = [Change(RANKS, record.num_ranks, num_ranks)] if record.num_ranks != num_ranks else []
     for table, values in config.to_dict().items():
-        before = record.settings.get(table, {})
+        before = defaults.get(table, {}) | record.settings.get(table, {})
         for name, new in values.items():
-            key, default = f"{table}.{name}", defaults.get(table, {}).get(name)
-            old = before.get(name, default)
-            if old != _plain(new) and not key.startswith(_WHERE_AND_HOW):
+            key, old = f"{table}.{name}", before.get(name)
+            plain = list(new) if isinstance(new, tuple) else new  # as JSON has kept the old one
+            if old != plain and not key.startswith(_WHERE_AND_HOW):
                 found.append(Change(key, old, new))
     return found
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
 def refusal(change: Change, record: RunRecord, config: JobConfig) -> str | None:
-    """Returns why a change is refused and what to do, or None if it takes effect."""
+    """Why a change is refused and what to do, or None if it takes effect."""
     reason = _FIXED.get(change.key)
     if change.key == "debug.seed" and (change.old or 0) == (change.new or 0):
         return None
@@ -269,7 +262,7 @@ _NEW_RUN = (
 
 
 def model_refusal(record: RunRecord, now: RunRecord, path: Path) -> str | None:
-    """Returns why the model in ``path`` cannot continue the run, or None if it can."""
+    """Why the model in ``path`` cannot continue the run, or None if it can."""
     began = record.settings["model"]["hf_assets_path"]
     begin = "model.hf_assets_path must be the model with which this run began"
     end = f"Name {began}{_NEW_RUN}"
@@ -295,7 +288,7 @@ _NO_SIZES = {
 
 
 def _has_moved(change: Change, record: RunRecord) -> bool:
-    """Tells whether the files of prompts have other paths, but the same names and sizes."""
+    """The files of prompts have other paths, but the same names and sizes."""
     old, new = ([x] if isinstance(x, str) else list(x) for x in (change.old, change.new))
     return len(old) == len(new) and all(
         Path(a).name == Path(b).name
@@ -306,15 +299,13 @@ def _has_moved(change: Change, record: RunRecord) -> bool:
 
 
 def invalidates_rollouts(found: list[Change]) -> list[str]:
-    """Returns the changed settings under which kept rollouts would no longer be what is trained."""
-    return [change.key for change in found if _is_sampling(change.key)]
+    """The changed settings under which kept rollouts would no longer be what is trained."""
 
+    def matters(key: str) -> bool:
+        table, _, name = key.partition(".")
+        return key in _SAMPLING or (table in ("prompts", "reward") and name not in _KEEPS_ROLLOUTS)
 
-def _is_sampling(key: str) -> bool:
-    table, _, name = key.partition(".")
-    if table in ("prompts", "reward"):
-        return name not in _KEEPS_ROLLOUTS and name not in ("path", "paths")
-    return key in _SAMPLING
+    return [change.key for change in found if matters(change.key)]
 
 
 def asks_for_another_rate(found: list[Change]) -> bool:

@@ -11,11 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
-from torchtitan.grpo.resume.checkpoint_files import is_whole, quick_problem
+from torchtitan.grpo.resume.checkpoint_files import quick_problem, whole_steps
 from torchtitan.grpo.resume.kept_record import (
     Change,
     CheckpointDamaged,
@@ -30,32 +28,22 @@ from torchtitan.grpo.resume.kept_record import (
     refusal,
     states_in,
 )
-from torchtitan.grpo.run_folder.contents import describe_run, next_free_folder, steps_in
+from torchtitan.grpo.run_folder.contents import describe_run, next_free_folder
 from torchtitan.grpo.training.lr_schedule import describe_shortened, schedule_of
 
 
 @dataclass(frozen=True)
 class Start:
-    """The way in which a run starts.
+    """The way in which a run starts."""
 
-    Attributes:
-        record: The record of this run, which its checkpoints will hold.
-        step: Number of steps that the run has taken.
-        folder: The checkpoint from which it resumes, with the record ``kept``; None if it
-            begins anew.
-        newer_steps: Steps of newer checkpoints in the same folder.
-        damaged: Damage of newer checkpoints that cannot be used, by their steps.
-        goes_on: Whether what the folder holds was written by this run.
-    """
-
-    record: RunRecord
-    step: int = 0
-    folder: Path | None = None
-    kept: RunRecord | None = None
+    record: RunRecord  # of this run, for its checkpoints
+    step: int = 0  # number of steps taken
+    folder: Path | None = None  # the checkpoint from which it resumes; None if it begins anew
+    kept: RunRecord | None = None  # that of the checkpoint
     changes: list[Change] = field(default_factory=list)
-    newer_steps: list[int] = field(default_factory=list)
-    damaged: dict[int, str] = field(default_factory=dict)
-    goes_on: bool = False
+    newer_steps: list[int] = field(default_factory=list)  # of checkpoints in the same folder
+    damaged: dict[int, str] = field(default_factory=dict)  # newer checkpoints, by their steps
+    goes_on: bool = False  # what the folder holds was written by this run
 
     @property
     def unusable_because(self) -> list[str]:
@@ -84,7 +72,7 @@ def plan_start(
         if folder is None:
             if not goes_on:
                 check_new_run(config)
-            return Start(record_of(config, model, _own_schedule_steps(config)), goes_on=goes_on)
+            return Start(_own_record(config, model), goes_on=goes_on)
         try:
             return _start_from(folder, config, model, found)
         except CheckpointDamaged as error:
@@ -94,7 +82,7 @@ def plan_start(
 
 
 def _may_be_passed_over(folder: Path, config: JobConfig) -> bool:
-    """Tells whether another checkpoint may be taken: the user named neither this one nor its step."""
+    """The user has named neither this checkpoint nor its step."""
     own = Path(config.job.dump_folder) / config.checkpoint.folder
     return config.checkpoint.load_step == -1 and folder.parent == own
 
@@ -103,41 +91,31 @@ def _start_from(folder: Path, config: JobConfig, model: HFModel, damaged: dict[i
     if problem := quick_problem(folder):
         raise CheckpointDamaged(folder, problem)
     states = states_in(folder)
-    check_whole(folder, states, needs_reference=_moves_reference(config))
+    needs_reference = config.grpo.kl_coef > 0 and config.grpo.ref_model_ema > 0
+    check_whole(folder, states, needs_reference=needs_reference)
     step, kept = read_kept(folder, states)
-    record = record_of(config, model, _own_schedule_steps(config))
-    newer = [n for n in _complete_steps(folder.parent) if n > step and n not in damaged]
+    record = _own_record(config, model)
+    newer = [n for n in whole_steps(folder.parent) if n > step and n not in damaged]
     if kept is None:
         return Start(record, step, folder, newer_steps=newer, damaged=damaged)
     found = changes(kept, config, record.num_ranks)
-    _refuse(found, kept, record, config, model.path)
+    for problem in (
+        model_refusal(kept, record, model.path),
+        *(refusal(change, kept, config) for change in found),
+    ):
+        if problem is not None:
+            raise CheckpointError(problem)
     if config.lr_scheduler.total_steps is None and not asks_for_another_rate(found):
-        record = msgspec.structs.replace(record, schedule_steps=kept.schedule_steps)
+        record.schedule_steps = kept.schedule_steps
     # The directory may have moved; the digest of the weights with which the run began stays, and so
     # does the day.
-    record = msgspec.structs.replace(
-        record, weights=kept.weights or record.weights, date=kept.date or record.date
-    )
+    record.weights, record.date = kept.weights or record.weights, kept.date or record.date
     return Start(record, step, folder, kept, found, newer, damaged)
 
 
-def _own_schedule_steps(config: JobConfig) -> int:
+def _own_record(config: JobConfig, model: HFModel) -> RunRecord:
     total = config.lr_scheduler.total_steps
-    return config.training.steps if total is None else total
-
-
-def _moves_reference(config: JobConfig) -> bool:
-    return config.grpo.kl_coef > 0 and config.grpo.ref_model_ema > 0
-
-
-def _refuse(
-    found: list[Change], kept: RunRecord, record: RunRecord, config: JobConfig, path: Path
-) -> None:
-    if problem := model_refusal(kept, record, path):
-        raise CheckpointError(problem)
-    for change in found:
-        if problem := refusal(change, kept, config):
-            raise CheckpointError(problem)
+    return record_of(config, model, config.training.steps if total is None else total)
 
 
 def checkpoint_folder(
@@ -154,7 +132,7 @@ def checkpoint_folder(
     if not settings.enable:
         return None
     folder = Path(config.job.dump_folder) / settings.folder
-    steps = [] if is_new else _complete_steps(folder)
+    steps = [] if is_new else whole_steps(folder)
     if not steps and settings.load_step == -1:
         path, whole = settings.initial_load_path, not settings.initial_load_model_only
         return Path(path) if path and whole and Path(path).is_dir() else None
@@ -173,10 +151,6 @@ def checkpoint_folder(
             f"{settings.load_step}. There is {_listed(steps)}."
         )
     return folder / f"step-{settings.load_step}"
-
-
-def _complete_steps(folder: Path) -> list[int]:
-    return [step for step in steps_in(folder) if is_whole(folder / f"step-{step}")]
 
 
 def _listed(steps: list[int]) -> str:
@@ -206,7 +180,7 @@ def check_new_run(config: JobConfig) -> None:
         return
     folder = Path(config.job.dump_folder)
     resumes = ""
-    if not config.checkpoint.enable and _complete_steps(folder / config.checkpoint.folder):
+    if not config.checkpoint.enable and whole_steps(folder / config.checkpoint.folder):
         resumes = "--checkpoint.enable to go on from its newest checkpoint, "
     raise CheckpointError(
         f"job.dump_folder must not hold an earlier run, got {folder}, with {earlier}, which this "
@@ -232,7 +206,6 @@ def describe_finished(config: JobConfig, start: Start) -> str:
 
 
 def describe_start(config: JobConfig, start: Start) -> Iterator[str]:
-    """Yields lines that say where a run begins, and what differs from the checkpoint's run."""
     earlier = describe_run(config)
     is_replaced = earlier is not None and config.job.overwrite and not start.goes_on
     if start.folder is None and earlier and start.goes_on:

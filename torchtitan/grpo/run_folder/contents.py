@@ -15,11 +15,12 @@ STARTS_FOLDER = "starts"
 
 WANDB_ID_FILE = "wandb_id_rank"
 
-_WRITTEN = (
+_LOGS = (
     *("metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "ledger.jsonl"),
-    *("metrics.jsonl.partial", "evaluations.jsonl.partial"),
-    *("samples.jsonl.partial", "ledger.jsonl.partial"),
-    *("evaluation_samples.jsonl", "evaluation_samples.jsonl.partial"),
+    "evaluation_samples.jsonl",
+)
+_WRITTEN = (
+    *_LOGS,
     *("summary.json*", "reward_curve.png", "rollout_process.log*"),
     *("hf/step-*", "peft/step-*", "rollouts/step-*.msgpack*", f"{STARTS_FOLDER}/[0-9]*"),
     *(f"{STARTS_FOLDER}/launch.json*", f"{WANDB_ID_FILE}[0-9]*"),
@@ -61,7 +62,6 @@ def next_free_folder(dump_folder: str) -> Path:
 
 
 def written(config: "JobConfig") -> Iterator[Path]:
-    """Yields what runs with these settings have written, and nothing else."""
     folder = Path(config.job.dump_folder)
     for base, pattern in _patterns(config):
         yield from (folder / base).glob(pattern)
@@ -72,6 +72,7 @@ def written(config: "JobConfig") -> Iterator[Path]:
 
 def _patterns(config: "JobConfig") -> Iterator[tuple[str, str]]:
     yield from (("", pattern) for pattern in _WRITTEN)
+    yield from (("", f"{name}.partial") for name in _LOGS)
     comm, profiling = config.comm, config.profiling
     yield config.checkpoint.folder, "step-*"
     yield config.metrics.save_tb_folder, "**/events.out.tfevents*"

@@ -23,12 +23,7 @@ from torchtitan.grpo.run_folder.launch import (
     note_launch,
 )
 from torchtitan.grpo.run_folder.replacing import earlier_runs, move_aside, restore_interrupted
-from torchtitan.grpo.system.folder_lock import (
-    LOCK_FILE,
-    FolderLock,
-    HeldFolders,
-    living_holder,
-)
+from torchtitan.grpo.system.folder_lock import LOCK_FILE, FolderLock, HeldFolders, living_holder
 
 _NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -72,12 +67,11 @@ class RunFolder:
         earlier = describe_run(config)
         try:
             if config.job.overwrite:
-                is_first = is_first_attempt(config.job.dump_folder)
+                then = "stays there, because it may be of an earlier attempt of this launch"
+                if is_first := is_first_attempt(config.job.dump_folder):
+                    then = "is removed once this run has completed a step"
                 aside = move_aside(config, keep=not is_first)
                 if aside is not None and earlier:
-                    then = "is removed once this run has completed a step" if is_first else (
-                        "stays there, because it may be of an earlier attempt of this launch"
-                    )  # fmt: skip
                     _tell(
                         f"The earlier run, with {earlier}, was moved to {aside} (job.overwrite). It {then}."
                     )
@@ -137,12 +131,11 @@ def describe_earlier(config: JobConfig) -> Iterator[str]:
             f"A start was ended while it moved a run to {path}. The next start moves that back first."
         )
     for path in earlier_runs(config.job.dump_folder):
-        what = describe_run(config, path)
+        what, end = describe_run(config, path), ""
         if what is None:
             continue
-        end = "" if path.name.startswith("kept") or is_gone_on_with(path) else (
-            ", or start with --job.overwrite, which removes it once the new run has completed a step"
-        )  # fmt: skip
+        if not (path.name.startswith("kept") or is_gone_on_with(path)):
+            end = ", or start with --job.overwrite, which removes it once the new run has completed a step"
         yield (
             f"An earlier run that was replaced (job.overwrite), with {what}, is whole in {path}. To "
             f"go on with it, use --job.dump_folder {path}; to be rid of it, remove it{end}."

@@ -72,7 +72,7 @@ def noted_launch(folder: Path) -> Launch | None:
 
 
 def is_gone_on_with(folder: Path) -> bool:
-    """Returns whether a start has named this folder since a run was moved here, or may have."""
+    """Whether a start has named this folder since a run was moved here, or may have."""
     try:
         noted = noted_launch(folder)
     except OSError:
@@ -81,7 +81,7 @@ def is_gone_on_with(folder: Path) -> bool:
 
 
 def is_restart(dump_folder: str) -> bool:
-    """Returns whether a folder's run is of this rank's launch; OSError if that cannot be read."""
+    """Whether a folder's run is of this rank's launch; OSError if that cannot be read."""
     if (noted := noted_launch(Path(dump_folder))) is None:
         return False
     if noted.launch is not None and noted.launch == launch_id():
@@ -91,7 +91,7 @@ def is_restart(dump_folder: str) -> bool:
 
 
 def is_first_attempt(dump_folder: str) -> bool:
-    """Returns whether launcher and note know of no earlier start."""
+    """Whether launcher and note know of no earlier start."""
     counts = _count("TORCHELASTIC_RESTART_COUNT") + _count("SLURM_RESTART_COUNT")
     return not counts and noted_launch(Path(dump_folder)) != Launch()
 

@@ -14,6 +14,7 @@ import re
 import socket
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
@@ -42,16 +43,12 @@ _MASK = "***"
 
 
 def to_toml(tables: dict[str, Any]) -> str:
-    """Returns tables of settings as TOML.
-
-    Keys whose value is None, which TOML lacks, or masked stand in comments: a run that is started
-    with the file must take masked ones from elsewhere.
+    """Keys whose value is None, which TOML lacks, or masked stand in comments: a run that is
+    started with the file must take masked ones from elsewhere.
     """
     lines = []
     for name, table in tables.items():
-        lines.append(f"[{name}]")
-        lines += [_setting(key, value) for key, value in table.items()]
-        lines.append("")
+        lines += [f"[{name}]", *(_setting(key, value) for key, value in table.items()), ""]
     return "\n".join(lines)
 
 
@@ -120,17 +117,19 @@ def _installed_commit() -> str | None:
 def package_versions() -> dict[str, str]:
     versions = {}
     for name in _PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 
 def record_start(
     config: "JobConfig", step: int, arguments: Sequence[str], servers: Sequence[ServerInfo]
 ) -> Path:
-    folder = _make_next(Path(config.job.dump_folder) / STARTS_FOLDER)
+    starts = Path(config.job.dump_folder) / STARTS_FOLDER
+    starts.mkdir(parents=True, exist_ok=True)
+    numbers = [int(path.name) for path in starts.iterdir() if path.name.isdecimal()]
+    folder = starts / str(max(numbers, default=0) + 1)
+    folder.mkdir()
     head = f"# Configuration of a run as it was started after {step} steps.\n\n"
     (folder / "config.toml").write_text(head + to_toml(config.to_dict()), encoding="utf-8")
     content = environment(step, arguments) | {"servers": [asdict(server) for server in servers]}
@@ -139,15 +138,9 @@ def record_start(
     return folder
 
 
-def _make_next(starts: Path) -> Path:
-    starts.mkdir(parents=True, exist_ok=True)
-    numbers = [int(path.name) for path in starts.iterdir() if path.name.isdecimal()]
-    folder = starts / str(max(numbers, default=0) + 1)
-    folder.mkdir()
-    return folder
-
-
 def environment(step: int, arguments: Sequence[str]) -> dict[str, Any]:
+    import torch
+
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "first_step": step + 1,
@@ -159,7 +152,7 @@ def environment(step: int, arguments: Sequence[str]) -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "packages": package_versions(),
-        "devices": _devices(),
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "commit": source_commit(),
     }
 
@@ -173,9 +166,3 @@ def without_keys(arguments: Sequence[str]) -> list[str]:
         masked.append("***" if is_value else f"{name}=***" if is_secret and equals else argument)
         is_value = is_secret and not equals
     return masked
-
-
-def _devices() -> list[str]:
-    import torch
-
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

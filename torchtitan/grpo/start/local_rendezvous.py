@@ -32,8 +32,6 @@ _TIMEOUT_SECONDS = 300.0
 
 
 class LocalRendezvous(RendezvousHandler):
-    """The rendezvous of the only agent of a run."""
-
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         self._memory = dist.HashStore()
@@ -43,7 +41,7 @@ class LocalRendezvous(RendezvousHandler):
 
     @classmethod
     def make(cls, params: RendezvousParameters) -> "LocalRendezvous":
-        """Takes torchrun's settings; raises ValueError for those of several hosts."""
+        """Raises ValueError for settings of several hosts."""
         if params.endpoint or params.max_nodes > 1:
             raise ValueError(
                 f"--rdzv-backend {BACKEND} is for one host: --nnodes must be 1 and --rdzv-endpoint left "
@@ -62,7 +60,7 @@ class LocalRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True: the ranks connect to this process's store."""
+        """The ranks connect to this process's store."""
         return True
 
     def get_backend(self) -> str:
@@ -81,7 +79,6 @@ class LocalRendezvous(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Closes the store of the ranks."""
         self._ranks_store = None
         return True
 

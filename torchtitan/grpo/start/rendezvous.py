@@ -32,13 +32,14 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
+from torchtitan.grpo.system.groups import listening_store
 from torchtitan.grpo.system.waits import Reminders
 
 BACKEND = "torchtitan-grpo"
 """Name of the rendezvous for torch."""
 
 # How long a link between nodes may be down before the agents behind it give up.
-_READ_TIMEOUT = timedelta(seconds=300)
+_READ_SECONDS = 300.0
 _POLL_SECONDS = 0.5
 
 
@@ -82,7 +83,7 @@ class NodeRendezvous(RendezvousHandler):
     def _open_store(self) -> dist.TCPStore:
         host, port = self._node.endpoint
         if self._node.holds_store:
-            return bound_store(host, port)
+            return listening_store(host, None, _READ_SECONDS, port)
         reminders, begin = Reminders(), time.monotonic()
         while not _is_reachable(host, port):
             waited = time.monotonic() - begin
@@ -94,18 +95,18 @@ class NodeRendezvous(RendezvousHandler):
             if reminders.is_due(waited):
                 self._tell(f"this node has waited {waited:.0f} s for the node at {host}:{port}")
             time.sleep(_POLL_SECONDS)
-        return dist.TCPStore(host, port, is_master=False, timeout=_READ_TIMEOUT)
+        return dist.TCPStore(host, port, timeout=timedelta(seconds=_READ_SECONDS))
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Waits for the other nodes; returns this node's place."""
         self._num_rounds += 1
         again = "" if self._num_rounds == 1 else " again"
         self._tell(f"waiting until all nodes are there{again}")
         info = self._inner.next_rendezvous()
         rank = self._rank_of(info)
         # The ranks of the round before have ended, and with them the use of their store.
-        self._ranks_store = bound_store(self._node.address, 0) if rank == 0 else None
-        if self._ranks_store is not None:
+        self._ranks_store = None
+        if rank == 0:
+            self._ranks_store = listening_store(self._node.address, None, _READ_SECONDS)
             info.store.set("ranks_at", f"{self._node.address} {self._ranks_store.port}")
         address, port = info.store.get("ranks_at").decode().split()
         self._tell(self._describe(info, rank, address))
@@ -134,7 +135,7 @@ class NodeRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True: the ranks connect to this process's store."""
+        """The ranks connect to this process's store."""
         return True
 
     def get_backend(self) -> str:
@@ -158,20 +159,6 @@ class NodeRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return self._inner.shutdown()
-
-
-def bound_store(address: str, port: int) -> dist.TCPStore:
-    """Returns a store on one address of this host; port 0 is a free one. Raises OSError."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, port), family=family)
-    return dist.TCPStore(
-        address,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        timeout=_READ_TIMEOUT,
-        master_listen_fd=listener.detach(),
-    )
 
 
 def _is_reachable(host: str, port: int) -> bool:

@@ -52,7 +52,7 @@ def _ranks_of_layout(config: JobConfig) -> tuple[int, bool]:
 
 
 def gpus_of_servers(config: JobConfig) -> int:
-    """Returns the number of GPUs left to launched servers: at least one for each."""
+    """At least one for each server that the run launches."""
     inference = config.inference
     uses_gpus = inference.launch and inference.device != "cpu" and config.has_servers
     return inference.num_servers * max(1, inference.tensor_parallel_size) if uses_gpus else 0
@@ -78,7 +78,6 @@ class TrainArguments:
 
 
 def parse(arguments: list[str]) -> TrainArguments:
-    """Parses the command line of ``train``; raises ConfigError."""
     parsed = TrainArguments([])
     words = list(arguments)
     if words and not words[0].startswith("-"):

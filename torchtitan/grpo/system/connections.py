@@ -38,7 +38,7 @@ _BUSY = (
 
 
 def body_seconds(num_bytes: int, most: float = _BODY_SECONDS) -> float:
-    """Returns the time until more of a body must have arrived, at most ``most``, from its beginning."""
+    """The time, at most ``most``, from a body's beginning until more of it must have arrived."""
     return min(most, _BODY_GRACE_SECONDS + num_bytes / _SLOWEST_BYTES_PER_SECOND)
 
 
@@ -61,8 +61,6 @@ def raise_descriptor_limit(max_connections: int) -> int:
 
 
 class ConnectionLimits:
-    """Makes and counts the protocols of all connections."""
-
     def __init__(
         self,
         make_inner: Callable[[], asyncio.BaseProtocol],
@@ -106,7 +104,7 @@ class ConnectionLimits:
         by_host.setdefault(connection.host, {})[connection] = None
 
     def forget(self, connection: "_LimitedProtocol") -> None:
-        """Stops counting a connection. Further calls do nothing."""
+        """Further calls do nothing."""
         if connection.place is None:
             return
         by_host, connection.place = self._open[connection.place], None

@@ -28,7 +28,7 @@ DeviceType = Literal["cpu", "cuda"]
 
 
 def settle_device() -> DeviceType:
-    """Makes torchtitan use CUDA if there is a GPU and CPU otherwise; returns the choice."""
+    """Makes torchtitan use CUDA if there is a GPU, else the CPU."""
     # CUDA reads it when a process first uses the GPU. Streams that share one of its queues wait for
     # each other, and a push waits for a server. Training, its collectives, the snapshot and a push to
     # each server are more than the 8 queues of the default; 32 are the most.
@@ -42,11 +42,8 @@ def settle_device() -> DeviceType:
     if torch.cuda.is_available():
         return "cuda"
 
-    def available_device_type() -> str:
-        return "cpu"
-
     # torchtitan.tools.utils calls this when it is imported.
-    torch._utils._get_available_device_type = available_device_type
+    torch._utils._get_available_device_type = lambda: "cpu"
     for name, module in list(sys.modules.items()):
         if name.startswith("torchtitan.") and hasattr(module, "device_type"):
             vars(module)["device_type"] = "cpu"
@@ -114,14 +111,13 @@ def disable_fsdp_gradient_division(model: nn.Module) -> None:
             module.set_gradient_divide_factor(1.0)
 
 
-def prepare_fsdp_for_gloo(model_parts: list[nn.Module]) -> None:
+def prepare_fsdp_for_gloo(model: nn.Module) -> None:
     """Makes FSDP2 use plain sums, because gloo lacks PREMUL_SUM; the divide factor is 1 anyway."""
     from torch.distributed.fsdp import FSDPModule
 
-    for part in model_parts:
-        for module in part.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def lower_timeouts(dims: "ParallelDims", timeout_seconds: float) -> None:
@@ -140,10 +136,7 @@ def lower_timeouts(dims: "ParallelDims", timeout_seconds: float) -> None:
 
 
 def gpus_for_servers(num_ranks: int | None = None) -> list[str]:
-    """Returns this machine's GPUs without training ranks, or all, as in ``CUDA_VISIBLE_DEVICES``.
-
-    ``num_ranks`` is by default the number of ranks that torchrun has started here.
-    """
+    """Returns this machine's GPUs without training ranks, or all, as in ``CUDA_VISIBLE_DEVICES``."""
     if not torch.cuda.is_available():
         return []
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -152,7 +145,7 @@ def gpus_for_servers(num_ranks: int | None = None) -> list[str]:
 
 
 def are_gpus_shared() -> bool:
-    """Returns whether training uses the GPUs of :func:`gpus_for_servers`."""
+    """Whether training uses the GPUs of :func:`gpus_for_servers`."""
     return 0 < torch.cuda.device_count() <= _num_training_gpus()
 
 

@@ -109,8 +109,8 @@ def write_whole(file: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable, where the system can."""
-    with contextlib.suppress(OSError):
+    """Makes the names in a folder durable."""
+    with contextlib.suppress(OSError):  # not every system can
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -119,10 +119,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_sums(file: Path, sums: Sums) -> None:
-    with file.open("w") as stream:
-        stream.write(json.dumps(sums, allow_nan=False))
-        stream.flush()
-        os.fsync(stream.fileno())
+    write_whole(file, json.dumps(sums, allow_nan=False).encode())
 
 
 def read_sums(folder: Path) -> Sums:
@@ -150,8 +147,7 @@ def damaged_files(
 ) -> Iterator[str]:
     """Yields the names of files whose contents are not what was written.
 
-    ``share`` of ``num_shares`` lets ranks divide the files. ``is_wanted`` chooses by name and
-    written size. A folder without files of checksums has no damaged files.
+    ``share`` of ``num_shares`` lets ranks divide the files. ``is_wanted`` chooses by name and size.
     """
     try:
         sums = read_sums(folder)

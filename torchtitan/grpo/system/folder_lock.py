@@ -151,7 +151,7 @@ class FolderLock:
                 os.close(descriptor)
 
     def _is_silent(self, holder: Holder | None, status: os.stat_result) -> bool:
-        """Returns whether signs of life have long been missing, by this process's own clock."""
+        """Whether signs of life have long been missing, by this process's own clock."""
         now, sign = time.monotonic(), (holder, status.st_ino, status.st_mtime_ns)
         if sign != self._last_sign:
             self._is_heard = self._last_sign is not None
@@ -166,7 +166,7 @@ class FolderLock:
         return holder.launch == self._own.launch
 
     def _names(self, descriptor: int) -> bool:
-        """Returns whether the lock's file is still the opened one."""
+        """Whether the lock's file is still the opened one."""
         try:
             return os.path.samestat(os.fstat(descriptor), os.stat(self.file))
         except FileNotFoundError:
@@ -201,7 +201,7 @@ class FolderLock:
         return None
 
     def release(self) -> None:
-        """Releases the lock and removes its file. Further calls do nothing."""
+        """Further calls do nothing."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor < 0:
             return
@@ -305,7 +305,7 @@ class HeldFolders:
             lock.release()
 
     def close(self) -> None:
-        """Releases the locks and ends the thread. Further calls do nothing."""
+        """Further calls do nothing."""
         self._end.set()
         self._thread.join(_CLOSE_SECONDS)
         self._release()

@@ -20,10 +20,7 @@ from torchtitan.grpo.system.network import source_address
 
 
 def new_group(
-    description: str,
-    backend: str,
-    timeout_seconds: float,
-    ranks: Sequence[int] | None = None,
+    description: str, backend: str, timeout_seconds: float, ranks: Sequence[int] | None = None
 ) -> dist.ProcessGroup:
     """Returns a group of all or some ranks. Collective over all, members or not, in the same order."""
     # A rank that is not a member gets a placeholder, which it never uses.
@@ -36,7 +33,7 @@ def new_group(
 
 
 def leader_address() -> str:
-    """Returns the address of rank 0 for other ranks: loopback if all are on one host."""
+    """The address of rank 0 for other ranks: loopback if all are on one host."""
     address = os.environ.get("MASTER_ADDR")  # not there without torchrun
     if address is None or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         return "127.0.0.1"
@@ -48,14 +45,18 @@ def route_address(setting: str, server_url: str) -> str:
     if setting != "auto":
         return setting
     url = urlsplit(server_url)
-    host, port = url.hostname or "127.0.0.1", url.port or 80
-    return source_address(host, port)
+    return source_address(url.hostname or "127.0.0.1", url.port or 80)
 
 
-def listening_store(address: str, world_size: int | None, timeout_seconds: float) -> dist.TCPStore:
-    """Returns a store on a free port of ``address``; ValueError if that is not one of this host."""
+def listening_store(
+    address: str, world_size: int | None, timeout_seconds: float, port: int = 0
+) -> dist.TCPStore:
+    """Returns a store on one address of this host; port 0 is a free one.
+
+    Raises ValueError if the address is not one of this host, OSError if the port is in use.
+    """
     try:
-        family, _, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(target[:2], family=family)
     except OSError as error:
         if not isinstance(error, socket.gaierror) and error.errno != errno.EADDRNOTAVAIL:
@@ -63,10 +64,9 @@ def listening_store(address: str, world_size: int | None, timeout_seconds: float
         raise ValueError(
             f"weight_sync.master_address must be an address of this host, got {address!r}: {error}"
         ) from error
-    port = listener.getsockname()[1]
     return dist.TCPStore(
         address,
-        port,
+        listener.getsockname()[1],
         world_size,
         is_master=True,
         timeout=timedelta(seconds=timeout_seconds),

@@ -64,7 +64,6 @@ def pin(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def own_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Allocates memory of this rank with every page touched."""
     return torch.empty(shape, dtype=dtype).zero_()
 
 

@@ -21,8 +21,6 @@ _BLOCK_BYTES = 2**20
 
 
 class LogLimit:
-    """Limits the logs of children from :meth:`add` to :meth:`remove`."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._logs: dict[int, Path] = {}

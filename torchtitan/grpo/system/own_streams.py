@@ -11,9 +11,8 @@ import ctypes
 
 import torch
 
-_NON_BLOCKING = (
-    1  # CU_STREAM_NON_BLOCKING: the stream and the default stream do not wait for each other
-)
+# CU_STREAM_NON_BLOCKING: the stream and the default stream do not wait for each other.
+_NON_BLOCKING = 1
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:

@@ -72,7 +72,7 @@ def _remove_left_behind(parent: Path) -> None:
 
 
 def _is_locked(folder: Path) -> bool:
-    """Returns whether a living process holds a folder's lock, or the file system has no locks."""
+    """Whether a living process holds a folder's lock, or the file system has no locks."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

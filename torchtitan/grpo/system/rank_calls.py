@@ -9,7 +9,7 @@ Methods are marked with :func:`operation` where they are written. :func:`remote`
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar, cast, get_type_hints
 
@@ -44,14 +44,6 @@ class Served(Protocol):
     async def close(self) -> None: ...
 
 
-class Caller(Protocol):
-    """The part of :class:`RankChannel` that remote objects need."""
-
-    async def call(
-        self, rank: int, method: str, result_type: Any, timeout_seconds: float, *arguments: Any
-    ) -> Any: ...
-
-
 def operation(method: Method) -> Method:
     """Marks a coroutine method with positional arguments that rank 0 may call on another rank.
 
@@ -66,13 +58,16 @@ def operations_of(interface: type) -> dict[str, Any]:
     return {name: get_type_hints(method)["return"] for name, method in methods}
 
 
-def remote(interface: type[T], channel: Caller, rank: int, timeout_seconds: float) -> T:
+def remote(
+    interface: type[T], call: Callable[..., Awaitable[Any]], rank: int, timeout_seconds: float
+) -> T:
     """Returns rank 0's form of an object of another rank: its ``rank`` and its operations.
 
-    ``timeout_seconds`` must exceed the timeouts that the methods apply themselves.
+    ``call`` is :meth:`RankChannel.call`. ``timeout_seconds`` must exceed the timeouts that the
+    methods apply themselves.
     """
     calls = {
-        name: functools.partial(channel.call, rank, name, result_type, timeout_seconds)
+        name: functools.partial(call, rank, name, result_type, timeout_seconds)
         for name, result_type in operations_of(interface).items()
     }
     return cast(T, SimpleNamespace(rank=rank, **calls))

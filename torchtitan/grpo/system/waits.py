@@ -29,7 +29,7 @@ class Reminders:
         self._longest = longest_seconds
 
     def is_due(self, waited_seconds: float) -> bool:
-        """Returns whether a reminder is due; it then counts as given."""
+        """A reminder that is due then counts as given."""
         if waited_seconds < self._next:
             return False
         self._distance = min(2 * self._distance, self._longest)

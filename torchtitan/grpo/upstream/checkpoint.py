@@ -4,5 +4,3 @@
 """Checkpoints by torch's distributed checkpointing. 0.3.0 keeps all of these names."""
 
 from torchtitan.components.checkpoint import MODEL, AsyncMode, CheckpointManager, ModelWrapper
-
-__all__ = ["MODEL", "AsyncMode", "CheckpointManager", "ModelWrapper"]

@@ -9,8 +9,6 @@
 from torchtitan.config import job_config
 from torchtitan.config.job_config import JobConfig, LRScheduler, Parallelism, Profiling
 
-__all__ = ["JobConfig", "LRScheduler", "Parallelism", "Profiling", "job_config", "merged_tables"]
-
 
 def merged_tables(ours: type, custom: type) -> type:
     """Returns a configuration with the tables of both, as ``job.custom_config_module`` wants it."""

@@ -12,13 +12,3 @@ from torchtitan.components.metrics import (
     TensorBoardLogger,
     WandBLogger,
 )
-
-__all__ = [
-    "BaseLogger",
-    "DeviceMemStats",
-    "LoggerContainer",
-    "MetricsProcessor",
-    "TensorBoardLogger",
-    "WandBLogger",
-    "metrics",
-]

@@ -22,23 +22,3 @@ from torchtitan.models.qwen3.infra.parallelize import apply_non_moe_tp as apply_
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan.models.qwen3.model.model import Qwen3Model, TransformerBlock
 from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
-
-__all__ = [
-    "GroupedExperts",
-    "MoEArgs",
-    "Qwen3Model",
-    "Qwen3ModelArgs",
-    "Qwen3StateDictAdapter",
-    "TransformerBlock",
-    "apply_ac",
-    "apply_compile",
-    "apply_fsdp",
-    "apply_moe_ep_tp",
-    "apply_tp",
-    "generate_permute_indices",
-    "indices_padding_wrapper",
-    "moe_utils",
-    "op_sac_save_list",
-    "qwen3_train_spec",
-    "run_experts_grouped_mm",
-]

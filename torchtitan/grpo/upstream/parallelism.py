@@ -12,10 +12,3 @@ from torchtitan.distributed.pipeline_parallel import (
     generate_llm_fqn_per_model_part,
     pipeline_module_split,
 )
-
-__all__ = [
-    "ParallelDims",
-    "dist_utils",
-    "generate_llm_fqn_per_model_part",
-    "pipeline_module_split",
-]

@@ -4,5 +4,3 @@
 """The interface that translates a model's state dict to Hugging Face names. 0.3.0 keeps it."""
 
 from torchtitan.protocols import BaseStateDictAdapter
-
-__all__ = ["BaseStateDictAdapter"]

@@ -9,5 +9,3 @@
 from torchtitan.tools import utils
 from torchtitan.tools.profiling import maybe_enable_memory_snapshot
 from torchtitan.tools.utils import GarbageCollection
-
-__all__ = ["GarbageCollection", "maybe_enable_memory_snapshot", "utils"]

@@ -16,13 +16,3 @@ from torchtitan.components.optimizer import (
 from torchtitan.protocols import train_spec
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.train import Trainer
-
-__all__ = [
-    "LRSchedulersContainer",
-    "OptimizersContainer",
-    "TrainSpec",
-    "Trainer",
-    "build_lr_schedulers",
-    "build_optimizers_with_moe_load_balancing",
-    "train_spec",
-]

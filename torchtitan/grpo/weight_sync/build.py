@@ -166,7 +166,7 @@ def _leader_parts(
     timeout_seconds = 2 * _patience_seconds(config.weight_sync)
 
     def on_rank(interface: type, own: Any, rank: int) -> Any:
-        return own if rank == agent.rank else remote(interface, channel, rank, timeout_seconds)
+        return own if rank == agent.rank else remote(interface, channel.call, rank, timeout_seconds)
 
     source_ranks = [source.rank for source in plan.sources]
     agents = [on_rank(Agent, agent, rank) for rank in range(dist.get_world_size())]
