@@ -118,6 +118,9 @@ def _locks(config: JobConfig) -> dict[Path, str]:
         found[checkpoints / LOCK_FILE] = f"checkpoint.folder = {config.checkpoint.folder}"
     if config.rollout.record and not _is_within(record := Path(config.rollout.record), folder):
         found[record.with_name(f"{record.name}.lock")] = f"rollout.record = {record}"
+    versions = config.weight_sync.disk_path if config.weight_sync.transport == "disk" else None
+    if versions is not None and not _is_within(Path(versions), folder):
+        found[Path(versions) / LOCK_FILE] = f"weight_sync.disk_path = {versions}"
     return found
 
 

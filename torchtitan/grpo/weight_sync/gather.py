@@ -81,8 +81,7 @@ def agree_on_hosts() -> tuple[int, ...]:
 class Gatherer:
     """Does one rank's part of gathering versions on their source ranks.
 
-    All ranks must construct it at the same time. ``timeout_seconds`` bounds one transfer
-    between ranks.
+    All ranks must construct it at the same time.
     """
 
     def __init__(
@@ -180,8 +179,7 @@ class Agent:
     """Carries out what the leader asks of each rank: to copy, gather and drop versions.
 
     The leader calls its own rank's agent directly, and those of other ranks over the channel.
-    All methods run in the event loop of the publisher's thread. Gathering blocks, so it runs on
-    a separate thread.
+    All methods run in the event loop of the publisher's thread.
 
     ``read_snapshot`` waits until a slot holds a version, and returns this rank's shards of it.
     Ranks that are no sources have no ``pool``.

@@ -129,8 +129,8 @@ class VersionMismatch(ServerError):
 class Listeners:
     """Callbacks for the changes of a lane; called in the leader's event loop.
 
-    ``on_change`` follows each change of a public attribute. ``on_version`` gets the URL and the
-    version that a server has confirmed, ``on_lost`` the URL and the reason of a loss.
+    ``on_change`` follows each change of a public attribute. ``on_version`` gets the URL of a
+    server and the version that it has confirmed, ``on_lost`` the URL and the reason.
     """
 
     on_change: Callable[[], None]
@@ -313,8 +313,7 @@ class Lane:
         logger.info(
             "%s serves version %d: %.1f MB in %.3f s (%.2f GB/s), paused for %.1f ms.",
             self.url, report.version, report.num_bytes / 1e6, report.push_seconds,
-            report.num_bytes / 1e9 / max(report.transfer_seconds, 1e-9),
-            1e3 * report.pause_seconds,
+            report.gb_per_second, 1e3 * report.pause_seconds,
         )  # fmt: skip
 
     def _lose(self, error: BaseException, pause: float) -> None:

@@ -43,10 +43,9 @@ _PATIENCE_PUSHES = 4
 
 @dataclass(frozen=True)
 class LeaderParts:
-    """The objects that a leader uses.
+    """The objects that a leader uses. It closes its ``own`` agent and sender.
 
-    ``agents`` are those of all ranks, ``senders`` those of the source ranks, ascending. The
-    leader closes the transport and its ``own`` agent and sender.
+    ``agents`` are those of all ranks, ``senders`` those of the source ranks, ascending.
     """
 
     agents: Sequence[Agent]
@@ -60,9 +59,8 @@ class LeaderParts:
 class Leader:
     """Makes ranks gather versions and runs a lane for each server; see the module's docstring.
 
-    ``changed_servers`` is called repeatedly. It returns all servers if they have changed since
-    the last call, and otherwise ``None``. ``error`` is what ended :meth:`run`, which is set
-    before the method has finished closing.
+    ``changed_servers`` returns all servers if they have changed since the last call. ``error``
+    is what ended :meth:`run`, which is set before the method has finished closing.
     """
 
     def __init__(
@@ -191,7 +189,6 @@ class Leader:
         await self.versions.close()
         for one in self._parts.own:
             await one.close()
-        self._parts.transport.close()
 
 
 class Pin:
@@ -217,10 +214,9 @@ class Pin:
         return lane.url if lane is not None else None
 
     def set(self, lanes: Sequence[Lane], version: int | None) -> None:
-        """Pins the server with the newest version, and unpins the server that was pinned before.
+        """Pins the server with the newest version in place of the one that was pinned before.
 
-        The server keeps the first version that is not older than ``version``; ``None`` pins no
-        server.
+        It keeps the first version that is not older than ``version``; ``None`` pins no server.
         """
         with self._lock:
             self._release()

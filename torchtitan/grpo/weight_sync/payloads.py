@@ -62,7 +62,7 @@ class Payload:
         self._progress = asyncio.Event()
 
     def filled(self, index: int) -> None:
-        """Marks a bucket as written; called by the gathering thread, in the order of buckets."""
+        """Called by the gathering thread, in the order of buckets."""
         if self._checksum:
             spec = self._specs[index]
             parts = self.buffers[index].split(tensor_bytes(spec.dtypes, spec.shapes))
@@ -100,8 +100,8 @@ class Payload:
 class PayloadPool:
     """The buffers of all versions that a source rank holds.
 
-    The pool makes no decisions: the leader's :class:`Versions` makes it take and drop versions.
-    Any thread may call any method except :meth:`take`.
+    The leader's :class:`Versions` decides what it takes and drops. Any thread may call any
+    method except :meth:`take`.
     """
 
     def __init__(
@@ -124,8 +124,7 @@ class PayloadPool:
         If the slot of the version is held as long as the version, buckets are sent from there.
         """
         in_slot = self._buckets_in_slot(held_slot) if held_slot is not None else None
-        buffers = in_slot if in_slot is not None else self._own_buffers()
-        payload = Payload(version, self._specs, buffers, self._checksum)
+        payload = Payload(version, self._specs, in_slot or self._own_buffers(), self._checksum)
         payload.is_lent = in_slot is not None
         with self._lock:
             self._held[version] = payload

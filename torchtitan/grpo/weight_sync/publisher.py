@@ -34,6 +34,7 @@ from torchtitan.grpo.weight_sync.lane import Lane, LaneState
 from torchtitan.grpo.weight_sync.leader import Leader
 from torchtitan.grpo.weight_sync.slots import SlotTable, SlotVersions
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
+from torchtitan.grpo.weight_sync.transports.interface import PushReport
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +48,9 @@ class PublisherFailed(RunError):
 class Publisher:
     """The publisher of a run without servers, such as a replay: it sends nothing.
 
-    :class:`WeightPublisher` pushes to servers. Both are used by the training thread. ``probes``
-    are the trainer's log-probabilities of the probe tokens, by version. ``failure`` is the
-    error that ended this rank's part of the push. ``num_failures`` counts losses of servers.
+    The training thread uses it. ``probes`` are the trainer's log-probabilities of the probe
+    tokens, by version. ``failure`` is the error that ended this rank's part of the push.
+    ``num_failures`` counts losses of servers.
     """
 
     def __init__(self, probes: Probes | None = None) -> None:
@@ -64,11 +65,10 @@ class Publisher:
         return 0
 
     def is_attested(self, version: int) -> bool:
-        """Returns whether servers will be asked for log-probabilities under ``version``."""
         return False
 
     def reserve_slot(self) -> int:
-        """Returns the slot for the next version; called on rank 0."""
+        """Called on rank 0."""
         return 0
 
     def fence(self) -> None:
@@ -86,12 +86,9 @@ class Publisher:
         """Waits until the servers serve ``version`` or a newer one; called on rank 0.
 
         As long as at least one server is present, lost servers are not waited for. The wait for
-        a present server has no timeout here, because the server's lane has its own.
-
-        Raises:
-            TimeoutError: If for ``timeout_seconds`` no server could take the version, because
-                every server is lost or the version cannot be prepared.
-            PublisherFailed: If the publisher's thread has ended.
+        a present server has no timeout here, because the server's lane has its own. Raises
+        TimeoutError if for ``timeout_seconds`` no server could take the version, because every
+        server is lost or the version cannot be prepared; and as :meth:`raise_if_failed`.
         """
 
     def pin(self, version: int | None) -> list[str]:
@@ -104,19 +101,19 @@ class Publisher:
         return []
 
     def pinned(self) -> list[str]:
-        """Returns the URL of the server that is pinned now, if there is one, as a list."""
+        """Returns the URL of the server that is pinned now, if there is one."""
         return []
 
     def metrics(self) -> dict[str, float]:
-        """Returns metrics of the push for the current step; called on rank 0."""
+        """Called on rank 0, at each step."""
         return {}
 
     def server_states(self) -> dict[str, dict[str, str | int]]:
-        """Returns the state and the version of each server, by URL. Any thread may call this."""
+        """By URL. Any thread may call this."""
         return {}
 
     def raise_if_failed(self) -> None:
-        """Raises :class:`PublisherFailed` if this rank's part of the push has ended."""
+        """Raises PublisherFailed if this rank's part of the push has ended."""
 
     def close(self, timeout_seconds: float = 2.0) -> None:
         """Ends the push, and abandons work that lasts longer. It is idempotent."""
@@ -125,7 +122,7 @@ class Publisher:
 class WeightPublisher(Publisher):
     """Pushes weights in the background; see the module's docstring.
 
-    ``slots`` is a :class:`SlotTable` on rank 0. ``make_leader`` makes the leader there, which
+    On rank 0, ``slots`` is a :class:`SlotTable`, and ``make_leader`` makes the leader, which
     calls the argument after each change of a lane. On other ranks, ``follow`` does what the
     leader asks until it is cancelled.
     """
@@ -300,16 +297,13 @@ class WeightPublisher(Publisher):
 
 
 def lane_metrics(lane: Lane, published: int) -> dict[str, float]:
-    """Returns the metrics of one server, whose lag is counted against the ``published`` version."""
-    report = lane.last_push
+    report = lane.last_push or PushReport(-1, 0, 0.0, 0.0, 0.0)
     return {
         "state": float(list(LaneState).index(lane.state)),
         "version": float(lane.version),
         "lag": float(published - lane.version),
         "failures": float(lane.num_failures),
-        "push_seconds": report.push_seconds if report else 0.0,
-        "pause_ms": 1e3 * report.pause_seconds if report else 0.0,
-        "gb_per_second": report.num_bytes / 1e9 / max(report.transfer_seconds, 1e-9)
-        if report
-        else 0.0,
+        "push_seconds": report.push_seconds,
+        "pause_ms": 1e3 * report.pause_seconds,
+        "gb_per_second": report.gb_per_second,
     }

@@ -54,8 +54,7 @@ class Slots:
     """The states of all slots, immutable: each method that changes a state returns a new object.
 
     ``versions`` are those with which each slot was last filled; -1 before the first. At most
-    ``max_held`` slots may be HELD. ``num_superseded`` counts versions that were never taken,
-    because a newer one was filled.
+    ``max_held`` slots may be HELD. ``num_superseded`` counts versions that were never taken.
     """
 
     states: tuple[SlotState, ...]
@@ -65,12 +64,7 @@ class Slots:
 
     @classmethod
     def free(cls, num_slots: int, max_held: int = 0) -> Self:
-        """Returns ``num_slots`` free slots, at least 2, and ``max_held`` more."""
-        if num_slots < 2:
-            raise ValueError(
-                "weight_sync.num_slots must be at least 2, because one slot is sent while another "
-                f"is filled, got {num_slots}."
-            )
+        assert num_slots >= 2, "one slot is sent while another is filled"
         total = num_slots + max_held
         return cls((SlotState.FREE,) * total, (-1,) * total, max_held)
 
@@ -89,10 +83,7 @@ class Slots:
         return replace(self._with(slot, SlotState.PENDING), versions=versions)
 
     def take_newest(self) -> tuple[Self, int] | None:
-        """Makes the PENDING slot with the newest version SENDING; ``None`` if no slot is PENDING.
-
-        Other PENDING slots are freed, because their older versions are no longer needed.
-        """
+        """Makes the PENDING slot with the newest version SENDING, and frees the other PENDING ones."""
         waiting = self._in_state(SlotState.PENDING)
         if not waiting:
             return None
@@ -126,10 +117,9 @@ class Slots:
 class SlotVersions:
     """Records which version each slot of this rank holds or is being filled with.
 
-    The training thread writes the record, and the gathering thread waits for its changes. Any
-    thread may call any method. The lock is held for microseconds and never while a thread
-    waits. ``published`` is the newest version with which a slot was filled; -1 before the
-    first.
+    The training thread writes the record, and the gathering thread waits for its changes. The
+    lock is held for microseconds and never while a thread waits. ``published`` is the newest
+    version with which a slot was filled; -1 before the first.
     """
 
     def __init__(self) -> None:
@@ -167,8 +157,8 @@ class SlotVersions:
 class SlotTable(SlotVersions):
     """The :class:`SlotVersions` of rank 0, with the states of the slots.
 
-    The training thread reserves and fills slots. The leader takes, holds and releases slots
-    through :class:`Versions`. There are ``max_held`` slots besides ``weight_sync.num_slots``.
+    The training thread reserves and fills slots. The leader takes, holds and releases them
+    through :class:`Versions`.
     """
 
     def __init__(self, num_slots: int, max_held: int = 0) -> None:
@@ -199,8 +189,7 @@ class SlotTable(SlotVersions):
             return slot, self._slots.versions[slot]
 
     def can_hold(self) -> bool:
-        with self._changed:
-            return self._slots.can_hold()
+        return self._slots.can_hold()
 
     def hold(self, slot: int) -> None:
         with self._changed:

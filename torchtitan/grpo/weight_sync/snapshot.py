@@ -64,18 +64,17 @@ class Snapshots:
         """Starts the copy of the current shards and returns; called on the training thread.
 
         The caller must call :meth:`fence` before the parameters change again, and must ensure
-        that the slot is no longer read. ``announce`` is called on the training thread as soon
-        as :meth:`read` waits for this copy and no longer for an earlier one; a reader must not
-        read the slot before. ``wake`` is called when readers may read the slot, on CPU by the
-        copying thread, so that the training thread does not wake up another thread.
+        that the slot is no longer read. ``announce`` is called here as soon as :meth:`read`
+        waits for this copy and no longer for an earlier one; a reader must not read the slot
+        before. ``wake`` is called when readers may read the slot, on CPU by the copying thread,
+        so that the training thread does not wake up another thread.
         """
         self._copies.start(slot, announce, wake)
 
     def fence(self, timeout_seconds: float = _WAIT_SECONDS) -> None:
         """Orders the training thread's subsequent work after all copies that were started.
 
-        Only on CPU does this wait, at most ``timeout_seconds``. It raises if the last copy
-        failed.
+        Only on CPU does this wait. It raises if the last copy failed.
         """
         self._copies.fence(timeout_seconds)
 

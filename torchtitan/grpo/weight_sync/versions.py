@@ -40,7 +40,7 @@ class _Version:
     """A version that has buffers on source ranks.
 
     ``num_sending`` counts the pushes that send it, or a delta against it; ``num_bases`` the
-    servers for which it is the base of the next delta. ``dropping`` is the task that drops it.
+    servers for which it is the base of the next delta.
     """
 
     number: int

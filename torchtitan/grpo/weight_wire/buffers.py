@@ -25,8 +25,7 @@ import torch
 class BufferPool:
     """Flat byte buffers, used by one update at a time. Methods may be called from any thread.
 
-    A GPU's copy engine reads ``pinned`` host buffers without the CPU. The caller that starts
-    such a copy gives the buffer back when the copy is over.
+    Whoever copies from a ``pinned`` host buffer to a GPU gives it back when the copy is over.
     """
 
     def __init__(self, pinned: bool = False) -> None:

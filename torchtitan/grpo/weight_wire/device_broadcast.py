@@ -27,11 +27,9 @@ _POLL_SECONDS = 0.002
 class DeviceBroadcast:
     """Broadcasts to one server; used by one thread, the one that pushes to the server.
 
-    A payload above ``piece_bytes`` is sent in pieces, one after another, through the same
-    memory of the device. ``timeout_seconds`` bounds one payload.
-
-    Raises RuntimeError if a kernel of an earlier broadcast to the server has not ended, and
-    torch.cuda.OutOfMemoryError if the GPU has no room for a piece.
+    A payload is sent in pieces, one after another, through the same memory of the device.
+    ``timeout_seconds`` bounds one payload. Raises RuntimeError if a kernel of an earlier
+    broadcast to the server has not ended, or the GPU has no room for a piece.
     """
 
     def __init__(
@@ -53,11 +51,8 @@ class DeviceBroadcast:
     ) -> None:
         """Broadcasts [num_bytes] uint8 in host memory; returns when the server has received it.
 
-        The payload may change afterwards. This rank is rank 0 of the group, and ``is_left``
-        tells whether the group is being taken down.
-
-        Raises RuntimeError if the group was left meanwhile, and TimeoutError if the server did
-        not receive the payload in time.
+        The payload may change afterwards. Raises RuntimeError if the group ``is_left``
+        meanwhile, and TimeoutError if the server did not receive the payload in time.
         """
         with broadcasting():
             stream, is_pinned = self._lane.stream, payload.is_pinned()

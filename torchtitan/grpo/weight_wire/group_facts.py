@@ -55,11 +55,10 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The result of :func:`choose_backend`, with sentences for messages.
+    """``backend`` is ``None`` if NCCL is demanded and cannot work.
 
-    ``backend`` is ``None`` if NCCL is demanded and cannot work. ``obstacles`` say why NCCL
-    cannot work and what to change; there are none if ``auto`` has met a side without a GPU.
-    ``doubts`` say what is not known.
+    ``obstacles`` are sentences on why NCCL cannot work and what to change; there are none if
+    ``auto`` has met a side without a GPU. ``doubts`` say what is not known.
     """
 
     backend: Literal["nccl", "gloo"] | None
@@ -89,7 +88,7 @@ def choose_backend(
 
 
 def facts_from_json(body: Any) -> GroupFacts:
-    """Returns the facts in a server's answer; what is missing or malformed is not known."""
+    """What is missing or malformed in a server's answer is not known."""
     if not isinstance(body, Mapping):
         return GroupFacts()
     settings = body.get("settings")

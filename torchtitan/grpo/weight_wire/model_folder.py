@@ -52,8 +52,7 @@ class WeightsAbsent(ModelError):
 def read_json(file: Path, setting: str) -> dict[str, Any]:
     """Reads a JSON file of a model: UTF-8 or UTF-16, with or without a byte-order mark.
 
-    Raises ModelError if the file cannot be read, or does not hold an object. ``setting`` is the
-    TOML key that names the folder.
+    ``setting`` is the TOML key that names the folder.
     """
     try:
         check_folder(file.parent)
@@ -79,8 +78,7 @@ def require_undamaged(
 
     Other directories have no checksums. Text that has another size, or is gone, was changed by
     the user, such as a chat template: damage does not change a size, or leaves what is no JSON.
-    Ranks can divide the files into ``num_shares``. ``weights`` selects the weights, or else all
-    other files.
+    Ranks can divide the files. ``weights`` selects the weights, or else all other files.
     """
 
     def is_wanted(name: str, size: int) -> bool:
@@ -157,14 +155,10 @@ _WINDOW, _MAX_WINDOW_LAYERS = 4096, 28
 def attention_window(config: dict[str, Any], architecture: str) -> int | None:
     """Returns the number of tokens, its own included, that each token attends to; None for all.
 
-    The settings are read as transformers does. A window that is not shorter than the sequences
-    changes nothing. Neither the trainer nor the embedded server computes a shorter one.
-
     Mistral's models have a window unless it is null, and others only with
     ``use_sliding_window``; dense ones in the layers that ``layer_types`` or
-    ``max_window_layers`` tell.
-
-    Raises ValueError if the settings contradict each other.
+    ``max_window_layers`` tell. The settings are read as transformers does; ValueError if they
+    contradict each other.
     """
     kinds = config.get("layer_types") or []
     if unknown := [kind for kind in kinds if kind not in (_FULL, _SLIDING)]:

@@ -40,8 +40,7 @@ class UpdateSession:
 
     ``check`` raises ValueError unless tensors of these names and shapes fit the model.
     ``folder`` returns the directory of the model, to whose weights adapters are added.
-    ``received`` holds the dtypes of the collected update, by name, also of tensors that a delta
-    left unchanged.
+    ``received`` holds the dtypes of the collected update, by name.
     """
 
     def __init__(
@@ -173,8 +172,8 @@ class UpdateSession:
         """Notes that the collected update is served.
 
         The tensors ``in_use`` are served, or are the base of deltas, and keep their buffers.
-        Deltas may be applied to ``version``; it is ``None`` if this is not possible, for
-        instance because only a part of the weights was received.
+        Deltas may be applied to ``version``, unless it is ``None``, for instance because only a
+        part of the weights was received.
         """
         self._base_version, self._base_dtypes = version, self.received
         self.buffers.settle(in_use)

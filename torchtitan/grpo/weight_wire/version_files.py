@@ -10,15 +10,12 @@ A directory gets its final name only when it is complete and on the disk. The ch
 tensors lie in it, and the servers that this project controls compare them.
 
 DISK_PATH belongs to one run at a time, because the versions of two runs would have the same
-names. The run holds a lock on it, which ends with its process.
+names. The run holds a lock on it; see `run_folder/folder.py`.
 """
 
-import fcntl
 import json
-import logging
 import os
 import shutil
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,13 +28,8 @@ from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.model_files import WeightFiles
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
-logger = logging.getLogger(__name__)
-
 CHECKSUMS_FILE = "checksums.json"
 """``{tensor name: checksum}`` beside the safetensors files of a pushed version."""
-# How long a predecessor that was killed may take to release the lock.
-_LOCK_SECONDS = 15.0
-_POLL_SECONDS = 0.1
 
 
 def write_part(
@@ -66,14 +58,12 @@ class VersionDirectories:
     """Makes and removes the directories of versions below ``weight_sync.disk_path``, on rank 0.
 
     The config and tokenizer files of ``source``, the trained model, are copied beside the
-    weights, since a server may want them there. Raises ValueError if another run holds the
-    directory for longer than ``lock_seconds``.
+    weights, since a server may want them there.
     """
 
-    def __init__(self, root: Path, source: Path, lock_seconds: float = _LOCK_SECONDS) -> None:
+    def __init__(self, root: Path, source: Path) -> None:
         self._root, self._source = root, source
         root.mkdir(parents=True, exist_ok=True)
-        self._lock: int | None = _locked(root, lock_seconds)
         # The versions of a predecessor that was killed are of no use: they are incomplete, or
         # belong to another run.
         for left in root.glob("version-*"):
@@ -105,32 +95,6 @@ class VersionDirectories:
     def remove(self, version: int) -> None:
         for name in (f"version-{version}", f"version-{version}.partial"):
             shutil.rmtree(self._root / name, ignore_errors=True)
-
-    def close(self) -> None:
-        """Lets other runs use the directory, in which the served version stays. It is idempotent."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            os.close(lock)
-
-
-def _locked(root: Path, timeout_seconds: float) -> int:
-    handle = os.open(root, os.O_RDONLY)
-    deadline = time.monotonic() + timeout_seconds
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return handle
-        except BlockingIOError as error:
-            if time.monotonic() > deadline:
-                os.close(handle)
-                raise ValueError(
-                    f"weight_sync.disk_path must be used by one run at a time, and another run has "
-                    f"held {root} for {timeout_seconds:g} s. Give each run a directory of its own."
-                ) from error
-        except OSError as error:  # the filesystem does not support locks
-            logger.warning("%s cannot be locked (%s): no other run may use it.", root, error)
-            return handle
-        time.sleep(_POLL_SECONDS)
 
 
 def read_weights(folder: str) -> dict[str, torch.Tensor]:

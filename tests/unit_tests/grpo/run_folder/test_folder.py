@@ -98,6 +98,13 @@ def test_what_a_run_writes_elsewhere_is_locked_as_well(tmp_path):
     with pytest.raises(FolderInUse, match=r"rollout\.record = "):
         RunFolder(second)
     holder.close(failed=False)
+    for config in (first, second):
+        config.rollout.record, config.weight_sync.transport = None, "disk"
+        config.weight_sync.disk_path = str(tmp_path / "versions")
+    holder = RunFolder(first)
+    with pytest.raises(FolderInUse, match=r"weight_sync\.disk_path = "):
+        RunFolder(second)
+    holder.close(failed=False)
     assert not list(tmp_path.rglob("*.lock"))
 
 

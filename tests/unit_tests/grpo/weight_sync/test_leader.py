@@ -48,8 +48,6 @@ class NoTransport(Any):
 
     async def forget(self, version: int) -> None: ...
 
-    def close(self) -> None: ...
-
 
 class Rig:
     """A leader without servers, and two ranks; slot 0 holds version 7."""

@@ -129,10 +129,6 @@ class DiskTransport(Transport[DiskSender]):
             await asyncio.gather(task, return_exceptions=True)
             await asyncio.to_thread(self._directories.remove, version)
 
-    def close(self) -> None:
-        if self._directories is not None:
-            self._directories.close()
-
 
 class DiskConnection(Connection):
     def __init__(

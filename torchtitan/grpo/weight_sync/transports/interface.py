@@ -28,11 +28,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PushReport:
-    """A push that the server has committed.
+    """A push that the server has committed, from the first request to the last answer.
 
-    It lasts from the first request to the last answer, and the transfer within it from the
-    first bucket sent to the last one received. During ``pause_seconds`` the server generated
-    nothing.
+    The transfer within it lasts from the first bucket sent to the last one received. During
+    ``pause_seconds`` the server generated nothing.
     """
 
     version: int
@@ -40,6 +39,10 @@ class PushReport:
     push_seconds: float
     transfer_seconds: float
     pause_seconds: float
+
+    @property
+    def gb_per_second(self) -> float:
+        return self.num_bytes / 1e9 / max(self.transfer_seconds, 1e-9)
 
 
 class NotPrepared(RuntimeError):
@@ -70,11 +73,8 @@ class Connection(ABC):
 
         The source ranks hold the version or are gathering it. Only the changes since ``base``
         are sent, a version that the server has confirmed and the source ranks still hold;
-        ``None`` sends everything.
-
-        Raises:
-            ServerError: If the server refused, failed, or did not answer in time.
-            RuntimeError: If the trainer's side failed.
+        ``None`` sends everything. Raises ServerError if the server refused, failed, or did not
+        answer in time, and RuntimeError if the trainer's side failed.
         """
 
     @abstractmethod
@@ -139,17 +139,11 @@ class Transport(ABC, Generic[S]):
 
     @abstractmethod
     async def lead(self, senders: Sequence[S]) -> None:
-        """Prepares the transport on rank 0; called once, before the methods below.
-
-        Versions are sent by the senders of all source ranks in this order, ascending by rank.
-        """
+        """Called once on rank 0, before the methods below, with senders that ascend by rank."""
 
     @abstractmethod
     def connect(self, client: InferenceClient) -> Connection:
         pass
 
     async def forget(self, version: int) -> None:
-        """Discards what :meth:`Connection.prepare` made for a version that no lane sends any more."""
-
-    def close(self) -> None:
-        """Ends what :meth:`lead` started. It is idempotent."""
+        """Discards what :meth:`Connection.prepare` made; no lane sends the version any more."""

@@ -167,16 +167,6 @@ def test_a_predecessors_versions_are_removed_and_nothing_else(tmp_path):
     assert names_in(root) == {"version-1", "other"}
 
 
-def test_a_directory_belongs_to_one_run_at_a_time(tmp_path):
-    root = tmp_path / "versions"
-    first = VersionDirectories(root, tmp_path)
-    with pytest.raises(ValueError, match="must be used by one run at a time, and another run has"):
-        VersionDirectories(root, tmp_path, lock_seconds=0.2)
-    first.close()
-    first.close()
-    VersionDirectories(root, tmp_path, lock_seconds=0.2).close()
-
-
 class Loading:
     """A server that loads whatever it is told to, and the order of all that happens to it."""
 
