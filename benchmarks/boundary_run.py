@@ -101,25 +101,6 @@ class CannedRollouts(StepSource):
     def start(self) -> None:
         """Does nothing: the batch is made by the constructor."""
 
-    def attend(self) -> None:
-        """Does nothing, since there is no rollout process."""
-
-    def evaluate(self, version: int) -> None:
-        """Returns None: nothing is generated."""
-
-    def served_version(self) -> int:
-        """Returns -1: no server is asked."""
-        return -1
-
-    def raise_if_ended(self) -> None:
-        """Does nothing: there is no rollout process."""
-
-    def fetch_address(self, version: int) -> None:
-        """Returns no address: rank 0 has all rollouts."""
-
-    def save(self, step: int) -> None:
-        """Does nothing: no rollout is in flight."""
-
     def close(self) -> None:
         """Does nothing: nothing was started."""
 

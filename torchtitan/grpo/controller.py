@@ -304,7 +304,7 @@ class RolloutController(StepSource):
         if not self._is_closed and (summary := run_summary(self.link.dropped)):
             logger.warning(summary)
         self._is_closed = True
-        self.samples.close()
+        super().close()
         self._ledger.close()
         if self._recorder is not None:
             self._recorder.close()

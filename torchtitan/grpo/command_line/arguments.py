@@ -50,7 +50,6 @@ def read_arguments(cls: type, args: list[str]) -> list[Override]:
 
 
 def _split(args: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yields each option with the words behind it."""
     option, words = "", list[str]()
     for arg in args:
         if arg.startswith("--") and arg[2:3].isalpha():
@@ -197,7 +196,6 @@ def is_flag(annotation: Any) -> bool:
 
 
 def in_words(annotation: Any) -> str:
-    """Describes the values of a setting."""
     return " or ".join(_names(member)[1] for member in members(annotation))
 
 

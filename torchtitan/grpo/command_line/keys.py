@@ -27,7 +27,6 @@ def all_keys(cls: type, prefix: str = "") -> dict[str, Any]:
 
 @functools.cache
 def settings(cls: type) -> dict[str, Any]:
-    """Returns the type of each setting by its key, ``table.name``."""
     return {key: kind for key, kind in all_keys(cls).items() if not is_dataclass(kind)}
 
 

@@ -15,20 +15,13 @@ from torchtitan.grpo.upstream.configuration import JobConfig, Parallelism
 if TYPE_CHECKING:
     from torchtitan.grpo.models.hf_config import HFModel
 
-_CHECKPOINT_MODES = ("none", "selective", "full", "memory_budget")
-_PIPELINE_MINIMA = {
-    "pipeline_parallel_layers_per_stage": 1,
-    "pipeline_parallel_first_stage_less_layers": 0,
-    "pipeline_parallel_last_stage_less_layers": 0,
-}
-
 
 def layout_problems(config: JobConfig) -> Iterator[str]:
     """Yields problems of ``[parallelism]`` that need no model to be seen."""
-    yield from _degree_problems(config)
+    yield from _degree_problems(config.parallelism)
     settings, training = config.parallelism, config.training
     parts = settings.tensor_parallel_degree * settings.context_parallel_degree
-    if parts > 0 and training.seq_len % parts:
+    if training.seq_len % parts:
         yield (
             f"training.seq_len ({training.seq_len}) must be a multiple of parallelism."
             f"tensor_parallel_degree * parallelism.context_parallel_degree ({parts}), because each "
@@ -53,20 +46,13 @@ def layout_problems(config: JobConfig) -> Iterator[str]:
         yield from _pipeline_problems(config)
 
 
-def _degree_problems(config: JobConfig) -> Iterator[str]:
-    settings = config.parallelism
+def _degree_problems(settings: Parallelism) -> Iterator[str]:
     degrees = {
         "data_parallel_replicate_degree": settings.data_parallel_replicate_degree,
         "context_parallel_degree": settings.context_parallel_degree,
         "tensor_parallel_degree": settings.tensor_parallel_degree,
         "pipeline_parallel_degree": settings.pipeline_parallel_degree,
-        "expert_parallel_degree": settings.expert_parallel_degree,
-    }
-    for key, degree in degrees.items():
-        if degree < 1:
-            yield f"parallelism.{key} must be at least 1, got {degree}."
-            return
-    experts = degrees.pop("expert_parallel_degree")  # adds no ranks
+    }  # Expert parallelism adds no ranks.
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     product, shard = math.prod(degrees.values()), settings.data_parallel_shard_degree
     above = [f"parallelism.{key} ({degree})" for key, degree in degrees.items() if degree > 1]
@@ -78,7 +64,7 @@ def _degree_problems(config: JobConfig) -> Iterator[str]:
             f"{' * '.join(above)} must be the number of ranks, {world_size}. Start as many ranks, or "
             "set parallelism.data_parallel_shard_degree = -1, which takes all remaining ranks."
         )
-    elif experts > 1:
+    elif settings.expert_parallel_degree > 1:
         shard = world_size // product if shard == -1 else shard
         yield from _expert_degree_problems(settings, shard)
 
@@ -146,10 +132,6 @@ def _pipeline_problems(config: JobConfig) -> Iterator[str]:
             f"{settings.pipeline_parallel_schedule_csv!r}: forward-only passes need a schedule "
             "that parallelism.pipeline_parallel_schedule names."
         )
-    for key, minimum in _PIPELINE_MINIMA.items():
-        value = getattr(settings, key)
-        if value is not None and value < minimum:
-            yield f"parallelism.{key} must be at least {minimum}, got {value}."
     if size < 1 or rows % size:
         yield (
             f"training.local_batch_size ({rows}) must be a multiple of parallelism."
@@ -158,10 +140,6 @@ def _pipeline_problems(config: JobConfig) -> Iterator[str]:
         )
         return
     yield from _split_compile_problems(config, schedule)
-    yield from _offload_problems(config)
-
-
-def _offload_problems(config: JobConfig) -> Iterator[str]:
     share = config.grpo.pipeline_offload  # pyright: ignore[reportAttributeAccessIssue]
     if share != 0 and _compiles_model(config):
         yield (
@@ -182,11 +160,6 @@ def _split_compile_problems(config: JobConfig, schedule: Schedule) -> Iterator[s
 
 def _checkpoint_problems(config: JobConfig) -> Iterator[str]:
     checkpoint = config.activation_checkpoint
-    if checkpoint.mode not in _CHECKPOINT_MODES:
-        yield (
-            f"activation_checkpoint.mode must be one of {', '.join(_CHECKPOINT_MODES)}, got "
-            f"{checkpoint.mode!r}."
-        )
     option = checkpoint.selective_ac_option
     if checkpoint.mode == "selective" and option != "op" and not option.isdigit():
         yield (

@@ -60,6 +60,14 @@ def check_refused(config: JobConfig) -> None:
 _UPSTREAM_BOUNDS = {
     "training.steps": at_least(1),
     "training.local_batch_size": at_least(1),
+    "parallelism.data_parallel_replicate_degree": at_least(1),
+    "parallelism.context_parallel_degree": at_least(1),
+    "parallelism.tensor_parallel_degree": at_least(1),
+    "parallelism.pipeline_parallel_degree": at_least(1),
+    "parallelism.expert_parallel_degree": at_least(1),
+    "parallelism.pipeline_parallel_layers_per_stage": at_least(1),
+    "parallelism.pipeline_parallel_first_stage_less_layers": at_least(0),
+    "parallelism.pipeline_parallel_last_stage_less_layers": at_least(0),
 }
 """Bounds of torchtitan's keys. Those of this project's tables stand at their fields."""
 
@@ -70,7 +78,7 @@ _SENT = ("grpo", "prompts", "rollout", "inference", "reward", "workers", "teache
 def check_ranges(config: JobConfig) -> None:
     for key, bounds in {**_UPSTREAM_BOUNDS, **dict(_declared_bounds(config))}.items():
         value = get(config, key)
-        if not bounds.allow(value):
+        if value is not None and not bounds.allow(value):
             require(False, f"{key} must be {bounds}, got {value}.{_meaning(config, key)}")
     for table in _SENT:
         for name, value in vars(getattr(config, table)).items():

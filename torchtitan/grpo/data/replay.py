@@ -15,7 +15,7 @@ from itertools import pairwise
 from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.data.planner import PlannedPart
 from torchtitan.grpo.data.record import BatchRecord, RecordReader
-from torchtitan.grpo.data.step_source import OfflineSource
+from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.errors import DataError
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
@@ -28,7 +28,7 @@ from torchtitan.grpo.types import BatchPart, PromptProgress, Rollout, RolloutGro
 _KEY = "rollout.replay"
 
 
-class ReplaySource(OfflineSource):
+class ReplaySource(StepSource):
     """Plans the batches of a recorded file; see :class:`StepSource`.
 
     Batch ``k`` of the file (from 0) is what step ``k + 1`` is trained on, so that a resumed run

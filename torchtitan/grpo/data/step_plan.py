@@ -129,7 +129,6 @@ def plan_step(
 
     Args:
         groups: All groups of the batch; none if it holds only supervised sequences.
-        config: ``[grpo]``.
         version: Policy version that the ages of samples count from.
         num_ranks: Data-parallel degree.
         row_len: ``training.seq_len``.

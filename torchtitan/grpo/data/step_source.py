@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class StepSource(ABC):
     """Plans the steps of a run, one after another. Exists only on rank 0.
 
+    Methods that need servers or a rollout process do nothing in a source that has neither.
+
     The trainer constructs a source, calls :meth:`start` once, then :meth:`next_step` for each
     part of each step, and :meth:`close` at the end, which must work in any state.
 
@@ -63,12 +65,11 @@ class StepSource(ABC):
         data-parallel degree.
         """
 
-    @abstractmethod
     def fetch_address(self, version: int) -> FetchAddress | None:
         """Returns where ranks fetch the batch of ``version``, or None if rank 0 sends rows."""
+        return None
 
-    @abstractmethod
-    def save(self, step: int) -> None:
+    def save(self, step: int) -> None:  # noqa: B027
         """Saves the rollouts in flight beside the checkpoint of ``step``, without waiting."""
 
     def wait_saved(self, step: int, timeout_seconds: float) -> int | None:
@@ -103,40 +104,16 @@ class StepSource(ABC):
         """
         return None
 
-    @abstractmethod
     def served_version(self) -> int:
         """Returns the lowest version that a server reports, or -1 if no server answers."""
-
-    @abstractmethod
-    def attend(self) -> None:
-        """Passes on what the rollout process says, without waiting; raises if it has ended."""
-
-    @abstractmethod
-    def raise_if_ended(self) -> None:
-        """Raises the reason if the rollout process has ended by itself."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Ends child processes and closes files; harmless if nothing was started."""
-
-
-class OfflineSource(StepSource):
-    """A source that has neither servers nor a rollout process: rank 0 reads everything itself."""
-
-    def close(self) -> None:
-        self.samples.close()
-
-    def fetch_address(self, version: int) -> None:
-        """Rank 0 scatters the rows itself."""
-
-    def save(self, step: int) -> None:
-        """No rollouts are in flight that a checkpoint could lack."""
-
-    def served_version(self) -> int:
         return -1
 
-    def attend(self) -> None:
-        """Does nothing, since no rollout process was started."""
+    def attend(self) -> None:  # noqa: B027
+        """Passes on what the rollout process says, without waiting; raises if it has ended."""
 
-    def raise_if_ended(self) -> None:
-        """Does nothing, for the same reason."""
+    def raise_if_ended(self) -> None:  # noqa: B027
+        """Raises the reason if the rollout process has ended by itself."""
+
+    def close(self) -> None:
+        """Ends child processes and closes files; harmless if nothing was started."""
+        self.samples.close()

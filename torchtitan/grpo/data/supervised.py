@@ -27,7 +27,7 @@ from torchtitan.grpo.config import SFT
 from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.data.planner import PlannedPart
 from torchtitan.grpo.data.rows import Sample
-from torchtitan.grpo.data.step_source import OfflineSource
+from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.errors import DataError
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
@@ -257,7 +257,7 @@ class ExampleStream:
         return self._end_of_turn
 
 
-class SupervisedSource(OfflineSource):
+class SupervisedSource(StepSource):
     """Plans steps of supervised examples; see :class:`StepSource`.
 
     The loss of an example is that of the supervised sequences that GRPO mixes in

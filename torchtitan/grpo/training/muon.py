@@ -145,7 +145,6 @@ def orthogonalized(update: torch.Tensor, num_steps: int) -> torch.Tensor:
 
 
 def _splits_batch(placement: Any, ndim: int) -> bool:
-    """Returns whether a placement divides a batch into whole matrices."""
     # Includes the strided shards of FSDP over experts, which are no subclass in every torch.
     return ndim == 3 and getattr(placement, "dim", None) == 0 and not placement.is_partial()
 
