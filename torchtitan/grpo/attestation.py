@@ -70,7 +70,7 @@ class Probes:
     def put(self, version: int, logprobs: Sequence[float]) -> None:
         """Stores log-probabilities, [num_tokens - 1]; called by the training thread."""
         with self._lock:
-            self._expected[version] = tuple(float(logprob) for logprob in logprobs)
+            self._expected[version] = tuple(map(float, logprobs))
             if version == 0:
                 self.initial = self._expected[0]
             for oldest in sorted(self._expected)[: -self._num_kept]:

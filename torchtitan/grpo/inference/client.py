@@ -20,10 +20,8 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGrou
 class ServerError(RuntimeError):
     """A server failed or did not answer. The message names its route and what was expected."""
 
-    @property
-    def was_answered(self) -> bool:
-        """True if the server answered, but did not do what it was asked."""
-        return True
+    was_answered = True
+    """Whether the server answered, but did not do what it was asked."""
 
 
 class LogprobsError(ServerError):
@@ -190,11 +188,10 @@ class InferenceClient(ABC):
     async def rate(
         self, sequences: Sequence[list[int]], starts: Sequence[int], num_top: int = 0
     ) -> list[PromptRating]:
-        """Returns the logprobs of the tokens of sequences under the weights that are served now.
+        """Returns the logprobs of sequences' tokens under the weights that are served now.
 
-        It is one request if the server takes lists, else one after another. ``starts`` are the
-        positions of the first rated tokens, at least 1. ``num_top`` most likely tokens are returned
-        for each rated token.
+        ``starts`` are the positions of the first rated tokens, at least 1. ``num_top`` most likely
+        tokens are returned for each rated token.
         """
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:

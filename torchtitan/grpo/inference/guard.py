@@ -69,11 +69,17 @@ class RequestGuard:
         # A body that needs no key is not kept in memory, and no open route waits for one.
         if scope["type"] == "http" and self._level(scope) is not AuthLevel.OPEN:
             try:
-                receive = _after(await _whole_body(receive), receive)
+                messages = iter(await _whole_body(receive))
             except TimeoutError:
                 await _answer(Refusal(408, SLOW_BODY), send)
                 return
-        await self._app(scope, receive, send)
+
+            async def receive_next() -> Any:
+                return next(messages, None) or await receive()
+
+            await self._app(scope, receive_next, send)
+        else:
+            await self._app(scope, receive, send)
 
     def _level(self, scope: _Scope) -> AuthLevel:
         return self.level_of(scope["path"].removeprefix(scope.get("root_path", "")))
@@ -119,17 +125,6 @@ async def _whole_body(receive: _Receive) -> list[Any]:
             messages.append(await receive())
         num_bytes += len(messages[-1].get("body", b""))
     return messages
-
-
-def _after(messages: list[Any], receive: _Receive) -> _Receive:
-    waiting = iter(messages)
-
-    async def receive_next() -> Any:
-        for message in waiting:
-            return message
-        return await receive()
-
-    return receive_next
 
 
 async def _answer(refused: Refusal, send: _Send) -> None:

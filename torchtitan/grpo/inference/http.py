@@ -34,10 +34,7 @@ class RouteError(ServerError):
     def __init__(self, message: str, status: int | None = None, body: Any = None) -> None:
         super().__init__(message)
         self.status, self.body = status, body
-
-    @property
-    def was_answered(self) -> bool:
-        return self.status is not None
+        self.was_answered = status is not None
 
     @property
     def is_refusal(self) -> bool:

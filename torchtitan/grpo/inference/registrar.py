@@ -101,7 +101,10 @@ def run_registered(
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return server.wait(timeout=BEAT_SECONDS)
-            is_up = is_up or _answers(url)
+            if not is_up:
+                with contextlib.suppress(ServerError):
+                    request(url, "GET", "/health")
+                    is_up = True
             if is_up:
                 registrar.beat()
     except _Stopped:
@@ -110,14 +113,6 @@ def run_registered(
         if is_up:
             registrar.leave()  # first, so that no request is sent to a server that ends
         stop_children([server], _STOP_SECONDS)
-
-
-def _answers(url: str) -> bool:
-    try:
-        request(url, "GET", "/health")
-    except ServerError:
-        return False
-    return True
 
 
 def _say(text: str) -> None:

@@ -33,13 +33,9 @@ def first_causes(log_file: Path, begin: int = 0) -> str:
     Each process of a server prints its traceback, and the cause stands in the first of them, far
     above the end. Lines before the byte ``begin`` belong to earlier servers at the same port.
     """
-    causes: dict[str, None] = {}
-    for line in map(_without_prefix, _lines(log_file, begin)):
-        if _CAUSE.search(line):
-            causes[line[:_LINE_CHARS]] = None
-        if len(causes) == _MAX_CAUSES:
-            break
-    found = list(causes)
+    lines = map(_without_prefix, _lines(log_file, begin))
+    causes = dict.fromkeys(line[:_LINE_CHARS] for line in lines if _CAUSE.search(line))
+    found = list(causes)[:_MAX_CAUSES]
     tail = log_tail(log_file, begin)
     if not found or all(line in tail for line in found):
         return ""

@@ -26,10 +26,7 @@ _Mark = tuple[int, int, int, int]
 
 
 def checked_urls(urls: Sequence[str], source: str) -> list[str]:
-    """Returns URLs in lower case without trailing slashes.
-
-    Raises ValueError, with ``source``, if there is none, or if one is malformed or repeated.
-    """
+    """Returns URLs in lower case, without slashes; refuses malformed or repeated ones, or none."""
     checked = []
     for url in urls:
         try:

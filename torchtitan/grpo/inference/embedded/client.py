@@ -17,11 +17,10 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 
 class EmbeddedClient(SGLangClient):
-    """Talks to one embedded server; see :class:`InferenceClient`.
+    """Talks to one embedded server.
 
-    The server receives while it generates, swaps in a whole, verified update between two steps,
-    and recomputes the keys and values of running requests. It needs no pause, and always serves
-    either the old or the new version.
+    The server receives while it generates, swaps in a whole, verified update between two steps, and
+    recomputes the keys and values of running requests. It needs no pause, and serves no mixture.
     """
 
     _KIND = "embedded"

@@ -167,11 +167,7 @@ class Engine:
         return self.run(lambda: self._set_version(version))
 
     def swap_weights(self, swap: Callable[[], None], version: str) -> "Future[float]":
-        """Runs ``swap`` between two steps, and recomputes keys and values of the old weights.
-
-        ``swap`` replaces the parameters and must not fail half-way. The future holds the
-        seconds for which the engine stopped.
-        """
+        """Runs ``swap`` between two steps, which must not fail half-way; returns the seconds."""
         return self.run(lambda: self._swap_weights(swap, version))
 
     def run(self, function: Callable[[], _T], *, only_adds: bool = False) -> "Future[_T]":

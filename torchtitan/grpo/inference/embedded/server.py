@@ -35,6 +35,7 @@ DIALECT_VERSION = "0.5.23"
 """The SGLang version whose routes and shapes these are."""
 
 _STUCK_SECONDS = 120.0
+_COUNTS = ("num_running", "num_waiting", "num_tokens", "num_steps", "num_recomputed", "num_swaps")
 _T = TypeVar("_T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -197,12 +198,7 @@ class EmbeddedServer:
                 "weight_version": engine.version,
                 "is_paused": engine.is_paused,
                 "max_batched_tokens": engine.step_tokens,
-                "num_running": engine.num_running,
-                "num_waiting": engine.num_waiting,
-                "num_tokens": engine.num_tokens,
-                "num_steps": engine.num_steps,
-                "num_recomputed": engine.num_recomputed,
-                "num_swaps": engine.num_swaps,
+                **{name: getattr(engine, name) for name in _COUNTS},
                 "weight_groups": self.updater.session.group_names,
             }
         )

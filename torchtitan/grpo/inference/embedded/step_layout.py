@@ -137,10 +137,7 @@ def split_rows(lengths: Sequence[int], call_positions: int) -> list[RowRange]:
 def upload(
     lists: Sequence[Sequence[float]], device: torch.device, dtype: torch.dtype = torch.long
 ) -> list[torch.Tensor]:
-    """Returns each list of numbers as a tensor on the device, all of them parts of one.
-
-    To a GPU they are one copy from pinned memory, for which the host does not wait.
-    """
+    """Returns each list as a tensor, in one copy to the device for which the host does not wait."""
     packed = torch.tensor(
         [number for numbers in lists for number in numbers],
         dtype=dtype,

@@ -84,10 +84,7 @@ class WeightTable:
 
     @torch.no_grad()
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Makes prepared tensors the parameters, for all later work of the current stream.
-
-        On a CPU nothing is copied, and the tensors' memory becomes the parameters'.
-        """
+        """Makes prepared tensors the parameters, for all later work of the current stream."""
         if self.stream is None:
             for name, tensor in tensors.items():
                 self.parameters[name].data = tensor

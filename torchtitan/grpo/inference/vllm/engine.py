@@ -13,9 +13,10 @@ tensors in the layout of the checkpoint.
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -61,8 +62,7 @@ class GroupInitInfo(WeightTransferInitInfo):
     probe: bool = False
 
     def group(self) -> WeightGroupInfo:
-        names = [field.name for field in fields(WeightGroupInfo)]
-        return WeightGroupInfo(**{name: getattr(self, name) for name in names})
+        return msgspec.convert(vars(self), WeightGroupInfo)
 
 
 @dataclass

@@ -8,7 +8,7 @@
 
 The package is installed with ``--no-deps`` beside vLLM, whose environment has neither
 torchtitan nor the trainer's libraries. This module and the engine therefore import only modules
-that need torch, numpy, safetensors and vLLM.
+that need torch, numpy, safetensors, msgspec and vLLM.
 """
 
 import multiprocessing

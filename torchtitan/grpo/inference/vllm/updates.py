@@ -32,6 +32,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
+import msgspec
 import torch
 
 from torchtitan.grpo.system.own_streams import new_stream
@@ -128,16 +129,7 @@ class UpdateRequest:
 
     def bucket(self) -> BucketSpec:
         """Raises ValueError if its lists differ in length."""
-        bucket = BucketSpec(
-            tuple(self.names),
-            tuple(self.dtypes),
-            tuple(tuple(shape) for shape in self.shapes),
-            None if self.checksums is None else tuple(self.checksums),
-            None if self.num_changed is None else tuple(self.num_changed),
-            self.base_version,
-            self.lora_scale,
-            self.lora_base,
-        )
+        bucket = msgspec.convert(vars(self), BucketSpec)
         check_lengths(bucket)
         return bucket
 
