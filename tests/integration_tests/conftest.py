@@ -60,7 +60,7 @@ _SLOWEST = (
 _SHARING = ("test_real_servers", "test_faults", "test_transports", "test_handshake")
 _KINDS = (*REAL, "embedded")
 # Modules that share servers with another one.
-_PLACED_WITH = dict.fromkeys(("test_server_access", "test_real_teachers"), "test_real_servers")
+_PLACED_WITH = dict.fromkeys(("test_server_access", "test_real_ratings"), "test_real_servers")
 
 
 def _place(nodeid: str) -> tuple[str, int]:

@@ -1,7 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A server of each kind serves as a teacher. It is the one of `test_real_servers.py`."""
+"""A server of each kind serves as a teacher.
+
+It is the one of `test_real_servers.py`, before a test there gives it another directory: SGLang's
+server names the newest one as its model, which has no tokenizer.
+"""
 
 import asyncio
 
