@@ -28,7 +28,7 @@ from torchtitan.grpo.pipeline.build import split_model
 from torchtitan.grpo.pipeline.choice import assumed_costs, costs_for, describe, finalists, predict
 from torchtitan.grpo.pipeline.draw import draw_picture, draw_text
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
-from torchtitan.grpo.pipeline.pass_timer import Part, PassTimer
+from torchtitan.grpo.pipeline.pass_timer import PassTimer, average_costs
 from torchtitan.grpo.pipeline.schedules import (
     AUTO,
     SCHEDULES,
@@ -39,7 +39,7 @@ from torchtitan.grpo.pipeline.schedules import (
 )
 from torchtitan.grpo.pipeline.stages import fixes_stages, stage_modules
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
-from torchtitan.grpo.pipeline.tables.actions import Costs, StageCosts
+from torchtitan.grpo.pipeline.tables.actions import Costs
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.upstream.parallelism import ParallelDims
 
@@ -112,7 +112,7 @@ class Trial:
                 stage.timer = timer
             self._run(schedule, 2 * degree)
             measure_hops(stages, timer)
-            return _costs_of_all(timer, len(stages), degree)
+            return average_costs(timer, len(stages) * degree, 1 / len(stages))
 
     def measure_pass(self, row: Schedule, measured: Costs, num_microbatches: int) -> float:
         """Returns the median time in seconds of a whole pass on the slowest rank."""
@@ -189,33 +189,6 @@ class Trial:
             stage.submod.zero_grad()
 
 
-def _costs_of_all(timer: PassTimer, stages_per_rank: int, num_ranks: int) -> Costs:
-    """Averages the times of each stage, and of a hop, over all ranks.
-
-    FSDP's collectives connect the pipelines: all ranks must choose the same schedule.
-    """
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (timer.medians(), timer.median_hop()))
-    hops = [hop for _, hop in of_ranks if hop is not None]
-
-    def mean(stage: int, kind: Part) -> float:
-        found = [times[stage, kind] for times, _ in of_ranks if (stage, kind) in times]
-        assert found or kind == "R", f"No rank has measured {kind} of stage {stage}."
-        return sum(found) / len(found) if found else 0.0
-
-    memory = 1 / stages_per_rank
-
-    def costs(stage: int) -> StageCosts:
-        forward, recompute, rest, weight_grad = (mean(stage, kind) for kind in ("F", "R", "I", "W"))
-        return StageCosts(
-            forward, recompute + rest, weight_grad,
-            activation=memory, pending=memory, recompute=recompute,
-        )  # fmt: skip
-
-    stages = tuple(costs(stage) for stage in range(stages_per_rank * num_ranks))
-    return Costs(stages, hop=sum(hops) / len(hops))
-
-
 _NUM_EXCHANGES = 64
 
 
@@ -225,27 +198,18 @@ def measure_hops(stages: list[LeanStage], timer: PassTimer) -> None:
     Collective over the pipeline's ranks. The lower of two neighbors measures. No rank exchanges
     with both neighbors at once, so that the connection is idle.
     """
-    rank, num_ranks = stages[0].group_rank, stages[0].group_size
+    rank, num_ranks, group = stages[0].group_rank, stages[0].group_size, stages[0].group
     tensor = stages[0].example_of_exchanges()
     for first in (0, 1):  # the ranks 0 and 1, 2 and 3, ..., and then 1 and 2, 3 and 4, ...
         begins = (rank - first) % 2 == 0
         neighbor = rank + 1 if begins else rank - 1
         if not 0 <= neighbor < num_ranks:
             continue
-        _exchange(tensor, neighbor, stages[0].group, begins=begins)  # opens the connection
-        for _ in range(_NUM_EXCHANGES):
+        for _ in range(_NUM_EXCHANGES):  # the first one opens the connection, and is no median
             if begins:
-                with timer.measure_round_trip():
-                    _exchange(tensor, neighbor, stages[0].group, begins=True)
+                with timer.measure(rank, "H"):
+                    dist.send(tensor, group=group, group_dst=neighbor)
+                    dist.recv(tensor, group=group, group_src=neighbor)
             else:
-                _exchange(tensor, neighbor, stages[0].group, begins=False)
-
-
-def _exchange(
-    tensor: torch.Tensor, neighbor: int, group: dist.ProcessGroup | None, *, begins: bool
-) -> None:
-    if begins:
-        dist.send(tensor, group=group, group_dst=neighbor)
-    dist.recv(tensor, group=group, group_src=neighbor)
-    if not begins:
-        dist.send(tensor, group=group, group_dst=neighbor)
+                dist.recv(tensor, group=group, group_src=neighbor)
+                dist.send(tensor, group=group, group_dst=neighbor)

@@ -18,9 +18,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan.grpo.pipeline.pass_timer import PassTimer
+from torchtitan.grpo.pipeline.pass_timer import PassTimer, average_costs
 from torchtitan.grpo.pipeline.simulate import Simulation, simulate
-from torchtitan.grpo.pipeline.tables.actions import Action, Costs, StageCosts, Table
+from torchtitan.grpo.pipeline.tables.actions import Action, Costs, Table
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.system.own_streams import new_stream
 
@@ -122,7 +122,7 @@ class ActivationOffload:
         weights = {_local(p).shape for p in fixed if p.dim() > 1}
         weights |= {shape[::-1] for shape in weights}
         moved: dict[Any, _Moved] = {}
-        originals: list[torch.Tensor] = []
+        originals: dict[Any, torch.Tensor] = {}
 
         def pack(tensor: torch.Tensor) -> Any:
             local = _local(tensor)
@@ -130,20 +130,24 @@ class ActivationOffload:
                 return tensor
             flat = local.detach().as_strided((local.numel(),), (1,))
             where = (flat.data_ptr(), flat.numel(), flat.dtype)
-            if where not in moved:
-                moved[where] = _Moved(flat, self.copies if moves else None)
+            if where not in originals:
                 # The reference prevents another tensor from using the same address in this pass.
-                originals.append(flat)
+                originals[where] = flat
+                if moves:
+                    moved[where] = _Moved(flat, self.copies)
             return _Saved(moved[where], tensor) if moves else tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+        def unpack(saved: Any) -> torch.Tensor:
+            return saved.restore() if isinstance(saved, _Saved) else saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
-        originals.clear()  # autograd keeps the hooks, and the hooks keep this list
-        self.saved_bytes[key[0]] = sum(one.nbytes for one in moved.values())
+        self.saved_bytes[key[0]] = saved = sum(flat.nbytes for flat in originals.values())
+        originals.clear()  # autograd keeps the hooks, and the hooks keep this dict
         if moves:
             self._moved[key] = moved
-            self.host_bytes += self.saved_bytes[key[0]]
-            self.moved_bytes += self.saved_bytes[key[0]]
+            self.host_bytes += saved
+            self.moved_bytes += saved
             self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
 
     def fetch(self, key: Key) -> None:
@@ -172,16 +176,14 @@ class ActivationOffload:
 
 
 class _Moved:
-    """Memory, a flat tensor, that was moved to the host; without ``copies`` it is only counted."""
+    """Memory, a flat tensor, that was moved to the host."""
 
-    def __init__(self, flat: torch.Tensor, copies: HostCopies | None) -> None:
-        self.nbytes, self._copies = flat.nbytes, copies
-        self._host = None if copies is None else copies.to_host(flat)
+    def __init__(self, flat: torch.Tensor, copies: HostCopies) -> None:
+        self.nbytes, self._copies, self._host = flat.nbytes, copies, copies.to_host(flat)
         self._arriving: Arriving | None = None
 
     def fetch(self) -> Arriving:
         if self._arriving is None:
-            assert self._copies is not None and self._host is not None, "nothing was moved"
             self._arriving = self._copies.to_device(self._host)
         return self._arriving
 
@@ -207,10 +209,6 @@ class _Saved:
         return DTensor.from_local(
             local, mesh, placements, run_check=False, shape=shape, stride=stride
         )
-
-
-def _unpack(saved: Any) -> torch.Tensor:
-    return saved.restore() if isinstance(saved, _Saved) else saved
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -273,20 +271,7 @@ class OffloadPlan:
 
     def end(self, table: Table, timer: PassTimer) -> None:
         """Derives costs from a timed step; collective over the ranks of the pipeline."""
-        of_ranks: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(of_ranks, timer.medians(), group=self._group)
-        times = {key: seconds for of_rank in of_ranks for key, seconds in of_rank.items()}
-
-        def cost(stage: int) -> StageCosts:
-            forward, recompute, input_grad, weight_grad, both = (
-                times.get((stage, kind), 0.0) for kind in ("F", "R", "I", "W", "B")
-            )
-            return StageCosts(
-                forward, recompute + input_grad, weight_grad,
-                full_backward=recompute + both if both else None, recompute=recompute,
-            )  # fmt: skip
-
-        self._costs = Costs(tuple(cost(stage) for stage in range(table.num_stages)))
+        self._costs = average_costs(timer, table.num_stages, 1.0, self._group)
         self._bandwidth = measured_bandwidth(self.memory, self._device)
         logger.info(
             "Activations of a microbatch that can be moved to host memory: "
@@ -323,12 +308,12 @@ class OffloadPlan:
 
 def kept_for(actions: Iterable[Action], simulation: Simulation) -> dict[Key, float]:
     """Returns how long a rank keeps the activations of each of its forward passes."""
-    begins = {
-        (action.stage, action.microbatch): simulation.starts[action]
+    return {
+        (stage, number): simulation.starts[action] - simulation.ends[Action(stage, "F", number)]
         for action in actions
-        if action.kind in ("I", "B")
+        for stage, kind, number in [action]
+        if kind in ("I", "B")
     }
-    return {key: begins[key] - simulation.ends[Action(key[0], "F", key[1])] for key in begins}
 
 
 def longest_kept(kept: dict[Key, float]) -> list[Key]:

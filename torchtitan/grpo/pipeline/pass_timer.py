@@ -3,6 +3,7 @@
 
 """Measures the duration of a stage's passes without the time for which they wait for inputs."""
 
+import itertools
 import statistics
 import time
 from collections import defaultdict
@@ -11,41 +12,30 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
-from torchtitan.grpo.pipeline.tables.actions import Kind
+from torchtitan.grpo.pipeline.tables.actions import Costs, Kind, StageCosts
 
-Part = Kind | Literal["R"]
-"""The kind of a pass, or R for the part of a backward pass that recomputes blocks."""
+Part = Kind | Literal["R", "H"]
+"""The kind of a pass; R is the part of a backward pass that recomputes blocks, and H, with a rank
+in place of the stage, the way of a tensor to the next rank and back."""
 
 
 class PassTimer:
-    """Collects times by stage and kind of pass; on a GPU by events, for which only results wait."""
+    """Collects times by stage and part; on a GPU by events, for which only results wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._marks: dict[tuple[int, Part], list[tuple[Any, Any]]] = defaultdict(list)
-        self._exchanges: list[tuple[Any, Any]] = []
 
     @contextmanager
-    def measure(self, stage: int, kind: Part) -> Iterator[None]:
+    def measure(self, stage: int, part: Part) -> Iterator[None]:
         begin = self._mark()
         yield
-        self._marks[stage, kind].append((begin, self._mark()))
-
-    @contextmanager
-    def measure_round_trip(self) -> Iterator[None]:
-        begin = self._mark()
-        yield
-        self._exchanges.append((begin, self._mark()))
-
-    def median_hop(self) -> float | None:
-        """One-way time in seconds, or None if no exchange was measured."""
-        if not self._exchanges:
-            return None
-        return statistics.median(self._seconds(*marks) for marks in self._exchanges) / 2
+        self._marks[stage, part].append((begin, self._mark()))
 
     def medians(self) -> dict[tuple[int, Part], float]:
-        """Returns seconds by stage and kind. I and B do not include R."""
+        """Returns seconds by stage and part. I and B do not include R."""
         return {
             key: statistics.median(self._seconds(*marks) for marks in every)
             for key, every in self._marks.items()
@@ -63,3 +53,33 @@ class PassTimer:
             return end - begin
         end.synchronize()
         return begin.elapsed_time(end) / 1000
+
+
+def average_costs(
+    timer: PassTimer, num_stages: int, memory: float, group: dist.ProcessGroup | None = None
+) -> Costs:
+    """Averages the times of each stage, and of a hop, over a group, all ranks if None; collective.
+
+    FSDP's collectives connect the pipelines: all ranks must get the same costs. ``memory`` is that
+    of a microbatch's activations in one stage.
+    """
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, timer.medians(), group=group)
+    found: dict[tuple[int, Part], list[float]] = defaultdict(list)
+    for (stage, part), seconds in itertools.chain.from_iterable(m.items() for m in of_ranks):
+        found[stage, part].append(seconds)
+
+    def costs(stage: int) -> StageCosts:
+        assert found[stage, "F"], f"No rank has measured stage {stage}."
+        forward, recompute, rest, weight_grad, both = (
+            statistics.fmean(found[stage, part] or [0.0]) for part in ("F", "R", "I", "W", "B")
+        )
+        return StageCosts(
+            forward, recompute + rest, weight_grad,
+            full_backward=recompute + both if both else None,
+            activation=memory, pending=memory, recompute=recompute,
+        )  # fmt: skip
+
+    stages = tuple(costs(stage) for stage in range(num_stages))
+    trips = [seconds for (_, part), times in found.items() if part == "H" for seconds in times]
+    return Costs(stages, hop=statistics.fmean(trips or [0.0]) / 2)

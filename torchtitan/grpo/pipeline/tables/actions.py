@@ -4,7 +4,7 @@
 """Actions of pipeline ranks, their costs, and the tables of their order; torch is not imported."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "I", "W", "B", "G"]
@@ -67,11 +67,7 @@ class Table:
 
 
 def ranks_of_stages(num_ranks: int, stages_per_rank: int, placement: Placement) -> tuple[int, ...]:
-    """Returns the rank of each stage.
-
-    Under ``loop``, stage s lies on rank s mod p of p ranks. Under ``v``, the stages go down the
-    ranks and then up again.
-    """
+    """Under ``loop``, stage s lies on rank s mod p of p; ``v`` goes down the ranks and up again."""
     down, up = tuple(range(num_ranks)), tuple(reversed(range(num_ranks)))
     rounds = [up if placement == "v" and i % 2 else down for i in range(stages_per_rank)]
     return tuple(rank for ranks in rounds for rank in ranks)
@@ -134,21 +130,11 @@ class Costs:
         stage = StageCosts(forward, input_grad, weight_grad, activation=memory, pending=memory)
         return cls((stage,) * (num_ranks * stages_per_rank), hop)
 
-    def with_unit_memory(self) -> "Costs":
-        """Returns the same times with memory counted in microbatches of one stage."""
-        stages = (replace(stage, activation=1.0, pending=1.0) for stage in self.stages)
-        return replace(self, stages=tuple(stages))
-
     def time(self, action: Action) -> float:
         stage = self.stages[action.stage]
-        time = {
-            "F": stage.forward,
-            "I": stage.input_grad,
-            "W": stage.weight_grad,
-            "B": stage.backward,
-            "G": stage.forward,
-        }[action.kind]
-        return time * self._size(action)
+        times = {"F": stage.forward, "I": stage.input_grad, "W": stage.weight_grad}
+        times |= {"B": stage.backward, "G": stage.forward}
+        return times[action.kind] * self._size(action)
 
     def recompute(self, action: Action) -> float:
         """Returns the maximum time by which an action can begin before its gradient arrives."""

@@ -19,20 +19,18 @@ _ROUNDING = 1e-9
 
 
 def fill_gaps(table: Table, costs: Costs, limit: int) -> Table:
-    """Adds up to ``limit`` other microbatches' forward passes, as long as F, where ranks would
-    wait.
+    """Adds up to ``limit`` other microbatches, each only if its passes, as long as F, all fit.
 
-    They delay no action. A microbatch is added only if its passes through all stages fit.
+    They run where ranks would wait, and delay no action.
     """
     simulation = simulate(table, costs)
     gaps = _gaps_of(table, simulation)
     placed: list[list[tuple[float, Action]]] = [[] for _ in table.actions]
     added = 0
-    while added < limit and (starts := _place(added, table, costs, gaps)) is not None:
+    while added < limit and (found := _place(added, table, costs, gaps)) is not None:
+        starts, gaps = found
         for action, start in starts:
-            rank = table.ranks[action.stage]
-            placed[rank].append((start, action))
-            gaps[rank] = _without(gaps[rank], start, start + costs.time(action))
+            placed[table.ranks[action.stage]].append((start, action))
         added += 1
     for rank, actions in enumerate(table.actions):
         placed[rank] += [(simulation.starts[action], action) for action in actions]
@@ -52,28 +50,22 @@ def _gaps_of(table: Table, simulation: Simulation) -> Gaps:
 
 def _place(
     microbatch: int, table: Table, costs: Costs, gaps: Gaps
-) -> list[tuple[Action, float]] | None:
-    """Returns the earliest time of a microbatch in each stage; None if it does not fit."""
-    ready, starts = 0.0, []
-    taken: Gaps = [list(of_rank) for of_rank in gaps]
+) -> tuple[list[tuple[Action, float]], Gaps] | None:
+    """Returns a microbatch's earliest time in each stage, and what is left; None if it won't fit."""
+    ready, starts, left = 0.0, [], list(gaps)
     for stage, rank in enumerate(table.ranks):
         action = Action(stage, "G", microbatch)
         time = costs.time(action)
-        start = next(
-            (
-                max(begin, ready)
-                for begin, end in taken[rank]
-                if max(begin, ready) + time <= end * (1 + _ROUNDING)
-            ),
-            None,
-        )
+        begins = ((max(begin, ready), end) for begin, end in left[rank])
+        fits = (begin for begin, end in begins if begin + time <= end * (1 + _ROUNDING))
+        start = next(fits, None)
         if start is None:
             return None
         starts.append((action, start))
-        taken[rank] = _without(taken[rank], start, start + time)
+        left[rank] = _without(left[rank], start, start + time)
         travels = stage + 1 < table.num_stages and table.ranks[stage + 1] != rank
         ready = start + time + (costs.hop if travels else 0.0)
-    return starts
+    return starts, left
 
 
 def _without(

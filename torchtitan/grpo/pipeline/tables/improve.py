@@ -39,7 +39,8 @@ def improve(
             excess = max(0.0, work.peak(orders) - max_memory - _ROUND)
             score = (excess, *work.makespan_and_span(orders))
             if best is None or score < best[0]:
-                best = score, replace(table, actions=work.named(orders))
+                named = tuple(tuple(work.actions[i] for i in order) for order in orders)
+                best = score, replace(table, actions=named)
     assert best is not None, "there must be at least one table to improve"
     return best[1]
 
@@ -125,14 +126,14 @@ class Work:
         mean_time = sum(self.times) / len(self.times)
         for prefer, patience in itertools.product(_PREFERENCES, _PATIENCES):
             patience *= mean_time
-            orders = pack(self, given, max_memory, prefer, patience)
+            orders = _Packer(self, given, max_memory, prefer, patience).pack()
             yield orders
             for _ in range(rounds):
                 ends = self.ends(orders)
                 latest_first = [sorted(o, key=lambda i: -ends[i]) for o in orders]
-                reversed_orders = pack(reverse, latest_first, max_memory, _as_listed, patience)
-                to_right = [order[::-1] for order in reversed_orders]
-                to_left = pack(self, to_right, max_memory, _as_listed, patience)
+                again = (max_memory, _as_listed, patience)
+                to_right = [o[::-1] for o in _Packer(reverse, latest_first, *again).pack()]
+                to_left = _Packer(self, to_right, *again).pack()
                 yield to_right
                 yield to_left
                 if to_left == orders:
@@ -167,38 +168,18 @@ class Work:
         return max(ends), max(spans)
 
     def peak(self, orders: Orders) -> float:
-        peak = 0.0
-        for order in orders:
-            held = 0.0
-            for number in order:
-                held += self.changes[number]
-                peak = max(peak, held)
-        return peak
-
-    def named(self, orders: Orders) -> tuple[tuple[Action, ...], ...]:
-        return tuple(tuple(self.actions[number] for number in order) for order in orders)
+        held = (itertools.accumulate(self.changes[i] for i in order) for order in orders)
+        return max(itertools.chain([0.0], *held))
 
 
-def pack(
-    work: Work,
-    orders: Orders,
-    max_memory: float,
-    prefer: Callable[[Action], int],
-    patience: float,
-) -> Orders:
-    """Returns orders in which each free rank runs an action that can run, or waits for one.
+class _Packer:
+    """Makes orders in which each free rank runs an action that can run, or waits for one.
 
     They deviate from ``orders`` where a rank would wait; only the next action in ``orders`` may
     exceed ``max_memory``. The lowest number of ``prefer`` runs first. ``patience`` bounds the
     wait.
     """
-    packer = _Packer(work, orders, max_memory, prefer, patience)
-    while packer.visits:
-        packer.visit(*heapq.heappop(packer.visits))
-    return packer.packed
 
-
-class _Packer:
     def __init__(
         self,
         work: Work,
@@ -207,11 +188,11 @@ class _Packer:
         prefer: Callable[[Action], int],
         patience: float,
     ) -> None:
-        self.work, self.max_memory = work, max_memory + _ROUND
-        self.patience = patience + _ROUND
-        self.preferences = [prefer(action) for action in work.actions]
-        self.packed: Orders = [[] for _ in orders]
-        self.visits = [(0.0, rank) for rank in range(work.num_ranks)]
+        self._work, self._max_memory = work, max_memory + _ROUND
+        self._patience = patience + _ROUND
+        self._preferences = [prefer(action) for action in work.actions]
+        self._packed: Orders = [[] for _ in orders]
+        self._visits = [(0.0, rank) for rank in range(work.num_ranks)]
         self._left = [list(order) for order in orders]
         self._num_kinds = [len({work.kinds[number] for number in order}) for order in orders]
         self._waits_for = [len(before) for before in work.before]
@@ -219,7 +200,12 @@ class _Packer:
         self._free_at = [0.0] * work.num_ranks
         self._held = [0.0] * work.num_ranks
 
-    def visit(self, now: float, rank: int) -> None:
+    def pack(self) -> Orders:
+        while self._visits:
+            self._visit(*heapq.heappop(self._visits))
+        return self._packed
+
+    def _visit(self, now: float, rank: int) -> None:
         """Lets a rank choose its next action, at a time when its choice may have changed."""
         if not self._left[rank] or self._free_at[rank] > now + _ROUND:
             return
@@ -227,11 +213,11 @@ class _Packer:
         if position is not None:
             self._run(now, rank, self._left[rank].pop(position))
         elif later is not None:
-            heapq.heappush(self.visits, (later, rank))
+            heapq.heappush(self._visits, (later, rank))
 
     def _choose(self, now: float, rank: int) -> tuple[int | None, float | None]:
         """Returns the position of the action to run, or the time at which to choose again."""
-        work, held = self.work, self._held[rank]
+        work, held = self._work, self._held[rank]
         chosen: tuple[int, int] | None = None
         later: float | None = None
         peak, seen = held, set[int]()
@@ -239,10 +225,10 @@ class _Packer:
             change = work.changes[number]
             if work.kinds[number] not in seen:
                 seen.add(work.kinds[number])
-                fits = position == 0 or change <= 0 or peak + change <= self.max_memory
+                fits = position == 0 or change <= 0 or peak + change <= self._max_memory
                 if fits and not self._waits_for[number]:
-                    if self._ready[number] <= now + self.patience:
-                        choice = self.preferences[number], position
+                    if self._ready[number] <= now + self._patience:
+                        choice = self._preferences[number], position
                         chosen = choice if chosen is None else min(chosen, choice)
                         if choice[0] == 0:  # no later action is preferred to this one
                             break
@@ -259,14 +245,14 @@ class _Packer:
         return (position, None) if ready <= now + _ROUND else (None, ready)
 
     def _run(self, now: float, rank: int, number: int) -> None:
-        end = now + self.work.times[number]
-        self.packed[rank].append(number)
-        self._held[rank] += self.work.changes[number]
+        end = now + self._work.times[number]
+        self._packed[rank].append(number)
+        self._held[rank] += self._work.changes[number]
         self._free_at[rank] = end
-        heapq.heappush(self.visits, (end, rank))
-        for other, hop in self.work.after[number]:
+        heapq.heappush(self._visits, (end, rank))
+        for other, hop in self._work.after[number]:
             self._waits_for[other] -= 1
             self._ready[other] = max(self._ready[other], end + hop)
-            holder = self.work.ranks[other]
+            holder = self._work.ranks[other]
             if holder != rank:
-                heapq.heappush(self.visits, (max(end + hop, self._free_at[holder]), holder))
+                heapq.heappush(self._visits, (max(end + hop, self._free_at[holder]), holder))

@@ -10,6 +10,7 @@ the gaps at both ends, and those where times differ from the block's.
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torchtitan.grpo.pipeline.tables.actions import Action, Costs, Kind, Table, ranks_of_stages
 from torchtitan.grpo.pipeline.tables.improve import improve
@@ -51,7 +52,7 @@ def _v_schedule(
     ranks in the forward passes down and up the ranks, and in the backward passes down and up.
     """
     num_ranks = len(costs.stages) // 2
-    unit = costs.with_unit_memory()
+    in_units = tuple(replace(stage, activation=1.0, pending=1.0) for stage in costs.stages)
     starts = [
         repeated(block, num_ranks, num_microbatches)
         for block in _blocks(num_ranks, (offsets, _NEXT))
@@ -59,13 +60,13 @@ def _v_schedule(
     ]
     if microbatches_held == num_ranks:
         starts.append(zbv(num_ranks, num_microbatches))
-    return improve(starts, unit, 2 * microbatches_held)
+    return improve(starts, replace(costs, stages=in_units), 2 * microbatches_held)
 
 
 def _blocks(num_ranks: int, offsets: tuple[tuple[int, ...], ...]) -> Iterator[Block]:
     """In some blocks, the microbatch waits for one more cell where it turns at an end of the V."""
     found = []
-    for own, turns in itertools.product(dict.fromkeys(offsets), ((0, 0, 0), (0, 1, 0), (1, 0, 0))):
+    for own, turns in itertools.product(offsets, ((0, 0, 0), (0, 1, 0), (1, 0, 0))):
         block = building_block(num_ranks, own, turns)
         if block not in found:
             found.append(block)
@@ -104,18 +105,16 @@ def building_block(num_ranks: int, offsets: tuple[int, ...], turns: tuple[int, .
 def held(block: Block, num_ranks: int) -> int:
     """Returns how many microbatches of one stage a rank holds at most if the block is repeated."""
     ranks = ranks_of_stages(num_ranks, 2, "v")
-    most = 0
-    for cell, rank in itertools.product(range(_PERIOD), range(num_ranks)):
+
+    def held_at(cell: int, rank: int) -> int:
         # A stage holds a microbatch from its F to the end of its W. One microbatch starts per period.
-        most = max(
-            most,
-            sum(
-                (block[stage, "W"] - cell) // _PERIOD - (block[stage, "F"] - 1 - cell) // _PERIOD
-                for stage, holder in enumerate(ranks)
-                if holder == rank
-            ),
+        return sum(
+            (block[stage, "W"] - cell) // _PERIOD - (block[stage, "F"] - 1 - cell) // _PERIOD
+            for stage, holder in enumerate(ranks)
+            if holder == rank
         )
-    return most
+
+    return max(itertools.starmap(held_at, itertools.product(range(_PERIOD), range(num_ranks))))
 
 
 def repeated(block: Block, num_ranks: int, num_microbatches: int) -> Table:
