@@ -231,7 +231,7 @@ async def _run(config: RolloutProcessConfig) -> tuple[EvaluationResult, list[str
     mark = os.environ[RUN_VARIABLE] = uuid.uuid4().hex
     try:
         await session.open()
-        return await session.evaluate(), [server.url for server in session.servers]
+        return await session.evaluate(), [server.url for server in session.fleet.servers]
     finally:
         await session.close()
         end_marked(mark)  # what rewards have started and left behind

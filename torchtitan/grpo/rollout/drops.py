@@ -11,7 +11,6 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import get_args
 
 from torchtitan.grpo.inference.client import LogprobsError, ServerError
 from torchtitan.grpo.inference.http import RouteError
@@ -113,13 +112,9 @@ class DropLog:
         self.record(reason, f"group {group_id} is not trained on. {detail}")
 
     def take_metrics(self) -> dict[str, float]:
-        """The numbers of losses since the last call, but for those of `rollout_metrics.py`."""
+        """The numbers of losses since the last call."""
         last, self._last = self._last, self.counts.copy()
-        return {
-            kind.metric: float(self.counts[name] - last[name])
-            for name, kind in DROP_KINDS.items()
-            if name not in get_args(CloseReason)
-        }
+        return {k.metric: float(self.counts[name] - last[name]) for name, k in DROP_KINDS.items()}
 
 
 def kind_of_request(error: ServerError) -> str:

@@ -27,6 +27,7 @@ from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
+from torchtitan.grpo.system.waits import wait_at_most
 from torchtitan.grpo.types import Generation, Prompt
 
 logger = logging.getLogger(__name__)
@@ -125,11 +126,7 @@ class Evaluator:
             server = self._room.choose(lambda served: served >= version)
             if server is not None:
                 return server
-            try:
-                async with asyncio.timeout(_RETRY_SECONDS):
-                    await self._has_changed.wait()
-            except TimeoutError:
-                pass
+            await wait_at_most(_RETRY_SECONDS, self._has_changed)
 
     async def _score(
         self, held: HeldOut, prompt: Prompt, completions: Sequence[asyncio.Task[Generation]]
@@ -186,7 +183,7 @@ class Evaluator:
                 raise RuntimeError(
                     f"None of the {num_wanted} completions of held-out prompts ({held.name}, "
                     f"{held.settings.path}) could be scored. Last server error: "
-                    f"{self._dispatcher.last_error or 'none'}."
+                    f"{self._dispatcher.attempts.last_error or 'none'}."
                 )
             if num_scored < num_wanted:
                 logger.warning(

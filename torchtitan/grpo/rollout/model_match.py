@@ -60,7 +60,7 @@ def prompt_notes(codec: TextCodec, *, is_chat: bool) -> Iterator[str]:
             "the assistant's turn (add_generation_prompt). Check that the model is trained to answer "
             "after it."
         )
-    if date := codec.chat_date():
+    if date := codec.template.date:
         yield (
             f"The chat template prints today's date. All prompts of this run show {date}, the day of its "
             "first start, also tomorrow and after a resume."

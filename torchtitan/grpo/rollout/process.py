@@ -21,7 +21,6 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,6 +38,7 @@ from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.session import RolloutSession
 from torchtitan.grpo.system.child import adopt_orphans, end_descendants
 from torchtitan.grpo.system.process_tuning import map_large_blocks, spare_collections
+from torchtitan.grpo.system.waits import wait_at_most
 from torchtitan.grpo.types import ServerInfo
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Announcer(logging.Handler):
         super().__init__(logging.ERROR)
         self._loop = asyncio.get_running_loop()
         self._texts: deque[str] = deque()
-        self._has_news = asyncio.Event()
+        self.has_news = asyncio.Event()
         logging.getLogger("torchtitan.grpo").addHandler(self)
 
     def announce(self, text: str) -> None:
@@ -75,13 +75,8 @@ class Announcer(logging.Handler):
         if record.exc_info is None:
             self._queue(record.getMessage())
 
-    async def wait(self, timeout_seconds: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_seconds):
-                await self._has_news.wait()
-
     def take(self) -> list[str]:
-        self._has_news.clear()
+        self.has_news.clear()
         return [self._texts.popleft() for _ in range(len(self._texts))]
 
     def close(self) -> None:
@@ -90,7 +85,7 @@ class Announcer(logging.Handler):
 
     def _queue(self, text: str) -> None:
         self._texts.append(text)
-        self._loop.call_soon_threadsafe(self._has_news.set)
+        self._loop.call_soon_threadsafe(self.has_news.set)
 
 
 class RolloutProcess:
@@ -208,7 +203,7 @@ class RolloutProcess:
 
     async def _speak(self) -> None:
         while True:
-            await self._announcer.wait(_COUNT_SECONDS)
+            await wait_at_most(_COUNT_SECONDS, self._announcer.has_news)
             self._monitor.health.note()
             if self._session is not None and hasattr(self._session, "producer"):
                 self._session.producer.count_prompts()

@@ -93,7 +93,7 @@ class ProcessHealth:
         dispatcher, now = self._session.dispatcher, self._clock()
         if any(server.is_ready() for server in dispatcher.servers.values()):
             self._had_server = now
-        num_tokens = dispatcher.num_tokens
+        num_tokens = dispatcher.attempts.num_tokens
         if num_tokens != self._num_tokens or not self._session.producer.is_asked:
             self._num_tokens, self._progressed = num_tokens, now
 
@@ -135,12 +135,12 @@ class ProcessHealth:
         dispatcher = session.dispatcher
         is_ready = [server.is_ready() for server in dispatcher.servers.values()]
         return dispatcher.metrics() | {
-            "monitor/tokens_total": float(dispatcher.num_tokens),
-            "monitor/failed_requests_total": float(dispatcher.num_failed_requests),
+            "monitor/tokens_total": float(dispatcher.attempts.num_tokens),
+            "monitor/failed_requests_total": float(dispatcher.attempts.num_failed),
             "monitor/dropped_total": float(sum(session.drops.counts.values())),
             "monitor/ready_servers": float(sum(is_ready)),
             "rollout/inflight_rollouts": float(dispatcher.in_flight),
-            "rollout/buffer_groups": float(session.producer.num_buffered),
+            "rollout/buffer_groups": float(len(session.producer.finished)),
         }
 
 

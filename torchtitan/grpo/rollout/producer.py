@@ -27,6 +27,7 @@ from torchtitan.grpo.rollout.saved import SavedRollouts, UnfinishedGroup
 from torchtitan.grpo.rollout.scoring import brief_columns, prompt_text
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.trajectory import RunningGroup, TrajectoryWriter
+from torchtitan.grpo.system.waits import wait_at_most
 from torchtitan.grpo.types import BatchPart, Generation, Prompt, RolloutGroup, as_context
 
 # No event marks the end of a server's pause after a failure, so the loop polls as well.
@@ -68,7 +69,7 @@ class Producer:
         self._overdue = rollout.overdue
         self._ranker = ranker
         self._order = LongestFirst(grpo.prompts_per_step, ranker.predict if ranker else None)
-        self._finished: dict[int, RolloutGroup] = {}
+        self.finished: dict[int, RolloutGroup] = {}
         self._taken: list[RolloutGroup] = []  # earlier parts of an incomplete batch
         self._delivered: RolloutBatch | None = None  # the last whole batch, perhaps not trained
         self._unfinished: dict[int, UnfinishedGroup] = {}
@@ -81,7 +82,7 @@ class Producer:
         self._metrics = RolloutMetrics(prompts.file_names)
         self._idle, self._held_back = ShareClock(), ShareClock()
         self._kept_groups = KeptGroups(admission.groups_per_batch)
-        self._is_asked = False  # the trainer waits for a batch
+        self.is_asked = False  # the trainer waits for a batch
         self._room = asyncio.Event()
         self._group_done = asyncio.Event()
         dispatcher.listeners.append(self._room.set)
@@ -95,7 +96,7 @@ class Producer:
             self._ledger.issue(group.group_id)
             self._admission.start(group.group_id, oldest)
             self._admission.finish(group.group_id, oldest)
-            self._finished[group.group_id] = group
+            self.finished[group.group_id] = group
         for unfinished in saved.unfinished:
             self._ledger.issue(unfinished.group_id)
             self._admission.start(unfinished.group_id, unfinished.start_version)
@@ -113,7 +114,7 @@ class Producer:
             if done or begun:
                 start = self._admission.start_version(group_id)
                 unfinished[group_id] = UnfinishedGroup(group_id, start, done, begun)
-        finished = self._finished | {group.group_id: group for group in self._taken}
+        finished = self.finished | {group.group_id: group for group in self._taken}
         progress, closed = self._ledger.progress, dict(self._ledger.closed)
         if version < self._admission.next_batch and self._delivered is not None:
             untrained = {group.group_id: group for group in self._delivered.groups}
@@ -161,16 +162,16 @@ class Producer:
                 "are out of step."
             )
         begins_batch = not self._taken
-        self._is_asked = True
+        self.is_asked = True
         self._note_shares()
         try:
             group_ids = await (self._take_part() if self._num_parts > 1 else self._take_batch())
         finally:
-            self._is_asked = False
+            self.is_asked = False
         self._note_shares()
         self._room.set()
         # Sorted by ID, so that a synchronous run is reproducible.
-        groups = [self._finished.pop(group_id) for group_id in sorted(group_ids)]
+        groups = [self.finished.pop(group_id) for group_id in sorted(group_ids)]
         self._taken += groups
         if self._admission.next_batch == version:
             part = BatchPart.at(begins_batch=begins_batch, ends_batch=False)
@@ -208,20 +209,12 @@ class Producer:
         if not self._relieve_overdue():
             await self._group_done.wait()
 
-    @property
-    def is_asked(self) -> bool:
-        return self._is_asked
-
-    @property
-    def num_buffered(self) -> int:
-        return len(self._finished)
-
     def describe(self) -> str:
         servers = self._dispatcher.servers.values()
         ready = sum(server.is_ready() for server in servers)
         text = f"{self._admission.describe()}; {ready} of {len(servers)} servers ready"
-        if self._dispatcher.last_error:
-            text += f"; last server error: {self._dispatcher.last_error}"
+        if error := self._dispatcher.attempts.last_error:
+            text += f"; last server error: {error}"
         return "; ".join(filter(None, [text, self._judge.describe(), self._kept_groups.describe()]))
 
     async def _next_prompt(self) -> Prompt:
@@ -244,11 +237,7 @@ class Producer:
             self._note_shares()
             if server is not None:
                 return server
-            try:
-                async with asyncio.timeout(_RETRY_SECONDS):
-                    await self._room.wait()
-            except TimeoutError:
-                pass
+            await wait_at_most(_RETRY_SECONDS, self._room)
 
     def _note_shares(self) -> None:
         """Records whether the servers are idle, and whether the trainer holds back a new group.
@@ -260,7 +249,7 @@ class Producer:
         versions = [s.version for s in servers if s.version is not None and s.is_ready()]
         self._idle.set(in_flight == 0 or not versions)
         self._held_back.set(
-            not self._is_asked
+            not self.is_asked
             and any(self._admission.waits_for_trainer(v, in_flight) for v in versions)
         )
 
@@ -323,7 +312,6 @@ class Producer:
 
     def _note_closed(self, group_id: int, reason: CloseReason, detail: str, cause: Cause) -> None:
         self._ledger.close(group_id, reason)
-        self._counts.closed[reason] += 1
         self._drops.record_closed(group_id, reason, detail)
         self._kept_groups.drop(group_id, cause)
 
@@ -360,7 +348,7 @@ class Producer:
     def _finish(self, group: RolloutGroup) -> None:
         oldest = min(rollout.oldest_version for rollout in group.rollouts)
         if self._admission.finish(group.group_id, oldest):
-            self._finished[group.group_id] = group
+            self.finished[group.group_id] = group
             self._kept_groups.keep(group.group_id)
             return
         self._note_closed(
@@ -375,18 +363,17 @@ class Producer:
         """Counts prompts that were left out, which may happen in a long row."""
         for skipped in self._prompts.take_skipped():
             self._skipped[skipped.index] = skipped.reason
-            self._counts.closed[skipped.reason] += 1
             self._drops.record(skipped.reason, skipped.detail, source=skipped.path)
 
     def _batch_metrics(self, groups: list[RolloutGroup]) -> dict[str, float]:
-        self._counts.failed_requests = self._dispatcher.num_failed_requests
-        self._counts.tokens = self._dispatcher.num_tokens
+        self._counts.failed_requests = self._dispatcher.attempts.num_failed
+        self._counts.tokens = self._dispatcher.attempts.num_tokens
         self.count_prompts()
         self._counts.equal = self._judge.num_equal_dropped
         metrics = self._metrics.of_batch(
             groups,
             self._counts,
-            buffered=len(self._finished),
+            buffered=len(self.finished),
             in_flight=self._dispatcher.in_flight,
         )
         metrics["rollout/idle_fraction"] = self._idle.take()

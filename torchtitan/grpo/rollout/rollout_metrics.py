@@ -4,29 +4,21 @@
 """Computes the metrics that the rollout process reports with each batch."""
 
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import get_args
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from torchtitan.grpo.rollout.drops import DROP_KINDS
-from torchtitan.grpo.rollout.ledger import CloseReason
 from torchtitan.grpo.types import Rollout, RolloutGroup
-
-_NAMES_OF_CLOSED: dict[CloseReason, str] = {
-    reason: DROP_KINDS[reason].metric for reason in get_args(CloseReason)
-}
 
 
 @dataclass
 class RolloutCounts:
     """Counters over the whole run.
 
-    ``cut`` counts completions and ``resumed`` groups under ``rollout.overdue``. ``equal``
-    counts groups that ``rollout.dynamic_sampling`` left out, and ``closed`` prompts that were
-    not trained on, by reason.
+    ``cut`` counts completions and ``resumed`` groups under ``rollout.overdue``, and ``equal``
+    groups that ``rollout.dynamic_sampling`` left out.
     """
 
     failed_requests: int = 0
@@ -34,7 +26,6 @@ class RolloutCounts:
     cut: int = 0
     resumed: int = 0
     equal: int = 0
-    closed: Counter[CloseReason] = field(default_factory=Counter)
 
 
 class RolloutMetrics:
@@ -60,15 +51,10 @@ class RolloutMetrics:
         now = time.monotonic()
         elapsed = max(now - self._last_time, 1e-9)
         last, self._last_time = self._last, now
-        self._last = replace(counts, closed=counts.closed.copy())
-        closed = {
-            name: float(counts.closed[reason] - last.closed[reason])
-            for reason, name in _NAMES_OF_CLOSED.items()
-        }
+        self._last = replace(counts)
         return (
             self._no_groups
             | group_metrics(groups)
-            | closed
             | {
                 "rollout/tokens_per_second": (counts.tokens - last.tokens) / elapsed,
                 "rollout/failed_requests": float(counts.failed_requests - last.failed_requests),

@@ -6,9 +6,10 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config.evaluation import evaluation_sets
@@ -49,16 +50,59 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0
 
 
-class RolloutSession:
-    """Owns the servers, reward workers, prompts and the producer of one run.
+class _Session:
+    """Owns servers, inputs and the workers that judge them.
 
-    ``announce`` is called with sentences that the user should read now, and ``say`` with the
-    progress of long checks of the prompts. :meth:`close` may be called at any time.
+    ``announce`` is called with sentences that the user should read now; for the others see
+    `Inputs`. :meth:`close` may be called at any time.
     """
 
     dispatcher: Dispatcher
-    producer: Producer
     evaluator: Evaluator | None = None
+    _teachers: TeacherPool | None = None
+
+    def __init__(
+        self,
+        config: RolloutProcessConfig,
+        announce: Callable[[str], None] | None,
+        say: Callable[[str], object] = logger.info,
+        warn: Callable[[str], object] = logger.warning,
+    ) -> None:
+        self._config, self._announce = config, announce
+        self.drops = DropLog(announce)
+        self.fleet = ServerFleet(config, announce)
+        self.inputs = Inputs(config, self.drops, say, warn)
+
+    async def _open(self, *parts: Coroutine[Any, Any, None]) -> None:
+        """Opens ``parts`` while servers start."""
+        config = self._config
+        async with asyncio.TaskGroup() as tasks:
+            for part in (self.fleet.start(), *parts):
+                tasks.create_task(part)
+        self.dispatcher = Dispatcher(
+            self.fleet.clients,
+            config.rollout,
+            vocab_size=config.vocab_size,
+            group_size=config.grpo.group_size,
+            drops=self.drops,
+        )
+        self.evaluator = make_evaluator(config, self.inputs, self.dispatcher, self.drops)
+
+    async def close(self) -> None:
+        try:
+            await self.inputs.close()
+            if self._teachers is not None:
+                await self._teachers.close()
+            if hasattr(self, "dispatcher"):
+                await self.dispatcher.close()
+        finally:
+            await self.fleet.close()
+
+
+class RolloutSession(_Session):
+    """Also owns the teachers and the producer of one run."""
+
+    producer: Producer
 
     def __init__(
         self,
@@ -66,44 +110,15 @@ class RolloutSession:
         announce: Callable[[str], None] | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
-        self.drops = DropLog(announce)
-        self._announce = announce
-        self._saved = self._read_saved(config)
+        self._saved = _read_saved(config, announce or logger.warning)
         if self._saved is not None:
             # This progress is newer than the checkpoint's: it also covers work done since then.
             config = replace(config, progress=self._saved.progress)
-        self._config = config
-        self.fleet = ServerFleet(config, announce)
-        self.inputs = Inputs(config, self.drops, say or announce or logger.info)
-        self._teachers: TeacherPool | None = None
-
-    def _read_saved(self, config: RolloutProcessConfig) -> SavedRollouts | None:
-        if config.saved_rollouts is None:
-            return None
-        try:
-            saved = read_saved(Path(config.saved_rollouts), config.start_version)
-            check_saved(
-                saved, config.progress, vocab_size=config.vocab_size, row_len=config.seq_len
-            )
-        except SavedRolloutsError as error:
-            (self._announce or logger.warning)(
-                f"The rollouts kept beside the checkpoint of step {config.start_version} "
-                f"({config.saved_rollouts}) are damaged and are not used: {error}. Their prompts are "
-                "issued again."
-            )
-            return None
-        return saved
+        super().__init__(config, announce, say or announce or logger.info)
 
     async def open(self) -> None:
-        """Starts servers, workers and the producer. Inputs are checked while servers start."""
-        config = self._config
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.fleet.start())
-            tasks.create_task(self._start_teachers())
-            tasks.create_task(self.open_inputs())
-        self.dispatcher = make_dispatcher(config, self.fleet, self.drops)
+        await self._open(self._start_teachers(), self.open_inputs())
         self.producer = self._make_producer()
-        self.evaluator = make_evaluator(config, self.inputs, self.dispatcher, self.drops)
 
     async def open_inputs(self) -> None:
         saved = self._saved.group_ids if self._saved is not None else set()
@@ -147,25 +162,23 @@ class RolloutSession:
         )
         return GroupJudge(scorer, rollout, config.grpo, self._teachers)
 
-    async def close(self) -> None:
-        try:
-            await self.inputs.close()
-            if self._teachers is not None:
-                await self._teachers.close()
-            if hasattr(self, "dispatcher"):
-                await self.dispatcher.close()
-        finally:
-            await self.fleet.close()
 
-
-def make_dispatcher(config: RolloutProcessConfig, fleet: ServerFleet, drops: DropLog) -> Dispatcher:
-    return Dispatcher(
-        fleet.clients,
-        config.rollout,
-        vocab_size=config.vocab_size,
-        group_size=config.grpo.group_size,
-        drops=drops,
-    )
+def _read_saved(
+    config: RolloutProcessConfig, announce: Callable[[str], object]
+) -> SavedRollouts | None:
+    if config.saved_rollouts is None:
+        return None
+    try:
+        saved = read_saved(Path(config.saved_rollouts), config.start_version)
+        check_saved(saved, config.progress, vocab_size=config.vocab_size, row_len=config.seq_len)
+    except SavedRolloutsError as error:
+        announce(
+            f"The rollouts kept beside the checkpoint of step {config.start_version} "
+            f"({config.saved_rollouts}) are damaged and are not used: {error}. Their prompts are "
+            "issued again."
+        )
+        return None
+    return saved
 
 
 def make_writer(
@@ -265,43 +278,25 @@ def make_teacher_pool(
     return TeacherPool(clients, settings, needs, drops=drops, announce=announce)
 
 
-class EvaluationSession:
-    """Owns what one evaluation without a run needs. :meth:`close` may be called at any time.
-
-    The parts are those of a run, which would report the same figures for the same weights.
-    """
+class EvaluationSession(_Session):
+    """One evaluation without a run, which would report the same figures for the same weights."""
 
     def __init__(self, config: RolloutProcessConfig, announce: Callable[[str], None]) -> None:
-        self._config = config
-        self._drops = DropLog(announce)
-        self._fleet = ServerFleet(config, announce)
-        self._inputs = Inputs(config, self._drops, warn=announce)
-        self._dispatcher: Dispatcher | None = None
-        self._evaluator: Evaluator | None = None
-
-    @property
-    def servers(self) -> list[ServerInfo]:
-        return self._fleet.servers
+        super().__init__(config, announce, warn=announce)
 
     async def open(self) -> None:
-        config = self._config
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._fleet.start())
-            tasks.create_task(self._inputs.open_evaluation())
-        self._dispatcher = make_dispatcher(config, self._fleet, self._drops)
-        self._evaluator = make_evaluator(config, self._inputs, self._dispatcher, self._drops)
+        await self._open(self.inputs.open_evaluation())
 
     async def evaluate(self) -> EvaluationResult:
-        """Evaluates what the servers serve.
+        """Evaluates what the servers serve; a TimeoutError after ``evaluation.timeout_seconds``.
 
-        Raises ``RuntimeError`` if no completion of a set received a score, and ``TimeoutError``
-        after ``evaluation.timeout_seconds``.
+        Raises ``RuntimeError`` if no completion of a set received a score.
         """
-        dispatcher, evaluator = self._dispatcher, self._evaluator
-        assert dispatcher is not None and evaluator is not None, "open() comes first"
+        evaluator = self.evaluator
+        assert evaluator is not None, "open() comes first"
         limit = self._config.evaluation.timeout_seconds
-        keeping = asyncio.create_task(self._keep_versions(dispatcher))
-        watching = asyncio.create_task(self._fleet.watch(dispatcher, _ignore))
+        keeping = asyncio.create_task(self._keep_versions(self.dispatcher))
+        watching = asyncio.create_task(self.fleet.watch(self.dispatcher, _ignore))
         evaluating = asyncio.create_task(evaluator.evaluate(UNPUSHED_VERSION))
         tasks = {keeping, watching, evaluating}
         try:
@@ -318,14 +313,6 @@ class EvaluationSession:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def close(self) -> None:
-        try:
-            await self._inputs.close()
-            if self._dispatcher is not None:
-                await self._dispatcher.close()
-        finally:
-            await self._fleet.close()
 
     async def _keep_versions(self, dispatcher: Dispatcher) -> None:
         """Tells the dispatcher, in place of a trainer, what each server serves.

@@ -94,7 +94,7 @@ class TextCodec:
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Returns the token IDs of a conversation and of the start of the assistant's turn."""
-        text = self._template.render(messages)
+        text = self.template.render(messages)
         if self.prompt_end is None:
             self.prompt_end = self._checked_end(messages, text)
         # The template writes the special tokens itself.
@@ -103,16 +103,13 @@ class TextCodec:
     def _checked_end(self, messages: list[dict[str, str]], text: str) -> str:
         ids = self.encode_continuation(text.rstrip())
         end = self.token_text(ids[-1]) if ids and ids[-1] in self._eos else None
-        if end is not None and text != self._template.render(messages, opens_turn=False):
+        if end is not None and text != self.template.render(messages, opens_turn=False):
             raise ValueError(
                 f"The chat template of {self._path} must open the assistant's turn, but what it adds "
                 f"for add_generation_prompt ends with {end!r}, which ends a completion. Correct the "
                 "template."
             )
         return end or ""
-
-    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
-        return self._template.render(messages)
 
     def encode_reply(
         self, messages: Sequence[dict[str, Any]], turn_ids: Sequence[int]
@@ -125,7 +122,7 @@ class TextCodec:
         if the model has generated it.
         """
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
-        _, mark, reply = self._template.render([*before, *messages]).rpartition(_TURN)
+        _, mark, reply = self.template.render([*before, *messages]).rpartition(_TURN)
         if not mark:
             raise ValueError(
                 "The model's chat template must render an assistant message unchanged, but it "
@@ -177,18 +174,15 @@ class TextCodec:
     def end_of_turn(self) -> str | None:
         """Returns the special token that the chat template writes after an assistant's message."""
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
-        rest = self._template.render(turn, opens_turn=False).rpartition(_TURN)[2].lstrip()
+        rest = self.template.render(turn, opens_turn=False).rpartition(_TURN)[2].lstrip()
         ids = self.encode_continuation(rest)
         text = self._tokenizer.id_to_token(ids[0]) if ids else None
         # Only a special token is spelled in one piece and left out when text is decoded.
         is_special = not self._tokenizer.decode(ids[:1], skip_special_tokens=True)
         return text if is_special else None
 
-    def chat_date(self) -> str:
-        return self._template.date
-
     @functools.cached_property
-    def _template(self) -> ChatTemplate:
+    def template(self) -> ChatTemplate:
         return ChatTemplate(self._path, self._chat_kwargs, self._date)
 
     def decode(self, completion_ids: Sequence[int]) -> str:

@@ -3,6 +3,15 @@
 
 """Pauses before new attempts, and reminders of what is still waited for."""
 
+import asyncio
+from contextlib import suppress
+
+
+async def wait_at_most(seconds: float, event: asyncio.Event) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+
 
 class Backoff:
     """Pause after each of several failures in a row, doubling from the first to the longest."""

@@ -62,7 +62,7 @@ def test_a_message_that_the_template_does_not_print_is_refused_with_its_role(
     with pytest.raises(LeftOut, match=message):
         codec.encode_chat(messages)
     with pytest.raises(LeftOut, match=message):
-        codec.render_chat(messages)
+        codec.template.render(messages)
 
 
 MERGED = (
@@ -112,18 +112,18 @@ DATES = {
 @pytest.mark.parametrize("name", DATES)
 def test_the_date_is_that_of_the_first_start_on_every_day(make, name):
     first = make(DATES[name], "2031-12-31T23:59:58")
-    text = first.render_chat([USER])
+    text = first.template.render([USER])
     assert "31 Dec 2031" in text
     assert make(DATES[name], "2031-12-31T23:59:58").encode_chat([USER]) == first.encode_chat([USER])
-    assert "01 Jan 2032" in make(DATES[name], "2032-01-01T00:00:02").render_chat([USER])
-    assert "31 Dec 2031" in first.render_chat([USER, TURN, USER])
+    assert "01 Jan 2032" in make(DATES[name], "2032-01-01T00:00:02").template.render([USER])
+    assert "31 Dec 2031" in first.template.render([USER, TURN, USER])
     assert "2031-12-31" in " ".join(prompt_notes(first, is_chat=True))
 
 
 def test_without_a_date_of_the_run_it_is_that_of_the_first_rendering(make):
     before = datetime.now()
     codec = make("{{ strftime_now('%Y-%m-%dT%H:%M:%S.%f') }}" + ALL)
-    first, second = (codec.render_chat([USER])[:26] for _ in range(2))
+    first, second = (codec.template.render([USER])[:26] for _ in range(2))
     assert first == second and before <= datetime.fromisoformat(first) <= datetime.now()
 
 
@@ -145,17 +145,17 @@ def test_a_template_is_ended_at_a_limit_and_the_next_one_is_rendered(make, name,
     template, limit = LIMITS[name]
     with pytest.raises(ValueError, match=rf"chat template .*{limit}|cannot render .*{limit}"):
         make(ALL + template).encode_chat([USER])
-    assert make(ALL).render_chat([USER]) == "<user>2 + 3?<end>"
+    assert make(ALL).template.render([USER]) == "<user>2 + 3?<end>"
 
 
 def test_a_child_that_somebody_else_ends_is_started_again(make):
     codec = make(ALL)
-    assert codec.render_chat([USER]) == "<user>2 + 3?<end>"
+    assert codec.template.render([USER]) == "<user>2 + 3?<end>"
     child = chat_template.template_process()._child
     assert child is not None
     child.kill()
     child.wait(10)
-    assert codec.render_chat([USER]) == "<user>2 + 3?<end>"
+    assert codec.template.render([USER]) == "<user>2 + 3?<end>"
 
 
 def test_a_template_that_prints_something_else_each_time_is_refused(make):

@@ -3,6 +3,7 @@
 
 import asyncio
 import logging
+from typing import get_args
 
 import pytest
 
@@ -10,8 +11,9 @@ from torchtitan.grpo.inference.client import LogprobsError, ServerError
 from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.observe.step_line import dropped
 from torchtitan.grpo.rollout.drops import DropLog, kind_of_request, run_summary
+from torchtitan.grpo.rollout.ledger import CloseReason
 from torchtitan.grpo.rollout.process import Announcer
-from torchtitan.grpo.rollout.rollout_metrics import _NAMES_OF_CLOSED
+from torchtitan.grpo.system.waits import wait_at_most
 from torchtitan.grpo.workers.owner import CallFailed
 
 
@@ -57,10 +59,9 @@ def test_metrics_count_since_the_last_batch_and_the_note_holds_what_is_not_zero(
     assert dropped(drops.take_metrics()) == ""
     assert run_summary({}) == ""
     assert run_summary({"failed": 3}).startswith("Dropped in this run: 3 groups failed")
-    for reason in _NAMES_OF_CLOSED:
+    for reason in get_args(CloseReason):
         drops.record_closed(7, reason, "because.")
-    metrics = dict.fromkeys(_NAMES_OF_CLOSED.values(), 1.0)
-    assert dropped(metrics).count("1 ") == len(_NAMES_OF_CLOSED)
+    assert dropped(drops.take_metrics()).count("1 ") == len(get_args(CloseReason))
 
 
 async def test_errors_that_any_module_logs_are_announced_and_warnings_are_not() -> None:
@@ -70,7 +71,7 @@ async def test_errors_that_any_module_logs_are_announced_and_warnings_are_not() 
         await asyncio.to_thread(module.error, "Restart %d follows", 1)
         module.warning("not for the user")
         announcer.announce("first of the losses")
-        await announcer.wait(10)
+        await wait_at_most(10, announcer.has_news)
         assert announcer.take() == ["Restart 1 follows", "first of the losses"]
     finally:
         announcer.close()

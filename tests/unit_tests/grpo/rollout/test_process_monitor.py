@@ -43,7 +43,7 @@ def opened(clock: Clock) -> tuple[ProcessHealth, Any, FixedServer]:
     dispatcher.servers["http://a:1"] = server
     session: Any = SimpleNamespace(
         dispatcher=dispatcher,
-        producer=SimpleNamespace(is_asked=False, num_buffered=4),
+        producer=SimpleNamespace(is_asked=False, finished=range(4)),
         drops=DropLog(),
     )
     health.begin(session)
@@ -83,7 +83,7 @@ def test_a_batch_for_which_nothing_ends_is_stuck_only_while_rank_0_waits():
         health.note()
     problem = health.health().problem
     assert problem is not None and "no completion has ended for 15 s" in problem
-    session.dispatcher._attempts.num_tokens += 7
+    session.dispatcher.attempts.num_tokens += 7
     assert health.health().problem is None
     clock.now = 30.0
     assert health.health().status == "stuck"

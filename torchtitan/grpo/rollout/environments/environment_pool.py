@@ -16,7 +16,6 @@ process. The episodes of a process that is killed or lost begin again elsewhere;
 import asyncio
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Callable
 
 from torchtitan.grpo.config import Rollout, Workers
@@ -82,15 +81,12 @@ class EnvironmentPool:
         # They raise EnvironmentsFailing if too many episodes in a row have failed.
         self.record_failure = self._owner.record_failure
         self.record_success = self._owner.record_success
+        self.failures = self._owner.failures
         self._num_workers = rollout.environment_workers
         self._workers: set[_Worker] = set()
         self._starting = asyncio.Lock()
         self._counter = itertools.count()
         self._closing: set[asyncio.Task[None]] = set()
-
-    @property
-    def failures(self) -> Counter[str]:
-        return self._owner.failures
 
     async def start(self) -> None:
         """Starts the first worker; the others start when they are first needed."""

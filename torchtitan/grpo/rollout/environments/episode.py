@@ -64,8 +64,7 @@ class Conversation:
 
     def insert(self, turn_ids: Sequence[int], text: str, inserted: Sequence[int]) -> None:
         """Adds a turn and what an environment inserted after it; the message continues."""
-        row = self._codec.render_chat(self._messages) if self._row is None else self._row
-        self._row = row + self._codec.decode_exactly([*turn_ids, *inserted])
+        self._row = self._row_with([*turn_ids, *inserted])
         self._unfinished += text + self._codec.decode_exactly(inserted)
 
     def reply(
@@ -77,14 +76,17 @@ class Conversation:
         the whole context of the next turn is.
         """
         codec = self._codec
-        row = codec.render_chat(self._messages) if self._row is None else self._row
-        row += codec.decode_exactly(turn_ids)
+        row = self._row_with(turn_ids)
         content, self._unfinished = self._unfinished + text, ""
         self._messages += [{"role": "assistant", "content": content}, *messages]
-        self._row = rendered = codec.render_chat(self._messages)
+        self._row = rendered = codec.template.render(self._messages)
         if rendered.startswith(row):
             return Shown(codec.encode_continuation(rendered[len(row) :]))
         return Shown(codec.encode_continuation(rendered), begins_row=True)
+
+    def _row_with(self, token_ids: Sequence[int]) -> str:
+        row = self._codec.template.render(self._messages) if self._row is None else self._row
+        return row + self._codec.decode_exactly(token_ids)
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ class Dispatcher:
         self.num_hedged = 0
         self.num_hedges_won = 0
         self._config, self._group_size = config, group_size
-        self._attempts = Attempts(config, vocab_size, self.set_lost, drops or DropLog())
+        self.attempts = Attempts(config, vocab_size, self.set_lost, drops or DropLog())
         self._mean_tokens: float | None = None
         self._is_closed = False
         # Request IDs must be unique on a server that several runs share.
@@ -109,18 +109,6 @@ class Dispatcher:
         self.servers = {client.url: Server(client) for client in clients}
         for server in self.servers.values():
             server.window = self._window()
-
-    @property
-    def num_failed_requests(self) -> int:
-        return self._attempts.num_failed
-
-    @property
-    def num_tokens(self) -> int:
-        return self._attempts.num_tokens
-
-    @property
-    def last_error(self) -> str:
-        return self._attempts.last_error
 
     # -- servers ----------------------------------------------------------------------
 
@@ -154,7 +142,7 @@ class Dispatcher:
         logger.warning(
             "Server %s gets no requests until its weights are updated again: %s", url, reason
         )
-        self._attempts.last_error = f"{url}: {reason}"
+        self.attempts.last_error = f"{url}: {reason}"
         self._leave_ready(server)
 
     def set_down(self, url: str, reason: str) -> None:
@@ -334,7 +322,7 @@ class Dispatcher:
         request_id = f"{self._run_id}-{completion.prompt.group_id}-{next(self._counter)}-"
         request = completion.sampling.request(request_id, completion.prompt)
         try:
-            generation = await self._attempts.run(server, completion.jobs[server], request)
+            generation = await self.attempts.run(server, completion.jobs[server], request)
         except BaseException:  # also if it was cancelled
             self._vacate(completion, server)
             raise

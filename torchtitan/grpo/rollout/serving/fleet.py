@@ -13,7 +13,6 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import replace
 
 from torchtitan.grpo.config import RolloutProcessConfig
@@ -35,7 +34,7 @@ from torchtitan.grpo.rollout.prompts import PromptLimits
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.registry_server import RegistryServer
 from torchtitan.grpo.rollout.serving.supervisor import Supervisor
-from torchtitan.grpo.system.waits import Reminders
+from torchtitan.grpo.system.waits import Reminders, wait_at_most
 from torchtitan.grpo.types import ServerInfo
 
 logger = logging.getLogger(__name__)
@@ -218,9 +217,7 @@ class ServerFleet:
 
     async def _follow(self, source: UrlsFile | RegisteredServers, tasks: asyncio.TaskGroup) -> None:
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_FILE_POLL_SECONDS):
-                    await self._reread.wait()
+            await wait_at_most(_FILE_POLL_SECONDS, self._reread)
             is_asked = self._reread.is_set()
             self._reread.clear()
             try:

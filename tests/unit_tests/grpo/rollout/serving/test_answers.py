@@ -52,8 +52,8 @@ async def test_completion_under_weights_that_nobody_attests_fails_at_its_timeout
     server, dispatcher, task = await written_ahead(0.5)
     with pytest.raises(ServerError, match="version 5, which was not attested within"):
         await task
-    assert dispatcher.num_failed_requests == len(server.requests) == 2
-    assert "version 5, which was not attested within" in dispatcher.last_error
+    assert dispatcher.attempts.num_failed == len(server.requests) == 2
+    assert "version 5, which was not attested within" in dispatcher.attempts.last_error
 
 
 async def test_server_that_answers_with_older_weights_than_attested_gets_no_more_work():
@@ -85,7 +85,7 @@ async def test_ids_that_are_no_token_are_excluded_once_one_was_sampled(seed, sam
         found = await dispatcher.submit(PROMPT, dispatcher.servers["http://a"], sampling)
         assert 99 not in found.token_ids
     assert [request.unknown_ids for request in server.requests] == sent
-    assert dispatcher.num_failed_requests == 0
+    assert dispatcher.attempts.num_failed == 0
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ async def test_failed_request_is_tried_once_more_but_not_on_a_server_with_older_
     dispatcher = attested(bad, other)
     await submit(dispatcher, "http://a")
     assert (len(bad.requests), len(other.requests)) == (1, 1)
-    assert dispatcher.num_failed_requests == 1
+    assert dispatcher.attempts.num_failed == 1
     assert not dispatcher.servers["http://a"].is_ready()
 
     dispatcher = make(bad, other)
@@ -98,7 +98,7 @@ async def test_requests_that_die_together_are_one_failure_and_are_all_tried_agai
     )
     tasks = [submit(dispatcher, "http://a") for _ in range(first_tries)]
     assert len(await asyncio.gather(*tasks)) == first_tries
-    assert dispatcher.num_failed_requests == first_tries
+    assert dispatcher.attempts.num_failed == first_tries
     window = dispatcher.servers["http://a"].window
     assert window is not None and window.num_cuts == 1 and window.size < first_tries
 

@@ -123,4 +123,4 @@ async def test_evaluations_are_neither_hedged_nor_counted_as_tokens_of_rollouts(
         assert (dispatcher.num_hedged, clients[1].requests) == (0, [])
         clients[0].go_on.set()
         await evaluated
-        assert dispatcher.num_tokens == 0
+        assert dispatcher.attempts.num_tokens == 0
