@@ -19,10 +19,9 @@ max_staleness``:
   among equal deadlines those started first. It waits until every deadline stays reachable after
   it: for each ``d >= b``, at most ``(d - b) * G`` of the groups with deadline ``<= d`` may stay
   open. (For ``d = b``: the batch contains every group that is due now.)
-- Batch ``b`` may also be taken group by group, before it is complete. With ``t`` groups of it
-  already taken, the finished group with the earliest deadline ``e`` may be taken next if, for
-  each ``d`` with ``b <= d < e``, at most ``(d - b + 1) * G - t - 1`` groups with deadline ``<=
-  d`` are open: they still fit without its place.
+- Batch ``b`` may also be taken group by group. With ``t`` groups of it already taken, the finished
+  group with the earliest deadline ``e`` may be taken next if, for each ``d`` with ``b <= d < e``, at
+  most ``(d - b + 1) * G - t - 1`` groups with deadline ``<= d`` are open.
 
 All rules preserve this invariant, where ``b`` is the next batch and ``t`` groups of it are
 taken::
@@ -33,9 +32,8 @@ Hence no sample is ever trained at an age above ``eta``, and no group has to be 
 because of its age. With ``eta = 0`` training is synchronous and on-policy.
 
 The bound on finished groups that wait (``rollout.buffer_size_limit``, at least ``G`` groups)
-delays only the start of new groups. It cannot cause a deadlock: the groups that a batch waits
-for are already running, and groups restored from an earlier process continue before any new
-group starts.
+delays only new groups. It cannot cause a deadlock: the groups that a batch waits for already run,
+and restored groups continue before any new group starts.
 
 Example: ``G = 1``, ``eta = 2``. Groups 0, 1 and 2 start under version 0 and have deadline 2.
 Batch 0 takes group 0. A server with version 1 starts group 3 with deadline 3, which finishes at
@@ -76,10 +74,6 @@ class Admission:
         self._open: dict[int, _OpenGroup] = {}  # in start order
 
     @property
-    def num_open(self) -> int:
-        return len(self._open)
-
-    @property
     def num_finished(self) -> int:
         return sum(group.finished for group in self._open.values())
 
@@ -118,10 +112,10 @@ class Admission:
         return due if self._num_taken + self.num_finished >= self.groups_per_batch else []
 
     def finish(self, group_id: int, oldest_version: int) -> bool:
-        """Marks a group as ready for training, whose oldest token is of ``oldest_version``.
+        """Marks a group as ready for training.
 
-        Returns ``False`` and closes the group if that is older than the version that its server
-        was attested to have, as after a restart: its earlier deadline was never planned for.
+        Returns ``False`` and closes it if its oldest token is older than its server was attested
+        to be, as after a restart: its earlier deadline was never planned for.
         """
         group = self._open[group_id]
         if oldest_version < group.start_version:
@@ -148,10 +142,7 @@ class Admission:
         return chosen
 
     def take_next(self) -> int | None:
-        """Consumes one more group of the next batch; ``None`` if the batch must wait.
-
-        After the last group of a batch, ``next_batch`` advances.
-        """
+        """Consumes one more group of the next batch; ``None`` if the batch must wait."""
         first = next(iter(self._finished_by_deadline()), None)
         if first is None:
             return None
@@ -186,6 +177,6 @@ class Admission:
         )
         return (
             f"batch {self.next_batch}: {self._num_taken + self.num_finished} of "
-            f"{self.groups_per_batch} groups finished, {self.num_open - self.num_finished} running, "
+            f"{self.groups_per_batch} groups finished, {len(self._open) - self.num_finished} running, "
             f"{due} of them due now"
         )

@@ -4,9 +4,8 @@
 """Lets each rank fetch its own rollouts (``prompts.single_rank_load = false``).
 
 Rank 0 receives a batch without its arrays, plans it, and tells each rank which rollouts it
-needs. The rollout process holds the arrays until rank 0 asks for the next batch, which it does
-once all ranks have trained on this one. A secret that is drawn when the run starts marks every
-request; others are ignored.
+needs. The rollout process holds the arrays until rank 0 asks for the next batch, once all ranks
+have trained on this one. Requests without the run's secret are ignored.
 """
 
 import secrets
@@ -46,10 +45,7 @@ class FetchFailed(RuntimeError):
 
 
 class BatchHolder:
-    """Holds the arrays of the current batch in the rollout process, and answers the ranks.
-
-    All ranks reach this process at ``host``; ``endpoint`` is the ZeroMQ endpoint.
-    """
+    """Holds the arrays of the current batch, and answers the ranks, which all reach ``host``."""
 
     def __init__(self, context: zmq.asyncio.Context, host: str, secret: str) -> None:
         self._secret = secret.encode()
@@ -62,7 +58,6 @@ class BatchHolder:
         self._held: list[Rollout] = []
 
     def hold(self, version: int, groups: Sequence[RolloutGroup]) -> None:
-        """Stores the rollouts of a batch and drops the previous batch."""
         self._version = version
         self._held = [
             replace(rollout, completion="") for group in groups for rollout in group.rollouts

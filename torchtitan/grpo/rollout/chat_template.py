@@ -3,9 +3,8 @@
 
 """The model's chat template, which must print everything that was said, and always the same way.
 
-A template may loop, or double a string, and nothing in this process could end it. It is
-therefore rendered in another process, with limits of time, memory and text, which also spares
-this one the import of transformers.
+A template may loop, or double a string. It is therefore rendered in another process, with limits
+of time, memory and text, which also spares this one the import of transformers.
 """
 
 import atexit
@@ -51,11 +50,9 @@ class ChatTemplate:
 
     For each new sequence of roles, artificial messages are rendered first: each of their words
     must be in the text. Otherwise messages of a role that a template does not know, such as
-    system or tool, would vanish. Templates may change white space, and leave out earlier
-    thinking.
+    system or tool, would vanish.
 
-    ``date`` is the time that the template takes for now, in ISO format (empty: this moment). It
-    never changes, so that a conversation is rendered alike before and after midnight.
+    ``date`` is the time that the template always takes for now, in ISO format (empty: this moment).
     """
 
     def __init__(self, path: Path, variables: Mapping[str, Any], date: str = "") -> None:
@@ -74,8 +71,7 @@ class ChatTemplate:
     def render(self, messages: Messages, *, opens_turn: bool = True) -> str:
         """Returns the text of a conversation, with the start of the assistant's turn.
 
-        Raises ``ValueError`` if the template cannot render the messages, renders them
-        differently each time, leaves something out (:class:`LeftOut`), or reaches a limit.
+        Raises ``ValueError`` if the template cannot, and :class:`LeftOut` if it leaves something out.
         """
         text = self._render(messages, opens_turn=opens_turn)
         shape = tuple(map(_shape, messages))
@@ -204,10 +200,9 @@ class _LimitReached(ValueError):
 
 
 class _TemplateProcess:
-    """Renders in a child process, which is started when it is first needed, one text at a time.
+    """Renders in a child process, which is started when it is first needed. Thread-safe.
 
-    Any thread may use it. The child ends with :meth:`close`, or when this process ends and its
-    socket closes.
+    The child also ends when this process ends and its socket closes.
     """
 
     def __init__(self) -> None:
@@ -216,9 +211,8 @@ class _TemplateProcess:
         self._connection: Connection | None = None
 
     def ask(self, request: dict[str, Any]) -> str | None:
-        """Returns the text that the child answers to a request of `template_renderer.py`.
+        """Raises ``ValueError`` if the template raises, or there is no tokenizer.
 
-        Raises ``ValueError`` if the template raises, or there is no tokenizer,
         ``TimeoutError`` if the child does not answer, and ``RuntimeError`` if it ends twice.
         """
         limits = {

@@ -3,9 +3,8 @@
 
 """Packs dataclasses with arrays, such as groups of rollouts, as a msgpack header and raw arrays.
 
-The packed form travels between processes and is the content of files of saved rollouts. In the
-header, :class:`_Array` stands for an array that follows, in the order of the header. An array
-that several objects share, as rollouts share their prompt, follows once.
+For other processes and for files. In the header, :class:`_Array` stands for an array that follows.
+One that several objects share, as rollouts share their prompt, follows once.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -23,11 +22,7 @@ _ALIGNMENT = 8
 
 
 class _Array(msgspec.Struct, array_like=True):
-    """Stands for an array in a header.
-
-    ``shared`` is the position of the same array among those before it, or -1. An array that is
-    not ``sent`` has zeros.
-    """
+    """``shared`` is the position of the same array before it, or -1. If not ``sent``, it is zeros."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -78,11 +73,9 @@ def unpack(packed: Packed, kind: type[_Value]) -> _Value:
         dtype = np.dtype(array.dtype)
         if array.sent:
             count = int(np.prod(array.shape))
-            view = (
-                np.frombuffer(packed.arrays, dtype, count, position)
-                if count
-                else np.empty(0, dtype)
-            )
+            view = np.empty(0, dtype)
+            if count:
+                view = np.frombuffer(packed.arrays, dtype, count, position)
             position += view.nbytes + -view.nbytes % _ALIGNMENT
             found.append(view.reshape(array.shape))
         else:  # takes no memory
@@ -96,10 +89,9 @@ def unpack(packed: Packed, kind: type[_Value]) -> _Value:
 
 
 def pack_without_arrays(groups: Sequence[RolloutGroup], num_samples: int) -> Packed:
-    """Packs groups for a rank that plans them: their arrays become zeros.
+    """Packs groups for a rank that plans them and logs the first ``num_samples``.
 
-    The masks of trained tokens stay, from which the plan follows, and the token ids of the
-    first rollout of the first ``num_samples`` groups, which are logged.
+    Of the arrays, only masks and the token ids of each first rollout to log are sent.
     """
     first = [group.rollouts[0] for group in groups[:num_samples]]
     kept: Collection[int] = {id(a) for r in first for a in (r.prompt_ids, r.token_ids)}

@@ -25,11 +25,9 @@ _MAX_ANNOUNCED = 3
 
 @dataclass(frozen=True)
 class DropKind:
-    """One kind of loss.
+    """``words`` are its name in the step's line and the summary, ``phrase`` in announcements.
 
-    ``words`` are its name for the step's line and the summary, and ``phrase`` in the
-    announcement of the first one. ``name`` ends the name of the metric that counts it since the
-    last batch; by default it consists of the words.
+    ``name`` ends that of its metric; by default it consists of the words.
     """
 
     words: str
@@ -70,7 +68,7 @@ DROP_KINDS: dict[str, DropKind] = {
     "overdue": DropKind("groups overdue", "groups that were overdue", "overdue_groups"),
     "filtered": DropKind("groups filtered", "groups that were filtered out", "filtered_groups"),
 }
-"""All kinds of losses. The reasons for which the ledger closes a prompt are among them."""
+"""The reasons for which the ledger closes a prompt are among them."""
 
 
 class DropLog:
@@ -83,10 +81,9 @@ class DropLog:
         self._last: Counter[str] = Counter()
 
     def record(self, kind: str, reason: str, *, source: str = "", number: int = 1) -> None:
-        """Counts losses of a key of :data:`DROP_KINDS`, and announces the first.
+        """Counts losses of a key of :data:`DROP_KINDS`, and announces the first, of a few sources.
 
-        ``reason`` is a sentence. ``source`` is what they have in common, such as a server; the
-        first few sources are each announced.
+        ``reason`` is a sentence. ``source`` is what they have in common, such as a server.
         """
         self.counts[kind] += number
         announced = self._announced[kind]
@@ -112,7 +109,6 @@ class DropLog:
         self.record(reason, f"group {group_id} is not trained on. {detail}")
 
     def take_metrics(self) -> dict[str, float]:
-        """The numbers of losses since the last call."""
         last, self._last = self._last, self.counts.copy()
         return {k.metric: float(self.counts[name] - last[name]) for name, k in DROP_KINDS.items()}
 

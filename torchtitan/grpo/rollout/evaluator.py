@@ -49,10 +49,7 @@ class HeldOut:
 
 
 class Evaluator:
-    """Evaluates fixed sets of prompts whenever it is called, once at a time.
-
-    The writers of the sets must take their places from ``room``.
-    """
+    """Evaluates one call at a time. The writers of the sets must take places from ``room``."""
 
     def __init__(
         self,
@@ -98,7 +95,6 @@ class Evaluator:
     async def _start_set(
         self, held: HeldOut, version: int, group: asyncio.TaskGroup
     ) -> list[_Scoring]:
-        """Returns the tasks that score the completions, one a prompt."""
         return [
             group.create_task(
                 self._score(held, prompt, await self._start_prompt(held, prompt, version))
@@ -223,9 +219,8 @@ def summarize_set(
 ) -> SetResult:
     """Returns the figures of one set, from its prompts with a scored completion.
 
-    A prompt counts with the mean over its completions, so that a prompt of which some
-    completions could not be scored counts like any other. For pass@k, prompts with fewer than k
-    scored completions are left out; if there are no others, that figure is left out.
+    A prompt counts with the mean over its scored completions. For pass@k, prompts with fewer than
+    k of these are left out, and so is a figure without prompts.
     """
     completions = [completion for prompt in prompts for completion in prompt.completions]
     return SetResult(

@@ -3,9 +3,8 @@
 
 """Opens everything that the rollout process would, without servers, and says what was found.
 
-It runs in a separate process, as the rollout process does, so that it finds what that process
-would find and can be ended if it takes too long. Its argument is a private directory that
-contains `config.json` and receives `report.json`.
+A separate process finds what that process would find, and can be ended if it takes too long. Its
+argument is a private directory that contains `config.json` and receives `report.json`.
 """
 
 import asyncio

@@ -37,14 +37,10 @@ class Inputs:
     the user should know about. :meth:`close` may be called at any time. In an evaluation,
     ``stream`` and ``pool`` are ``None``.
 
-    Attributes:
-        examples: The first prompts of each set, at least one. The sets may have different
-            columns, so the reward functions are checked on the prompts of each set.
-        rewards: For each set, what each reward function gives the first prompt with an empty
-            completion. ``scores`` has the same for each set of the evaluation and its function.
-        pool: The reward functions, with ``rollout.should_accept`` behind them.
-        evaluation_pool: The functions of the evaluation. They have workers of their own,
-            because a slow function must not keep rollouts waiting for their rewards.
+    ``examples`` are the first prompts of each set, at least one, and ``rewards`` what each function
+    gives the first of them with an empty completion; ``scores`` has this of the evaluation's sets.
+    ``pool`` has ``rollout.should_accept`` behind the reward functions. The evaluation has workers of
+    its own, because a slow function must not keep rollouts waiting.
     """
 
     codec: TextCodec
@@ -68,7 +64,7 @@ class Inputs:
         self.warnings: list[str] = []
 
     async def open(self, pending: Sequence[int]) -> None:
-        """Opens everything. The stream returns the prompts ``pending`` first."""
+        """The stream returns the prompts ``pending`` first."""
         config = self._config
         self.codec = codec = await asyncio.to_thread(make_codec, config)
         self.stream, self.examples = await asyncio.to_thread(
@@ -184,10 +180,7 @@ def open_prompts(
     pending: Sequence[int],
     say: Callable[[str], object] = logger.info,
 ) -> tuple[PromptStream, list[list[Example]]]:
-    """Opens the prompt stream, with ``pending`` as its first prompts, and checks rows of each set.
-
-    Returns the first prompts of each set as well.
-    """
+    """Opens the prompt stream, checks rows of each set, and returns its first prompts as well."""
     with ExitStack() as stack:
         sets = [stack.enter_context(closing(one)) for one in open_sets(config, codec)]
         for prompts in sets:

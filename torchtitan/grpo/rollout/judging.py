@@ -31,10 +31,7 @@ from torchtitan.grpo.types import Generation, Prompt, Rollout
 
 
 class Unusable(Exception):
-    """The group is not trained on; the ledger records ``reason``.
-
-    The message says more about it, and ``cause`` what to change if it happens to many groups.
-    """
+    """The group is not trained on; ``cause`` says what to change if it happens to many groups."""
 
     def __init__(self, reason: CloseReason, detail: str, cause: Cause) -> None:
         super().__init__(detail)
@@ -46,9 +43,9 @@ class GroupJudge:
     """Filters, scores and rates the completions of one group at a time.
 
     A group needs two rewards for a group-relative advantage, and one for an advantage relative
-    to the batch. While one batch is filled, dynamic sampling drops a limited number of groups,
-    and further ones are used as they are. Otherwise a policy that solves every prompt, or none,
-    would generate forever. ``num_equal_dropped`` counts those that it dropped in the whole run.
+    to the batch. Dynamic sampling drops a limited number of groups for each batch. Otherwise a
+    policy that solves every prompt, or none, would generate forever. ``num_equal_dropped`` counts
+    those of the whole run.
     """
 
     def __init__(
@@ -69,11 +66,7 @@ class GroupJudge:
     async def judge(self, prompt: Prompt, generations: Sequence[Generation]) -> list[Rollout]:
         """Returns the rollouts of the group to train on, each with a reward and a rating.
 
-        Raises:
-            Unusable: If too few rollouts remain, no teacher rates them, or, with dynamic
-                sampling, all rewards are equal.
-            RewardError: If the reward functions cannot be used any more. The run must stop.
-            TeachersFailing: If too many groups in a row got no rating. The run must stop.
+        Raises Unusable, and RewardError or TeachersFailing if the run must stop.
         """
         if len(generations) < self._fewest:
             what = "came back whole from servers and environments"

@@ -8,11 +8,9 @@ The number is :meth:`KeptGroups.bound`, by these rules:
 - Enough groups for several batches, and at least :data:`FEWEST_GROUPS`.
 - A run in which few groups are kept may go on: the bound is at least :data:`USUAL_GAPS` times
   the number of groups that it took so far for one that is kept.
-- Groups count in the order in which they were started, and only once all earlier groups have
-  ended. Otherwise short completions that are dropped would be counted while long ones that will
-  be kept are being generated.
-- Groups that dynamic sampling leaves out do not count: it takes every group once
-  ``rollout.dynamic_sampling_limit`` is reached.
+- Groups count once all that started earlier have ended. Otherwise short completions that are
+  dropped would be counted while long ones that will be kept are being generated.
+- Groups that dynamic sampling leaves out do not count: they have ``rollout.dynamic_sampling_limit``.
 """
 
 from collections import Counter

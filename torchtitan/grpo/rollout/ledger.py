@@ -9,9 +9,8 @@ r"""Records what happened to each prompt: it is trained once, or closed with a r
                                 \---close--> closed, with a reason
 
 Invariant: every issued index is open, trained or closed, and never two of these. Trained and
-closed are final. The prompts that are open when a run ends are issued first by the run that
-resumes it. The state is sent to rank 0 with every batch and saved in every checkpoint, so a
-checkpoint always describes exactly the batches trained on.
+closed are final. A run that is resumed issues the open prompts first. Every checkpoint has the
+state of exactly the batches trained on.
 """
 
 from collections.abc import Iterable, Mapping
@@ -56,8 +55,7 @@ class Ledger:
     def issue(self, index: int, skipped: Mapping[int, CloseReason] = MappingProxyType({})) -> None:
         """Records that a prompt was drawn. New prompts are issued in ascending order.
 
-        An index that is passed over is closed, with the reason in ``skipped``, or because the
-        prompt is too long.
+        An index that is passed over is closed, as ``skipped`` says or as too long.
         """
         if index in self._to_reissue:
             self._to_reissue.discard(index)

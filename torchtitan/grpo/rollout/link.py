@@ -54,16 +54,13 @@ class RolloutKilled(RolloutFailed):
 class RolloutLink:
     """Starts the rollout process, exchanges messages with it, and ends it.
 
-    All methods must be called from one thread, except :meth:`notify_version`,
-    :meth:`notify_lost` and :meth:`reread_urls`. Every method except :meth:`reread_urls` and
-    :meth:`close` raises :class:`RolloutFailed` after the process has ended. A wait ends with
-    ``None`` if ``should_stop``, which is called at least every 0.1 s, returns true.
-    ``announce`` is called during waits with sentences that the user should read now.
+    All methods belong to one thread, except :meth:`notify_version`, :meth:`notify_lost` and
+    :meth:`reread_urls`. All but the last and :meth:`close` raise :class:`RolloutFailed` after the
+    process has ended. A wait ends with ``None`` if ``should_stop``, which is called at least every
+    0.1 s, returns true. ``announce`` is called with sentences that the user should read now.
 
-    Attributes:
-        watch: The current servers, for any thread. It exists once the process is started.
-        fetch_endpoint: Where ranks fetch rollouts. ``None`` if rank 0 receives all rollouts.
-        warnings: Findings at the first start of the process that the user should know about.
+    ``watch``, for any thread, exists once the process is started. ``fetch_endpoint`` is where ranks
+    fetch rollouts, or ``None`` if rank 0 receives all. ``warnings`` are those of the first start.
     """
 
     watch: ServerWatch
@@ -117,9 +114,8 @@ class RolloutLink:
     def restart(self, config: RolloutProcessConfig) -> None:
         """Restarts the process after :class:`RolloutKilled`. Call :meth:`wait_ready` next.
 
-        Notices about servers that are sent before the new process is ready are lost. It reports
-        all servers as new, so the weight pusher attests each of them again.
-        :class:`RolloutFailed` is raised once ``rollout.max_process_restarts`` are used up.
+        Notices that are sent before the new process is ready are lost. It reports all servers as
+        new, so the weight pusher attests each of them again.
         """
         assert self._child is not None and self._child.poll() is not None, (
             "the rollout process must have ended before it is restarted"
@@ -172,10 +168,7 @@ class RolloutLink:
     def next_batch(
         self, version: int, timeout_seconds: float, should_stop: Callable[[], bool] | None = None
     ) -> RolloutBatch | None:
-        """Waits for the batch that turns ``version`` into ``version + 1``, or its next part.
-
-        The same batch can be requested again if the wait was stopped.
-        """
+        """Waits for the batch that turns ``version`` into ``version + 1``, or its next part."""
         if self._asked_version != version:
             self._send(link_messages.NextBatch(version))
             self._asked_version = version
@@ -194,11 +187,7 @@ class RolloutLink:
         return self._awaited is not None
 
     def request_evaluation(self, version: int, pinned: Sequence[str] = ()) -> None:
-        """Requests an evaluation, without waiting, and gives up one that is still running.
-
-        Completions come from weights not older than ``version``, on the servers whose URLs are
-        ``pinned``, if any.
-        """
+        """Requests an evaluation, without waiting, and gives up one that is still running."""
         self._num_requests += 1
         self._awaited = link_messages.Evaluate(self._num_requests, version, list(pinned))
         self._send(self._awaited)

@@ -3,8 +3,7 @@
 
 """Messages that rank 0 and the rollout process exchange over ZeroMQ.
 
-A message is a list of frames. The first is a msgpack header. A batch is followed by the arrays
-of its groups; see :mod:`.codec`.
+The first frame is a msgpack header. A batch has a second one, the arrays of its groups (:mod:`.codec`).
 """
 
 import msgspec
@@ -40,7 +39,7 @@ class Save(msgspec.Struct, tag=True):
 
 
 class Stop(msgspec.Struct, tag=True):
-    """Rank 0 ends the rollout process."""
+    pass
 
 
 class VersionServed(msgspec.Struct, tag=True):
@@ -51,8 +50,6 @@ class VersionServed(msgspec.Struct, tag=True):
 
 
 class ServerLost(msgspec.Struct, tag=True):
-    """The weight pusher has lost the server at ``url``."""
-
     url: str
     reason: str
 
@@ -62,10 +59,7 @@ class RereadUrls(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The servers are up, the prompts are opened, and the reward functions are checked.
-
-    ``fetch_endpoint`` is where ranks fetch rollouts if ``prompts.single_rank_load`` is false.
-    """
+    """The servers are up, the prompts are opened, and the reward functions are checked."""
 
     servers: list[ServerInfo]
     fetch_endpoint: str | None = None
@@ -73,8 +67,6 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Fatal(msgspec.Struct, tag=True):
-    """The rollout process ends. ``message`` tells the user why."""
-
     message: str
 
 
@@ -86,8 +78,6 @@ class Progress(msgspec.Struct, tag=True):
 
 
 class Announcement(msgspec.Struct, tag=True):
-    """A sentence that the user should read now."""
-
     text: str
 
 
@@ -105,8 +95,6 @@ class Saved(msgspec.Struct, tag=True):
 
 
 class EvaluationDone(msgspec.Struct, tag=True):
-    """Answer to the :class:`Evaluate` command that has the same ``request_id``."""
-
     request_id: int
     result: EvaluationResult
 

@@ -3,15 +3,13 @@
 
 """The rollout process: an asyncio program without torch, and a child of training rank 0.
 
-Its argument is a private directory that contains `config.json` and the sockets (see
-:mod:`.link`, the other end). It ends when it receives a stop message, when its parent ends, and
-on an error, which it reports first. The servers and worker processes that it started end with
-it.
+Its argument is a private directory with `config.json` and the sockets (:mod:`.link` is the
+other end). It ends on a stop message, with its parent, and on an error, which it reports first.
+What it started ends with it.
 
 Cluster managers send SIGTERM to all processes of a job at once. Rank 0 then writes a last
-checkpoint, to which the rollouts in flight belong. On SIGTERM or SIGINT this process therefore
-stops generating, keeps what there is, and waits for rank 0's stop message, at most
-``grpo.stop_timeout_seconds``.
+checkpoint, to which the rollouts in flight belong. On a signal this process therefore stops
+generating and waits for rank 0's stop message, at most ``grpo.stop_timeout_seconds``.
 """
 
 import asyncio
@@ -55,8 +53,7 @@ _LINGER_MILLISECONDS = 2000
 class Announcer(logging.Handler):
     """A queue of sentences that rank 0 tells the user. It belongs to the event loop that made it.
 
-    Errors that other modules log are announced as well, except those with a traceback, which
-    end the process and are reported in another way.
+    Errors that other modules log are among them, but not those with a traceback, which end the run.
     """
 
     def __init__(self) -> None:

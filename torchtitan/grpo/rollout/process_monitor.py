@@ -23,10 +23,7 @@ _WINDOW_SECONDS = 60.0
 
 
 class RolloutMonitor:
-    """Serves ``/healthz`` and ``/metrics``, and writes where process and servers can be watched.
-
-    If it cannot, the run continues.
-    """
+    """Serves ``/healthz`` and ``/metrics``, and writes where they are. A run goes on without it."""
 
     def __init__(self, config: RolloutProcessConfig, announce: Callable[[str], None]) -> None:
         self._config, self._announce = config, announce
@@ -153,8 +150,7 @@ class LoopLag:
 
         interval 10 ms, woken 35 ms late  ->  35, 25, 15, 5 ms
 
-    Percentiles cover the last minute, because the time between two batches may hold too few
-    measurements. The maximum covers the time since it was last read.
+    Percentiles cover the last minute, and the maximum the time since it was last read.
     """
 
     def __init__(

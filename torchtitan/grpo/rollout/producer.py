@@ -3,10 +3,8 @@
 
 """Keeps the servers busy and turns prompts into batches of finished groups.
 
-The loop waits for room under the staleness bound (:mod:`.admission`) and for a server
-(:mod:`.serving.dispatcher`). It is unblocked by finished groups, by new versions on servers,
-and by batches that the trainer takes. The ledger (:mod:`.ledger`) records what happened to each
-prompt.
+The loop waits for room under the staleness bound (:mod:`.admission`) and for a server. It is
+unblocked by finished groups, new versions on servers, and batches that the trainer takes.
 """
 
 import asyncio
@@ -37,9 +35,8 @@ _RETRY_SECONDS = 0.2
 class Producer:
     """Starts groups, follows each one until it has rewards, and delivers batches.
 
-    ``prompts`` is an endless stream. The ledger must start at its position, and it must not
-    return the groups ``saved`` again. Without a ``ranker``, prompts start in the order of the
-    stream.
+    The ledger must start at the position of ``prompts``, which must not return the groups
+    ``saved`` again. ``finished`` groups wait for their batch.
     """
 
     def __init__(
@@ -105,8 +102,7 @@ class Producer:
     def save(self, version: int) -> SavedRollouts:
         """Returns everything that is not trained on, for the checkpoint of ``version``.
 
-        A run that is stopped may not have trained on the batch that was delivered last, or on
-        the parts of a batch. These groups count as finished, and are open.
+        If the trainer was stopped before it trained on what was delivered, this is part of it.
         """
         unfinished = dict(self._unfinished)  # restored groups that have not continued yet
         for group_id, running in self._running.items():
@@ -141,10 +137,7 @@ class Producer:
                 self._start_group(prompt, server, groups)
 
     async def _continue_unfinished(self, groups: asyncio.TaskGroup) -> None:
-        """Continues the restored groups before any new group starts.
-
-        A new group may have to wait for a batch, and that batch may need the restored groups.
-        """
+        """First of all: a new group may wait for a batch, and the batch for restored groups."""
         starts = {i: self._admission.start_version(i) for i in self._unfinished}
         for group_id in sorted(starts, key=lambda i: (starts[i], i)):
             prompt = await asyncio.to_thread(self._prompts.prompt_at, group_id)
@@ -242,8 +235,7 @@ class Producer:
     def _note_shares(self) -> None:
         """Records whether the servers are idle, and whether the trainer holds back a new group.
 
-        It does while it is busy with an earlier batch and a server with room gets no prompt
-        because of the staleness bound or the full buffer.
+        It does while it is busy and a server has room, but not the staleness bound or the buffer.
         """
         in_flight, servers = self._dispatcher.in_flight, self._dispatcher.servers.values()
         versions = [s.version for s in servers if s.version is not None and s.is_ready()]

@@ -11,14 +11,13 @@ from torchtitan.grpo.types import BatchPart, FinishReason, PromptProgress, Rollo
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """The groups of one trainer step, or with ``rollout.stream`` one part of them.
+    """The ``grpo.prompts_per_step`` groups of one step, or with ``rollout.stream`` one part of them.
 
     ``progress``, at which a run resumes after this batch, ``closed``, the prompts closed since
     the previous batch, and ``metrics`` are valid only in the part that ends the batch.
 
-    The groups are ordered by ``group_id``. All parts together hold ``grpo.prompts_per_step``
-    groups, and every rollout has a reward. The arrays are read-only. They are all zeros if the
-    ranks fetch their rollouts themselves (``prompts.single_rank_load = false``).
+    The groups are ordered by ``group_id``, and every rollout has a reward. The arrays are read-only,
+    and zeros if the ranks fetch their rollouts themselves (``prompts.single_rank_load = false``).
     """
 
     groups: list[RolloutGroup]
@@ -54,9 +53,8 @@ class SetResult:
     """The figures of one set of held-out prompts.
 
     Prompts and completions without a score do not count. ``score`` is the mean over the prompts
-    of the mean over the completions of each. ``pass_at`` is the mean of pass@k over the prompts,
-    by k, and ``cut_fraction`` the share of completions that were cut at the longest allowed
-    length. ``samples`` are the first ``kept_samples`` prompts.
+    of the mean over the completions of each, and ``pass_at`` the mean of pass@k over the prompts,
+    by k. ``samples`` are the first ``kept_samples`` prompts.
     """
 
     name: str
@@ -75,9 +73,8 @@ class SetResult:
 class EvaluationResult:
     """The figures of one evaluation of all sets.
 
-    ``version`` and ``newest_version`` are those of the oldest and newest token of any
-    completion. ``mixed_fraction`` is the share of completions with a token of another version
-    than ``version``.
+    ``version`` and ``newest_version`` are those of the oldest and newest token, and
+    ``mixed_fraction`` the share of completions with a token of another version than ``version``.
     """
 
     sets: tuple[SetResult, ...]

@@ -29,10 +29,7 @@ class RolloutCounts:
 
 
 class RolloutMetrics:
-    """Computes metrics from a batch and from the counts since the last batch.
-
-    ``file_names`` are short names of the files of prompts; none if there is one file.
-    """
+    """``file_names`` are short names of the files of prompts; none if there is one file."""
 
     def __init__(self, file_names: Sequence[str] = ()) -> None:
         self._no_groups = {f"rollout/file/{name}/fraction": 0.0 for name in file_names}

@@ -3,10 +3,9 @@
 
 """Saves rollouts that are not yet trained on in a file beside the checkpoint.
 
-A resumed run continues with them: finished groups wait again for their batch, and groups in
-progress keep the completions that exist. Nothing is generated twice, so long answers are not at
-a disadvantage. Without the file, or if its checksum or :func:`check_saved` shows that it is
-damaged, the prompts are still open in the ledger and are generated again.
+A resumed run continues with them. Nothing is generated twice, so long answers are not at a
+disadvantage. Without the file, or if it is damaged, the prompts are still open in the ledger and
+are generated again.
 """
 
 import math
@@ -35,10 +34,7 @@ FOLDER = "rollouts"
 
 @dataclass(frozen=True)
 class UnfinishedGroup:
-    """A group with whole completions and the ``begun`` parts of others.
-
-    Its deadline counts from ``start_version``, with which it was admitted.
-    """
+    """A group, admitted with ``start_version``, with whole completions and ``begun`` ones."""
 
     group_id: int
     start_version: int
@@ -75,10 +71,7 @@ class SavedRolloutsError(ValueError):
 
 
 class _File(msgspec.Struct):
-    """``packed`` encodes a :class:`Packed`, for which earlier commits wrote ``content``.
-
-    The CRC-32 is that of either.
-    """
+    """``packed`` encodes a :class:`Packed`, for which earlier commits wrote ``content``."""
 
     crc32: int
     packed: bytes = b""
@@ -189,8 +182,7 @@ def check_saved(
 ) -> None:
     """Raises :class:`SavedRolloutsError` for rollouts that cannot be those of a run.
 
-    With such rollouts prompts would be lost or issued twice, or a completion would not pass the
-    checks of a server's answer. The checkpoint's ``progress`` may be older than the file's.
+    The checkpoint's ``progress`` may be older than the file's.
     """
     for problem in (_ledger_problem(saved, progress), *_problems(saved, vocab_size, row_len)):
         if problem is not None:

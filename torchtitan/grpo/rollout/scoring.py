@@ -22,8 +22,7 @@ class Scorer:
     """Decodes and scores the completions of one prompt at a time.
 
     The first functions of ``pool`` are ``functions``. ``acceptor`` is the position of
-    ``rollout.should_accept`` in the pool, if it is set. An empty list of ``weights`` stands for
-    ones.
+    ``rollout.should_accept`` there. No ``weights`` stand for ones.
     """
 
     def __init__(
@@ -52,8 +51,7 @@ class Scorer:
         """Returns one rollout per generation. Its reward is ``None`` if no function applied.
 
         Without reward functions, in a run that learns only from a teacher, each reward is 0.
-        Raises :class:`ScoringFailed` if the group cannot be scored, and :class:`RewardError` if
-        the reward functions cannot be used any more, which must stop the run.
+        Raises :class:`ScoringFailed`, and :class:`RewardError` if the run must stop.
         """
         ids = [read_ids(generation) for generation in generations]
         texts = await decode_all(self._codec, ids)

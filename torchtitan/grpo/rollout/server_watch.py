@@ -16,10 +16,7 @@ from torchtitan.grpo.types import ServerInfo
 
 
 class ServerWatch:
-    """The newest list of servers. Any thread may read it, and no method waits.
-
-    ``socket`` is a PULL socket, which :meth:`close` closes.
-    """
+    """The newest list of servers, from a PULL socket. Thread-safe, and no method waits."""
 
     def __init__(self, socket: zmq.Socket) -> None:
         self._lock = threading.Lock()

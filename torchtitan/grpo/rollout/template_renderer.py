@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The process that renders chat templates, which are programs that come with a model.
+"""The process that renders chat templates for its owner, `chat_template.py`.
 
 It receives requests as dicts over the socket whose number is its argument, and answers in JSON.
-See `chat_template.py` for its owner. It has transformers without torch, which saves seconds.
+It has transformers without torch, which saves seconds.
 """
 
 import contextlib

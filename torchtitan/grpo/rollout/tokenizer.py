@@ -1,11 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Converts prompts to token IDs and completions to text, without torch.
-
-Only the fast tokenizer reads `tokenizer.json`. Chat templates are rendered by another process;
-see `chat_template.py`.
-"""
+"""Converts prompts to token IDs and completions to text, without torch."""
 
 import functools
 import json
@@ -59,14 +55,13 @@ class TextCodec:
 
     @functools.cached_property
     def longest_token(self) -> int:
-        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        return max(map(len, self.vocabulary()), default=1)
 
     def encode(self, text: str) -> list[int]:
         """Returns the token IDs of a plain prompt, including the beginning of sequence if any.
 
-        The tokenizer may put special tokens before and after a text. Those before it are kept,
-        unless the text begins with them. Those after it are not: nothing would follow an end of
-        sequence.
+        Special tokens that the tokenizer puts before a text are kept, unless it begins with them.
+        Those after it are not: nothing would follow an end of sequence.
         """
         (before, _), own = self._around, self.encode_continuation(text)
         return own if own[: len(before)] == before else before + own
@@ -116,10 +111,8 @@ class TextCodec:
     ) -> list[int]:
         """The token IDs of messages after the assistant's turn, and of the next turn's start.
 
-        The chat template renders an artificial conversation that ends with the given messages,
-        and the text after the assistant's message is used. The tokens of the turn itself stay
-        as the model generated them. The end-of-turn token that the template writes is omitted
-        if the model has generated it.
+        They are the text that the chat template writes after the assistant's message of an
+        artificial conversation, without the end-of-turn token if the model has generated it.
         """
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
         _, mark, reply = self.template.render([*before, *messages]).rpartition(_TURN)
@@ -152,13 +145,10 @@ class TextCodec:
 
     @property
     def largest_id(self) -> int:
-        return max(self._tokenizer.get_vocab().values(), default=-1)
+        return max(self.vocabulary().values(), default=-1)
 
     def unknown_ids(self, vocab_size: int, known: Sequence[int]) -> tuple[int, ...]:
-        """Returns the ids below ``vocab_size`` that are neither tokens nor ``known``.
-
-        Models have more rows than tokens, because rows are rounded up to a multiple.
-        """
+        """The ids that are neither tokens nor ``known``: models round their rows up."""
         ids = {*self.vocabulary().values(), *known}
         return tuple(token for token in range(vocab_size) if token not in ids)
 

@@ -4,14 +4,13 @@
 """Generates one completion in one or several segments, on one or several servers.
 
 With ``rollout.segment_tokens`` a server generates only that many tokens per request. The next
-segment goes to any server that has room, with a prompt that contains all earlier segments,
-which a prefix cache need not compute again. A lost server or a stopped run then costs one
-segment at most, and long answers move away from busy servers. The completion is the same as one
-from a single request: tokens and logprobs are kept as the servers returned them, text is never
-tokenized again, and each token has the version that generated it.
+segment goes to any server that has room, behind all earlier segments, which a prefix cache need
+not compute again. A lost server or a stopped run then costs one segment at most. The completion
+is the same as one from a single request: tokens and logprobs are kept as the servers returned
+them, and each token has the version that generated it.
 
 With ``rollout.environment`` an environment reads each turn, and its observation is appended to
-the completion; see `environments`. The next turn is a further segment of the same completion.
+the completion. The next turn is a further segment of it.
 """
 
 import asyncio
@@ -33,11 +32,7 @@ _LOOK_SECONDS = 0.05
 
 @dataclass(eq=False)
 class Trajectory:
-    """A completion that is being generated.
-
-    ``so_far`` is ``None`` before the end of the first segment. A completion that is cut ends
-    early with it.
-    """
+    """A completion that is being generated. If it is cut, it ends early with ``so_far``."""
 
     prompt: Prompt
     so_far: Generation | None = None
@@ -72,10 +67,10 @@ class Trajectory:
 
 @dataclass(eq=False)
 class RunningGroup:
-    """A prompt group with the completions that are still being generated.
+    """``kept`` were finished when the run was resumed, and ``trajectories`` are the others.
 
-    ``kept`` were finished when the run was resumed. ``task`` waits for the others and then
-    judges the group. It is ``None`` once they have ended: the group cannot be cancelled then.
+    ``task`` waits for them and judges the group. It is ``None`` once they have ended: the group
+    cannot be cancelled then.
     """
 
     prompt: Prompt
@@ -88,10 +83,7 @@ class RunningGroup:
         return (*self.kept, *(result for result in results if result is not None))
 
     def begun(self) -> tuple[Generation, ...]:
-        """Returns the generated parts of the completions that are not finished.
-
-        Those that are cancelled, because the run is about to stop, count as well.
-        """
+        """The parts of unfinished completions, also of those that a stopping run has cancelled."""
         running = (
             t.so_far
             for t in self.trajectories
@@ -114,11 +106,7 @@ class RunningGroup:
 
 
 class TrajectoryWriter:
-    """Starts completions with the same sampling settings and carries each one to its end.
-
-    Evaluations get the places that rollouts leave free. Without ``episodes``, completions have a
-    single turn.
-    """
+    """Starts completions with the same sampling settings and carries each one to its end."""
 
     def __init__(
         self,
@@ -144,8 +132,7 @@ class TrajectoryWriter:
     ) -> Trajectory:
         """Starts a completion on a ready server. Its first segment is in flight immediately.
 
-        ``sample`` is its number in its group, ``begun`` the part that was generated earlier, and
-        ``expected_tokens`` the predicted length of the whole.
+        ``sample`` is its number in its group, and ``begun`` the part that was generated earlier.
         """
         is_open = begun is None or self._turn_is_unfinished(prompt, begun)
         if not is_open and self._episodes is None:

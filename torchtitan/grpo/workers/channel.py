@@ -68,11 +68,7 @@ def not_passed(prompt: "Prompt", columns: Mapping[str, Any], to: str, error: Not
 
 
 def pack_frame(call: int, message: Any) -> bytes:
-    """Encodes a message with the header in front of it.
-
-    Raises :class:`NotPlainData` for anything but text, bytes, booleans, numbers that fit into
-    64 bits, lists, dictionaries and ``None``.
-    """
+    """Raises :class:`NotPlainData` if msgpack cannot encode the message."""
     try:
         body = _encoder.encode(message)
     except _UNENCODABLE as error:
@@ -83,8 +79,7 @@ def pack_frame(call: int, message: Any) -> bytes:
 class WorkerChannel(Generic[Request]):
     """The worker's end: takes over stdin and stdout of the process for requests and replies.
 
-    User code, which must run later, then finds stdin empty, and what it prints goes to stderr,
-    which is the log of the rollout process.
+    User code runs later, finds stdin empty, and prints to stderr, the rollout process's log.
     """
 
     def __init__(self, decode: Callable[[bytes], Request]) -> None:

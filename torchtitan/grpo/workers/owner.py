@@ -31,14 +31,10 @@ class CallFailed(Exception):
 class WorkerOwner(Generic[Reply]):
     """Owns the running worker processes of one program, and counts its failed calls by kind.
 
-    Each process runs ``module`` as ``__main__``. Two limits come with their TOML keys: of the
-    time of one call, and of failed calls in a row, which end the run.
-
-    Args:
-        load: First request of each process: it loads the user's code.
-        subject: What is loaded, for messages, such as ``rollout.environment 'calculator'``.
-        calls: What fails, for messages, such as ``groups in a row could not be scored``.
-        error: The error that ends the run.
+    The first request of each, ``load``, loads the user's code. Two limits come with their TOML
+    keys: of the time of one call, and of failed calls in a row, which end the run with ``error``.
+    ``subject`` and ``calls`` are for messages: what is loaded (``rollout.environment
+    'calculator'``) and what fails (``groups in a row could not be scored``).
     """
 
     def __init__(
@@ -67,10 +63,10 @@ class WorkerOwner(Generic[Reply]):
     async def start(
         self, on_end: Callable[[WorkerLost], None] = lambda reason: None
     ) -> tuple[WorkerProcess[Reply | Refused], Reply]:
-        """Starts a process and has it load the user's code. Returns it with its reply.
+        """Starts a process, which loads the user's code, and returns it with its reply.
 
-        ``on_end`` is called once, when the process has ended, with the reason. Raises the
-        owner's ``error`` if the code cannot be loaded in time, and WorkerLost after `close`.
+        Raises the owner's ``error`` if the code cannot be loaded in time, and WorkerLost after
+        `close`.
         """
         if self._is_closed:
             raise WorkerLost("No worker process is started any more: the run is ending.")

@@ -75,9 +75,8 @@ class ChannelBroken(WorkerLost):
 class WorkerProcess(Generic[Reply]):
     """A child process that answers requests, any number of them at a time.
 
-    Once the process has ended, for whatever reason, all pending and later calls raise
-    :class:`WorkerLost`; the process is not started again. The ``module``, which must create a
-    `WorkerChannel`, runs as ``__main__``. ``on_end`` is called once with the reason.
+    ``module`` runs as ``__main__`` and must create a `WorkerChannel`. ``on_end`` is called once
+    with the reason for which the process has ended, which all pending and later calls raise.
     """
 
     def __init__(
@@ -135,10 +134,9 @@ class WorkerProcess(Generic[Reply]):
             del self._pending[number]
 
     async def call_or_kill(self, request: Any, timeout_seconds: float) -> Reply:
-        """Like :meth:`call`, but kills the process unless it replies in time, with a TimeoutError.
+        """Like :meth:`call`, but kills the process at the time limit, with a TimeoutError.
 
-        The process is also killed if the caller is cancelled: a worker that serves one request
-        at a time would otherwise stay busy with a request that nobody waits for.
+        If the caller is cancelled as well: it would stay busy with what nobody waits for.
         """
         try:
             async with asyncio.timeout(timeout_seconds):

@@ -5,9 +5,8 @@
 
 It follows the calculator annotations of GSM8K (Cobbe et al. 2021,
 https://arxiv.org/abs/2110.14168): the model writes ``12*34=``, the calculator answers ``408``,
-and the model continues. A turn ends with the token ``=``. The calculator evaluates the longest
-run of digits, spaces, ``+ - *`` and parentheses before it; its observation is empty if there is
-no digit.
+and the model continues. The calculator evaluates the longest run of digits, spaces, ``+ - *`` and
+parentheses before ``=``; its observation is empty if there is no digit.
 
 If the data set has a column ``answer``, the reward of an episode is 1 if its last number, which
 may be the calculator's, equals the answer or one of a list of answers, and otherwise 0.
@@ -34,8 +33,6 @@ class CannotCalculate(ValueError):
 
 
 class Calculator(Environment):
-    """Computes the terms that the model writes."""
-
     stop_strings: Sequence[str] = ("=",)
 
     def __init__(self) -> None:

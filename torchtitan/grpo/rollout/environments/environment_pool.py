@@ -4,13 +4,12 @@
 """Runs episodes in worker processes that can be killed. Each process runs many episodes.
 
 A thread that hangs cannot be killed without its process. The other episodes of the process are
-therefore allowed to end first::
+therefore allowed to end first, and new ones begin in another process::
 
     OPEN --a call timed out--> DRAINING --last episode closed, or a second timeout--> killed
       \\------------------- the process ended by itself --------------------------> lost
 
-While a process is DRAINING, its other episodes continue and new episodes begin in another
-process. The episodes of a process that is killed or lost begin again elsewhere; see `episode`.
+The episodes of a process that is killed or lost begin again elsewhere; see `episode`.
 """
 
 import asyncio
@@ -50,11 +49,7 @@ class EnvironmentsFailing(RuntimeError):
 
 
 class EnvironmentPool:
-    """Begins episodes of ``rollout.environment``, and counts those that fail.
-
-    The time limit holds for each call of a method. ``stop_strings`` are known once the pool is
-    started.
-    """
+    """Begins episodes of ``rollout.environment``; ``stop_strings`` are known once it is started."""
 
     def __init__(
         self,
@@ -93,9 +88,7 @@ class EnvironmentPool:
         await self._start_worker()
 
     async def open(self, prompt: Prompt) -> "RemoteEnvironment":
-        """Raises as :class:`RemoteEnvironment`, and EnvironmentsFailing if a new process cannot
-        load the environment.
-        """
+        """Raises as :class:`RemoteEnvironment`, and EnvironmentsFailing."""
         remote = RemoteEnvironment(self, await self._worker(), next(self._counter))
         await remote.reset(prompt)
         return remote

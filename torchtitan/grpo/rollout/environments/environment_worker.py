@@ -3,8 +3,7 @@
 
 """The process in which environments run. Each episode has its own thread and event loop.
 
-A step that blocks therefore delays only its own episode. If a call exceeds the time limit, the pool
-abandons the episode, and the hanging thread ends with this process.
+A step that blocks delays only its own episode, and a thread that hangs ends with this process.
 """
 
 import asyncio
@@ -36,8 +35,6 @@ BUILTIN = {
 
 
 class LoadEnvironment(msgspec.Struct, tag=True):
-    """The first request, for the factory and for a check of one environment."""
-
     factory: str
     options: dict[str, Any]
 
@@ -61,8 +58,6 @@ class CutOff(msgspec.Struct, tag=True):
 
 
 class Close(msgspec.Struct, tag=True):
-    """The last request of an episode."""
-
     episode: int
 
 

@@ -12,13 +12,11 @@ environment ``1 2``, the model ``. <eos>``::
 
 A turn ends with each stop token, because no server generates past one, and before each token
 that was not sampled. After its process was lost, or after a resume, a new environment gets the
-same turns. It must then make the same observations as the completion has; otherwise the
-completion starts again.
+same turns. If it makes other observations than the completion has, the completion starts again.
 
 A chat template may write earlier turns differently from the model, for example without their
 thinking (``rollout.earlier_turns``). The context of the next turn then begins a new training
-row, so that the model is trained on each turn with the context with which the server generated
-it.
+row, so that each turn is trained on with the context with which it was generated.
 """
 
 import asyncio
@@ -70,11 +68,7 @@ class Conversation:
     def reply(
         self, turn_ids: Sequence[int], text: str, messages: Sequence[dict[str, Any]]
     ) -> Shown:
-        """Adds a turn of the model and the messages after it.
-
-        If the template continues the text so far, only the added text is tokenized. Otherwise,
-        the whole context of the next turn is.
-        """
+        """Adds a turn and the messages after it. Tokenizes what the template adds, or the whole."""
         codec = self._codec
         row = self._row_with(turn_ids)
         content, self._unfinished = self._unfinished + text, ""
@@ -110,11 +104,7 @@ class Diverged(Exception):
 
 
 class Episodes:
-    """Opens the episodes of completions and counts their events.
-
-    With ``templated`` the chat template may rewrite earlier turns (``rollout.earlier_turns``).
-    ``vocab_size`` bounds the token ids of observations.
-    """
+    """What episodes share. ``templated``: the template may rewrite turns (``earlier_turns``)."""
 
     def __init__(
         self,
@@ -165,9 +155,8 @@ class Episode:
     async def follow(self, whole: Generation, room_behind: Callable[[Generation], int]) -> Followed:
         """Makes the environment read the last turn of a completion.
 
-        The completion ends with a stop token or at the length limit. ``room_behind`` returns
-        how many tokens may follow a completion. Raises EnvironmentFailed if this one cannot
-        continue, and EnvironmentsFailing if too many episodes in a row have failed.
+        ``room_behind`` returns how many tokens may follow a completion. Raises EnvironmentFailed
+        if this one cannot continue, and EnvironmentsFailing.
         """
         pool = self._episodes.pool
         try:

@@ -10,11 +10,10 @@
     environment = "verifiers"
     environment_options = { env_id = "my-env" }
 
-The second line writes the environment's data set as a file for ``prompts.path``. Classes that
-derive from ``MultiTurnEnv`` are adapted; version 0.4 of the package has replaced them with
-programs that call a server themselves. A ``MultiTurnEnv`` asks a client for each turn. Here its
-rollout waits in the client until the model has written the next turn. Otherwise the environment
-is unchanged: it decides when it ends and what it answers, and its rubric gives the reward.
+The second line writes the environment's data set as a file for ``prompts.path``. A
+``MultiTurnEnv``, which version 0.4 of the package no longer has, asks a client for each turn. Here
+its rollout waits in the client until the model has written the turn. Otherwise the environment
+is unchanged, and its rubric gives the reward.
 
 Environments that change earlier messages, or that reward whole groups, are refused. Tool calls
 are parsed in the format that most open models write, ``<tool_call>{"name": ..., "arguments":

@@ -77,9 +77,8 @@ class CheckedRows:
 class PromptSet:
     """Converts the rows of a table to prompts. Only one thread at a time may use it.
 
-    ``key`` is the TOML key of the table's path. ``set_name`` is the value of the column
-    ``prompt_set`` of rows without one; ``None`` adds no column. ``too_long_reason`` is a
-    sentence on the first prompt that was too long, if any.
+    ``key`` is the TOML key of the table's path, and ``set_name`` the ``prompt_set`` of rows
+    without one. ``too_long_reason`` is a sentence on the first prompt that was too long, if any.
     """
 
     def __init__(
@@ -127,11 +126,7 @@ class PromptSet:
         return self.limits.max_tokens * self._codec.longest_token
 
     def prompt(self, row: int, index: int) -> Prompt | None:
-        """Returns row ``row`` as prompt ``index`` of the stream, or ``None`` if it is too long.
-
-        Raises :class:`RowError` if the row is no prompt, or has token IDs outside the
-        vocabulary.
-        """
+        """Returns row ``row`` as prompt ``index`` of the stream, or ``None`` if it is too long."""
         if row in self._too_long:
             return None
         try:
@@ -150,10 +145,7 @@ class PromptSet:
         return Prompt(group_id=index, text=text, token_ids=token_ids, columns=columns)
 
     def texts(self, first: int, end: int) -> Iterator[tuple[dict[str, Any], PromptText] | RowError]:
-        """Yields columns and text of the rows ``first`` to ``end - 1``, or why a row is no prompt.
-
-        Chat messages are not rendered, and nothing is tokenized.
-        """
+        """Yields columns and text of the rows ``first`` to ``end - 1``, or why a row is no prompt."""
         for row, columns in enumerate(self._table.rows(first, end), start=first):
             if isinstance(columns, RowError):
                 yield columns
@@ -255,10 +247,7 @@ def num_characters(text: PromptText) -> int:
 
 
 def _text_of(columns: dict[str, Any], settings: Prompts) -> PromptText:
-    """The text of a row, with the template, or its messages, with the system prompt.
-
-    A ValueError says why the row is no prompt, without the row's location.
-    """
+    """A ValueError says why the row is no prompt, without the row's location."""
     column = settings.column
     value = columns[column]
     if isinstance(value, str):

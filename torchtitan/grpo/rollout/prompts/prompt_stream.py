@@ -7,10 +7,9 @@ Invariants:
 
 - The index of a prompt determines its set, epoch and row. It depends only on the settings, the
   sizes of the sets and the seed, not on earlier draws.
-- A stream returns ``pending`` in ascending order, then all indices from ``position`` on except
-  those of prompts that are too long and of rows that are no prompts. A stream therefore
-  continues another one exactly if it receives the other's position and the prompts that were
-  returned but not used up.
+- A stream returns ``pending`` in ascending order, then all usable indices from ``position`` on. It
+  therefore continues another one exactly if it receives the other's position and the prompts that
+  were returned but not used up.
 """
 
 import logging
@@ -33,11 +32,7 @@ _KEPT_EPOCHS = 2
 
 
 class EpochOrder:
-    """Gives each epoch of a set its permutation, derived from the seed.
-
-    ``set_number`` is the set's position in ``prompts.paths``, so that sets of equal size get
-    different orders.
-    """
+    """Gives each epoch its permutation; sets of equal size differ by ``set_number``."""
 
     def __init__(self, num_rows: int, *, seed: int, set_number: int, shuffle: bool) -> None:
         self._num_rows, self._shuffle = num_rows, shuffle
@@ -68,12 +63,9 @@ class Skipped(NamedTuple):
 class PromptStream:
     """Returns prompts epoch after epoch. It is thread-safe, and closes its sets, at least one.
 
-    Args:
-        weights: By default the sizes of the sets, so that they end their epochs together.
-        position: Index of the first new prompt. Indices count all rows, including those that
-            are left out.
-        pending: Distinct indices below ``position`` that were returned earlier and not used up.
-            They are returned first.
+    ``weights`` are by default the sizes of the sets, so that they end their epochs together.
+    ``position`` is the index of the first new prompt; rows that are left out count. ``pending``
+    are distinct indices below it that were returned earlier and not used up.
     """
 
     def __init__(

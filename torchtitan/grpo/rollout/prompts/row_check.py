@@ -64,8 +64,7 @@ def check_rows(
 ) -> CheckedRows:
     """Checks the rows of a set; a ValueError names the first that cannot be used.
 
-    ``judge`` judges the columns of each row, and ``fits`` whether a prompt of allowed length
-    fits with what belongs to it. ``say`` is told the progress every few seconds.
+    ``fits`` says whether a prompt of allowed length fits with what belongs to it.
     """
     progress = _Progress(prompts, say)
     bad: dict[int, str] = {}
@@ -106,10 +105,9 @@ def check_rows(
 def first_prompts(
     prompts: PromptSet, num_prompts: int, judge: Judge = lambda columns: None
 ) -> tuple[list[Prompt], int]:
-    """Returns the first ``num_prompts`` prompts in file order (0 means all).
+    """Returns the first ``num_prompts`` prompts (0 means all), and how many were too long.
 
-    Also returns the number of prompts that were left out because they are too long. Raises
-    ``ValueError`` if a row cannot be used, or if all prompts are too long.
+    Raises ``ValueError`` if a row cannot be used, or if all prompts are too long.
     """
     num_rows = min(num_prompts or len(prompts), len(prompts))
     usable, bad = [], []

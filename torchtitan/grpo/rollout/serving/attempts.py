@@ -3,9 +3,8 @@
 
 """Sends a request to one server, or to a second one if the first stalls.
 
-A server reports new weights slightly before they are attested. A completion that was generated
-under them is held until then. If the weights turn out to be wrong, it is lost together with the
-server.
+A server reports new weights slightly before they are attested. A completion of such weights is
+held until then, and lost together with the server if they turn out to be wrong.
 """
 
 import asyncio
@@ -36,10 +35,9 @@ class GivenBack(ServerError):
 
 
 class Attempts:
-    """Sends requests and counts their results.
+    """Sends requests and counts their results; ``num_tokens`` counts those of rollouts only.
 
     ``set_lost`` is called with a URL and a reason if a server's weights must be updated again.
-    ``num_tokens`` counts the generated tokens of rollouts only.
     """
 
     def __init__(
@@ -60,11 +58,7 @@ class Attempts:
         self.last_error = ""
 
     async def run(self, server: Server, job: Job, request: GenerateRequest) -> Generation:
-        """Returns a usable answer that attested weights generated.
-
-        Raises :class:`GivenBack` if the server left READY. If this call is cancelled, the server
-        is notified in the background.
-        """
+        """Returns a usable answer of attested weights, or raises ServerError or GivenBack."""
         attested = server.version
         if attested is None:
             raise GivenBack(f"{server.url} was lost before the request was sent")
@@ -164,10 +158,9 @@ class Attempts:
             raise GivenBack(f"{server.url} was lost before version {newest} was attested")
 
     def _record_failure(self, server: Server, job: Job, error: ServerError) -> None:
-        """Counts requests that fail together as one failure.
+        """Counts requests that fail together, as when their server ends, as one failure.
 
-        When a server with 200 requests ends, all fail at the same moment. Only the failure of a
-        request that was sent after the last failure shows that the server is still unusable.
+        Only a request that was sent after the last failure shows that the server is still unusable.
         """
         self.num_failed += 1
         self.last_error = str(error)
@@ -192,10 +185,9 @@ def is_overdue(
     """Whether a second server should get the same request (``rollout.hedge_seconds``).
 
     In Dean and Barroso, The Tail at Scale (2013, https://doi.org/10.1145/2408776.2408794), both
-    servers give the same answer. Here the answers are two different samples, and the shorter
-    one would usually arrive first, which would bias training towards short answers. A
-    completion is therefore hedged only if its server, at its usual speed, would by now have
-    generated the longest allowed answer.
+    servers give the same answer. Here they are two samples, and the shorter one would usually
+    arrive first, which biases training. A completion is therefore hedged only if its server, at
+    its usual speed, would by now have generated the longest allowed answer.
     """
     speed = server.tokens_per_second
     longest = max_new_tokens / speed if speed else 0.0
@@ -209,8 +201,7 @@ async def first_answer(
 ) -> tuple[_T, bool]:
     """Returns the first answer of two attempts, and whether the second attempt gave it.
 
-    The other attempt is cancelled. A failed attempt is ignored while the other one is running;
-    if both failed, an error other than :class:`GivenBack` is raised first. ``start_hedge`` is
+    If both failed, an error other than :class:`GivenBack` is raised first. ``start_hedge`` is
     called every ``look_seconds`` until it starts the second attempt.
     """
     running, hedge = {first}, None

@@ -54,11 +54,7 @@ _LOAD_PERIOD_SECONDS = 1.0
 
 @dataclass(eq=False)
 class _Completion:
-    """One completion, from submission to its end; see :meth:`Dispatcher.submit`.
-
-    ``floor`` is the oldest version that may generate it. ``jobs`` are two if it is hedged, and
-    none while it waits for a server.
-    """
+    """``floor`` is the oldest version that may generate it. ``jobs`` are two if it is hedged."""
 
     prompt: Prompt
     sampling: Sampling
@@ -76,13 +72,9 @@ class Dispatcher:
     """Manages all servers and the completions in flight on them.
 
     Callers of :meth:`submit` must respect ``max_concurrent_rollouts``; the dispatcher applies
-    it to the windows of servers and to hedges. Sampled token IDs must be below ``vocab_size``.
-    ``listeners`` are called when a server may have become free or ready.
-
-    Attributes:
-        in_flight: Number of rollouts that were submitted and have not ended, over all servers.
-            A hedged rollout counts twice. ``in_flight_evaluation`` is that of evaluations.
-        num_hedges_won: Number of hedged completions that the second server answered first.
+    it to the windows of servers and to hedges. ``listeners`` are called when a server may have
+    become free or ready. A hedged rollout counts twice in ``in_flight``, which leaves out
+    evaluations.
     """
 
     def __init__(
@@ -118,10 +110,9 @@ class Dispatcher:
         server.window = self._window()
 
     def remove(self, url: str) -> list[asyncio.Task[Generation]]:
-        """Moves a server's completions to other servers immediately.
+        """Moves a server's completions to other servers.
 
-        Returns the cancelled requests that are still notifying the server. The caller closes
-        the client after they have ended.
+        Returns the cancelled requests, which still notify it: the client is closed after them.
         """
         server = self.servers.pop(url)
         self._leave_ready(server)
@@ -219,13 +210,11 @@ class Dispatcher:
         """Starts one completion on a ready ``server``. It is in flight immediately.
 
         A failed request is retried once, and one whose server was lost as often as necessary.
-        The task raises :class:`ServerError` if both attempts failed, or if no server could take
-        the completion within ``rollout.request_timeout_seconds``, and :class:`ServersFailing`
-        if ``rollout.max_consecutive_failures`` is reached.
+        The task raises :class:`ServerError` if both attempts failed, or no server took it within
+        ``rollout.request_timeout_seconds``, and :class:`ServersFailing`.
 
-        ``expected_tokens`` includes later segments of the same completion; ``None`` uses the
-        mean of the answers so far. ``allowed`` marks a completion of an evaluation, which is
-        not counted among the rollouts and not hedged, and tells the servers that may generate it.
+        ``expected_tokens``, by default the mean of the answers so far, includes later segments.
+        ``allowed`` marks a completion of an evaluation, and tells the servers that may generate it.
         """
         assert server.version is not None, f"{server.url} is not ready"
         if expected_tokens is None:
@@ -356,11 +345,7 @@ class Dispatcher:
         return task
 
     async def _next_server(self, completion: _Completion, error: ServerError) -> Server:
-        """Waits for a server whose version is at least the completion's floor.
-
-        A server that generates other completions of the group has computed the prompt and is
-        preferred.
-        """
+        """Prefers a server with other completions of the group, which has computed the prompt."""
         seconds, floor = self._config.request_timeout_seconds, completion.floor
         deadline, group_id = time.monotonic() + seconds, completion.prompt.group_id
         while True:

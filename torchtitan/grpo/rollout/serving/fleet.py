@@ -3,9 +3,8 @@
 
 """The servers of a run, which ``[inference]`` names or launches.
 
-The set of servers can change: ``inference.urls_file`` may name other servers, servers may
-register themselves and leave, and a launched server may end for good. Each change is reported
-first to the dispatcher and then to rank 0.
+The set can change: ``inference.urls_file`` may name other servers, servers may register and leave,
+and a launched server may end for good. The dispatcher is told first, and then rank 0.
 """
 
 import asyncio
@@ -52,10 +51,7 @@ Tell = Callable[[list[ServerInfo]], Awaitable[None]]
 
 
 class ServerFleet:
-    """Holds the clients of all servers, and the processes of the launched ones.
-
-    :meth:`close` may be called at any time, also after a :meth:`start` that failed.
-    """
+    """Holds the clients of all servers, and the launched processes. It may be closed at any time."""
 
     # Set by :meth:`watch`.
     _dispatcher: Dispatcher
@@ -89,8 +85,7 @@ class ServerFleet:
     async def start(self) -> None:
         """Launches servers if ``inference.launch`` is set, and waits until all servers are up.
 
-        Raises ``ValueError`` for an invalid URL or interpreter, ``RuntimeError`` if a launched
-        server has ended, `WrongServer`, and ``TimeoutError`` if a server is late.
+        Raises ``ValueError`` for an invalid URL or interpreter, and as `wait_until_up`.
         """
         inference = self._config.inference
         if inference.launch:

@@ -3,8 +3,8 @@
 
 """Receives, over HTTP, the registrations of servers that share no disk with the trainer.
 
-A server sends ``PUT /servers`` or ``DELETE /servers`` with its registration as JSON and the
-admin key. Its registration file is then written or removed; see `inference/registry.py`.
+``PUT /servers`` and ``DELETE /servers``, with a registration as JSON and the admin key, write or
+remove a registration file; see `inference/registry.py`.
 """
 
 import asyncio

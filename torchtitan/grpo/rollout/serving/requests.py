@@ -17,11 +17,7 @@ from torchtitan.grpo.types import GenerateRequest, Generation, Prompt
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings of completions. Lengths are in tokens.
-
-    With a seed, the sampled tokens depend only on the seed, the prompt, the number of the
-    sample in its group, and the tokens written before, not on other requests.
-    """
+    """Lengths are in tokens. With a seed, sampled tokens do not depend on other requests."""
 
     max_new_tokens: int
     max_total_tokens: int

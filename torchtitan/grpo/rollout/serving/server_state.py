@@ -28,11 +28,7 @@ _LOAD_TIMEOUT_SECONDS = 2.0
 
 @dataclass(eq=False)
 class Job:
-    """One completion that a server is generating.
-
-    ``number`` is its number in the server's window, if it has one. ``group_id`` is ``None`` in
-    an evaluation.
-    """
+    """One completion that a server is generating, with its number in the server's window."""
 
     expected_tokens: float
     started_at: float
@@ -54,10 +50,8 @@ class Server:
         is_down: Whether the server's process is known to have ended.
         is_lost: Whether the server has left READY and was not attested since.
         tokens_per_second: Average speed of one completion among others. 0 before the first.
-        requests: Requests without an answer. A cancelled request stays here until the server
-            was notified of the cancellation.
+        requests: Without an answer, or cancelled, until the server was notified.
         retry_at: End of the pause after a failure.
-        samples_unknown_ids: Whether it has sampled an id that is no token of the tokenizer.
     """
 
     client: InferenceClient
@@ -168,10 +162,9 @@ class Server:
         return self._attested
 
     def leave(self) -> None:
-        """Records that the server is no longer READY, and cancels its requests.
+        """Cancels its requests, and tells at once who waits for one.
 
-        The tasks that wait for one are told at once, because a cancelled request ends only when
-        the server has answered its cancellation.
+        A cancelled request ends only when the server has answered its cancellation.
         """
         self.version = None
         self.is_lost = True
@@ -202,10 +195,7 @@ class Server:
             self.window.report(load, self.load)
 
     def fail(self, job: Job, *, is_news: bool) -> None:
-        """Pauses the server after a failed completion, longer after each failure in a row.
-
-        ``is_news`` is false for a request of the same burst of failures as the last one.
-        """
+        """Pauses the server, longer after each failure in a row, unless it is of the same burst."""
         if self.window is not None and job.number is not None:
             self.window.fail(job.number)
         if not is_news:
@@ -226,10 +216,9 @@ def best_server(
 ) -> Server | None:
     """Returns the server that gets the completions, or ``None`` if no server may take them.
 
-    Of the servers with free room in their window, the one with the least expected remaining
-    work in tokens is chosen. It need not have the fewest completions, because some are long;
-    see StreamRL (2025, https://arxiv.org/abs/2504.15930). Prompt tokens are left out, because
-    they are computed once per group.
+    Of the servers with room in their window, the one with the least expected remaining work in
+    tokens is chosen, not that with the fewest completions, because some are long; see StreamRL
+    (2025, https://arxiv.org/abs/2504.15930). Prompt tokens are computed once per group and left out.
 
     ``num_completions`` are placed together: if no server has room for all, the one with the most
     room is chosen. ``prefer`` has computed the prefix, and is chosen if it has room. Completions

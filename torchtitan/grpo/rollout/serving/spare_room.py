@@ -3,11 +3,10 @@
 
 """Gives evaluations the places on servers that rollouts leave free.
 
-Completions of an evaluation are not counted among the rollouts in flight and take no place in a
-server's window, so that no rollout waits for one. They start where the rollouts, and they
-themselves, leave room in a window, and where the server reports neither a queue nor full
-memory. A few may always be in flight: rollouts that fill all servers would otherwise keep an
-evaluation from ever ending.
+Completions of an evaluation take no place in a server's window, so that no rollout waits for one.
+They start where the rollouts, and they themselves, leave room in a window, and where the server
+reports neither a queue nor full memory. A few may always be in flight: rollouts that fill all
+servers would otherwise keep an evaluation from ever ending.
 """
 
 import asyncio

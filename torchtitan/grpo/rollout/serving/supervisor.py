@@ -12,12 +12,10 @@
 
 The restarted server keeps its port and loads the weights of its model directory. It gets
 requests again once newer weights were pushed and attested. Once it has been up for ten minutes,
-its restarts count from 0 again. If a server ends before any server of the run has taken
-weights, the run ends at once with the reason, because no work is lost.
+its restarts count from 0 again. If a server ends before any has taken weights, so does the run.
 
 A server whose engine has died may hang forever while it shuts down; vLLM does so. Such a server
-has already closed its socket, and the supervisor ends it. A frozen or busy server still has its
-socket and is left alone.
+has already closed its socket, and the supervisor ends it. A frozen or busy server is left alone.
 """
 
 import asyncio
@@ -56,8 +54,7 @@ class Supervisor:
     async def run(self, dispatcher: Dispatcher) -> str:
         """Keeps the server running. Returns a description of its end once it is GONE.
 
-        Raises ``RuntimeError`` if it ends before any server of the run has taken weights, and
-        ``ValueError`` if ``inference.python`` can no longer be run.
+        Raises ``RuntimeError`` if it ends before any server of the run has taken weights.
         """
         max_restarts = self._inference.max_restarts
         backoff = Backoff(self._inference.restart_seconds, self._inference.max_restart_seconds)

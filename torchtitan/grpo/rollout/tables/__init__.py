@@ -25,11 +25,10 @@ def open_table(
     key: str,
     name: str | None = None,
 ) -> Table:
-    """Opens a table and checks that it has rows with a prompt column.
+    """Opens a file, or a Hugging Face data set, of which ``name`` is the configuration.
 
-    ``path`` is a ``.jsonl`` or ``.parquet`` file, or the name or directory of a Hugging Face
-    data set, of which ``name`` is the configuration. ``column`` is the prompt column, after
-    renaming, and ``key`` the TOML key of ``path``, for messages.
+    Its rows must have the prompt column ``column``, after renaming. ``key`` is the TOML key of
+    ``path``, for messages.
     """
     if not path:
         raise ValueError(

@@ -58,11 +58,10 @@ class _ArrowTable(Table):
 
 
 class ParquetTable(_ArrowTable):
-    """A parquet file, which must not change while it is open; see ``open_table`` for the arguments.
+    """A parquet file, which must not change while it is open.
 
     Whole row groups are decoded, and ``cache_bytes`` of recent ones are kept, the one in use in
-    any case. A shuffled stream over a larger file decodes about one row group per prompt, so
-    small row groups are faster there.
+    any case. A shuffled stream over a larger file decodes about one per prompt.
     """
 
     def __init__(

@@ -24,10 +24,7 @@ _IS_BLANK[list(b" \t\n\r\x0b\x0c")] = True
 
 
 class JsonlTable(Table):
-    """A file with one JSON object per line, which must not change while it is open.
-
-    Blank lines and byte-order marks are skipped. See ``open_table`` for the arguments.
-    """
+    """Its file must not change while it is open. Blank lines and byte-order marks are skipped."""
 
     def __init__(self, path: str, rename: Mapping[str, str], column: str, key: str) -> None:
         self.path = path
@@ -96,9 +93,8 @@ class JsonlTable(Table):
 def index_lines(file: io.FileIO, block_bytes: int = _BLOCK_BYTES) -> tuple[np.ndarray, np.ndarray]:
     """Finds the rows, which are the lines that are not blank, without parsing their content.
 
-    Returns [num_rows + 1] int64, byte offsets of the rows and of the end of the file: the range
-    between two offsets contains one row and any blank lines that follow it. And [num_blank]
-    int64, the number of rows before each blank line.
+    Returns [num_rows + 1] int64, byte offsets of the rows, each with the blank lines behind it,
+    and of the end of the file. And [num_blank] int64, the number of rows before each blank line.
     """
     starts, suspects = [np.empty(0, np.int64)], [np.empty(0, bool)]
     last, num_bytes = b"\n", 0

@@ -13,7 +13,7 @@ class RowError(ValueError):
 
 
 class Table(ABC):
-    """Random access to the rows of a table. Only one thread at a time may use it.
+    """Random access to rows. Only one thread at a time may use it.
 
     Methods raise a `RowError` for a row that cannot be used, and another ``ValueError`` if the
     table cannot be read any more. ``num_bytes`` is its size as far as it is known.
@@ -26,8 +26,7 @@ class Table(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def row(self, i: int) -> dict[str, Any]:
-        """Row ``i`` with its columns renamed."""
+    def row(self, i: int) -> dict[str, Any]: ...
 
     def rows(self, first: int, end: int) -> Iterator[dict[str, Any] | RowError]:
         """Yields the rows ``first`` to ``end - 1``, or why a row cannot be used."""

@@ -4,8 +4,7 @@
 """Decides whether a server can be the teacher of a run.
 
 A teacher rates token ids, so that each id must mean the same to both models. And it must stay
-the same model: it is asked for fixed tokens at the start, and again whenever it comes back
-after it was lost.
+the same model: it rates fixed tokens at the start, and again whenever it was lost.
 """
 
 import asyncio
@@ -29,10 +28,9 @@ _SAME_MODEL_NATS = 0.1
 
 @dataclass(frozen=True)
 class TeacherNeeds:
-    """``vocabulary`` and ``vocab_size`` are those of the trained model.
+    """``vocabulary``, ``vocab_size`` and the longest ``num_tokens`` are those of the trained model.
 
-    ``num_tokens`` is the length of the longest prompt and completion together. A ``model_path``
-    of None takes the directory that the server names.
+    A ``model_path`` of None takes the directory that the server names.
     """
 
     vocabulary: Mapping[str, int]

@@ -10,13 +10,12 @@ The state of a teacher::
       |                          v
       +----- it rates the probe tokens as at the start ---- lost
 
-A teacher that nobody has asked for a while must rate them before it is asked for more: no
-request would have failed if it was restarted meanwhile, perhaps with other weights.
+So must a teacher that nobody has asked for a while: no request would have failed if it was
+restarted meanwhile, perhaps with other weights.
 
 A pause grows with each failure in a row. A rating that fails is asked for again, from any
-teacher that is ready. It is given up only if no teacher has answered anything for
-``teacher.wait_seconds`` since it was first asked for, or if this one rating fails again and
-again while others come.
+teacher that is ready, until no teacher has answered anything for ``teacher.wait_seconds``, or
+this one rating fails again and again while others come.
 """
 
 import asyncio
@@ -81,10 +80,8 @@ class TeachersFailing(RuntimeError):
 def student_tokens(top: TopTokens, top_k: int, vocab_size: int, url: str) -> TopTokens:
     """Returns the ``top_k`` most likely tokens that the student has, the most likely one first.
 
-    A teacher may have more tokens than the student: often its vocabulary is the same, and its
-    model has rows that no token uses. The student cannot write them, so they belong to the
-    outcome "any other token", and the most likely ones of the student's vocabulary take their
-    places. Raises :class:`ServerError` if a place has fewer tokens of the student.
+    The student cannot write further tokens of a teacher, often unused rows of its model, which
+    belong to the outcome "any other token". Raises :class:`ServerError` if a place has too few.
     """
     logprobs = np.where(top.ids < vocab_size, top.logprobs, -np.inf)
     order = np.argsort(-logprobs, axis=1, kind="stable")[:, :top_k]
@@ -99,10 +96,7 @@ def student_tokens(top: TopTokens, top_k: int, vocab_size: int, url: str) -> Top
 
 @dataclass
 class _Patience:
-    """Counts the failures of one rating that others did not share.
-
-    Those between which the pool got answers count, and refusals count more.
-    """
+    """Counts the failures of one rating between which others came. Refusals count more."""
 
     num_answered: int
     own_failures: int = 0
@@ -119,10 +113,7 @@ class _Patience:
 
 
 class TeacherPool:
-    """Rates rollouts with the teachers of a run.
-
-    ``num_waiting`` rollouts of ``num_waiting_groups`` groups wait for their rating now.
-    """
+    """``num_waiting`` rollouts of ``num_waiting_groups`` groups wait for their rating now."""
 
     def __init__(
         self,
