@@ -211,9 +211,9 @@ class _TemplateProcess:
         self._connection: Connection | None = None
 
     def ask(self, request: dict[str, Any]) -> str | None:
-        """Raises ``ValueError`` if the template raises, or there is no tokenizer.
+        """Returns the text, or raises ``ValueError`` if the template does or has no tokenizer.
 
-        ``TimeoutError`` if the child does not answer, and ``RuntimeError`` if it ends twice.
+        Raises ``TimeoutError`` without an answer, and ``RuntimeError`` if the child ends twice.
         """
         limits = {
             "cpu_seconds": _CPU_SECONDS,

@@ -10,7 +10,7 @@ The number is :meth:`KeptGroups.bound`, by these rules:
   the number of groups that it took so far for one that is kept.
 - Groups count once all that started earlier have ended. Otherwise short completions that are
   dropped would be counted while long ones that will be kept are being generated.
-- Groups that dynamic sampling leaves out do not count: they have ``rollout.dynamic_sampling_limit``.
+- Groups that dynamic sampling leaves out do not count: ``rollout.dynamic_sampling_limit`` limits them.
 """
 
 from collections import Counter

@@ -195,7 +195,7 @@ class Server:
             self.window.report(load, self.load)
 
     def fail(self, job: Job, *, is_news: bool) -> None:
-        """Pauses the server, longer after each failure in a row, unless it is of the same burst."""
+        """Pauses the server, longer after each failure in a row. The rest of a burst is no news."""
         if self.window is not None and job.number is not None:
             self.window.fail(job.number)
         if not is_news:

@@ -10,8 +10,8 @@ The state of a teacher::
       |                          v
       +----- it rates the probe tokens as at the start ---- lost
 
-So must a teacher that nobody has asked for a while: no request would have failed if it was
-restarted meanwhile, perhaps with other weights.
+A teacher that nobody has asked for a while must rate them, too: no request would have failed if it
+was restarted meanwhile, perhaps with other weights.
 
 A pause grows with each failure in a row. A rating that fails is asked for again, from any
 teacher that is ready, until no teacher has answered anything for ``teacher.wait_seconds``, or

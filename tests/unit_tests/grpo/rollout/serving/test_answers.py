@@ -11,7 +11,7 @@ import pytest
 from local_server import PROMPT, SAMPLING, LocalServer, attested, generation, make, submit
 
 from torchtitan.grpo.inference.client import ServerError
-from torchtitan.grpo.inference.sglang import client as sglang
+from torchtitan.grpo.inference.sglang import answers as sglang
 from torchtitan.grpo.inference.vllm import answers as vllm
 from torchtitan.grpo.rollout.serving.requests import Sampling, check_generation
 from torchtitan.grpo.types import GenerateRequest, Generation, Prompt
