@@ -47,7 +47,7 @@ from torchtitan.grpo.run_folder.start_record import record_start
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.system.stop import StopRequest
-from torchtitan.grpo.training.evaluations import Evaluations, open_held_out
+from torchtitan.grpo.training.evaluations import Evaluations, HeldOutLoss
 from torchtitan.grpo.training.guards import Guards
 from torchtitan.grpo.training.learner import Learned, build_learner
 from torchtitan.grpo.training.memory_choice import resolve_kept
@@ -165,10 +165,12 @@ class GRPOTrainer(Trainer):
             with self.rank_zero.releasing_others():
                 self._wait_for_push(self.step)
                 self._evaluate()
-        self.held_out = open_held_out(
-            self, self.runner, self.feed, self.role, self.rank_zero, self.hf_model,
-            self.begins.record.date,
-        )  # fmt: skip
+        self.held_out: HeldOutLoss | None = None
+        if self.config.sft.held_out_path is not None:
+            self.held_out = HeldOutLoss(
+                self, self.runner, self.feed, self.role, self.rank_zero, self.hf_model,
+                self.begins.record.date,
+            )  # fmt: skip
         self._measure_held_out()
         logger.info(f"Training starts at step {self.step + 1}")
         self.clock.restart()

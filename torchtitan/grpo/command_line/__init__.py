@@ -23,8 +23,8 @@ class ConfigError(RunError, ValueError):
 def without_torch() -> Iterator[None]:
     """Lets the tables of a configuration be imported without torch, which takes seconds.
 
-    Torchtitan's tables import torch for methods that are not used here. Empty modules stand in
-    for it until the end of the block, unless it has been imported already.
+    Torchtitan's tables import it for methods that are not used here. Unless it has been imported
+    already, empty modules stand in for it until the end of the block.
     """
     if "torch" in sys.modules or "torchtitan.config" in sys.modules:
         yield

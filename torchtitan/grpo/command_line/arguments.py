@@ -43,9 +43,7 @@ Override = tuple[tuple[str, ...], Any]
 
 
 def read_arguments(cls: type, args: list[str]) -> list[Override]:
-    """Returns the values for settings of ``cls`` in their order; ConfigError for what does not
-    fit.
-    """
+    """Returns values for settings of ``cls`` in their order; ConfigError if one does not fit."""
     return [value for option, words in _split(args) for value in _read(cls, option, words)]
 
 

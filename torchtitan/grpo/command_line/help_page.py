@@ -80,9 +80,7 @@ set by --table.key and cleared by --table.no-key.
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting as the page shows it; ``bounds`` are in words, and empty if every value is
-    valid.
-    """
+    """One setting as the page shows it; ``bounds`` are empty if every value is valid."""
 
     key: str
     type: Any

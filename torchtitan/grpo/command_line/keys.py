@@ -31,7 +31,7 @@ def settings(cls: type) -> dict[str, Any]:
 
 
 def check_keys(cls: type, data: dict[str, Any], prefix: str = "", known: Any = None) -> None:
-    """Raises ConfigError for the first key of a TOML file that no table has, with the nearest key.
+    """Raises ConfigError for the first key that no table has, with the nearest key.
 
     ``cls`` is the table of ``data`` with the name ``prefix``; ``known`` are all settings.
     """
@@ -60,11 +60,7 @@ def _nested_answer(key: str, value: Any, known: Collection[str]) -> tuple[str, s
 
 
 def hint_for(key: str, known: Collection[str], siblings: Collection[str], mark: str = "") -> str:
-    """Returns a sentence that helps with an unknown key.
-
-    ``siblings`` are the names in the same table. ``mark`` stands before keys: ``--``, or
-    nothing.
-    """
+    """Returns help for an unknown key of a table with ``siblings``; ``mark`` stands before keys."""
     if answer := answer_to(key):
         return answer
     table, _, name = key.rpartition(".")

@@ -24,7 +24,8 @@ __all__ = ["ConfigError", "check_model", "longest_sequence", "unused_server_sett
 
 _CHECKS = (
     ranges.check_required, prompts.check_prompts, ranges.check_refused, ranges.check_ranges,
-    unread.check_unread, learning.check_losses, trainer.check_optimizer, rollouts.check_lengths,
+    unread.check_unread, learning.check_comparisons, learning.check_policy_loss,
+    learning.check_mismatch, trainer.check_optimizer, rollouts.check_lengths,
     rollouts.check_data, rollouts.check_filters, rollouts.check_stream, learning.check_supervised,
     learning.check_teacher, rollouts.check_determinism, trainer.check_checkpoints,
     rollouts.check_environments, prompts.check_evaluation, trainer.check_machine,

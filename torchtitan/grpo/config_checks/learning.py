@@ -3,9 +3,9 @@
 
 """Checks the sources of learning: the loss, a teacher, or examples."""
 
-from torchtitan.grpo import config as grpo_config
 from torchtitan.grpo.command_line.keys import answer_to_value
 from torchtitan.grpo.config_checks.rules import (
+    FILE_ENDINGS,
     ConfigError,
     check_file,
     forbid,
@@ -18,13 +18,7 @@ from torchtitan.grpo.inference.urls import checked_urls, named_urls
 from torchtitan.grpo.job_config import JobConfig
 
 
-def check_losses(config: JobConfig) -> None:
-    _check_comparisons(config)
-    _check_policy_loss(config.grpo)
-    _check_mismatch(config.grpo)
-
-
-def _check_comparisons(config: JobConfig) -> None:
+def check_comparisons(config: JobConfig) -> None:
     grpo, longest = config.grpo, config.rollout.max_new_tokens
     require(
         grpo.group_size > 1 or grpo.advantage == "batch_norm" or not config.has_rewards,
@@ -57,19 +51,20 @@ def _check_comparisons(config: JobConfig) -> None:
     )
 
 
-def _check_policy_loss(grpo: grpo_config.GRPO) -> None:
+def check_policy_loss(config: JobConfig) -> None:
     from torchtitan.grpo.losses.objective import metric_reductions
     from torchtitan.grpo.losses.policy_function import check_policy_function
 
     try:
-        check_policy_function(grpo)
-        metric_reductions(grpo)  # refuses metrics whose names are those of every loss
+        check_policy_function(config.grpo)
+        metric_reductions(config.grpo)  # refuses metrics whose names are those of every loss
     except ValueError as error:
-        answer = answer_to_value("grpo.policy_loss", grpo.policy_loss)
+        answer = answer_to_value("grpo.policy_loss", config.grpo.policy_loss)
         raise ConfigError(f"{error} {answer}".rstrip()) from error
 
 
-def _check_mismatch(grpo: grpo_config.GRPO) -> None:
+def check_mismatch(config: JobConfig) -> None:
+    grpo = config.grpo
     require(
         grpo.importance_floor < grpo.importance_cap,
         f"grpo.importance_floor must be below grpo.importance_cap ({grpo.importance_cap}), got "
@@ -156,9 +151,6 @@ def _check_urls(config: JobConfig) -> None:
     )
 
 
-_FILES = (".jsonl", ".json", ".parquet")
-
-
 def check_supervised(config: JobConfig) -> None:
     sft, grpo, rollout = config.sft, config.grpo, config.rollout
     if sft.path is None:
@@ -166,7 +158,7 @@ def check_supervised(config: JobConfig) -> None:
     for key in ("path", "held_out_path"):
         path = getattr(sft, key)
         # Any other path may be the name of a data set, which is looked up when it is opened.
-        if path is not None and path.endswith(_FILES):
+        if path is not None and path.endswith(FILE_ENDINGS):
             check_file(f"sft.{key}", path)
     excluded = {
         "rollout.replay": rollout.replay is not None,

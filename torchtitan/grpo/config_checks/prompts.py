@@ -16,10 +16,8 @@ import msgspec
 from torchtitan.grpo.config import Evaluation, Prompts
 from torchtitan.grpo.config.bounds import bounds_of
 from torchtitan.grpo.config.evaluation import EvaluationSet, evaluation_sets, set_key
-from torchtitan.grpo.config_checks.rules import check_file, require
+from torchtitan.grpo.config_checks.rules import FILE_ENDINGS, check_file, require
 from torchtitan.grpo.job_config import JobConfig
-
-_FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 
 
 def check_prompts(config: JobConfig) -> None:
@@ -49,8 +47,8 @@ def _check_paths(paths: list[str]) -> None:
     )
     for path in paths:
         # Any other path may be the name of a data set, which is looked up when it is opened.
-        if path.endswith(_FILE_ENDINGS) and not Path(path).is_dir():
-            check_file(f"Each of prompts.paths that ends in one of {_FILE_ENDINGS}", path)
+        if path.endswith(FILE_ENDINGS) and not Path(path).is_dir():
+            check_file(f"Each of prompts.paths that ends in one of {FILE_ENDINGS}", path)
 
 
 def _check_weights(prompts: Prompts) -> None:

@@ -12,6 +12,8 @@ from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.system.files import NotRegularError, check_regular
 
+FILE_ENDINGS = (".jsonl", ".json", ".parquet")
+
 
 def require(holds: bool, message: str) -> None:
     if not holds:

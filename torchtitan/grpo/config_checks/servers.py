@@ -106,8 +106,7 @@ _LAUNCH_ONLY = (
     "num_servers", "python", "device", "dtype", "max_batched_tokens", "extra_args", "max_restarts",
     "restart_seconds", "max_restart_seconds",
 )  # fmt: skip
-"""Further keys of ``[inference]`` for launched servers, harmless beside servers that run already.
-"""
+"""Further keys of ``[inference]`` for launched servers, harmless beside running ones."""
 
 
 def unused_server_settings(config: JobConfig) -> list[str]:

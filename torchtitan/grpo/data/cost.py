@@ -3,13 +3,10 @@
 
 """Computes the cost of training on a sequence: its tokens, or the operations of the model.
 
-Products with weights cost the same for each token. The cost of causal attention is proportional
-to the number of pairs of tokens, about half the square of the length. In packed rows attention
-stays inside each sequence, so the cost of a row is the sum over its sequences.
-
-Norms, softmax, rotary embeddings and the recomputation of activations are left out, and so is
-the fact that the output layer computes trained tokens only: they change little of the cost of
-one sequence relative to another.
+In packed rows attention stays inside each sequence, so the cost of a row is the sum over its
+sequences. Norms, softmax, rotary embeddings and recomputed activations are left out, and so is the
+fact that the output layer computes trained tokens only: they change little of one sequence's cost
+relative to another's.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,10 +26,9 @@ def token_cost(num_tokens: int) -> float:
 
 @dataclass(frozen=True)
 class FlopsCost:
-    """Floating-point operations of one forward and backward pass.
+    """FLOPs of one forward and backward pass over all layers.
 
-    ``per_token`` counts those of a token in all products with weights, and ``per_pair`` those
-    of a query and one key that it attends to, over all layers.
+    ``per_token`` are those of products with weights, ``per_pair`` those of a query and a key.
     """
 
     per_token: float
@@ -44,11 +40,7 @@ class FlopsCost:
 
 
 def flops_cost(config: Mapping[str, Any]) -> FlopsCost:
-    """Returns the cost function of a model.
-
-    ``config`` is the ``config.json`` of a Llama or Qwen3 model, dense or with experts. Only the
-    experts that a token is routed to count.
-    """
+    """Takes the ``config.json`` of a Llama or Qwen3 model; counts the experts that a token uses."""
     dim, num_layers = config["hidden_size"], config["num_hidden_layers"]
     num_heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or dim // num_heads

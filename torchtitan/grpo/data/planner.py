@@ -25,10 +25,7 @@ from torchtitan.grpo.types import BatchPart, RolloutGroup
 
 @dataclass(frozen=True)
 class PlannedPart:
-    """The plan of one part of a step's batch, and what is logged of its rollouts.
-
-    ``metrics`` are those of the whole batch, with the part that ends it; empty before.
-    """
+    """The plan of a part of a batch; ``metrics`` are the batch's, with the part that ends it."""
 
     plan: StepPlan
     metrics: dict[str, float]
@@ -36,10 +33,9 @@ class PlannedPart:
 
 
 class StepPlanner:
-    """Plans the steps of a run with its settings, part by part.
+    """Plans each part of a batch as if it were a separate batch.
 
-    Each part is planned as if it were a separate batch. Where ``grpo.ptx_path`` is set,
-    supervised examples are mixed in; :class:`DataError` is raised if it cannot be used.
+    Raises :class:`DataError` if ``grpo.ptx_path``, whose examples are mixed in, cannot be used.
     """
 
     def __init__(self, config: JobConfig, model: HFModel) -> None:
@@ -74,15 +70,10 @@ class StepPlanner:
         num_ranks: int,
         part: BatchPart = BatchPart.WHOLE,
     ) -> PlannedPart:
-        """Plans one part of a batch.
+        """Plans one part of a batch, and forgets those planned before if it begins the batch.
 
-        Args:
-            groups: All groups of the part.
-            step: Batches trained on so far; the stream of supervised examples continues there.
-            version: Policy version that the ages of samples count from.
-            num_ranks: Data-parallel degree.
-            part: The part. If it begins a batch, the parts that were planned before are
-                discarded.
+        ``step`` counts the batches trained on, where supervised examples continue. The ages of
+        samples count from ``version``.
         """
         if part.begins_batch:
             self._parts = []
@@ -126,10 +117,7 @@ class StepPlanner:
 def batch_metrics(
     parts: Sequence[tuple[Sequence[RolloutGroup], StepPlan]], version: int
 ) -> dict[str, float]:
-    """Combines the metrics of a batch's plans (:class:`StepPlan`) into those of the batch.
-
-    The ages of samples count from ``version``.
-    """
+    """Combines the metrics of a batch's plans; the ages of samples count from ``version``."""
     plans = [plan for _, plan in parts]
     rollouts = [r for groups, _ in parts for g in groups for r in g.rollouts]
     num_tokens = sum(plan.num_tokens for plan in plans)
@@ -170,10 +158,9 @@ def _sequence_cost(config: JobConfig, model: HFModel) -> SequenceCost:
 def _advantages_of(
     groups: Sequence[RolloutGroup], plan: StepPlan, config: GRPO
 ) -> dict[int, list[float | None]]:
-    """The advantage of each rollout by ``group_id``, as every rank computes it.
+    """Advantages by ``group_id``, as every rank computes them; None if a rollout is not trained.
 
-    An advantage is None for a rollout that is not trained, and for every rollout if the KL
-    penalty is part of the reward: the penalty is known only after the reference was evaluated.
+    All are None with the KL penalty in the reward, which is known only after the reference's pass.
     """
     sizes = [len(group.rollouts) for group in groups]
     values: list[float | None] = [None] * sum(sizes)

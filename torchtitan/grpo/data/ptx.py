@@ -1,10 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The supervised mix-in (ptx): an endless, shuffled, resumable stream of examples.
+"""The supervised mix-in (ptx), as in PPO-ptx of InstructGPT (https://arxiv.org/abs/2203.02155).
 
-As in InstructGPT's PPO-ptx (https://arxiv.org/abs/2203.02155), each step also minimizes the
-negative log-likelihood of some given completions.
+Each step also minimizes the negative log-likelihood of some given completions.
 """
 
 from collections.abc import Iterator
@@ -30,13 +29,11 @@ class _Example(msgspec.Struct):
 
 
 class PtxStream:
-    """The examples of ``grpo.ptx_path``, tokenized; each epoch has a different permutation.
+    """The examples of ``grpo.ptx_path``, tokenized; endless, with a new permutation in each epoch.
 
-    The constructor reads the whole file, and raises :class:`DataError` if it cannot be used, so
-    that a bad example is found before training. Each line of the ``.jsonl`` file has a
-    ``completion`` and may have a ``prompt``. The first end-of-sequence token is appended to each
-    completion that does not end in one of them. Examples that are longer than a row are left out
-    and counted in ``num_too_long``.
+    The constructor reads the whole file, so that :class:`DataError` tells a bad example before
+    training. An end-of-sequence token is appended to completions that do not end in one.
+    ``num_too_long`` counts the examples that are left out because they are longer than a row.
     """
 
     def __init__(self, config: JobConfig, model: HFModel) -> None:
@@ -68,10 +65,9 @@ class PtxStream:
         return len(self._samples)
 
     def take(self, step: int, num_examples: int) -> list[Sample]:
-        """Returns the examples of one step, without weights, which the plan sets.
+        """Returns the examples of the step after ``step`` batches, also of a resumed run.
 
-        ``step`` is the number of batches trained on before, so that a resumed run continues the
-        order.
+        The plan sets their weights.
         """
         first = step * num_examples
         return [self._samples[self._index(first + i)] for i in range(num_examples)]
@@ -93,20 +89,27 @@ class PtxStream:
             raise DataError(f"{where}: the completion must have a token, got {text!r}.")
         if completion[-1] not in self._eos:
             completion.append(self._eos[0])
-        largest = max(prompt + completion)
-        if largest >= self._vocab_size:
-            raise DataError(
-                f"{where}: the tokenizer gives token id {largest}, and the model's vocabulary has "
-                f"{self._vocab_size} entries. The tokenizer and config.json in "
-                "model.hf_assets_path do not belong together."
-            )
-        sample = Sample(np.array(prompt, np.int32), np.array(completion, np.int32), None)
+        prompt_ids = np.array(prompt, np.int32)
+        sample = supervised_sample(prompt_ids, completion, self._vocab_size, where)
         if sample.num_predicted == 0:
             raise DataError(
                 f"{where}: the example must have a token before its last one, got a single token. "
                 "Add a prompt or a longer completion."
             )
         return sample
+
+
+def supervised_sample(
+    prompt_ids: np.ndarray, completion: list[int], vocab_size: int, where: str
+) -> Sample:
+    largest = max([*prompt_ids.tolist(), *completion])
+    if largest >= vocab_size:
+        raise DataError(
+            f"{where}: the tokenizer gives token id {largest}, and the model's vocabulary has "
+            f"{vocab_size} entries. The tokenizer and config.json in model.hf_assets_path do not "
+            "belong together."
+        )
+    return Sample(prompt_ids, np.array(completion, np.int32), None)
 
 
 def _examples(path: str) -> Iterator[tuple[str, _Example]]:

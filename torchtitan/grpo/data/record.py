@@ -3,12 +3,11 @@
 
 """Records batches of rollouts in a file, from which a run can train on them again.
 
-The file holds JSON lines: a header, then one line for each batch, in the order of training. The
-columns of rollouts (`types.py`) are lists of numbers, those with lists for each token base64 of
-the arrays. Logprobs are written as float64 numbers that equal the float32 ones exactly, so that
-reading restores the same bits. Each line begins with the CRC-32 of the rest of it, which a line
-that was changed by hand may leave out. If the name ends in ``.gz``, each line is a separate
-gzip member: a run that ends at any time leaves complete lines, and ``zcat`` shows them.
+The file holds JSON lines: a header, then one for each batch, in the order of training. Columns of
+rollouts (`types.py`) are lists of numbers, and base64 of the arrays if they have a list for each
+token. Logprobs are float64 numbers that equal the float32 ones exactly. Each line begins with the
+CRC-32 of the rest of it, which a line that was changed by hand may leave out. In ``.gz`` files each
+line is a separate gzip member: a run that ends at any time leaves complete lines.
 """
 
 import gzip
@@ -38,10 +37,7 @@ _SUM = re.compile(rb'\{"crc32":(\d+),')
 
 
 def decode_line(line: bytes, kind: type[_Value], where: str) -> _Value:
-    """Decodes one line of JSON as a value of ``kind``, or raises :class:`DataError`.
-
-    ``where`` names TOML key, file and line number, as ``key: file:number``.
-    """
+    """Decodes a line of JSON; :class:`DataError` names ``where``, which is ``key: file:number``."""
     try:
         return msgspec.json.decode(line.removeprefix(UTF8_MARK), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -62,10 +58,7 @@ class RecordHeader(msgspec.Struct):
 
 @dataclass(frozen=True)
 class BatchRecord:
-    """One batch, on which policy ``version`` was trained.
-
-    ``progress`` includes this batch, and the groups are as they were planned.
-    """
+    """One planned batch, trained on by policy ``version``; ``progress`` includes it."""
 
     version: int
     progress: PromptProgress
@@ -75,12 +68,9 @@ class BatchRecord:
 class RolloutRecorder:
     """Appends each batch to ``rollout.record`` before it is trained on.
 
-    A resumed run, which begins after ``version`` batches, keeps those before its checkpoint and
-    drops the later ones, which are generated and trained again.
-
-    Raises:
-        DataError: If a new run would overwrite the file, if the file cannot be written, or if a
-            resumed run finds other batches in it than those it has trained on.
+    A run that resumes after ``version`` batches drops later ones, which are generated again. Raises
+    :class:`DataError` if a new run would overwrite batches, if the file cannot be written, or if a
+    resumed run finds other batches than it has trained on.
     """
 
     def __init__(self, path: str, vocab_size: int, temperature: float, version: int) -> None:
@@ -153,13 +143,9 @@ class RolloutRecorder:
 class RecordReader:
     """Iterates over the batches of a file as (where, record), with one batch in memory at a time.
 
-    Each iteration reads the file from its beginning, and raises :class:`DataError` if the file
-    or one of its lines cannot be used. An incomplete last line, which a run leaves if it is
-    killed while writing, is skipped, and ``was_cut_off`` set: the run has not trained on that
-    batch.
-
-    ``vocab_size`` and ``temperature`` are those of this run; ``key`` is the TOML key of
-    ``path``.
+    Each iteration reads the file from its beginning, and raises :class:`DataError` if it cannot be
+    used. An incomplete last line, which a run leaves that is killed while writing, is skipped, and
+    ``was_cut_off`` set: the run has not trained on that batch.
     """
 
     def __init__(self, path: str, vocab_size: int, temperature: float, key: str) -> None:

@@ -3,9 +3,8 @@
 
 """Trains on recorded rollouts, without servers, rollout process, prompts or rewards.
 
-A group has a teacher's rating of each of its tokens, or none at all. The settings of the run
-that replays it must be those that a run with a teacher may have; `config_checks/teacher.py`
-cannot see what a file holds.
+If a teacher has rated them, the settings must be those of a run with a teacher. This is checked
+here, because `config_checks/learning.py` cannot see what a file holds.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,9 +30,9 @@ _KEY = "rollout.replay"
 class ReplaySource(StepSource):
     """Plans the batches of a recorded file; see :class:`StepSource`.
 
-    Batch ``k`` of the file (from 0) is what step ``k + 1`` is trained on, so that a resumed run
-    continues from its checkpoint. The ages of samples count from the version that the batch was
-    recorded with. ``progress`` is that of the recorded run.
+    Step ``k + 1`` is trained on batch ``k`` of the file (from 0), also in a resumed run. The ages
+    of samples count from the version that the batch was recorded with; ``progress`` is the
+    recorded.
     """
 
     def __init__(
@@ -120,10 +119,7 @@ def split_groups(groups: Sequence[RolloutGroup], num_parts: int) -> list[Sequenc
 
 
 def check_batch(batch: BatchRecord, where: str, vocab_size: int, row_len: int) -> None:
-    """Raises :class:`DataError` for a batch that cannot be trained on.
-
-    The message names ``where`` (key, file, line), the group and the rollout.
-    """
+    """Raises :class:`DataError` for an untrainable batch; ``where`` is key, file and line."""
     ids = [group.group_id for group in batch.groups]
     _require(len(ids) > 0, f"{where}: a batch must have a group, got none.")
     _require(len(set(ids)) == len(ids), f"{where}: group_id must be unique, got {ids}.")

@@ -171,11 +171,9 @@ class TrainRows:
 def sequences_of(rollout: Rollout, **settings: float) -> list[Sample]:
     """Returns the sequences of a rollout, in the order of its turns.
 
-    A rollout has several if a chat template shows the model other tokens in a later turn than
-    those of the turns before; each later sequence begins with the context that the server was
-    sent as its prompt. All sequences have the rollout's sample id, and with it its advantage
-    and its weight, so that it counts as one sample. ``settings`` are further attributes of each
-    sequence.
+    There are several if a chat template shows the model other tokens in a later turn than those of
+    the turns before; each begins with the context that the server was sent. All have the sample id
+    of the rollout, so that it counts as one sample. ``settings`` are further attributes of each.
     """
     ids = rollout.token_ids
     prompts = [rollout.prompt_ids]
@@ -211,10 +209,7 @@ def column_shapes(samples: Sequence[Sample]) -> dict[str, tuple[int, ...]]:
 
 
 def build_rows(samples: Sequence[Sample], rows: Sequence[Sequence[int]], row_len: int) -> TrainRows:
-    """Lays samples out in rows, with advantages of 0.
-
-    ``rows`` holds for each row the indices of its samples; an empty row is all padding.
-    """
+    """Lays samples out with advantages of 0; ``rows`` holds indices, none for a row of padding."""
     shape = (len(rows), row_len)
     arrays: dict[str, np.ndarray] = {
         "tokens": np.zeros(shape, np.int64),

@@ -27,18 +27,15 @@ from torchtitan.grpo.data.spread import (
     spread_by_rows,
 )
 from torchtitan.grpo.losses.advantages import informative_samples, num_equal_groups, shape_rewards
-from torchtitan.grpo.losses.aggregation import AggregationKind, token_weights, weight_mass
+from torchtitan.grpo.losses.aggregation import token_weights, weight_mass
 from torchtitan.grpo.types import Rollout, RolloutGroup
 
 
 @dataclass(frozen=True)
 class SampleTable:
-    """All samples of a step, from which every rank computes the advantages.
+    """All samples of a step, from which every rank computes the advantages; fields are [samples].
 
-    Attributes:
-        rewards: [samples] float64, shaped.
-        group_ids: [samples] int64.
-        completion_lengths: [samples] int64, number of trained tokens.
+    Rewards are shaped and float64, the others int64. ``completion_lengths`` count trained tokens.
     """
 
     rewards: np.ndarray
@@ -61,24 +58,20 @@ class SampleTable:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The plan of one batch, or of one part of it.
+    """The plan of one batch, or of one part of it. Counts are over all ranks and minibatches.
 
     Attributes:
-        sequences: All sequences to train on, rollouts and supervised ones.
+        sequences: Rollouts and supervised sequences.
         layout: For each data-parallel rank its rows, and for each row the indices of its
-            sequences. The rows of one minibatch follow those of the other; each minibatch has
-            the same number of rows.
-        row_len: ``training.seq_len``.
+            sequences. The minibatches follow each other, with the same number of rows each.
         minibatch_tokens: For each minibatch, which is one optimizer step of an epoch, the
-            number of tokens with a loss, over all ranks: completion tokens of rollouts and of
-            supervised sequences. If it is 0, the minibatch has nothing to learn from.
+            completion tokens with a loss, supervised ones included. With 0 it teaches nothing.
         samples: The table that ``sample_ids`` index.
         mass: Total mass of the weights of rollouts; see :func:`aggregation.weight_mass`.
-        num_trained_tokens: Completion tokens of rollouts, over all ranks and minibatches.
+        num_trained_tokens: Completion tokens of rollouts.
         num_tokens: Prompt and completion tokens, with supervised ones and without padding.
-        metrics: Staleness, the fraction of padding, the rows of a rank, and the cost of the
-            costliest rank relative to the mean (``data/max_over_mean_cost``; minibatches are
-            weighted by cost).
+        metrics: ``data/max_over_mean_cost``, among others, is the cost of the costliest rank
+            relative to the mean; minibatches are weighted by cost.
     """
 
     sequences: Sequence[Sample]
@@ -125,19 +118,9 @@ def plan_step(
     """Plans a batch: shaped rewards, minibatches, loss weights, ranks and rows.
 
     Rollouts without a reward are left out. If every group is left out
-    (``grpo.filter_zero_advantage``), the rows are padding and no token is trained.
-
-    Args:
-        groups: All groups of the batch; none if it holds only supervised sequences.
-        version: Policy version that the ages of samples count from.
-        num_ranks: Data-parallel degree.
-        row_len: ``training.seq_len``.
-        local_batch_size: Number of rows of a microbatch.
-        max_new_tokens: ``rollout.max_new_tokens``.
-        balance: ``prompts.balance_batch``.
-        cost: Cost of a sequence by its length (``prompts.balance_cost``).
-        row_bucket: ``prompts.row_bucket``.
-        ptx: Supervised sequences to mix in. The plan sets their weights.
+    (``grpo.filter_zero_advantage``), the rows are padding and no token is trained. The ages of
+    samples count from ``version``. The plan sets the weights of ``ptx``, supervised sequences to
+    mix in.
     """
     everything = [(g.group_id, r) for g in groups for r in g.rollouts]
     sources = [i for i, (_, r) in enumerate(everything) if r.reward is not None]
@@ -170,10 +153,11 @@ def plan_step(
 
 def _metrics_of_groups(table: SampleTable, kept: np.ndarray, num_groups: int) -> dict[str, float]:
     num_equal = num_equal_groups(table.rewards, table.group_ids)
+    num_scored, num_kept = (len(np.unique(ids)) for ids in (table.group_ids, table.group_ids[kept]))
     return {
         "reward/equal_groups": float(num_equal),
         "reward/equal_groups_fraction": num_equal / num_groups if num_groups else 0.0,
-        "data/filtered_groups_fraction": _fraction_lost(table.group_ids, kept),
+        "data/filtered_groups_fraction": 1 - num_kept / num_scored if num_scored else 0.0,
     }
 
 
@@ -191,21 +175,31 @@ def _weighted_minibatches(
     config: GRPO,
     max_new_tokens: int,
 ) -> list[list[Sample]]:
-    constant_length = config.aggregation_length or max_new_tokens
-    return [
-        _weighted(rollouts, sources, indices, table, config.aggregation, constant_length)
-        for indices in _minibatches_of(rollouts, table.group_ids, config.num_minibatches)
-    ]
+    longest = config.aggregation_length or max_new_tokens
+    minibatches = []
+    for indices in _minibatches_of(rollouts, table.group_ids, config.num_minibatches):
+        lengths = table.completion_lengths[indices]
+        weights = token_weights(lengths, kind=config.aggregation, constant_length=longest)
+        sequences = (
+            sequences_of(rollouts[i], sample_id=i, source=sources[i], loss_weight=float(weight))
+            for i, weight in zip(indices, weights, strict=True)
+        )
+        minibatches.append([sequence for some in sequences for sequence in some])
+    return minibatches
 
 
 def _ptx_of_minibatches(ptx: Sequence[Sample], config: GRPO) -> list[list[Sample]]:
-    tokens = [s.num_tokens for s in ptx]
-    parts = partition(tokens, config.num_minibatches, equal_counts=True)
-    return [_weighted_ptx([ptx[i] for i in part], config.ptx_coef) for part in parts]
+    minibatches = []
+    for part in partition([s.num_tokens for s in ptx], config.num_minibatches, equal_counts=True):
+        num_predicted = sum(ptx[i].num_predicted for i in part)
+        minibatches.append(
+            [replace(ptx[i], ptx_weight=config.ptx_coef / num_predicted) for i in part]
+        )
+    return minibatches
 
 
 def epoch_order(num_minibatches: int, epoch: int) -> list[int]:
-    """Returns the order in which an epoch trains on a batch's minibatches, the same on every rank.
+    """Returns the order of a batch's minibatches in an epoch, the same on every rank.
 
     Each epoch starts with the next minibatch, so that none is always the first or the last one.
     """
@@ -226,11 +220,6 @@ def _table(scored: Sequence[tuple[int, Rollout]], config: GRPO, max_new_tokens: 
     return SampleTable(rewards, np.array([g for g, _ in scored], dtype=np.int64), lengths)
 
 
-def _fraction_lost(group_ids: np.ndarray, kept: np.ndarray) -> float:
-    num_groups = len(np.unique(group_ids))
-    return 1 - len(np.unique(group_ids[kept])) / num_groups if num_groups else 0.0
-
-
 def _minibatches_of(
     rollouts: Sequence[Rollout], group_ids: np.ndarray, num_minibatches: int
 ) -> list[list[int]]:
@@ -241,30 +230,6 @@ def _minibatches_of(
         tokens[group] += len(rollout.prompt_ids) + len(rollout.token_ids)
     parts = partition(tokens, num_minibatches, equal_counts=True)
     return [np.flatnonzero(np.isin(member_of, part)).tolist() for part in parts]
-
-
-def _weighted(
-    rollouts: Sequence[Rollout],
-    sources: Sequence[int],
-    indices: list[int],
-    table: SampleTable,
-    aggregation: AggregationKind,
-    constant_length: int,
-) -> list[Sample]:
-    lengths = table.completion_lengths[indices]
-    weights = token_weights(lengths, kind=aggregation, constant_length=constant_length)
-    return [
-        sequence
-        for i, weight in zip(indices, weights, strict=True)
-        for sequence in sequences_of(
-            rollouts[i], sample_id=i, source=sources[i], loss_weight=float(weight)
-        )
-    ]
-
-
-def _weighted_ptx(ptx: list[Sample], coef: float) -> list[Sample]:
-    num_predicted = sum(sample.num_predicted for sample in ptx)
-    return [replace(sample, ptx_weight=coef / num_predicted) for sample in ptx]
 
 
 def _num_learned(samples: Sequence[Sample]) -> int:
@@ -284,24 +249,16 @@ class _Layout:
     cost: SequenceCost
 
     def spread(self, lengths: Sequence[int], min_rows: int) -> Spread:
-        multiple = self.local_batch_size * self.row_bucket
+        shape = {
+            "num_ranks": self.num_ranks,
+            "row_len": self.row_len,
+            "multiple": self.local_batch_size * self.row_bucket,
+            "min_rows": min_rows,
+        }
         if not self.balance:
-            return spread_by_rows(
-                lengths,
-                num_ranks=self.num_ranks,
-                row_len=self.row_len,
-                multiple=multiple,
-                min_rows=min_rows,
-            )
+            return spread_by_rows(lengths, **shape)
         costs = [self.cost(length) for length in lengths]
-        spread = spread_by_cost(
-            lengths,
-            costs,
-            num_ranks=self.num_ranks,
-            row_len=self.row_len,
-            multiple=multiple,
-            min_rows=min_rows,
-        )
+        spread = spread_by_cost(lengths, costs, **shape)
         return [group_rows(rows, costs, self.local_batch_size) for rows in spread]
 
 

@@ -19,20 +19,17 @@ if TYPE_CHECKING:
 
 
 class StepSource(ABC):
-    """Plans the steps of a run, one after another. Exists only on rank 0.
+    """Plans the steps of a run, one after another, on rank 0 alone.
 
-    Methods that need servers or a rollout process do nothing in a source that has neither.
-
-    The trainer constructs a source, calls :meth:`start` once, then :meth:`next_step` for each
-    part of each step, and :meth:`close` at the end, which must work in any state.
+    Methods that need servers or a rollout process do nothing in a source that has neither. The
+    trainer calls :meth:`start` once, then :meth:`next_step` for each part of each step, and
+    :meth:`close` at the end, which must work in any state.
 
     Attributes:
         progress: Progress through the prompts, including the last step that was returned whole.
-        is_exhausted: True once :meth:`next_step` returned None because no batches are left. The
-            run then ends as it does after its last step. It is False when :meth:`next_step`
-            returned None because the run was asked to stop.
-        link: Connection to the rollout process, or None if the source has none.
-        samples: Log of some rollouts of each step.
+        is_exhausted: True once :meth:`next_step` returned None because no batches are left, and
+            the run ends as after its last step. False if the run was asked to stop.
+        link: Connection to the rollout process, if the source has one.
         servers: Inference servers that were present at the start; empty before :meth:`start`.
     """
 
@@ -61,8 +58,7 @@ class StepSource(ABC):
     def next_step(self, version: int, num_ranks: int) -> PlannedPart | None:
         """Plans the batch that is trained on the weights of ``version``, or its next part.
 
-        Returns None if the run is asked to stop or no batches are left. ``num_ranks`` is the
-        data-parallel degree.
+        Returns None if the run is asked to stop or no batches are left.
         """
 
     def fetch_address(self, version: int) -> FetchAddress | None:
@@ -73,10 +69,7 @@ class StepSource(ABC):
         """Saves the rollouts in flight beside the checkpoint of ``step``, without waiting."""
 
     def wait_saved(self, step: int, timeout_seconds: float) -> int | None:
-        """Waits until what :meth:`save` requested for ``step`` is written.
-
-        Returns the number of rollouts, or None if they were not written in time.
-        """
+        """Waits for :meth:`save`; returns the number of rollouts, or None if the time is over."""
         return 0
 
     @property
@@ -85,11 +78,10 @@ class StepSource(ABC):
         return False
 
     def request_evaluation(self, version: int, pinned: Sequence[str] = ()) -> bool:
-        """Requests an evaluation of the held-out prompts under ``version``, without waiting.
+        """Requests an evaluation under ``version``, without waiting; returns False if none can run.
 
-        One that is still running is given up. Only the servers with the URLs ``pinned``
-        generate completions, if there are any. Returns ``False`` if nothing could generate
-        completions.
+        One that is still running is given up. Only servers with the URLs ``pinned`` take part, if
+        any.
         """
         return False
 
@@ -98,10 +90,7 @@ class StepSource(ABC):
         return None
 
     def wait_evaluation(self, version: int) -> "EvaluationResult | None":
-        """Waits for the result of the requested evaluation, after ``version`` batches.
-
-        Returns None if the run is asked to stop or nothing was requested.
-        """
+        """Waits for the requested result; None if nothing was requested or the run is to stop."""
         return None
 
     def served_version(self) -> int:

@@ -3,11 +3,8 @@
 
 """Trains on the examples of ``[sft]``, without servers, rollout process or rewards.
 
-Examples are prompts as GRPO reads them, and completions that are given.
-
-Prompts go through the same code as those of rollouts, so that the model is taught the tokens
-that it will be prompted with: the template of string prompts, the chat template, and the system
-prompt.
+Prompts go through the same code as those of rollouts (templates, system prompt), so that the model
+is taught the tokens that it will be prompted with.
 
 Example: a conversation of chat messages, ``sft.column = "messages"``::
 
@@ -21,11 +18,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from torchtitan.grpo.config import SFT
 from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.data.planner import PlannedPart
+from torchtitan.grpo.data.ptx import supervised_sample
 from torchtitan.grpo.data.rows import Sample
 from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.errors import DataError
@@ -115,15 +111,10 @@ def _ends_with_assistant(value: Any) -> bool:
 class ExampleStream:
     """The examples of a file, shuffled anew in each epoch, resumable by their position.
 
-    :class:`DataError` is raised if the file, a row that was checked, or every example cannot be
-    used. ``path`` is the value of ``key``. A resumed run continues at ``progress``. ``date`` is
-    what chat templates take for now; empty is the time of the first rendering.
-
-    Attributes:
-        checked: Findings of the check of the rows.
-        num_too_long: Number of examples that were left out so far because they are too long.
-        num_unusable: Number of rows that were left out so far because they are no examples,
-            which the check has not found.
+    Raises :class:`DataError` if the file, a row that was checked, or every example is unusable.
+    ``path`` is the value of ``key``. ``date`` is what chat templates take for now; empty is the
+    time of the first rendering. ``num_too_long`` and ``num_unusable`` count the rows left out so
+    far, the latter those that are no examples and that the check has not found.
     """
 
     def __init__(
@@ -238,13 +229,8 @@ class ExampleStream:
         completion = self._codec.encode_continuation(text)
         if not completion or completion[-1] not in self._eos:
             completion.append(self._end(is_chat=not isinstance(prompt.text, str)))
-        if max(completion) >= self._vocab_size:
-            raise DataError(
-                f"{self._key}: {self._path}: the tokenizer gives token id {max(completion)}, and the "
-                f"model's vocabulary has {self._vocab_size} entries. The tokenizer and config.json in "
-                "model.hf_assets_path do not belong together."
-            )
-        return Sample(prompt.token_ids, np.array(completion, np.int32), None)
+        where = f"{self._key}: {self._path}"
+        return supervised_sample(prompt.token_ids, completion, self._vocab_size, where)
 
     def _end(self, *, is_chat: bool) -> int:
         """The token that ends a completion: of chat messages, what the template writes."""
@@ -260,10 +246,9 @@ class ExampleStream:
 class SupervisedSource(StepSource):
     """Plans steps of supervised examples; see :class:`StepSource`.
 
-    The loss of an example is that of the supervised sequences that GRPO mixes in
-    (``grpo.ptx_path``), so that rows, layouts and loss are the same code. The ``position`` of
-    ``progress`` counts the rows that were read, of all epochs. Raises :class:`DataError` if
-    ``sft.path`` is unusable.
+    Their loss is that of ``grpo.ptx_path``, so that rows, layouts and loss are the same code.
+    ``progress.position`` counts the rows read, of all epochs. :class:`DataError`: ``sft.path`` is
+    unusable.
     """
 
     def __init__(

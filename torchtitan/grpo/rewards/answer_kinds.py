@@ -4,9 +4,9 @@
 """Answers that are no formulas, although math-verify would read them as such.
 
 ``2024-01-05`` is no difference, ``7:30 PM`` no ratio, ``10110_2`` no variable, and ``east`` no
-product. Each function of :data:`ANSWER_KINDS` takes two answers in the form of
-:func:`~.answer_text.as_latex` and returns whether they agree, or ``None`` if they are not of
-its kind.
+product. Functions of :data:`ANSWER_KINDS` take two answers in the form of
+:func:`~.answer_text.as_latex` and return whether they agree, or ``None`` if they are not of its
+kind.
 """
 
 import re
@@ -148,8 +148,7 @@ def same_words(a: str, b: str) -> bool | None:
 def _words(answer: str) -> str | None:
     r"""The normalized text of an answer, else ``None``.
 
-    ``\text{...}`` around more than a letter is text, and so are plain words: three letters or
-    more with a vowel, or one of the common words of two letters.
+    Text is ``\text{...}`` around more than a letter, or words: with a vowel, or common if short.
     """
     if _EMPTY_SET.fullmatch(answer):
         return "no solution"

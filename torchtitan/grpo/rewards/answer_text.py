@@ -4,8 +4,8 @@
 r"""Writes an answer in the LaTeX that math-verify reads, without a change of its value.
 
 This covers what models and data sets write and math-verify does not read: Markdown, Unicode, prose
-before the answer, thousands separators, scientific notation with ``e``, repeating decimals, and mixed
-numbers without LaTeX.
+before the answer, thousands separators, scientific notation with ``e``, repeating decimals, and
+mixed numbers without LaTeX.
 
 A comma separates thousands in ``1,234`` and elements in ``(1,234)``, ``3,4`` and ``1,23``. It is
 removed only where
@@ -16,8 +16,7 @@ removed only where
 - the number is in no tuple, interval or set, unless the elements there are separated by ``;`` or
   by a comma with white space, as in ``(1,234, 5)``.
 
-The separators of LaTeX and of typeset text, such as ``{,}``, ``\,`` and a thin space, never separate
-elements.
+``{,}``, ``\,``, a thin space and their like never separate elements.
 """
 
 import re
@@ -104,8 +103,7 @@ _BEFORE_ARGUMENT = re.compile(r"[A-Za-z}\]^_]")
 def as_latex(answer: str) -> str:
     r"""Returns the answer in LaTeX, or unchanged where there is nothing to do.
 
-    Example: ``**½**`` becomes ``\frac{1}{2}``, ``1.2e3`` becomes ``1.2\cdot 10^{3}``, and
-    ``\text{The answer is }0.(3)`` becomes ``\frac{1}{3}``.
+    Example: ``**½**`` becomes ``\frac{1}{2}``, and ``1.2e3`` becomes ``1.2\cdot 10^{3}``.
     """
     text = _without_markup(answer.strip())
     if len(text) <= _MAX_CHARACTERS:

@@ -3,9 +3,8 @@
 
 """Reward functions that come with the trainer, in TRL's signature.
 
-Each function is called with lists of equal length, which have one entry for each completion.
-The column ``answer`` comes from the data set. A completion is a string or, for a conversational
-prompt, a list with one message of the assistant.
+Lists of equal length have one entry for each completion: a string or, for a conversational prompt,
+a list with one message of the assistant. The column ``answer`` comes from the data set.
 """
 
 import re
@@ -28,7 +27,7 @@ _LEAD_IN = re.compile(r".*\banswer\s*(?:is\s*:?|:|=)\s*(\S.*?)\.?\s*", re.DOTALL
 def exact_match(
     prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
 ) -> list[float | None]:
-    """Returns 1 if the completion equals the answer, ignoring white space around both, else 0.
+    """Returns 1 if the completion equals the answer but for white space around both, else 0.
 
     Any of a list of answers counts; without one it returns ``None`` (see `gold_values`).
     """
@@ -40,9 +39,8 @@ def partial_match(
 ) -> list[float | None]:
     """Returns the fraction of positions at which the completion has the answer's character.
 
-    The number of equal positions is divided by the longer of the two lengths, so both missing
-    and superfluous characters lower the reward. White space around both texts is ignored. Of a
-    list of answers the closest one counts.
+    Equal positions are divided by the longer of both lengths. White space around both texts is
+    ignored. Of a list of answers the closest one counts.
 
     Example: answer ``4321``. ``4321`` earns 1, ``4329`` earns 3/4, ``43`` earns 2/4, ``432100``
     earns 4/6, ``1234`` earns 0.
@@ -58,11 +56,10 @@ def boxed_math(
     r"""Returns 1 if the completion's final answer is mathematically equal to the expected one.
 
     The final answer is the content of the last ``\boxed{...}``, or else what follows the last
-    ``####``; a completion with neither earns 0. The expected answer is read in the same way,
-    then after ``The answer is``, and as a whole if it has none of these, so GSM8K's column
-    ``answer`` can be used unchanged. Of a list of answers any counts. ``1/2``, ``0.5`` and
-    ``\frac{1}{2}`` are equal (see `math_answers`). A completion whose answer cannot be compared
-    within the limit of processor time receives ``None``.
+    ``####``; a completion with neither earns 0. The expected answer, any of a list, is read
+    likewise, then after ``The answer is``, and as a whole if it has none of these. ``1/2``, ``0.5``
+    and ``\frac{1}{2}`` are equal (see `math_answers`). A completion that cannot be compared within
+    the limit of processor time receives ``None``.
     """
     return _best(completions, answer, _equal_answers)
 
@@ -88,7 +85,7 @@ def think_answer_tags(
 ) -> list[float]:
     """Returns 1 if the completion is ``<think>...</think><answer>...</answer>`` and nothing else.
 
-    Each tag must occur once, and neither part may be empty. White space around them is ignored.
+    Each tag must occur once, and neither part may be empty.
     """
     return [float(_has_think_answer_form(completion_text(c))) for c in completions]
 
@@ -121,8 +118,7 @@ def completion_text(completion: Completion) -> str:
 def final_answer(text: str) -> str | None:
     r"""Returns the content of the last ``\boxed{...}``, else the rest of the line after ``####``.
 
-    ``\boxed {5}``, ``\boxed 5`` and ``\fbox{5}`` are boxes too. The mark of a box within a box
-    is dropped.
+    ``\boxed 5`` and ``\fbox{5}`` are boxes too. The mark of a box within a box is dropped.
     """
     last, end, content = None, 0, None
     for box in _BOX.finditer(text):

@@ -37,10 +37,7 @@ def unearnable_warning(
     count_tokens: Callable[[str], int],
     max_new_tokens: int,
 ) -> str | None:
-    """Returns a warning with an example and the remedy, if there is reason for one.
-
-    ``examples`` are the first prompts of one set, and ``key`` is the TOML key of its path.
-    """
+    """Returns a warning with an example, if any; ``key`` is the TOML key of the examples' path."""
     if function not in _SHORTEST:
         return None
     shortest = _SHORTEST[function]

@@ -26,9 +26,8 @@ _COMPARING = (
 def right_answers(value: Any) -> list[str]:
     """Returns the texts that a value of the column ``answer`` holds; none if it is no answer.
 
-    Any element of a list is a right answer. A number is right in each of its usual forms, and a
-    boolean in those of Python and JSON. Arrays and scalars of numpy and pyarrow are read as
-    well.
+    Any element of a list is a right answer, a number in each of its usual forms, a boolean in those
+    of Python and JSON. Arrays and scalars of numpy and pyarrow are read as well.
 
     Example: ``["1/2", 0.5]`` gives ``1/2`` and ``0.5``, ``21.0`` gives ``21`` and ``21.0``, and
     ``None``, NaN, ``[]`` and ``{}`` give nothing.
@@ -42,10 +41,8 @@ def right_answers(value: Any) -> list[str]:
 def gold_judge(functions: Sequence[str]) -> Callable[[Mapping[str, Any]], str | None]:
     """Returns a judge of the columns of a row, which says why these functions cannot use them.
 
-    A column must hold what can be passed to a reward function, and ``answer`` what the built-in
-    functions understand. A set whose first row has no column ``answer`` is not judged by it:
-    the reward functions are tried on that row, and the message then names the columns that
-    there are.
+    A set whose first row has no column ``answer`` is not judged by it: the functions are tried on
+    that row, and the message then names the columns that there are.
     """
     first: list[Mapping[str, Any]] = []
     comparing = [function for function in functions if function in _COMPARING]

@@ -3,8 +3,7 @@
 
 """Reward functions for GSM8K's answer form, a last line `#### <number>`, in TRL's signature.
 
-The column ``answer`` holds either GSM8K's text, with the worked solution before the `####`, or
-only the number.
+The column ``answer`` holds only the number, or a solution before the `####`.
 """
 
 import re
@@ -38,9 +37,8 @@ def hash_answer_exact(
 ) -> list[float | None]:
     """Returns 1 if the last `#### <number>` line has the expected number, else 0.
 
-    Thousands commas and a dollar sign are ignored, and ``5.0`` is ``5``. Of a list of answers
-    any counts; without an answer it returns ``None``. Raises ``ValueError`` if an expected
-    answer holds no number.
+    Thousands commas and a dollar sign are ignored, and ``5.0`` is ``5``. Any of a list of answers
+    counts; without one it returns ``None``. ValueError says that an answer holds no number.
     """
     expected = [[_expected_number(text) for text in right_answers(value)] for value in answer]
     return [

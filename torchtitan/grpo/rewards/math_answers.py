@@ -3,9 +3,8 @@
 
 r"""Decides whether two final answers are the same.
 
-In order: equal text; kinds that are no formulas (`answer_kinds`); units (`units`); plain decimal
-numbers, exactly; brackets and equations that math-verify would not tell apart; and math-verify for
-the rest. Each step works on what `answer_text` writes.
+In order: equal text; kinds that are no formulas; units; plain decimal numbers, exactly; brackets
+and equations that math-verify would not tell apart; and math-verify for the rest.
 """
 
 import functools
@@ -54,18 +53,11 @@ _MAX_PLAIN = 4000
 
 
 class OutOfTime(BaseException):
-    """A comparison took more than its processor time.
-
-    It is no ``Exception``, because sympy and math-verify catch those and go on.
-    """
+    """No ``Exception``, because sympy and math-verify catch those and go on."""
 
 
 def same_answer(given: str, wanted: str) -> bool:
-    """Returns whether a completion's final answer is the expected one.
-
-    Raises :class:`OutOfTime` after :data:`PROCESSOR_SECONDS`. Time in which the process does
-    not run does not count.
-    """
+    """Raises :class:`OutOfTime` after :data:`PROCESSOR_SECONDS` in which the process runs."""
     if given == wanted:
         return True
     with _processor_time(PROCESSOR_SECONDS):
@@ -210,10 +202,7 @@ def _squeezed(text: str) -> str:
 
 @contextmanager
 def _processor_time(seconds: float) -> Iterator[None]:
-    """Raises :class:`OutOfTime` in its block after so much processor time of this process.
-
-    Only the main thread can be interrupted. In another one there is no limit.
-    """
+    """Raises :class:`OutOfTime` in its block; other threads than the main one have no limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -16,10 +16,7 @@ _WHAT = "reward.functions: reward function"
 
 
 def load_function(path: str) -> RewardFunction:
-    """Finds a reward function by a path (see `functions`), or the bare name of a built-in one.
-
-    Raises ``ValueError`` if it cannot be found or imported, or is not callable.
-    """
+    """Takes a path (see `functions`) or a built-in's name; ValueError if that cannot be loaded."""
     return BUILTIN.get(path) or functions.load_function(path, _WHAT, BUILTIN)
 
 

@@ -3,9 +3,8 @@
 
 """Scores groups in worker processes that can be killed.
 
-Each worker scores one group at a time. A worker that exceeds the time limit is killed together
-with everything it has started. Its group is then unscored (never scored as zero), and a new
-worker replaces the killed one.
+Each worker scores one group at a time. One that exceeds the time limit is killed together with
+everything it has started, and replaced. Its group is then unscored (never scored as zero).
 """
 
 import asyncio
@@ -16,7 +15,6 @@ from typing import Any
 from torchtitan.grpo.config import Reward, Workers
 from torchtitan.grpo.rewards.scoring_worker import (
     LoadFunctions,
-    Reply,
     Score,
     Scored,
     Values,
@@ -27,7 +25,7 @@ from torchtitan.grpo.workers.channel import NotPlainData, Refused, not_passed
 from torchtitan.grpo.workers.owner import OUTPUT_HINT, CallFailed, WorkerOwner
 from torchtitan.grpo.workers.process import ChannelBroken, WorkerLost, WorkerProcess
 
-_Process = WorkerProcess[Reply | Refused]
+_Process = WorkerProcess[Scored | Refused]
 
 
 class ScoringFailed(CallFailed):
@@ -39,11 +37,7 @@ class RewardError(RuntimeError):
 
 
 class RewardPool:
-    """Scores groups with the reward functions of ``[reward]``.
-
-    The time limit holds for one group. ``on_failure`` is called with each group that could not
-    be scored.
-    """
+    """Scores groups; ``on_failure`` is called with each group that could not be scored."""
 
     def __init__(
         self,
@@ -89,8 +83,8 @@ class RewardPool:
     ) -> list[float | None]:
         """Calls functions once, on a prompt and an empty completion; see :meth:`score`.
 
-        Raises :class:`RewardError` if a function raises, exceeds the time limit, or returns a
-        value that cannot be trained on.
+        Raises :class:`RewardError` if one fails, exceeds the time limit, or returns a useless
+        value.
         """
         try:
             return [value for (value,) in await self._score(prompt, [""], [[]], which, columns)]
@@ -109,13 +103,10 @@ class RewardPool:
     ) -> list[Values]:
         """Returns for each function its value for each completion of one prompt.
 
-        ``which`` are positions of functions (``None``: all). ``columns`` are further arguments
-        with one value for each completion.
-
-        Raises:
-            ScoringFailed: If this group cannot be scored.
-            RewardError: If this is the last of ``reward.max_consecutive_failures`` groups in a
-                row that cannot be scored, or a new worker cannot import the functions.
+        ``which`` are positions of functions (``None``: all). ``columns`` are further arguments with
+        one value for each completion. Raises :class:`ScoringFailed` if this group cannot be scored,
+        and :class:`RewardError` if it is the last of ``reward.max_consecutive_failures`` such
+        groups in a row, or a new worker cannot import the functions.
         """
         try:
             values = await self._score(prompt, completions, completion_ids, which, columns)
@@ -168,7 +159,7 @@ class RewardPool:
             raise ScoringFailed("crash", str(error)) from error
         return worker
 
-    async def _call(self, worker: _Process, request: Score, prompt: Prompt) -> Reply | Refused:
+    async def _call(self, worker: _Process, request: Score, prompt: Prompt) -> Scored | Refused:
         try:
             return await worker.call_or_kill(request, self._timeout)
         except TimeoutError as error:

@@ -3,8 +3,7 @@
 
 """The process that imports reward functions and calls them, one request after the other.
 
-The pool kills this process when a function exceeds the time limit. It therefore keeps no state
-but that of the functions themselves.
+The pool may kill it at any time, so it keeps no state but that of the functions themselves.
 """
 
 import inspect
@@ -54,10 +53,8 @@ class Scored(msgspec.Struct, tag=True):
     values: list[Values]
 
 
-Reply = Scored
-
 decode_request = msgspec.msgpack.Decoder(LoadFunctions | Score).decode
-decode_reply = msgspec.msgpack.Decoder(Reply | Refused).decode
+decode_reply = msgspec.msgpack.Decoder(Scored | Refused).decode
 
 
 _Functions = list[tuple[str, RewardFunction]]
@@ -83,7 +80,7 @@ def main() -> None:
         channel.reply(call, reply)
 
 
-def _load(paths: list[str], functions: _Functions) -> Reply | Refused:
+def _load(paths: list[str], functions: _Functions) -> Scored | Refused:
     try:
         functions += [(path, load_function(path)) for path in paths]
     except ValueError as error:
@@ -91,7 +88,7 @@ def _load(paths: list[str], functions: _Functions) -> Reply | Refused:
     return Scored([])
 
 
-def _score(request: Score, functions: _Functions) -> Reply | Refused:
+def _score(request: Score, functions: _Functions) -> Scored | Refused:
     values: list[Values] = []
     for path, function in (functions[position] for position in request.which):
         try:

@@ -3,9 +3,8 @@
 
 r"""Units of measurement in answers, such as ``5\text{ cm}``, ``25 cm²``, ``\$3`` or ``42 apples``.
 
-A unit that only one of two answers states does not matter. If both state one, the quantities
-must be equal: ``5 m`` is ``500 cm`` and neither ``5 cm`` nor ``5 s``. Words that are no known
-units, such as ``apples``, are separate units.
+A unit that only one of two answers states does not matter. Else the quantities must be equal: ``5
+m`` is ``500 cm`` and neither ``5 cm`` nor ``5 s``. Unknown words are separate units.
 """
 
 import re
@@ -101,8 +100,7 @@ _PHRASES = re.compile(r"\bin\s+(?:total|all)\b", re.IGNORECASE)
 class Unit:
     """A unit, or the words that stand in its place.
 
-    ``factor`` is its size in the first unit of its ``dimensions``, which map what is measured
-    to exponents and are empty for words.
+    ``factor`` is its size in the first unit of ``dimensions``: what is measured, with exponents.
     """
 
     factor: Fraction

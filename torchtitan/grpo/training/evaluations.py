@@ -35,11 +35,10 @@ Log = Callable[[int, EvaluationResult, Mapping[str, int]], None]
 class Evaluations:
     """Requests evaluations and records their results, on rank 0's training thread.
 
-    :meth:`begin` requests an evaluation beside training, and the first :meth:`collect` that finds
-    the result records it; neither waits. One of several servers keeps the evaluated weights
-    (``evaluation.pin``) for at most ``evaluation.timeout_seconds``. If it becomes the last server
-    that can take new weights, or leaves the run, the evaluation begins again with newer weights
-    after the step. ``num_left_out`` counts evaluations that were due while another one was running.
+    :meth:`begin` requests one beside training, and the first :meth:`collect` that finds the result
+    records it; neither waits. One of several servers keeps the evaluated weights
+    (``evaluation.pin``) for at most ``evaluation.timeout_seconds``. If it becomes the last one that
+    can take new weights, or leaves the run, the evaluation begins again after the step.
     """
 
     def __init__(
@@ -61,10 +60,7 @@ class Evaluations:
         self.num_left_out = self.num_begun_again = 0
 
     def is_due(self, step: int) -> bool:
-        """Returns whether an evaluation belongs between this step and the next one.
-
-        It stays due if it was refused, or given up by :meth:`collect`, until it is begun.
-        """
+        """Returns whether to :meth:`begin` after this step, also one refused or given up before."""
         is_usual = self._is_on and self._interval > 0 and step % self._interval == 0
         return is_usual or self._must_begin
 
@@ -150,22 +146,28 @@ class Evaluations:
 class HeldOutLoss:
     """Mean negative log-likelihood of held-out completion tokens. All methods are collective.
 
-    Each rank receives its rows once, by rank 0's ``plan``; ``is_counted`` is as in
-    :class:`RankRole`.
+    Rank 0 reads ``sft.held_out_path``, and each rank receives its rows once.
     """
 
     def __init__(
         self,
+        trainer: Trainer,
         runner: ForwardRunner,
         feed: Feed,
-        device: torch.device,
-        plan: StepPlan | None,
-        *,
-        is_counted: bool,
+        role: RankRole,
+        rank_zero: RankZeroTurn,
+        model: HFModel,
+        date: str,
     ) -> None:
-        self._runner, self._feed, self._device = runner, feed, device
-        self._is_counted = is_counted
-        received = feed.receive() if plan is None else feed.send_step(plan, 0, PromptProgress())
+        config: JobConfig = trainer.job_config  # pyright: ignore[reportAssignmentType]
+        self._runner, self._feed, self._device = runner, feed, trainer.device
+        self._is_counted = role.is_counted
+        if feed.rank == 0:
+            with rank_zero.releasing_others():
+                plan = _held_out_plan(config, model, role.num_batch_ranks, date)
+            received = feed.send_step(plan, 0, PromptProgress())
+        else:
+            received = feed.receive()
         assert isinstance(received, TrainBatch), f"rank 0 sends rows, got {received}"
         self._rows = received.minibatches
 
@@ -180,26 +182,6 @@ class HeldOutLoss:
                 total[1] += is_given.sum()
         loss, num_tokens = self._feed.all_reduce_sum(total).tolist()
         return loss / num_tokens
-
-
-def open_held_out(
-    trainer: Trainer,
-    runner: ForwardRunner,
-    feed: Feed,
-    role: RankRole,
-    rank_zero: RankZeroTurn,
-    model: HFModel,
-    date: str,
-) -> HeldOutLoss | None:
-    """Returns the held-out loss, if ``sft.held_out_path`` is set; rank 0 reads the file."""
-    config: JobConfig = trainer.job_config  # pyright: ignore[reportAssignmentType]
-    if config.sft.held_out_path is None:
-        return None
-    plan = None
-    if feed.rank == 0:
-        with rank_zero.releasing_others():
-            plan = _held_out_plan(config, model, role.num_batch_ranks, date)
-    return HeldOutLoss(runner, feed, trainer.device, plan, is_counted=role.is_counted)
 
 
 def _held_out_plan(config: JobConfig, model: HFModel, num_ranks: int, date: str) -> StepPlan:

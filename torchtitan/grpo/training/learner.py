@@ -14,7 +14,7 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.losses.loss_metrics import MetricTotals
 from torchtitan.grpo.losses.objective import batch_loss_metrics, metric_reductions
 from torchtitan.grpo.training.gradient_norm import GradientClipper
-from torchtitan.grpo.training.guards import Guards, Reading, Verdict
+from torchtitan.grpo.training.guards import Guards, Verdict
 from torchtitan.grpo.training.model_spec import choose_reference
 from torchtitan.grpo.training.ranks import RankRole
 from torchtitan.grpo.training.runner import ForwardJob, ModelRunner
@@ -25,14 +25,14 @@ from torchtitan.grpo.upstream.trainer import OptimizersContainer, Trainer
 class GradientParts:
     """Adds the gradients of parts up to the gradient of one optimizer step.
 
-    A part's loss weights are normalized over that part. The gradient of the step is the mean over
-    parts, weighted by mass (`losses/aggregation.py`)::
+    A part's loss weights are normalized over that part, so the gradient of the step is the mean
+    over parts, weighted by mass (`losses/aggregation.py`)::
 
         gradient = sum over parts of  mass / total mass * gradient of the part
 
-    The total is known only with the last part. Until then each part is scaled by its mass relative
-    to the first part's, which keeps gradients in their usual range; :meth:`finish` divides by the
-    total. The parts' metrics of this rank are added to ``totals``.
+    The total is known only with the last part. Until then a part is scaled by its mass relative to
+    the first part's, which keeps gradients in their usual range; :meth:`finish` divides by the
+    total. This rank's metrics are added to ``totals``.
     """
 
     def __init__(self, totals: MetricTotals) -> None:
@@ -76,10 +76,9 @@ class GradientParts:
 
 @dataclass(frozen=True)
 class Learned:
-    """Result of a batch's optimizer steps on one rank.
+    """Result of a batch's optimizer steps on one rank, with ``totals`` of all ranks.
 
-    ``batch`` may be the last part, with the counts of all. ``totals`` are of all ranks;
-    ``grad_norms`` are global, before clipping, for each optimizer step.
+    ``batch`` may be the last part, with the counts of all. ``grad_norms`` are before clipping.
     """
 
     batch: TrainBatch
@@ -105,9 +104,7 @@ class Learned:
 class Learner:
     """Takes the optimizer steps of a batch on every rank.
 
-    Attributes:
-        enter: Reports this rank's new phase.
-        await_readers: Returns once nothing reads the weights that the optimizer overwrites.
+    ``await_readers`` returns once nothing reads the weights that the optimizer overwrites.
     """
 
     scorer: Scorer
@@ -201,16 +198,13 @@ class Learner:
             loss.add_metrics(totals)
 
     def _apply_gradient(self, step: int, learned: Learned, totals: MetricTotals) -> bool:
-        """Clips the gradient and steps, unless a guard refuses; returns False if it ends the run.
-
-        The weights are then as before this optimizer step.
-        """
+        """Clips and steps, unless a guard refuses; returns False if it ends the run."""
         self.enter("optimizer step")
         grad_norm = self.clipper.clip()
         self.await_readers()
         # The one place of a step at which the host waits for the gradient.
         norm = self.scorer.feed.all_reduce_metrics(totals, grad_norm)
-        verdict = self.guards.judge(step, Reading.of(norm, totals.values(1)))
+        verdict = self.guards.judge(step, norm, totals.values(1))
         if verdict is Verdict.TAKE:
             self.optimizers.step()
         learned.add(totals, norm)

@@ -27,10 +27,10 @@ def settings_of(optimizers: OptimizersContainer) -> Groups:
 def renew_settings(
     optimizers: OptimizersContainer, schedulers: LRSchedulersContainer, settings: Groups
 ) -> tuple[float, float]:
-    """Restores this run's settings, from :func:`settings_of`, after a checkpoint has replaced them.
+    """Restores the settings from :func:`settings_of`, which a checkpoint has replaced.
 
-    Only moments and steps should come from a checkpoint, not rates, betas, epsilon or weight decay.
-    Returns the learning rate of the next step, and the checkpoint's.
+    Only moments and steps should come from a checkpoint. Returns the learning rate of the next
+    step, and the checkpoint's.
     """
     brought = float(optimizers.optimizers[0].param_groups[0]["lr"])
     for optimizer, scheduler, groups in zip(
@@ -59,11 +59,10 @@ def build_lr_schedulers(
     *,
     num_steps: int | None = None,
 ) -> LRSchedulersContainer:
-    """Builds the optimizers' schedules.
+    """Builds schedules in which the warm-up takes precedence, and the decay gets what it leaves.
 
-    The warm-up takes precedence, and the decay gets what it leaves; upstream also warns. Afterwards
-    the last rate stays, where upstream's falls to 0 and then below. ``num_steps=None`` lays the
-    schedule over ``lr_scheduler.total_steps`` or, if it is not set, ``training_steps``.
+    Afterwards the last rate stays, where upstream's falls to 0 and then below. ``num_steps=None``
+    lays the schedule over ``lr_scheduler.total_steps`` or, if it is not set, ``training_steps``.
     """
     total = config.total_steps if config.total_steps is not None else training_steps
     total = total if num_steps is None else num_steps
@@ -83,10 +82,7 @@ def lengths_of(config: LRScheduler, num_steps: int) -> tuple[int, int]:
 
 
 def describe_shortened(config: LRScheduler, num_steps: int) -> str | None:
-    """Describes replaced lengths that do not fit into the schedule, if any.
-
-    ``decay_ratio = 1`` always fits: the rate falls from the end of the warm-up on.
-    """
+    """Describes lengths that do not fit; ``decay_ratio = 1``, all that is left, always fits."""
     warmup, decay = lengths_of(config, num_steps)
     used = []
     if warmup < config.warmup_steps:

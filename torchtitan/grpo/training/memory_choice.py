@@ -31,9 +31,9 @@ ASSUMED_BYTES = 79 * _GIB
 
 
 def resolve_kept(config: JobConfig, model: HFModel, device: torch.device) -> None:
-    """Replaces ``auto`` in ``parallelism.fsdp_between_microbatches`` of ``config``; rank 0 logs it.
+    """Replaces ``auto`` in ``parallelism.fsdp_between_microbatches`` of ``config``. Collective.
 
-    Collective over all ranks, and the same on all: the device with the least memory decides.
+    The device with the least memory decides for all ranks.
     """
     settings = config.parallelism
     if settings.fsdp_between_microbatches != "auto":

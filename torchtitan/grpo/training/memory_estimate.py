@@ -40,9 +40,8 @@ _RESERVED = 0.1
 class BlockSizes:
     """Widths of a block on one rank, in channels.
 
-    ``heads`` and ``kv_heads`` are the widths of all queries and of all keys. ``hidden`` is that of
-    the feed-forward, with experts of all experts of a token, and ``copies`` the number of these
-    experts.
+    ``heads`` and ``kv_heads`` are the widths of all queries and keys. ``hidden`` is the
+    feed-forward's, of all ``copies`` experts of a token if there are any.
     """
 
     dim: int
@@ -72,8 +71,7 @@ class BlockSizes:
     def kept_channels(self, mode: str) -> float:
         """Returns the channels of a token that a block keeps for its backward pass.
 
-        ``mode`` is ``none``, ``full``, ``op`` (selective by operation), or a number: full
-        checkpointing of every block with a multiple of it.
+        ``mode`` is ``none``, ``full``, ``op``, or a number: full checkpointing of its multiples.
         """
         if mode.isdigit():
             part = 1 / max(int(mode), 1)
@@ -128,7 +126,7 @@ class TrainingMemory:
     Attributes:
         reference: The reference model, if it is on the device.
         whole_parameters: Parameters gathered and cast, if they are kept between microbatches.
-        whole_gradients: Gradients of all parameters before they are reduced, if they are kept.
+        whole_gradients: Gradients before they are reduced, if they are kept likewise.
         working: Buffers of FSDP and of the output layer at one time.
         always_whole: Whether parameters are whole at the end of a forward pass in any case.
         adds_to_shards: Whether reduced gradients exist beside those that are kept.
@@ -193,10 +191,7 @@ def checkpoint_mode(config: JobConfig) -> str:
 def estimate_memory(
     config: JobConfig, shapes: Mapping[str, tuple[int, ...]], args: Any, num_ranks: int
 ) -> TrainingMemory:
-    """Returns the memory of a training step.
-
-    ``shapes`` are by native name, adapters included; ``args`` are upstream's of the model.
-    """
+    """Takes shapes by native name, adapters included, and upstream's arguments of the model."""
     layout = _Layout(config, num_ranks)
     stage = _largest_stage(config, shapes)
     whole = sum(layout.whole(name, stage[name]) for name in stage)

@@ -1,10 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Lets torchtitan's Trainer build the model of a Hugging Face directory.
-
-:func:`check_weights` compares such a directory's weights with its config.json, without loading them.
-"""
+"""Lets torchtitan's Trainer build the model of a Hugging Face directory, and checks its weights."""
 
 import copy
 from collections.abc import Callable
@@ -88,10 +85,7 @@ def scoring_settings(config: JobConfig, head_dim: int | None = None) -> ScoringS
 def register_hf_model(
     model: HFModel, config: JobConfig, device: torch.device, schedule_steps: int | None = None
 ) -> None:
-    """Registers the model under the name and flavor of ``[model]``, and tries its attention.
-
-    ``schedule_steps`` is ``num_steps`` of :func:`build_lr_schedulers`.
-    """
+    """Registers the model under the name and flavor of ``[model]``, and tries its attention."""
     # Sharded logits stay inside the output layer, so that no loss is computed from them.
     config.parallelism.disable_loss_parallel = True
     try_packed_attention(config, device, model.model_args.head_dim)
@@ -177,7 +171,7 @@ def build_reference(trainer: Trainer) -> Reference:
 
 
 def check_weights(config: JobConfig, model: HFModel) -> tuple[int, list[str]]:
-    """Compares the safetensors files of model and reference with a model without memory.
+    """Compares the weights of model and reference with the model, without loading any.
 
     Returns the number of tensors, and warnings of unread ones. Raises ModelError if a tensor is
     missing, quantized, in an unclear file or of another shape, or if a tied model has another

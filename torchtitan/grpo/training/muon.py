@@ -47,9 +47,7 @@ def newton_schulz(matrices: torch.Tensor, num_steps: int) -> torch.Tensor:
 def adjusted_rate(rate: float, kind: AdjustRate, shape: torch.Size) -> float:
     """Returns the learning rate of a matrix [..., rows, columns].
 
-    ``original`` multiplies it by ``sqrt(max(1, rows / columns))``. ``match_rms_adamw`` multiplies
-    by ``0.2 sqrt(max(rows, columns))``, for updates as large as AdamW's
-    (https://arxiv.org/abs/2502.16982).
+    ``match_rms_adamw`` makes updates as large as AdamW's (https://arxiv.org/abs/2502.16982).
     """
     rows, columns = shape[-2:]
     if kind == "original":
@@ -60,8 +58,7 @@ def adjusted_rate(rate: float, kind: AdjustRate, shape: torch.Size) -> float:
 class Muon(torch.optim.Optimizer):
     """Muon for plain or sharded matrices, and batches of them in three dims.
 
-    All ranks of a mesh step the same ones. ``weight_decay`` is scaled by ``lr`` without its
-    adjustment.
+    All ranks of a mesh step the same ones. ``lr`` scales ``weight_decay`` without its adjustment.
     """
 
     def __init__(
@@ -124,8 +121,7 @@ class Muon(torch.optim.Optimizer):
 def orthogonalized(update: torch.Tensor, num_steps: int) -> torch.Tensor:
     """Returns :func:`newton_schulz` of whole matrices, sharded as they were.
 
-    ``update`` is [rows, columns] or [experts, rows, columns]. Ranks with different experts compute
-    different matrices; all others the same ones.
+    ``update`` is [rows, columns] or [experts, rows, columns], with other experts on other ranks.
     """
     if not isinstance(update, DTensor):
         return newton_schulz(update, num_steps)

@@ -42,8 +42,8 @@ def build_optimizers(
 class MuonContainer(OptimizersContainer):
     """AdamW for each model part, and Muon if it has hidden matrices.
 
-    AdamW comes first, so that the logged learning rate is ``optimizer.lr``. A checkpoint holds
-    states by parameter names, and can be loaded under another layout.
+    AdamW comes first, so that its learning rate is logged. Checkpoints have parameter names, for
+    any layout.
     """
 
     def __init__(self, model_parts: Sequence[nn.Module], config: Optimizer) -> None:
@@ -70,9 +70,9 @@ class MuonContainer(OptimizersContainer):
 
 
 def split_parameters(part: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Returns the matrices inside of blocks, batches of experts included, and all other parameters.
+    """Returns matrices inside of blocks, batches of experts included, and all other parameters.
 
-    The others are norms, biases, embedding and output layer, whose rows belong to tokens.
+    Rows of the embedding and of the output layer belong to tokens.
     """
     matrices, others = [], []
     for name, parameter in part.named_parameters():

@@ -26,9 +26,8 @@ from torchtitan.grpo.upstream.trainer import Trainer
 class PolicyProbe:
     """Computes the logprobs of fixed tokens with the current weights, in any layout.
 
-    It runs on the training thread of all ranks and waits for no server. Its rows have
-    :func:`probe_shape`. Only the result of the rank that ``is_speaker`` counts, which must see the
-    output.
+    It runs on the training thread of all ranks and waits for no server. Only the result of the rank
+    that ``is_speaker`` counts, which must see the output.
     """
 
     def __init__(

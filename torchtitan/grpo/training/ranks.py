@@ -24,12 +24,9 @@ _AXES_OF_EQUAL_ROWS = ("tp", "cp")
 class RankRole:
     """Place of a rank among the ranks that train.
 
-    Attributes:
-        num_batch_ranks: Data-parallel degree: number of parts of a batch.
-        batch_rank: Index of this rank's part, the same on tensor-, context- and pipeline-parallel
-            ranks of one data-parallel group, which receive the same rows.
-        is_counted: True on exactly one of these ranks, the only one whose values enter sums over
-            all ranks (losses, metrics, KL).
+    ``batch_rank`` is the part of the batch, of ``num_batch_ranks``, that this rank trains; tensor-,
+    context- and pipeline-parallel ranks share one. Of those exactly one ``is_counted``: only its
+    values enter sums over all ranks (losses, metrics, KL).
     """
 
     num_batch_ranks: int
@@ -74,8 +71,8 @@ class RankZeroTurn:
     def releasing_others(self) -> Iterator[None]:
         """Lets the waiting ranks leave if the block fails on rank 0.
 
-        The next call of the other ranks must be ``feed.receive()``: any other collective would not
-        match the signal, and would hang.
+        Their next call must be ``feed.receive()``: another collective would not match and would
+        hang.
         """
         try:
             yield
@@ -87,10 +84,7 @@ class RankZeroTurn:
 
 
 def patience_seconds(config: JobConfig) -> float:
-    """Returns how long other ranks wait for rank 0's next signal.
-
-    It exceeds the timeouts of starting servers, rollouts, two last evaluations and a push together.
-    """
+    """Exceeds the timeouts of starting, rollouts, two last evaluations and a push together."""
     return (
         120
         + config.inference.startup_timeout_seconds

@@ -51,10 +51,7 @@ def base_reference(
 
 
 class Reference(ForwardRunner):
-    """Computes logprobs under the reference model.
-
-    ``ema`` is ``grpo.ref_model_ema``; ``offload`` leaves the shards in host memory between uses.
-    """
+    """Computes logprobs under the reference; ``offload`` leaves it in host memory between uses."""
 
     def __init__(
         self,
@@ -79,10 +76,7 @@ class Reference(ForwardRunner):
 
     @torch.no_grad()
     def follow(self, policy_parts: Sequence[nn.Module]) -> None:
-        """Moves the weights, an exponential moving average with ``ema``, towards the policy's.
-
-        Both models have the same layout, so each rank updates its shards.
-        """
+        """Moves the weights, each rank its shards, to the policy's; ``ema`` is the part kept."""
         if self.ema == 0:
             return
         self._move(self.device)
@@ -104,8 +98,7 @@ class Reference(ForwardRunner):
 class PartsState(Stateful):
     """Checkpoint state of model parts, read from the parts each time.
 
-    Upstream's ``ModelWrapper`` keeps the tensors that exist when it is constructed, which a model
-    that moves between devices no longer has when it is saved.
+    Upstream's ``ModelWrapper`` keeps tensors that a model which moves between devices has no more.
     """
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:

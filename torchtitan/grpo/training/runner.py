@@ -45,8 +45,7 @@ class ForwardRunner(ABC):
 class ForwardJob:
     """Rows whose logprobs under a model are needed by a later training pass.
 
-    A pipeline runs the first rows in gaps of earlier training passes, as far as they fit, and the
-    rest when the logprobs are asked for.
+    A pipeline runs those that fit in gaps of earlier training passes, and the rest when asked for.
     """
 
     def __init__(self, runner: ForwardRunner, rows: TrainRows) -> None:

@@ -24,8 +24,8 @@ from torchtitan.grpo.training.runner import (
 class StageLoss:
     """Loss that a pipeline schedule computes on the last stage for each microbatch.
 
-    A schedule passes a slice of a target tensor, here of row numbers, by which the loss finds
-    masks, advantages and other logprobs. The first step makes one additional call to infer shapes.
+    The schedule's targets are row numbers, by which the loss finds masks, advantages and logprobs.
+    The first step makes one additional call to infer shapes.
     """
 
     def __init__(self) -> None:

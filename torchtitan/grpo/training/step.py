@@ -55,10 +55,8 @@ class ScoredRows:
 class Minibatch:
     """Rows of one minibatch, and the forward passes that must precede its optimizer step.
 
-    Attributes:
-        old: Logprobs under the policy before the batch's first optimizer step, which must not be
-            taken before it is finished. None if that is the current policy.
-        ref: Logprobs under the reference; None without one.
+    ``old`` is that of the policy before the batch's first optimizer step, which must wait for it;
+    None if that is the current policy. ``ref`` is None without a reference.
     """
 
     rows: TrainRows
@@ -76,8 +74,8 @@ class Minibatch:
 class MinibatchLoss:
     """Computes the loss of one minibatch, microbatch by microbatch, and keeps their metrics.
 
-    Pipeline schedules may compute a loss twice to infer shapes; its metrics count once. ``scale``
-    is the factor of `GradientParts`. ``teacher`` is set if a teacher may have rated rollouts.
+    Pipelines may compute a loss twice to infer shapes; its metrics count once. ``scale`` is the
+    factor of `GradientParts`. ``teacher`` is set if a teacher may have rated rollouts.
     """
 
     def __init__(
@@ -130,9 +128,9 @@ def _top_logprobs(student: torch.Tensor, rows: TrainRows) -> TopLogprobs:
 
 
 def with_top_k(rows: TrainRows, top_k: int) -> TrainRows:
-    """Returns rows with ``teacher.top_k`` tokens of the teacher, or without any if it is 0.
+    """Returns rows with ``top_k`` tokens of the teacher, none of them rated if no rollout is.
 
-    No token is rated in rows without a rated rollout. Raises ValueError if rollouts have another k.
+    Raises ValueError if rollouts have another number of them.
     """
     columns = dict(rows.columns)
     for name in ("teacher_top_ids", "teacher_top_logprobs"):
@@ -160,14 +158,9 @@ def scores_old_policy(config: GRPO) -> bool:
 class Scorer:
     """Computes advantages, and other policies' logprobs, before a batch's first optimizer step.
 
-    Pipelines may delay passes that can wait, and compute them while they train on other
-    minibatches. With one optimizer step the current policy is the proximal one, and needs no pass
-    unless ``grpo.mismatch_normalize`` needs all weights before the first gradient.
-
-    Attributes:
-        reference: None without a KL penalty.
-        feed: Sums values over ranks, of those where ``is_counted`` (see :class:`RankRole`).
-        teacher: None if no teacher may have rated rollouts.
+    Pipelines may delay passes that can wait. With one optimizer step the current policy is the
+    proximal one, and needs no pass unless ``grpo.mismatch_normalize`` needs all weights before the
+    first gradient. ``teacher`` is None if none may have rated rollouts.
     """
 
     config: GRPO
@@ -199,11 +192,10 @@ class Scorer:
     def mean_weight(
         self, rows: TrainRows, old_logprobs: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Returns the mean of the mismatch weights over all kept tokens, a scalar []; 1 without any.
+        """Returns the mean mismatch weight of kept tokens, a scalar []; 1 without any. Collective.
 
-        None without ``grpo.mismatch_normalize``; otherwise collective over all ranks. ``rows`` are
-        this rank's in the optimizer step. ``old_logprobs``, [rows, seq], precede the batch's first
-        optimizer step; None on ranks that do not see the output.
+        None without ``grpo.mismatch_normalize``. ``old_logprobs``, [rows, seq], precede the batch's
+        first optimizer step; None on ranks that do not see the output.
         """
         if not self.config.mismatch_normalize:
             return None

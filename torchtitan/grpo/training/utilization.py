@@ -51,10 +51,7 @@ class Utilization:
         self._flops = 0.0
 
     def add(self, plan: StepPlan, *, begins_batch: bool) -> None:
-        """Adds the plan, for all ranks, of a batch or a part of one.
-
-        ``begins_batch`` drops what was added since the last step, for a batch that was not trained.
-        """
+        """Adds a plan of all ranks; ``begins_batch`` drops those of an untrained batch."""
         if begins_batch:
             self._flops = 0.0
         num_scored, trained = sum(plan.minibatch_tokens), _trained_sequences(plan)

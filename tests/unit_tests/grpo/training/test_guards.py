@@ -9,9 +9,13 @@ import math
 import pytest
 
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.training.guards import GUARDS, Guards, GuardStopped, Reading, Verdict
+from torchtitan.grpo.training.guards import GUARDS, Guards, GuardStopped, Verdict
 
-HEALTHY = Reading(grad_norm=2.0, loss=0.1, entropy=0.5, mismatch_kl=1e-3, reference_kl=0.01)
+NAMES = (
+    "loss/total mismatch/kl loss/reference_kl policy/entropy policy/nll policy/approx_kl "
+    "mismatch/effective_sample_size teacher/top_k_kl loss/policy loss/ptx"
+)
+METRICS = dict.fromkeys(NAMES.split(), 0.2)
 # What trips each guard, and what the line says of it.
 BAD = {
     "nonfinite": ({"grad_norm": math.nan}, "grad_norm is nan"),
@@ -20,10 +24,12 @@ BAD = {
         "grad_norm is 41, above guards.grad_norm_factor = 20 times the median of the last 20 "
         "optimizer steps, 2",
     ),
-    "entropy": ({"entropy": 1e-4}, "policy/entropy is 0.0001, below guards.entropy_floor = 0.001"),
-    "mismatch_kl": ({"mismatch_kl": 0.6}, "mismatch/kl is 0.6, above guards.mismatch_kl_limit = 0.5"),
+    "entropy": (
+        {"policy/entropy": 1e-4}, "policy/entropy is 0.0001, below guards.entropy_floor = 0.001"
+    ),
+    "mismatch_kl": ({"mismatch/kl": 0.6}, "mismatch/kl is 0.6, above guards.mismatch_kl_limit = 0.5"),
     "reference_kl": (
-        {"reference_kl": 3.0}, "loss/reference_kl is 3, above guards.reference_kl_limit = 1"
+        {"loss/reference_kl": 3.0}, "loss/reference_kl is 3, above guards.reference_kl_limit = 1"
     ),
 }  # fmt: skip
 
@@ -38,9 +44,9 @@ class Judge:
         self.guards = Guards(config, self.lines.append)
         self.step = 0
 
-    def __call__(self, **changes) -> Verdict:
+    def __call__(self, grad_norm: float = 2.0, **changes) -> Verdict:
         self.step += 1
-        return self.guards.judge(self.step, dataclasses.replace(HEALTHY, **changes))
+        return self.guards.judge(self.step, grad_norm, METRICS | changes)
 
     def rewards(self, *, are_equal: bool) -> Verdict:
         return self.guards.judge_rewards(self.step + 1, are_equal=are_equal)
@@ -81,21 +87,14 @@ def test_each_guard_does_what_it_is_set_to(guard, action):
         assert judge() is Verdict.TAKE
 
 
-NAMES = (
-    "loss/total mismatch/kl loss/reference_kl policy/entropy policy/nll policy/approx_kl "
-    "mismatch/effective_sample_size teacher/top_k_kl loss/policy loss/ptx"
-)
-METRICS = dict.fromkeys(NAMES.split(), 0.2)
-
-
 @pytest.mark.parametrize("action", ["skip", "stop", "warn"])
 @pytest.mark.parametrize("name", METRICS)
 def test_each_metric_of_the_loss_must_be_finite(name, action):
     wanted = {"skip": Verdict.SKIP, "stop": Verdict.STOP}.get(action, Verdict.TAKE)
     for value in (math.nan, math.inf, -math.inf):
         judge = Judge(nonfinite=action, mismatch_kl="off", reference_kl="off", entropy="off")
-        assert judge.guards.judge(1, Reading.of(1.0, METRICS)) is Verdict.TAKE
-        assert judge.guards.judge(2, Reading.of(1.0, METRICS | {name: value})) is wanted
+        assert judge.guards.judge(1, 1.0, METRICS) is Verdict.TAKE
+        assert judge.guards.judge(2, 1.0, METRICS | {name: value}) is wanted
         assert judge.count("nonfinite") == 1
         found = [*judge.lines, judge.guards.reason or ""]
         assert f"{name} is {value}. With guards.nonfinite" in found[0]
@@ -103,14 +102,14 @@ def test_each_metric_of_the_loss_must_be_finite(name, action):
 
 def test_metrics_that_say_nothing_bad_or_too_much():
     judge = Judge()
-    judge.guards.judge(1, Reading.of(math.nan, dict.fromkeys(METRICS, math.nan)))
+    judge.guards.judge(1, math.nan, dict.fromkeys(METRICS, math.nan))
     assert "Guard at step 1: loss/total is nan and grad_norm is nan. With guards" in judge.lines[0]
     # An infinite metric of the user's own loss is the user's to judge.
     own = METRICS | {"loss/largest_ratio": math.inf}
-    assert Judge().guards.judge(1, Reading.of(1.0, own)) is Verdict.TAKE
+    assert Judge().guards.judge(1, 1.0, own) is Verdict.TAKE
     # An entropy that is not computed, 0, has not collapsed.
     none = METRICS | {"policy/entropy": 0.0}
-    assert Judge(entropy="stop").guards.judge(1, Reading.of(1.0, none)) is Verdict.TAKE
+    assert Judge(entropy="stop").guards.judge(1, 1.0, none) is Verdict.TAKE
 
 
 def test_a_step_that_is_not_finite_does_not_enter_the_median():
@@ -143,17 +142,17 @@ def test_a_norm_that_is_not_clipped_is_never_too_large_and_a_limit_needs_no_hist
 def test_warnings_come_at_doubling_distances_and_begin_anew_after_a_healthy_step():
     judge = Judge()
     for _ in range(10):
-        judge(entropy=0.0)
+        judge(**BAD["entropy"][0])
     assert [int(line.split()[3][:-1]) for line in judge.lines] == [1, 2, 4, 8]
     judge()
-    judge(entropy=0.0)
+    judge(**BAD["entropy"][0])
     assert len(judge.lines) == 5
     assert judge.count("entropy") == 11
 
 
 def test_a_run_that_skips_without_end_is_stopped():
     judge = Judge(max_skipped_steps=3)
-    bad = {"loss": math.nan}
+    bad = {"loss/total": math.nan}
     assert [judge(**bad), judge(**bad), judge(), judge(**bad), judge(**bad)] == [
         Verdict.SKIP, Verdict.SKIP, Verdict.TAKE, Verdict.SKIP, Verdict.SKIP,
     ]  # fmt: skip
