@@ -18,7 +18,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -44,11 +43,7 @@ from torchtitan.grpo.resume.resumption import (
     is_finished,
     plan_start,
 )
-from torchtitan.grpo.run_folder.folder import (
-    RunFolder,
-    check_folder,
-    describe_folder,
-)
+from torchtitan.grpo.run_folder.folder import RunFolder, check_folder, describe_folder
 from torchtitan.grpo.start.train import SETTINGS_FLAG
 from torchtitan.grpo.system.child import die_with_parent
 from torchtitan.grpo.system.device import choose_interfaces
@@ -57,6 +52,7 @@ from torchtitan.grpo.system.rank_channel import RankChannel, RankLost
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.system.store_rounds import separate_rounds
 from torchtitan.grpo.training.model_spec import check_weights
+from torchtitan.grpo.upstream.trainer import Trainer
 from torchtitan.grpo.weight_wire.process_group import limit_communicators
 
 _DRY_RUN = "--dry-run"
@@ -69,15 +65,7 @@ _AGENT_PATIENCE_SECONDS = 5.0
 _LOSS_PATIENCE_SECONDS = 1.0
 
 
-class RunnableTrainer(Protocol):
-    """The part of `grpo_train.GRPOTrainer` that :func:`run` needs."""
-
-    def train(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-TrainerFactory = Callable[[JobConfig, HFModel, StopRequest, RankChannel], RunnableTrainer]
+TrainerFactory = Callable[[JobConfig, HFModel, StopRequest, RankChannel], Trainer]
 
 
 def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
@@ -183,7 +171,7 @@ def _train(
     # torchrun stops the other ranks once it knows that one has died, which may be before they do.
     handler = LostRankHandler(config, lambda: stop.is_older_than(_LOSS_PATIENCE_SECONDS))
     channel = RankChannel(config.grpo.lost_rank_seconds, handler)
-    trainer: RunnableTrainer | None = None
+    trainer: Trainer | None = None
     has_failed = True
     try:
         trainer = make_trainer(config, hf_model, stop, channel)
@@ -245,12 +233,8 @@ def _tell_torchrun(message: str) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
-    content = {
-        "message": {
-            "message": message,
-            "extraInfo": {"timestamp": str(int(time.time()))},
-        }
-    }
+    extra = {"timestamp": str(int(time.time()))}
+    content = {"message": {"message": message, "extraInfo": extra}}
     # The error has been printed. A directory that is gone must not hide it.
     with contextlib.suppress(OSError):
         Path(file).write_text(json.dumps(content, allow_nan=False))

@@ -58,11 +58,7 @@ _TABLE_COLUMNS = 1000
 
 @dataclass(frozen=True)
 class Subject:
-    """Evaluated weights, described for console and result.
-
-    ``model`` is their Hugging Face directory, or that of their tokenizer if servers have the
-    weights.
-    """
+    """Evaluated weights. ``model`` is that of their tokenizer if servers have the weights."""
 
     model: HFModel
     described: str

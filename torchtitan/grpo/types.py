@@ -364,14 +364,12 @@ class RolloutGroup:
     """All rollouts of one prompt.
 
     Attributes:
-        group_id: ``group_id`` of the prompt.
-        prompt_text: Text of the prompt, for logs.
         rollouts: At least one rollout; ``grpo.group_size`` of them unless some failed.
         server_url: Server that wrote the completions.
         columns: Columns of the prompt's row, long values cut, for logs.
         is_chat: Whether the prompt is a list of chat messages.
-        file: Short name of the file that the prompt is from, among ``prompts.paths``; empty if there
-            is one file, or if it is not known.
+        file: Short name of the prompt's file among ``prompts.paths``; empty if there is one, or if it
+            is not known.
     """
 
     group_id: int

@@ -9,7 +9,8 @@ from pathlib import PurePath
 from torchtitan.grpo.config_checks.rules import refusing, require
 from torchtitan.grpo.inference.urls import checked_host
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.monitoring.addresses import KEY_VARIABLE, is_loopback
+from torchtitan.grpo.monitoring.addresses import KEY_VARIABLE
+from torchtitan.grpo.system.network import is_loopback
 
 
 def check_observe(config: JobConfig) -> None:

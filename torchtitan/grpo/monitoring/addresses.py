@@ -8,7 +8,6 @@ They have the form that Prometheus reads (``file_sd_configs``), one file for eac
     [{"targets": ["127.0.0.1:40123"], "labels": {"process": "rank0", "run": "quickstart"}}]
 """
 
-import ipaddress
 import json
 import logging
 from collections.abc import Sequence
@@ -23,15 +22,6 @@ ADDRESSES_FOLDER = "monitoring"
 
 KEY_VARIABLE = "TORCHTITAN_GRPO_MONITOR_KEY"
 """Environment variable with the key that ``/metrics`` and the facts of ``/healthz`` need."""
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name, which may lead anywhere
-        return False
 
 
 def write_address(

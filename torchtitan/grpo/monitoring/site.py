@@ -63,8 +63,9 @@ class Health:
 def healthz(health: Health, *, is_allowed: bool) -> web.Response:
     """Answers 200 if the process is well, else 503; further facts only to an allowed client."""
     body: dict[str, Any] = {"status": health.status}
+    if is_allowed and health.problem is not None:
+        body["problem"] = health.problem
     if is_allowed:
-        body |= {"problem": health.problem} if health.problem is not None else {}
         body |= health.facts
     status = 200 if health.problem is None else 503
     return web.json_response(body, status=status, dumps=strict_json.dumps)
