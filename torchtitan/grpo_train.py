@@ -63,10 +63,7 @@ from torchtitan.grpo.weight_sync.publisher import Publisher, PublisherFailed
 
 
 class GRPOTrainer(Trainer):
-    """Extends torchtitan's Trainer so that it learns from rollouts.
-
-    ``channel`` detects lost ranks, and carries the calls between ranks in the background.
-    """
+    """Torchtitan's Trainer, learning from rollouts. ``channel`` carries calls between ranks."""
 
     checkpointer: GRPOCheckpointManager
     metrics_processor: GRPOMetricsProcessor
@@ -274,10 +271,9 @@ class GRPOTrainer(Trainer):
                 self.source.save(self.step)
 
     def _finish(self) -> None:
-        """Ends a stopped run with a checkpoint, or a finished one with export and report.
+        """Ends a stopped run with a checkpoint, a finished one with export and report.
 
-        Raises GuardStopped if a guard has stopped it, LastSaveFailed if a finished run was not
-        saved.
+        Raises GuardStopped, or LastSaveFailed if a finished run was not saved.
         """
         self.enter("ending")
         is_halted = self.stopped and self.guards.reason is not None
@@ -353,16 +349,12 @@ class GRPOTrainer(Trainer):
     def _build_publisher(self) -> Publisher:
         if not self.config.has_servers:
             return Publisher()
+        source = self.source
         return build_publisher(
-            self.config,
-            self.model_parts,
-            self.sd_adapter,
-            self.device,
-            self.channel,
-            self.source.link if self.source else None,
-            self.source.servers if self.source else [],
+            self.config, self.model_parts, self.sd_adapter, self.device, self.channel,
+            source.link if source else None, source.servers if source else [],
             self.hf_model.vocab_size,
-        )
+        )  # fmt: skip
 
     def _reserve_slot(self) -> int:
         return self.publisher.reserve_slot() if self.is_rank_zero else 0

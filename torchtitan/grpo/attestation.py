@@ -3,15 +3,12 @@
 
 """Checks by log-probabilities that a server serves the weights that were pushed to it.
 
-The server must rate fixed tokens as the trainer does. This is stronger evidence than the version
-that the server reports, because the compared numbers are computed from the weights. Dropout is off
-and no token is sampled, so both sides compute the same numbers up to the rounding of their kernels.
-
-That rounding depends on the GPU, the model and the server's settings. A bound that fits every
-machine would notice nothing. So the difference is measured once, under weights that both sides are
-known to have: a server that nobody has pushed to serves the directory that the trainer has loaded
-as well. A multiple of it is the bound from then on. A difference beyond what kernels can explain is
-never taken as the measure.
+The server must rate fixed tokens as the trainer does: stronger evidence than the version that it
+reports. Dropout is off and no token is sampled, so both sides differ only by the rounding of their
+kernels, which depends on GPU, model and the server's settings. So the difference is measured once,
+under weights that both sides are known to have (a server that nobody has pushed to serves the
+directory that the trainer has loaded), and a multiple of it is the bound from then on. A difference
+beyond what kernels can explain is never taken as the measure.
 """
 
 import asyncio
@@ -57,8 +54,7 @@ def is_attested(version: int, every: int) -> bool:
 class Probes:
     """The trainer's log-probabilities of the newest ``num_kept`` versions, for any thread.
 
-    ``initial`` are those under version 0, with which a run begins, kept for good; ``None`` in a run
-    that was resumed.
+    ``initial`` are those of version 0, kept for good; ``None`` in a run that was resumed.
     """
 
     def __init__(self, num_kept: int = 4) -> None:
@@ -77,10 +73,9 @@ class Probes:
                 del self._expected[oldest]
 
     async def wait_for(self, version: int, timeout_seconds: float) -> tuple[float, ...] | None:
-        """Waits until the training thread has stored the log-probabilities under ``version``.
+        """Waits for the training thread to store those of ``version``. Raises ``TimeoutError``.
 
-        Returns ``None`` if newer ones have replaced them: a lane that is so late will soon be given
-        its next version. Raises ``TimeoutError``.
+        Returns ``None`` if newer ones replaced them: so late a lane soon gets its next version.
         """
         deadline = time.monotonic() + timeout_seconds
         while True:
@@ -180,10 +175,9 @@ def _mean_difference(expected: Sequence[float], served: Sequence[float]) -> tupl
 
 @dataclass(frozen=True)
 class Attestation:
-    """The proof that all servers must give after a push.
+    """Settings: a push of a version divisible by ``every`` is attested; with 0 none is.
 
-    Versions divisible by ``every`` are attested; with 0 none is. ``timeout_seconds`` is the time
-    for the trainer, and then for the server, to rate ``tokens``.
+    ``timeout_seconds`` is for the trainer, and then for the server, to rate ``tokens``.
     """
 
     every: int
@@ -201,10 +195,9 @@ class ServerAttestation:
         self._may_observe = True
 
     async def observe(self) -> None:
-        """Lets the server rate the probe tokens before the first push to it.
+        """Lets the server rate the probe tokens before the first push. Raises as :meth:`check`.
 
-        Only the first call has an effect, because a server whose update was interrupted reports no
-        version either. Raises as :meth:`check`.
+        Further calls do nothing: a server whose update was interrupted reports no version either.
         """
         if not self._attestation.every or self._attestation.tolerances.is_fixed:
             return
@@ -213,12 +206,10 @@ class ServerAttestation:
         self._may_observe = False
 
     async def check(self, version: int) -> bool:
-        """Compares the server's log-probabilities with the trainer's.
+        """Compares log-probabilities; returns False without a comparison if none is due.
 
-        Returns ``False`` without a comparison if the version need not be attested, or if the
-        trainer does not have its own in time, for which the server is not to blame. Raises
-        :class:`AttestationFailed`, or ServerError or TimeoutError if the server did not rate the
-        tokens.
+        Nor is there one if the trainer is late, for which the server is not to blame. Raises
+        :class:`AttestationFailed`, or ServerError or TimeoutError if the server did not rate.
         """
         common, url = self._attestation, self._client.url
         if not is_attested(version, common.every):

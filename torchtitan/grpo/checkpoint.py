@@ -49,10 +49,9 @@ class RunFinished(Exception):
 
 
 def find_start(config: JobConfig, model: HFModel) -> Start:
-    """Decides how the run starts, from checkpoints with checked contents; see `plan_start`.
+    """Decides how the run starts (`plan_start`), from checkpoints whose contents were checked.
 
-    Each rank reads a share of the files. Remains of an interrupted save are removed. Collective
-    over all ranks, as is RunFinished.
+    Each rank reads a share of them. Collective, as is RunFinished. Removes interrupted saves.
     """
     damaged: dict[int, str] = {}
     while True:
@@ -84,10 +83,7 @@ def find_start(config: JobConfig, model: HFModel) -> Start:
 
 
 class AdapterState(ModelWrapper):
-    """The entry of the model in checkpoints of a run with LoRA adapters: only the adapters.
-
-    The run's record holds a digest of the frozen weights, those of ``model.hf_assets_path``.
-    """
+    """Only the adapters of a model; the run's record holds a digest of the frozen weights."""
 
     def _get_state_dict(self) -> dict[str, Any]:
         whole = super()._get_state_dict()
@@ -100,10 +96,7 @@ def load_weights(trainer: Trainer, adapter: BaseStateDictAdapter, model: HFModel
 
 
 def load(trainer: Trainer, start: Start) -> bool:
-    """Loads the checkpoint that the run resumes from; returns False if there is none.
-
-    The settings of this start have precedence over the checkpoint's optimizer and schedule.
-    """
+    """Returns False without a checkpoint. The settings of this start win over those in it."""
     checkpointer, config = trainer.checkpointer, trainer.job_config
     assert isinstance(config, JobConfig)
     settings = settings_of(trainer.optimizers)
@@ -145,11 +138,7 @@ def save_whole(checkpointer: CheckpointManager, step: int) -> None:
 
 
 def save_stopped(trainer: Trainer, source: StepSource | None, first_step: int) -> None:
-    """Saves everything from which a stopped run can go on, and prints how.
-
-    ``source`` is None on ranks other than 0. No checkpoint is saved if ``trainer.step`` is
-    still ``first_step``, that of this process's start.
-    """
+    """Saves what a stopped run can go on from, unless it took no step, and prints how."""
     config, checkpointer, step = trainer.job_config, trainer.checkpointer, trainer.step
     assert isinstance(config, JobConfig) and isinstance(checkpointer, GRPOCheckpointManager)
     if not checkpointer.enable or step == 0:

@@ -3,8 +3,7 @@
 
 """Upstream's checkpoint manager, with checkpoints that are whole or absent, and failure reports.
 
-Upstream ends the run if a checkpoint cannot be written, though the disk may have room at the
-next one, and counts interrupted checkpoints among those to keep.
+Upstream ends the run at a failed save, though the disk may have room at the next one.
 """
 
 import shutil

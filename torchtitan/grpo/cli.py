@@ -109,11 +109,7 @@ def evaluate(arguments: list[str]) -> int:
 
 @contextmanager
 def _as_trained(arguments: list[str]) -> Iterator[list[str]]:
-    """Yields the ranks' part of a command line like that of ``train``.
-
-    Until the end of the block, ``WORLD_SIZE`` is the number of ranks that ``train`` would start,
-    unless the environment has it.
-    """
+    """Yields the ranks' part of a command line, with ``WORLD_SIZE`` as ``train`` would set it."""
     with without_torch():
         from torchtitan.grpo.start.train import parse, plan
     parsed = parse(arguments)

@@ -105,11 +105,9 @@ def open_step_source(
     on_hangup: Callable[[Callable[[], None]], None],
     uses_kept_rollouts: bool = True,
 ) -> StepSource:
-    """Constructs the source of the run's steps, which is not started yet.
+    """Constructs the source of the run's steps, not started. Raises :class:`DataError`.
 
-    ``on_hangup`` registers what SIGHUP calls: with ``inference.urls_file`` it reads that file
-    again. The other arguments are those of :class:`RolloutController`. Raises
-    :class:`DataError` if a file of prompts or records is unusable.
+    ``on_hangup`` registers what SIGHUP calls: to read ``inference.urls_file`` again.
     """
     arguments: dict[str, Any] = {
         "start_version": start_version,
@@ -131,11 +129,9 @@ def open_step_source(
 class RolloutController(StepSource):
     """Plans batches of rollouts that the rollout process sends; see :class:`StepSource`.
 
-    The run has been trained on ``start_version`` batches so far. ``should_stop`` is polled
-    during every wait, which ends once it returns True. With ``uses_kept_rollouts`` the run goes
-    on with the rollouts beside its checkpoint. ``date`` is the time that chat templates show,
-    in ISO format. ``servers`` are those that were present at the start; ``link.watch`` knows
-    the current ones.
+    The run has been trained on ``start_version`` batches. ``should_stop`` is polled during every
+    wait. With ``uses_kept_rollouts`` it goes on with those beside its checkpoint. ``date``, in ISO
+    format, is for chat templates. ``servers`` were present at the start; ``link.watch`` knows more.
     """
 
     def __init__(
@@ -173,11 +169,7 @@ class RolloutController(StepSource):
         self._despite_kills(self._start_version, lambda: None)
 
     def next_step(self, version: int, num_ranks: int) -> PlannedPart | None:
-        """Plans the next batch or its next part; see :meth:`StepSource.next_step`.
-
-        After the rollout process was killed during a batch, the next part is again the first of
-        that batch.
-        """
+        """After a kill of the rollout process, the next part is again the first of its batch."""
         timeout = self.config.rollout.batch_timeout_seconds
         batch = self._despite_kills(
             version, lambda: self.link.next_batch(version, timeout, self._should_stop)
@@ -185,11 +177,7 @@ class RolloutController(StepSource):
         if batch is None:
             return None
         step = self._planner.plan(
-            batch.groups,
-            part=batch.part,
-            step=version,
-            version=version,
-            num_ranks=num_ranks,
+            batch.groups, part=batch.part, step=version, version=version, num_ranks=num_ranks
         )
         if not batch.part.ends_batch:
             return step
@@ -311,10 +299,7 @@ class RolloutController(StepSource):
 
 
 def ledger_record(step: int, batch: RolloutBatch, groups: Sequence[RolloutGroup]) -> dict[str, Any]:
-    """Returns a line of ``ledger.jsonl``, which accounts for the prompts of one batch.
-
-    ``batch`` may be the last part of the batch, whose groups are all in ``groups``.
-    """
+    """A line of ``ledger.jsonl`` for all ``groups`` of a step, whose last part is ``batch``."""
     return {
         "step": step,
         "trained": [group.group_id for group in groups],

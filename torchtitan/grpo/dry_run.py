@@ -63,9 +63,9 @@ def dry_run(
 ) -> Iterator[str]:
     """Yields findings and warnings about what the run would read, and then its layout.
 
-    The model's arguments may be changed. ``date`` is what chat templates take for now; empty is
-    this moment. ConfigError is raised for prompts, columns, rewards or environments, DataError for
-    ``grpo.ptx_path``, ``rollout.replay`` or ``[sft]``, ModelError for weights of another model.
+    The model's arguments may be changed. An empty ``date`` is this moment. Raises ConfigError for
+    prompts, rewards or environments, DataError for ``grpo.ptx_path``, ``rollout.replay`` or
+    ``[sft]``, ModelError for weights of another model.
     """
     yield "Start"
     yield from (f"  {line}" for line in start)
@@ -251,10 +251,7 @@ def _describe_batch(config: JobConfig) -> str:
 
 
 def changed_defaults() -> dict[str, tuple[Any, Any]]:
-    """Returns this project's and torchtitan's default of each of torchtitan's keys that differs.
-
-    ``[model]`` is left out, because a Hugging Face directory determines the model here.
-    """
+    """Returns this project's and torchtitan's differing defaults, except of ``[model]``."""
     here, upstream = JobConfig().to_dict(), job_config.JobConfig().to_dict()
     return {
         f"{table}.{key}": (here[table][key], value)

@@ -3,8 +3,7 @@
 
 """Runs a training rank from its command line to its exit status.
 
-A user's mistake or a failure outside of this program is reported once, in one line, by rank 0. Only
-a bug in this program shows a traceback.
+Rank 0 reports a user's mistake or a failure outside once, in one line. Only bugs show a traceback.
 """
 
 import contextlib
@@ -37,7 +36,6 @@ from torchtitan.grpo.models.hf_config import HFModel, check_reference, read_hf_m
 from torchtitan.grpo.models.hub import locate_models
 from torchtitan.grpo.observe.console import init_console
 from torchtitan.grpo.resume.resumption import (
-    Start,
     describe_finished,
     describe_start,
     is_finished,
@@ -60,8 +58,7 @@ _DRY_RUN = "--dry-run"
 _RANK_ZERO_PATIENCE_SECONDS = 15.0
 # Longer than torchrun takes to stop all ranks after one of them has ended.
 _AGENT_PATIENCE_SECONDS = 5.0
-# A collective with a rank that died may fail, and torchrun may stop this rank, before the channel has
-# seen the end of that rank.
+# A collective with a dead rank may fail, or torchrun stop this one, before the channel sees that.
 _LOSS_PATIENCE_SECONDS = 1.0
 
 
@@ -71,9 +68,8 @@ TrainerFactory = Callable[[JobConfig, HFModel, StopRequest, RankChannel], Traine
 def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
     """Checks the configuration, trains, and returns the exit status of the process.
 
-    It is 0 after a complete run, 1 after a failure, 2 if configuration or model cannot be used, 3
-    if a guard stopped the run, 4 if its last checkpoint could not be written, and 128 plus the
-    signal's number after a stop request.
+    It is 0 after a complete run, 1 after a failure, 2 for an unusable configuration or model, 3 if
+    a guard stopped it, 4 if its last checkpoint failed, 128 plus the number of a stop's signal.
     """
     args = list(args)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -96,7 +92,7 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
     if is_rank_zero:
         print(*notes, sep="\n", end="\n" if notes else "", flush=True)
         return _train_in_folder(make_trainer, config, model)
-    # Rank 0 decides how the run starts, and the others meet it in `find_start`.
+    # The others meet rank 0 in `find_start`.
     return _train(make_trainer, config, model, is_rank_zero=False)
 
 
@@ -142,7 +138,10 @@ def _train_in_folder(make_trainer: TrainerFactory, config: JobConfig, hf_model: 
         if is_finished(config, start):
             print(describe_finished(config, start), flush=True)
         else:
-            _check_weights(config, hf_model, start)
+            # Unusable weights are refused before anything of an earlier run is moved.
+            if start.folder is None or config.lora.rank:  # else a checkpoint brings them
+                for note in check_weights(config, hf_model)[1]:
+                    print(f"warning: {note}", flush=True)
             folder.begin()
         status = _train(make_trainer, config, hf_model, is_rank_zero=True)
     except RunError as error:
@@ -150,13 +149,6 @@ def _train_in_folder(make_trainer: TrainerFactory, config: JobConfig, hf_model: 
     finally:
         folder.close(failed=status != 0)
     return status
-
-
-def _check_weights(config: JobConfig, model: HFModel, start: Start) -> None:
-    """Refuses unusable weights before anything of an earlier run is moved."""
-    if start.folder is None or config.lora.rank:  # else a checkpoint brings them
-        for note in check_weights(config, model)[1]:
-            print(f"warning: {note}", flush=True)
 
 
 def _train(
@@ -243,9 +235,8 @@ def _tell_torchrun(message: str) -> None:
 def leave(main: Callable[[], int]) -> None:
     """Runs ``main``, which closes everything, and ends the process with its status.
 
-    Python's usual cleanup is left out, because it cannot end threads inside a collective with a
-    dead rank, or a broadcast to a stopped server. And if a thread of gloo's releases the last
-    reference to a tensor while the interpreter is torn down, the process aborts
+    Python's cleanup cannot end threads inside a collective with a dead rank, or a broadcast to a
+    stopped server, and aborts if a thread of gloo's releases the last reference to a tensor then
     (https://github.com/pytorch/pytorch/issues/190489).
     """
     try:

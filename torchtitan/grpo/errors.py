@@ -15,11 +15,9 @@ FINAL_STATUSES = (STOPPED_BY_GUARD, LAST_SAVE_FAILED)
 
 
 class RunError(Exception):
-    """An error whose message tells the user what is wrong and what to do. It is shown without a traceback.
+    """An error whose message, shown without a traceback, tells what is wrong and what to do.
 
-    Attributes:
-        exit_status: Exit status of a training rank that ends with it; ``None`` is 2 before training
-            begins, and 1 from then on.
+    ``exit_status`` ``None`` is 2 before training begins, and 1 from then on.
     """
 
     exit_status: int | None = None

@@ -1,10 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""``torchtitan-grpo evaluate X.toml``: the evaluation of a run, without training.
-
-Launched servers load the named weights; servers at ``inference.urls`` are asked as they are.
-"""
+"""``torchtitan-grpo evaluate X.toml``: of weights, or servers at ``inference.urls`` as they are."""
 
 import argparse
 import asyncio

@@ -18,10 +18,10 @@ _ERROR_CHARS = 2000
 
 
 def load_function(path: str, what: str, builtin: Iterable[str]) -> Callable[..., Any]:
-    """Returns the user's function or class, or raises ValueError.
+    """Returns the user's function or class, or raises ValueError that begins with ``what``.
 
     ``path`` is ``package.module:function``, ``package.module.function`` or
-    ``path/to/file.py:function``. ``what`` begins error messages, which name ``builtin`` too.
+    ``path/to/file.py:function``. The message names ``builtin``, too.
     """
     subject = f"{what} {path!r}"
     module_name, name = split_path(path, what, builtin)

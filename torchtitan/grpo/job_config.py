@@ -55,10 +55,7 @@ class Model(job_config.Model):
 
 @dataclass
 class Optimizer(job_config.Optimizer):
-    """``[optimizer]``: torchtitan's table, with defaults for post-training.
-
-    A trained model needs small updates. Torchtitan's own defaults are meant for pretraining.
-    """
+    """``[optimizer]``: torchtitan's table, whose own defaults are too large for a trained model."""
 
     name: Literal["AdamW", "Adam", "Muon"] = "AdamW"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Optimizer. ``Muon`` trains the matrices inside blocks with Muon, treating each expert's
@@ -104,8 +101,8 @@ class Optimizer(job_config.Optimizer):
 class LRScheduler(job_config.LRScheduler):
     """``[lr_scheduler]``: torchtitan's table, with defaults for post-training.
 
-    The learning-rate schedule has a warmup of ``warmup_steps``, a constant phase, and a decay at
-    the end of the run. All of its lengths count batches (``training.steps``), not optimizer steps.
+    There is a warmup of ``warmup_steps``, a constant phase, and a decay at the end of the run. All
+    lengths count batches (``training.steps``), not optimizer steps.
     """
 
     warmup_steps: Annotated[int, at_least(0)] = 10
@@ -145,10 +142,7 @@ class Parallelism(job_config.Parallelism):
 
 @dataclass
 class Metrics(job_config.Metrics):
-    """``[metrics]``: torchtitan's table, with every step logged.
-
-    A step of reinforcement learning takes a long time, and a run has few of them.
-    """
+    """``[metrics]``: torchtitan's table, with every step logged, since a run has few of them."""
 
     log_freq: Annotated[int, at_least(1)] = 1
     """Number of steps between two entries in TensorBoard and wandb. ``metrics.jsonl`` always has

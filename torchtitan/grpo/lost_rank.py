@@ -3,10 +3,8 @@
 
 """Ends a run in which a rank is lost: one message, a record, and an end within a bound.
 
-All ranks of a host learn of the loss together; the first to claim the report prints it, and the
-agent of `torchtitan-grpo train` adds nothing. Each rank writes torch's flight recorder of its
-collectives. Its training thread may be inside a collective that never returns, so the channel's
-thread ends the process if it has not ended after a few seconds.
+The first rank of a host to claim the report prints it. Each writes torch's flight recorder. As its
+training thread may be in a collective that never returns, the channel's thread ends the process.
 """
 
 import os
@@ -84,7 +82,6 @@ def describe_next(config: JobConfig) -> str:
 
 
 def _claims_report(lost: LostRank) -> bool:
-    """Returns whether this rank prints the message for its host."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         reporter = 1 if lost.status.rank == 0 else 0

@@ -1,11 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""JSON in the strict sense, which has no numbers that are not finite.
-
-Python would write ``NaN`` and ``Infinity``, which jq, browsers and databases refuse. Everything that the
-project writes as JSON is written here.
-"""
+"""JSON without ``NaN`` and ``Infinity``, which Python writes, and jq and browsers refuse."""
 
 import json
 import math
@@ -16,10 +12,7 @@ COUNT_KEY = "nonfinite_values"
 
 
 def dumps(value: Any, **options: Any) -> str:
-    """Returns a value as JSON, with null for each number that is not finite.
-
-    An object then says under :data:`COUNT_KEY` how many these are. ``options`` are `json.dumps`'s.
-    """
+    """Numbers that are not finite are null; an object then counts them under :data:`COUNT_KEY`."""
     found: list[float] = []
     strict = _strict(value, found)
     if found and isinstance(strict, dict):
@@ -28,10 +21,7 @@ def dumps(value: Any, **options: Any) -> str:
 
 
 def finite(value: Any) -> float | None:
-    """Returns a number that was read if it is finite, else None.
-
-    Files of earlier releases hold NaN and infinite numbers where there is null now.
-    """
+    """Returns a number that was read if it is finite: files of earlier releases hold NaN."""
     return value if isinstance(value, float | int) and math.isfinite(value) else None
 
 

@@ -1,10 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Types that several packages use: prompts, rollouts, groups, requests to servers.
-
-The module holds plain data and does not import torch, because the rollout process, the
-inference clients and the training ranks all import it.
+"""Types that several packages use, without torch, which not all of their processes import.
 
 A value for each token of a completion is a field of :class:`Generation` or :class:`Rollout` that is
 annotated with its :class:`Column`. Joining, messages, files and packed rows follow from that.
@@ -32,16 +29,11 @@ ServerKind = str
 class ServerInfo:
     """A server of the run.
 
-    Attributes:
-        url: Base URL, without a trailing slash.
-        kind: ``inference.kind``.
-        num_joined: How often a server with this URL has joined the run. It distinguishes a server
-            that left and came back, which must be attested again, from one that stayed.
-        software: Name and release of the program, such as ``vLLM 0.32.0``; empty until the server
-            has told it. It does not distinguish servers.
+    ``num_joined``, how often this URL has joined the run, distinguishes a server that left and came
+    back, which must be attested again. ``software``, such as ``vLLM 0.32.0``, is empty until known.
     """
 
-    url: str
+    url: str  # without a trailing slash
     kind: ServerKind
     num_joined: int = 1
     software: str = field(default="", compare=False)
@@ -49,15 +41,13 @@ class ServerInfo:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of the prompt set, tokenized once.
+    """One row of the prompt set, tokenized once. Reward functions receive text and columns.
 
     Attributes:
-        group_id: Position in the shuffled, repeating stream of prompts, which also identifies the
-            prompt's group: it is unique in a run. Of a held-out prompt, its row in its set.
-        text: The prompt as reward functions receive it: a string, or a list of chat messages if
-            the data set is conversational.
+        group_id: Position in the shuffled, repeating stream of prompts, unique in a run. Of a
+            held-out prompt, its row in its set.
+        text: A string, or a list of chat messages.
         token_ids: [prompt_len] int32, the prompt as the server receives it.
-        columns: The row's remaining columns, passed to reward functions by name.
     """
 
     group_id: int
@@ -70,10 +60,8 @@ class Prompt:
 class PromptProgress:
     """Position of a run in its stream of prompts, between two batches.
 
-    Attributes:
-        position: Index of the first prompt that was not handed out yet.
-        open: Indices of prompts that were handed out but neither trained nor closed, ascending.
-            A resumed run starts with them.
+    ``position`` is that of the first prompt not handed out yet. A resumed run starts with those
+    ``open``, handed out but neither trained nor closed, in ascending order.
     """
 
     position: int = 0
@@ -148,29 +136,19 @@ def without_contexts(token_ids: np.ndarray, new_rows: NewRows) -> np.ndarray:
 class GenerateRequest:
     """Describes one completion that a server is to sample.
 
-    Attributes:
-        request_id: Unique id, by which the request can be aborted.
-        prompt_ids: Token ids, at least one, all below the model's vocabulary size.
-        max_new_tokens: Upper bound of the completion's length, at least 1.
-        temperature: 0 is greedy decoding.
-        top_p: Nucleus bound in (0, 1]; 1 is off.
-        top_k: Number of most likely tokens kept; -1 is off.
-        stop_token_ids: Tokens that end the completion; the stop token is part of it.
-        ignore_eos: Whether to continue after an end token, up to ``max_new_tokens`` tokens.
-        seed: Seed of the request's own random numbers; None uses the server's.
-        unknown_ids: Ids below the model's vocabulary size that are no token of its tokenizer. They
-            would vanish from the text, so a server that can does not sample them.
+    ``unknown_ids`` are below the model's vocabulary size, but no tokens of its tokenizer. They
+    would vanish from the text, so a server that can does not sample them.
     """
 
-    request_id: str
-    prompt_ids: list[int]
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    stop_token_ids: tuple[int, ...] = ()
+    request_id: str  # unique; aborts name it
+    prompt_ids: list[int]  # at least one
+    max_new_tokens: int  # at least 1
+    temperature: float = 1.0  # 0 is greedy decoding
+    top_p: float = 1.0  # in (0, 1]; 1 is off
+    top_k: int = -1  # -1 is off
+    stop_token_ids: tuple[int, ...] = ()  # the stop token is part of the completion
     ignore_eos: bool = False
-    seed: int | None = None
+    seed: int | None = None  # None uses the server's random numbers
     unknown_ids: tuple[int, ...] = ()
 
 
@@ -180,12 +158,10 @@ class Column:
 
     Attributes:
         dtype: Type of the array, which has the shape [tokens].
-        fill: Stands for a missing value: of a part of the completion that has none, and in packed
-            rows of every token that is not trained.
-        is_list: Whether each token has a list of values. The shape is then [tokens, k], with
-            ``fill`` behind the end of a shorter list. ``k`` may differ between completions.
-        in_rows: Whether the loss receives it: it is then in ``TrainRows.columns`` and
-            ``LossInputs.columns`` of all batches in which a rollout has it.
+        fill: Stands for a missing value, and in packed rows for that of an untrained token.
+        is_list: Whether the shape is [tokens, k], with ``fill`` behind the end of a shorter list.
+            ``k`` may differ between completions.
+        in_rows: Whether the loss receives it, in ``TrainRows.columns`` and ``LossInputs.columns``.
         record_name: Name in files of recorded rollouts if it is another one.
     """
 
@@ -233,20 +209,15 @@ class Generation:
 
     Attributes:
         token_ids: [tokens] int32, as the server sampled them, the stop token included.
-        logprobs: Logprob of each sampled token at sampling time, after temperature. With top-p or
-            top-k, vLLM renormalizes the logprobs over the tokens kept; SGLang and the embedded
-            server do not. In both cases the logprobs differ systematically from those that the
-            trainer computes.
-        finish_reason: See :data:`FinishReason`.
+        logprobs: Logprob of each token at sampling time, after temperature. With top-p or top-k,
+            vLLM renormalizes over the tokens kept; SGLang and the embedded server do not. In both
+            cases they differ systematically from the trainer's.
         segments: Policy versions that wrote the tokens, in order and without gaps. Tokens
             inserted by an environment belong to the segment before them.
-        sampled: True for tokens that are trained. False for tokens that an environment inserted,
-            and for tokens of a policy that is too old to learn from (``rollout.overdue``); their
-            logprob is 0. None if all tokens are trained.
-        environment_reward: Sum of the rewards that the environment has given, or None if it
-            gave none.
+        sampled: True for trained tokens. False, with a logprob of 0, for those of an environment,
+            or of a policy that is too old (``rollout.overdue``). None if all are trained.
+        environment_reward: Sum of the environment's rewards, or None if it gave none.
         num_context: Number of tokens that are not trained although a model wrote them.
-        new_rows: See :data:`NewRows`.
     """
 
     token_ids: Annotated[np.ndarray, Column(np.int32, record_name="completion_ids")]
@@ -334,14 +305,11 @@ class Rollout(Generation):
     Attributes:
         prompt_ids: [prompt_len] int32, the same array in all rollouts of a group.
         completion: The decoded text, for logs only; it is never tokenized again.
-        reward: Weighted sum of the reward functions, or None if scoring failed. A rollout
-            without a reward is left out; it never counts as zero.
-        reward_components: Value of each reward function, by its name.
-        teacher_logprobs: Logprob of each token under the teacher (``[teacher]``), at
-            temperature 1; None if no teacher has rated the rollout.
-        teacher_top_ids: The teacher's ``k`` most likely tokens in the place of each token, all
-            different; None without ``teacher.top_k``, and if no teacher has rated the rollout.
-        teacher_top_logprobs: Their logprobs.
+        reward: Weighted sum of the reward functions. None if scoring failed: the rollout is then
+            left out, and never counts as zero.
+        teacher_logprobs: Those of the tokens at temperature 1; None if no teacher has rated them.
+        teacher_top_ids: The teacher's ``teacher.top_k`` most likely tokens in the place of each
+            token, all different; ``teacher_top_logprobs`` are theirs.
     """
 
     prompt_ids: np.ndarray
@@ -363,19 +331,13 @@ class Rollout(Generation):
 class RolloutGroup:
     """All rollouts of one prompt.
 
-    Attributes:
-        rollouts: At least one rollout; ``grpo.group_size`` of them unless some failed.
-        server_url: Server that wrote the completions.
-        columns: Columns of the prompt's row, long values cut, for logs.
-        is_chat: Whether the prompt is a list of chat messages.
-        file: Short name of the prompt's file among ``prompts.paths``; empty if there is one, or if it
-            is not known.
+    ``file`` is the short name of the prompt's file among several ``prompts.paths``, if known.
     """
 
     group_id: int
     prompt_text: str
-    rollouts: tuple[Rollout, ...]
+    rollouts: tuple[Rollout, ...]  # at least one; grpo.group_size of them unless some failed
     server_url: str
-    columns: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)  # of the prompt's row, cut for logs
     is_chat: bool = False
     file: str = ""

@@ -134,10 +134,9 @@ def compare(
 ) -> tuple[float, int, int]:
     """Compares the server's greedy completions with transformers.
 
-    A token counts as greedy if its logprob is at most twice the tolerance below the highest one
-    of ``known_ids``: a padded vocabulary has further ids, which servers do not sample. Returns the
-    largest difference of a token's logprob, the number of tokens that transformers would not have
-    chosen greedily, and the number of tokens compared.
+    A token counts as greedy if its logprob is at most twice the tolerance below the highest of
+    ``known_ids`` (a padded vocabulary has more). Returns the largest difference of a token's
+    logprob, the number of tokens that transformers would not have chosen, and of tokens.
     """
     model = load_model(str(checkpoint), "cpu", "float32").eval()
     known_ids = [token for token in known_ids if token < model.config.vocab_size]

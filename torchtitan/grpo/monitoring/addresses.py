@@ -27,10 +27,7 @@ KEY_VARIABLE = "TORCHTITAN_GRPO_MONITOR_KEY"
 def write_address(
     dump_folder: str, process: str, targets: Sequence[tuple[str, int]], **labels: str
 ) -> None:
-    """Writes ``<dump_folder>/monitoring/<process>.json`` atomically, with hosts and ports.
-
-    A folder that cannot be written ends nothing.
-    """
+    """Writes ``<dump_folder>/monitoring/<process>.json``; a failure to do so ends nothing."""
     named = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in targets]
     labels = {"process": process, "run": Path(dump_folder).resolve().name, **labels}
     content = json.dumps([{"targets": named, "labels": labels}], allow_nan=False) + "\n"

@@ -110,10 +110,9 @@ class _Values(Collector):
 
 
 class MonitorSite:
-    """Serves the health and the metrics of a process on the running event loop. Port 0 is a free one.
+    """Serves health and metrics of a process on the running event loop. Port 0 is a free one.
 
-    Both functions are called on the event loop. Clients must send the key of ``KEY_VARIABLE``, if
-    it is set. The address is in the folder of the run while the site serves.
+    Both functions are called there. Clients must send the key of ``KEY_VARIABLE``, if it is set.
     """
 
     def __init__(

@@ -46,10 +46,7 @@ def init_console(level: str, *, is_rank_zero: bool) -> None:
 
 
 class Progress:
-    """Shows a bar below the line of the last step on a terminal, elsewhere a line for each step.
-
-    Log messages go through the bar's console: others would stand in the middle of it.
-    """
+    """A bar below the last step's line on a terminal, whose console logs share; else lines only."""
 
     def __init__(self, mode: Literal["auto", "bar", "lines", "none"], num_steps: int) -> None:
         if mode == "auto":

@@ -1,10 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Metrics of a run (docs/metrics.md), through torchtitan's metrics processor.
-
-They go to the console, to ``metrics.jsonl`` and to upstream's TensorBoard and wandb loggers.
-"""
+"""Metrics (docs/metrics.md) to console, ``metrics.jsonl``, and upstream's TensorBoard and wandb."""
 
 import netrc
 import os

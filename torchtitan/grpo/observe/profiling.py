@@ -21,10 +21,7 @@ from torchtitan.grpo.upstream.tools import maybe_enable_memory_snapshot
 
 
 class StepClock:
-    """Measures the time of each step and of its parts, in seconds.
-
-    A step lasts from the end of the previous step to its own end, waiting for data included.
-    """
+    """Seconds of each step, from the end of the one before it, and of its parts."""
 
     def __init__(self) -> None:
         self._parts: dict[str, float] = {}

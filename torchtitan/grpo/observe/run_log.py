@@ -15,11 +15,7 @@ from torchtitan.grpo.system.logs import logger
 
 
 class RunLog:
-    """A file of records, which are not kept in memory: a run of weeks has millions of them.
-
-    Records of steps after ``step``, the batches trained on so far, are dropped, since those
-    steps are taken again. With 0 the file starts empty.
-    """
+    """A file of records. Those of steps after ``step``, which are taken again, are dropped."""
 
     def __init__(self, path: Path, step: int) -> None:
         # Replaced at once, so that a process that is killed here does not lose old records.

@@ -64,10 +64,9 @@ class SampleLog:
 
 
 def turns(rollout: Rollout, codec: TextCodec) -> list[dict[str, Any]]:
-    """Returns the whole context of a rollout, in the parts that different writers wrote.
+    """Returns the whole context of a rollout, with special tokens, in parts of different writers.
 
-    Each ``text`` has special tokens. The ``role`` is ``prompt``, ``model``, ``environment``, or
-    ``older model``: tokens of a policy that was too old to be trained (``rollout.overdue``).
+    A ``role`` is ``prompt``, ``model``, ``environment``, or ``older model`` (``rollout.overdue``).
     """
     ids = np.concatenate([rollout.prompt_ids, rollout.token_ids]).tolist()
     begin = len(rollout.prompt_ids)
@@ -95,10 +94,9 @@ def _spans(rollout: Rollout) -> list[tuple[bool, int, int]]:
 
 
 def _texts(ids: list[int], ends: list[int], codec: TextCodec) -> list[str]:
-    """Returns the text of each part of a sequence.
+    """Returns the text of each part of a sequence, decoded with everything before it.
 
-    A part is decoded with everything before it: some tokenizers drop a space at the beginning,
-    and a character may consist of tokens of two parts.
+    Some tokenizers drop a space at the beginning, and a character may have tokens of two parts.
     """
     found, before, start = [], "", 0
     for end in ends:

@@ -94,7 +94,7 @@ def who_waits(metrics: Mapping[str, float]) -> tuple[str, float]:
 def number(value: float, width: int) -> str:
     """Writes a number in at most ``width`` characters, at least 4, or 5 for a negative one.
 
-    With a width of 4, 0.5123 is ``0.51``, 1234 is ``1234``, and 12345 is ``12k``.
+    With 4, 0.5123 is ``0.51``, and 12345 is ``12k``.
     """
     if not math.isfinite(value):
         return str(value)

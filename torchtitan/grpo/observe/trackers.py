@@ -43,10 +43,9 @@ def without_pipeline(parallel_dims: ParallelDims) -> ParallelDims:
 
 @contextmanager
 def wandb_run(config: JobConfig) -> Iterator[None]:
-    """Lets each start of a run open the same wandb run, whose id ``job.dump_folder`` keeps.
+    """Lets each start of a run open the same wandb run, unless the environment decides.
 
-    An id, or another way to resume, in the environment has precedence. The variables are set
-    only while upstream opens its loggers, because user code may use wandb, too.
+    The variables are set only while upstream opens its loggers: user code may use wandb, too.
     """
     named = ("WANDB_RUN_ID", "WANDB_RESUME_FROM", "WANDB_FORK_FROM")
     if not config.metrics.enable_wandb or any(os.environ.get(name) for name in named):

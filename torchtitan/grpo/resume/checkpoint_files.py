@@ -3,10 +3,8 @@
 
 """The files of a checkpoint: written whole or not at all, and checked before they are used.
 
-A checkpoint is whole once its `.metadata` exists, which is written last and in one piece.
-Before that, each rank leaves the sizes and checksums of what it wrote (`sums_<rank>.json`)
-beside its data. An earlier checkpoint of the same step counts as absent from the first write
-on.
+A checkpoint is whole once its `.metadata` exists, which is written last and in one piece, after
+each rank's sizes and checksums (`sums_<rank>.json`). An earlier one of the step is absent at once.
 """
 
 import os
@@ -110,10 +108,7 @@ def whole_steps(checkpoints: Path) -> list[int]:
 
 
 def remove_incomplete(checkpoints: Path) -> list[Path]:
-    """Removes and returns what interrupted saves have left, and the folder if it is empty.
-
-    Call it on one rank, while nothing is being saved.
-    """
+    """Removes and returns remains of interrupted saves; on one rank, while nothing is saved."""
     left = [p for p in checkpoints.glob("step-*") if p.is_dir() and not is_whole(p)]
     for folder in left:
         shutil.rmtree(folder, ignore_errors=True)

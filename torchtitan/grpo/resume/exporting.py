@@ -21,10 +21,7 @@ from torchtitan.grpo.training.model_spec import build_without_memory
 
 
 def find_checkpoint(config: JobConfig, named: str) -> Path:
-    """Returns the folder of a whole, undamaged checkpoint of the run in ``job.dump_folder``.
-
-    ``named`` is ``newest``, the number of a step, or a folder.
-    """
+    """``named`` is ``newest``, a step, or a folder; the checkpoint found is whole and undamaged."""
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     if named == "newest" or named.isdecimal():
         steps = whole_steps(folder)
@@ -51,10 +48,9 @@ def find_checkpoint(config: JobConfig, named: str) -> Path:
 
 
 def export_checkpoint(config: JobConfig, model: HFModel, folder: Path, target: Path) -> None:
-    """Writes the model of a checkpoint as a Hugging Face directory, in ``export_dtype``.
+    """Writes a checkpoint's model as a Hugging Face directory, in ``export_dtype``.
 
-    The optimizer's state is not read. The whole model must fit into host memory. ``model``
-    gives config and tokenizer; building it changes its arguments.
+    It must fit into host memory. ``model`` gives config and tokenizer; its arguments are changed.
     """
     dtype = TORCH_DTYPE_MAP[config.checkpoint.export_dtype]
     built, adapter_of = build_without_memory(config, model)

@@ -3,9 +3,7 @@
 
 """The record of a run in its checkpoints, and what becomes of settings that differ from it.
 
-A later start needs the record before it has any state. A new value counts, except for settings
-that the state in the checkpoint depends on: they are refused, so that nothing is ignored in
-silence.
+A new value counts, but one that the checkpoint's state depends on is refused, not ignored.
 """
 
 import hashlib
@@ -53,12 +51,11 @@ class CheckpointDamaged(CheckpointError):
 
 
 class RunRecord(msgspec.Struct):
-    """Facts about the run that wrote a checkpoint, for later starts.
+    """Facts about the run that wrote a checkpoint, for later starts, before they have any state.
 
-    Keys are masked in the ``settings``, which are listed by table and key. ``model_sizes`` are
-    torchtitan's arguments of the model. ``weights`` is a digest of samples of those with which
-    the run began, empty if there were none. ``schedule_steps`` is the length of the learning
-    rate's schedule. Chat templates print the ``date``, the local time of the run's first start.
+    ``settings`` are listed by table and key, with keys masked. ``model_sizes`` are torchtitan's
+    arguments. ``weights`` is a digest of samples of those that the run began with, or empty.
+    ``schedule_steps`` is the schedule's length, and ``date``, for templates, the first start's.
     """
 
     settings: dict[str, dict[str, Any]]
@@ -122,10 +119,7 @@ class RecordState(Stateful):
 
 
 def states_in(folder: Path) -> set[str]:
-    """Returns the names of the states that a checkpoint holds, such as ``optimizer``.
-
-    A directory that is no checkpoint of torch, such as a Hugging Face directory, has none.
-    """
+    """Returns names of a checkpoint's states, such as ``optimizer``; none if it is not torch's."""
     if not (folder / ".metadata").is_file():
         return set()
     with _refusing_damage(folder):
@@ -134,10 +128,7 @@ def states_in(folder: Path) -> set[str]:
 
 
 def read_kept(folder: Path, states: set[str]) -> tuple[int, RunRecord | None]:
-    """Returns the step and the record of a whole checkpoint, without a process group.
-
-    The record is None if the checkpoint was written before checkpoints had records.
-    """
+    """Returns a checkpoint's step, and its record unless it is older than records."""
     wanted: dict[str, Any] = {"train_state": {"step": 0}}
     if STATE_KEY in states:
         wanted[STATE_KEY] = {"json": ""}
@@ -221,11 +212,7 @@ _SAMPLING = {
 
 
 def changes(record: RunRecord, config: JobConfig, num_ranks: int) -> list[Change]:
-    """Returns the settings that differ from a record, without those of outputs and logs.
-
-    A setting that the record lacks is new in this version of the program, and counts as having
-    had its default.
-    """
+    """Returns differing settings, except outputs and logs; one not recorded had its default."""
     defaults = JobConfig().to_dict()
     found = [Change(RANKS, record.num_ranks, num_ranks)] if record.num_ranks != num_ranks else []
     for table, values in config.to_dict().items():

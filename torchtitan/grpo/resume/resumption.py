@@ -3,8 +3,7 @@
 
 """Decides how a run starts, anew or from a checkpoint, and tells what then differs.
 
-:func:`plan_start` only reads, and needs no process group: every rank, and a dry run, comes to
-the same plan from the files.
+:func:`plan_start` only reads: every rank, and a dry run, comes to the same plan from the files.
 """
 
 from collections.abc import Iterator, Mapping
@@ -59,11 +58,9 @@ def plan_start(
 ) -> Start:
     """Decides from the files how a run starts; if a checkpoint is damaged, by the one before it.
 
-    With ``goes_on``, this run wrote what the folder holds, before its launcher started the
-    ranks again. It is then not replaced (``job.overwrite``), and never in the way.
-
-    Raises CheckpointError if the dump folder holds a run that this one would write over, or if
-    the checkpoint, or a setting that differs from its run's, makes it impossible to resume.
+    With ``goes_on``, earlier ranks of this run wrote the folder: it is not replaced
+    (``job.overwrite``), and never in the way. Raises CheckpointError if this run would write over
+    another one, or if it cannot resume, for instance because of a setting that differs.
     """
     found = dict(damaged or {})
     while True:
@@ -123,10 +120,9 @@ def checkpoint_folder(
 ) -> Path | None:
     """Returns the checkpoint from which a run resumes, or None if it begins anew.
 
-    As in torchtitan, that is the one of ``checkpoint.load_step`` or the newest in the folder;
-    without a checkpoint there, it is ``checkpoint.initial_load_path`` if that is to be loaded
-    whole. Those that are ``damaged`` do not count, nor does any in a folder that will be
-    replaced (``is_new``).
+    As in torchtitan, that is ``checkpoint.load_step`` or the newest one, else
+    ``checkpoint.initial_load_path`` if that is loaded whole. Those that are ``damaged`` do not
+    count, nor does any in a folder that will be replaced (``is_new``).
     """
     settings = config.checkpoint
     if not settings.enable:

@@ -30,10 +30,7 @@ _WRITTEN = (
 
 
 def describe_run(config: "JobConfig", folder: Path | None = None) -> str | None:
-    """Returns what an earlier run has left, by default in the dump folder; None if nothing.
-
-    Logs and empty files of a run that failed before its first step do not count.
-    """
+    """Returns what a run has left, if anything; logs of a start that failed do not count."""
     folder = folder or Path(config.job.dump_folder)
     found = []
     if num_steps := _num_lines(folder / "metrics.jsonl"):

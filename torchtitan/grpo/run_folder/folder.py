@@ -33,10 +33,9 @@ class FolderError(RunError):
 
 
 class RunFolder:
-    """``job.dump_folder`` and whatever else a run writes, held for this run by rank 0 until closed.
+    """``job.dump_folder`` and whatever else a run writes, held for it by rank 0 until closed.
 
-    ``is_restart`` tells whether earlier ranks of this run have written it. Raises FolderInUse if
-    another run holds the folder, and FolderError if it cannot be made or written.
+    ``is_restart``: earlier ranks of this run wrote it. Raises FolderInUse and FolderError.
     """
 
     def __init__(self, config: JobConfig) -> None:
@@ -57,10 +56,7 @@ class RunFolder:
             _tell(line)
 
     def begin(self) -> None:
-        """Makes the folder this run's: moves another run aside, if it is to be replaced.
-
-        Raises FolderInUse if that run is being evaluated, FolderError if it cannot be moved.
-        """
+        """Moves another run aside. Raises FolderInUse while it is evaluated, or FolderError."""
         config = self._config
         if self.is_restart:
             return
@@ -91,10 +87,7 @@ class RunFolder:
 
 
 def hold(config: JobConfig, folder: Path | None = None) -> HeldFolders:
-    """Makes and locks a folder, or all that a run writes, for the life of this process.
-
-    Raises FolderInUse if another process holds it, FolderError if it cannot be made or written.
-    """
+    """Makes and locks a folder, or all that a run writes. Raises FolderInUse and FolderError."""
     launch = launch_id()
     # A run that was asked to stop ends within its bound. Other ranks wait meanwhile.
     patience = min(config.grpo.stop_timeout_seconds + 2, config.comm.init_timeout_seconds / 2)

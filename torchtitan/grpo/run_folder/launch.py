@@ -5,12 +5,9 @@
 
 torchrun starts ranks again with the same command line if one dies (``--max-restarts``) or a node
 joins, and schedulers start whole jobs again. Such a restart must go on with the run, which
-``job.overwrite`` would remove. Two things from the launcher tell them apart:
-
-- Its name. A run first notes in its folder, in one rename, which launch it is of
-  (:func:`note_launch`). A start of the same launch is a restart.
-- The number of the attempt. It proves nothing, because later agents count their own and an earlier
-  attempt may have written nothing. But a later attempt may find its own run, and so removes none.
+``job.overwrite`` would remove. So a run first notes in its folder, in one rename, which launch it
+is of (:func:`note_launch`). The attempt's number proves nothing, as agents count their own, but a
+later attempt may find its own run, and so removes none.
 """
 
 import os
@@ -34,8 +31,7 @@ _FILE = f"{STARTS_FOLDER}/launch.json"
 class Launch(msgspec.Struct):
     """Note in a run's folder about its launch; all is empty if it is damaged.
 
-    ``slurm_job`` starts the run again when requeued. ``folder`` was the folder's name then; a run
-    that is moved aside gets another one.
+    ``slurm_job`` restarts the run when requeued. ``folder`` was its name, before any move aside.
     """
 
     launch: str | None = None
@@ -44,11 +40,7 @@ class Launch(msgspec.Struct):
 
 
 def launch_id() -> str | None:
-    """Returns the name of this rank's launch, or None without a launcher.
-
-    It is the rendezvous id of torchrun. A static rendezvous may have none, but keeps its agents,
-    each of which has a folder for its ranks.
-    """
+    """Returns torchrun's rendezvous id; for a static one without, its agent's folder of ranks."""
     environ = os.environ
     if given := environ.get(LAUNCH_ID_VARIABLE):
         return given

@@ -44,10 +44,10 @@ def earlier_runs(dump_folder: str, *states: str) -> list[Path]:
 
 
 def move_aside(config: JobConfig, *, keep: bool) -> Path | None:
-    """Moves what runs have written out of the way of a new one; ``keep`` forbids its later removal.
+    """Moves what runs have written to a new place, itself a run's folder; None if there was none.
 
-    Returns the new place, itself a run's folder, or None if there was nothing. Raises FolderInUse
-    if something is still being written, and OSError if an item cannot be moved: all is back then.
+    ``keep`` forbids its later removal. Raises FolderInUse if something is still being written, and
+    OSError if an item cannot be moved: all is back then.
     """
     folder = Path(config.job.dump_folder)
     items = list(_items(config, folder))
@@ -144,10 +144,9 @@ def _elsewhere(aside: Path) -> Iterator[tuple[Path, Path]]:
 
 
 class Removal:
-    """Removes replaced runs on a thread, because a disk needs a while for a large checkpoint.
+    """Removes replaced runs that were not gone on with, on a thread: a disk needs a while for them.
 
-    With ``job.overwrite`` these are replaced runs that were not gone on with; interrupted removals
-    continue in any case.
+    Without ``job.overwrite`` it only continues removals that were interrupted.
     """
 
     def __init__(self, config: JobConfig) -> None:

@@ -1,11 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Records each start of a run in ``<dump_folder>/starts/N/``.
-
-``config.toml`` is the resolved configuration with keys masked, and ``environment.json`` holds
-command, versions, commit and machine.
-"""
+"""Records each start of a run in ``<dump_folder>/starts/N/``: configuration and environment."""
 
 import json
 import os
@@ -43,9 +39,7 @@ _MASK = "***"
 
 
 def to_toml(tables: dict[str, Any]) -> str:
-    """Keys whose value is None, which TOML lacks, or masked stand in comments: a run that is
-    started with the file must take masked ones from elsewhere.
-    """
+    """Values that are None, which TOML lacks, or masked are comments."""
     lines = []
     for name, table in tables.items():
         lines += [f"[{name}]", *(_setting(key, value) for key, value in table.items()), ""]

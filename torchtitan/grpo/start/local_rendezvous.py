@@ -3,14 +3,12 @@
 
 """A rendezvous for torchrun's agent where all ranks are on one host.
 
-Torchrun's own (also ``--standalone``) listens on every interface, and its agent unpickles what it
-finds in the store: whoever reaches the port runs code as the user. A single agent meets nobody, so
-its notes stay in memory. Only the ranks' store, from which nothing is unpickled, has a socket, on
-loopback.
-
     torchrun --rdzv-backend torchtitan_grpo --nproc_per_node=2 -m torchtitan.grpo_train ...
 
-Torchrun finds it by the entry point ``torchrun.handlers`` of this package.
+Torchrun's own (also ``--standalone``) listens on every interface, and its agent unpickles what it
+finds in the store: whoever reaches the port runs code as the user. Here the agent's notes stay in
+memory, and only the ranks' store, from which nothing is unpickled, has a socket, on loopback.
+Torchrun finds it by the entry point ``torchrun.handlers``.
 """
 
 import contextlib

@@ -1,11 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Starts this node's ranks of a run on several nodes, for `scripts/launch_multinode.sh`.
-
-It says what it decided: interface, address, rendezvous, number of ranks, and in each round which
-ranks are here. The ranks run under torchrun's agent (`torchrun.py`).
-"""
+"""Starts this node's ranks of a run on several nodes, for `scripts/launch_multinode.sh`."""
 
 import argparse
 import os
@@ -35,8 +31,8 @@ _RESOLVE_SECONDS = 1.0  # between two questions for the address of the endpoint
 class NodeOptions:
     """Command line of `scripts/launch_multinode.sh`, with what the environment adds.
 
-    ``num_nodes`` is the lowest and the highest number. Without ``num_ranks`` there is one rank for
-    each visible GPU, and without ``interface`` the routes are asked. ``rest`` is for the ranks.
+    ``num_nodes`` is the lowest and the highest number. Without ``num_ranks`` there is one for each
+    visible GPU; without ``interface`` the routes are asked.
     """
 
     config_file: str
@@ -163,10 +159,7 @@ def find_place(options: NodeOptions) -> Place:
 
 
 def _resolve(host: str, port: int, patience_seconds: float) -> str:
-    """Address of the endpoint's host, or ConfigError after ``patience_seconds``.
-
-    A cluster may make the name, or start its machine, later than this node.
-    """
+    """Address of the endpoint's host, which a cluster may name or start later than this node."""
     begin, reminders = time.monotonic(), Reminders()
     while True:
         try:
@@ -209,11 +202,7 @@ def run_node(options: NodeOptions) -> int:
 
 
 def import_torch_quietly() -> None:
-    """Imports torch without the warnings of its sockets, only in this process.
-
-    If the endpoint's node ends first, torch's store would print pages of function addresses on the
-    others. :func:`_run_ranks` reports what matters.
-    """
+    """Imports torch without pages of its store's warnings on other nodes when the endpoint ends."""
     given = os.environ.get(_CPP_LOG_LEVEL)
     os.environ.setdefault(_CPP_LOG_LEVEL, "ERROR")
     import torch  # noqa: F401  # reads the level as it is loaded

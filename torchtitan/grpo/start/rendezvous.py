@@ -1,15 +1,13 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The rendezvous of the nodes of a run, on one address and nowhere else.
+"""The rendezvous of the nodes of a run: torch's c10d rendezvous with three differences.
 
-It is torch's c10d rendezvous with three differences.
-
-- Its stores listen on the given address. Torch's listen on all interfaces, and whoever can connect to
-  a store can put something into it that a rank unpickles.
-- The node with the store has rank 0 in every round. Torch sorts nodes by address, so rank 0 with the
-  rollout process and registry would be on any node, and could move when a node is replaced.
-- Each round has a new store for the ranks. Torch keeps the first one: a later node waits in vain for
+- Its stores listen on one address. Torch's listen on all interfaces, and whoever can connect to a
+  store can put something into it that a rank unpickles.
+- The node with the store has rank 0 in every round. Torch sorts nodes by address, so the rollout
+  process and registry, which are with rank 0, could move when a node is replaced.
+- Each round has a new store for the ranks. In torch's first one, a later node waits in vain for
   its address, and restarted ranks read the keys of those before them
   (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/elastic/rendezvous/dynamic_rendezvous.py).
 """
@@ -45,10 +43,9 @@ _POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Node:
-    """A node's description for the rendezvous.
+    """A node, whose stores listen on ``address``; the rendezvous is here if ``holds_store``.
 
-    Its stores listen on ``address``; ``endpoint`` is address and port of the rendezvous, which is
-    here if ``holds_store``. A round waits ``join_seconds`` for all nodes.
+    A round waits ``join_seconds`` for all nodes.
     """
 
     address: str
@@ -61,8 +58,7 @@ class Node:
 class NodeRendezvous(RendezvousHandler):
     """See the module. ``tell`` is called with sentences for the user.
 
-    Raises OSError if this node cannot listen at the endpoint, and TimeoutError if it cannot reach
-    it.
+    Raises OSError if it cannot listen at the endpoint, TimeoutError if it cannot reach it.
     """
 
     def __init__(
@@ -151,10 +147,7 @@ class NodeRendezvous(RendezvousHandler):
         return self._inner.num_nodes_waiting()
 
     def get_run_id(self) -> str:
-        """Returns an id that is the same on all nodes, and new with each store.
-
-        It tells ranks whether they were started again, or the whole run was.
-        """
+        """The same on all nodes, and new with each store: a restart of ranks keeps it."""
         return f"{self._inner.get_run_id()}-{self._launch}"
 
     def shutdown(self) -> bool:

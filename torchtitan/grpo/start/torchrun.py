@@ -3,8 +3,7 @@
 
 """Runs the training ranks on this machine under torchrun's agent, in this process.
 
-The rendezvous's store listens on loopback. The agent prints nothing: its report of thirty lines
-would bury each rank's message about what went wrong.
+The rendezvous's store listens on loopback. The agent's own report, thirty lines, is not printed.
 """
 
 import contextlib
@@ -39,10 +38,9 @@ UNUSED_SIGNAL = "SIGQUIT"
 
 
 class _Agent(LocalElasticAgent):
-    """An agent that restarts no ranks once one of them has ended for good.
+    """An agent that restarts no ranks once one has ended for good, for which it has no setting.
 
-    A run that a guard stopped is for the user to look at, and a checkpoint without room would find
-    none again. The agent has no such setting, so its class is replaced.
+    A run that a guard stopped is for the user to look at, and a full disk would still be full.
     """
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
@@ -66,11 +64,10 @@ def respecting_final_statuses() -> Iterator[None]:
 def run_ranks(
     arguments: list[str], num_ranks: int, stop_timeout_seconds: float, max_restarts: int = 0
 ) -> int:
-    """Runs ``torchtitan.grpo_train`` on ``num_ranks`` ranks; returns the run's exit status.
+    """Runs ``torchtitan.grpo_train``; returns 0, a failed rank's status, or 128 plus the signal.
 
     The first signal is passed on, and the ranks end in order within ``stop_timeout_seconds``. All
-    ranks are started again up to ``max_restarts`` times after a failure. The status is 0, that of
-    the first rank that failed, or 128 plus the signal's number.
+    are started again up to ``max_restarts`` times after a failure.
     """
     folder = make_private_folder("ranks")
     config = LaunchConfig(

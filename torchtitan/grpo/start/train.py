@@ -15,9 +15,8 @@ from torchtitan.grpo.job_config import JobConfig
 def choose_num_ranks(config: JobConfig, num_gpus: int, asked: int | None) -> int:
     """Returns the number of training ranks; ConfigError if there are too few GPUs.
 
-    A layout that fixes all degrees decides. With ``data_parallel_shard_degree = -1`` the run gets
-    as many ranks as there are GPUs that no launched server needs, and without a GPU as few as the
-    layout allows. ``asked`` is the user's number, if any.
+    A layout that fixes all degrees decides, then ``asked``. Else there is a rank for each GPU that
+    no launched server needs, or without a GPU as few as the layout allows.
     """
     if asked is not None:
         if num_gpus and asked > num_gpus:
@@ -65,11 +64,7 @@ SETTINGS_FLAG = "--settings"
 
 @dataclass
 class TrainArguments:
-    """Parts of the command line of ``train``.
-
-    ``rest`` is for the ranks, and ``counted`` the option that gave ``num_ranks``, if any. Ranks are
-    started again up to ``max_restarts`` times after a death.
-    """
+    """``rest`` is for the ranks; ``counted`` is the option that gave ``num_ranks``, if any."""
 
     rest: list[str]
     num_ranks: int | None = None
@@ -110,11 +105,7 @@ def read_settings(parsed: TrainArguments) -> JobConfig:
 
 
 def plan(parsed: TrainArguments) -> tuple[JobConfig, int, int]:
-    """Returns the configuration, the number of ranks, and the number of visible GPUs.
-
-    Raises ConfigError if a key or value is wrong, if servers are not named or cannot be started, or
-    if there are too few GPUs.
-    """
+    """Returns configuration, number of ranks, and number of visible GPUs; raises ConfigError."""
     config = read_settings(parsed)
     if config.job.config_file is None:
         raise ConfigError("A configuration must be named: torchtitan-grpo train X.toml.")

@@ -3,12 +3,10 @@
 
 """Child processes that cannot outlive their owner, and whatever they have started.
 
-Every child has its own session, so that Ctrl-C reaches only its owner, which ends the child in
-order. If the owner dies before, the kernel sends the child SIGTERM (on Linux).
-
-A program of a reward or an environment may leave its session and its parent (``setsid``, a double
-fork). On Linux it then becomes a child of the process that called :func:`adopt_orphans`. If that
-process was killed, the program is found by ``RUN_VARIABLE`` in its environment.
+Every child has its own session: Ctrl-C reaches only its owner, which ends it in order. If the owner
+dies before, the kernel sends the child SIGTERM (on Linux). A program that leaves session and parent
+(``setsid``, a double fork) becomes a child of the process that called :func:`adopt_orphans` (on
+Linux), or, if that was killed, is found by ``RUN_VARIABLE`` in its environment.
 """
 
 import contextlib
@@ -54,10 +52,7 @@ def die_with_parent(signum: int = signal.SIGTERM) -> None:
 
 
 def end_with_parent() -> None:
-    """Has a thread send SIGTERM and then SIGKILL to this process when its parent has ended.
-
-    It is for processes that this package does not start. Further calls do nothing.
-    """
+    """Has a thread end this process, which another program started, soon after its parent."""
     if _watches_parent.acquire(blocking=False):
         watch = threading.Thread(
             target=_watch_parent, args=(os.getppid(),), name="parent-watch", daemon=True
@@ -82,8 +77,7 @@ def start_child(
 ) -> subprocess.Popen:
     """Starts a child that ends with the calling thread; see :func:`die_with_parent`.
 
-    Output is appended to ``log_file``, readable only by this user and within the size of
-    `log_limit.py`; by default it goes where this process's goes.
+    Output is appended to ``log_file``, private and limited (`log_limit.py`), or goes to our own.
     """
     output = open_log(log_file) if log_file is not None else None
     try:
@@ -114,10 +108,9 @@ def open_log(path: Path) -> IO[bytes]:
 
 
 def stop_children(children: Sequence[subprocess.Popen], grace_seconds: float = 3.0) -> None:
-    """Ends children of :func:`start_child`, and all processes in their sessions.
+    """Ends children and their sessions; SIGKILL follows after ``grace_seconds`` for all together.
 
-    ``grace_seconds``, for all together, lie between SIGTERM and SIGKILL. Python's trackers of
-    shared memory come last: they remove what other processes left, and end.
+    Python's trackers of shared memory come last: they remove what others left, and end.
     """
     for child in children:
         _signal_session(child, signal.SIGTERM)

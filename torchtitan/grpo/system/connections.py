@@ -1,12 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Bounds the connections of an HTTP server: their number, and how slowly they send.
+"""Bounds the connections of an HTTP server, which aiohttp and uvicorn do not.
 
-aiohttp and uvicorn limit neither the time until a connection's first request nor that of a body,
-and accept until no file descriptors are left. Here late headers close a connection, and one of too
-many is closed for a new one so that nobody is shut out (:meth:`ConnectionLimits.make_room`).
-Servers in other environments use this module as well, so it needs only the standard library.
+Late headers or bodies close a connection, and one of too many is closed for a new one so that
+nobody is shut out. Servers in other environments use this: it needs only the standard library.
 """
 
 import asyncio
@@ -81,10 +79,10 @@ class ConnectionLimits:
     def make_room(self, host: str) -> bool:
         """Returns whether one more connection may be served; may close another one for it.
 
-        It closes an idle connection, without unanswered requests: of those without a key, else of
-        all, the longest idle one of the host with the most. If none is idle, it closes the oldest
-        busy one without a key, provided that its host has more of them than the new one's. So a
-        host can shut out only itself, and nobody without a key shuts out those with one.
+        It closes an idle one: of those without a key, else of all, the longest idle one of the host
+        with the most. If none is idle, it closes the oldest busy one without a key, if its host has
+        more of them than the new one's. So a host can shut out only itself, and nobody without a key
+        shuts out those with one.
         """
         if self.num_open < self.max_connections:
             return True

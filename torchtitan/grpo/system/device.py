@@ -3,8 +3,7 @@
 
 """Differences between CPU and CUDA, with all workarounds that CPU and gloo need.
 
-Without an accelerator torchtitan assumes CUDA, and several modules copy this choice when they are
-imported. Call :func:`settle_device`, which corrects it, before importing ``torchtitan.train``.
+Torchtitan's modules assume CUDA as they are imported: call :func:`settle_device` before.
 """
 
 import os
@@ -64,11 +63,10 @@ def _use_host_memory_monitor() -> None:
 
 
 def choose_interfaces() -> None:
-    """Makes the ranks' process groups use one interface: loopback, or that to the other nodes.
+    """Makes the ranks' process groups, made later, use loopback, or the way to the other nodes.
 
     gloo's default is the address of this host's name, NCCL's is the first suitable interface;
-    neither need connect the nodes. The user's settings stay. Call it before any process group
-    exists. Groups with servers choose by the route to each (`weight_wire/process_group.py`).
+    neither need connect the nodes. The user's settings stay.
     """
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
@@ -121,10 +119,7 @@ def prepare_fsdp_for_gloo(model: nn.Module) -> None:
 
 
 def lower_timeouts(dims: "ParallelDims", timeout_seconds: float) -> None:
-    """Applies ``comm.train_timeout_seconds`` after the slow first step. Collective over all ranks.
-
-    Upstream's ``set_pg_timeouts`` needs a device index, which a CPU lacks.
-    """
+    """As upstream's ``set_pg_timeouts``, which needs a device index. Collective over all ranks."""
     groups = [mesh.get_group() for mesh in dims.get_all_one_dimensional_meshes().values()]
     # No rank may use the shorter timeout while another is still in the slow first step.
     dist.barrier()

@@ -1,10 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Environment variables that launched servers and the rollout process see.
+"""The environment of launched servers and the rollout process: not a rank's variables, nor keys.
 
-Nobody can list what clusters set for modules, caches, networks and schedulers. A child therefore
-sees all but a rank's variables, and those whose names or values show that they hold keys.
+What clusters set for modules, caches, networks and schedulers cannot be listed, and is passed on.
 """
 
 import re

@@ -38,10 +38,7 @@ _NEW = "NEW_FILE"
 
 
 def other_format(content: bytes, path: str) -> str | None:
-    """Says what a file is and what to do, if its beginning or another part is not UTF-8.
-
-    The sentences begin in small letters, such as ``it is compressed with gzip. Unpack it: ...``.
-    """
+    """Says ``it is ...`` and what to do, if the beginning or another part is not UTF-8."""
     names = {"path": shlex.quote(path), "new": _NEW}
     for beginning, what, remedy in _BEGINNINGS:
         if content.startswith(beginning):

@@ -3,11 +3,8 @@
 
 """Reads only regular files, and writes files whole or not at all.
 
-Opening a pipe waits for a writer that may never come, a device such as ``/dev/zero`` never ends,
-and some files below ``/proc`` and ``/sys`` do either while they look regular.
-
-Sizes and checksums of files stand beside them in any number of ``sums_<name>.json``. Files that
-none of them names are not checked.
+A pipe waits for a writer that may never come, a device may never end, and some files in ``/proc``
+and ``/sys`` do either. Sizes and checksums of files stand beside them in ``sums_<name>.json``.
 """
 
 import contextlib
@@ -65,10 +62,7 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
 
 
 def check_folder(folder: str | os.PathLike[str], *, below: bool = False) -> None:
-    """Refuses a folder that holds anything but regular files and folders; ``below`` looks deeper.
-
-    It is for libraries that open its files. Dangling links and a missing folder pass.
-    """
+    """Refuses other than regular files, also ``below``; dangling links and no folder pass."""
     for parent, folders, files in os.walk(folder):
         for name in files:
             try:
@@ -145,10 +139,7 @@ def damaged_files(
     *,
     is_wanted: Callable[[str, int], bool] = lambda name, size: True,
 ) -> Iterator[str]:
-    """Yields the names of files whose contents are not what was written.
-
-    ``share`` of ``num_shares`` lets ranks divide the files. ``is_wanted`` chooses by name and size.
-    """
+    """Yields names of files that differ from what was written, in one ``share`` (of a rank)."""
     try:
         sums = read_sums(folder)
     except ValueError as error:

@@ -60,8 +60,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 class Holder(msgspec.Struct, frozen=True):
     """Holder of a lock by its file; all fields are empty if the file is damaged.
 
-    ``boot`` is :func:`.network.boot_id` of the machine. ``launch`` is the same when the process is
-    started again, and ``token`` is random.
+    ``launch`` is the same when the process is started again, and ``token`` is random.
     """
 
     host: str = ""
@@ -101,10 +100,10 @@ class FolderLock:
         self._last_heard, self._is_heard = 0.0, False
 
     def acquire(self, patience_seconds: float, tell: Callable[[str], None]) -> None:
-        """Takes the lock; waits for a holder that may be about to end.
+        """Takes the lock, or raises FolderInUse after ``patience_seconds``, or OSError.
 
-        The wait is ``patience_seconds`` for a holder that surely lives, and otherwise at least
-        ``SILENCE_SECONDS``; ``tell`` is called before. Raises FolderInUse, or OSError of the file.
+        The wait, which begins with ``tell``, is at least ``SILENCE_SECONDS`` for a holder that may
+        have ended.
         """
         begin, is_told = time.monotonic(), False
         while (found := self._attempt()) is not None:
@@ -266,10 +265,7 @@ def _try_flock(descriptor: int, mode: int = fcntl.LOCK_EX) -> bool | None:
 
 
 class HeldFolders:
-    """Locks that this process holds, and the thread that gives their signs of life.
-
-    ``on_lost`` is called on it with a message if another process has taken a lock over.
-    """
+    """Locks of this process, and a thread that shows life, on which ``on_lost`` tells a loss."""
 
     def __init__(
         self,

@@ -1,10 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Process groups besides torchtitan's own, and the address at which ranks find rank 0.
+"""Process groups of whatever communicates beside the training step, and rank 0's address.
 
-Two threads must not issue collectives on one communicator, so everything that communicates beside
-the training step has its own groups.
+Two threads must not issue collectives on one communicator.
 """
 
 import errno
@@ -51,10 +50,7 @@ def route_address(setting: str, server_url: str) -> str:
 def listening_store(
     address: str, world_size: int | None, timeout_seconds: float, port: int = 0
 ) -> dist.TCPStore:
-    """Returns a store on one address of this host; port 0 is a free one.
-
-    Raises ValueError if the address is not one of this host, OSError if the port is in use.
-    """
+    """ValueError: not an address of this host. OSError: ``port``, 0 for a free one, is in use."""
     try:
         family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(target[:2], family=family)

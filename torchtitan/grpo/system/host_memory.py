@@ -42,11 +42,10 @@ def available_bytes(cgroup: Path = _CGROUP) -> int:
 
 
 def pin(tensors: Sequence[torch.Tensor]) -> None:
-    """Pins memory that exists already, so that a GPU's copy engines reach it without the CPU.
+    """Pins existing memory, so that a GPU's copy engines reach it without the CPU, for good.
 
-    Each process must pin its own mapping before the GPU copies; it stays pinned until the process
-    ends. Pinning waits for the device, so it belongs to the start of a run. RuntimeError means that
-    the system or the driver refuses, for instance because of a limit of locked memory.
+    Each process must pin its own mapping. Pinning waits for the device, so it belongs to a run's
+    start. RuntimeError is a refusal, for instance because of a limit of locked memory.
     """
     cudart: Any = torch.cuda.cudart()
     for tensor in tensors:
@@ -69,10 +68,9 @@ def own_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SlotOffer:
-    """Tells another rank how to map this rank's slots, which follow one another in a file.
+    """How another rank of this host maps the slots of this one, one after the other in a file.
 
-    ``path`` is valid on this host while the owner lives. Elsewhere it may name another file, which
-    lacks ``secret`` as its last bytes.
+    Elsewhere ``path`` may name another file, which lacks ``secret`` as its last bytes.
     """
 
     path: str

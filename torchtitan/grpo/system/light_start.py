@@ -5,9 +5,8 @@
 
     python .../torchtitan/grpo/system/light_start.py torchtitan.grpo.rollout.process ARGS...
 
-``import torchtitan`` imports torch, its compiler and quantization, several seconds of a core. This
-launcher puts an empty package in its place, with the paths of overlay and installation. Run it by
-path: with ``-m`` Python would import torchtitan itself first.
+``import torchtitan`` imports torch and its compiler, several seconds of a core. An empty package
+stands in its place, with the same paths. (``-m`` would import torchtitan itself first.)
 """
 
 import os

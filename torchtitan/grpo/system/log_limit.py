@@ -1,10 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Keeps the logs of child processes within a size, whatever the user's code prints.
+"""Keeps the logs of child processes, opened for appending, within a size.
 
-A thread empties a log that is too large, after copying its newest part to ``NAME.1`` beside it. All
-processes have opened the log for appending, so it can be emptied under them.
+A thread empties a log that is too large, after copying its newest part to ``NAME.1`` beside it.
 """
 
 import contextlib

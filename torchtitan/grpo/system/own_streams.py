@@ -1,10 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""CUDA streams that are not shared, made by the driver.
+"""CUDA streams that are not shared: ``torch.cuda.Stream()`` hands out 32 in turn, also to NCCL.
 
-``torch.cuda.Stream()`` hands out 32 streams of a device in turn, also to torch's NCCL groups
-(``c10/cuda/CUDAStream.h``). Users of the same stream wait for each other's queued work.
+Users of the same stream wait for each other's queued work (``c10/cuda/CUDAStream.h``).
 """
 
 import ctypes

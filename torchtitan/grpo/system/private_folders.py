@@ -3,11 +3,9 @@
 
 """Temporary folders of processes; those of killed ones are removed when the next one is made.
 
-Each process holds a lock on its folder, which the kernel releases when the process ends. (The
-process number in the name is for people; it means nothing in another container.)
-
-Programs such as SGLang leave files with random names in shared memory. The process that starts them
-notes these in its folder (:func:`note_held`), and they are removed with it if nobody holds them.
+Each process holds a lock on its folder, which ends with it; process numbers mean nothing in another
+container. Files with random names that programs such as SGLang leave in shared memory are noted
+there (:func:`note_held`), and removed with it if nobody holds them.
 """
 
 import contextlib
@@ -35,10 +33,7 @@ _ALL_PROCESSES = 0xEFFFFFFC
 
 
 def make_private_folder(purpose: str) -> Path:
-    """Returns a new folder only for this user, and removes those left by killed processes.
-
-    Its path is short enough for Unix sockets in it.
-    """
+    """Returns a new folder of this user, with a path short enough for Unix sockets in it."""
     prefix = f"torchtitan-grpo-{purpose}-{os.getpid()}-"
     parent = tempfile.gettempdir()
     if len(parent) + len(prefix) > _LONGEST_FOLDER - 10:
@@ -86,9 +81,8 @@ def _is_locked(folder: Path) -> bool:
 def note_held(session: int, folder: Path) -> None:
     """Adds the shared memory that a session's processes hold now to the notes in ``folder``.
 
-    Python's semaphores that nobody holds and that are younger than the session are noted, too,
-    because vLLM and SGLang leave some; another program would not need them either. A process in a
-    container does not see the holders in other containers that share the memory, so it leaves them.
+    So are younger semaphores of Python that nobody holds, which vLLM and SGLang leave, except in a
+    container, which does not see holders in others.
     """
     # The files are listed before the processes, so that a file that is made meanwhile is not noted.
     files, young = _files(), _semaphores_since(session)
@@ -159,10 +153,7 @@ def _files() -> dict[str, int]:
 
 
 def _held_by(pid: int) -> set[int]:
-    """Inodes of the files in shared memory that a process has mapped.
-
-    A process that makes a semaphore maps it under a temporary name, so names do not tell.
-    """
+    """Inodes of mapped shared memory; names do not tell, as a new semaphore has a temporary one."""
     prefix = f" {_SHARED_MEMORY}/"
     with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
         return {int(line.split()[4]) for line in maps if prefix in line}

@@ -23,9 +23,8 @@ _RECEIVED_BYTES = 256 << 10
 def yield_to_training() -> None:
     """Lowers the priority of the calling thread, and of every thread that it starts.
 
-    Under the policy for batch work a thread does not preempt the one that wakes it up, and with a
-    higher nice value it gets less of a core. Both are hints that only Linux follows and a sandbox
-    may forbid. All threads of the process also release the interpreter sooner for another thread.
+    A thread for batch work does not preempt the one that wakes it up. Only Linux follows these
+    hints. All threads also release the interpreter sooner.
     """
     sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
     if not hasattr(os, "SCHED_BATCH"):
@@ -39,11 +38,9 @@ def yield_to_training() -> None:
 def map_large_blocks() -> None:
     """Keeps asyncio's receive buffers out of glibc's heap, which would otherwise grow for days.
 
-    asyncio receives into 256 KiB and shrinks the block to what arrived. In the heap, longer-lived
-    small blocks scatter over the freed rest, so there is no room for the next block. glibc maps
-    blocks of 128 KiB or more separately at first, but raises this threshold whenever it frees a
-    larger mapping, unless a program has set it. Large blocks then cost a system call and page
-    faults, so a process that computes with large arrays should not call this.
+    asyncio receives into 256 KiB and shrinks the block; small blocks that live longer scatter over
+    the freed rest. glibc would map large blocks separately, but raises this threshold as it frees
+    larger ones. Mapping costs a system call and page faults: not for large arrays.
     """
     if sys.platform != "linux":
         return
@@ -58,10 +55,9 @@ def map_large_blocks() -> None:
 def spare_collections() -> None:
     """Makes the garbage collector block the event loop more rarely and for a shorter time.
 
-    A full collection visits every object. Existing ones stay to the end (modules, prompts), so they
-    are excluded. A thousand completions in flight add about 150 objects each, so full collections
-    are made ten times rarer, about one in two minutes. Reference cycles, which wait for them, must
-    be rare: each connection that asyncio has closed is one(see `IDLE_SECONDS`).
+    Existing objects stay to the end, so they are excluded. A thousand completions in flight add
+    about 150 each: full collections become ten times rarer, one in two minutes. Reference cycles
+    must be rare; each connection that asyncio has closed is one (see `IDLE_SECONDS`).
     """
     gc.collect()
     gc.freeze()

@@ -45,10 +45,7 @@ class Served(Protocol):
 
 
 def operation(method: Method) -> Method:
-    """Marks a coroutine method with positional arguments that rank 0 may call on another rank.
-
-    msgspec must be able to encode arguments and result.
-    """
+    """Marks a coroutine method that rank 0 may call. Arguments, positional, suit msgspec."""
     setattr(method, _MARK, True)
     return method
 
@@ -63,8 +60,7 @@ def remote(
 ) -> T:
     """Returns rank 0's form of an object of another rank: its ``rank`` and its operations.
 
-    ``call`` is :meth:`RankChannel.call`. ``timeout_seconds`` must exceed the timeouts that the
-    methods apply themselves.
+    ``timeout_seconds`` must exceed the timeouts that the methods apply themselves.
     """
     calls = {
         name: functools.partial(call, rank, name, result_type, timeout_seconds)

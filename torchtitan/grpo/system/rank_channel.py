@@ -1,17 +1,14 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A connection of every rank with rank 0, on a background thread of each rank.
+"""A connection of every rank with rank 0, on a background thread of each rank, with two services.
 
-Two services share it:
-
-- Every rank soon learns that another rank has died, and in which phase. (A collective that waits for
-  a dead rank ends with an error about a connection, or only at its timeout.) Each rank sends its
-  status when it changes, and once a second. A connection that closes without a farewell is a dead
-  process; a silent one is a frozen process or a lost host. Rank 0 tells the others which rank it
-  was, and they see by themselves if it was rank 0.
-- Rank 0 calls objects on other ranks (`rank_calls.py`). Calls do not wait for one another, and those
-  to a lost rank fail at once.
+- Every rank soon learns that another one has died, and in which phase, before a collective with it
+  fails. Each sends its status when it changes, and once a second. A connection that closes without
+  a farewell is a dead process; a silent one is a frozen process or a lost host. Rank 0 tells the
+  others which rank it was, and they see by themselves if it was rank 0.
+- Rank 0 calls objects on other ranks (`rank_calls.py`), also at the same time. Calls to a lost rank
+  fail at once.
 
 Rank 0 listens where the others reach it, or on loopback if all are on one host. The first message
 must carry a secret, which rank 0 gives out over the process group.
@@ -50,10 +47,9 @@ class RankLost(RuntimeError):
 
 
 class Message(msgspec.Struct, omit_defaults=True):
-    """One message between a rank and rank 0.
+    """``secret`` is in the first one; ``lost`` is a rank that rank 0 has lost.
 
-    ``secret`` is in the first message. After a ``farewell`` the end of the connection is no loss,
-    and ``failed`` then means an error. ``lost`` is a rank that rank 0 has lost.
+    After a ``farewell`` the connection's end is no loss; ``failed`` then means an error.
     """
 
     status: Status | None = None
@@ -110,10 +106,9 @@ class _Peer:
 
 
 class RankChannel:
-    """This rank's end of the channel, and its status ``board``.
+    """This rank's end of the channel. A rank is lost after ``silence_seconds``.
 
-    After ``silence_seconds`` a rank counts as lost. ``on_lost`` is called once, on the channel's
-    thread, for the first one, which is also in ``lost``.
+    ``on_lost`` is called once, on the channel's thread, for the first, also in ``lost``.
     """
 
     def __init__(self, silence_seconds: float, on_lost: Callable[[LostRank], None]) -> None:
@@ -175,17 +170,11 @@ class RankChannel:
             raise RankLost(f"Training rank {self.lost.status.rank} is lost.")
 
     def wait_lost(self, timeout_seconds: float) -> bool:
-        """Waits until the loss of a rank has been reported; returns whether it has.
-
-        ``on_lost`` has then returned, and the caller may end the process.
-        """
+        """Waits until ``on_lost`` has returned, so that the caller may end; False if it has not."""
         return self._thread is not None and self._lost_event.wait(timeout_seconds)
 
     def close(self, *, failed: bool = False) -> None:
-        """Says farewell and ends the thread. Further calls do nothing.
-
-        ``failed`` means that this rank ends with an error, so the others cannot go on.
-        """
+        """Says farewell and ends the thread; if ``failed``, the others cannot go on. Once."""
         if not self._is_closing:
             self._is_closing, self._has_failed = True, failed
             self._post(self._closing.set)
@@ -198,10 +187,9 @@ class RankChannel:
     async def call(
         self, rank: int, method: str, result_type: Any, timeout_seconds: float, *arguments: Any
     ) -> Any:
-        """Calls a method on another rank from rank 0 and returns its result.
+        """Calls a method on another rank from rank 0. Raises its OSError, or TimeoutError.
 
-        Raises RankCallFailed or OSError if the method failed there, and TimeoutError without an answer.
-        RankCallFailed also means that the rank no longer answers.
+        RankCallFailed is any other error, or a rank that no longer answers.
         """
         assert self._loop is not None, "the channel must be started before a call"
         asking = self._ask(rank, method, timeout_seconds, list(arguments))
@@ -212,10 +200,10 @@ class RankChannel:
         return msgspec.msgpack.decode(answer.result, type=result_type)
 
     async def serve(self, served: Sequence[Served]) -> None:
-        """Answers rank 0's calls until cancelled, each as a task of the running event loop.
+        """Answers calls, earlier ones too, until cancelled, as tasks of the running event loop.
 
-        Earlier calls have waited for it. At the end, calls under way are refused and the ``served``
-        objects, whose operations must have different names, are closed.
+        At the end, calls under way are refused and the ``served``, with operations of different
+        names, are closed.
         """
         methods = {name: getattr(one, name) for one in served for name in operations_of(type(one))}
         loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Call]()
@@ -287,8 +275,7 @@ class RankChannel:
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves a connection on rank 0. Strangers are sent nothing, and are no loss.
 
-        A stranger without the secret in time, or the oldest of too many, is closed, so that
-        strangers use up neither files nor the places of ranks.
+        Without the secret in time, or as the oldest of too many, a stranger is closed.
         """
         stranger = _Peer(reader, writer)
         self._strangers.append(stranger)

@@ -3,8 +3,7 @@
 
 """Phase and last completed step of a training rank, for whoever must report its end.
 
-Under torchrun's agent the status also lies in a file beside the rank's error file, exact even after
-a kill, so that the agent can report the end of a single rank.
+For torchrun's agent it is also in a file beside the rank's error file, exact even after a kill.
 """
 
 import os
@@ -36,10 +35,7 @@ class Status(msgspec.Struct, frozen=True):
 
 
 class LostRank(msgspec.Struct, frozen=True):
-    """A rank that is gone, with its last status.
-
-    ``silent_seconds`` is 0 if its connection closed; ``has_reported`` if it announced its failure.
-    """
+    """``silent_seconds`` is 0 if its connection closed; ``has_reported`` if it told its failure."""
 
     status: Status
     silent_seconds: float = 0.0
@@ -47,10 +43,7 @@ class LostRank(msgspec.Struct, frozen=True):
 
 
 class StatusBoard:
-    """Status of this rank, which the training thread changes and other threads read.
-
-    ``on_change`` is called on the training thread.
-    """
+    """This rank's status, which the training thread changes (``on_change``) and others read."""
 
     def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
         self._on_change = on_change

@@ -23,9 +23,9 @@ _AGENT_POLL_SECONDS = 1.0
 class StopRequest:
     """Turns SIGINT and SIGTERM into a flag, ``signum``, that the training loop reads.
 
-    Repeated signals have no effect, because a rank may get one from the terminal and one from
-    torchrun. The death of torchrun counts as SIGTERM, because nothing else would end its ranks. A
-    process that still runs ``timeout_seconds`` later is ended, and with it its children.
+    A rank may get one from the terminal and one from torchrun, so further ones do nothing. The
+    death of torchrun counts as SIGTERM, since nothing else would end its ranks. A process that
+    still runs ``timeout_seconds`` later is ended, and with it its children.
 
     Python runs handlers on the main thread, which may be inside a collective that waits for a dead
     rank. But the interpreter also writes the signal to a pipe, whose reader starts the clock.
@@ -64,10 +64,7 @@ class StopRequest:
         return self.requested
 
     def on_hangup(self, callback: Callable[[], None]) -> None:
-        """Makes SIGHUP call ``callback`` on another thread instead of ending the process.
-
-        It must be sent only to this process: torchrun ends all ranks when it receives one.
-        """
+        """Makes SIGHUP call back on another thread; torchrun's own ends all ranks instead."""
         self._on_hangup = callback
         # With any Python handler, the interpreter writes to the pipe that the other thread reads.
         signal.signal(signal.SIGHUP, lambda *_: None)

@@ -23,10 +23,7 @@ _POLL_SECONDS = 0.02
 
 
 def separate_rounds() -> None:
-    """Makes the next process group, and those made from it, use only keys of this round.
-
-    Without an agent's store nothing is done, because each start then has a new store.
-    """
+    """Makes process groups use only this round's keys; without an agent's store none are older."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return
     # Not `dist.rendezvous`, which is a function of the same name.
