@@ -131,7 +131,7 @@ class RolloutController(StepSource):
 
     The run has been trained on ``start_version`` batches. ``should_stop`` is polled during every
     wait. With ``uses_kept_rollouts`` it goes on with those beside its checkpoint. ``date``, in ISO
-    format, is for chat templates. ``servers`` were present at the start; ``link.watch`` knows more.
+    format, is for chat templates. ``servers`` are those at the start; ``link.watch`` has later ones.
     """
 
     def __init__(

@@ -55,19 +55,16 @@ class Health:
     problem: str | None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def status(self) -> str:
-        return "ok" if self.problem is None else "stuck"
-
 
 def healthz(health: Health, *, is_allowed: bool) -> web.Response:
     """Answers 200 if the process is well, else 503; further facts only to an allowed client."""
-    body: dict[str, Any] = {"status": health.status}
-    if is_allowed and health.problem is not None:
+    is_well = health.problem is None
+    status = 200 if is_well else 503
+    body: dict[str, Any] = {"status": "ok" if is_well else "stuck"}
+    if is_allowed and not is_well:
         body["problem"] = health.problem
     if is_allowed:
         body |= health.facts
-    status = 200 if health.problem is None else 503
     return web.json_response(body, status=status, dumps=strict_json.dumps)
 
 

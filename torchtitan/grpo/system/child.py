@@ -77,7 +77,7 @@ def start_child(
 ) -> subprocess.Popen:
     """Starts a child that ends with the calling thread; see :func:`die_with_parent`.
 
-    Output is appended to ``log_file``, private and limited (`log_limit.py`), or goes to our own.
+    Output is appended to ``log_file``, private and limited, or goes where this process's goes.
     """
     output = open_log(log_file) if log_file is not None else None
     try:

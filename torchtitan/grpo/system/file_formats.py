@@ -38,7 +38,7 @@ _NEW = "NEW_FILE"
 
 
 def other_format(content: bytes, path: str) -> str | None:
-    """Says ``it is ...`` and what to do, if the beginning or another part is not UTF-8."""
+    """Returns ``it is ...`` and what to do, if the beginning or another part is not UTF-8."""
     names = {"path": shlex.quote(path), "new": _NEW}
     for beginning, what, remedy in _BEGINNINGS:
         if content.startswith(beginning):

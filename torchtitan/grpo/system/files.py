@@ -62,7 +62,7 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
 
 
 def check_folder(folder: str | os.PathLike[str], *, below: bool = False) -> None:
-    """Refuses other than regular files, also ``below``; dangling links and no folder pass."""
+    """Refuses a folder with other than regular files, also ``below``; a missing one passes."""
     for parent, folders, files in os.walk(folder):
         for name in files:
             try:
@@ -139,7 +139,7 @@ def damaged_files(
     *,
     is_wanted: Callable[[str, int], bool] = lambda name, size: True,
 ) -> Iterator[str]:
-    """Yields names of files that differ from what was written, in one ``share`` (of a rank)."""
+    """Yields names of files that differ from what was written, in one of ``num_shares`` shares."""
     try:
         sums = read_sums(folder)
     except ValueError as error:

@@ -265,7 +265,7 @@ def _try_flock(descriptor: int, mode: int = fcntl.LOCK_EX) -> bool | None:
 
 
 class HeldFolders:
-    """Locks of this process, and a thread that shows life, on which ``on_lost`` tells a loss."""
+    """Locks of this process, and a thread that shows life and tells ``on_lost`` of a takeover."""
 
     def __init__(
         self,

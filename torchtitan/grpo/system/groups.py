@@ -50,7 +50,7 @@ def route_address(setting: str, server_url: str) -> str:
 def listening_store(
     address: str, world_size: int | None, timeout_seconds: float, port: int = 0
 ) -> dist.TCPStore:
-    """ValueError: not an address of this host. OSError: ``port``, 0 for a free one, is in use."""
+    """Port 0 is a free one. ValueError: no address of this host; OSError: the port is in use."""
     try:
         family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(target[:2], family=family)

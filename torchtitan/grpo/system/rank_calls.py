@@ -45,7 +45,7 @@ class Served(Protocol):
 
 
 def operation(method: Method) -> Method:
-    """Marks a coroutine method that rank 0 may call. Arguments, positional, suit msgspec."""
+    """Marks a coroutine method that rank 0 may call; msgspec encodes its positional arguments."""
     setattr(method, _MARK, True)
     return method
 

@@ -174,7 +174,7 @@ class RankChannel:
         return self._thread is not None and self._lost_event.wait(timeout_seconds)
 
     def close(self, *, failed: bool = False) -> None:
-        """Says farewell and ends the thread; if ``failed``, the others cannot go on. Once."""
+        """Says farewell and ends the thread; if ``failed``, the others cannot go on."""
         if not self._is_closing:
             self._is_closing, self._has_failed = True, failed
             self._post(self._closing.set)

@@ -139,4 +139,4 @@ def test_a_phase_is_stuck_after_the_bound_and_three_times_its_longest():
     now[0] += 32.0
     assert phases.health({}).problem is None
     now[0] += 2.0
-    assert phases.health({}).status == "stuck"
+    assert phases.health({}).problem is not None
