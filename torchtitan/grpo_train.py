@@ -432,7 +432,6 @@ class GRPOTrainer(Trainer):
 
 
 def main(args: list[str] | None = None) -> int:
-    """Trains with the given command line; returns the exit status of the process."""
     return run(GRPOTrainer, sys.argv[1:] if args is None else args)
 
 

@@ -231,7 +231,6 @@ class ServerAttestation:
         return True
 
     def _measure_before(self) -> None:
-        """Sets the bound by what the server rated before its first push, if that is known."""
         before, initial = self._before, self._attestation.probes.initial
         if before is None or initial is None:
             return

@@ -82,7 +82,6 @@ class GRPOCheckpointManager(CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Future | AsyncSaveResponse | None:
-        """Writes a checkpoint; a failure is reported, and ends the run if it is to."""
         self._saving, self._is_told, self.missing = checkpoint_id, False, None
         try:
             if to_hf:

@@ -22,7 +22,6 @@ _ALMOST_FULL_MIB = 1
 
 
 def disk_failure(error: BaseException, dump_folder: str) -> str | None:
-    """Returns the message for an exception of the disk of ``job.dump_folder``, or else ``None``."""
     name = getattr(error, "filename", None)
     path = Path(name) if isinstance(name, str) else Path(dump_folder)
     if no_room := room_problem([error], path):

@@ -109,7 +109,6 @@ def dry_run(
 
 
 def _weights(config: JobConfig, model: HFModel, warnings: list[str]) -> str:
-    """Compares the weights with the model, and adds warnings."""
     try:
         num_tensors, notes = check_weights(config, model)
     except WeightsAbsent:

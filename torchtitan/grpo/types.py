@@ -125,7 +125,6 @@ Example: two turns, the first of which has thinking that the second does not see
 
 
 def without_contexts(token_ids: np.ndarray, new_rows: NewRows) -> np.ndarray:
-    """Returns the tokens of a completion without the contexts of its new rows."""
     is_kept = np.ones(len(token_ids), np.bool_)
     for start, num_context in new_rows:
         is_kept[start : start + num_context] = False
@@ -276,7 +275,6 @@ def joined(before: Generation | None, after: Generation) -> Generation:
 
 
 def as_context(part: Generation) -> Generation:
-    """Returns the same tokens as context, which is not trained on."""
     return replace(
         part,
         logprobs=np.zeros_like(part.logprobs),

@@ -33,7 +33,6 @@ class StepClock:
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Adds the duration of the block to ``time/<part>_seconds``."""
         begin = time.perf_counter()
         try:
             yield

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """The end of a run, apart from the records of its steps."""
-
     step: int
     seconds: float  # of this process's part of the run
     server_version: int  # the lowest that a server reports, or -1 if none answers
@@ -63,7 +61,6 @@ def summarize(
 def summarize_supervised(
     outcome: RunOutcome, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """For a run that has no rollouts."""
     return {
         "steps": outcome.step,
         "seconds": round(outcome.seconds, 1),

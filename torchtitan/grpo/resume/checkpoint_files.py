@@ -99,7 +99,6 @@ def clear_folder(folder: Path) -> None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a checkpoint has been written to its end, in either format."""
     return (folder / METADATA_FILE).is_file() or (folder / "model.safetensors.index.json").is_file()
 
 

@@ -249,7 +249,6 @@ _NEW_RUN = (
 
 
 def model_refusal(record: RunRecord, now: RunRecord, path: Path) -> str | None:
-    """Why the model in ``path`` cannot continue the run, or None if it can."""
     began = record.settings["model"]["hf_assets_path"]
     begin = "model.hf_assets_path must be the model with which this run began"
     end = f"Name {began}{_NEW_RUN}"

@@ -33,8 +33,6 @@ from torchtitan.grpo.training.lr_schedule import describe_shortened, schedule_of
 
 @dataclass(frozen=True)
 class Start:
-    """The way in which a run starts."""
-
     record: RunRecord  # of this run, for its checkpoints
     step: int = 0  # number of steps taken
     folder: Path | None = None  # the checkpoint from which it resumes; None if it begins anew

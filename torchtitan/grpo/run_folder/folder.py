@@ -181,7 +181,6 @@ def _check_name(name: str) -> None:
 
 
 def _problem(name: str) -> Exception | None:
-    """Returns what stands in the way of a folder that is to be written, or None."""
     folder = Path(name)
     try:
         _check_name(name)

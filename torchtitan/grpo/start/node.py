@@ -181,7 +181,6 @@ def _resolve(host: str, port: int, patience_seconds: float) -> str:
 
 
 def run_node(options: NodeOptions) -> int:
-    """Runs this node's ranks; returns the run's exit status. Raises ConfigError."""
     with without_torch():
         from torchtitan.grpo.command_line.reading import read_config
 

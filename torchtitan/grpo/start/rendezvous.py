@@ -131,7 +131,6 @@ class NodeRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """The ranks connect to this process's store."""
         return True
 
     def get_backend(self) -> str:

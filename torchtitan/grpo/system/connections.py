@@ -3,8 +3,8 @@
 
 """Bounds the connections of an HTTP server, which aiohttp and uvicorn do not.
 
-Late headers or bodies close a connection, and one of too many is closed for a new one so that
-nobody is shut out. Servers in other environments use this: it needs only the standard library.
+Late headers close a connection, and one of too many is closed for a new one so that nobody is shut
+out. Servers in other environments use this module: it needs only the standard library.
 """
 
 import asyncio

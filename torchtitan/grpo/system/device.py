@@ -27,7 +27,6 @@ DeviceType = Literal["cpu", "cuda"]
 
 
 def settle_device() -> DeviceType:
-    """Makes torchtitan use CUDA if there is a GPU, else the CPU."""
     # CUDA reads it when a process first uses the GPU. Streams that share one of its queues wait for
     # each other, and a push waits for a server. Training, its collectives, the snapshot and a push to
     # each server are more than the 8 queues of the default; 32 are the most.

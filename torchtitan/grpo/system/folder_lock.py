@@ -165,7 +165,6 @@ class FolderLock:
         return holder.launch == self._own.launch
 
     def _names(self, descriptor: int) -> bool:
-        """Whether the lock's file is still the opened one."""
         try:
             return os.path.samestat(os.fstat(descriptor), os.stat(self.file))
         except FileNotFoundError:
