@@ -85,13 +85,10 @@ def compute_advantages(
     likelihood of success where they are 0 or 1. If every group has one sample, ``batch_norm``
     subtracts the mean of the batch, which is plain REINFORCE++.
 
-    Args:
-        std: Whether the variance is divided by N - 1 (``sample``) or by N (``population``).
-        length_power: Advantages are multiplied by ``(mean length / length) ** power``. The mean is
-            over samples with a token; a sample without tokens keeps its advantage.
-
-    Raises:
-        ValueError: If a reward is not finite, or below 0 with ``max_rl``, or the shapes differ.
+    The variance is divided by N - 1 (``sample``) or by N (``population``). Advantages are
+    multiplied by ``(mean length / length) ** length_power``, with the mean over samples with a
+    token; a sample without tokens keeps its advantage. Raises ValueError if a reward is not finite,
+    or below 0 with ``max_rl``, or the shapes differ.
     """
     if not rewards.shape == group_ids.shape == completion_lengths.shape:
         raise ValueError(
@@ -140,11 +137,7 @@ def _compared(
 
 
 def informative_samples(rewards: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
-    """Returns which samples are in a group whose rewards are not all equal, [samples] bool.
-
-    It is the predicate of DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476), False for
-    groups of one sample.
-    """
+    """Returns which samples are in a group of unequal rewards, for DAPO's dynamic sampling."""
     _, member_of = np.unique(group_ids, return_inverse=True)
     num_groups = int(member_of.max(initial=-1)) + 1
     highest, lowest = np.full(num_groups, -np.inf), np.full(num_groups, np.inf)
@@ -156,8 +149,7 @@ def informative_samples(rewards: np.ndarray, group_ids: np.ndarray) -> np.ndarra
 def num_equal_groups(rewards: np.ndarray, group_ids: np.ndarray) -> int:
     """Returns the number of groups whose rewards are all equal, from which nothing is learned.
 
-    If every group has one sample, the whole batch is compared (see :func:`compute_advantages`): all
-    groups count if all rewards of the batch are equal, and none otherwise.
+    If every group has one sample, all count if all rewards of the batch are equal, and else none.
     """
     groups = np.unique(group_ids)
     is_single = len(groups) == len(group_ids)

@@ -78,13 +78,8 @@ def top_k_reverse_kl(
     finite for all finite logprobs, and for a student's -inf, a probability of 0. Where the floor
     holds, the rest has no gradient.
 
-    Args:
-        student_logprobs: [..., k] float, of different tokens, from the softmax of the whole
-            vocabulary at temperature 1; carries gradients.
-        teacher_logprobs: [..., k] float, finite, of the same tokens.
-
-    Returns:
-        [...], the divergence in nats.
+    Both logprobs are [..., k] float, of the same different tokens, from the whole vocabulary at
+    temperature 1; the teacher's are finite. Returns nats, [...].
     """
     student = student_logprobs.clamp(min=_LOGPROB_FLOOR)
     probabilities = student.exp()
@@ -116,10 +111,9 @@ def sampled_reverse_kl(
 def sample_sums(
     teacher_kl: torch.Tensor, sample_ids: torch.Tensor, num_samples: int
 ) -> torch.Tensor:
-    """Returns the sum of the divergence over the tokens of each sample, [samples] float64.
+    """Sums :func:`sampled_reverse_kl` over the tokens of each sample, [samples] float64.
 
-    ``teacher_kl`` is that of :func:`sampled_reverse_kl`, 0 where not trained. ``sample_ids``,
-    [rows, seq] int64, are below 0 where there is no sample.
+    ``sample_ids``, [rows, seq] int64, are below 0 where there is no sample.
     """
     is_sample = sample_ids >= 0
     sums = torch.zeros(num_samples, dtype=torch.float64, device=teacher_kl.device)
@@ -127,11 +121,7 @@ def sample_sums(
 
 
 def group_baselines(sums: np.ndarray, lengths: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
-    """Returns the mean divergence of a token in each sample's group, [samples] float64.
-
-    ``sums`` are those of :func:`sample_sums` over all ranks, and ``lengths`` the trained tokens of
-    samples; all are [samples].
-    """
+    """Returns the mean divergence of a trained token in each sample's group, [samples] float64."""
     _, member_of = np.unique(group_ids, return_inverse=True)
     totals, tokens = np.bincount(member_of, sums), np.bincount(member_of, lengths)
     return (totals / np.maximum(tokens, 1))[member_of]
@@ -140,9 +130,8 @@ def group_baselines(sums: np.ndarray, lengths: np.ndarray, group_ids: np.ndarray
 def with_teacher(
     advantages: torch.Tensor, teacher_kl: torch.Tensor, *, coef: float
 ) -> torch.Tensor:
-    """Adds a token's divergence to advantages: ``advantages - coef * teacher_kl``, [rows, seq].
+    """Returns ``advantages - coef * teacher_kl``, [rows, seq], both 0 where not trained.
 
-    The advantages are those of rewards plus ``coef`` times the baseline, constant within a rollout,
-    and ``teacher_kl`` is that of :func:`sampled_reverse_kl`; both are 0 where not trained.
+    The advantages are those of rewards plus ``coef`` times the baseline.
     """
     return advantages - coef * teacher_kl

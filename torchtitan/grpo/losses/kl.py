@@ -91,10 +91,8 @@ def sample_kl_sums(
 ) -> torch.Tensor:
     """Sums :func:`kl_estimate` over the trained tokens of each sample, for its reward.
 
-    The inputs are [rows, seq]: logprobs, float, under the sampling policy and the reference, and
-    sample indexes, int64; untrained tokens may hold anything. Returns [num_samples] float64,
-    detached, with 0 for samples without a token here, so that sums of microbatches and ranks can be
-    added.
+    The inputs are [rows, seq]; untrained tokens may hold anything. Returns [num_samples] float64,
+    detached, with 0 for samples without a token here: sums of microbatches and ranks can be added.
     """
     kl = kl_estimate(
         torch.where(loss_mask, logprobs.detach(), 0.0),

@@ -30,10 +30,7 @@ _NUM_ADDED: dict[Reduction, int] = {"sum": 1, "mean": 2, "loss": 1, "effective_s
 
 
 class TokenMetric(NamedTuple):
-    """A metric with values [rows, seq], float or bool, as a policy loss returns it.
-
-    ``reduction`` makes one number of those at the trained tokens of the batch.
-    """
+    """Values [rows, seq], float or bool; ``reduction`` combines those at trained tokens."""
 
     values: torch.Tensor
     reduction: TokenReduction
@@ -107,11 +104,7 @@ class MetricTotals:
         self._on_device: list[tuple[torch.Tensor, float]] = []  # numbers, and the scale of losses
 
     def add(self, microbatches: Sequence[Mapping[str, Metric]], scale: float = 1.0) -> None:
-        """Adds the metrics of one minibatch, which stay on their device until :meth:`fetch`.
-
-        ``scale`` is the factor of terms of the loss. Raises ValueError if names or reductions
-        differ.
-        """
+        """Adds a minibatch's metrics; ``scale`` is the factor of terms of the loss."""
         if not microbatches:
             return
         for metrics in microbatches:
@@ -121,10 +114,7 @@ class MetricTotals:
         self._on_device.append((torch.cat([added.sum(0), extremes.amax(0)]), scale))
 
     def fetch(self, beside: torch.Tensor | None = None) -> float:
-        """Moves what was added to the CPU, and waits for the device once.
-
-        ``beside``, a number on the same device, is moved along and returned.
-        """
+        """Waits once for all numbers, and for ``beside``, one on the same device, to return it."""
         numbers = [combined for combined, _ in self._on_device]
         if beside is not None:
             numbers.append(beside.detach().reshape(1).double())

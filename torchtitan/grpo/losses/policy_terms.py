@@ -47,12 +47,9 @@ class PolicyInputs:
 
 @dataclass(frozen=True)
 class PolicyTerm:
-    """Result of a policy term.
+    """Losses of tokens, [rows, seq] float, and values of metrics by name, ``loss/...``.
 
-    Attributes:
-        token_losses: [rows, seq] float.
-        metrics: Values at tokens by metric name, ``loss/...``. Every call must return the same
-            names with the same reductions.
+    Every call must return the same names with the same reductions.
     """
 
     token_losses: torch.Tensor

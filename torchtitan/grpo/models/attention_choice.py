@@ -76,8 +76,7 @@ def varlen_problem(config: JobConfig, head_dim: int | None = None) -> str | None
 def try_packed_attention(config: JobConfig, device: torch.device, head_dim: int) -> None:
     """Tries the kernel of a run on CUDA before the model is built; collective over all ranks.
 
-    If it fails, ``auto`` takes another one, and a kernel that the configuration names raises
-    RuntimeError.
+    If it fails, ``auto`` takes another one, and a kernel named by the user raises RuntimeError.
     """
     dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
     kind = choose_packed_attention(config, device.type, head_dim)

@@ -22,10 +22,7 @@ from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 def agree_on_assembly(
     parameters: Mapping[str, torch.Tensor], adapter: BaseStateDictAdapter
 ) -> list[Assembly]:
-    """Exchanges the held blocks, and returns the same plan on all ranks.
-
-    Collective over all ranks, on the training thread. RuntimeError names missing modules.
-    """
+    """Agrees on one plan; collective, on the training thread. RuntimeError names missing modules."""
     mine = {name: Held(tuple(p.shape), local_block(p)) for name, p in parameters.items()}
     held_by_rank: list[dict[str, Held]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(held_by_rank, mine)

@@ -179,8 +179,7 @@ _NAME_IN_CONFIG = {
 def check_reference(config: JobConfig) -> None:
     """Refuses a reference that is not the policy's model with other weights.
 
-    A wrong rotary base or epsilon would show only as an implausible KL. Both directories are
-    read again, because building a model changes its arguments.
+    Both directories are read again, because building a model changes its arguments.
     """
     path = config.grpo.ref_model_path
     if path is None:

@@ -58,8 +58,7 @@ class SequenceBorders(BlockMask):
 
 
 class HostSequences:
-    """The sequence ids of packed rows, [rows, seq] int, for which a host need not wait for a
-    device.
+    """The sequence ids of packed rows, [rows, seq] int, on the host, which need not wait.
 
     FSDP would move a tensor, or one in a container that it knows, to the device.
     """
@@ -74,10 +73,7 @@ class HostSequences:
 
 
 class PackedAttention(nn.Module):
-    """Replaces upstream's ``inner_attention`` in every layout.
-
-    Inputs are heads of this rank (tensor parallelism) or its part of the sequence (context).
-    """
+    """Inputs are this rank's heads (tensor parallelism) or its part of the sequence (context)."""
 
     context_group: dist.ProcessGroup | None = None
 
@@ -95,9 +91,7 @@ class PackedAttention(nn.Module):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Takes ``q`` [rows, heads, seq, head_dim], and the same with ``kv_heads`` for ``k`` and
-        ``v``.
-        """
+        """Takes q [rows, heads, seq, head_dim]; k and v have ``kv_heads`` in place of heads."""
         if isinstance(q, DTensor):
             assert isinstance(k, DTensor) and isinstance(v, DTensor)
             local = (q.to_local(), k.to_local(), v.to_local())
@@ -222,10 +216,9 @@ def packed_mask(
 ) -> BlockMask:
     """Returns the mask of packed rows, which is causal and limited to one sequence.
 
-    Args:
-        sequence_ids: [rows, seq] int. Padding has its own id: each query needs a key.
-        host: The same ids in host memory, without which the host waits for the device.
-        compiled: Keeps sizes fixed, because other ones would compile blocks anew.
+    Padding has its own id in ``sequence_ids``, [rows, seq] int: each query needs a key. ``host``
+    holds the same ids, without which the host waits for the device. ``compiled`` keeps sizes fixed,
+    because other ones would compile blocks anew.
     """
     rows, seq = sequence_ids.shape
     if kind == "varlen":

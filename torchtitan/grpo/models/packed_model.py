@@ -48,8 +48,7 @@ class ScoringSettings:
 class ScoredTokens:
     """A mask of tokens, [rows, seq] bool on the host and on the device.
 
-    Their number decides shapes, so that the host would wait for the device in every microbatch.
-    FSDP would move a tensor to the device.
+    FSDP would move one tensor, and the host then wait for a number of tokens that decides shapes.
     """
 
     def __init__(self, mask: torch.Tensor, host_mask: torch.Tensor) -> None:
@@ -110,10 +109,7 @@ class LogprobHead(nn.Linear):
             self._labels, self._positions, self._other_ids = outer
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Maps [rows, seq, dim] to [rows, seq, 2 + k] float32, 0 where nothing is scored.
-
-        They are log-probability, entropy or 0, and the log-probabilities of ``k`` other ids.
-        """
+        """Maps [rows, seq, dim] to [rows, seq, 2 + k] float32, 0 where nothing is scored."""
         if self._labels is None:
             raise RuntimeError("The output layer needs labels: call it inside `labeled(labels)`.")
         if not isinstance(self.weight, DTensor):

@@ -86,10 +86,8 @@ def compiles_model(config: JobConfig) -> bool:
 
 
 def _checkpoint_no_profiler_marks() -> None:
-    """Allows FSDP groups inside selectively checkpointed blocks, such as those of experts.
-
-    In recomputation FSDP's hooks record other profiler marks than in the forward pass, which
-    torch refuses unless told to ignore them.
+    """In selective recomputation FSDP's hooks record other profiler marks than in the forward pass,
+    which torch refuses unless told to ignore them.
     """
     ops = torch.ops.profiler
     torch.utils.checkpoint.SAC_IGNORED_OPS |= {
@@ -100,10 +98,8 @@ def _checkpoint_no_profiler_marks() -> None:
 
 
 def _wait_for_embeddings(model: PackedModel) -> None:
-    """Waits for the collective that tensor parallelism starts on the embeddings' output.
-
-    A compiled block would compute no gradient for its unfinished tensor, so that the embedding
-    would never be trained. Copying waits.
+    """For the unfinished tensor of tensor parallelism's collective, a compiled block would compute
+    no gradient, and the embedding would never be trained. Copying waits.
     """
 
     def wait(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:

@@ -195,8 +195,7 @@ _NUM_EXCHANGES = 64
 def measure_hops(stages: list[LeanStage], timer: PassTimer) -> None:
     """Sends tensors of the size that stages exchange to the neighboring ranks and back.
 
-    Collective over the pipeline's ranks. The lower of two neighbors measures. No rank exchanges
-    with both neighbors at once, so that the connection is idle.
+    Collective. The lower of two neighbors measures, while no rank exchanges with both neighbors.
     """
     rank, num_ranks, group = stages[0].group_rank, stages[0].group_size, stages[0].group
     tensor = stages[0].example_of_exchanges()

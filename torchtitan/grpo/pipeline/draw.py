@@ -34,10 +34,7 @@ _DIGIT_WIDTH = 0.0024
 
 
 def draw_text(table: Table, simulation: Simulation, width: int = 100) -> str:
-    """Draws a line for each rank, with the letters F, I, W, B and G over time.
-
-    They are in lower case for a rank's later stages. A dot marks idle time.
-    """
+    """Draws each rank's passes as letters, in lower case for its later stages; a dot is idle."""
     lines = []
     for rank, actions in enumerate(table.actions):
         line = ["."] * width

@@ -42,11 +42,7 @@ class Simulation:
 
     @property
     def span_bubble(self) -> float:
-        """Largest share of a rank's span during which it is idle.
-
-        That ranks start and end at different times costs nothing if the next step can begin on
-        one rank before the current step has ended on another.
-        """
+        """Largest idle share of a rank's span; the next step can begin before others have ended."""
         return max(1 - busy / span for busy, span in zip(self.busy, self.spans, strict=True))
 
     @property

@@ -89,10 +89,7 @@ class GapModel:
 
 @dataclass
 class GapRows:
-    """Inputs of :meth:`TableSchedule.run` that a pass may run through another model in its gaps.
-
-    The pass sets ``num_done``, and the outputs on the rank of the last stage.
-    """
+    """Rows that a pass may run in its gaps. It sets ``num_done``, and outputs on the last rank."""
 
     model: GapModel
     inputs: list[tuple[Any, ...]]

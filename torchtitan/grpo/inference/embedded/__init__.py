@@ -4,6 +4,5 @@
 """The embedded inference server: continuous batching over Hugging Face transformers.
 
 It has SGLang's HTTP routes, as far as this project's clients use them. A reader may begin with
-request.py and step_layout.py, and go on with kv_cache.py, attention.py and model.py (one step over
-the slots), engine.py (the thread of all steps), updates.py (weights) and server.py (routes).
+request.py and step_layout.py, and go on with model.py (one step) and engine.py (all steps).
 """

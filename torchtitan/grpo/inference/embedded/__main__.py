@@ -187,10 +187,7 @@ async def serve(arguments: argparse.Namespace) -> None:
 
 
 class RepeatLimit(logging.Filter):
-    """Limits how often each statement logs within a period, so that no client fills the log.
-
-    The first line of the next period tells how many were left out.
-    """
+    """Limits each statement's lines within a period, and tells later how many were left out."""
 
     def __init__(self, max_lines: int = 20, period_seconds: float = 60.0) -> None:
         super().__init__()

@@ -7,10 +7,9 @@ Keys and values are not copied for each query head of a group, except in whole p
 where it costs little. For one token of each row, the query heads of a group count as query
 positions of one head. For a chunk, the groups are a batch whose heads read the same memory.
 
-On a GPU, fused kernels compute all of these shapes, in 16 bits and in float32: flash attention
-without a mask, memory-efficient attention with one. Torch's kernel without fusion, which stores
-the scores, is excluded, so that it is never taken unnoticed. cuDNN's is excluded because it
-makes a plan for each new shape, and lengths change in every step.
+On a GPU, fused kernels compute all of these shapes, in 16 bits and in float32. Torch's kernel
+without fusion is excluded, so that it is never taken unnoticed, and cuDNN's because it makes a plan
+for each new shape, and lengths change in every step.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -57,16 +56,10 @@ def slot_attention(
 ) -> tuple[torch.Tensor, None]:
     """Computes the attention of one layer, whose ``layer_idx`` selects its slots.
 
-    The layout of the step decides what a token may see, not ``attention_mask``.
-
-    Args:
-        query: [1, num_heads, num_tokens, head_dim], in the order of the step's layout.
-        key: [1, num_kv_heads, num_tokens, head_dim], already stored in the slots; ``value``
-            likewise.
-        slot_cache: Cache with the layout; ``None`` computes plain causal attention.
-
-    Returns:
-        [batch, num_tokens, num_heads, head_dim], and no weights.
+    The query is [1, num_heads, num_tokens, head_dim], in the order of the step's layout, which
+    decides what a token may see, and not ``attention_mask``. Key and value, [1, num_kv_heads,
+    num_tokens, head_dim], are in the slots already. Without ``slot_cache``, attention is plain and
+    causal. Returns [batch, num_tokens, num_heads, head_dim], and no weights.
     """
     if slot_cache is None:
         return _causal(query, key, value, scaling).transpose(1, 2).contiguous(), None
@@ -141,10 +134,8 @@ def _attend_chunk(
     chunk: ChunkPart,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Returns [tokens, heads, head_dim].
-
-    ``query`` is [heads, tokens, head_dim]; ``keys`` and ``values`` are [kv_heads, chunk.stop,
-    head_dim], those of the chunk included.
+    """Returns [tokens, heads, head_dim] for queries [heads, tokens, head_dim]; keys and values are
+    [kv_heads, chunk.stop, head_dim], those of the chunk included.
     """
     num_kv_heads = keys.shape[0]
     grouped = query.unflatten(0, (num_kv_heads, -1))

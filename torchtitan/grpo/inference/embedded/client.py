@@ -17,11 +17,7 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 
 class EmbeddedClient(SGLangClient):
-    """Talks to one embedded server.
-
-    The server receives while it generates, swaps in a whole, verified update between two steps, and
-    recomputes the keys and values of running requests. It needs no pause, and serves no mixture.
-    """
+    """Needs no pause: a server receives while it generates, and swaps between two steps."""
 
     _KIND = "embedded"
     _GROUP_FIELDS = (*SGLangClient._GROUP_FIELDS, "piece_bytes")

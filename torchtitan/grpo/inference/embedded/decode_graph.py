@@ -44,11 +44,7 @@ _MAX_GRAPHS = 32
 
 
 class DecodeGraphs:
-    """Captures and replays decoding steps.
-
-    ``forward`` computes the hidden states of a step, from its ids and its layout. Attention may
-    read ``max_in_vain`` positions besides those of the rows.
-    """
+    """Replays decoding steps; attention may read ``max_in_vain`` positions besides the rows'."""
 
     def __init__(
         self,
@@ -73,11 +69,7 @@ class DecodeGraphs:
     def run(
         self, ids: torch.Tensor, positions: torch.Tensor, lengths: list[int]
     ) -> torch.Tensor | None:
-        """Returns the [rows, dim] hidden states of a step, or ``None`` if no graph fits it.
-
-        They are valid until the next step. The arguments are those of :meth:`ModelRunner.step`,
-        without prompts.
-        """
+        """Returns [rows, dim] hidden states, valid until the next step; None if no graph fits."""
         rows = bucket_of(len(lengths), 1, self._cache.max_slots)
         length = bucket_of(max(lengths), _MIN_LENGTH, self._cache.max_length)
         if self._capture is None or rows * length - sum(lengths) > self._max_in_vain:

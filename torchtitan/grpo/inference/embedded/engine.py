@@ -5,18 +5,15 @@
 
 Each iteration of its loop carries out the calls that other threads have queued (submit, abort,
 pause, swap weights); prompts to be rated that were submitted in a row are rated together. Then,
-unless the engine is paused, it computes one step: a token for every running request, and
-waiting prompts within the step's token budget (see `prefill.py`). Calls run only between two
-steps. Therefore
+unless the engine is paused, it computes one step: a token for every running request, and waiting
+prompts within the step's token budget (see `prefill.py`). Calls run only between two steps.
+Therefore
 
     - each token is sampled with the weights of a single version;
     - a pause is complete when its future is done;
     - new weights are never combined with keys and values of old ones: a swap sends every request
       that has a row back to the front of the queue, and its tokens are computed again from the
       first, even if only some chunks of its prompt were computed.
-
-Rows stay dense (see `kv_cache.py`): finished rows become holes, new requests fill holes, and
-the last rows move into the remaining ones.
 """
 
 import logging
@@ -57,16 +54,11 @@ class EngineError(RuntimeError):
 class Engine:
     """Continuous batching over a :class:`ModelRunner`, which only the engine's thread uses.
 
-    All public methods may be called from any thread. Only :meth:`close` waits for the engine's
-    thread; the others return futures.
-
-    Args:
-        report: Called on the engine's thread after each step with the requests that got a token
-            or have finished.
-        step_tokens: Maximum number of tokens of a step, above the number of rows, which bounds
-            how long running requests wait for prompts. ``None`` takes
-            :func:`default_step_tokens`.
-        max_prefill_tokens: The same bound for prompts while no request is running.
+    Any thread may call the public methods, which return futures; only :meth:`close` waits for the
+    engine's thread. That calls ``report`` after each step with the requests that got a token or
+    have finished. A step has at most ``step_tokens`` above the number of rows (None:
+    :func:`default_step_tokens`), which bounds how long running requests wait for prompts, or
+    ``max_prefill_tokens`` while no request is running.
     """
 
     def __init__(
@@ -132,9 +124,7 @@ class Engine:
         return len(self._queue.waiting)
 
     def load(self) -> ServerLoad:
-        """Returns how busy the engine is, between two steps or during one.
-
-        Waiting requests for which there is a free row count as running: new weights send all
+        """Waiting requests for which there is a free row count as running: new weights send all
         requests back to the queue for a moment, which does not mean that the engine is full.
         """
         running = [request for request in list(self._rows) if request is not None]

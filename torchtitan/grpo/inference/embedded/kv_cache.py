@@ -25,10 +25,7 @@ from torchtitan.grpo.inference.embedded.step_layout import StepLayout
 
 
 class SlotCache(Cache):
-    """A transformers cache whose rows have different lengths. Each forward begins with a plan.
-
-    ``generation`` counts how often storage that was in use has moved.
-    """
+    """A cache of rows of different lengths; ``generation`` counts moves of storage in use."""
 
     step: StepLayout
 
@@ -66,10 +63,7 @@ class SlotCache(Cache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores the new keys and values of a layer, [1, kv_heads, num_tokens, head_dim] each.
-
-        The arguments are returned; attention reads ``slots``.
-        """
+        """Stores and returns [1, kv_heads, num_tokens, head_dim]; attention reads ``slots``."""
         if layer_idx == len(self.slots):
             self.slots.append(self._allocate(key_states))
         for slots, new in zip(self.slots[layer_idx], (key_states, value_states), strict=True):

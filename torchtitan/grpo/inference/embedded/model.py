@@ -57,9 +57,8 @@ _LOGIT_ROWS = 256
 class ModelRunner:
     """A causal language model and the slots of its running requests.
 
-    Only the engine's thread uses it after the engine has started. ``max_length`` bounds prompt and
-    completion together. Only ``known_ids`` are sampled; ``None`` allows all. ``capture`` captures
-    steps without prompts (`decode_graph.py`).
+    Once started, only the engine's thread uses it. ``max_length`` bounds prompt and completion
+    together. ``known_ids`` None allows all ids to be sampled.
     """
 
     def __init__(
@@ -96,8 +95,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Computes one token of each row and the prompts of ``plan``; returns [rows, vocab] logits.
 
-        The last token of a prompt is its row's token. ``ids`` and ``positions`` are [rows] long;
-        ``lengths`` are the positions plus 1.
+        ``ids`` and ``positions``, [rows] long, include the last token of each prompt.
         """
         hidden, (whole, chunk) = None, self._prompt_parts(plan)
         if self._graphs is not None and whole is None and chunk is None:

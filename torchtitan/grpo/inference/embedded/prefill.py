@@ -3,11 +3,10 @@
 
 """Decides which tokens of waiting prompts a step computes, and which prompts are rated together.
 
-Stall-free batching after Sarathi-Serve (https://arxiv.org/abs/2403.02310). Each step computes one
-token of every running request first. The rest of its token budget goes to prompts, in the order of
-their arrival. A prompt that does not fit is cut: the step computes a chunk of it, and the following
-steps the rest. Decodes and chunks form one batch. Unlike in the paper, the budget is not chosen
-from a profile.
+Stall-free batching after Sarathi-Serve (https://arxiv.org/abs/2403.02310), without its profile.
+Each step computes one token of every running request first. The rest of its token budget goes to
+prompts, in the order of their arrival. A prompt that does not fit is cut: the step computes a chunk
+of it, and the following steps the rest.
 
 Invariants:
     - At most one prompt is cut at a time, and nothing overtakes it.
@@ -15,9 +14,8 @@ Invariants:
     - The running requests and the tokens of prompts, padding included, are at most the budget.
       Further requests for the same tokens are free, because each adds only its row's token.
 
-The budget is the larger ``max_prefill_tokens`` where nobody would gain from small steps: if no
-request is running, or if requests are computed again because the weights have changed, when all of
-them wait for the same work.
+The budget is ``max_prefill_tokens`` where nobody would gain from small steps: if no request is
+running, or if requests are computed again because the weights have changed.
 """
 
 from collections import deque
@@ -29,9 +27,8 @@ from torchtitan.grpo.inference.embedded.request import Request
 
 @dataclass(eq=False)
 class Prefill:
-    """A sequence of tokens on its way into the slots.
+    """A sequence of tokens on its way into a row of each request that begins with it.
 
-    It belongs to at least one request that begins with it, and each stores it in its own row.
     ``start`` of its tokens are in the slots, and ``stop`` when the planned step is over.
     """
 
@@ -85,8 +82,7 @@ class PrefillQueue:
     def plan(self, num_running: int, num_free: int) -> PrefillPlan:
         """Plans the prompt tokens of a step in which ``num_running`` requests sample as well.
 
-        The requests of the plan leave the queue. Those that have no row must be given one of the
-        ``num_free``.
+        Its requests leave the queue. Those without a row must be given one of the ``num_free``.
         """
         budget = self._budget(num_running)
         plan = PrefillPlan(chunk=self.cut)
@@ -163,10 +159,7 @@ class PrefillQueue:
 
 
 def default_step_tokens(max_slots: int, device: str) -> int:
-    """On a GPU, decoding waits for memory, and some hundred more tokens cost little.
-
-    On a CPU each token costs about as much as one more running request.
-    """
+    """On a GPU, some hundred more tokens cost little, as decoding waits for memory."""
     return max_slots + (512 if device == "cuda" else max(16, max_slots // 2))
 
 
@@ -174,7 +167,6 @@ def padded_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Splits sequences into batches of similar lengths; returns the indices of each batch.
 
     A batch has at most ``max_tokens`` tokens, padding included, unless it is one longer sequence.
-    (A forward over one short sequence takes hardly less time than one over many.)
 
     >>> padded_batches([2, 6, 3], 8)  # two of 3 tokens; a third one of 6 would make 18
     [[0, 2], [1]]

@@ -27,11 +27,10 @@ class Request:
         prefilled_to: While the prompt is computed in chunks, the number of its tokens that are
             in the slot after the current step; else ``None``.
         segments: ``(version, start)`` for each version that sampled tokens of the completion.
-        shared_prompt_tokens: Number of prompt tokens whose keys and values another request
-            computed.
+        shared_prompt_tokens: Prompt tokens whose keys and values another request computed.
         logprob_start: First position whose prompt logprob is answered; ``None`` for none.
         rating: Logprob of each prompt token but the first, with at least ``num_top`` most
-            likely tokens, the most likely one first. ``None`` if ``logprob_start`` is ``None``.
+            likely tokens, the most likely one first.
     """
 
     request_id: str

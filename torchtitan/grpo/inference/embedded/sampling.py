@@ -15,10 +15,8 @@ from msgspec import Meta
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The ``sampling_params`` of a request.
 
-    Attributes:
-        temperature: Below 1e-6, sampling is greedy, and logprobs are those of temperature 1.
-        top_k: Number of most likely tokens kept; below 1 is off.
-        sampling_seed: Seed that makes the tokens independent of other requests.
+    With a temperature below 1e-6, sampling is greedy, and logprobs are those of temperature 1. A
+    ``top_k`` below 1 is off. A seed makes the tokens independent of other requests.
     """
 
     max_new_tokens: Annotated[int, Meta(ge=0)] = 128
@@ -90,17 +88,11 @@ def sample(
     generator: torch.Generator,
     excluded: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples one token for each row.
+    """Samples one token for each row of the logits, [rows, vocab] of any float dtype.
 
-    Args:
-        logits: [rows, vocab], any float dtype.
-        generator: Random numbers of the rows without a seed.
-        excluded: [vocab] bool, True for tokens that are never sampled.
-
-    Returns:
-        Token ids [rows] long, and their logprobs [rows] float32 after the temperature, as the
-        trainer computes them: not renormalized over the tokens that ``excluded``, top-p and
-        top-k leave.
+    ``generator`` serves rows without a seed; ``excluded``, [vocab] bool, is never sampled. Returns
+    ids [rows] long, and their logprobs [rows] float32 after the temperature, as the trainer
+    computes them: not renormalized over the tokens that ``excluded``, top-p and top-k leave.
     """
     logits = logits.float()
     if batch.temperature is not None:

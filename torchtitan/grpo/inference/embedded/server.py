@@ -41,10 +41,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class EmbeddedServer:
-    """Connects the engine, which is not started yet, and the updater to HTTP.
-
-    ``info`` holds the constant entries of ``/model_info`` and ``/server_info``.
-    """
+    """``info`` holds the constant entries of ``/model_info`` and ``/server_info``."""
 
     def __init__(
         self,

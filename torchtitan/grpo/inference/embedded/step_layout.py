@@ -23,10 +23,9 @@ import torch
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows ``start`` to ``stop``, exclusive, whose attention is computed together.
+    """Rows ``start`` to ``stop``, exclusive, whose attention reads ``length`` positions.
 
-    Attention reads ``length`` positions, as many as the longest row has. ``mask`` is the [rows, 1,
-    1, length] additive mask of shorter rows, if there are any.
+    ``mask`` is the [rows, 1, 1, length] additive mask of shorter rows, if there are any.
     """
 
     start: int
@@ -37,12 +36,9 @@ class RowRange:
 
 @dataclass(frozen=True)
 class WholePart:
-    """Prompts that are computed at once.
+    """Prompts computed at once: ``ids`` [num_prompts, length] long, padded on the right.
 
-    Attributes:
-        ids: [num_prompts, length] long, padded on the right.
-        slots: [num_slots] long, slots that store them. Several slots may store one prompt.
-        sources: [num_slots] long, the prompt that each slot stores.
+    The ``slots``, [num_slots] long, store the prompts ``sources``; several may store one prompt.
     """
 
     ids: torch.Tensor
@@ -54,11 +50,9 @@ class WholePart:
 class ChunkPart:
     """A part of one prompt whose earlier tokens are in the slots already.
 
-    Attributes:
-        ids: [num_tokens] long, at least one token.
-        slots: [num_slots] long, slots that store it. Attention reads ``first_slot`` only.
-        start: Position of the first token.
-        mask: [num_tokens, start + num_tokens] additive mask; ``None`` if ``start`` is 0.
+    ``ids``, [num_tokens] long, at least one, begin at position ``start``. All ``slots`` store them;
+    attention reads ``first_slot`` only. ``mask`` is [num_tokens, start + num_tokens], additive, and
+    ``None`` if ``start`` is 0.
     """
 
     ids: torch.Tensor

@@ -60,10 +60,7 @@ class WeightTable:
 
     @torch.no_grad()
     def prepared(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a checked tensor in the model's dtype and on its device, for :meth:`adopt`.
-
-        On a GPU, a copy from pinned memory may still be under way; see :meth:`wait_prepared`.
-        """
+        """Returns a checked tensor for :meth:`adopt`; on a GPU, see :meth:`wait_prepared`."""
         held = self.parameters[name]
         with self.on_stream():
             # Moved first, so that the GPU casts, and a pinned tensor needs no other host memory.

@@ -28,10 +28,7 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     def after(self, num_stages: int) -> Iterator["tuple[Action, ...]"]:
-        """Yields the actions that must be complete before this one can run.
-
-        Each item is a tuple of alternatives, of which exactly one is in the table.
-        """
+        """Yields what must be complete first: alternatives, one of which is in the table."""
         stage, kind, microbatch = self
         if kind in ("F", "G"):
             if stage > 0:
@@ -46,10 +43,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """The order of the actions of each pipeline rank.
-
-    ``ranks`` holds the rank of each stage. ``num_gap_microbatches`` counts those in actions G.
-    """
+    """Each rank's order of actions, and each stage's rank; gap microbatches are those of G."""
 
     ranks: tuple[int, ...]
     num_microbatches: int
@@ -77,15 +71,11 @@ def ranks_of_stages(num_ranks: int, stages_per_rank: int, placement: Placement) 
 class StageCosts:
     """Costs of one stage for a microbatch of average size.
 
-    Attributes:
-        forward: Time of F.
-        input_grad: Time of I, in which checkpointed blocks are recomputed.
-        weight_grad: Time of W.
-        full_backward: Time of B. None means that of I and W; a split can take additional time.
-        activation: Memory that F allocates and that is freed at the end of I or B.
-        pending: Memory that I allocates and that is freed at the end of W.
-        recompute: Time within I or B in which checkpointed blocks are recomputed, which a rank
-            can do while it waits for the gradient from another rank.
+    Times are those of F, I (with recomputation of checkpointed blocks), W and B; None for B means
+    that of I and W, but a split can take additional time. ``activation`` is the memory that F
+    allocates, freed at the end of I or B, and ``pending`` that of I, freed at the end of W.
+    ``recompute`` is the time within I or B in which checkpointed blocks are recomputed, which a
+    rank can do while it waits for the gradient from another rank.
     """
 
     forward: float

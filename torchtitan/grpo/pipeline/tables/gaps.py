@@ -19,10 +19,7 @@ _ROUNDING = 1e-9
 
 
 def fill_gaps(table: Table, costs: Costs, limit: int) -> Table:
-    """Adds up to ``limit`` other microbatches, each only if its passes, as long as F, all fit.
-
-    They run where ranks would wait, and delay no action.
-    """
+    """Adds up to ``limit`` other microbatches where ranks would wait; no action is delayed."""
     simulation = simulate(table, costs)
     gaps = _gaps_of(table, simulation)
     placed: list[list[tuple[float, Action]]] = [[] for _ in table.actions]
