@@ -155,7 +155,6 @@ def _parsed(annotation: Any, words: list[str]) -> Any:
 
 
 def _data(text: str) -> Any:
-    """Reads a text as TOML or as JSON."""
     try:
         parsed = tomllib.loads(f"value = {text}")
         if list(parsed) == ["value"]:

@@ -123,7 +123,6 @@ def page(config_type: type, words: list[str]) -> str:
 
 
 def settings(config_type: type) -> Iterator[Setting]:
-    """Yields all settings, in the order of the page."""
     tables = {f.name: f.type for f in fields(config_type)}
     for name in dict.fromkeys([*FIRST_TABLES, *OFTEN_SET, *tables]):
         yield from _of_table(tables[name], name)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from torchtitan.grpo.pipeline.schedules import SCHEDULES, Schedule
+from torchtitan.grpo.pipeline.schedules import SCHEDULES
 from torchtitan.grpo.pipeline.stages import stage_modules
 from torchtitan.grpo.upstream.configuration import JobConfig, Parallelism
 
@@ -139,22 +139,18 @@ def _pipeline_problems(config: JobConfig) -> Iterator[str]:
             "microbatches of this size."
         )
         return
-    yield from _split_compile_problems(config, schedule)
-    share = config.grpo.pipeline_offload  # pyright: ignore[reportAttributeAccessIssue]
-    if share != 0 and _compiles_model(config):
-        yield (
-            f"grpo.pipeline_offload must be 0 with compile.enable, got {share:g}: tensors that a "
-            "compiled block saves are not moved. Use 0, or compile.enable = false."
-        )
-
-
-def _split_compile_problems(config: JobConfig, schedule: Schedule) -> Iterator[str]:
     backend = config.compile.backend
     if schedule.is_zero_bubble and _compiles_model(config) and backend != "inductor":
         yield (
             "compile.backend must be 'inductor' with parallelism.pipeline_parallel_schedule = "
             f"{schedule.name!r}, got {backend!r}: the schedule computes weight gradients later "
             "than those of the inputs, and only inductor's graphs can be cut in this way."
+        )
+    share = config.grpo.pipeline_offload  # pyright: ignore[reportAttributeAccessIssue]
+    if share != 0 and _compiles_model(config):
+        yield (
+            f"grpo.pipeline_offload must be 0 with compile.enable, got {share:g}: tensors that a "
+            "compiled block saves are not moved. Use 0, or compile.enable = false."
         )
 
 

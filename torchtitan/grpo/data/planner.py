@@ -141,7 +141,6 @@ def batch_metrics(
 
 
 def open_sample_log(config: JobConfig, model: HFModel, start_version: int) -> SampleLog:
-    """Opens ``samples.jsonl`` in the dump folder, which is created if it does not exist."""
     folder = Path(config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
     per_step = config.observe.samples_per_step

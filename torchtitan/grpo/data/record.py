@@ -47,8 +47,6 @@ def decode_line(line: bytes, kind: type[_Value], where: str) -> _Value:
 
 
 class RecordHeader(msgspec.Struct):
-    """The first line of a file of recorded rollouts, by which a run can refuse it."""
-
     format: str
     format_version: int
     vocab_size: int
@@ -113,7 +111,6 @@ class RolloutRecorder:
     def _batches_before(
         self, version: int, batches: Iterator[BatchRecord]
     ) -> Iterator[BatchRecord]:
-        """The batches that a resumed run has trained on; refuses a file that lacks any."""
         found = [batch.version for batch in batches if batch.version < version]
         if found != list(range(version)):
             raise DataError(
@@ -246,7 +243,6 @@ def _line_type(column: Column) -> Any:
 
 
 def _line_fields() -> Iterator[tuple[str, Any] | tuple[str, Any, Any]]:
-    """Yields name, type and perhaps default of the fields of a rollout in a line."""
     columns, hints = columns_of(Rollout), get_type_hints(Rollout)
     for field in fields(Rollout):
         name, kind = field.name, hints[field.name]

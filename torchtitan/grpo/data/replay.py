@@ -113,7 +113,6 @@ class ReplaySource(StepSource):
 
 
 def split_groups(groups: Sequence[RolloutGroup], num_parts: int) -> list[Sequence[RolloutGroup]]:
-    """Splits a whole batch's groups into at most ``num_parts`` parts, in order."""
     size = part_size(len(groups), num_parts)
     return [groups[begin : begin + size] for begin in range(0, len(groups), size)]
 

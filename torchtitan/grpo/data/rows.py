@@ -80,8 +80,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class TrainRows:
-    """Packed rows, as the model and the loss take them. All tensors but some columns are [rows,
-    seq].
+    """Packed rows, as the model and the loss take them; all but some columns are [rows, seq].
 
     Attributes:
         tokens: int64.
@@ -101,9 +100,8 @@ class TrainRows:
             :data:`NO_SAMPLE` elsewhere.
         columns: Those of :data:`COLUMNS` that any rollout has, of the label: [rows, seq] or
             [rows, seq, k], with the column's ``fill`` where not trained.
-        host_mask: bool, :attr:`scored` in host memory, wherever the other tensors are: the host
-            can count these tokens without waiting for a device. By default it is computed.
-        host_sequence_ids: int64, :attr:`sequence_ids` in host memory likewise.
+        host_mask: bool, :attr:`scored` in host memory, wherever the other tensors are, so that
+            the host need not wait for a device. This and ``host_sequence_ids`` are computed.
     """
 
     tokens: torch.Tensor

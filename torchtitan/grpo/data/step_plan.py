@@ -162,7 +162,6 @@ def _metrics_of_groups(table: SampleTable, kept: np.ndarray, num_groups: int) ->
 
 
 def _kept(table: SampleTable, config: GRPO) -> np.ndarray:
-    """A mask of the samples that are trained: all, or those of groups that carry a gradient."""
     if config.filter_zero_advantage:
         return informative_samples(table.rewards, table.group_ids)
     return np.ones(len(table), np.bool_)
@@ -239,8 +238,6 @@ def _num_learned(samples: Sequence[Sample]) -> int:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Settings of the layout; :func:`plan_step` explains each."""
-
     num_ranks: int
     row_len: int
     local_batch_size: int

@@ -51,7 +51,6 @@ class ExampleTable(Table):
         return len(self._table)
 
     def row(self, i: int) -> dict[str, Any]:
-        """Returns row ``i`` with a prompt and, as a string, its completion."""
         return self._example(dict(self._table.row(i)), i)
 
     def rows(self, first: int, end: int) -> Iterator[dict[str, Any] | RowError]:

@@ -37,7 +37,6 @@ def call_function(
     completion_ids: list[list[int]],
     columns: dict[str, list[Any]],
 ) -> Any:
-    """Calls a reward function with those keyword arguments that it accepts."""
     available: dict[str, Any] = {**columns, "completion_ids": completion_ids}
     available |= {"prompts": prompts, "completions": completions}
     parameters = inspect.signature(function).parameters.values()
@@ -48,7 +47,6 @@ def call_function(
 
 
 def missing_arguments(function: RewardFunction, columns: Iterable[str]) -> list[str]:
-    """Returns the arguments that a function requires and that are no columns of the prompts."""
     given = {*columns, "prompts", "completions", "completion_ids"}
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [

@@ -8,7 +8,6 @@ everything it has started, and replaced. Its group is then unscored (never score
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -62,12 +61,9 @@ class RewardPool:
             workers=workers or Workers(),
             on_failure=on_failure,
         )
+        self.failures = self._owner.failures
         # One entry for each worker without work; None stands for a worker yet to be started.
         self._idle: asyncio.Queue[_Process | None] = asyncio.Queue()
-
-    @property
-    def failures(self) -> Counter[str]:
-        return self._owner.failures
 
     async def start(self) -> None:
         """Starts the first worker; the others are started when they are first needed."""

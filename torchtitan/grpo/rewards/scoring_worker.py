@@ -61,8 +61,6 @@ _Functions = list[tuple[str, RewardFunction]]
 
 
 class BadReward(Exception):
-    """A reward function returned a value that cannot be trained on."""
-
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind

@@ -126,7 +126,6 @@ class Evaluations:
             self._log(step, result, self.counts())
 
     def _give_up_if_unpinned(self) -> None:
-        """Gives an evaluation up if no server has its weights any more."""
         if self._pinned_at is not None and not self._publisher.pinned():
             self._pinned_at = None
             self._must_begin = True

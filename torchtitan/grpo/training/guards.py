@@ -26,8 +26,6 @@ GUARDS = (
 
 
 class GuardStopped(RunError):
-    """A guard has stopped the run, for the reason in the message."""
-
     exit_status = STOPPED_BY_GUARD
 
 

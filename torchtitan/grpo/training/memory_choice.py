@@ -21,6 +21,7 @@ from torchtitan.grpo.training.memory_estimate import (
     available_bytes,
     checkpoint_mode,
     estimate_memory,
+    microbatch_tokens,
 )
 from torchtitan.grpo.training.model_spec import parameter_shapes
 
@@ -52,7 +53,6 @@ def resolve_kept(config: JobConfig, model: HFModel, device: torch.device) -> Non
 
 
 def describe_memory(config: JobConfig, model: HFModel, num_ranks: int) -> Iterator[str]:
-    """Yields the estimated memory of a training step, what fits, and what it costs, in lines."""
     has_gpu = torch.cuda.is_available()
     device_bytes = _device_bytes(torch.device("cuda", 0)) if has_gpu else ASSUMED_BYTES
     available = available_bytes(device_bytes, _servers_share(config))
@@ -109,14 +109,6 @@ def choose_kept(config: JobConfig, memory: TrainingMemory, available: int) -> Ke
     if config.parallelism.pipeline_parallel_degree > 1:
         return "keep_all"
     return memory.choose_kept(checkpoint_mode(config), microbatch_tokens(config), available)
-
-
-def microbatch_tokens(config: JobConfig) -> int:
-    settings, training = config.parallelism, config.training
-    rows = training.local_batch_size
-    if settings.pipeline_parallel_degree > 1:
-        rows = settings.pipeline_parallel_microbatch_size
-    return rows * training.seq_len
 
 
 def _device_bytes(device: torch.device) -> int:

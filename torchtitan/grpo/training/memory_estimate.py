@@ -166,7 +166,6 @@ class TrainingMemory:
         return self.fixed(kept) + round(tokens * self.per_token[mode])
 
     def largest_microbatch(self, mode: str, kept: Kept, available: int) -> int:
-        """Returns the tokens that fit into a microbatch; 0 if none do."""
         return max(0, int((available - self.fixed(kept)) / self.per_token[mode]))
 
     def choose_kept(self, mode: str, tokens: int, available: int) -> Kept:
@@ -186,6 +185,14 @@ def checkpoint_mode(config: JobConfig) -> str:
     mode = config.activation_checkpoint.mode
     # A budget lies between the extremes. The larger figure is the safe one.
     return "none" if mode == "memory_budget" else mode
+
+
+def microbatch_tokens(config: JobConfig) -> int:
+    settings, training = config.parallelism, config.training
+    rows = training.local_batch_size
+    if settings.pipeline_parallel_degree > 1:
+        rows = settings.pipeline_parallel_microbatch_size
+    return rows * training.seq_len
 
 
 def estimate_memory(
@@ -228,7 +235,6 @@ def estimate_memory(
 
 
 def _keeps_whole(config: JobConfig, layout: "_Layout") -> bool:
-    """Returns whether all parameters are whole at the end of a forward pass anyway."""
     reshards = config.parallelism.fsdp_reshard_after_forward
     has_pipeline = config.parallelism.pipeline_parallel_degree > 1
     return layout.shards == 1 or reshards == "never" or (has_pipeline and reshards != "always")
@@ -303,10 +309,7 @@ def _mask_bytes(config: JobConfig, itemsize: int) -> int:
     """A dense mask, and what attention adds to its scores in its place."""
     if config.grpo.packed_attention != "sdpa":  # `auto` takes it on GPUs only for short rows
         return 0
-    settings, rows = config.parallelism, config.training.local_batch_size
-    if settings.pipeline_parallel_degree > 1:
-        rows = settings.pipeline_parallel_microbatch_size
-    return (1 + itemsize) * rows * config.training.seq_len**2
+    return (1 + itemsize) * microbatch_tokens(config) * config.training.seq_len
 
 
 def _per_token(

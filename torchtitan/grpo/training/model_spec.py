@@ -45,7 +45,6 @@ from torchtitan.grpo.upstream.trainer import train_spec as train_specs
 def hf_train_spec(
     model: HFModel, config: JobConfig, schedule_steps: int | None = None
 ) -> TrainSpec:
-    """Returns upstream's spec of Qwen3, changed for this model and for rollouts."""
     if utils.device_type == "cpu" and getattr(model.model_args, "moe_enabled", False):
         prepare_moe_for_cpu(model.model_args)
     head_dim: int = model.model_args.head_dim

@@ -97,7 +97,8 @@ class MinibatchLoss:
         top = None
         if "teacher_top_ids" in rows.columns:
             output, of_teacher = output.tensor_split((2,), dim=-1)
-            top = _top_logprobs(of_teacher, rows)
+            is_rated = rows.columns["teacher_top_ids"][..., 0] != NO_TOKEN
+            top = TopLogprobs(of_teacher, rows.columns["teacher_top_logprobs"], is_rated)
         logprobs, entropy = output.unbind(-1)
         old, ref = self.scored.old_logprobs, self.scored.ref_logprobs
         inputs = LossInputs(
@@ -120,11 +121,6 @@ class MinibatchLoss:
 
     def add_metrics(self, totals: MetricTotals) -> None:
         totals.add(list(self._metrics.values()), self.scale)
-
-
-def _top_logprobs(student: torch.Tensor, rows: TrainRows) -> TopLogprobs:
-    is_rated = rows.columns["teacher_top_ids"][..., 0] != NO_TOKEN
-    return TopLogprobs(student, rows.columns["teacher_top_logprobs"], is_rated)
 
 
 def with_top_k(rows: TrainRows, top_k: int) -> TrainRows:
@@ -172,7 +168,6 @@ class Scorer:
     teacher: Teacher | None = None
 
     def score(self, batch: TrainBatch) -> list[Minibatch]:
-        """Scores this rank's part of a batch."""
         top_k = 0 if self.teacher is None else self.teacher.top_k
         minibatches = [with_top_k(rows, top_k).to(self.device) for rows in batch.minibatches]
         ref = [self._job(self.reference, rows) for rows in minibatches]
@@ -248,7 +243,6 @@ class Scorer:
         advantages: np.ndarray,
         teacher: Teacher,
     ) -> list[TrainRows]:
-        """Rows with advantages that have the teacher's part of each token."""
         num = len(samples)
         of_rows = [_teacher_kl(rows, teacher) for rows in minibatches]
         pairs = list(zip(minibatches, of_rows, strict=True))
