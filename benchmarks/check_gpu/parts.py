@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from check_gpu.row import Settings
 from torchtitan.grpo.models.shards import Assembly, Block, Piece
-from torchtitan.grpo.weight_sync.plan import plan_sources
-from torchtitan.grpo.weight_sync.slot_layout import PushPlan, SnapshotSlots, lay_out_slot
+from torchtitan.grpo.weight_sync.plan import SourceLimits
+from torchtitan.grpo.weight_sync.slot_layout import PushPlan, SnapshotSlots, plan_push
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
 
 _BUCKET_BYTES = 64 * 1024**2
@@ -74,12 +74,8 @@ def make_pushed(
         Assembly(name, shape, (Piece(0, Block((0,) * len(shape), shape)),))
         for name, shape in wholes.items()
     ]
-    sources = plan_sources(assemblies, adapter, torch.bfloat16, _BUCKET_BYTES)
-    layouts = {
-        source.rank: lay_out_slot(source, adapter, torch.bfloat16, contiguous=on_gpu)
-        for source in sources
-    }
-    plan = PushPlan(sources, layouts, torch.bfloat16)
+    limits = SourceLimits()
+    plan = plan_push(assemblies, adapter, torch.bfloat16, _BUCKET_BYTES, limits, contiguous=on_gpu)
     slots = SnapshotSlots(plan, num_slots, pinned=on_gpu)
     return Pushed(plan, slots, Snapshots(parameters, slots.shards, device))
 

@@ -35,9 +35,9 @@ from torchtitan.grpo.weight_sync.gather import Agent, Gatherer
 from torchtitan.grpo.weight_sync.lane import Listeners
 from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts
 from torchtitan.grpo.weight_sync.payloads import PayloadPool
-from torchtitan.grpo.weight_sync.plan import plan_sources
+from torchtitan.grpo.weight_sync.plan import SourceLimits
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher
-from torchtitan.grpo.weight_sync.slot_layout import PushPlan, SnapshotSlots, lay_out_slot
+from torchtitan.grpo.weight_sync.slot_layout import PushPlan, SnapshotSlots, plan_push
 from torchtitan.grpo.weight_sync.slots import SlotTable
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
 from torchtitan.grpo.weight_sync.transports import group_end, group_transport
@@ -299,9 +299,7 @@ def _plan(sync: WeightSync, contiguous: bool) -> PushPlan:
         Assembly(name, shape, (Piece(0, Block((0,) * len(shape), shape)),))
         for name, shape in SHAPES.items()
     ]
-    sources = plan_sources(assemblies, _ADAPTER, WIRE, bucket_bytes=40)
-    layouts = {s.rank: lay_out_slot(s, _ADAPTER, WIRE, contiguous=contiguous) for s in sources}
-    return PushPlan(sources, layouts, WIRE)
+    return plan_push(assemblies, _ADAPTER, WIRE, 40, SourceLimits(), contiguous=contiguous)
 
 
 def single_rank(folder: Path) -> None:

@@ -3,8 +3,8 @@
 
 """Checks that every server's answer must pass.
 
-A wrong count or a missing version would train the policy on tokens that were sampled otherwise. An
-answer is therefore never repaired: it is exact, or it is refused.
+A wrong count or a missing version would train the policy on tokens that were sampled otherwise, so
+an answer is never repaired: it is exact, or it is refused.
 """
 
 import math
@@ -123,10 +123,10 @@ def checked_generation(
     finish_reason: Any,
     spans: Iterable[Sequence[Any]],
 ) -> Generation:
-    """Returns the parts of an answer as a generation, or raises ServerError.
+    """Raises ServerError, with ``source`` (URL and route) before every message.
 
-    ``source``, URL and route, begins every message. ``logprobs`` holds logprob and id of each
-    sampled token, and ``spans`` holds ``(version label, start, end)`` over the tokens.
+    ``logprobs`` holds logprob and id of each sampled token, and ``spans`` holds ``(version label,
+    start, end)`` over the tokens.
     """
     _require_own_answer(source, request, sent_id, answered_id, num_prompt_tokens)
     num_tokens = len(token_ids)

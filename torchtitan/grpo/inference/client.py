@@ -3,8 +3,7 @@
 
 """The interface of inference servers, which `vllm/`, `sglang/` and `embedded/` implement.
 
-The rollout process samples with it and the trainer pushes weights with it. A client holds one HTTP
-session, which belongs to the event loop of its first request.
+A client holds one HTTP session, which belongs to the event loop of its first request.
 """
 
 from abc import ABC, abstractmethod
@@ -32,8 +31,8 @@ class LogprobsError(ServerError):
 class ServerFacts:
     """Description of a server and its model; ``None`` stands for what the server does not tell.
 
-    ``software`` is name and release, such as ``vLLM 0.32.0``. ``architecture`` is the model's class
-    in config.json. ``problems`` prevent its use by the run; ``warnings`` do not.
+    ``software`` is name and release, ``architecture`` the model's class in config.json.
+    ``problems`` prevent its use by the run; ``warnings`` do not.
     """
 
     software: str
@@ -59,14 +58,11 @@ class ServerLoad:
 class Capabilities:
     """Capabilities of a server while weights are pushed to it.
 
-    Attributes:
-        stops_for: Time for which generation must be paused: ``transfer`` is from the first bucket
-            to the end of the commit; ``commit`` is only the commit, because buckets are staged;
-            ``nothing`` means that the server commits between two of its steps.
-        takes_deltas: Changes to the weights that it holds can be sent.
-        receives_in_parallel: Buckets of different groups may be sent at the same time.
-        receives_pieces: A large bucket may be sent in several broadcasts over NCCL.
-        rates_lists: One request can ask for the logprobs of several sequences.
+    Generation must be paused (``stops_for``) for the ``transfer``, from the first bucket to the end
+    of the commit; or only for the ``commit``, as buckets are staged; or for ``nothing``, if the
+    server commits between two of its steps. Buckets of different groups may be sent at the same
+    time, if it ``receives_in_parallel``, and a large one in several broadcasts over NCCL, if it
+    ``receives_pieces``. One request can rate several sequences, if it ``rates_lists``.
     """
 
     stops_for: Literal["transfer", "commit", "nothing"] = "transfer"
@@ -95,9 +91,8 @@ class InferenceClient(ABC):
     """Access to one inference server.
 
     Every method raises :class:`ServerError` if the server fails or does not answer within the
-    control timeout given at construction. Methods that wait in the server's queue, or receive or
-    read weights, have a longer timeout. ``capabilities`` are those of the kind until the client
-    finds out more.
+    control timeout; those that wait in the server's queue, or receive or read weights, have a
+    longer one. ``capabilities`` are those of the kind until the client finds out more.
     """
 
     url: str
@@ -115,8 +110,8 @@ class InferenceClient(ABC):
     async def describe(self, temperature: float) -> ServerFacts:
         """Returns what the server tells about itself, without changing it.
 
-        The server may report suitable logprobs only at some values of ``rollout.temperature``.
-        :class:`WrongKind` is raised if a server of another kind answers.
+        Its logprobs may suit only some values of ``rollout.temperature``. Raises :class:`WrongKind`
+        if a server of another kind answers.
         """
 
     @abstractmethod
@@ -148,9 +143,9 @@ class InferenceClient(ABC):
 
     @abstractmethod
     async def join_weight_group(self, info: WeightGroupInfo) -> None:
-        """Makes the server join a process group; returns when all members have joined.
+        """Returns when all members have joined; the trainer must join at the same time.
 
-        The trainer must join at the same time. A server may be in one group for each sending rank.
+        A server may be in one group for each sending rank.
         """
 
     @abstractmethod
@@ -167,17 +162,17 @@ class InferenceClient(ABC):
     ) -> None:
         """Makes the server receive one broadcast, which the trainer must send at the same time.
 
-        Returns when the server has received the bucket or has accepted to receive it; a server that
-        finds it damaged later refuses the commit. ``last`` marks the last bucket of the update, if
-        buckets are sent one after another.
+        Returns when the server has received the bucket, or accepts to; if it finds it damaged
+        later, it refuses the commit. ``last`` marks the last bucket of the update, if they are sent
+        one by one.
         """
 
     @abstractmethod
     async def commit_update(self, version: int) -> float:
         """Makes the server serve the weights that it received, without caches of the old ones.
 
-        Returns the seconds for which generation stopped, or 0 if the server does not report them.
-        Such a server must be paused by the caller.
+        Returns the seconds for which generation stopped, or 0 from a server that does not report
+        them and must be paused by the caller.
         """
 
     @abstractmethod
@@ -191,7 +186,7 @@ class InferenceClient(ABC):
         """Returns the logprobs of sequences' tokens under the weights that are served now.
 
         ``starts`` are the positions of the first rated tokens, at least 1. ``num_top`` most likely
-        tokens are returned for each rated token.
+        tokens are returned for each rated one.
         """
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:

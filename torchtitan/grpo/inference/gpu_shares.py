@@ -31,11 +31,10 @@ def share_gpus(
     memory: float,
     num_heads: int | None,
 ) -> list[GpuShare]:
-    """Returns the share of each server.
+    """``tensor_parallel_size`` and ``memory`` are settings of ``[inference]``.
 
-    ``tensor_parallel_size`` and ``memory`` are settings of ``[inference]``: 0 takes as many of a
-    server's GPUs as divide the attention heads, and divides shared GPUs evenly. ``num_heads`` is
-    ``None`` if a server takes one GPU.
+    0 takes as many of a server's GPUs as divide the attention heads, and divides shared GPUs
+    evenly. ``num_heads`` is ``None`` if a server takes one GPU.
     """
     if not gpus:
         return [GpuShare((), max(1, tensor_parallel_size), memory or None)] * num_servers

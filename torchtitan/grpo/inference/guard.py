@@ -3,9 +3,8 @@
 
 """Stands before the routes of a vLLM or SGLang server, and refuses what `access.py` refuses.
 
-It also limits connections (`system/connections.py`) and the time for bodies. It runs in the
-servers' environments, which lack the trainer's libraries: it is plain ASGI, and needs only the
-standard library. Keys come from the environment.
+It also limits connections (`system/connections.py`) and the time for bodies. It is plain ASGI and
+needs only the standard library, because the servers' environments lack the trainer's libraries.
 """
 
 import asyncio

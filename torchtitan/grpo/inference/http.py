@@ -57,8 +57,7 @@ class HttpConnection:
 
     ``admin_key``, or else ``api_key``, is that of control routes. An idle TCP connection is kept
     for ``idle_seconds``; 0 opens one for each request. Servers close idle connections and lose a
-    request that arrives at that moment, so this must be well below the server's limit. None is kept
-    after an internal server error.
+    request that arrives then, so it must be well below the server's limit.
     """
 
     def __init__(
@@ -98,10 +97,10 @@ class HttpConnection:
     ) -> Answer:
         """Sends one request, with ``body`` as JSON unless ``None``, and returns the answer.
 
-        ``scope`` names the key that is sent; ``public`` sends none. ``timeout_seconds`` bounds the
-        whole exchange; ``None`` takes the connection's. An answer longer than ``max_bytes`` is
-        refused and not read to its end. Statuses other than 2xx and those in ``accept`` raise
-        :class:`RouteError`.
+        ``scope`` names the key that is sent; ``public`` sends none. ``timeout_seconds``, or else
+        the connection's, bounds the whole exchange. An answer longer than ``max_bytes`` is refused
+        and not read to its end. Raises :class:`RouteError` for a status that is neither 2xx nor in
+        ``accept``.
         """
         timeout = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         subject = f"{method} {self.url}{route}"
@@ -256,11 +255,7 @@ class HttpClient(InferenceClient):
         return self._groups[group_name]
 
     def _next_sequence(self, group_name: str) -> int:
-        """Returns the number of a bucket in its group.
-
-        It is called before anything is awaited, so that the numbers have the order of the calls,
-        which is that of the broadcasts, whichever request arrives first.
-        """
+        """Called before anything is awaited, so that numbers have the order of the broadcasts."""
         self._sequences[group_name] += 1
         return self._sequences[group_name] - 1
 

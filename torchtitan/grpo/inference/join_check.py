@@ -1,11 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Compares a server with the needs of the run when the server joins.
-
-An unusable server is thus found within seconds, with the command that starts a suitable one, and
-not by requests that fail again and again.
-"""
+"""Compares a server with the needs of the run when it joins, not by requests that fail later."""
 
 import json
 import shlex

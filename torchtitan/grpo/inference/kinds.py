@@ -34,14 +34,12 @@ does after 5 s), because a request on a connection that is just being closed is 
 class KindRow:
     """One kind of server, as the rest of the package sees it.
 
-    Attributes:
-        client: ``module:class`` of the :class:`InferenceClient`. The module also has a function
-            ``launch_command`` from a :class:`ServerSpec` to a :class:`LaunchCommand`.
-        environment: Folder of the virtual environment that `scripts/install_<name>.sh` makes;
-            ``None`` is the trainer's.
-        key_options: Command-line options with secret keys, refused and hidden.
-        nccl_settings: Variables of NCCL that the server sets unless its environment has others.
-        known_releases: Beginnings of tested release numbers; empty for this project's own server.
+    ``client`` is ``module:class`` of the :class:`InferenceClient`, whose module also has a function
+    ``launch_command`` from a :class:`ServerSpec` to a :class:`LaunchCommand`. ``environment`` is
+    the virtual environment of `scripts/install_<name>.sh`; ``None`` is the trainer's.
+    ``key_options`` with secret keys are refused and hidden. The server sets ``nccl_settings``
+    unless its environment has others. ``known_releases`` are beginnings of tested ones; empty for
+    this project's own server.
     """
 
     name: ServerKind
@@ -132,9 +130,9 @@ def take_nccl_setting_of(kind: ServerKind, transport: str) -> None:
     """Sets ``NCCL_CUMEM_ENABLE`` as servers of a kind do, if weights are to travel over NCCL.
 
     Both ends of a communicator must agree on it (see `weight_wire/group_facts.py`). NCCL reads it
-    once in a process, so call this before any process group exists. It also holds for the trainer's
-    own groups, which without cuMem may be slower, so it is not done with ``auto``: such servers
-    then receive from host memory. A value that the user has set stays.
+    once in a process, so call this before any process group exists. The trainer's own groups may be
+    slower without cuMem, so it is not done with ``auto``: such servers then receive from host
+    memory.
     """
     value = kind_row(kind).nccl_settings.get(SHARING_SETTING)
     if transport != "nccl" or value is None or SHARING_SETTING in os.environ:

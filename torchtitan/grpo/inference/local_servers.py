@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 class LaunchedServer:
     """A server that this process started.
 
-    Its workers belong to the session of ``process``; ``folder``, its temporary files, ends with it.
-    ``log_begin`` is the byte of the log at which its output begins.
+    Its workers are in the session of ``process``; its temporary ``folder`` ends with it. Its output
+    begins at byte ``log_begin`` of the log.
     """
 
     spec: ServerSpec
@@ -107,10 +107,9 @@ def server_command(
 
 
 def set_random_keys(inference: "Inference", environ: MutableMapping[str, str]) -> None:
-    """Sets random keys for launched servers, unless the user has set keys.
+    """Sets random keys for launched servers, unless the user has, in the environment of rank 0.
 
     Other users of the machine could otherwise generate on them and replace their weights.
-    ``environ`` is that of rank 0, from which all other processes take the keys.
     """
     if not inference.launch:
         return
@@ -195,8 +194,8 @@ def _max_running(config: "RolloutProcessConfig", num_servers: int) -> int:
 def start_servers(config: "RolloutProcessConfig", ports: Sequence[int]) -> list[LaunchedServer]:
     """Starts a server on each port, and does not wait until they are up.
 
-    Call it on the main thread: the children end with the thread that started them. Raises
-    ValueError if ``inference.python`` cannot be run, or if there are too few GPUs.
+    Call it on the main thread, with which the children end. Raises ValueError if
+    ``inference.python`` cannot be run, or if there are too few GPUs.
     """
     specs = server_specs(config, os.environ, ports)
     folder = Path(config.dump_folder).resolve() / "servers"
@@ -239,10 +238,10 @@ def start_server(spec: ServerSpec, log_file: Path, *, keep_log: bool = False) ->
 
 
 def _with_temporary_folder(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Lets temporary files, such as sockets, go to ``folder``.
+    """Lets temporary files, such as sockets, go to ``folder``, but not code that torch compiled.
 
-    Code that torch compiled stays where later servers find it. Precompiled headers are off, because
-    torch keeps them in ``TMPDIR``, so each server would compile them anew.
+    Precompiled headers, which torch keeps in ``TMPDIR``, are off: each server would compile them
+    anew.
     """
     torch_defaults = {
         "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
@@ -268,9 +267,8 @@ def free_ports(count: int) -> list[int]:
 class HeldPorts:
     """Distinct free ports, which the kernel (of Linux) gives to no other connection while held.
 
-    A restarted server must find its port free, but meanwhile the kernel may give the port to any
-    outgoing connection. A socket that is bound and does not listen prevents this. Servers can still
-    listen there, because all kinds set SO_REUSEADDR; old connections do not matter.
+    A restarted server must find its port free. A socket that is bound and does not listen keeps it
+    from outgoing connections. Servers can still listen there, because all kinds set SO_REUSEADDR.
     """
 
     def __init__(self, count: int) -> None:

@@ -4,11 +4,10 @@
 """The servers that have registered themselves, each in a file of one folder.
 
 A server writes its file on a shared disk, or sends it to the trainer over HTTP
-(`rollout/serving/registry_server.py`), which writes it. The folder outlives the trainer's
-processes.
+(`rollout/serving/registry_server.py`). The folder outlives the trainer's processes.
 
-A living server writes its file every two seconds, with a higher number. The reader takes a server
-for alive once it has *seen* the number change, and for dead after 30 s without a change by its own
+A living server writes its file every two seconds, with a higher number. The reader takes it for
+alive once it has *seen* the number change, and for dead after 30 s without a change by its own
 clock. So hosts' clocks are not compared, and files of killed servers or earlier runs do not count.
 """
 
@@ -137,8 +136,7 @@ class RegisteredServers:
     def poll(self) -> list[str] | None:
         """Returns the living servers if they have changed since the last call, else ``None``.
 
-        It is never an empty list: if all are silent, the run keeps those that it has, and asks them
-        until one answers or another registers.
+        It is never empty: if all are silent, the run asks those that it has until one answers.
         """
         self._look()
         living = self._living()

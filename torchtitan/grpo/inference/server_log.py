@@ -30,8 +30,8 @@ _SHARED_MEMORY = re.compile(
 def first_causes(log_file: Path, begin: int = 0) -> str:
     """Returns the lines that name an error and stand before the end of a log, if any.
 
-    Each process of a server prints its traceback, and the cause stands in the first of them, far
-    above the end. Lines before the byte ``begin`` belong to earlier servers at the same port.
+    Each process of a server prints its traceback, the cause in the first, far above the end. Lines
+    before the byte ``begin`` belong to earlier servers at the same port.
     """
     lines = map(_without_prefix, _lines(log_file, begin))
     causes = dict.fromkeys(line[:_LINE_CHARS] for line in lines if _CAUSE.search(line))
@@ -83,8 +83,8 @@ def _without_prefix(line: str) -> str:
 def _lines(log_file: Path, begin: int) -> Iterator[str]:
     """Yields the lines of ``_SEARCHED_BYTES`` from ``begin``, if the log is readable.
 
-    It is not read at once: the C library keeps as much free memory as the largest block that was
-    ever returned to it, so each log of a lost server would enlarge this process for good.
+    Not read at once: the C library keeps free memory of the size of the largest block ever returned
+    to it, so each log of a lost server would enlarge this process for good.
     """
     try:
         with log_file.open("rb") as file:

@@ -14,16 +14,11 @@ LOOPBACK = "127.0.0.1"
 class ServerSpec:
     """Settings of one server, the same for every kind.
 
-    Attributes:
-        max_model_len: Longest prompt plus completion; 0 is as much as model and memory allow.
-        max_running_requests: Maximum number of completions that are sampled at once.
-        python: Interpreter of the server's environment; ``None`` is the current one.
-        extra_args: Command-line arguments appended last; they override earlier ones.
-        gpus: GPUs that are visible to the server; if empty, those of this process.
-        gpu_memory_utilization: Part of each GPU's memory; ``None`` leaves the server's default. The
-            embedded server takes what it needs.
-        seed: ``None`` leaves the server's default.
-        max_batched_tokens: See ``inference.max_batched_tokens``; 0 chooses it.
+    ``max_model_len`` bounds prompt plus completion; 0 is as much as model and memory allow.
+    ``python`` is the interpreter of the server's environment, ``None`` the current one.
+    ``extra_args`` come last and override earlier ones. Without ``gpus``, the server sees those of
+    this process. ``gpu_memory_utilization`` is a part of each GPU's memory. ``None`` there, and as
+    ``seed``, leaves the server's default; 0 chooses ``max_batched_tokens``.
     """
 
     kind: ServerKind
@@ -64,8 +59,8 @@ _CHOSEN_TOKENS = {"cpu": 256, "cuda": 2048}
 def batched_tokens(spec: ServerSpec) -> int:
     """Returns the token budget of a step of a vLLM or SGLang server.
 
-    The default saturates the device with a few running requests; more would only make these wait
-    longer. With many, half is left for prompts. SGLang wants a multiple of its page size.
+    The default saturates the device with a few running requests; more would make these wait longer.
+    With many, half is left for prompts. SGLang wants a multiple of its page size.
     """
     if spec.max_batched_tokens:
         return spec.max_batched_tokens

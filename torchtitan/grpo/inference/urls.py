@@ -116,9 +116,8 @@ def named_urls(inference: "Inference") -> list[str]:
 class UrlsFile:
     """Follows the changes of ``inference.urls_file``.
 
-    A file that is written in place is incomplete for a moment and may still look complete (``:80``
-    of ``:8000``). :meth:`poll` therefore reports a change only after two successive calls found the
-    file the same.
+    A file that is written in place may look complete for a moment (``:80`` of ``:8000``), so
+    :meth:`poll` reports a change only after two successive calls found the file the same.
     """
 
     name = "inference.urls_file"

@@ -32,10 +32,10 @@ async def wait_until_up(
 ) -> None:
     """Returns when every server is up and has passed the check.
 
-    ``check`` is called once with each server that is up, or that refuses to say so; if it raises
-    :class:`WrongServer`, no other server is waited for. ``tell`` is called at growing intervals,
-    with a message about each missing server. RuntimeError, with the end of the log, means that a
-    launched server has ended; TimeoutError that one is not up in time.
+    ``check`` is called once with each server that is up, or refuses to say so; if it raises
+    :class:`WrongServer`, no other is waited for. ``tell`` gets messages about each missing server,
+    at growing intervals. RuntimeError, with the end of the log, means that a launched server has
+    ended; TimeoutError that one is not up in time.
     """
     launched = {server.url: server for server in servers}
     waits = [

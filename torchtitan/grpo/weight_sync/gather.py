@@ -6,13 +6,12 @@
 Gathering runs on background threads of every rank, one for each source to which the rank
 contributes, so that sources do not wait for one another. Each thread has its own process group,
 because two threads must not issue collectives on one communicator. What each rank sends is
-decided once, at construction; see `plan.py`. If ranks write into their source's memory (see
-`slot_layout.py`), the buckets in the slot are complete as soon as all ranks have copied, except
-for parameters that must be converted.
+decided once; see `plan.py`. If ranks write into their source's memory (see `slot_layout.py`), the
+buckets in the slot are complete once all ranks have copied, but for parameters to be converted.
 
-Snapshots lie in host memory on every training device, so gathering uses only the CPU and gloo.
-NVIDIA does not guarantee progress for NCCL communicators that are used at the same time, and
-those of FSDP are in use while a version is gathered.
+Gathering uses only the CPU and gloo: snapshots lie in host memory on every training device, and
+NVIDIA does not guarantee progress for NCCL communicators that are used at the same time, as those
+of FSDP are while a version is gathered.
 """
 
 import asyncio
@@ -29,13 +28,8 @@ from torchtitan.grpo.system.network import boot_id
 from torchtitan.grpo.system.rank_calls import operation
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_sync.payloads import Payload, PayloadPool
-from torchtitan.grpo.weight_sync.plan import (
-    BucketPlan,
-    SourceLimits,
-    SourcePlan,
-    plan_sources,
-)
-from torchtitan.grpo.weight_sync.slot_layout import PushPlan, Shards, SnapshotSlots, lay_out_slot
+from torchtitan.grpo.weight_sync.plan import BucketPlan, SourceLimits, SourcePlan
+from torchtitan.grpo.weight_sync.slot_layout import PushPlan, Shards, SnapshotSlots, plan_push
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
 _HOST = torch.device("cpu")
@@ -52,21 +46,12 @@ def agree_on_push(
     max_sources: int = 0,
     contiguous: bool = False,
 ) -> PushPlan:
-    """Decides what each rank sends; collective over all ranks.
-
-    ``parameters`` are those of this rank, sharded. ``contiguous`` is that of
-    :func:`lay_out_slot`.
-    """
+    """Decides what each rank sends, from its sharded ``parameters``; collective over all ranks."""
     limits = SourceLimits(max_sources, agree_on_hosts())
-    everything = agree_on_assembly(parameters, adapter)
-    assemblies = [a for a in everything if is_adapter(a.name) or not adapters_only]
-    sources = plan_sources(assemblies, adapter, wire_dtype, bucket_bytes, limits)
-    layouts = {
-        source.rank: lay_out_slot(source, adapter, wire_dtype, contiguous=contiguous)
-        for source in sources
-    }
-    model_numel = sum(a.numel for a in everything if not is_adapter(a.name))
-    return PushPlan(sources, layouts, wire_dtype, model_numel * wire_dtype.itemsize)
+    return plan_push(
+        agree_on_assembly(parameters, adapter), adapter, wire_dtype, bucket_bytes, limits,
+        adapters_only=adapters_only, contiguous=contiguous,
+    )  # fmt: skip
 
 
 def agree_on_hosts() -> tuple[int, ...]:
@@ -79,10 +64,7 @@ def agree_on_hosts() -> tuple[int, ...]:
 
 
 class Gatherer:
-    """Does one rank's part of gathering versions on their source ranks.
-
-    All ranks must construct it at the same time.
-    """
+    """Does one rank's part of gathering versions; all ranks must construct it at the same time."""
 
     def __init__(
         self,
@@ -111,10 +93,7 @@ class Gatherer:
     def gather(
         self, slot: int, shards: Mapping[str, torch.Tensor], payload: Payload | None
     ) -> None:
-        """Gathers a version from a slot in which all ranks have their shards; all ranks take part.
-
-        A source fills its ``payload`` in order; other ranks have none.
-        """
+        """All ranks take part, with their shards in the slot; a source fills its ``payload``."""
         assert (payload is not None) == (self._own is not None)
         gathering = [
             self._threads.submit(self._gather_one, slot, shards, payload, source, collector)
@@ -176,11 +155,9 @@ class Gatherer:
 
 
 class Agent:
-    """Carries out what the leader asks of each rank: to copy, gather and drop versions.
+    """Carries out what the leader asks of each rank, in the event loop of the publisher's thread.
 
     The leader calls its own rank's agent directly, and those of other ranks over the channel.
-    All methods run in the event loop of the publisher's thread.
-
     ``read_snapshot`` waits until a slot holds a version, and returns this rank's shards of it.
     Ranks that are no sources have no ``pool``.
     """

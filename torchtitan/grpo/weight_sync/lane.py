@@ -3,9 +3,9 @@
 
 """A lane keeps one server at the newest version.
 
-After each push, a lane takes the version that is the newest by then and skips the versions in
-between. A lane waits only for its own server, each time with a timeout, so a slow, stopped or
-dead server does not delay any other server. A lost server gets no work until it has been joined
+After each push, a lane takes the newest version and skips those in between. It waits only for
+its own server, each time with a timeout, so a slow, stopped or dead server delays no other. A
+lost server gets no work until it has joined again and has confirmed the newest weights.
 again and has confirmed the newest weights.
 
              +------------------- newer_version --------------------+
@@ -25,13 +25,13 @@ The state determines what the dispatcher may assume:
 
 - It learns of a version at ``attested`` and never before. By then, the server has answered the
   commit and has afterwards reported the version itself.
-- While the next push of a READY lane is under way, it continues to assume the former version.
-  The server generates with that until it commits, and it reports the version of every token.
+- During the next push of a READY lane it continues to assume the former version, with which the
+  server generates until it commits; the server reports the version of every token.
 - It learns of a loss at ``failed`` and ``version_mismatch``, before the lane recovers (leaves
   the groups and ends the pause). The retry is due after the recovery.
 
-The lane of a READY server asks repeatedly for the server's version: nothing else would reveal a
-server that was restarted with other weights until a newer version is pushed.
+A READY lane asks repeatedly for the server's version, which alone reveals a server that was
+restarted with other weights.
 """
 
 import asyncio
@@ -129,8 +129,8 @@ class VersionMismatch(ServerError):
 class Listeners:
     """Callbacks for the changes of a lane; called in the leader's event loop.
 
-    ``on_change`` follows each change of a public attribute. ``on_version`` gets the URL of a
-    server and the version that it has confirmed, ``on_lost`` the URL and the reason.
+    ``on_change`` follows each change of a public attribute. ``on_version`` gets URL and confirmed
+    version, ``on_lost`` URL and reason.
     """
 
     on_change: Callable[[], None]
@@ -141,13 +141,10 @@ class Listeners:
 class Lane:
     """Keeps one server at the newest version; see the module's docstring.
 
-    Attributes:
-        num_attested: Number of confirmed pushes that were attested by log-probabilities.
-        is_blocked: Whether the trainer could not prepare the newest version. The server
-            continues with an older version.
-        last_error: Reason for the last loss, or for the failure to prepare the last version.
-        held_from: Once the server has confirmed this version or a newer one, no newer version
-            is pushed to it, unless it is ``None``. Any thread may set this.
+    ``num_attested`` counts confirmed pushes that were attested by log-probabilities. The lane
+    ``is_blocked`` if the trainer could not prepare the newest version. Once the server has
+    confirmed ``held_from`` or a newer version, no newer one is pushed to it; any thread may set
+    this.
     """
 
     def __init__(
@@ -340,10 +337,7 @@ class Lane:
         self._take(LaneEvent.VERSION_MISMATCH if is_mismatch else LaneEvent.FAILED)
 
     def _count_refusal(self, error: BaseException) -> None:
-        """Raises WeightsRefused after too many, if the server has never taken weights.
-
-        Otherwise, a run whose servers cannot take its weights would ask them forever.
-        """
+        """Raises WeightsRefused after too many, since a run must not ask forever."""
         if self._num_refusals is None or isinstance(error, VersionMismatch):
             return
         is_refusal = isinstance(error, ServerError) and error.was_answered

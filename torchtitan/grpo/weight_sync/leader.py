@@ -43,10 +43,7 @@ _PATIENCE_PUSHES = 4
 
 @dataclass(frozen=True)
 class LeaderParts:
-    """The objects that a leader uses. It closes its ``own`` agent and sender.
-
-    ``agents`` are those of all ranks, ``senders`` those of the source ranks, ascending.
-    """
+    """``agents`` are of all ranks, ``senders`` of the sources; the leader closes its ``own``."""
 
     agents: Sequence[Agent]
     sources: Sequence[Agent]
@@ -57,10 +54,10 @@ class LeaderParts:
 
 
 class Leader:
-    """Makes ranks gather versions and runs a lane for each server; see the module's docstring.
+    """See the module's docstring.
 
     ``changed_servers`` returns all servers if they have changed since the last call. ``error``
-    is what ended :meth:`run`, which is set before the method has finished closing.
+    ended :meth:`run`, and is set before the method has finished closing.
     """
 
     def __init__(
@@ -141,8 +138,8 @@ class Leader:
     def _set_servers(self, servers: Sequence[ServerInfo]) -> None:
         """Starts lanes for new servers and ends the lanes of servers that have left.
 
-        A server that left and returned since the last call has kept its lane. The rollout
-        process no longer knows its version, so the lane announces it again.
+        A server that left and returned since the last call keeps its lane, which announces its
+        version again to the rollout process.
         """
         is_start = not self._was_started
         self._was_started = True
@@ -198,9 +195,8 @@ class Pin:
                             |
                             +------- yield_if_needed --------------------> free
 
-    A pinned server takes no new weights, so its rollouts become too old for training. If no
-    other server takes the new weights meanwhile, the pin ends, so that training never waits for
-    an evaluation. Any thread may use a pin.
+    The rollouts of a pinned server become too old for training, so the pin ends if no other
+    server takes the new weights meanwhile. Any thread may use a pin.
     """
 
     def __init__(self) -> None:

@@ -7,7 +7,6 @@ Snapshot slots in host memory are allocated at the start. Over NCCL, each rank t
 buffer on its GPU for each server, which is allocated when the server joins.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -23,10 +22,9 @@ from torchtitan.grpo.pipeline.stages import fixes_stages, stage_modules, stage_r
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_sync.leader import max_alive
-from torchtitan.grpo.weight_sync.plan import SourceLimits, plan_sources
-from torchtitan.grpo.weight_sync.slot_layout import PushPlan, lay_out_slot
+from torchtitan.grpo.weight_sync.plan import SourceLimits
+from torchtitan.grpo.weight_sync.slot_layout import PushPlan, plan_push
 from torchtitan.grpo.weight_sync.transports.group_end import PIECE_BYTES
-from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
 _MIB, _GIB = 1024**2, 1024**3
 # Tensor parallelism divides these parameters by columns, so that a rank's part is not contiguous.
@@ -37,9 +35,9 @@ _BY_COLUMNS = (".attention.wo.weight", ".feed_forward.w2.weight")
 class PushMemory:
     """The memory that the push holds, in bytes.
 
-    ``version`` is one version of the weights as it is sent, and ``slot`` the same in the
-    snapshot slots of all ranks that send. ``num_held`` counts slots for versions that servers
-    still receive. ``model`` is the whole model, even if only LoRA adapters are sent.
+    ``version`` is one version as it is sent, and ``slot`` the same in the snapshot slots of all
+    ranks that send. ``num_held`` counts slots for versions that servers still receive. ``model``
+    is the whole model, even if only LoRA adapters are sent.
     """
 
     version: int
@@ -115,19 +113,18 @@ def predict_memory(
     columns lie in a slot twice. And a rank may have less to send than one bucket holds.
     """
     sync, degree = config.weight_sync, config.parallelism.tensor_parallel_degree
-    dtype, limits = wire_dtype(config), SourceLimits(sync.max_sources)
-    model_numel = sum(math.prod(shape) for name, shape in shapes.items() if not is_adapter(name))
-    if config.lora.rank and config.lora.push == "adapters":
+    adapters_only = config.lora.rank > 0 and config.lora.push == "adapters"
+    if adapters_only:
         adapter = PeftStateDictAdapter(adapter, config.model.hf_assets_path)
-        shapes = {name: shape for name, shape in shapes.items() if is_adapter(name)}
     ranks_of = _ranks_by_module(config, shapes, num_ranks)
     assemblies = [
         _assembly(name, shapes[name], degree, ranks_of[module_of(name)])
         for name in sorted(shapes, key=model_order)
     ]
-    sources = plan_sources(assemblies, adapter, dtype, sync.bucket_bytes, limits)
-    layouts = {s.rank: lay_out_slot(s, adapter, dtype, contiguous=on_gpu) for s in sources}
-    plan = PushPlan(sources, layouts, dtype, model_numel * dtype.itemsize)
+    plan = plan_push(
+        assemblies, adapter, wire_dtype(config), sync.bucket_bytes, SourceLimits(sync.max_sources),
+        adapters_only=adapters_only, contiguous=on_gpu,
+    )  # fmt: skip
     return memory_of(plan, sync, max_alive(sync, num_servers), num_servers)
 
 

@@ -7,11 +7,11 @@
           ^                                                  |
           +--- dropped by the leader, no reader is left <----+
 
-A bucket is sent as soon as it is filled, while later buckets are still being gathered. A slow
-server may still receive a version while newer versions are gathered, so every version has its
-own buffers. They are either the buffers of a snapshot slot that is held for the version, or
-copies. Buffers are reused only when the leader has dropped the version and the last thread that
-reads them has returned, however long ago that thread's lane has abandoned the push.
+A bucket is sent as soon as it is filled, while later ones are still being gathered. A slow server
+may still receive a version while newer ones are gathered, so every version has its own buffers:
+those of a snapshot slot that is held for it, or copies. Buffers are reused only when the leader
+has dropped the version and the last thread that reads them has returned, however long ago that
+thread's lane has abandoned the push.
 """
 
 import asyncio
@@ -43,8 +43,8 @@ class Payload:
     """The buckets that a source sends for one version. They do not change after they are filled.
 
     It is made on the event loop of the publisher's thread and filled by the gathering thread.
-    ``deltas`` holds buckets that are encoded as changes to another version, by that version and
-    the index. The attributes below it are the pool's, under the pool's lock.
+    ``deltas`` are by base version and index of the bucket. The attributes below it are the
+    pool's, under the pool's lock.
     """
 
     def __init__(
@@ -98,11 +98,7 @@ class Payload:
 
 
 class PayloadPool:
-    """The buffers of all versions that a source rank holds.
-
-    The leader's :class:`Versions` decides what it takes and drops. Any thread may call any
-    method except :meth:`take`.
-    """
+    """The buffers of a source rank's versions. Any thread may call all methods but :meth:`take`."""
 
     def __init__(
         self,

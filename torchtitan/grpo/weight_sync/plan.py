@@ -4,9 +4,8 @@
 """Decides which rank assembles which parameters, and in which buckets they are sent.
 
 The functions are pure and give the same result on all ranks. Every source sends what it has
-assembled to every server, and each sends about equally many bytes. A server can receive from
-all sources at the same time, so that neither the network interface of one rank nor the copies
-that one process makes limit the speed of a push.
+assembled, about equally many bytes, to every server, and a server can receive from all at the
+same time, so that neither one network interface nor one process limits the speed of a push.
 
 Ranks that share a parameter form a family: all ranks without pipeline parallelism, and the
 ranks of each pipeline rank with it. Each family has at least one source, because other ranks do
@@ -30,10 +29,7 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One bucket: which native parameters it needs, and what it holds, in the order of the bytes.
-
-    ``num_bytes_of`` counts each parameter in the Hugging Face layout, by native name.
-    """
+    """In the order of the bytes; ``num_bytes_of`` is by native name, in the Hugging Face layout."""
 
     assemblies: tuple[Assembly, ...]
     spec: BucketSpec
@@ -46,10 +42,7 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class SourcePlan:
-    """The buckets that one rank assembles and sends to every server, in this order.
-
-    ``members`` are the source and all ranks that send it blocks, ascending.
-    """
+    """``members`` are the source and all ranks that send it blocks, ascending."""
 
     rank: int
     members: tuple[int, ...]
@@ -62,11 +55,7 @@ class SourcePlan:
 
 @dataclass(frozen=True)
 class SourceLimits:
-    """The ranks that may be sources.
-
-    ``max_sources`` is ``weight_sync.max_sources``; 0 allows every rank. ``hosts`` numbers the
-    host of each rank. Ranks beyond the end of the tuple are on host 0.
-    """
+    """Ranks beyond ``hosts`` are on host 0; ``max_sources`` = 0 allows every rank."""
 
     max_sources: int = 0
     hosts: tuple[int, ...] = ()
@@ -100,10 +89,9 @@ def plan_buckets(
     wire_dtype: torch.dtype,
     bucket_bytes: int,
 ) -> list[BucketPlan]:
-    """Divides parameters into buckets of at most ``bucket_bytes`` bytes.
+    """Divides parameters into buckets of at most ``bucket_bytes``, unless one alone is larger.
 
-    A bucket with only one parameter may be larger. LoRA adapters that are sent as a part of
-    their target are in its bucket.
+    LoRA adapters that are sent as a part of their target are in its bucket.
     """
     assemblies = _with_adapters_behind(assemblies)
     metas = {a.name: hf_meta(adapter, a.name, a.shape) for a in assemblies}
@@ -147,9 +135,8 @@ def choose_sources(
 ) -> dict[int, list[Assembly]]:
     """Returns what each source assembles, in the order of ``assemblies``.
 
-    A source already holds some blocks. Each other block is sent to it by a rank that holds the
-    block, preferably on the source's host, and among several by the rank that has the least to
-    send.
+    Blocks that it does not hold are sent by a rank that does, preferably on the source's host,
+    and among several by the one that has the least to send.
     """
     families = families_of(assemblies)
     num_ranks = sum(len(family) for family in families)

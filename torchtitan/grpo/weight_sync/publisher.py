@@ -10,9 +10,8 @@ continues; other threads do the rest:
     snapshot-copy       fills the slot on CPU; on CUDA, a side stream fills it
     weight-publisher    runs an event loop: on rank 0 the leader and its lanes (`leader.py`,
                         `lane.py`), on other ranks an agent that does what the leader asks
-    weight-gather       sends this rank's shards to their source rank, or notifies the source
-                        rank if the shards were copied into its memory; on a source rank, this
-                        thread receives the shards
+    weight-gather       sends this rank's shards to their source rank, or notifies it if they were
+                        copied into its memory; on a source rank, receives them
     weight-push-URL     broadcasts to one server, on source ranks
 
 The training thread waits in two places: in `fence`, for a copy within this process, and in
@@ -49,8 +48,7 @@ class Publisher:
     """The publisher of a run without servers, such as a replay: it sends nothing.
 
     The training thread uses it. ``probes`` are the trainer's log-probabilities of the probe
-    tokens, by version. ``failure`` is the error that ended this rank's part of the push.
-    ``num_failures`` counts losses of servers.
+    tokens, by version; ``failure`` is the error that ended this rank's part of the push.
     """
 
     def __init__(self, probes: Probes | None = None) -> None:
@@ -75,27 +73,23 @@ class Publisher:
         """Orders the next optimizer step after the last copy of the parameters."""
 
     def publish(self, version: int, slot: int) -> None:
-        """Starts to push the current parameters and returns. Call it after the optimizer step.
-
-        ``slot`` is the slot that rank 0 reserved for this version, on all ranks.
-        """
+        """Starts a push after the optimizer step; ``slot`` is the one that rank 0 reserved."""
 
     def wait_for(
         self, version: int, timeout_seconds: float, should_stop: Callable[[], bool]
     ) -> None:
         """Waits until the servers serve ``version`` or a newer one; called on rank 0.
 
-        As long as at least one server is present, lost servers are not waited for. The wait for
-        a present server has no timeout here, because the server's lane has its own. Raises
-        TimeoutError if for ``timeout_seconds`` no server could take the version, because every
-        server is lost or the version cannot be prepared; and as :meth:`raise_if_failed`.
+        Lost servers are not waited for while one is present, and a present one has the timeouts of
+        its lane. Raises TimeoutError if for ``timeout_seconds`` no server could take the version,
+        since each is lost or it cannot be prepared; and as :meth:`raise_if_failed`.
         """
 
     def pin(self, version: int | None) -> list[str]:
         """Keeps one of several servers at the first version not older than ``version``; on rank 0.
 
-        ``None`` lets every server take new versions again. Training needs a server with current
-        weights, so the only server of a run is never pinned, and a pin ends by itself when no
+        ``None`` lets every server take new versions again. The only server of a run is never
+        pinned, because training needs one with current weights, and a pin ends by itself when no
         other server is left or takes new versions. Returns :meth:`pinned`.
         """
         return []
@@ -122,9 +116,8 @@ class Publisher:
 class WeightPublisher(Publisher):
     """Pushes weights in the background; see the module's docstring.
 
-    On rank 0, ``slots`` is a :class:`SlotTable`, and ``make_leader`` makes the leader, which
-    calls the argument after each change of a lane. On other ranks, ``follow`` does what the
-    leader asks until it is cancelled.
+    On rank 0, ``slots`` is a :class:`SlotTable`, and ``make_leader`` gets a function to be called
+    after each change of a lane. On other ranks, ``follow`` does what the leader asks.
     """
 
     def __init__(

@@ -5,23 +5,18 @@
 
     | bucket 0 | bucket 1 | ... | blocks that are not copied directly into a bucket |
 
-Layouts are computed by pure functions, which give the same result on all ranks.
+Layouts are computed by pure functions, which give the same result on all ranks. Ranks copy most
+shards directly into the buckets that are sent, so that these need no gathering. Two kinds are
+first copied into separate blocks: shards of parameters whose bytes differ in the Hugging Face
+layout and, if a GPU makes the copies, shards that are not contiguous in the parameter, which
+torch would copy in a way that makes the training thread wait.
 
-Ranks copy most shards directly into the buckets that are sent, so that these need no gathering.
-Two kinds of shards are first copied into separate blocks and are assembled from there in the
-buckets: shards of parameters whose bytes differ in the Hugging Face layout and, if a GPU makes
-the copies, shards whose elements are not contiguous in the parameter. A GPU's copy engine
-writes contiguous memory. To any other memory, torch would copy in a way that makes the training
-thread wait.
+Slots lie in the host memory of their source, where ranks of the same host write: by copy engines
+on GPUs, for which each process pins the memory. Sending a shard through a socket, or copying it
+again, would take cores from training.
 
-Slots lie in the host memory of their source, where ranks of the same host write. Sending a
-shard through a socket, or copying it again, would take cores from training. On GPUs, copy
-engines write the slots, and each process pins the memory for this purpose. No version occupies
-GPU memory, and no kernel gathers a version.
-
-The memory of all slots is allocated at the start. Otherwise, a slow server could make one more
-slot necessary in the middle of the run, and the copy into that slot would not have ended when
-the next optimizer step begins.
+All slots are allocated at the start. A slot that a slow server makes necessary in the middle of
+the run would not be filled when the next optimizer step begins.
 """
 
 import math
@@ -42,7 +37,8 @@ from torchtitan.grpo.system.host_memory import (
     pin,
 )
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
-from torchtitan.grpo.weight_sync.plan import SourcePlan
+from torchtitan.grpo.weight_sync.plan import SourceLimits, SourcePlan, plan_sources
+from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
 Shards = Mapping[str, torch.Tensor]
 """A rank's part of each parameter to which the rank contributes, by native name."""
@@ -64,8 +60,8 @@ class SlotLayout:
     """The offsets of shards and buckets in a slot; see the module's docstring.
 
     ``buckets`` holds the first byte of each bucket, and the byte after its last. ``places`` are
-    those of the parameters that are not converted, by native name. ``blocks`` holds the first
-    byte of each block that is not copied directly into a bucket, by native name and rank.
+    those of the parameters that are not converted, by native name; ``blocks`` the first bytes of
+    shards that are not copied directly into a bucket, by native name and rank.
     """
 
     dtype: torch.dtype
@@ -99,10 +95,7 @@ class SlotLayout:
 
 @dataclass(frozen=True)
 class PushPlan:
-    """The parameters that each source sends, and where they lie; the same on every rank.
-
-    ``model_bytes`` counts one version of the whole model, even if only a part of it is pushed.
-    """
+    """What each source sends, and where. ``model_bytes`` is the whole model, also for adapters."""
 
     sources: list[SourcePlan]
     layouts: dict[int, SlotLayout]
@@ -115,6 +108,24 @@ class PushPlan:
     @property
     def num_bytes(self) -> int:
         return sum(source.num_bytes for source in self.sources)
+
+
+def plan_push(
+    assemblies: Sequence[Assembly],
+    adapter: BaseStateDictAdapter,
+    wire_dtype: torch.dtype,
+    bucket_bytes: int,
+    limits: SourceLimits,
+    *,
+    adapters_only: bool = False,
+    contiguous: bool = False,
+) -> PushPlan:
+    """``contiguous`` is that of :func:`lay_out_slot`."""
+    pushed = [a for a in assemblies if is_adapter(a.name) or not adapters_only]
+    sources = plan_sources(pushed, adapter, wire_dtype, bucket_bytes, limits)
+    layouts = {s.rank: lay_out_slot(s, adapter, wire_dtype, contiguous=contiguous) for s in sources}
+    model_numel = sum(a.numel for a in assemblies if not is_adapter(a.name))
+    return PushPlan(sources, layouts, wire_dtype, model_numel * wire_dtype.itemsize)
 
 
 def lay_out_slot(
@@ -169,12 +180,9 @@ def _aligned(num_bytes: int) -> int:
 class SnapshotSlots:
     """Allocates the slots of this rank and maps the slots of other ranks on the same host.
 
-    All ranks must construct it at the same time. A rank that cannot map the memory of its
-    source copies its shards into its own memory and sends them to the source. Slots that a GPU
-    writes must be ``pinned``.
-
-    ``shards`` holds for each slot the tensors into which this rank copies its shards, by native
-    name and in the wire dtype.
+    All ranks must construct it at the same time. A rank that cannot map its source's memory
+    copies into its own and sends. Slots that a GPU writes must be ``pinned``. ``shards`` holds
+    for each slot the tensors into which this rank copies, by native name, in the wire dtype.
     """
 
     shards: Sequence[Mapping[str, torch.Tensor]]
@@ -223,7 +231,7 @@ class SnapshotSlots:
         return self._writers.get(source, ())
 
     def shards_of_writers(self, slot: int) -> Mapping[int, Shards]:
-        """Returns what other ranks copied into this source's slot, by rank."""
+        """By rank, what other ranks copied into this source's slot."""
         return self._shards_of_writers[slot]
 
 

@@ -8,31 +8,28 @@
                           +---- reserve ------+                        +-hold-> HELD -release
                 (the waiting snapshot is superseded)
 
-Only rank 0 keeps these states. It sends its decisions to the other ranks: the batch says which
-slot to fill, and the leader's calls say which slot to read. With two slots, there is always
-room for the newest weights: at most one slot is SENDING, and a slot that is only PENDING may be
-overwritten by a newer version. If the newer version were left out instead, the run could
-deadlock, because the trainer may wait for rollouts of that version.
+Only rank 0 keeps these states. The batch tells the other ranks which slot to fill, and the
+leader's calls which slot to read. With two slots, there is always room for the newest weights: at
+most one slot is SENDING, and one that is only PENDING may be overwritten by a newer version. If
+that were left out instead, the run could deadlock, as the trainer may wait for its rollouts.
 
-A slot that is SENDING is being gathered, one version at a time, until all ranks have read it.
-If buckets lie in the slots (see `slot_layout.py`), gathering copies nothing, and the slot stays
-HELD as long as the version may be sent to servers. Slots beyond the first two exist for this
-purpose. If too many slots are HELD, buckets are copied out of the slot instead.
+A slot that is SENDING is being gathered, one version at a time, until all ranks have read it. If
+buckets lie in the slots (see `slot_layout.py`), the slot then stays HELD as long as the version
+may be sent to servers, for which there are slots beyond the first two. If too many are HELD,
+buckets are copied out of the slot instead.
 
-No rank writes a slot that is being read or copied into, although copies run on a separate
-thread and ranks may be ahead of or behind one another:
+No rank writes a slot that is being read or copied into, although copies run on a separate thread
+and ranks may be ahead of or behind one another:
 
 - Two copies never overlap, because each rank makes its copies one at a time, in order.
 - A copy never overlaps with a reader. A slot is never both RESERVED and SENDING or HELD, and it
-  becomes SENDING, and then HELD, only with the version for which it was last reserved. Every
-  other decision to write the slot was made either before the decision for that version or after
-  the release. In the first case its copy was also started earlier on every rank, and the reader
-  waits for the later copy. In the second, all ranks have read the slot and no source rank sends
-  from it.
+  becomes SENDING, and then HELD, only with the version for which it was last reserved. Every other
+  decision to write it was made either before that one, so that its copy was also started earlier on
+  every rank, and the reader waits for the later copy; or after the release, when all ranks have
+  read the slot and no source rank sends from it.
 
-The fence is not needed for these guarantees. It prevents the optimizer from overwriting
-parameters that are being copied. `test_interleavings.py` checks all interleavings of a model of
-this protocol.
+These guarantees do not need the fence, which keeps the optimizer from overwriting parameters that
+are being copied. `test_interleavings.py` checks all interleavings of a model of this protocol.
 """
 
 import threading
@@ -53,8 +50,8 @@ class SlotState(Enum):
 class Slots:
     """The states of all slots, immutable: each method that changes a state returns a new object.
 
-    ``versions`` are those with which each slot was last filled; -1 before the first. At most
-    ``max_held`` slots may be HELD. ``num_superseded`` counts versions that were never taken.
+    ``versions`` are those with which each slot was last filled, ``num_superseded`` counts those
+    that were never taken. At most ``max_held`` slots may be HELD.
     """
 
     states: tuple[SlotState, ...]
@@ -118,8 +115,7 @@ class SlotVersions:
     """Records which version each slot of this rank holds or is being filled with.
 
     The training thread writes the record, and the gathering thread waits for its changes. The
-    lock is held for microseconds and never while a thread waits. ``published`` is the newest
-    version with which a slot was filled; -1 before the first.
+    lock is never held while a thread waits. ``published`` is the newest version, at first -1.
     """
 
     def __init__(self) -> None:
@@ -130,8 +126,8 @@ class SlotVersions:
     def filled(self, slot: int, version: int) -> None:
         """Records that the copy of ``version`` into ``slot`` is about to be started.
 
-        It wakes no thread, because on a busy machine a thread that the training thread wakes up
-        takes the training thread's core. See :meth:`wake`.
+        It wakes no thread, which on a busy machine would take the training thread's core; see
+        :meth:`wake`.
         """
         with self._changed:
             self._version_in[slot] = self.published = version
@@ -155,11 +151,7 @@ class SlotVersions:
 
 
 class SlotTable(SlotVersions):
-    """The :class:`SlotVersions` of rank 0, with the states of the slots.
-
-    The training thread reserves and fills slots. The leader takes, holds and releases them
-    through :class:`Versions`.
-    """
+    """On rank 0: the training thread reserves and fills slots, :class:`Versions` does the rest."""
 
     def __init__(self, num_slots: int, max_held: int = 0) -> None:
         super().__init__()

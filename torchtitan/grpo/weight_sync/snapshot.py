@@ -1,14 +1,14 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Copies this rank's shards at a step boundary.
+"""Copies this rank's shards, cast to the wire dtype, at a step boundary.
 
-The training thread only starts a copy, which includes the cast to the wire dtype:
+The training thread only starts a copy:
 
 - On CUDA, a copy engine writes pinned host memory on a side stream. :meth:`Snapshots.fence`
   orders the next optimizer step after the copy on the device, without a wait on the host.
-- On CPU, the thread ``snapshot-copy`` makes one copy at a time, in the order in which the
-  copies were started. Only the fence before the next optimizer step may wait.
+- On CPU, the thread ``snapshot-copy`` makes one copy at a time, in the order in which they were
+  started. Only the fence before the next optimizer step may wait.
 
 Two copies therefore never write a slot at the same time, and a step without an optimizer step
 needs no fence. `slots.py` ensures that no copy writes a slot that is still read.
@@ -37,12 +37,7 @@ _POLL_SECONDS = 0.002
 
 
 class Snapshots:
-    """Copies of local shards in the wire dtype.
-
-    ``slots`` holds for each slot the tensors into which the (sharded) parameters are copied, by
-    name; see ``SnapshotSlots.shards``. On CUDA, they must be contiguous and pinned. Parameters
-    without such a tensor are not copied.
-    """
+    """Copies into ``SnapshotSlots.shards``; on CUDA they must be contiguous and pinned."""
 
     def __init__(
         self,
@@ -63,19 +58,15 @@ class Snapshots:
     ) -> None:
         """Starts the copy of the current shards and returns; called on the training thread.
 
-        The caller must call :meth:`fence` before the parameters change again, and must ensure
-        that the slot is no longer read. ``announce`` is called here as soon as :meth:`read`
-        waits for this copy and no longer for an earlier one; a reader must not read the slot
-        before. ``wake`` is called when readers may read the slot, on CPU by the copying thread,
-        so that the training thread does not wake up another thread.
+        The caller must call :meth:`fence` before the parameters change again, and ensure that the
+        slot is no longer read. ``announce`` is called here, as soon as :meth:`read` waits for this
+        copy and no longer for an earlier one. ``wake`` is called when readers may read the slot, on
+        CPU by the copying thread, so that the training thread wakes up no other.
         """
         self._copies.start(slot, announce, wake)
 
     def fence(self, timeout_seconds: float = _WAIT_SECONDS) -> None:
-        """Orders the training thread's subsequent work after all copies that were started.
-
-        Only on CPU does this wait. It raises if the last copy failed.
-        """
+        """Orders later work after all copies; waits only on CPU. Raises if the last copy failed."""
         self._copies.fence(timeout_seconds)
 
     @property
@@ -119,10 +110,9 @@ class _Copy:
 class _ThreadCopies:
     """Copies on CPU, on a thread.
 
-    The training thread never waits in this class and never releases the interpreter, except in
-    a fence whose copy has not ended: if another thread is busy, it would get the interpreter
-    back up to 5 ms later. A ``ThreadPoolExecutor`` is not used because its ``submit`` takes
-    locks that all executors of the process share.
+    The training thread never waits here, except in a fence whose copy has not ended, and never
+    releases the interpreter: if another thread is busy, it would get it back up to 5 ms later. A
+    ``ThreadPoolExecutor`` would take locks that all executors of the process share.
     """
 
     stalled_seconds = 0.0
@@ -203,11 +193,7 @@ def _copy_all(
 
 
 class _StreamCopies:
-    """Copies on CUDA, on a side stream and with copy engines.
-
-    The training thread only queues work. It would wait for the device if a target were not
-    pinned or not contiguous.
-    """
+    """Only queues work, for a side stream and copy engines: targets are pinned and contiguous."""
 
     def __init__(
         self, slots: list[list[torch.Tensor]], sources: list[torch.Tensor], device: torch.device

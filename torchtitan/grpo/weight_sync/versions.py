@@ -6,24 +6,16 @@
     published -> taken -> begun (the newest) -> sent by lanes -> dropped by the source ranks
     in a slot    slot SENDING                   slot HELD or FREE     slot FREE
 
-All code that needs to know where a version is asks :class:`Versions`, which knows
-
-- the slots and the versions in them (:class:`SlotTable`, which the training thread shares);
-- which versions have buffers on source ranks, and whether a slot is held for them;
-- which versions are being sent, kept as bases of deltas, or being dropped;
-- what each server has confirmed (:class:`ServerVersions`, one for each lane).
-
 Source ranks (:class:`PayloadPool`) and transports make no decisions: they keep the buffers and
-files of a version until :class:`Versions` makes them drop the version.
+files of a version until :class:`Versions` makes them drop it.
 
-A version is kept while it is the newest or a lane sends it. A version that a server has
-confirmed is also kept as the base of the server's next delta. If room is needed, however, a
-base is dropped, and the next push to that server then sends everything. At most ``max_alive``
-versions therefore have buffers, whatever servers do.
+A version is kept while it is the newest or a lane sends it, and as the base of the next delta to
+a server that has confirmed it. If room is needed, a base is dropped, and the next push to that
+server sends everything. So at most ``max_alive`` versions have buffers, whatever servers do.
 
-The training thread accesses only the slot table, whose lock is held for microseconds.
-Everything else belongs to the leader's event loop and has no locks. Any thread may read
-:attr:`ServerVersions.confirmed` and :attr:`Versions.num_alive`.
+The training thread accesses only the slot table. Everything else belongs to the leader's event
+loop and has no locks; any thread may read :attr:`ServerVersions.confirmed` and
+:attr:`Versions.num_alive`.
 """
 
 import asyncio
@@ -60,9 +52,8 @@ class TakenSlot:
 
 
 class Versions:
-    """See the module's docstring.
+    """At most ``max_alive`` versions, at least 2, have buffers at once; it may be changed.
 
-    At most ``max_alive`` versions, at least 2, have buffers at once; it may be changed.
     ``drop`` makes all source ranks and the transport drop a version, and returns when its
     buffers are free. ``newest`` is the newest version that was begun; -1 before the first.
     """
@@ -86,10 +77,7 @@ class Versions:
     # -- from a slot to the source ranks -------------------------------------------------
 
     async def take_newest(self, timeout_seconds: float) -> TakenSlot | None:
-        """Takes the filled slot with the newest version, once there is room for another version.
-
-        Returns ``None`` if there is no room, or no filled slot, in time.
-        """
+        """``None`` if there is no filled slot, or no room for another version, in time."""
         if not await self.room(timeout_seconds):
             return None
         loop = asyncio.get_running_loop()
@@ -165,7 +153,7 @@ class Versions:
         self._alive[number].num_bases += 1
 
     def release_base(self, number: int) -> None:
-        """The version may have been dropped since :meth:`want_base`."""
+        """The version may have been dropped meanwhile."""
         version = self._alive.get(number)
         if version is not None:
             version.num_bases -= 1

@@ -34,10 +34,7 @@ def target_of(name: str) -> str:
 
 
 def served_weight_of(name: str) -> str:
-    """Returns a server's name of the weight that a parameter in PEFT's names changes.
-
-    Names of weights stay.
-    """
+    """Returns a server's name of the weight that a PEFT parameter changes; other names stay."""
     return target_of(name).removeprefix(PEFT_PREFIX)
 
 

@@ -3,9 +3,8 @@
 
 """Low-rank adapters that are pushed without their base weights, and are added to a server's own.
 
-The base weights are those of the directory that the server was started from. They are read anew
-for each version, through the page cache of the host, so that a server needs no second copy of
-them and no version depends on the one before it.
+The base weights are read anew for each version from the directory that the server was started
+from, so that it needs no second copy and no version depends on the one before.
 """
 
 import hashlib
@@ -46,10 +45,10 @@ def is_of_adapters(bucket: BucketSpec) -> bool:
 
 
 def base_digest(folder: str) -> str:
-    """Returns a digest of the names, dtypes, shapes and some elements of a directory's weights.
+    """Returns a digest of a directory's names, dtypes, shapes, and first and last rows.
 
-    Training changes every weight, so the first and the last row of each tell models apart. The
-    division of the weights among files does not matter.
+    Training changes every weight, so the rows tell models apart. The division among files does
+    not matter.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(WeightFiles(Path(folder), "base weights").slices().items()):
@@ -101,10 +100,7 @@ class BaseWeights:
     def adapted(
         self, factors: Mapping[str, torch.Tensor], scale: float
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the targets of adapters, with ``scale * B A`` added, in the dtype of the factors.
-
-        The operation is that of a trainer that merges them itself, so that the bits are equal.
-        """
+        """Yields targets with ``scale * B A`` added, bit for bit as a trainer merges them."""
         self.require_pairs(factors)
         for target in dict.fromkeys(served_weight_of(name) for name in factors):
             rows, columns = (factors[name] for name in _factors_of(target))

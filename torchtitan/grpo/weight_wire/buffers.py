@@ -3,16 +3,13 @@
 
 r"""Receive buffers that are reused from one push to the next.
 
-Fresh host memory costs a page fault for every 4 KiB, about as long as receiving into it. The
-buffers of the previous version are therefore kept for the next one:
+Fresh host memory costs a page fault for every 4 KiB, about as long as receiving into it.
 
     take -> LENT -- settle, still used --> HELD -- settle, no longer used --> FREE -> take
                  \- settle, not used / give_back ---------------------------^
 
 LENT: an update receives into the buffer. HELD: weights that are served, or are the base of
-deltas, lie in the buffer. FREE: the next update may take it.
-
-A pool belongs to one server. It holds the memory of at most two versions: the one that is
+deltas, lie in it. A pool belongs to one server and holds at most two versions: the one that is
 served from it and the one that is being received.
 """
 
@@ -23,10 +20,7 @@ import torch
 
 
 class BufferPool:
-    """Flat byte buffers, used by one update at a time. Methods may be called from any thread.
-
-    Whoever copies from a ``pinned`` host buffer to a GPU gives it back when the copy is over.
-    """
+    """For one update at a time. A ``pinned`` buffer is given back after its copy to a GPU."""
 
     def __init__(self, pinned: bool = False) -> None:
         self._pinned = pinned

@@ -3,18 +3,17 @@
 
 """Checksum of a tensor's bytes, which is the same on every device.
 
-The bytes are padded with zeros to whole 32-bit words ``w``, which are arranged in rows of
-2**15. The checksum is ``sum(w[row, column] * column_weight * row_weight)`` plus a multiple of
-the number of bytes, modulo 2**64. The weights are chosen such that, in tensors of up to 16 GiB,
+The bytes are padded with zeros to whole 32-bit words ``w``, in rows of 2**15. The checksum is
+``sum(w[row, column] * column_weight * row_weight)`` plus a multiple of the number of bytes, modulo
+2**64. In tensors of up to 16 GiB,
 
-    - a change of a single word, and so of a byte, always changes the checksum, because all
-      weights are odd;
+    - a change of a single word always changes the checksum, because all weights are odd;
     - exchanging two different words always changes it, because the difference of two weights has
       at most 32 factors of two and that of two words at most 31, which is less than 64 together;
     - other damage, such as a torn or shifted copy, is missed with a probability of about 2**-64.
 
-The checksum guards against mistakes and broken hardware, not against malice. Servers import
-this module too, so it needs only torch.
+It guards against mistakes and broken hardware, not against malice. Servers import this module
+too, so it needs only torch.
 """
 
 import functools

@@ -6,9 +6,8 @@ r"""Broadcasts host memory over NCCL, on a stream that nothing else waits for.
     host memory --copy engine--> one piece on the device --NCCL--> the server's workers
                   \______________ stream of this server ______________/
 
-The kernel of a broadcast runs until the server has received, so whatever waits for its stream
-waits for the server. Each server therefore has its own stream and buffer (`device_lanes.py`),
-and the host polls an event, with a deadline, instead of waiting for the stream.
+The kernel of a broadcast runs until the server has received, so each server has its own stream
+and buffer (`device_lanes.py`), and the host polls an event, with a deadline.
 """
 
 import time
@@ -27,9 +26,9 @@ _POLL_SECONDS = 0.002
 class DeviceBroadcast:
     """Broadcasts to one server; used by one thread, the one that pushes to the server.
 
-    A payload is sent in pieces, one after another, through the same memory of the device.
-    ``timeout_seconds`` bounds one payload. Raises RuntimeError if a kernel of an earlier
-    broadcast to the server has not ended, or the GPU has no room for a piece.
+    A payload is sent in pieces through the same memory of the device, within ``timeout_seconds``.
+    Raises RuntimeError if a kernel of an earlier broadcast to the server has not ended, or the GPU
+    has no room for a piece.
     """
 
     def __init__(
@@ -51,8 +50,8 @@ class DeviceBroadcast:
     ) -> None:
         """Broadcasts [num_bytes] uint8 in host memory; returns when the server has received it.
 
-        The payload may change afterwards. Raises RuntimeError if the group ``is_left``
-        meanwhile, and TimeoutError if the server did not receive the payload in time.
+        Raises RuntimeError if the group ``is_left`` meanwhile, and TimeoutError if the server did
+        not receive the payload in time.
         """
         with broadcasting():
             stream, is_pinned = self._lane.stream, payload.is_pinned()

@@ -3,19 +3,17 @@
 
 """Streams and device buffers of transfers, which no other part of the process ever uses.
 
-A transfer waits for another process, and whatever shares its stream would wait as well: FSDP's
-collectives, the copies of a snapshot, or the transfer to another server.
-
-A lane belongs to one peer at a time. It is kept for the life of the process, because only a
-call that waits for all kernels of the device could free its memory.
+Whatever shares the stream of a transfer would wait for another process as well: FSDP's
+collectives, the copies of a snapshot, or the transfer to another server. A lane belongs to one
+peer at a time. It is kept for the life of the process, because only a call that waits for all
+kernels of the device could free its memory.
 
 Aborts of communicators are kept apart from broadcasts that make progress. An abort frees memory
-of the GPU. For this the driver may wait until the kernels of all other broadcasts have ended,
-and hold up every launch meanwhile, those of training as well. An abort therefore waits until
-the broadcasts that are under way have ended, and broadcasts begin after it. Broadcasts that
-were given up do not count, so that all of them are aborted together. An abort that the driver
-does not finish no longer counts after a few seconds: it delays every other server once, and not
-at each broadcast.
+of the GPU, for which the driver may wait until the kernels of all other broadcasts have ended,
+and hold up every launch meanwhile, also of training. It therefore waits until the broadcasts
+under way have ended, and new ones begin after it. Broadcasts that were given up do not count, so
+that all of them are aborted together. An abort that the driver does not finish stops counting
+after a few seconds, so that it delays every other server only once.
 """
 
 import threading
@@ -56,10 +54,9 @@ _lock = threading.Lock()
 def take_lane(device: torch.device, peer: str) -> DeviceLane:
     """Returns the peer's lane, which nobody else has until :func:`give_back`.
 
-    ``peer`` is a server's URL, or a weight group's name. A peer without a lane takes over one
-    that is idle, whose peer has left. A lane is made only if there is none.
-
-    Raises RuntimeError if the peer's lane is in use, or if a kernel on it has not ended.
+    ``peer`` is a server's URL, or a weight group's name. A peer without a lane takes over an idle
+    one, whose peer has left. Raises RuntimeError if the peer's lane is in use, or a kernel on it
+    has not ended.
     """
     torch.cuda.set_device(device)  # each thread has its own current device
     with _lock:

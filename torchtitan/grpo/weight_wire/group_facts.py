@@ -5,23 +5,18 @@
 
 NCCL does not adapt one rank to another:
 
-- A communicator refuses ranks of different versions. Torch makes the communicator with the
-  first broadcast, so the refusal would come in the middle of a push; if the two versions do not
-  even exchange the same data, they wait for each other instead.
+- A communicator refuses ranks of different versions, and torch makes it only with the first
+  broadcast, in the middle of a push. Versions that exchange other data wait for each other.
 - A communicator refuses two ranks on one GPU.
-- ``NCCL_CUMEM_ENABLE`` decides how a rank shares its buffers with ranks on the same host. Each
-  rank opens the buffers of the others by its own setting, which fails if theirs is another.
+- ``NCCL_CUMEM_ENABLE`` decides how a rank shares its buffers on a host. Each rank opens those of
+  the others by its own setting, which fails if theirs is another.
 - ``NCCL_ALGO`` and ``NCCL_PROTO`` restrict what a rank may choose for a broadcast. Ranks that
-  choose differently wait for each other. For ``NCCL_NVLS_ENABLE`` the ranks agree on the
-  lesser, by the sources of 2.18 to 2.30; nobody has tried it here.
+  choose differently wait for each other. For ``NCCL_NVLS_ENABLE`` the ranks agree on the lesser,
+  by the sources of 2.18 to 2.30; nobody has tried it here.
 
-NCCL reads these variables once in a process, with the first communicator, so no group can have
-its own settings. (From 2.29.7 on ``NCCL_NO_CACHE`` makes NCCL read them again, but the first of
-them also decides how memory is released, so it must not change while a process has
-communicators.)
-
-Gloo needs nothing of all this. HTTP clients import this module, so it does not need torch;
-`process_group.py` finds out the facts of a process.
+NCCL reads these variables once in a process, so no group can have its own. (From 2.29.7 on
+``NCCL_NO_CACHE`` makes it read them again, but one of them must not change while a process has
+communicators.) HTTP clients import this module, so it does not need torch.
 """
 
 import itertools
@@ -41,8 +36,8 @@ GroupTransportName = Literal["auto", "nccl", "host"]
 class GroupFacts:
     """Facts about one process that joins weight groups; ``None`` for what is not known.
 
-    ``gpu`` is its UUID. ``settings`` holds the environment's values of :data:`NCCL_SETTINGS`,
-    empty if not set. ``hint`` is a sentence on facts that are not known, for messages.
+    ``gpu`` is its UUID. ``settings`` are the environment's :data:`NCCL_SETTINGS`, empty if not set.
+    ``hint`` is a sentence on facts that are not known, for messages.
     """
 
     device: str | None = None
@@ -57,8 +52,7 @@ class GroupFacts:
 class BackendChoice:
     """``backend`` is ``None`` if NCCL is demanded and cannot work.
 
-    ``obstacles`` are sentences on why NCCL cannot work and what to change; there are none if
-    ``auto`` has met a side without a GPU. ``doubts`` say what is not known.
+    ``obstacles`` say why NCCL cannot work and what to change, and ``doubts`` what is not known.
     """
 
     backend: Literal["nccl", "gloo"] | None
@@ -71,8 +65,8 @@ def choose_backend(
 ) -> BackendChoice:
     """Decides how weights travel from the source ranks (``ours``) to one server's workers.
 
-    ``auto`` takes NCCL only if nothing is known to prevent it and nothing is unknown. ``nccl``
-    is refused only for what is known to prevent it.
+    ``auto`` takes NCCL only if nothing prevents it and nothing is unknown; ``nccl`` is refused only
+    for what is known to prevent it.
     """
     if transport == "host":
         return BackendChoice("gloo")

@@ -48,10 +48,7 @@ class Stored:
 
 
 class WeightFiles:
-    """The weights in a model's folder, which the TOML key ``setting`` names.
-
-    Raises ModelError if there are no weights, or a file that counts cannot be read.
-    """
+    """``setting`` is the folder's TOML key. Raises ModelError without readable weights."""
 
     def __init__(self, path: Path, setting: str) -> None:
         self.path, self.setting = path, setting
@@ -183,11 +180,10 @@ class WeightFiles:
         )
 
     def check(self, needed: Mapping[str, Sequence[int]], *, is_tied: bool) -> list[str]:
-        """Compares the files with the tensors that a model needs.
+        """Compares the files with the tensors that a model needs; returns remarks on unread ones.
 
-        Returns remarks for the user on tensors and files that are not read. Raises ModelError
-        as :meth:`stored`; if a tensor beside a weight looks like a part of it, such as its
-        scales; or if a tied model, whose embedding is the output layer, has another one.
+        Raises ModelError as :meth:`stored`; if a tensor beside a weight looks like a part of it,
+        such as its scales; or if a tied model has an output layer that is not its embedding.
         """
         packed = [
             f"{name} is {stored.dtype}"

@@ -1,10 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Tells by JSON files and file names what a folder holds that is named as a model.
-
-Trainer and servers share it. It does not import torch.
-"""
+"""Tells what a folder holds that is named as a model; for trainer and servers, without torch."""
 
 import json
 from pathlib import Path
@@ -50,10 +47,7 @@ class WeightsAbsent(ModelError):
 
 
 def read_json(file: Path, setting: str) -> dict[str, Any]:
-    """Reads a JSON file of a model: UTF-8 or UTF-16, with or without a byte-order mark.
-
-    ``setting`` is the TOML key that names the folder.
-    """
+    """Reads UTF-8 or UTF-16, perhaps with a byte-order mark; ``setting`` names the folder."""
     try:
         check_folder(file.parent)
         content = json.loads(read_regular(file))
@@ -76,9 +70,8 @@ def require_undamaged(
 ) -> None:
     """Raises ModelError for a directory that this project has exported and that has changed since.
 
-    Other directories have no checksums. Text that has another size, or is gone, was changed by
-    the user, such as a chat template: damage does not change a size, or leaves what is no JSON.
-    Ranks can divide the files. ``weights`` selects the weights, or else all other files.
+    Others have no checksums. Text that has another size, or is gone, was changed by the user, such
+    as a chat template. Ranks can divide the files. ``weights`` selects them, or all other files.
     """
 
     def is_wanted(name: str, size: int) -> bool:
@@ -155,10 +148,9 @@ _WINDOW, _MAX_WINDOW_LAYERS = 4096, 28
 def attention_window(config: dict[str, Any], architecture: str) -> int | None:
     """Returns the number of tokens, its own included, that each token attends to; None for all.
 
-    Mistral's models have a window unless it is null, and others only with
-    ``use_sliding_window``; dense ones in the layers that ``layer_types`` or
-    ``max_window_layers`` tell. The settings are read as transformers does; ValueError if they
-    contradict each other.
+    The settings are read as transformers does: Mistral's models have a window unless it is null,
+    others only with ``use_sliding_window``, dense ones in the layers that ``layer_types`` or
+    ``max_window_layers`` tell. ValueError if the settings contradict each other.
     """
     kinds = config.get("layer_types") or []
     if unknown := [kind for kind in kinds if kind not in (_FULL, _SLIDING)]:

@@ -3,10 +3,9 @@
 
 """Process groups between the trainer and one server, beside the default process group.
 
-The trainer has rank 0, and the server's workers have the ranks after it. The trainer, the
-embedded server and vLLM's workers call these functions, so this module needs only torch. SGLang
-has its own implementation; the rendezvous here is compatible with it, so that the trainer
-treats all kinds of servers alike.
+The trainer has rank 0, and the server's workers have the ranks after it. vLLM's workers call
+these functions too, so this module needs only torch. SGLang's own implementation is compatible
+with the rendezvous, so that the trainer treats all kinds of servers alike.
 
 Neither side may end because the other one did. The watchdog thread of an NCCL group ends the
 process when the group's peer is lost: whatever it is told, it sets a flag of the whole process,
@@ -55,11 +54,9 @@ def create_weight_group(
     """Joins a weight group; raises DistStoreError if not all members join in time.
 
     Over gloo it returns when all members have joined, and the group listens only on the address
-    that leads to the trainer, whichever interface training uses. Over NCCL it returns when this
-    member has reached the store: the communicator is made at the first broadcast, and only
-    :func:`destroy_weight_group` ends a collective.
-
-    The trainer gives the ``store`` on which it listens. Servers connect to it.
+    that leads to the trainer. Over NCCL it returns when this member has reached the store: the
+    communicator is made at the first broadcast, and only :func:`destroy_weight_group` ends a
+    collective. The trainer gives the ``store`` on which it listens; servers connect to it.
     """
     timeout = timedelta(seconds=info.timeout_seconds)
     if store is None:
@@ -98,11 +95,7 @@ def create_weight_group(
 
 @functools.cache
 def _gloo_on_route() -> str:
-    """Registers gloo on a chosen address; returns the name of this backend.
-
-    Torch's gloo takes the interface of ``GLOO_SOCKET_IFNAME``, which the whole process shares,
-    or the address that this host's name has.
-    """
+    """Registers gloo on a chosen address, which torch lets a process choose only as a whole."""
 
     def make(options: Any, address: str) -> dist.ProcessGroupGloo:
         made: Any = dist.ProcessGroupGloo  # whose type stub lacks options
@@ -130,9 +123,8 @@ def _nccl_options() -> Any:
 def limit_communicators(timeout_seconds: float) -> None:
     """Bounds the time in which a weight group's communicator over NCCL must be made.
 
-    Call it before the process's first collective over NCCL, in any group: torch reads the limit
-    once. Communicators in the blocking mode, such as training's, have none. A limit that the
-    environment sets stays.
+    Torch reads it once, so call this before the process's first collective over NCCL in any group.
+    Communicators in the blocking mode, such as training's, have no limit. The environment's stays.
     """
     os.environ.setdefault(_COMMUNICATOR_TIMEOUT, str(math.ceil(timeout_seconds)))
 
@@ -154,9 +146,9 @@ def _nccl_environment(timeout_seconds: float) -> Iterator[None]:
 
 
 def destroy_weight_group(group: dist.ProcessGroup) -> None:
-    """Leaves the group. An NCCL communicator is aborted without waiting for its operations.
+    """An NCCL communicator is aborted without waiting for its operations.
 
-    The abort itself may wait for the driver, so event loops must not call this function.
+    That may wait for the driver, so event loops must not call this function.
     """
     if group in c10d._world.pg_map:
         if dist.get_backend(group) == dist.Backend.NCCL:
@@ -180,10 +172,10 @@ def own_group_facts(device: torch.device) -> GroupFacts:
 
 
 def nccl_version() -> str:
-    """Returns the version of the NCCL that torch uses, such as ``2.29.7``.
+    """Returns the version of the NCCL that torch uses, such as ``2.29.7``, by asking the library.
 
-    The library itself is asked. ``torch.cuda.nccl.version()`` names the NCCL that torch was
-    built with, and images with SGLang or vLLM often hold a newer one.
+    ``torch.cuda.nccl.version()`` is that of torch's build; images with SGLang or vLLM often hold a
+    newer one.
     """
     try:
         # Torch has loaded it, so this is the same library and not a second one.

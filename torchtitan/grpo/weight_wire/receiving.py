@@ -3,9 +3,8 @@
 
 """A server's end of a weight group, which it can leave even while it waits for a broadcast.
 
-A broadcast over NCCL runs on a stream that nothing else uses (`device_lanes.py`). The streams
-on which the server generates never wait for it; the receiving thread polls an event instead,
-with a deadline.
+A broadcast over NCCL runs on a stream that nothing else uses (`device_lanes.py`); the receiving
+thread polls an event, with a deadline.
 """
 
 import contextlib
@@ -65,10 +64,10 @@ class WeightGroup:
     ) -> None:
         """Receives one payload of rank 0 into ``tensor``, which is contiguous and of its size.
 
-        Over NCCL the tensor may lie on the device, or in pinned host memory, into which the
-        device copies each piece. ``turn`` is entered while broadcasts over NCCL are launched;
-        see ``LaunchOrder`` in `staging.py`. Raises RuntimeError if the trainer has ended,
-        nothing arrives in time, or the group is left.
+        Over NCCL it may lie on the device, or in pinned host memory, into which the device copies
+        each piece; ``turn`` is entered while broadcasts are launched, see ``LaunchOrder`` in
+        `staging.py`. Raises RuntimeError if the trainer has ended, nothing arrives in time, or the
+        group is left.
         """
         if self._left.is_set():
             raise RuntimeError(f"Group {self.name!r} was left before the broadcast.")
@@ -142,10 +141,7 @@ class WeightGroup:
         work.wait()
 
     def begin_leave(self) -> threading.Thread | None:
-        """Begins to leave; returns the thread that does so over NCCL. It is idempotent.
-
-        A waiting :meth:`receive` fails.
-        """
+        """Makes :meth:`receive` fail; returns the thread that leaves over NCCL. Idempotent."""
         if self._left.is_set():
             return None
         self._left.set()
@@ -172,9 +168,8 @@ class WeightGroup:
 def leave_groups(groups: Iterable[WeightGroup]) -> None:
     """Leaves groups, all at the same time; a :meth:`WeightGroup.receive` that waits fails.
 
-    An aborted communicator frees memory of the GPU, for which the driver may wait until all
-    kernels have ended, and those of the other groups end only when their communicators are
-    aborted as well. After a few seconds, the driver's work goes on in the background.
+    An aborted communicator frees memory of the GPU, for which the driver may wait until the kernels
+    of the other groups have ended too. After a few seconds, that goes on in the background.
     """
     threads = [thread for group in groups if (thread := group.begin_leave()) is not None]
     deadline = time.monotonic() + _LEAVE_SECONDS

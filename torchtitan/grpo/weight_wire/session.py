@@ -6,11 +6,9 @@
     (none) -- begin --> OPEN -- announce or read, ... --> OPEN -- collect or drop --> (none)
 
 Announced buckets are received into staging while the old weights are served. ``collect``
-returns only a whole update: every bucket has arrived and was verified. The server then swaps it
-in, and calls ``settle``. Any other update is dropped, and the served weights do not change.
-
-A delta is applied to a copy of the weights that were settled last. It is refused unless they
-are its base version, completely received in the dtype of the delta.
+returns only a whole, verified update, which the server swaps in, and calls ``settle``. Any other
+is dropped, and the served weights do not change. A delta is applied to a copy of the weights that
+were settled last, and refused unless they are its base version, completely received in its dtype.
 
 vLLM's workers and the embedded server differ in the :class:`StagingPlace`, the check against
 the model, and the swap.
@@ -36,11 +34,10 @@ _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 class UpdateSession:
-    """The weight groups of one server process, and at most one open update.
+    """``check`` raises ValueError unless tensors of these names and shapes fit the model.
 
-    ``check`` raises ValueError unless tensors of these names and shapes fit the model.
-    ``folder`` returns the directory of the model, to whose weights adapters are added.
-    ``received`` holds the dtypes of the collected update, by name.
+    ``folder`` returns the directory of the model, to whose weights adapters are added. ``received``
+    holds the dtypes of the collected update, by name.
     """
 
     def __init__(
@@ -117,10 +114,7 @@ class UpdateSession:
         self._staging, self._lora_scale = Staging(self.place, self.buffers), None
 
     def announce(self, bucket: BucketSpec, group_name: str, sequence: int | None) -> "Future[None]":
-        """Queues a bucket, or refuses it before its broadcast is awaited, with ValueError.
-
-        The update then fails too, because without this bucket it would be a mixture.
-        """
+        """Queues a bucket, or refuses it and the update, before its broadcast, with ValueError."""
         staging = self.staging
         try:
             self._check(bucket)
@@ -143,10 +137,7 @@ class UpdateSession:
         self.staging.read(dtypes, lambda: read_weights(folder))
 
     def collect(self, timeout_seconds: float) -> dict[str, torch.Tensor]:
-        """Waits for all buckets; returns the new tensors, or the factors of adapters, by name.
-
-        If a bucket failed or did not arrive in time, drops the update and raises UpdateError.
-        """
+        """Returns new tensors, or adapters' factors. UpdateError if one fails: all are dropped."""
         staging, self._staging = self.staging, None
         try:
             tensors = staging.collect(timeout_seconds)
@@ -169,9 +160,8 @@ class UpdateSession:
         return add(factors, self._lora_scale)
 
     def settle(self, in_use: Iterable[torch.Tensor], version: str | None) -> None:
-        """Notes that the collected update is served.
+        """Notes that the collected update is served; ``in_use`` tensors keep their buffers.
 
-        The tensors ``in_use`` are served, or are the base of deltas, and keep their buffers.
         Deltas may be applied to ``version``, unless it is ``None``, for instance because only a
         part of the weights was received.
         """

@@ -1,13 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Lossless deltas between two versions of a bucket.
+"""Lossless deltas between two versions of a bucket, whose tensors have one item size.
 
-The payload of a bucket holds tensors of one item size, one after another. The payload of its
-delta holds for each tensor the int32 positions of the elements that changed, followed by their
-new values, or the whole tensor if that is not longer. Elements are compared and copied as bits,
-so NaNs and the sign of zero are preserved. Servers import this module too, so it needs only
-torch.
+The payload holds for each tensor the int32 positions of the elements that changed, followed by
+their new values, or the whole tensor if that is not longer. Elements are compared and copied as
+bits, so NaNs and the sign of zero are preserved. Servers import this too; it needs only torch.
 """
 
 from collections.abc import Sequence
@@ -27,8 +25,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Changes:
     """The new elements of one tensor.
 
-    ``indices`` are [num_changed] int32, positions in the flattened tensor; ``None`` if it is
-    sent whole. ``values`` are [num_changed] or [numel] integers, the bits of the elements.
+    ``indices`` are [num_changed] int32, in the flattened tensor; ``None`` if it is sent whole.
+    ``values`` are [num_changed] or [numel] integers, the bits of the elements.
     """
 
     indices: torch.Tensor | None

@@ -8,13 +8,10 @@
     waits for       each broadcast, up to the timeout of its group
     unblocked by    the broadcast, the group's timeout, the end of the trainer, or `drop`
 
-Requests that announce buckets may overtake each other. Each bucket therefore has a number
-within its group, and is received after all lower numbers were announced. Otherwise the bytes of
-one bucket could be taken for those of another one with the same size.
-
-Buckets of different groups are received at the same time, because each source rank of the
-trainer has its own network interface and group. Over NCCL the workers of a server launch their
-broadcasts in the same order; see :class:`LaunchOrder`.
+Requests that announce buckets may overtake each other, and the bytes of one bucket could be taken
+for those of another one with the same size. So each has a number within its group, and is
+received after all lower ones were announced. Buckets of different groups are received at the same
+time; over NCCL all workers of a server launch their broadcasts in one order (:class:`LaunchOrder`).
 
 vLLM's workers and the embedded server use this module, so it needs only torch and numpy.
 """
@@ -50,10 +47,9 @@ class LaunchOrder:
     """Lets threads launch collectives in the order in which they were announced.
 
     The kernel of an NCCL broadcast occupies its GPU until all members of the group have launched
-    theirs. If two workers of a server launched the broadcasts of two groups in opposite orders,
-    and a GPU could run only one of them, neither would ever end. So all workers launch in the
-    order of the announcements, which is the same for all of them. A launch does not wait for the
-    end of the broadcasts before it.
+    theirs. If two workers launched the broadcasts of two groups in opposite orders, and a GPU could
+    run only one of them, neither would ever end. The order of the announcements is the same for all
+    workers. A launch does not wait for the end of the broadcasts before it.
     """
 
     def __init__(self) -> None:
@@ -71,10 +67,7 @@ class LaunchOrder:
 
     @contextmanager
     def turn(self, ticket: int, timeout_seconds: float) -> Iterator[None]:
-        """Waits until all lower tickets have launched or given up; the block launches.
-
-        Raises RuntimeError if the turn does not come in time, or after :meth:`close`.
-        """
+        """Waits for all lower tickets; RuntimeError if too long, or after :meth:`close`."""
         with self._changed:
             has_come = self._changed.wait_for(
                 lambda: self._is_closed or self._first_waiting >= ticket, timeout_seconds
@@ -115,15 +108,11 @@ class UpdateError(RuntimeError):
 class StagingPlace:
     """Lets staging read the served weights, and convert the received ones.
 
-    Attributes:
-        device: Device of the model.
-        base: Returns a copy of a served tensor, by its name and the dtype in which it was sent.
-            A delta is applied to the copy, on the copy's device.
-        place: Converts a whole, verified tensor, for example by a cast or a move to another
-            device. It may return the tensor itself, and before a copy on ``stream`` is over.
-        on_host: Whether versions are staged in host memory, because the device has no room.
-            Over NCCL the device then holds one piece at a time.
-        stream: Of the staging threads; ``None`` is the current one.
+    ``base`` returns a copy of a served tensor, by its name and the dtype in which it was sent; a
+    delta is applied there, on the copy's device. ``place`` converts a whole, verified tensor, for
+    example by a cast or a move to another ``device``. It may return the tensor itself, and before a
+    copy on ``stream`` is over, the staging threads' stream (``None`` is the current one). Versions
+    are staged ``on_host`` if the device has no room; over NCCL it then holds one piece at a time.
     """
 
     device: torch.device
@@ -141,11 +130,7 @@ class StagingPlace:
 
 @dataclass
 class _Announced:
-    """One bucket, or one reading from a disk, which has no group.
-
-    ``ticket`` is the place in the :class:`LaunchOrder`, over NCCL. ``future`` ends when all has
-    arrived and was verified.
-    """
+    """One bucket, or one reading from a disk, which has no group. Over NCCL it has a ``ticket``."""
 
     work: Callable[["_Announced"], None]
     group: WeightGroup | None
@@ -170,10 +155,10 @@ class _Thread:
 
 
 class Staging:
-    """Holds the buckets of one update until the update is committed.
+    """Holds the buckets of one update until it is committed; for any thread.
 
-    Methods may be called from any thread. The caller settles ``buffers`` after the commit.
-    ``dtypes`` are those of all announced tensors, by name, also of tensors without changes.
+    The caller settles ``buffers`` after the commit. ``dtypes`` are those of all announced tensors,
+    by name, also of tensors without changes.
     """
 
     def __init__(self, place: StagingPlace, buffers: BufferPool) -> None:
@@ -198,8 +183,8 @@ class Staging:
     def refuse(self, reason: str) -> None:
         """Makes the update fail because of a bucket; no further bucket is received.
 
-        The bytes of the refused bucket may have been sent already and would be received as
-        those of the next one. (gloo ends a process that receives more bytes than it expects.)
+        Its bytes may have been sent already and would be received as those of the next one. (gloo
+        ends a process that receives more bytes than it expects.)
         """
         self._broken = True
         self._fail(reason)
@@ -213,9 +198,9 @@ class Staging:
     ) -> "Future[None]":
         """Queues a bucket to be received; the future ends when its tensors are whole and verified.
 
-        The caller has checked that names, dtypes and shapes fit the model. ``sequence`` is the
-        number of the bucket in the update and this group, from 0. Raises ValueError if it is
-        ``None``, or if a tensor or a number was announced before.
+        Names, dtypes and shapes must fit the model. ``sequence`` is the number of the bucket in the
+        update and this group, from 0. Raises ValueError if it is ``None``, or if a tensor or a
+        number was announced before.
         """
         item = _Announced(lambda item: self._receive(bucket, item), group)
         with self._lock:

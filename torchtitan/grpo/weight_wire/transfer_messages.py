@@ -14,16 +14,11 @@ from dataclasses import asdict, dataclass
 class WeightGroupInfo:
     """Describes how a server joins one of the trainer's process groups for weights.
 
-    The trainer has rank 0, and the server's workers those from ``rank_offset`` on.
-
-    Attributes:
-        group_name: Unique for each connection.
-        timeout_seconds: Maximum duration of the rendezvous, and of each collective.
-        deltas: Whether deltas may be sent. If so, a server that cannot read its own weights
-            back (vLLM) keeps a copy of what it received, on the host.
-        piece_bytes: Most bytes of one broadcast over NCCL. A larger bucket is broadcast in
-            several pieces, so that neither side needs memory for a whole one on its GPU. 0 for
-            one broadcast a bucket, which is what SGLang receives.
+    The trainer has rank 0, and the server's workers those from ``rank_offset`` on. The group's name
+    is unique. ``timeout_seconds`` bounds the rendezvous, and each collective. If ``deltas`` may be
+    sent, a server that cannot read its own weights back (vLLM) keeps a copy of what it received, on
+    the host. ``piece_bytes`` is the most of one broadcast over NCCL, so that neither side needs
+    memory for a whole bucket on its GPU; 0 for one broadcast a bucket, as SGLang receives it.
     """
 
     master_address: str
@@ -48,12 +43,10 @@ class BucketSpec:
         names: Hugging Face parameter names.
         dtypes: Dtypes in which the tensors are sent, such as ``bfloat16``.
         shapes: Full (unsharded) shapes.
-        checksums: Checksum of each whole tensor's bytes, see `checksum.py`; ``None`` if the
-            receiver does not compare them.
+        checksums: Of each whole tensor's bytes (`checksum.py`); ``None`` if not compared.
         num_changed: For each tensor of a delta, the number of elements in the payload, or -1 if
             the tensor is sent whole. ``None`` if the bucket is not a delta.
-        base_version: Version to which a delta is applied; ``None`` if the bucket is not a
-            delta.
+        base_version: Version to which a delta is applied.
         lora_scale: ``alpha / rank`` of the low-rank adapters whose factors the bucket holds,
             under PEFT's names; ``None`` if it holds weights.
         lora_base: Digest of the base weights to which such adapters belong; see `adapters.py`.
@@ -74,10 +67,7 @@ _PREFIX = "torchtitan_grpo.adapters:"
 
 @dataclass(frozen=True)
 class AdapterNote:
-    """Facts about a bucket of adapters for which SGLang's route has no fields; ``index`` is from 0.
-
-    SGLang hands the name of the load format to its scheduler as it is, so the note takes its place.
-    """
+    """Facts on a bucket of adapters, in place of the load format, which SGLang leaves as it is."""
 
     index: int
     is_last: bool

@@ -6,11 +6,9 @@
     DISK_PATH/version-7.partial/   every source rank writes its part into it
     DISK_PATH/version-7/           the leader renames it once all parts are complete
 
-A directory gets its final name only when it is complete and on the disk. The checksums of all
-tensors lie in it, and the servers that this project controls compare them.
-
-DISK_PATH belongs to one run at a time, because the versions of two runs would have the same
-names. The run holds a lock on it; see `run_folder/folder.py`.
+A directory gets its final name only when it is complete and on the disk. Servers that this
+project controls compare the checksums in it. DISK_PATH belongs to one run at a time, because the
+versions of two would have the same names; the run holds a lock on it (`run_folder/folder.py`).
 """
 
 import json
@@ -57,8 +55,7 @@ def write_part(
 class VersionDirectories:
     """Makes and removes the directories of versions below ``weight_sync.disk_path``, on rank 0.
 
-    The config and tokenizer files of ``source``, the trained model, are copied beside the
-    weights, since a server may want them there.
+    Servers may want the config and tokenizer files of ``source``, the trained model, beside them.
     """
 
     def __init__(self, root: Path, source: Path) -> None:

@@ -7,10 +7,9 @@
 """Lets an SGLang server add low-rank adapters, which arrive without weights, to its base.
 
 Adapters come through SGLang's own route and process group. Two plugin hooks in the scheduler keep
-the factors of a version until all have arrived, and then give SGLang the weights of the directory
-with adapters added. SGLang loads these as any others, so requests in flight, cache, versions and
-attestation are those of whole weights. All weights are loaded, also those without adapters, because
-a server that had another run's weights would otherwise serve a mixture.
+the factors until all have arrived, and then give SGLang the weights of the directory with adapters
+added, which it loads as any others. All weights are loaded, also those without adapters: a server
+that had another run's weights would otherwise serve a mixture.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -34,10 +33,7 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 def register_hooks() -> None:
-    """Registers the hooks, which SGLang applies when its process loads plugins.
-
-    In releases without the plugin framework or the methods, the client's probe gets no answer.
-    """
+    """Registers the hooks, if this release has the plugin framework; otherwise the probe fails."""
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     except ImportError:
@@ -86,10 +82,9 @@ class ReceivedAdapters:
     ) -> NamedTensors:
         """Receives one bucket with SGLang's ``original`` method; returns what SGLang is to load.
 
-        For whole weights these are the bucket's tensors. For adapters, which a note in
-        ``load_format`` announces, it is nothing before the last bucket, and then all weights of the
-        directory with the adapters added. Raises ValueError if adapters do not belong to these
-        weights, or a bucket is missing.
+        For adapters, which a note in ``load_format`` announces, that is nothing before the last
+        bucket, and then all weights of the directory with the adapters added. Raises ValueError if
+        adapters do not belong to these weights, or a bucket is missing.
         """
         if load_format == PROBE:
             return Probed()

@@ -54,8 +54,8 @@ _LAST_TOKEN = re.compile(r"keys in \[0, (\d+)\]")
 class SGLangClient(HttpClient):
     """Client of one SGLang server.
 
-    :meth:`pause` retracts running requests: their KV cache is computed again after :meth:`resume`,
-    so every token after an update is sampled from the new policy.
+    :meth:`pause` retracts running requests, so that their KV cache is computed again, and every
+    token after an update is sampled from the new policy.
     """
 
     _KIND: ServerKind = "sglang"
@@ -250,11 +250,7 @@ class SGLangClient(HttpClient):
             )
 
     async def _refuse_unknown_names(self, bucket: BucketSpec, group: WeightGroupInfo) -> None:
-        """Raises if SGLang has no parameter for a name, which it would ignore with status 200.
-
-        The names come with the checksums of its fused parameters. Shapes do not, so a wrong one is
-        found only when the bucket is loaded.
-        """
+        """Raises for names that SGLang ignores with status 200. It finds wrong shapes itself."""
         if self._parameter_names is None:
             answer = await self._http.post(
                 "/weights_checker",
@@ -276,8 +272,8 @@ class SGLangClient(HttpClient):
     async def _mark_updating(self) -> None:
         """Takes the version off the server before the first tensor changes.
 
-        If the push fails half-way, no token sampled from the mixture can then be taken for one of
-        the old version, whichever client resumes the server. (An old release answers 404.)
+        No token of a push that fails half-way can then be taken for one of the old version,
+        whichever client resumes the server. (An old release answers 404.)
         """
         if not self._update_marked:
             await self._http.post(

@@ -166,7 +166,7 @@ def _load_plugins() -> None:
 def meet_in_memory(arguments: list[str]) -> None:
     """Lets the workers of a server on one machine meet in a file in the memory of this process.
 
-    They open it through /proc, which only the same user may, and it ends with this process.
+    Only the same user may open it, through /proc, and it ends with this process.
     """
     is_alone = all(option(arguments, name) is None for name in ("--dist-init-addr", "--nnodes"))
     if is_alone and sys.platform == "linux" and _MEETING_VARIABLE not in os.environ:

@@ -3,10 +3,9 @@
 
 """Client and launcher of vLLM servers (0.32 and 0.33) with this project's weight transfer engine.
 
-They need ``--enable-scale-out`` (its route for token ids reports the weight version of every token,
-which the OpenAI routes do not), ``VLLM_SERVER_DEV_MODE=1`` (routes for reinforcement learning),
-``--weight-transfer-config '{"backend": "torchtitan_grpo"}'`` and ``--logprobs-mode
-processed_logprobs``. :func:`launch_command` sets all of them.
+:func:`launch_command` sets what they need: ``--enable-scale-out`` (whose route for token ids
+reports the weight version of every token), ``VLLM_SERVER_DEV_MODE=1`` (routes for reinforcement
+learning), ``--weight-transfer-config`` and ``--logprobs-mode processed_logprobs``.
 """
 
 import asyncio
@@ -72,10 +71,10 @@ class VLLMClient(HttpClient):
     """Client of one vLLM server.
 
     :meth:`pause` keeps running requests. :meth:`commit_update` drops their KV cache and the prefix
-    cache, which are computed again, so every token after an update is sampled from the new policy.
+    cache, so every token after an update is sampled from the new policy.
 
     Buckets are staged while the server generates if all workers have room for a second copy of the
-    weights. This is known, and :attr:`capabilities` is final, when the server has joined a group.
+    weights. :attr:`capabilities` are final when the server has joined a group.
     """
 
     _logprobs_probe: asyncio.Task[None] | None = None
@@ -114,8 +113,8 @@ class VLLMClient(HttpClient):
     async def _probe_logprobs(self, prompt_ids: list[int]) -> None:
         """Requests one token twice, where a different token is the only allowed one each time.
 
-        With logprobs after everything that shapes sampling, each token is certain and has logprob
-        0; unshaped ones cannot both be 0. (``/server_info`` takes half a minute.)
+        With logprobs after everything that shapes sampling, each has logprob 0; unshaped ones
+        cannot both be 0. (``/server_info`` takes half a minute.)
         """
         for token in _PROBE_TOKENS:
             name = f"probe-{uuid.uuid4().hex}"

@@ -6,9 +6,8 @@
 
 """Connects `updates.py` to one vLLM worker, as vLLM's weight transfer engine.
 
-vLLM constructs the engine in each worker and calls it from its routes, such as
-``/start_weight_update``. New weights are loaded with vLLM's layerwise reload, which accepts
-tensors in the layout of the checkpoint.
+vLLM calls it from its routes, such as ``/start_weight_update``. New weights are loaded with
+vLLM's layerwise reload, which accepts tensors in the layout of the checkpoint.
 """
 
 import logging
@@ -44,11 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class GroupInitInfo(WeightTransferInitInfo):
-    """The body of ``/init_weight_transfer_engine``: the :class:`WeightGroupInfo`.
-
-    With ``probe`` no group is joined: the request decides where updates are staged, and fails if
-    there is no room anywhere.
-    """
+    """A :class:`WeightGroupInfo`. A ``probe`` only chooses where updates are staged, or fails."""
 
     master_address: str
     master_port: int
@@ -173,8 +168,8 @@ class _ReloadedModel:
 def _pack_output_again(model: torch.nn.Module) -> None:
     """Makes an output layer on the CPU compute with the weights that its parameter has now.
 
-    vLLM multiplies by a packed copy of them. A reload packs only layers that weights were loaded
-    for, and no weight has the name of an output layer that is tied to the embedding.
+    vLLM multiplies by a packed copy. A reload packs only layers that weights were loaded for, and
+    no weight has the name of an output layer that is tied to the embedding.
     """
     for layer in model.modules():
         if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):

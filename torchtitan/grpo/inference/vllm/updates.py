@@ -9,20 +9,16 @@ else in pinned host memory:
     begin -> (stage | disk)* -> verify -> finish
 
 ``stage`` and ``disk`` return at once, so vLLM generates during the transfer. Only ``finish``
-changes the served weights; a failure before it leaves them whole.
+changes the served weights; a failure before it leaves them whole. Without room in either place, the
+update is direct, and vLLM must be paused: ``begin -> check -> receive* -> finish``.
 
-Without room in either place, the update is direct, and vLLM must be paused: ``begin -> check ->
-receive* -> finish``.
+``abandon`` replaces the rest of either sequence. vLLM rebuilds a layer once all of its weights have
+been loaded, and until then it has none. After a failure during a load, every layer is therefore
+given weights again: the new ones if they were complete, else the old ones. Such a mixture must not
+be served under any version; the client takes the version off before the first layer is loaded.
 
-``abandon`` replaces the rest of either sequence. vLLM rebuilds a layer once all of the layer's
-weights have been loaded, and until then the layer has none. After a failure during a load,
-every layer is therefore given weights again: the new ones if they were complete, else the old
-ones. Such a mixture must not be served under any version; the client takes the version off the
-server before the first layer is loaded.
-
-A delta is applied to a copy, on the host, of the last committed version. The copy exists only
-if deltas were announced when the group was joined, and from the commit of one version to the
-first load of the next.
+A delta is applied to a copy, on the host, of the last committed version. It exists only if deltas
+were announced when the group was joined, and from a commit to the first load of the next version.
 """
 
 import logging
@@ -55,12 +51,10 @@ class LoadableModel(Protocol):
     """The worker's model, and how new weights are loaded into it."""
 
     def tensors(self) -> list[torch.Tensor]:
-        """Returns all parameters and buffers that have their own memory."""
+        """All parameters and buffers that have their own memory."""
         ...
 
-    def checkpoint_folder(self) -> str:
-        """Returns the directory that the model was loaded from."""
-        ...
+    def checkpoint_folder(self) -> str: ...
 
     def begin_load(self) -> None:
         """Takes the weights off the layers, until each has all of its new ones."""
@@ -83,11 +77,7 @@ _GIB = 1024**3
 
 
 def staging_needs(model_bytes: int, num_workers: int, *, deltas: bool) -> tuple[int, int]:
-    """Returns the bytes to stage an update on a worker's GPU, or else on the host for all workers.
-
-    Every worker stages the whole model, even if it serves only a part of it. ``deltas`` tells that
-    the previous version is kept on the host.
-    """
+    """The bytes to stage the model on one GPU, or else on the host for all workers."""
     copies = _PINNED_FACTOR * (1 + deltas) * num_workers
     return int(_ROOM_FACTOR * model_bytes), int(copies * model_bytes)
 
@@ -203,8 +193,8 @@ class WorkerUpdates:
     def finish(self) -> None:
         """Loads what was verified, and ends the load.
 
-        Raises RuntimeError if the update was staged and not verified. A late request to finish an
-        earlier, abandoned update must not make vLLM put its version on the old weights.
+        Raises RuntimeError if the update was staged and not verified: a late request to finish an
+        abandoned update must not make vLLM put its version on the old weights.
         """
         verified, self._verified = self._verified, None
         if verified is None and self.session.is_open and not self._loading:

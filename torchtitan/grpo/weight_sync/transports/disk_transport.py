@@ -52,11 +52,7 @@ class DiskSender(Sender):
 
 
 class DiskTransport(Transport[DiskSender]):
-    """Sends versions as files; see the module's docstring.
-
-    ``make_directories`` opens ``weight_sync.disk_path`` on rank 0 and may block.
-    ``timeout_seconds`` bounds writing a version, and loading it on a server.
-    """
+    """``make_directories`` opens ``weight_sync.disk_path`` on rank 0 and may block."""
 
     sender_type = DiskSender
 
@@ -88,8 +84,8 @@ class DiskTransport(Transport[DiskSender]):
     async def written(self, version: int) -> tuple[Path, int]:
         """Returns the directory of a version, and the number of bytes of its tensors.
 
-        The first call starts to write the version. Other calls wait for the same files. After
-        a NotPrepared, for example because the disk is full, the next call tries again.
+        The first call starts to write it, for all. After a NotPrepared, for example because the
+        disk is full, the next call tries again.
         """
         task = self._writing.get(version)
         if task is None:

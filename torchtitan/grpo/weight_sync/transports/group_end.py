@@ -47,7 +47,7 @@ PIECE_BYTES = 64 * 1024**2
 class GroupSettings:
     """Settings of all groups with servers.
 
-    ``timeout_seconds`` bounds the rendezvous, and each broadcast. ``largest_bucket`` is in bytes.
+    ``timeout_seconds`` bounds the rendezvous, and each broadcast. ``largest_bucket`` is in bytes;
     ``piece_bytes`` are broadcast at a time over NCCL, to servers that receive pieces.
     """
 
@@ -61,10 +61,7 @@ class GroupSettings:
 
 
 class GroupEnd:
-    """A source rank's end of the process group with one server, of which it is rank 0.
-
-    ``world_size`` is 1 plus the number of the server's workers.
-    """
+    """Rank 0 of the group, beside ``world_size - 1`` workers of the server."""
 
     def __init__(
         self,
@@ -130,8 +127,8 @@ class GroupEnd:
     async def send(self, read: Callable[[Callable[[torch.Tensor], None]], None]) -> None:
         """Broadcasts one payload to the server's workers.
 
-        ``read`` calls its argument with the payload and keeps the payload alive meanwhile. It
-        runs on the group's thread and continues even if this call is cancelled.
+        ``read`` calls its argument with the payload, which it keeps alive, on the group's thread.
+        It continues even if this call is cancelled.
         """
         number, self._num_queued = self._num_queued, self._num_queued + 1
         await self._on_thread(functools.partial(self._send, number, read))
@@ -202,10 +199,7 @@ def _destroy(group: dist.ProcessGroup, gate: AbstractContextManager[None]) -> No
 
 
 def _run(call: Callable[[], T]) -> T:
-    """Calls a function; its error keeps no group, store or payload alive.
-
-    An error may live on in a reference cycle, and training ranks collect cycles rarely.
-    """
+    """Keeps errors, which may live on in a reference cycle, from holding groups and payloads."""
     try:
         return call()
     except BaseException as error:

@@ -140,8 +140,7 @@ class NcclImpossible(ServerError):
 class Handshake:
     """Chooses the backend of the groups with a server, the same for all source ranks.
 
-    The choice is made anew whenever the server joins, because a server may return with another
-    version of NCCL or on another GPU.
+    It does so at each join: a server may return with another version of NCCL or on another GPU.
     """
 
     def __init__(self, client: InferenceClient, transport: GroupTransportName) -> None:
@@ -223,10 +222,7 @@ class GroupTransport(Transport[GroupSender]):
 
 
 class GroupConnection(Connection):
-    """The groups of all source ranks with one server.
-
-    ``num_buckets`` counts the buckets of each sender, by rank.
-    """
+    """The groups of all source ranks, with ``num_buckets`` of each by rank, with one server."""
 
     def __init__(
         self,
@@ -287,9 +283,8 @@ class GroupConnection(Connection):
     async def _transfer(self, version: int, base: int | None) -> int:
         """Sends all buckets and returns their total number of bytes.
 
-        Source ranks send at the same time if the server can receive from several at once.
-        Otherwise, buckets are sent one after another, from each source in turn, so that no
-        single source is busy for long.
+        Source ranks send at the same time if the server can receive from several at once, or else
+        one bucket each in turn, so that no source is busy for long.
         """
         of_source = [
             [(sender, index) for index in range(self._num_buckets[sender.rank])]
@@ -319,8 +314,7 @@ class GroupConnection(Connection):
     ) -> int:
         """Sends buckets one after another and returns their total number of bytes.
 
-        While one bucket is sent, the next one is already announced, so that the server does not
-        wait for a request between the two.
+        The next one is announced meanwhile, so that the server waits for no request between them.
         """
         num_bytes = 0
         under_way: deque[asyncio.Task[None]] = deque()
@@ -373,8 +367,8 @@ class GroupConnection(Connection):
     async def _beside(self, ours, theirs) -> None:
         """Runs this side's part of a collective while the server is asked to run its part.
 
-        The first failure is raised, because this side would otherwise wait for a server that
-        has refused the request. Each part ends by its own timeout.
+        The first failure is raised: this side would otherwise wait for a server that has refused.
+        Each part ends by its own timeout.
         """
         own, other = asyncio.ensure_future(ours), asyncio.ensure_future(theirs)
         try:

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 class PushReport:
     """A push that the server has committed, from the first request to the last answer.
 
-    The transfer within it lasts from the first bucket sent to the last one received. During
-    ``pause_seconds`` the server generated nothing.
+    The transfer lasts from the first bucket sent to the last received. During ``pause_seconds`` the
+    server generated nothing.
     """
 
     version: int
@@ -50,11 +50,7 @@ class NotPrepared(RuntimeError):
 
 
 class Connection(ABC):
-    """Carries versions to one server, whose client the caller closes.
-
-    After any failure, :meth:`recover` takes the connection down, and it must be joined again
-    before the next push.
-    """
+    """Carries versions to one server. After any failure: :meth:`recover`, then :meth:`join`."""
 
     def __init__(self, client: InferenceClient) -> None:
         self.client = client
@@ -71,18 +67,18 @@ class Connection(ABC):
     async def push(self, version: int, base: int | None) -> PushReport:
         """Sends one version to the server and makes the server serve it.
 
-        The source ranks hold the version or are gathering it. Only the changes since ``base``
-        are sent, a version that the server has confirmed and the source ranks still hold;
-        ``None`` sends everything. Raises ServerError if the server refused, failed, or did not
-        answer in time, and RuntimeError if the trainer's side failed.
+        The source ranks hold it, or are gathering it. Only the changes since ``base`` are sent, a
+        version that the server has confirmed and the source ranks still hold; ``None`` sends
+        everything. Raises ServerError if the server refused, failed, or did not answer in time, and
+        RuntimeError if the trainer's side failed.
         """
 
     @abstractmethod
     async def recover(self) -> None:
         """Cancels, on both sides, the work that was under way when a failure occurred.
 
-        It returns within a bounded time, whatever the server does. Afterwards, the connection
-        is no longer joined, and the server generates again if it answers requests.
+        It returns within a bounded time, whatever the server does. The connection is then no longer
+        joined, and the server generates again if it answers requests.
         """
 
     @abstractmethod
@@ -90,10 +86,7 @@ class Connection(ABC):
         """Ends the connection and notifies the server, so that it forgets the connection too."""
 
     async def release_server(self, timeout_seconds: float) -> None:
-        """Makes the server leave its groups, drop an open update, and generate again.
-
-        A server that does not answer is only logged.
-        """
+        """If it answers, makes the server leave its groups, drop an open update, and generate."""
         for step in (self.client.leave_weight_groups, self.client.resume):
             try:
                 async with asyncio.timeout(timeout_seconds):
@@ -109,8 +102,8 @@ class Connection(ABC):
 class Sender(ABC):
     """A source rank's part of sending versions.
 
-    The leader calls the methods that subclasses mark with ``rank_calls.operation``: directly on
-    its own rank, and over the ranks' channel on other ranks.
+    The leader calls the methods marked with ``rank_calls.operation``: directly on its own rank, and
+    over the ranks' channel on others.
     """
 
     def __init__(self, rank: int, pool: PayloadPool) -> None:
