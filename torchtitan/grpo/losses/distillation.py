@@ -10,14 +10,12 @@ With ratings of sampled tokens only, the divergence is an advantage of each toke
 
 The expectation of ``s - t`` over the student's samples is ``KL(student || teacher)`` at that
 position, and the policy gradient with this advantage is its gradient, whatever the baseline is.
-This is GKD with reverse KL on sampled sequences (https://arxiv.org/abs/2306.13649), in the
-per-token form of https://thinkingmachines.ai/blog/on-policy-distillation/: each token answers only
-for itself (a discount of 0), and the vocabulary is not rated.
+This is GKD with reverse KL on sampled sequences (https://arxiv.org/abs/2306.13649), in the form of
+https://thinkingmachines.ai/blog/on-policy-distillation/: each token answers only for itself.
 
 The baseline is the mean of ``s - t`` over the trained tokens of the prompt's rollouts. Without it
 the many tokens that both models like would gain next to nothing, and the gradient would consist of
-the few that the teacher rejects. Both logprobs are of sampling time: the policy loss corrects for
-the age of a sample as it does for any advantage.
+the few that the teacher rejects. Both logprobs are of sampling time.
 
 With the teacher's ``k`` most likely tokens (``teacher.top_k``) the divergence is a separate loss,
 :func:`top_k_reverse_kl`. No sample estimates it, so its gradient has no noise at a position.
@@ -37,13 +35,10 @@ _LOGPROB_FLOOR = -100.0
 
 @dataclass(frozen=True)
 class TopLogprobs:
-    """Logprobs of a teacher's most likely tokens at each label.
+    """Logprobs of a teacher's most likely tokens at each label, [rows, seq, k] float.
 
-    Attributes:
-        student: [rows, seq, k] float, under the current policy; carries gradients. -inf for a token
-            that only the teacher's vocabulary has.
-        teacher: [rows, seq, k] float.
-        is_rated: [rows, seq] bool. Where it is False, the others may hold anything, NaN included.
+    The student's, under the current policy, carry gradients, and are -inf for a token that only the
+    teacher's vocabulary has. Where ``is_rated`` [rows, seq] is False, they may be NaN.
     """
 
     student: torch.Tensor
@@ -78,7 +73,7 @@ def top_k_reverse_kl(
     finite for all finite logprobs, and for a student's -inf, a probability of 0. Where the floor
     holds, the rest has no gradient.
 
-    Both logprobs are [..., k] float, of the same different tokens, from the whole vocabulary at
+    Both logprobs are [..., k] float, of the same, distinct tokens, from the whole vocabulary at
     temperature 1; the teacher's are finite. Returns nats, [...].
     """
     student = student_logprobs.clamp(min=_LOGPROB_FLOOR)

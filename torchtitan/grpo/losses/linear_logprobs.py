@@ -68,12 +68,8 @@ def packed_linear_logprobs(
         other_ids: [..., k] int, different ids of the whole vocabulary for each token; the label may
             be one of them. An id outside of the vocabulary gets -inf, and may be repeated.
 
-    Returns:
-        [..., 2 + k] float32: log-probability, entropy (0 without ``with_entropy``), and the
-        log-probabilities of the other ids, in their order.
-
-    Raises:
-        ValueError: If the shapes do not match, or a setting is out of its range.
+    Returns [..., 2 + k] float32: log-probability, entropy (0 without ``with_entropy``), and those of
+    the other ids, in order. ValueError means shapes that do not match, or a setting out of range.
     """
     _check(hidden, weight, labels, temperature, chunk_tokens)
     ids = _all_ids(labels, other_ids)

@@ -88,9 +88,8 @@ def check_token_metric(name: str, metric: object, shape: torch.Size) -> None:
 class MetricTotals:
     """Metrics of one batch, combined so far. Every rank has the same names.
 
-    After :meth:`fetch`, ``added``, float64 on the CPU, holds all numbers that ranks add up.
-    ``largest`` holds those of which they take the largest: maxima, and minima with the opposite
-    sign; -inf if there is none.
+    After :meth:`fetch`, ``added``, float64 on the CPU, holds numbers that ranks add up, and
+    ``largest`` maxima, and minima with the opposite sign; -inf if there is none.
     """
 
     def __init__(self, reductions: Mapping[str, Reduction]) -> None:
@@ -114,7 +113,7 @@ class MetricTotals:
         self._on_device.append((torch.cat([added.sum(0), extremes.amax(0)]), scale))
 
     def fetch(self, beside: torch.Tensor | None = None) -> float:
-        """Waits once for all numbers, and for ``beside``, one on the same device, to return it."""
+        """Moves what was added to the CPU in one wait, with the number ``beside``; returns that."""
         numbers = [combined for combined, _ in self._on_device]
         if beside is not None:
             numbers.append(beside.detach().reshape(1).double())

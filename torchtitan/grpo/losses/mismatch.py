@@ -176,11 +176,10 @@ def off_policy_sequences(
 
     Off-policy sequence masking of DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556): a sequence is
     found if its advantage is negative and ``mean(log generator - log policy) > threshold`` over its
-    trained tokens. The policy is the current one, so later optimizer steps of a batch find more
-    sequences.
+    trained tokens. The policy is the current one, so later steps of a batch find more sequences.
 
     All tensors are [rows, seq], the logprobs detached and 0 where not trained, advantages constant
-    within a sequence, the result bool. ``threshold`` 0 finds nothing.
+    within a sequence. ``threshold`` 0 finds nothing.
     """
     if threshold == 0:
         return torch.zeros_like(loss_mask)

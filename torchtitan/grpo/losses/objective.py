@@ -227,8 +227,7 @@ def weight_sums(
     """Returns [2] float64: the sum of the mismatch weights and the number of kept tokens.
 
     A token that is left out neither learns nor makes the others learn more. Sequences that
-    off-policy masking will leave out count, because it depends on the policy of later optimizer
-    steps. The inputs are as in :func:`mismatch_weights`.
+    off-policy masking will leave out count: it depends on the policy of later optimizer steps.
     """
     mismatch = mismatch_weights(old_logprobs, generator_logprobs, loss_mask, sequence_ids, config)
     kept = loss_mask & ~mismatch.masked

@@ -42,9 +42,7 @@ def held_between(
 
 def sequence_sums(values: torch.Tensor, sequence_ids: torch.Tensor) -> torch.Tensor:
     """Returns the sum of each sequence's values, [rows, seq] by id; 0 for ids that do not occur.
-
-    Values [rows, seq] that do not count must be 0. Ids are int64, row-local, from 0 and below
-    ``seq``.
+    Values [rows, seq] that do not count must be 0. Ids are int64, local to the row, below ``seq``.
     """
     return torch.zeros_like(values).scatter_add(1, sequence_ids, values)
 
@@ -66,9 +64,6 @@ def sequence_means(
 
 
 def sequence_maxima(values: torch.Tensor, sequence_ids: torch.Tensor) -> torch.Tensor:
-    """Returns, at each token, the largest of its sequence's values, [rows, seq].
-
-    Values are at least 0, and 0 where not trained.
-    """
+    """Returns, at each token, its sequence's largest value; they are at least 0, 0 if not trained."""
     largest = torch.zeros_like(values).scatter_reduce(1, sequence_ids, values, "amax")
     return spread(largest, sequence_ids)

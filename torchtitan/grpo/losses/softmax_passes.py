@@ -39,13 +39,9 @@ def _sum_slice(
 
     With ``x`` the scaled logits minus the maximum so far, the sums are those of ``exp(x)`` and, for
     the entropy, of ``x * exp(x)``. They are rescaled when the maximum rises. All tensors are
-    contiguous.
-
-    Args:
-        logits: [tokens, width] float32 or float64.
-        ids: [tokens, n] int. An id may be outside of the slice.
-        maximum: [tokens], the maximum so far, which must be finite; the two sums alike.
-        at_ids: [tokens, n], overwritten by the scaled logits of the ids that the slice has.
+    contiguous: logits [tokens, width] float32 or float64, ids [tokens, n] int, which may be outside
+    of the slice, and the finite maximum and the sums [tokens]. ``at_ids`` [tokens, n] gets the
+    scaled logits of the ids that the slice has.
     """
     columns, inside = _columns(ids, start, logits.shape[1])
     at_ids.copy_(torch.where(inside, logits.gather(1, columns) * scale, at_ids))
@@ -93,15 +89,9 @@ def _write_grads(
     """Writes ``p (offset + slope log p)``, and ``id_grads`` added at the ids, for a slice.
 
     Here ``log p`` are the logits, times ``scale``, minus ``normalizer``. All tensors are
-    contiguous.
-
-    Args:
-        logits: [tokens, width] float32 or float64; may be ``out``.
-        ids: [tokens, n] int. The first one of a token may be among the others, which differ from
-            each other or are outside of the vocabulary.
-        normalizer: [tokens], and ``offset`` and ``slope`` alike; ``slope=None`` is 0.
-        id_grads: [tokens, n].
-        out: [tokens, width], in the dtype of the logits or a narrower one.
+    contiguous: logits [tokens, width] float32 or float64, ``out`` (they may be the same) in their
+    or a narrower dtype, ids and ``id_grads`` [tokens, n], and others [tokens]; ``slope=None`` is 0.
+    A token's first id may be among the others, which differ or are outside of the vocabulary.
     """
     for rows in _row_blocks(logits, _block_size(logits)):
         in_place = out.dtype == logits.dtype

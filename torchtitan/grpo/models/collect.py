@@ -4,7 +4,7 @@
 """Collects shards into whole parameters on one rank.
 
 Of the ranks that hold the same block, one sends it directly to the receiver, in one message for
-each bucket. Nothing is sent twice, and only the receiver holds whole parameters.
+each bucket. Only the receiver holds whole parameters.
 """
 
 from collections import deque
@@ -67,10 +67,9 @@ def collecting_group(
 class Collector:
     """Collects parameters bucket by bucket; one bucket is in transit while another is assembled.
 
-    Each rank constructs one with the same arguments, and iterates over :meth:`collect` to its
-    end, in the same order as the other collectives on ``group`` (all ranks if None). The
-    receiver reads the shards of the ranks ``in_place`` from shared memory; these send only a
-    notice that they are complete.
+    Each rank constructs one with the same arguments, and iterates over :meth:`collect` to its end,
+    in the same order as the other collectives on ``group`` (all ranks if None). The ranks
+    ``in_place`` send only a notice: the receiver reads their shards from shared memory.
     """
 
     def __init__(

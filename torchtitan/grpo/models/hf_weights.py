@@ -75,10 +75,7 @@ def load_hf_weights(
     *,
     setting: str = "model.hf_assets_path",
 ) -> None:
-    """Fills the sharded parameters from the safetensors files of a directory.
-
-    Raises ModelError if they do not fit the model, or were exported and have changed since.
-    """
+    """Fills sharded parameters; ModelError if files do not fit, or were exported and have changed."""
     is_group = dist.is_initialized()
     share = (dist.get_rank(), dist.get_world_size()) if is_group else (0, 1)
     require_undamaged(Path(path), setting, *share, weights=True)
@@ -180,9 +177,8 @@ def write_hf(
 def full_hf_tensors(
     model_parts: list[nn.Module], adapter: BaseStateDictAdapter, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields names and whole tensors, with adapters added, on rank 0; collective over all ranks.
-
-    A tensor may share memory with its parameter.
+    """Yields names and whole tensors, with adapters added, on rank 0; collective over all ranks. A
+    tensor may share memory with its parameter.
     """
     parameters = dict(named_parameters(model_parts))
     buckets = in_buckets(

@@ -29,11 +29,9 @@ from torchtitan.grpo.models.packed_attention import (
 
 @dataclass(frozen=True)
 class ScoringSettings:
-    """Settings of token scoring.
-
-    ``keep_logits`` stores logits in the memory of the output weight's gradient, which is
-    allocated in the forward pass. Logits of ``chunk_tokens`` tokens exist at the same time.
-    Without ``with_entropy`` the entropy is 0. ``compiled`` blocks need masks of fixed sizes.
+    """``keep_logits`` stores logits in the memory of the output weight's gradient, which is
+    allocated in the forward pass. Logits of ``chunk_tokens`` tokens exist at the same time. Without
+    ``with_entropy`` the entropy is 0. ``compiled`` blocks need masks of fixed sizes.
     """
 
     attention: PackedAttentionKind
@@ -55,10 +53,7 @@ class ScoredTokens:
         self._mask, self._host_mask = mask, host_mask
 
     def positions(self, part: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
-        """Returns the tokens of a part of the rows, [tokens] int64 row by row; None for all.
-
-        ``part`` cuts [rows, seq_local] out of [rows, seq].
-        """
+        """Returns scored tokens in what ``part`` cuts, [tokens] int64 row by row; None for all."""
         host_part = part(self._host_mask)
         count = int(np.count_nonzero(host_part.numpy()))
         if count == host_part.numel():

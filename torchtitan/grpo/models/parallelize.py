@@ -205,11 +205,11 @@ def keeps_parameters(kept: str) -> bool:
 
 
 class BetweenMicrobatches:
-    """Tells FSDP2 what to keep between microbatches; does nothing if FSDP2 is not applied.
+    """Tells FSDP2, if it is applied, what to keep between microbatches.
 
-    By default, FSDP2 gathers and casts parameters and reduces gradients for each microbatch.
-    ``set_is_last_backward`` stays as it is: it would only delay the wait for reductions, and
-    let FSDP2 prefetch the last parameters of the previous microbatch after each backward pass.
+    By default it gathers and casts parameters and reduces gradients for each microbatch.
+    ``set_is_last_backward`` stays: it would only delay the wait for reductions, and let FSDP2
+    prefetch the last parameters of the previous microbatch after each backward pass.
     """
 
     def __init__(self, model: nn.Module, kept: Kept) -> None:

@@ -3,10 +3,9 @@
 
 """Computes which part of which parameter every rank holds.
 
-In any layout (FSDP2, replication, tensor, context, expert and pipeline parallelism, and their
-combinations) each rank holds at most one block of a parameter. The blocks of a parameter are
-disjoint and cover it. Each is sent once, by its lowest holder unless the caller chooses
-another. Parameters have the order of the whole model.
+In any layout, with any parallelisms, each rank holds at most one block of a parameter. The blocks
+of a parameter are disjoint and cover it. Each is sent once, by its lowest holder unless the caller
+chooses another. Parameters have the order of the whole model.
 """
 
 import math
@@ -186,9 +185,8 @@ def model_order(name: str) -> tuple[int, int]:
 def in_buckets(
     assemblies: Sequence[Assembly], num_bytes: Callable[[Assembly], int], bucket_bytes: int
 ) -> list[list[Assembly]]:
-    """Divides the model into buckets of at most ``bucket_bytes``, or of one larger parameter.
-
-    A parameter without bytes, such as that of an added adapter, joins the one before it.
+    """Buckets have at most ``bucket_bytes``, or one larger parameter. A parameter without bytes,
+    such as that of an added adapter, joins the one before it.
     """
     buckets: list[list[Assembly]] = []
     room = 0

@@ -47,11 +47,10 @@ from torchtitan.grpo.upstream.parallelism import ParallelDims
 def resolve_schedule(
     model: nn.Module, dims: ParallelDims, config: JobConfig, device: torch.device
 ) -> Costs | None:
-    """Replaces ``auto`` in the configuration by the fastest schedule that fits.
+    """Replaces ``auto`` by the fastest schedule that fits; returns measured costs, or else None.
 
-    Collective over all ranks. Rank 0 writes the reason to ``pipeline_schedule.txt`` and
-    ``.png`` in the run's folder. The whole model is on the meta device. Returns the measured
-    costs, or None if the configuration names a schedule.
+    Collective; the whole model is on the meta device. Rank 0 writes the reason to
+    ``pipeline_schedule.txt`` and ``.png`` in the run's folder.
     """
     settings = config.parallelism
     if settings.pipeline_parallel_schedule != AUTO:
@@ -91,9 +90,7 @@ _SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Trial:
-    """Builds the stages that a schedule needs, and runs microbatches of random tokens.
-
-    All methods are collective over all ranks of the run, return the same result on each, and
+    """All methods are collective over all ranks of the run, return the same result on each, and
     free their stages. While a schedule is tried, the configuration contains its name.
     """
 

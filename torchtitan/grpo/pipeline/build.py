@@ -36,10 +36,7 @@ _PLACED_LIKE = {"loop": "Interleaved1F1B", "v": "ZBVZeroBubble"}
 def split_model(
     model: nn.Module, dims: ParallelDims, config: JobConfig, device: torch.device
 ) -> tuple[list[LeanStage], list[nn.Module]]:
-    """Returns this rank's stages and their modules, with all other parallelisms applied.
-
-    The whole model is on the meta device; activations that stages exchange are on ``device``.
-    """
+    """Returns this rank's stages of a model on the meta device, parallelized, and their modules."""
     num_layers = len(model.layers)  # pyright: ignore[reportArgumentType]
     modules = stage_modules(config.parallelism, num_layers)
     placed_like = _PLACED_LIKE[schedule_of(config.parallelism).placement]

@@ -54,10 +54,8 @@ def choose(tried: dict[str, tuple[Table, Simulation]], memory: float, num_ranks:
 def finalists(
     tried: dict[str, tuple[Table, Simulation]], memory: float, num_ranks: int
 ) -> list[str]:
-    """Returns the schedules that are worth a trial, the fastest in prediction first.
-
-    These are the fastest zero-bubble schedule for each placement of stages, unless 1F1B or
-    Interleaved1F1B fit and are faster, and the schedules that do not split backward passes.
+    """The fastest zero-bubble schedule for each placement of stages, unless 1F1B or Interleaved1F1B
+    fit and are faster, and the schedules that do not split backward passes; the fastest first.
     """
     makespans = {name: tried[name][1].makespan for name in _fitting(tried, memory, num_ranks)}
     if not makespans:

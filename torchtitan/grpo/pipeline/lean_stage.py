@@ -36,10 +36,8 @@ from torchtitan.grpo.pipeline.pass_timer import Part, PassTimer
 
 
 def num_early_blocks(config: JobConfig) -> int:
-    """Returns how many blocks of a stage may be recomputed early; -1 means all blocks.
-
-    Compiled checkpoints are out, and stages whose parameters are freed after the forward pass:
-    FSDP gathers them again only when a gradient arrives.
+    """-1 means all blocks of a stage. Compiled checkpoints are out, and stages whose parameters are
+    freed after the forward pass: FSDP gathers them again only when a gradient arrives.
     """
     is_compiled = config.compile.enable and "model" in config.compile.components
     is_checkpointed = config.activation_checkpoint.mode in ("full", "selective")
@@ -52,8 +50,7 @@ def num_early_blocks(config: JobConfig) -> int:
 class EarlyRecompute:
     """The last ``num_blocks`` checkpointed blocks of a stage (-1: all), to be recomputed early.
 
-    Their activations exist at the same time. The last block takes no additional memory, because
-    the backward pass needs its activations first.
+    The last block takes no additional memory: the backward pass needs its activations first.
     """
 
     def __init__(self, stage_module: nn.Module, num_blocks: int) -> None:

@@ -26,8 +26,6 @@ from torchtitan.grpo.system.own_streams import new_stream
 
 
 class HostCopies:
-    """Copies flat tensors between the host and a device."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = new_stream(device) if device.type == "cuda" else None
@@ -96,8 +94,7 @@ LEAST_BYTES = 1 << 16
 class ActivationOffload:
     """Activations of one rank, of tensors of at least ``least_bytes``, in host memory.
 
-    ``saved_bytes`` are those that a stage's last forward pass in :meth:`saving` has moved, or
-    could have moved.
+    ``saved_bytes`` are those that a stage's last pass in :meth:`saving` moved, or could have moved.
     """
 
     def __init__(self, device: torch.device, least_bytes: int = LEAST_BYTES) -> None:
@@ -324,10 +321,7 @@ def longest_kept(kept: dict[Key, float]) -> list[Key]:
 def hidden_by_link(
     kept: dict[Key, float], saved_bytes: dict[int, int], bandwidth: float, seconds: float
 ) -> set[Key]:
-    """Returns the passes whose activations the link can move during a whole pass of ``seconds``.
-
-    ``kept`` is in seconds by pass, ``bandwidth`` in bytes per second in each direction.
-    """
+    """Returns the passes that a link of ``bandwidth`` bytes/s each way can move in ``seconds``."""
     away: set[Key] = set()
     busy = 0.0
     for key in longest_kept(kept):

@@ -58,8 +58,7 @@ class PassTimer:
 def average_costs(
     timer: PassTimer, num_stages: int, memory: float, group: dist.ProcessGroup | None = None
 ) -> Costs:
-    """Averages the times of each stage, and of a hop, over a group, all ranks if None; collective.
-
+    """Collective averages of each stage's times, and of a hop's, over a group; all ranks if None.
     FSDP's collectives connect the pipelines: all ranks must get the same costs. ``memory`` is that
     of a microbatch's activations in one stage.
     """

@@ -31,11 +31,10 @@ AUTO_CANDIDATES = (
 
 @dataclass(frozen=True)
 class Schedule:
-    """Describes a pipeline schedule to the rest of the package.
+    """One row of the table of schedules.
 
     Attributes:
-        make_table: Takes the numbers of ranks and of microbatches, and the costs of all stages,
-            as many on each rank.
+        make_table: Takes the numbers of ranks and of microbatches, and the costs of all stages.
         stages_per_rank: Number of stages of each rank; with ``allows_more_stages`` the minimum.
         allows_more_stages: Whether ``parallelism.pipeline_parallel_layers_per_stage`` may
             divide the model into more stages, as many on each rank.

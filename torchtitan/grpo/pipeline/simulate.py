@@ -21,8 +21,7 @@ class TableError(ValueError):
 class Simulation:
     """Times and memory of a table, in the units of the costs.
 
-    ``busy``, ``spans`` and ``peaks`` have an entry for each rank: the time of computation, the
-    time from its first start to its last end, and its maximum memory.
+    Of each rank: ``busy`` computing, ``spans`` from first start to last end, and memory ``peaks``.
     """
 
     starts: dict[Action, float]

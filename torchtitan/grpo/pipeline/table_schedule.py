@@ -22,10 +22,10 @@ from torchtitan.grpo.pipeline.tables.gaps import fill_gaps
 
 
 class GapStage(LeanStage):
-    """A stage of a model that runs forward passes inside the training pass of another model.
+    """A stage that runs forward passes inside the training pass of another model.
 
-    The runtime treats stages with successive numbers as neighbors: one unused number separates
-    models. ``trained`` is the trained stage with the same module, if there is one.
+    To the runtime, successive numbers are neighbors: one unused number separates models.
+    ``trained`` is the trained stage with the same module, if there is one.
     """
 
     def __init__(self, stage: LeanStage, offset: int, trained: LeanStage | None) -> None:
@@ -137,10 +137,7 @@ class TableSchedule(_PipelineScheduleRuntime):
             stage.offload = self._offload
 
     def add_gap_model(self, stages: list[LeanStage]) -> GapModel:
-        """Registers a model that may run forward passes in gaps, on all ranks in the same order.
-
-        Its stages have the placement of the trained ones, and have run in another schedule.
-        """
+        """Registers stages that have run, placed as the trained ones, alike on all ranks."""
         model = GapModel.beside(self.stages, stages, 1 + len(self._gap_models))
         self._gap_models.append(model)
         self._number_stages()

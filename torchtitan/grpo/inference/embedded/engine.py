@@ -54,11 +54,11 @@ class EngineError(RuntimeError):
 class Engine:
     """Continuous batching over a :class:`ModelRunner`, which only the engine's thread uses.
 
-    Any thread may call the public methods, which return futures; only :meth:`close` waits for the
-    engine's thread. That calls ``report`` after each step with the requests that got a token or
-    have finished. A step has at most ``step_tokens`` above the number of rows (None:
-    :func:`default_step_tokens`), which bounds how long running requests wait for prompts, or
-    ``max_prefill_tokens`` while no request is running.
+    Any thread may call the public methods; only :meth:`close` waits for the engine's thread, and
+    the others return futures. That thread calls ``report`` after each step with the requests that
+    got a token or have finished. ``step_tokens``, more than there are rows, bounds the tokens of a
+    step and so how long running requests wait for prompts (None: :func:`default_step_tokens`), and
+    ``max_prefill_tokens`` bounds those of prompts while no request is running.
     """
 
     def __init__(

@@ -50,7 +50,6 @@ class SlotCache(Cache):
         self.reserve(step.num_rows, longest)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copies the first ``length`` positions of slot ``source`` over ``target``."""
         self.reserve(target + 1, length)
         for layer in self.slots:
             layer[:, target, :, :length] = layer[:, source, :, :length]

@@ -95,7 +95,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Computes one token of each row and the prompts of ``plan``; returns [rows, vocab] logits.
 
-        ``ids`` and ``positions``, [rows] long, include the last token of each prompt.
+        ``ids`` and ``positions`` [rows] include prompts' last tokens; ``lengths`` are 1 more.
         """
         hidden, (whole, chunk) = None, self._prompt_parts(plan)
         if self._graphs is not None and whole is None and chunk is None:
@@ -162,10 +162,9 @@ class ModelRunner:
         return whole, ChunkPart(chunk_ids, chunk_slots, chunk_rows[0], chunk.start, mask)
 
     def rate(self, sequences: list[list[int]], num_top: int = 0) -> list[PromptRating]:
-        """Returns the logprob of each token but the first, without using the slots.
+        """Returns the logprob of each token but the first, without using the slots, in one pass.
 
-        All sequences are computed in one pass, padded on the right. ``num_top`` most likely tokens
-        are returned for each rated token, the most likely one first.
+        Each rated token has ``num_top`` most likely tokens, the most likely one first.
         """
         longest = max(map(len, sequences))
         padded = [tokens + [0] * (longest - len(tokens)) for tokens in sequences]

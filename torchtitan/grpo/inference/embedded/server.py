@@ -309,10 +309,8 @@ async def _on_thread(function: Callable[[], _T]) -> _T:
 
 
 class EngineMonitor:
-    """Health and metrics of the engine.
-
-    The server is stuck if its engine has ended, or if it has running requests, is not paused, and
-    took no step between two calls that lie more than two minutes apart.
+    """The server is stuck if its engine has ended, or if it has running requests, is not paused,
+    and took no step between two calls that lie more than two minutes apart.
     """
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:

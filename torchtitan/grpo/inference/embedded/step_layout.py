@@ -10,9 +10,8 @@ The tokens of a step form a single sequence of three parts:
     whole       prompts that are computed at once, all but their last tokens, padded to one length
     chunk       a part of one long prompt, all but its last token
 
-All linear layers therefore run once a step, whatever the mixture, and only attention tells the
-parts apart. The last token of a prompt is computed as its row's token, because only its logits
-are needed.
+All linear layers run once a step, and only attention tells the parts apart. The last token of a
+prompt is computed as its row's token, because only its logits are needed.
 """
 
 from collections.abc import Sequence
@@ -107,9 +106,8 @@ class StepLayout:
 def split_rows(lengths: Sequence[int], call_positions: int) -> list[RowRange]:
     """Cuts the rows into ranges without masks, so that short rows read less than the longest.
 
-    Each range costs one attention call, and each of its rows reads as many positions as the
-    longest one. A range therefore ends before the row with which its rows together would read
-    more positions in vain than one more call costs (``call_positions``).
+    A range ends before the row with which its rows together would read more positions in vain, up
+    to the longest one's length, than one more attention call costs (``call_positions``).
 
     >>> [(r.start, r.stop, r.length) for r in split_rows([5, 6, 90, 5, 5], 20)]
     [(0, 2, 6), (2, 3, 90), (3, 5, 5)]

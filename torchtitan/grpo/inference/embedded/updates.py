@@ -43,7 +43,7 @@ class WeightUpdater:
     """Receives weights and commits them to the engine.
 
     NCCL groups receive on ``device``, gloo groups on the CPU. ``timeout_seconds`` bounds a
-    rendezvous, each broadcast, and the swap. Adapters are added to the weights of ``model_path``.
+    rendezvous, each broadcast, and the swap. Adapters are added to ``model_path``'s weights.
     """
 
     def __init__(
@@ -92,10 +92,7 @@ class WeightUpdater:
             self.session.staging.refuse(reason)
 
     def end(self, version: str | None = None) -> tuple[str, float]:
-        """Commits the update, or drops it whole; returns a message and the seconds of the stop.
-
-        ``version`` counts if no bucket has named one.
-        """
+        """Commits the update, or drops it whole; returns a message and the seconds of the stop."""
         with self._exclusive():
             if self.session.staging.is_receiving:
                 raise UpdateError(_UNDER_WAY)

@@ -95,11 +95,8 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of all stages and microbatches.
-
-    ``hop`` is the time to send a tensor while both ranks compute. ``sizes`` are the
-    microbatches' times relative to an average one, which depend on the packing of rows; empty
-    if all are 1.
+    """``hop`` is the time to send a tensor while both ranks compute. ``sizes`` are the
+    microbatches' times relative to an average one, by the packing of rows; empty if all are 1.
     """
 
     stages: tuple[StageCosts, ...]

@@ -1,10 +1,8 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Fills the idle time of a table with forward passes of other rows.
-
-For example, the rows of a later minibatch pass through the reference model, whose stages are
-those of the policy (PipeFill, https://arxiv.org/abs/2410.07192).
+"""Fills the idle time of a table with forward passes of other rows, as those of a later minibatch
+through the reference model (PipeFill, https://arxiv.org/abs/2410.07192).
 """
 
 from dataclasses import replace

@@ -29,8 +29,7 @@ def improve(
 ) -> Table:
     """Returns the improved table with the shortest makespan and, among equals, the shortest span.
 
-    ``max_memory`` bounds each rank's memory, in the unit of ``costs``; if all tables exceed it,
-    the result exceeds it least. ``rounds`` counts the passes to the right and back.
+    ``max_memory`` bounds each rank's memory; if all tables exceed it, the result exceeds it least.
     """
     best: tuple[tuple[float, float, float], Table] | None = None
     for table in tables:
@@ -173,11 +172,9 @@ class Work:
 
 
 class _Packer:
-    """Makes orders in which each free rank runs an action that can run, or waits for one.
-
-    They deviate from ``orders`` where a rank would wait; only the next action in ``orders`` may
-    exceed ``max_memory``. The lowest number of ``prefer`` runs first. ``patience`` bounds the
-    wait.
+    """Makes orders in which each free rank runs an action that can run, or waits for one, but at
+    most for ``patience``. They deviate from ``orders`` where a rank would wait; only the next
+    action there may exceed ``max_memory``. The lowest number of ``prefer`` runs first.
     """
 
     def __init__(

@@ -140,10 +140,7 @@ def forward_only(ranks: tuple[int, ...], num_microbatches: int) -> Table:
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> Table:
-    """ZB-V: two stages on each rank in V placement, with the memory of 1F1B.
-
-    If hops take no time and F, I and W take equal times, no rank waits within its span.
-    """
+    """Holds 1F1B's memory, in V placement. With equal times and no hops, no rank waits in its span."""
     # The rule needs at least 2p - 1 microbatches. Passes of microbatches that do not exist are left
     # out.
     count = max(2 * num_ranks - 1, num_microbatches)

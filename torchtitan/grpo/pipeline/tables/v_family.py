@@ -36,10 +36,7 @@ def v_half(num_ranks: int, num_microbatches: int, costs: Costs) -> Table:
 
 
 def v_zb(num_ranks: int, num_microbatches: int, costs: Costs) -> Table:
-    """Holds as much memory as 1F1B.
-
-    If hops take no time and all passes take equal times, no rank waits within its span.
-    """
+    """Holds 1F1B's memory. With equal times and no hops, no rank waits within its span."""
     return _v_schedule(num_microbatches, costs, (4, 2, 4, 2), num_ranks)
 
 
@@ -74,10 +71,9 @@ def _blocks(num_ranks: int, offsets: tuple[tuple[int, ...], ...]) -> Iterator[Bl
 
 
 def building_block(num_ranks: int, offsets: tuple[int, ...], turns: tuple[int, ...]) -> Block:
-    """Places the passes of one microbatch so that the block can be repeated once per period.
-
-    A pass is placed later than ``offsets`` if its cell is taken. ``turns`` are additional cells
-    at the last rank, at the last stage, and at the last rank again.
+    """Places the passes of one microbatch so that the block can be repeated once per period, later
+    than ``offsets`` if a cell is taken. ``turns`` are additional cells at the last rank, at the
+    last stage, and at the last rank again.
     """
     num_stages = 2 * num_ranks
     ranks = ranks_of_stages(num_ranks, 2, "v")
