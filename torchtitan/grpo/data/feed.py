@@ -126,7 +126,7 @@ class Feed:
     """Distributes plans and signals over the ranks.
 
     ``batch_rank`` is this rank's index among the data-parallel ranks. A rank waits at most
-    ``timeout_seconds`` for rank 0's next header, and ``fetch_seconds`` for rollouts that it
+    ``timeout_seconds`` for rank 0's next message, and ``fetch_seconds`` for rollouts that it
     fetches.
     """
 
