@@ -41,18 +41,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from balance_bounds import lower_bound, lower_bound_with_sizes
 
-from torchtitan.grpo.data.balance import partition
+from torchtitan.grpo.data.balance import lower_bound, lower_bound_with_sizes, partition
 from torchtitan.grpo.data.cost import SequenceCost, flops_cost, token_cost
-from torchtitan.grpo.data.packing import fewest_rows
-from torchtitan.grpo.data.spread import (
-    Spread,
-    rank_costs,
-    rows_per_rank,
-    spread_by_cost,
-    spread_by_rows,
-)
+from torchtitan.grpo.data.packing import fewest_rows, rows_per_rank
+from torchtitan.grpo.data.spread import Spread, rank_costs, spread_by_cost, spread_by_rows
 
 ROW_LEN = 8192
 RANKS = (8, 16, 32, 64)

@@ -1,30 +1,46 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Packs sequences into rows. The functions are pure.
+"""Packs sequences into rows and deals rows to ranks. The functions are pure.
 
-A row is a list of indices into ``lengths``. Every sequence stands in exactly one row, no row is
-longer than ``row_len``, and equal input gives equal output. A ``ValueError`` says that a length is
-not in [1, row_len].
+A row is a list of indices into ``lengths``. Invariants of :func:`pack_rows`, :func:`fill_rows`
+and :func:`pack_into`: every sequence stands in exactly one row, no row is longer than
+``row_len``, and equal input gives equal output.
 """
 
 import bisect
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+
+from torchtitan.grpo.data.balance import partition
 
 _MAX_CANDIDATES = 256
 """Number of sequences that :func:`fill_rows` considers for a row, besides the first."""
+
+_EVEN_ROWS = 0.02
+"""Rows of a rank whose costs differ by at most this fraction are not evened out further."""
+
+
+def check_lengths(lengths: Sequence[int], row_len: int) -> None:
+    """Raises ``ValueError`` if a length is not in [1, row_len]."""
+    for length in lengths:
+        if not 1 <= length <= row_len:
+            raise ValueError(
+                f"A sequence must have 1 to {row_len} tokens (training.seq_len), got {length}."
+            )
 
 
 def pack_rows(lengths: Sequence[int], row_len: int) -> list[list[int]]:
     """Packs sequences into rows by best-fit decreasing.
 
     Sequences are placed longest first, each into the row that it fills best, or into a new row
-    if it fits into none.
+    if it fits into none. Raises ``ValueError`` as :func:`check_lengths`.
     """
+    check_lengths(lengths, row_len)
     rows: list[list[int]] = []
     # (free tokens, row), sorted: the best fit is the first row with enough room.
     room: list[tuple[int, int]] = []
-    for index in _longest_first(lengths, row_len):
+    for index in _longest_first(lengths):
         length = lengths[index]
         slot = bisect.bisect_left(room, (length, 0))
         if slot == len(room):
@@ -43,9 +59,11 @@ def fill_rows(lengths: Sequence[int], row_len: int) -> list[list[int]]:
     A row takes the longest sequence that is left, and those of the others that fill the row
     best. The reachable sums are the bits of one integer, which makes the search exact and fast
     (minimum bin slack: Gupta and Ho, 1999, https://doi.org/10.1080/095372899233244). It is
-    exact among the 256 longest sequences that fit.
+    exact among the 256 longest sequences that fit. Raises ``ValueError`` as
+    :func:`check_lengths`.
     """
-    left = _longest_first(lengths, row_len)[::-1]
+    check_lengths(lengths, row_len)
+    left = _longest_first(lengths)[::-1]
     rows: list[list[int]] = []
     while left:
         first = left.pop()
@@ -77,6 +95,28 @@ def _fullest(lengths: Sequence[int], free: int) -> list[int]:
     return chosen[::-1]
 
 
+def pack_into(
+    lengths: Sequence[int], costs: Sequence[float], num_rows: int, row_len: int
+) -> list[list[int]] | None:
+    """Packs sequences into ``num_rows`` rows, with even costs if such a packing fits.
+
+    Some rows may be empty. Returns None if no packing was found.
+    """
+    if sum(lengths) > num_rows * row_len:
+        return None
+    ways: tuple[Callable[[], list[list[int]]], ...] = (
+        lambda: partition(costs, num_rows, tolerance=_EVEN_ROWS),
+        lambda: partition(lengths, num_rows, tolerance=math.inf),
+        lambda: pack_rows(lengths, row_len),
+        lambda: fill_rows(lengths, row_len),
+    )
+    for pack in ways:
+        rows = pack()
+        if len(rows) <= num_rows and all(sum(lengths[i] for i in r) <= row_len for r in rows):
+            return [*rows, *([] for _ in range(num_rows - len(rows)))]
+    return None
+
+
 def fewest_rows(lengths: Sequence[int], row_len: int) -> int:
     """Returns a lower bound of the number of rows of every packing.
 
@@ -84,7 +124,7 @@ def fewest_rows(lengths: Sequence[int], row_len: int) -> int:
     sequences that are longer than half a row never fit into one row, and a sequence longer than
     ``row_len - k`` cannot share its row with a sequence of length k or more.
     """
-    ordered = [lengths[i] for i in reversed(_longest_first(lengths, row_len))]
+    ordered = sorted(lengths)
     sums = [0]
     for length in ordered:
         sums.append(sums[-1] + length)
@@ -101,10 +141,46 @@ def fewest_rows(lengths: Sequence[int], row_len: int) -> int:
     return bound
 
 
-def _longest_first(lengths: Sequence[int], row_len: int) -> list[int]:
-    for length in lengths:
-        if not 1 <= length <= row_len:
-            raise ValueError(
-                f"A sequence must have 1 to {row_len} tokens (training.seq_len), got {length}."
-            )
+def split_evenly(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Splits things into parts of equal count and of about equal total size, as ascending indices.
+
+    Things are placed largest first, each into the smallest part that is not full. Counts differ
+    by at most one, so with fewer things than parts some parts stay empty.
+    """
+    floor, num_larger = divmod(len(sizes), num_parts)
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    totals = [0] * num_parts
+    for index in _longest_first(sizes):
+        # Only num_larger parts may hold one thing more than the floor.
+        capacity = floor + (sum(len(part) > floor for part in parts) < num_larger)
+        part = min((totals[p], p) for p in range(num_parts) if len(parts[p]) < capacity)[1]
+        parts[part].append(index)
+        totals[part] += sizes[index]
+    return [sorted(part) for part in parts]
+
+
+def rows_per_rank(num_rows: int, num_ranks: int, multiple: int) -> int:
+    """Returns the fewest rows for each rank that hold ``num_rows`` in all; at least ``multiple``."""
+    return -(-max(num_rows, 1) // (num_ranks * multiple)) * multiple
+
+
+def deal_rows(row_tokens: Sequence[int], num_ranks: int, per_rank: int) -> list[list[int | None]]:
+    """Deals rows to ranks, ``per_rank`` to each; None stands for an empty row.
+
+    Rows are dealt in snake order of their tokens, longest first, which evens out the sums.
+    There are at most ``num_ranks * per_rank`` rows.
+    """
+    order = [*_longest_first(row_tokens), *[None] * (per_rank * num_ranks - len(row_tokens))]
+    dealt: list[list[int | None]] = [[] for _ in range(num_ranks)]
+    for round_start in range(0, len(order), num_ranks):
+        hand = order[round_start : round_start + num_ranks]
+        ranks = range(num_ranks)
+        for rank, row in zip(
+            ranks if round_start // num_ranks % 2 == 0 else reversed(ranks), hand, strict=True
+        ):
+            dealt[rank].append(row)
+    return dealt
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))

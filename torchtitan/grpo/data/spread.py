@@ -13,23 +13,32 @@ balance. For each number of rows, from the lower bound upwards:
 1. Split the sequences into parts of even cost, one for each rank, and pack each part into rows.
    First split by cost only, then with equal counts: each rank then has sequences of all lengths,
    which evens out tokens as well.
-2. If some part does not fit, pack all sequences into rows that are as full as possible, and deal
-   the rows to ranks so that costs are even. Then swap sequences as long as the heaviest rank
-   becomes lighter and no row becomes too long.
+2. If some part does not fit, pack all sequences into rows, either of even tokens or as full as
+   possible, and deal the rows to ranks so that costs are even. Then swap sequences as long as the
+   heaviest rank becomes lighter and no row becomes too long.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from torchtitan.grpo.data.balance import even_out, partition
-from torchtitan.grpo.data.packing import fewest_rows, fill_rows, pack_rows
+from torchtitan.grpo.data.balance import even_out, lower_bound_with_sizes, partition
+from torchtitan.grpo.data.packing import (
+    check_lengths,
+    deal_rows,
+    fewest_rows,
+    fill_rows,
+    pack_into,
+    pack_rows,
+    rows_per_rank,
+)
 
 Spread = list[list[list[int]]]
 """For each rank its rows, each a list of indices of sequences."""
 
-_EVEN_RANKS, _EVEN_ROWS = 1e-3, 0.02
-"""Ranks, and rows of a rank, whose costs exceed the mean by this fraction are even enough."""
+_EVEN_RANKS = 1e-3
+"""Ranks whose costs differ by at most this fraction are not evened out further."""
 
 
 def spread_by_cost(
@@ -54,6 +63,7 @@ def spread_by_cost(
         multiple: Divisor of the number of rows of each rank.
         min_rows: Smallest number of rows of each rank; a multiple of ``multiple``.
     """
+    check_lengths(lengths, row_len)
     per_rank = max(rows_per_rank(fewest_rows(lengths, row_len), num_ranks, multiple), min_rows)
     while True:
         spread = _ranks_first(lengths, costs, num_ranks, per_rank, row_len)
@@ -71,18 +81,11 @@ def spread_by_rows(
 
     The arguments and the result are those of :func:`spread_by_cost`.
     """
-    rows = sorted(pack_rows(lengths, row_len), key=lambda row: -sum(lengths[i] for i in row))
+    rows = pack_rows(lengths, row_len)
     per_rank = max(rows_per_rank(len(rows), num_ranks, multiple), min_rows)
-    rows += [[] for _ in range(num_ranks * per_rank - len(rows))]
-    turns = [rows[begin : begin + num_ranks] for begin in range(0, len(rows), num_ranks)]
-    for turn in turns[1::2]:
-        turn.reverse()
-    return [list(hand) for hand in zip(*turns, strict=True)]
-
-
-def rows_per_rank(num_rows: int, num_ranks: int, multiple: int) -> int:
-    """Returns the fewest rows for each rank that hold ``num_rows`` in all; at least ``multiple``."""
-    return -(-max(num_rows, 1) // (num_ranks * multiple)) * multiple
+    row_tokens = [sum(lengths[i] for i in row) for row in rows]
+    dealt = deal_rows(row_tokens, num_ranks, per_rank)
+    return [[rows[row] if row is not None else [] for row in hand] for hand in dealt]
 
 
 def group_rows(rows: list[list[int]], costs: Sequence[float], size: int) -> list[list[int]]:
@@ -106,37 +109,48 @@ def _ranks_first(
 ) -> Spread | None:
     for equal_counts in (False, True):
         parts = partition(costs, num_ranks, equal_counts=equal_counts, tolerance=_EVEN_RANKS)
-        # Nothing is packed if one part cannot fit.
-        if all(sum(lengths[i] for i in part) <= per_rank * row_len for part in parts):
-            spread = [_pack_part(part, lengths, costs, per_rank, row_len) for part in parts]
-            if all(len(rows) == per_rank for rows in spread):
-                return spread
+        if any(sum(lengths[i] for i in part) > per_rank * row_len for part in parts):
+            continue  # Nothing is packed if one part cannot fit.
+        spread: Spread = []
+        for part in parts:
+            rows = pack_into(
+                [lengths[i] for i in part], [costs[i] for i in part], per_rank, row_len
+            )
+            if rows is None:
+                break
+            spread.append([[part[i] for i in row] for row in rows])
+        else:
+            return spread
     return None
-
-
-def _pack_part(
-    part: list[int], lengths: Sequence[int], costs: Sequence[float], num_rows: int, row_len: int
-) -> list[list[int]]:
-    """Packs a rank's sequences into rows of even cost if they fit so, else into full rows."""
-    rows = partition([costs[i] for i in part], num_rows, tolerance=_EVEN_ROWS)
-    if any(sum(lengths[part[i]] for i in row) > row_len for row in rows):
-        rows = fill_rows([lengths[i] for i in part], row_len)
-        rows += [[] for _ in range(num_rows - len(rows))]
-    return [[part[i] for i in row] for row in rows]
 
 
 def _rows_first(
     lengths: Sequence[int], costs: Sequence[float], num_ranks: int, per_rank: int, row_len: int
 ) -> Spread | None:
-    num_rows = num_ranks * per_rank
-    rows = fill_rows(lengths, row_len)
-    if len(rows) > num_rows:
-        rows = pack_rows(lengths, row_len)
-    if len(rows) > num_rows:
+    def fits(rows: list[list[int]]) -> bool:
+        return len(rows) <= num_ranks * per_rank and all(
+            sum(lengths[i] for i in row) <= row_len for row in rows
+        )
+
+    # Rows of even tokens are similar to each other. Full rows are not: some hold the long
+    # sequences and others the short ones, so that each rank can be dealt some of both.
+    even = partition(lengths, num_ranks * per_rank, tolerance=math.inf)
+    packings = [rows for rows in (even, fill_rows(lengths, row_len)) if fits(rows)]
+    if not packings:
+        packings = [rows for rows in (pack_rows(lengths, row_len),) if fits(rows)]
+    if not packings:
         return None
-    rows += [[] for _ in range(num_rows - len(rows))]
+    found = [_dealt_by_cost(rows, costs, num_ranks, per_rank) for rows in packings]
+    spread = min(found, key=lambda spread: max(rank_costs(spread, costs)))
+    return _evened_out(spread, lengths, costs, row_len)
+
+
+def _dealt_by_cost(
+    rows: list[list[int]], costs: Sequence[float], num_ranks: int, per_rank: int
+) -> Spread:
+    rows = [*rows, *([] for _ in range(num_ranks * per_rank - len(rows)))]
     hands = partition([sum(costs[i] for i in row) for row in rows], num_ranks, equal_counts=True)
-    return _evened_out([[rows[r] for r in hand] for hand in hands], lengths, costs, row_len)
+    return [[rows[row] for row in hand] for hand in hands]
 
 
 def _evened_out(
@@ -146,13 +160,16 @@ def _evened_out(
     row_of = np.empty(len(lengths), np.int64)
     for r, row in enumerate(row for rows in spread for row in rows):
         row_of[row] = r
+    bound = lower_bound_with_sizes(costs, lengths, num_ranks, per_rank * row_len)
     row_of = even_out(
         costs,
         row_of,
-        np.repeat(np.arange(num_ranks), per_rank),
+        num_ranks * per_rank,
+        part_of_row=np.arange(num_ranks * per_rank) // per_rank,
         sizes=lengths,
         row_size=row_len,
-        tolerance=_EVEN_RANKS,
+        bound=bound * (1 + _EVEN_RANKS),
+        bundles=True,
     )
     rows = [np.flatnonzero(row_of == r).tolist() for r in range(num_ranks * per_rank)]
     spread = [rows[r : r + per_rank] for r in range(0, len(rows), per_rank)]

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from torchtitan.grpo.config import GRPO
-from torchtitan.grpo.data.balance import partition
 from torchtitan.grpo.data.cost import SequenceCost
+from torchtitan.grpo.data.packing import split_evenly
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows, column_shapes, sequences_of
 from torchtitan.grpo.data.spread import (
     Spread,
@@ -189,7 +189,7 @@ def _weighted_minibatches(
 
 def _ptx_of_minibatches(ptx: Sequence[Sample], config: GRPO) -> list[list[Sample]]:
     minibatches = []
-    for part in partition([s.num_tokens for s in ptx], config.num_minibatches, equal_counts=True):
+    for part in split_evenly([s.num_tokens for s in ptx], config.num_minibatches):
         num_predicted = sum(ptx[i].num_predicted for i in part)
         minibatches.append(
             [replace(ptx[i], ptx_weight=config.ptx_coef / num_predicted) for i in part]
@@ -227,7 +227,7 @@ def _minibatches_of(
     tokens = [0] * len(unique)
     for rollout, group in zip(rollouts, member_of, strict=True):
         tokens[group] += len(rollout.prompt_ids) + len(rollout.token_ids)
-    parts = partition(tokens, num_minibatches, equal_counts=True)
+    parts = split_evenly(tokens, num_minibatches)
     return [np.flatnonzero(np.isin(member_of, part)).tolist() for part in parts]
 
 

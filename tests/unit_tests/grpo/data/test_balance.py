@@ -1,12 +1,12 @@
 import json
+import math
 
 import numpy as np
 import pytest
-from balance_bounds import lower_bound, lower_bound_with_sizes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.grpo.data.balance import even_out, partition
+from torchtitan.grpo.data.balance import even_out, lower_bound, lower_bound_with_sizes, partition
 from torchtitan.grpo.data.cost import flops_cost
 
 costs_strategy = st.lists(
@@ -22,7 +22,7 @@ def test_the_example_of_the_method_comes_out():
     costs = [8, 7, 6, 5, 4]
     assert partition(costs, 3) == [[0], [1, 4], [2, 3]]
     # Karmarkar and Karp's: differencing ends at a difference of 2, a swap finds the optimum.
-    assert sums_of(partition(costs, 2, tolerance=1), costs) == [14, 16]
+    assert sums_of(partition(costs, 2, tolerance=math.inf), costs) == [14, 16]
     assert sums_of(partition(costs, 2), costs) == [15, 15]
 
 
@@ -92,7 +92,9 @@ def test_evening_out_keeps_rows_short_and_makes_no_part_heavier(data):
     def heaviest(row_of):
         return np.bincount(part_of_row[row_of], weights=costs, minlength=num_parts).max()
 
-    after = even_out(costs, row_of, part_of_row, sizes=sizes, row_size=row_size)
+    after = even_out(
+        costs, row_of, num_rows, part_of_row=part_of_row, sizes=sizes, row_size=row_size
+    )
     assert after.shape == row_of.shape
     assert (np.bincount(after, weights=sizes, minlength=num_rows) <= row_size).all()
     assert heaviest(after) <= heaviest(row_of)
@@ -101,11 +103,22 @@ def test_evening_out_keeps_rows_short_and_makes_no_part_heavier(data):
 def test_evening_out_moves_only_what_fits():
     # Both of row 0's things would help row 1, but only the smaller one fits there.
     costs, sizes = [30, 50, 10], [3, 5, 6]
-    row_of, parts = np.array([0, 0, 1]), np.arange(2)
-    after = even_out(costs, row_of, parts, sizes=sizes, row_size=9)
+    after = even_out(costs, np.array([0, 0, 1]), 2, sizes=sizes, row_size=9)
     assert after.tolist() == [1, 0, 1]
-    kept = even_out(costs, row_of, parts, sizes=sizes, row_size=8)
+    kept = even_out(costs, np.array([0, 0, 1]), 2, sizes=sizes, row_size=8)
     assert kept.tolist() == [0, 0, 1]
+
+
+def test_full_rows_swap_one_long_thing_for_several_short_ones():
+    # Costs are squares; no swap of single things helps, and all rows are full.
+    sizes = [4, 4, 2, 2, 2, 2]
+    costs = [size**2 for size in sizes]
+    row_of = np.array([0, 0, 1, 1, 1, 1])
+    kept = even_out(costs, row_of, 2, sizes=sizes, row_size=8)
+    assert kept.tolist() == row_of.tolist()
+    after = even_out(costs, row_of, 2, sizes=sizes, row_size=8, bundles=True)
+    assert np.bincount(after, weights=costs).tolist() == [24, 24]
+    assert np.bincount(after, weights=sizes).tolist() == [8, 8]
 
 
 DENSE = {

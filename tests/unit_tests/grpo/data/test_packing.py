@@ -2,7 +2,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.grpo.data.packing import fewest_rows, fill_rows, pack_rows
+from torchtitan.grpo.data.packing import (
+    deal_rows,
+    fewest_rows,
+    fill_rows,
+    pack_into,
+    pack_rows,
+    rows_per_rank,
+    split_evenly,
+)
 
 lengths_strategy = st.lists(st.integers(1, 50), max_size=60)
 
@@ -18,7 +26,7 @@ def test_every_sequence_stands_in_one_row_and_no_row_overflows(pack, lengths):
     assert rows == pack(lengths, 50)
 
 
-@pytest.mark.parametrize("pack", [pack_rows, fill_rows, fewest_rows])
+@pytest.mark.parametrize("pack", [pack_rows, fill_rows])
 @pytest.mark.parametrize("length", [0, 51])
 def test_sequences_that_do_not_fit_are_refused(pack, length):
     with pytest.raises(ValueError, match=r"training\.seq_len"):
@@ -53,3 +61,45 @@ def test_rows_are_filled_to_the_last_token():
     # Best-fit decreasing puts 30 with 20 and needs a third row for the last 5.
     lengths = [30, 20, 18, 15, 12, 5]
     assert sorted(sum(lengths[i] for i in row) for row in fill_rows(lengths, 50)) == [50, 50]
+
+
+@given(lengths_strategy, st.integers(0, 3))
+def test_packing_into_given_rows_uses_no_more_and_finds_room_where_there_is_much(lengths, extra):
+    num_rows = len(pack_rows(lengths, 50)) + extra
+    if num_rows == 0:
+        return
+    rows = pack_into(lengths, [float(length**2) for length in lengths], num_rows, 50)
+    assert rows is not None
+    assert len(rows) == num_rows
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in row) <= 50 for row in rows)
+
+
+@given(lengths_strategy, st.integers(1, 8))
+def test_parts_hold_everything_once_in_counts_that_differ_by_one_at_most(sizes, num_parts):
+    parts = split_evenly(sizes, num_parts)
+    assert len(parts) == num_parts
+    assert sorted(i for part in parts for i in part) == list(range(len(sizes)))
+    assert all(part == sorted(part) for part in parts)
+    counts = [len(part) for part in parts]
+    assert max(counts) - min(counts) <= 1
+    assert parts == split_evenly(sizes, num_parts)
+
+
+@given(lengths_strategy, st.integers(1, 5), st.integers(1, 4), st.integers(0, 2))
+def test_every_rank_is_dealt_the_same_number_of_rows(tokens, num_ranks, multiple, extra):
+    fewest = rows_per_rank(len(tokens), num_ranks, multiple)
+    assert fewest % multiple == 0
+    assert fewest > 0
+    # No more empty rows than the rounding asks for.
+    assert fewest * num_ranks < len(tokens) + num_ranks * multiple or not tokens
+    dealt = deal_rows(tokens, num_ranks, fewest + extra * multiple)
+    assert {len(rows) for rows in dealt} == {fewest + extra * multiple}
+    given_out = [row for rows in dealt for row in rows if row is not None]
+    assert sorted(given_out) == list(range(len(tokens)))
+
+
+def test_parts_and_ranks_get_even_sums_and_what_has_no_room_is_not_packed():
+    assert split_evenly([9, 8, 2, 1], 2) == [[0, 3], [1, 2]]
+    assert deal_rows([9, 8, 7], 2, 2) == [[0, None], [1, 2]]
+    assert pack_into([26, 26, 26], [1, 1, 1], 2, 50) is None

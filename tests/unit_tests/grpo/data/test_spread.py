@@ -1,18 +1,12 @@
 import numpy as np
 import pytest
-from balance_bounds import lower_bound_with_sizes
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchtitan.grpo.data.balance import lower_bound_with_sizes
 from torchtitan.grpo.data.cost import FlopsCost
-from torchtitan.grpo.data.packing import fewest_rows
-from torchtitan.grpo.data.spread import (
-    group_rows,
-    rank_costs,
-    rows_per_rank,
-    spread_by_cost,
-    spread_by_rows,
-)
+from torchtitan.grpo.data.packing import fewest_rows, rows_per_rank
+from torchtitan.grpo.data.spread import group_rows, rank_costs, spread_by_cost, spread_by_rows
 
 ROW_LEN = 50
 COST = FlopsCost(10.0, 1.0)
@@ -52,11 +46,6 @@ def test_every_rank_gets_as_many_rows_and_every_sequence_a_place(
     sums = rank_costs(by_cost, costs)
     assert sums == sorted(sums)
     assert by_cost == spread_by_cost(lengths, costs, **layout, min_rows=more * multiple)
-
-
-def test_rows_are_dealt_back_and_forth():
-    dealt = spread_by_rows([45, 40, 35], num_ranks=2, row_len=ROW_LEN, multiple=1)
-    assert dealt == [[[0], []], [[1], [2]]]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
