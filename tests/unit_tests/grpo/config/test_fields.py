@@ -56,7 +56,7 @@ def test_most_numbers_are_bounded_and_every_default_is_valid():
 
 
 def test_the_bounds_of_each_field_are_enforced_by_its_key():
-    of_torchtitan = [(*key.split("."), at_least(1)) for key in _UPSTREAM_BOUNDS]
+    of_torchtitan = [(*key.split("."), bounds) for key, bounds in _UPSTREAM_BOUNDS.items()]
     for table, name, bounds in (*BOUNDED, *of_torchtitan):
         invalid = bounds.minimum - 1
         if bounds.special is not None and invalid == bounds.special[0]:

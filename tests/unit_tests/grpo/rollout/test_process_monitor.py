@@ -58,7 +58,7 @@ def test_starting_is_stuck_only_after_servers_had_their_time():
     assert health.health().problem is None
     assert health.metrics() == {}
     clock.now = 61.0
-    assert health.health().status == "stuck"
+    assert health.health().problem is not None
 
 
 def test_a_process_without_a_server_is_stuck_until_one_is_ready():
@@ -86,7 +86,7 @@ def test_a_batch_for_which_nothing_ends_is_stuck_only_while_rank_0_waits():
     session.dispatcher.attempts.num_tokens += 7
     assert health.health().problem is None
     clock.now = 30.0
-    assert health.health().status == "stuck"
+    assert health.health().problem is not None
     session.producer.is_asked = False
     assert health.health().problem is None
 
