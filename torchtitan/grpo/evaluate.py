@@ -1,7 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""``torchtitan-grpo evaluate X.toml``: of weights, or servers at ``inference.urls`` as they are."""
+"""``torchtitan-grpo evaluate X.toml``: the evaluation of a run, without training.
+
+Launched servers load the named weights; servers at ``inference.urls`` are asked as they are.
+"""
 
 import argparse
 import asyncio
@@ -55,7 +58,10 @@ _TABLE_COLUMNS = 1000
 
 @dataclass(frozen=True)
 class Subject:
-    """Evaluated weights. ``model`` is that of their tokenizer if servers have the weights."""
+    """Evaluated weights.
+
+    ``model`` is their directory, or that of their tokenizer if servers have the weights.
+    """
 
     model: HFModel
     described: str

@@ -237,7 +237,10 @@ class Generation:
 
     @property
     def num_written(self) -> int:
-        """Tokens that the model wrote, trained or not: the completion's length to its reader."""
+        """Tokens that the model wrote, those outside of the loss included.
+
+        Metrics, filters and the penalty of long completions take it as the completion's length.
+        """
         return self.num_trained + self.num_context
 
     @property

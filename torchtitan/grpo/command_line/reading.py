@@ -72,7 +72,8 @@ def _read_toml(path: str | None) -> dict[str, Any]:
         return tomllib.loads(content.removeprefix(UTF8_MARK).decode())
     except FileNotFoundError as error:
         raise ConfigError(
-            f"--job.config_file must name a file that exists, got {path} (looked for from {Path.cwd()})."
+            f"--job.config_file must name a file that exists, got {path} (relative paths are read "
+            f"from {Path.cwd()})."
         ) from error
     except OSError as error:
         raise ConfigError(f"--job.config_file must be a readable file: {error}.") from error

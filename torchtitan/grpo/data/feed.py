@@ -4,10 +4,10 @@
 """Gives each rank the rows that rank 0 has planned for it.
 
 Only rank 0 talks to the rollout process and plans. It broadcasts a small message, which is a signal
-such as the end of the run, or announces a batch whose tensors follow. They travel as they are over
-a gloo group that belongs to the feed, so that nothing is pickled and the groups of the training are
-not used. With ``prompts.single_rank_load = false`` rank 0 sends only packing lists, and each rank
-fetches its rollouts from the rollout process.
+such as the end of the run, or announces a batch whose rows follow. They travel as plain tensors
+over a gloo group that belongs to the feed, so that nothing is pickled and the groups of the
+training are not used. With ``prompts.single_rank_load = false`` no rows follow: the message has
+packing lists, and each rank fetches its rollouts from the rollout process.
 """
 
 from collections.abc import Sequence

@@ -25,7 +25,7 @@ from torchtitan.grpo.types import BatchPart, RolloutGroup
 
 @dataclass(frozen=True)
 class PlannedPart:
-    """The plan of a part of a batch; ``metrics`` are the batch's, with the part that ends it."""
+    """The plan of a part of a batch. ``metrics`` are the batch's in its last part, else empty."""
 
     plan: StepPlan
     metrics: dict[str, float]

@@ -105,9 +105,9 @@ def supervised_sample(
     largest = max([*prompt_ids.tolist(), *completion])
     if largest >= vocab_size:
         raise DataError(
-            f"{where}: the tokenizer gives token id {largest}, and the model's vocabulary has "
-            f"{vocab_size} entries. The tokenizer and config.json in model.hf_assets_path do not "
-            "belong together."
+            f"{where}: the tokenizer gives token id {largest}, but the model's vocabulary has "
+            f"only {vocab_size} entries. The tokenizer and config.json in model.hf_assets_path do "
+            "not belong together."
         )
     return Sample(prompt_ids, np.array(completion, np.int32), None)
 

@@ -340,8 +340,8 @@ def _rollout(line: msgspec.Struct, prompt_ids: np.ndarray) -> Rollout:
             values = np.frombuffer(kept.data, _little_endian(column))
             if len(values) != num_tokens * kept.k:
                 raise ValueError(
-                    f"{name} must hold k = {kept.k} values for each of {num_tokens} completion "
-                    f"tokens, got {len(values)}"
+                    f"{name} must hold {num_tokens * kept.k} values (k = {kept.k} for each of "
+                    f"{num_tokens} completion tokens), got {len(values)}"
                 )
             found[name] = values.astype(column.dtype, copy=False).reshape(num_tokens, kept.k)
         elif column.dtype is np.bool_:

@@ -3,8 +3,9 @@
 
 """Sums over the sequences of packed rows, with static shapes.
 
-A row's sequences have local ids 0, 1, ..., below the length of the row. Numbers of sequences are
-kept in a [rows, seq] tensor indexed by id, whose shape does not depend on their number.
+A row's sequences have the ids 0, 1, and so on. Values of sequences are kept in a [rows, seq] tensor
+indexed by sequence id. A row has no more sequences than tokens, so the shape need not depend on
+their number.
 
 Example: for ``values 1 2 3 4`` and ``sequence_ids 0 0 1 1`` the sums are ``3 7 0 0``. Spread over
 the tokens again, they are ``3 3 7 7``.

@@ -35,7 +35,10 @@ def sums_kernel(
     NUM_IDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Adds one row to its sums, with a running maximum in each lane."""
+    """Adds a slice of logits to the sums of one row (online softmax).
+
+    A running maximum is kept in each element of the block.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits += row * width
     old_maximum = tl.load(maximum + row)

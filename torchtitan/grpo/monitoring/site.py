@@ -45,7 +45,7 @@ _MAX_CONNECTIONS = 128
 
 
 class MonitorError(RunError):
-    """The address of a monitor cannot be used."""
+    """The monitor cannot listen at its address."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Simulates a table of pipeline actions: whether it can run, how long it takes, and its memory.
+"""Simulates a table of pipeline actions: whether it deadlocks, how long it takes, and its memory.
 
-Ranks run their actions in order, each as soon as its inputs have arrived. A hop between ranks
-takes a fixed time, during which both continue. A rank that waits for a gradient recomputes
-checkpointed blocks meanwhile, if the costs contain a time for it.
+Ranks run their actions in order, each as soon as its inputs have arrived. A transfer between ranks
+(a hop) takes a fixed time, during which both ranks compute. A rank that waits for a gradient
+recomputes checkpointed blocks meanwhile, if the costs give a time for the recomputation.
 """
 
 from dataclasses import dataclass

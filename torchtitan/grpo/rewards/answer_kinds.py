@@ -148,7 +148,8 @@ def same_words(a: str, b: str) -> bool | None:
 def _words(answer: str) -> str | None:
     r"""The normalized text of an answer, else ``None``.
 
-    Text is ``\text{...}`` around more than a letter, or words: with a vowel, or common if short.
+    Text is ``\text{...}`` around more than a letter, or words: of three letters or more with a
+    vowel, or common ones of two.
     """
     if _EMPTY_SET.fullmatch(answer):
         return "no solution"

@@ -3,8 +3,8 @@
 
 """Reward functions that come with the trainer, in TRL's signature.
 
-Lists of equal length have one entry for each completion: a string or, for a conversational prompt,
-a list with one message of the assistant. The column ``answer`` comes from the data set.
+Lists of equal length have one entry for each completion. A completion is a string or, for a
+conversational prompt, a list with one message of the assistant. ``answer`` is from the data set.
 """
 
 import re
@@ -85,7 +85,7 @@ def think_answer_tags(
 ) -> list[float]:
     """Returns 1 if the completion is ``<think>...</think><answer>...</answer>`` and nothing else.
 
-    Each tag must occur once, and neither part may be empty.
+    Each tag must occur once, and neither part may be empty. White space around them is ignored.
     """
     return [float(_has_think_answer_form(completion_text(c))) for c in completions]
 
@@ -118,7 +118,8 @@ def completion_text(completion: Completion) -> str:
 def final_answer(text: str) -> str | None:
     r"""Returns the content of the last ``\boxed{...}``, else the rest of the line after ``####``.
 
-    ``\boxed 5`` and ``\fbox{5}`` are boxes too. The mark of a box within a box is dropped.
+    ``\boxed 5`` and ``\fbox{5}`` are boxes too. Of nested boxes, the inner ``\boxed`` command is
+    removed and its content kept. Returns ``None`` if the text has neither.
     """
     last, end, content = None, 0, None
     for box in _BOX.finditer(text):

@@ -3,7 +3,7 @@
 
 """Reward functions for GSM8K's answer form, a last line `#### <number>`, in TRL's signature.
 
-The column ``answer`` holds only the number, or a solution before the `####`.
+The column ``answer`` holds the number, alone or behind a worked solution and `####`.
 """
 
 import re
@@ -38,7 +38,8 @@ def hash_answer_exact(
     """Returns 1 if the last `#### <number>` line has the expected number, else 0.
 
     Thousands commas and a dollar sign are ignored, and ``5.0`` is ``5``. Any of a list of answers
-    counts; without one it returns ``None``. ValueError says that an answer holds no number.
+    counts; without one it returns ``None``. Raises ValueError if an expected answer holds no
+    number.
     """
     expected = [[_expected_number(text) for text in right_answers(value)] for value in answer]
     return [

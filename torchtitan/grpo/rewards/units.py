@@ -3,8 +3,8 @@
 
 r"""Units of measurement in answers, such as ``5\text{ cm}``, ``25 cm²``, ``\$3`` or ``42 apples``.
 
-A unit that only one of two answers states does not matter. Else the quantities must be equal: ``5
-m`` is ``500 cm`` and neither ``5 cm`` nor ``5 s``. Unknown words are separate units.
+A unit that only one of two answers states does not matter. Else the quantities must be equal:
+``5 m`` is ``500 cm`` and neither ``5 cm`` nor ``5 s``. Unknown words are separate units.
 """
 
 import re

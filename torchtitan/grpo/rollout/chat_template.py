@@ -211,9 +211,10 @@ class _TemplateProcess:
         self._connection: Connection | None = None
 
     def ask(self, request: dict[str, Any]) -> str | None:
-        """Returns the text, or raises ``ValueError`` if the template does or has no tokenizer.
+        """Returns the text; raises ValueError if the template raises or there is no tokenizer.
 
-        Raises ``TimeoutError`` without an answer, and ``RuntimeError`` if the child ends twice.
+        Raises :class:`_LimitReached` at a limit, ``TimeoutError`` without an answer, and
+        ``RuntimeError`` if the child ends for another reason, twice.
         """
         limits = {
             "cpu_seconds": _CPU_SECONDS,

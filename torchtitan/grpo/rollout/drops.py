@@ -81,9 +81,10 @@ class DropLog:
         self._last: Counter[str] = Counter()
 
     def record(self, kind: str, reason: str, *, source: str = "", number: int = 1) -> None:
-        """Counts losses of a key of :data:`DROP_KINDS`, and announces the first, of a few sources.
+        """Counts losses of a key of :data:`DROP_KINDS`.
 
-        ``reason`` is a sentence. ``source`` is what they have in common, such as a server.
+        Announces the first of each of a few sources. ``reason`` is a sentence. ``source`` is what
+        they have in common, such as a server.
         """
         self.counts[kind] += number
         announced = self._announced[kind]

@@ -146,6 +146,7 @@ class LengthRanker:
             self._weights = np.linalg.solve(self._moments + ridge, self._products)
 
     def _features(self, prompt: Prompt) -> np.ndarray:
+        """[_NUM_FEATURES] float64."""
         # A multiplicative hash spreads adjacent ids. Its upper bits are well mixed.
         mixed = prompt.token_ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         buckets = (mixed >> np.uint64(40)) % np.uint64(_BUCKETS)

@@ -49,7 +49,10 @@ class ServerWatch:
             return list(self._servers or ())
 
     def poll(self) -> list[ServerInfo] | None:
-        """Returns the current servers if they changed since the last call, by the only caller."""
+        """Returns the servers if they changed since the last call, else None.
+
+        For one caller: it reports a change once.
+        """
         with self._lock:
             self._receive()
             has_news, self._has_news = self._has_news, False

@@ -47,8 +47,8 @@ class RunFolder:
         except OSError as error:
             self._held.close()
             raise FolderError(
-                f"The run in job.dump_folder = {config.job.dump_folder} must be whole and readable "
-                f"before a start, but: {error}. Correct that, and start again."
+                f"The run in job.dump_folder = {config.job.dump_folder} must be complete and "
+                f"readable before a start: {error}. Correct this, and start again."
             ) from error
         for path in restored:
             _tell(f"A start was ended while it moved a run to {path}. The run is back in place.")

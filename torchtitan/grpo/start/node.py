@@ -159,7 +159,10 @@ def find_place(options: NodeOptions) -> Place:
 
 
 def _resolve(host: str, port: int, patience_seconds: float) -> str:
-    """Address of the endpoint's host, which a cluster may name or start later than this node."""
+    """Resolves the endpoint's host. It tries again for ``patience_seconds``.
+
+    A cluster may start the host, or enter its name, later than this node.
+    """
     begin, reminders = time.monotonic(), Reminders()
     while True:
         try:

@@ -66,8 +66,8 @@ def address_of(interface: str) -> str:
     if interface not in usable:
         listed = ", ".join(f"{name} ({own[0]})" for name, own in sorted(usable.items()))
         raise ValueError(
-            f"The interface must be one of this host that has an address, got {interface!r}. There "
-            f"is {listed}."
+            "The interface must be a network interface of this host with an address, got "
+            f"{interface!r}. This host has {listed}."
         )
     return usable[interface][0]
 

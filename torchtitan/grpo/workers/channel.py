@@ -51,7 +51,10 @@ def refused(kind: str, message: str) -> Refused:
 
 
 def unsendable_column(columns: Mapping[str, Any]) -> str | None:
-    """Example: ``column 'image': Encoding objects of type PngImageFile is unsupported``."""
+    """Names the first column that cannot be sent, and why; None if all can.
+
+    Example: ``column 'image': Encoding objects of type PngImageFile is unsupported``.
+    """
     for name, value in columns.items():
         try:
             _encoder.encode(value)

@@ -136,7 +136,7 @@ class WorkerProcess(Generic[Reply]):
     async def call_or_kill(self, request: Any, timeout_seconds: float) -> Reply:
         """Like :meth:`call`, but kills the process at the time limit, with a TimeoutError.
 
-        If the caller is cancelled as well: it would stay busy with what nobody waits for.
+        It is also killed if the caller is cancelled: it would stay busy with what nobody waits for.
         """
         try:
             async with asyncio.timeout(timeout_seconds):

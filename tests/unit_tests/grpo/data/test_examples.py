@@ -147,7 +147,7 @@ def test_a_bad_example_is_found_when_the_file_is_opened(name, open_stream):
 
 
 def test_a_tokenizer_of_another_model_is_refused(open_stream):
-    with pytest.raises(DataError, match=r"token id \d+, and the model's vocabulary has 20"):
+    with pytest.raises(DataError, match=r"token id \d+, but the model's vocabulary has only 20"):
         open_stream([{"prompt": "a", "completion": "z"}], vocab_size=20)
 
 

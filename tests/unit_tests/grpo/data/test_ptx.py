@@ -100,7 +100,7 @@ def test_a_bad_row_is_refused_with_its_line(open_stream, rows, message):
 
 
 def test_a_foreign_tokenizer_and_a_missing_file_are_refused(open_stream):
-    with pytest.raises(DataError, match=r"token id 28, and the model's vocabulary has 20"):
+    with pytest.raises(DataError, match=r"token id 28, but the model's vocabulary has only 20"):
         open_stream([{"completion": "z"}], vocab_size=20)
     with pytest.raises(DataError, match=r"grpo\.ptx_path: .*mix\.jsonl cannot be read: No such"):
         open_stream("")

@@ -216,7 +216,7 @@ def test_lines_of_earlier_releases_have_no_checksum(path):
         ({"completion_ids": [1 << 40, 2]}, "out of bounds"),
         (
             {"teacher_top_ids": {"k": 3, "data": "AAAAAAAAAAA="}},
-            "teacher_top_ids must hold k = 3 values for each of 2 completion tokens, got 2",
+            r"teacher_top_ids must hold 6 values \(k = 3 for each of 2 completion tokens\), got 2",
         ),
     ],
 )

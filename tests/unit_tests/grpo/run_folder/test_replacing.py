@@ -274,7 +274,7 @@ def test_a_start_that_cannot_read_which_launch_the_run_is_of_is_refused(tmp_path
     (folder / "starts/launch.json").mkdir()  # as good as an error of the disk
     of_launch(monkeypatch, "first")
     for _ in range(2):
-        with pytest.raises(FolderError, match=r"must be whole and readable .*launch\.json"):
+        with pytest.raises(FolderError, match=r"must be complete and readable .*launch\.json"):
             RunFolder(make_config(folder))
     assert (folder / "checkpoint/step-4/.metadata").is_file()
 

@@ -62,7 +62,10 @@ class SlotCache(Cache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores and returns [1, kv_heads, num_tokens, head_dim]; attention reads ``slots``."""
+        """Writes new keys and values, [1, kv_heads, num_tokens, head_dim], and returns them.
+
+        Attention reads all of a slot's from ``slots``.
+        """
         if layer_idx == len(self.slots):
             self.slots.append(self._allocate(key_states))
         for slots, new in zip(self.slots[layer_idx], (key_states, value_states), strict=True):

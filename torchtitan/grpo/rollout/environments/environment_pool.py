@@ -88,7 +88,10 @@ class EnvironmentPool:
         await self._start_worker()
 
     async def open(self, prompt: Prompt) -> "RemoteEnvironment":
-        """Raises as :class:`RemoteEnvironment`, and EnvironmentsFailing."""
+        """Begins an episode; raises as :class:`RemoteEnvironment`.
+
+        Raises EnvironmentsFailing if a new process cannot load the environment.
+        """
         remote = RemoteEnvironment(self, await self._worker(), next(self._counter))
         await remote.reset(prompt)
         return remote

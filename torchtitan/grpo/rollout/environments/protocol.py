@@ -82,7 +82,8 @@ class Environment(Protocol):
     async def cut_off(self) -> float | None:
         """Ends an episode that has reached the length limit or ``rollout.max_turns``.
 
-        This method is optional. The reward that it returns, if any, is added to the episode's.
+        This method is optional. It is called after the last step; a reward that it returns is added
+        to the episode's.
         """
         return None
 

@@ -27,7 +27,10 @@ PromptText = str | list[dict[str, str]]
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """``max_tokens`` follows from the settings of ``source``; ``remedy`` is a sentence."""
+    """``max_tokens`` follows from the settings of ``source``.
+
+    ``remedy`` is a sentence for prompts that are too long.
+    """
 
     max_tokens: int
     vocab_size: int
@@ -126,7 +129,10 @@ class PromptSet:
         return self.limits.max_tokens * self._codec.longest_token
 
     def prompt(self, row: int, index: int) -> Prompt | None:
-        """Returns row ``row`` as prompt ``index`` of the stream, or ``None`` if it is too long."""
+        """Returns row ``row`` as prompt ``index`` of the stream, or ``None`` if it is too long.
+
+        Raises :class:`RowError` if the row is no prompt, or has token IDs outside the vocabulary.
+        """
         if row in self._too_long:
             return None
         try:

@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class ServersFailing(RuntimeError):
-    """Too many requests failed in a row on the servers."""
+    """Too many requests failed in a row on the servers. The run must stop."""
 
 
 class GivenBack(ServerError):
@@ -58,7 +58,11 @@ class Attempts:
         self.last_error = ""
 
     async def run(self, server: Server, job: Job, request: GenerateRequest) -> Generation:
-        """Returns a usable answer of attested weights, or raises ServerError or GivenBack."""
+        """Returns a usable answer of attested weights.
+
+        A caller that is cancelled cancels the request. Raises GivenBack if the server left READY,
+        another ServerError for a failure, and ServersFailing after too many failures in a row.
+        """
         attested = server.version
         if attested is None:
             raise GivenBack(f"{server.url} was lost before the request was sent")

@@ -74,7 +74,7 @@ class Unrated(RuntimeError):
 
 
 class TeachersFailing(RuntimeError):
-    """Too many groups in a row got no rating."""
+    """Too many groups in a row got no rating. The run must stop."""
 
 
 def student_tokens(top: TopTokens, top_k: int, vocab_size: int, url: str) -> TopTokens:
@@ -96,7 +96,7 @@ def student_tokens(top: TopTokens, top_k: int, vocab_size: int, url: str) -> Top
 
 @dataclass
 class _Patience:
-    """Counts the failures of one rating between which others came. Refusals count more."""
+    """Counts failures of one rating while others came. A refusal counts more, and in any case."""
 
     num_answered: int
     own_failures: int = 0
@@ -335,7 +335,7 @@ class TeacherPool:
 def request_parts(lengths: Sequence[int], most_tokens: int) -> list[slice]:
     """Splits rollouts of these lengths, in order, into those that share a request.
 
-    ``request_parts([3, 4, 5, 2], 8)`` is ``[0:2, 2:4]``.
+    ``request_parts([3, 4, 5, 2], 8)`` is ``[0:2, 2:4]``. A longer rollout is a request by itself.
     """
     begins: list[int] = []
     total = 0
