@@ -138,7 +138,10 @@ def save_whole(checkpointer: CheckpointManager, step: int) -> None:
 
 
 def save_stopped(trainer: Trainer, source: StepSource | None, first_step: int) -> None:
-    """Saves what a stopped run can go on from, unless it took no step, and prints how."""
+    """Saves what a stopped run can go on from, unless it took no step, and prints how.
+
+    ``source`` is None on ranks other than 0.
+    """
     config, checkpointer, step = trainer.job_config, trainer.checkpointer, trainer.step
     assert isinstance(config, JobConfig) and isinstance(checkpointer, GRPOCheckpointManager)
     if not checkpointer.enable or step == 0:

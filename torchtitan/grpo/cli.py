@@ -109,7 +109,9 @@ def evaluate(arguments: list[str]) -> int:
 
 @contextmanager
 def _as_trained(arguments: list[str]) -> Iterator[list[str]]:
-    """Yields the ranks' part of a command line, with ``WORLD_SIZE`` as ``train`` would set it."""
+    """Yields the ranks' part of a command line, with ``WORLD_SIZE`` as ``train`` would set
+    it, unless the environment has it.
+    """
     with without_torch():
         from torchtitan.grpo.start.train import parse, plan
     parsed = parse(arguments)

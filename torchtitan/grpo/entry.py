@@ -108,7 +108,10 @@ def _open(args: list[str], *, weights: bool) -> tuple[JobConfig, HFModel, list[s
 
 
 def check_only(args: list[str], *, shows_settings: bool) -> int:
-    """The exit status is 2 if only the folder would be refused; RunError for anything else."""
+    """Prints a run's inputs and layout, with ``shows_settings`` every setting as well.
+
+    The exit status is 2 if only the folder would be refused; RunError for anything else.
+    """
     config, model, notes = _open(args, weights=False)
     status, date = 0, ""
     try:

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Compares a server with the needs of the run when it joins, not by requests that fail later."""
+"""Compares a server with the needs of the run when it joins, so that no request need fail first."""
 
 import json
 import shlex

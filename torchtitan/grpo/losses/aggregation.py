@@ -17,6 +17,7 @@ AggregationKind = Literal["token_mean", "sequence_mean", "constant_length"]
 
 def weight_mass(completion_lengths: np.ndarray, *, kind: AggregationKind) -> int:
     """Returns the divisor of :func:`token_weights`: trained tokens, or samples with at least one.
+
     If parts of a step are weighted separately, the weights over the step are those of each part
     times the part's fraction of the total mass.
     """

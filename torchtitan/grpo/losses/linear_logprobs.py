@@ -120,7 +120,9 @@ def _all_ids(labels: torch.Tensor, other_ids: torch.Tensor | None) -> torch.Tens
 
 class _LinearLogprobs(torch.autograd.Function):
     """[..., 1 + n] from [tokens, dim] hidden states, the [vocab_local, dim] weight and [..., n]
-    ids. The output is not a view, which FSDP2 cannot hook.
+    ids.
+
+    The output is not a view, which FSDP2 cannot hook.
     """
 
     @staticmethod
@@ -198,6 +200,7 @@ def _sum_up(slices: LogitSlices, sums: SoftmaxSums, kept: KeptLogits | None) -> 
 
 def _take_memory(ctx, memory: torch.Tensor | None) -> torch.Tensor | None:
     """Memory with kept logits, where the gradient is written and returned; None if it holds none.
+
     Another pass over the graph, with ``retain_graph``, finds none there and must not touch it.
     """
     if not ctx.logits_are_kept:

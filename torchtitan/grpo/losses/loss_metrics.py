@@ -161,7 +161,7 @@ class MetricTotals:
         return -1 if self._reductions[name] == "min" else 1
 
     def _factors(self, scale: float) -> torch.Tensor:
-        return torch.where(self._is_loss, scale, 1.0).double()
+        return torch.ones_like(self.added).masked_fill(self._is_loss, scale)
 
     def _check(self, metrics: Mapping[str, Metric]) -> None:
         got = {name: metric.reduction for name, metric in metrics.items()}

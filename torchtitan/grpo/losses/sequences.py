@@ -43,6 +43,7 @@ def held_between(
 
 def sequence_sums(values: torch.Tensor, sequence_ids: torch.Tensor) -> torch.Tensor:
     """Returns the sum of each sequence's values, [rows, seq] by id; 0 for ids that do not occur.
+
     Values [rows, seq] that do not count must be 0. Ids are int64, local to the row, below ``seq``.
     """
     return torch.zeros_like(values).scatter_add(1, sequence_ids, values)

@@ -177,8 +177,9 @@ def write_hf(
 def full_hf_tensors(
     model_parts: list[nn.Module], adapter: BaseStateDictAdapter, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields names and whole tensors, with adapters added, on rank 0; collective over all ranks. A
-    tensor may share memory with its parameter.
+    """Yields names and whole tensors, with adapters added, on rank 0; collective over all ranks.
+
+    A tensor may share memory with its parameter.
     """
     parameters = dict(named_parameters(model_parts))
     buckets = in_buckets(

@@ -67,6 +67,7 @@ class AdaptedLinear(nn.Linear):
 
 def add_adapters(model: nn.Module, lora: LoRA, dtype: torch.dtype) -> None:
     """Freezes a model, or a stage of one, and gives its targets adapters of ``dtype``, in place.
+
     Call it on the meta device after tensor parallelism and before anything wraps the layers.
     """
     base_dtype = dtype if lora.base_dtype == "training" else TORCH_DTYPE_MAP[lora.base_dtype]

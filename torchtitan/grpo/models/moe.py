@@ -20,8 +20,10 @@ from torchtitan.grpo.upstream.models import generate_permute_indices, moe_utils
 
 
 def sum_moe_gradients(model: nn.Module, mesh: DeviceMesh, *, splits_tokens: bool) -> None:
-    """Completes the gradients of sharded experts; with ``splits_tokens``, ranks send different
-    tokens.
+    """Completes the gradients of every mixture of experts, after upstream has sharded the model.
+
+    With ``splits_tokens``, ranks send different tokens to the experts. Otherwise each computes a
+    part of each token's output.
     """
 
     def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:

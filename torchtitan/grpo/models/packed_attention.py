@@ -58,8 +58,9 @@ class SequenceBorders(BlockMask):
 
 
 class HostSequences:
-    """The sequence ids of packed rows, [rows, seq] int, on the host, which need not wait. FSDP
-    would move a tensor, or one in a container that it knows, to the device.
+    """The sequence ids of packed rows, [rows, seq] int, on the host, which need not wait.
+
+    FSDP would move a tensor, or one in a container that it knows, to the device.
     """
 
     def __init__(self, sequence_ids: torch.Tensor) -> None:
@@ -160,9 +161,11 @@ def _attend_in_blocks(
 
 @functools.cache
 def _compiled_flex_attention() -> Callable[..., torch.Tensor]:
-    """Two options of upstream's compiled function do not fit. Wrapping compiled regions fails with
-    some versions of torch (https://github.com/pytorch/torchtitan/issues/2463); without it,
-    selective checkpointing computes the result twice. Autotuning takes minutes on every rank.
+    """Two options of upstream's compiled function do not fit.
+
+    Wrapping compiled regions fails with some versions of torch
+    (https://github.com/pytorch/torchtitan/issues/2463); without it, selective checkpointing
+    computes the result twice. Autotuning takes minutes on every rank.
     """
     return torch.compile(flex_attention, dynamic=False)  # pyright: ignore[reportReturnType]
 
@@ -259,8 +262,9 @@ def context_part(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch
 
 
 def scatter_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Exchanges [rows, heads, seq / n, head_dim] for [rows, heads / n, seq, head_dim]. The heads of
-    a token are adjacent in memory: kernels for rows end to end need no copy.
+    """Exchanges [rows, heads, seq / n, head_dim] for [rows, heads / n, seq, head_dim].
+
+    The heads of a token are adjacent in memory: kernels for rows end to end need no copy.
     """
     n = group.size()
     rows, heads, part, head_dim = tensor.shape
@@ -286,8 +290,9 @@ def shareable_kv_heads(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor:
 
 
 def gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Gathers [rows, seq / n, ...] of each rank into [rows, seq, ...] on all ranks. Every rank
-    computes the same loss, so that the gradient of its part needs no sum.
+    """Gathers [rows, seq / n, ...] of each rank into [rows, seq, ...] on all ranks.
+
+    Every rank computes the same loss, so that the gradient of its part needs no sum.
     """
     if group is None:
         return tensor

@@ -29,9 +29,11 @@ from torchtitan.grpo.models.packed_attention import (
 
 @dataclass(frozen=True)
 class ScoringSettings:
-    """``keep_logits`` stores logits in the memory of the output weight's gradient, which is
-    allocated in the forward pass. Logits of ``chunk_tokens`` tokens exist at the same time. Without
-    ``with_entropy`` the entropy is 0. ``compiled`` blocks need masks of fixed sizes.
+    """How a model computes the log-probabilities of tokens.
+
+    ``keep_logits`` stores logits in the memory of the output weight's gradient, which is allocated
+    in the forward pass. Logits of ``chunk_tokens`` tokens exist at the same time. Without ``with_entropy`` the entropy
+    is 0. ``compiled`` blocks need masks of fixed sizes.
     """
 
     attention: PackedAttentionKind
@@ -46,7 +48,8 @@ class ScoringSettings:
 class ScoredTokens:
     """A mask of tokens, [rows, seq] bool on the host and on the device.
 
-    FSDP would move one tensor, and the host then wait for a number of tokens that decides shapes.
+    The number of tokens decides shapes: from the device, the host would wait for it in every
+    microbatch. FSDP would move a tensor to the device.
     """
 
     def __init__(self, mask: torch.Tensor, host_mask: torch.Tensor) -> None:

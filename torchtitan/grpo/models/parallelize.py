@@ -98,8 +98,10 @@ def _checkpoint_no_profiler_marks() -> None:
 
 
 def _wait_for_embeddings(model: PackedModel) -> None:
-    """For the unfinished tensor of tensor parallelism's collective, a compiled block would compute
-    no gradient, and the embedding would never be trained. Copying waits.
+    """Copies the embedding's output, which waits for the collective of tensor parallelism.
+
+    For the unfinished tensor, a compiled block would compute no gradient, and the embedding would
+    never be trained.
     """
 
     def wait(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:

@@ -185,8 +185,9 @@ def model_order(name: str) -> tuple[int, int]:
 def in_buckets(
     assemblies: Sequence[Assembly], num_bytes: Callable[[Assembly], int], bucket_bytes: int
 ) -> list[list[Assembly]]:
-    """Buckets have at most ``bucket_bytes``, or one larger parameter. A parameter without bytes,
-    such as that of an added adapter, joins the one before it.
+    """Buckets have at most ``bucket_bytes``, or one larger parameter.
+
+    A parameter without bytes, such as that of an added adapter, joins the one before it.
     """
     buckets: list[list[Assembly]] = []
     room = 0

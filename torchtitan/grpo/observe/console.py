@@ -46,7 +46,10 @@ def init_console(level: str, *, is_rank_zero: bool) -> None:
 
 
 class Progress:
-    """A bar below the last step's line on a terminal, whose console logs share; else lines only."""
+    """Shows a bar below the line of the last step on a terminal, and only the lines elsewhere.
+
+    Log messages go through the bar's console: others would stand in the middle of it.
+    """
 
     def __init__(self, mode: Literal["auto", "bar", "lines", "none"], num_steps: int) -> None:
         if mode == "auto":

@@ -18,7 +18,8 @@ _TAUGHT = "teacher/reverse_kl"
 class EqualRewardsWatch:
     """Counts the latest steps in which no group had two different rewards.
 
-    A notice comes after ``observe.equal_rewards_steps`` of them in a row, then after twice as many.
+    A notice comes after ``observe.equal_rewards_steps`` of them in a row, and then after twice as
+    many each time. Groups replaced by ``rollout.dynamic_sampling`` are not in a batch.
     """
 
     def __init__(self, config: JobConfig) -> None:

@@ -48,8 +48,8 @@ class RankMonitor:
 class Phases:
     """Phases of a training rank; any thread may read what the training thread assigns.
 
-    The rank is stuck after ``stuck_seconds``, and three times the longest such phase before: a run
-    whose steps take an hour is not stuck in its second step.
+    The rank is stuck in a phase longer than ``stuck_seconds`` and than three times the longest such
+    phase before: a run whose steps take an hour is not stuck in its second step.
     """
 
     def __init__(self, stuck_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:

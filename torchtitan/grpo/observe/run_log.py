@@ -15,7 +15,10 @@ from torchtitan.grpo.system.logs import logger
 
 
 class RunLog:
-    """A file of records. Those of steps after ``step``, which are taken again, are dropped."""
+    """A file of records. Those of steps after ``step``, which are taken again, are dropped.
+
+    With ``step`` 0 the file starts empty. No record is kept in memory: long runs have millions.
+    """
 
     def __init__(self, path: Path, step: int) -> None:
         # Replaced at once, so that a process that is killed here does not lose old records.

@@ -90,8 +90,10 @@ _SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Trial:
-    """All methods are collective over all ranks of the run, return the same result on each, and
-    free their stages. While a schedule is tried, the configuration contains its name.
+    """Builds the stages that a schedule needs, and runs microbatches of random tokens.
+
+    All methods are collective over all ranks of the run, return the same result on each, and free
+    their stages. While a schedule is tried, the configuration contains its name.
     """
 
     model: nn.Module

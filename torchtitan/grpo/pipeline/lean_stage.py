@@ -36,8 +36,10 @@ from torchtitan.grpo.pipeline.pass_timer import Part, PassTimer
 
 
 def num_early_blocks(config: JobConfig) -> int:
-    """-1 means all blocks of a stage. Compiled checkpoints are out, and stages whose parameters are
-    freed after the forward pass: FSDP gathers them again only when a gradient arrives.
+    """Number of a stage's blocks that may be recomputed before a gradient arrives; -1 means all.
+
+    Compiled checkpoints are out, and stages whose parameters are freed after the forward pass: FSDP
+    gathers them again only when a gradient arrives.
     """
     is_compiled = config.compile.enable and "model" in config.compile.components
     is_checkpointed = config.activation_checkpoint.mode in ("full", "selective")

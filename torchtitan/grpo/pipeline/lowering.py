@@ -60,8 +60,9 @@ class GapNumbers:
 def lower(
     table: Table, simulation: Simulation, gaps: Sequence[GapNumbers] = ()
 ) -> dict[int, list[_Action]]:
-    """Returns each rank's actions, with exchanges of tensors and with FSDP's collectives. ``gaps``
-    has an entry for each microbatch in a gap; they are numbered after the others.
+    """Returns each rank's actions, with exchanges of tensors and with FSDP's collectives.
+
+    ``gaps`` has an entry for each microbatch in a gap; they are numbered after the others.
     """
 
     def numbered(action: Action, kind: _ComputationType) -> _Action:

@@ -137,7 +137,10 @@ class TableSchedule(_PipelineScheduleRuntime):
             stage.offload = self._offload
 
     def add_gap_model(self, stages: list[LeanStage]) -> GapModel:
-        """Registers stages that have run, placed as the trained ones, alike on all ranks."""
+        """Registers a model for forward passes in gaps, on all ranks in the same order.
+
+        Its stages are placed as the trained ones, and have run in another schedule.
+        """
         model = GapModel.beside(self.stages, stages, 1 + len(self._gap_models))
         self._gap_models.append(model)
         self._number_stages()

@@ -56,7 +56,10 @@ class RunFolder:
             _tell(line)
 
     def begin(self) -> None:
-        """Moves another run aside. Raises FolderInUse while it is evaluated, or FolderError."""
+        """Makes the folder this run's; moves another run aside if it is to be replaced.
+
+        Raises FolderInUse while that one is evaluated, or FolderError.
+        """
         config = self._config
         if self.is_restart:
             return
@@ -95,8 +98,11 @@ def hold(config: JobConfig, folder: Path | None = None) -> HeldFolders:
         _check_name(config.job.dump_folder)
         (folder or Path(config.job.dump_folder)).mkdir(parents=True, exist_ok=True)
         named = _locks(config) if folder is None else {folder / LOCK_FILE: f"The folder {folder}"}
-        for file in named:
-            file.parent.mkdir(parents=True, exist_ok=True)
+        for file, setting in named.items():
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise FolderError(f"{setting} cannot be made: {error}. Choose another.") from error
         locks = [FolderLock(file, setting, launch) for file, setting in named.items()]
         return HeldFolders(locks, patience, _tell, _leave)
     except (OSError, ValueError) as error:
@@ -112,7 +118,7 @@ def _locks(config: JobConfig) -> dict[Path, str]:
     if config.rollout.record and not _is_within(record := Path(config.rollout.record), folder):
         found[record.with_name(f"{record.name}.lock")] = f"rollout.record = {record}"
     versions = config.weight_sync.disk_path if config.weight_sync.transport == "disk" else None
-    if versions is not None and not _is_within(Path(versions), folder):
+    if versions is not None and Path(versions).resolve() != folder.resolve():
         found[Path(versions) / LOCK_FILE] = f"weight_sync.disk_path = {versions}"
     return found
 

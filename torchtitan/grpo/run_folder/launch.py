@@ -40,7 +40,10 @@ class Launch(msgspec.Struct):
 
 
 def launch_id() -> str | None:
-    """Returns torchrun's rendezvous id; for a static one without, its agent's folder of ranks."""
+    """Returns torchrun's rendezvous id, or its agent's folder of ranks if a static one has none.
+
+    None without a launcher.
+    """
     environ = os.environ
     if given := environ.get(LAUNCH_ID_VARIABLE):
         return given

@@ -139,7 +139,10 @@ def damaged_files(
     *,
     is_wanted: Callable[[str, int], bool] = lambda name, size: True,
 ) -> Iterator[str]:
-    """Yields names of files that differ from what was written, in one of ``num_shares`` shares."""
+    """Yields names of files that differ from what was written, in one of ``num_shares`` shares.
+
+    ``is_wanted`` takes name and written size. A folder without checksums has no damaged files.
+    """
     try:
         sums = read_sums(folder)
     except ValueError as error:

@@ -264,7 +264,10 @@ def _try_flock(descriptor: int, mode: int = fcntl.LOCK_EX) -> bool | None:
 
 
 class HeldFolders:
-    """Locks of this process, and a thread that shows life and tells ``on_lost`` of a takeover."""
+    """Locks of this process, and the thread that gives their signs of life.
+
+    If another process takes one over, that thread calls ``on_lost`` with a message.
+    """
 
     def __init__(
         self,

@@ -6,7 +6,6 @@
 Two threads must not issue collectives on one communicator.
 """
 
-import errno
 import os
 import socket
 from collections.abc import Sequence
@@ -50,16 +49,9 @@ def route_address(setting: str, server_url: str) -> str:
 def listening_store(
     address: str, world_size: int | None, timeout_seconds: float, port: int = 0
 ) -> dist.TCPStore:
-    """Port 0 is a free one. ValueError: no address of this host; OSError: the port is in use."""
-    try:
-        family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(target[:2], family=family)
-    except OSError as error:
-        if not isinstance(error, socket.gaierror) and error.errno != errno.EADDRNOTAVAIL:
-            raise
-        raise ValueError(
-            f"weight_sync.master_address must be an address of this host, got {address!r}: {error}"
-        ) from error
+    """Port 0 is a free one. Raises OSError if the store cannot listen there."""
+    family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(target[:2], family=family)
     return dist.TCPStore(
         address,
         listener.getsockname()[1],

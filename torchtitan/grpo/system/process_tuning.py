@@ -40,7 +40,8 @@ def map_large_blocks() -> None:
 
     asyncio receives into 256 KiB and shrinks the block; small blocks that live longer scatter over
     the freed rest. glibc would map large blocks separately, but raises this threshold as it frees
-    larger ones. Mapping costs a system call and page faults: not for large arrays.
+    larger ones. Mapping costs a system call and page faults: a process that computes with large
+    arrays should not call this.
     """
     if sys.platform != "linux":
         return

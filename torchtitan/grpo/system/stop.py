@@ -64,7 +64,7 @@ class StopRequest:
         return self.requested
 
     def on_hangup(self, callback: Callable[[], None]) -> None:
-        """Makes SIGHUP call back on another thread; torchrun's own ends all ranks instead."""
+        """Makes SIGHUP to this process call back on another thread; one to torchrun ends all ranks."""
         self._on_hangup = callback
         # With any Python handler, the interpreter writes to the pipe that the other thread reads.
         signal.signal(signal.SIGHUP, lambda *_: None)

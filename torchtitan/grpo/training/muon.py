@@ -121,7 +121,8 @@ class Muon(torch.optim.Optimizer):
 def orthogonalized(update: torch.Tensor, num_steps: int) -> torch.Tensor:
     """Returns :func:`newton_schulz` of whole matrices, sharded as they were.
 
-    ``update`` is [rows, columns] or [experts, rows, columns], with other experts on other ranks.
+    ``update`` is [rows, columns] or [experts, rows, columns]. Ranks with different experts compute
+    different matrices; all others compute the same ones.
     """
     if not isinstance(update, DTensor):
         return newton_schulz(update, num_steps)

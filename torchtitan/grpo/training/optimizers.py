@@ -42,8 +42,8 @@ def build_optimizers(
 class MuonContainer(OptimizersContainer):
     """AdamW for each model part, and Muon if it has hidden matrices.
 
-    AdamW comes first, so that its learning rate is logged. Checkpoints have parameter names, for
-    any layout.
+    AdamW comes first, so that its learning rate is logged. A checkpoint holds states by parameter
+    names, and loads under any layout.
     """
 
     def __init__(self, model_parts: Sequence[nn.Module], config: Optimizer) -> None:
@@ -72,7 +72,7 @@ class MuonContainer(OptimizersContainer):
 def split_parameters(part: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Returns matrices inside of blocks, batches of experts included, and all other parameters.
 
-    Rows of the embedding and of the output layer belong to tokens.
+    The others are norms, biases, embedding and output layer, whose rows belong to tokens.
     """
     matrices, others = [], []
     for name, parameter in part.named_parameters():

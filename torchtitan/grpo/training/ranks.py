@@ -84,7 +84,9 @@ class RankZeroTurn:
 
 
 def patience_seconds(config: JobConfig) -> float:
-    """Exceeds the timeouts of starting, rollouts, two last evaluations and a push together."""
+    """How long other ranks wait for rank 0: longer than starting, rollouts, two last evaluations and
+    a push.
+    """
     return (
         120
         + config.inference.startup_timeout_seconds

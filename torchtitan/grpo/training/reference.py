@@ -76,7 +76,7 @@ class Reference(ForwardRunner):
 
     @torch.no_grad()
     def follow(self, policy_parts: Sequence[nn.Module]) -> None:
-        """Moves the weights, each rank its shards, to the policy's; ``ema`` is the part kept."""
+        """Moves the weights, each rank its shards, towards the policy's; ``ema`` is the part kept."""
         if self.ema == 0:
             return
         self._move(self.device)

@@ -6,7 +6,6 @@
 After each push, a lane takes the newest version and skips those in between. It waits only for
 its own server, each time with a timeout, so a slow, stopped or dead server delays no other. A
 lost server gets no work until it has joined again and has confirmed the newest weights.
-again and has confirmed the newest weights.
 
              +------------------- newer_version --------------------+
              v                                                      |

@@ -43,8 +43,8 @@ class Payload:
     """The buckets that a source sends for one version. They do not change after they are filled.
 
     It is made on the event loop of the publisher's thread and filled by the gathering thread.
-    ``deltas`` are by base version and index of the bucket. The attributes below it are the
-    pool's, under the pool's lock.
+    ``deltas`` are by base version and index of the bucket. ``is_lent``, ``num_readers`` and
+    ``is_dropped`` are the pool's, under the pool's lock.
     """
 
     def __init__(

@@ -10,7 +10,8 @@ continues; other threads do the rest:
     snapshot-copy       fills the slot on CPU; on CUDA, a side stream fills it
     weight-publisher    runs an event loop: on rank 0 the leader and its lanes (`leader.py`,
                         `lane.py`), on other ranks an agent that does what the leader asks
-    weight-gather       sends this rank's shards to their source rank, or notifies it if they were
+    weight-gather       waits for a version's copy, and then for the threads of the next line
+    weight-gather-source  sends this rank's shards to a source rank, or notifies it if they were
                         copied into its memory; on a source rank, receives them
     weight-push-URL     broadcasts to one server, on source ranks
 

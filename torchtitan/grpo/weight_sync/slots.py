@@ -11,7 +11,8 @@
 Only rank 0 keeps these states. The batch tells the other ranks which slot to fill, and the
 leader's calls which slot to read. With two slots, there is always room for the newest weights: at
 most one slot is SENDING, and one that is only PENDING may be overwritten by a newer version. If
-that were left out instead, the run could deadlock, as the trainer may wait for its rollouts.
+the newer version were left out instead, the run could deadlock, because the trainer may wait for
+rollouts of that version.
 
 A slot that is SENDING is being gathered, one version at a time, until all ranks have read it. If
 buckets lie in the slots (see `slot_layout.py`), the slot then stays HELD as long as the version

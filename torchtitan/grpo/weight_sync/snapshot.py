@@ -60,8 +60,9 @@ class Snapshots:
 
         The caller must call :meth:`fence` before the parameters change again, and ensure that the
         slot is no longer read. ``announce`` is called here, as soon as :meth:`read` waits for this
-        copy and no longer for an earlier one. ``wake`` is called when readers may read the slot, on
-        CPU by the copying thread, so that the training thread wakes up no other.
+        copy and no longer for an earlier one; nobody may read the slot before. ``wake`` is called
+        when readers may read the slot, on CPU by the copying thread, so that the training thread
+        wakes up no other.
         """
         self._copies.start(slot, announce, wake)
 

@@ -162,7 +162,7 @@ class Versions:
     # -- dropping ------------------------------------------------------------------------
 
     def raise_if_failed(self) -> None:
-        """Otherwise, the buffers of a version that could not be dropped would be lost."""
+        """Raises what prevented a version from being dropped, whose buffers are lost for the run."""
         if self._error is not None:
             raise self._error
 

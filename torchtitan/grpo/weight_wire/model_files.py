@@ -180,7 +180,7 @@ class WeightFiles:
         )
 
     def check(self, needed: Mapping[str, Sequence[int]], *, is_tied: bool) -> list[str]:
-        """Compares the files with the tensors that a model needs; returns remarks on unread ones.
+        """Compares the files with the tensors that a model needs; returns remarks on all others.
 
         Raises ModelError as :meth:`stored`; if a tensor beside a weight looks like a part of it,
         such as its scales; or if a tied model has an output layer that is not its embedding.

@@ -71,7 +71,8 @@ def require_undamaged(
     """Raises ModelError for a directory that this project has exported and that has changed since.
 
     Others have no checksums. Text that has another size, or is gone, was changed by the user, such
-    as a chat template. Ranks can divide the files. ``weights`` selects them, or all other files.
+    as a chat template. Ranks can divide the files into ``num_shares``. ``weights`` selects the
+    weights, or else all other files.
     """
 
     def is_wanted(name: str, size: int) -> bool:

@@ -67,7 +67,10 @@ _PREFIX = "torchtitan_grpo.adapters:"
 
 @dataclass(frozen=True)
 class AdapterNote:
-    """Facts on a bucket of adapters, in place of the load format, which SGLang leaves as it is."""
+    """Facts on a bucket of adapters, for which SGLang's route has no fields; ``index`` is from 0.
+
+    They are sent as the load format, which SGLang hands to its scheduler unchanged.
+    """
 
     index: int
     is_last: bool

@@ -100,7 +100,7 @@ def test_what_a_run_writes_elsewhere_is_locked_as_well(tmp_path):
     holder.close(failed=False)
     for config in (first, second):
         config.rollout.record, config.weight_sync.transport = None, "disk"
-        config.weight_sync.disk_path = str(tmp_path / "versions")
+        config.weight_sync.disk_path = str(Path(first.job.dump_folder) / "versions")
     holder = RunFolder(first)
     with pytest.raises(FolderInUse, match=r"weight_sync\.disk_path = "):
         RunFolder(second)

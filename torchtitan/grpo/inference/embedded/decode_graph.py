@@ -123,8 +123,10 @@ def bucket_of(number: int, least: int, most: int) -> int:
 
 
 class CudaCapture:
-    """Captures CUDA graphs that share one memory pool. :class:`torch.cuda.graph` would first wait
-    for the whole device, and so for a broadcast of weights, whose trainer may be silent.
+    """Captures CUDA graphs that share one memory pool.
+
+    :class:`torch.cuda.graph` would first wait for the whole device, and so for a broadcast of
+    weights, whose trainer may be silent.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -157,7 +157,10 @@ class Engine:
         return self.run(lambda: self._set_version(version))
 
     def swap_weights(self, swap: Callable[[], None], version: str) -> "Future[float]":
-        """Runs ``swap`` between two steps, which must not fail half-way; returns the seconds."""
+        """Runs ``swap``, which must not fail half-way, between two steps.
+
+        The keys and values of the old weights are computed again. Returns the seconds of the stop.
+        """
         return self.run(lambda: self._swap_weights(swap, version))
 
     def run(self, function: Callable[[], _T], *, only_adds: bool = False) -> "Future[_T]":

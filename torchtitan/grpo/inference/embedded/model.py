@@ -95,7 +95,8 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Computes one token of each row and the prompts of ``plan``; returns [rows, vocab] logits.
 
-        ``ids`` and ``positions`` [rows] include prompts' last tokens; ``lengths`` are 1 more.
+        ``ids`` and ``positions`` [rows] include prompts' last tokens; ``lengths`` are the positions
+        plus 1.
         """
         hidden, (whole, chunk) = None, self._prompt_parts(plan)
         if self._graphs is not None and whole is None and chunk is None:

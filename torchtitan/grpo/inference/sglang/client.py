@@ -41,7 +41,7 @@ from torchtitan.grpo.weight_wire.transfer_messages import (
 )
 
 # In later releases, an update is a session with a begin and an end request.
-_WITHOUT_SESSIONS = re.compile(r"0\.5\.20\b")
+_WITHOUT_SESSIONS = re.compile(r"0\.5\.20(?!\d)")  # its pre-releases too
 _RECEIVE_ROUTE = "/update_weights_from_distributed"
 _OUTSIDE_VOCABULARY = 2**31 - 1
 _SERVER_MAIN = Path(__file__).with_name("server_main.py")

@@ -95,8 +95,10 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class Costs:
-    """``hop`` is the time to send a tensor while both ranks compute. ``sizes`` are the
-    microbatches' times relative to an average one, by the packing of rows; empty if all are 1.
+    """What a schedule's actions cost, by stage.
+
+    ``hop`` is the time to send a tensor while both ranks compute. ``sizes`` are the microbatches' times relative to an average one, by the packing of rows; empty
+    if all are 1.
     """
 
     stages: tuple[StageCosts, ...]

@@ -17,7 +17,10 @@ _ROUNDING = 1e-9
 
 
 def fill_gaps(table: Table, costs: Costs, limit: int) -> Table:
-    """Adds up to ``limit`` other microbatches where ranks would wait; no action is delayed."""
+    """Adds up to ``limit`` other microbatches where ranks would wait; no action is delayed.
+
+    A microbatch is added only if its passes through all stages fit.
+    """
     simulation = simulate(table, costs)
     gaps = _gaps_of(table, simulation)
     placed: list[list[tuple[float, Action]]] = [[] for _ in table.actions]

@@ -173,8 +173,10 @@ class Work:
 
 class _Packer:
     """Makes orders in which each free rank runs an action that can run, or waits for one, but at
-    most for ``patience``. They deviate from ``orders`` where a rank would wait; only the next
-    action there may exceed ``max_memory``. The lowest number of ``prefer`` runs first.
+    most for ``patience``.
+
+    They deviate from ``orders`` where a rank would wait; only the next action there may exceed
+    ``max_memory``. The lowest number of ``prefer`` runs first.
     """
 
     def __init__(

@@ -140,7 +140,10 @@ def forward_only(ranks: tuple[int, ...], num_microbatches: int) -> Table:
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> Table:
-    """Holds 1F1B's memory, in V placement. With equal times and no hops, no rank waits in its span."""
+    """ZB-V (https://arxiv.org/abs/2401.10241): two stages on each rank in V placement.
+
+    It holds 1F1B's memory. With equal times and no hops, no rank waits in its span.
+    """
     # The rule needs at least 2p - 1 microbatches. Passes of microbatches that do not exist are left
     # out.
     count = max(2 * num_ranks - 1, num_microbatches)

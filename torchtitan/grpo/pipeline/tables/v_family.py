@@ -72,8 +72,9 @@ def _blocks(num_ranks: int, offsets: tuple[tuple[int, ...], ...]) -> Iterator[Bl
 
 def building_block(num_ranks: int, offsets: tuple[int, ...], turns: tuple[int, ...]) -> Block:
     """Places the passes of one microbatch so that the block can be repeated once per period, later
-    than ``offsets`` if a cell is taken. ``turns`` are additional cells at the last rank, at the
-    last stage, and at the last rank again.
+    than ``offsets`` if a cell is taken.
+
+    ``turns`` are additional cells at the last rank, at the last stage, and at the last rank again.
     """
     num_stages = 2 * num_ranks
     ranks = ranks_of_stages(num_ranks, 2, "v")

@@ -10,8 +10,10 @@ share, never waits.
 """
 
 import asyncio
+import errno
 import functools
 import logging
+import socket
 import threading
 import traceback
 import uuid
@@ -74,7 +76,15 @@ class GroupEnd:
     ) -> None:
         self._settings = settings
         address = route_address(settings.master_address, server_url)
-        store = listening_store(address, world_size, settings.timeout_seconds)
+        try:
+            store = listening_store(address, world_size, settings.timeout_seconds)
+        except OSError as error:
+            if not isinstance(error, socket.gaierror) and error.errno != errno.EADDRNOTAVAIL:
+                raise
+            raise ValueError(
+                "weight_sync.master_address must be an address of this host, "
+                f"got {address!r}: {error}"
+            ) from error
         self._store: dist.TCPStore | None = store  # None once the group is left
         self._group: dist.ProcessGroup | None = None
         self._on_device: DeviceBroadcast | None = None

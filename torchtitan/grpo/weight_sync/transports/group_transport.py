@@ -222,7 +222,10 @@ class GroupTransport(Transport[GroupSender]):
 
 
 class GroupConnection(Connection):
-    """The groups of all source ranks, with ``num_buckets`` of each by rank, with one server."""
+    """The groups of all source ranks with one server.
+
+    ``num_buckets`` is by rank. ``timeout_seconds`` bounds a join, and each bucket's transfer.
+    """
 
     def __init__(
         self,
