@@ -110,7 +110,7 @@ def test_an_address_that_other_machines_reach_needs_keys(model, kind, capsys, mo
     [
         (("--register", "x", "--host", "0.0.0.0"), "--register needs --host with the address"),
         (("--register", "http://127.0.0.1:1"), "needs the run's admin key"),
-        (("--register", "x", "--interface", "nothing0"), "got 'nothing0'. There is"),
+        (("--register", "x", "--interface", "nothing0"), "got 'nothing0'. This host has"),
     ],
 )
 def test_a_registration_that_cannot_work_is_refused(
