@@ -175,7 +175,7 @@ def _mean_difference(expected: Sequence[float], served: Sequence[float]) -> tupl
 
 @dataclass(frozen=True)
 class Attestation:
-    """Settings: a push of a version divisible by ``every`` is attested; with 0 none is.
+    """How a run attests: pushes of versions divisible by ``every`` are attested; with 0 none is.
 
     ``timeout_seconds`` is for the trainer, and then for the server, to rate ``tokens``.
     """

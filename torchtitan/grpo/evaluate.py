@@ -58,7 +58,7 @@ _TABLE_COLUMNS = 1000
 
 @dataclass(frozen=True)
 class Subject:
-    """Evaluated weights.
+    """The weights that are evaluated.
 
     ``model`` is their directory, or that of their tokenizer if servers have the weights.
     """

@@ -252,7 +252,7 @@ class Generation:
 
 
 def joined(before: Generation | None, after: Generation) -> Generation:
-    """Adjacent segments of the same version become one."""
+    """Joins two parts of a completion. Adjacent segments of the same version become one."""
     if before is None:
         return after
     offset = len(before.token_ids)

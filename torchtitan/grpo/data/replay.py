@@ -31,8 +31,8 @@ class ReplaySource(StepSource):
     """Plans the batches of a recorded file; see :class:`StepSource`.
 
     Step ``k + 1`` is trained on batch ``k`` of the file (from 0), also in a resumed run. The ages
-    of samples count from the version that the batch was recorded with; ``progress`` is the
-    recorded.
+    of samples count from the version that the batch was recorded with; ``progress`` is the recorded
+    one.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ def part_beside_training(num_servers: int, num_gpus: int, memory: float) -> floa
 
 
 def gpus_of(index: int, num_servers: int, gpus: Sequence[str]) -> tuple[str, ...]:
-    """An even part, or one GPU shared with other servers."""
+    """Returns the GPUs of a server: an even part, or one that it shares with other servers."""
     share = len(gpus) // num_servers
     if share == 0:
         return (gpus[index % len(gpus)],)

@@ -83,7 +83,7 @@ def _owner(models: dict[str, Any]) -> str | None:
 
 
 async def _answer(http: HttpConnection, route: str) -> Answer:
-    """For a route that the server may not have."""
+    """Asks for a route that the server may not have."""
     answer = await http.get(route, scope="generation", accept=_NO_SUCH_ROUTE)
     if answer.status in (401, 403):
         raise RouteError(

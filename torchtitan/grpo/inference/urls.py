@@ -89,7 +89,7 @@ def url_of(host: str, port: int, scheme: str = "http") -> str:
 
 
 def parse_urls(text: str, source: str) -> list[str]:
-    """One URL a line. Empty lines and # comments are ignored."""
+    """Reads one URL a line. Empty lines and # comments are ignored."""
     lines = (line.strip() for line in text.splitlines())
     return checked_urls([s for s in lines if s and not s.startswith("#")], source)
 

@@ -81,7 +81,7 @@ class EqualRewardsWatch:
 def likely_causes(
     config: JobConfig, steps: Collection[Mapping[str, float]], is_chat: bool | None
 ) -> list[str]:
-    """The likeliest first, as far as the metrics of the steps tell."""
+    """Returns the likeliest causes first, as far as the metrics of the steps tell."""
     lowest = min(step["reward/mean"] for step in steps)
     highest = max(step["reward/mean"] for step in steps)
     is_constant = highest - lowest < 1e-9 and all(step["reward/std"] < 1e-9 for step in steps)

@@ -28,7 +28,7 @@ _DROPPED = (
 
 
 def short_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
-    """At most 79 characters."""
+    """Returns a line of at most 79 characters."""
     return " ".join(short for short, _ in _fields(step, num_steps, metrics) if short)
 
 
@@ -85,7 +85,7 @@ def dropped(metrics: Mapping[str, float]) -> str:
 
 
 def who_waits(metrics: Mapping[str, float]) -> tuple[str, float]:
-    """The one that waits more, ``trainer`` or ``rollouts``, and its share of time."""
+    """Returns who waits more, ``trainer`` or ``rollouts``, and for which share of time."""
     trainer = metrics.get("time/wait_data_fraction", 0.0)
     rollouts = metrics.get("rollout/wait_trainer_fraction", 0.0)
     return ("rollouts", rollouts) if rollouts > trainer else ("trainer", trainer)

@@ -76,7 +76,7 @@ def wandb_place(tracker: BaseLogger) -> str | None:
 
 
 def log_samples(tracker: BaseLogger, samples: Sequence[Mapping[str, Any]], step: int) -> None:
-    """As a table in wandb and as text in TensorBoard."""
+    """Logs samples as a table in wandb and as text in TensorBoard."""
     if not samples:
         return
     for one in _loggers(tracker):

@@ -53,7 +53,7 @@ _MAX_PLAIN = 4000
 
 
 class OutOfTime(BaseException):
-    """No ``Exception``, because sympy and math-verify catch those and go on."""
+    """It is no ``Exception``, because sympy and math-verify catch those and go on."""
 
 
 def same_answer(given: str, wanted: str) -> bool:

@@ -39,7 +39,7 @@ _MASK = "***"
 
 
 def to_toml(tables: dict[str, Any]) -> str:
-    """Values that are None, which TOML lacks, or masked are comments."""
+    """Returns tables as TOML. Values that are masked, or None, which TOML lacks, are comments."""
     lines = []
     for name, table in tables.items():
         lines += [f"[{name}]", *(_setting(key, value) for key, value in table.items()), ""]

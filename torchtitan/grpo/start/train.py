@@ -51,7 +51,7 @@ def _ranks_of_layout(config: JobConfig) -> tuple[int, bool]:
 
 
 def gpus_of_servers(config: JobConfig) -> int:
-    """At least one for each server that the run launches."""
+    """Returns the number of GPUs of servers: at least one for each that the run launches."""
     inference = config.inference
     uses_gpus = inference.launch and inference.device != "cpu" and config.has_servers
     return inference.num_servers * max(1, inference.tensor_parallel_size) if uses_gpus else 0

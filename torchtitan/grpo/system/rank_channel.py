@@ -47,8 +47,9 @@ class RankLost(RuntimeError):
 
 
 class Message(msgspec.Struct, omit_defaults=True):
-    """``secret`` is in the first one; ``lost`` is a rank that rank 0 has lost.
+    """A message between ranks.
 
+    ``secret`` is in the first one; ``lost`` is a rank that rank 0 has lost.
     After a ``farewell`` the connection's end is no loss; ``failed`` then means an error.
     """
 

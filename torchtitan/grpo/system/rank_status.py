@@ -35,7 +35,10 @@ class Status(msgspec.Struct, frozen=True):
 
 
 class LostRank(msgspec.Struct, frozen=True):
-    """``silent_seconds`` is 0 if its connection closed; ``has_reported`` if it told its failure."""
+    """A rank that is lost.
+
+    ``silent_seconds`` is 0 if its connection closed; ``has_reported`` is true if it told its failure.
+    """
 
     status: Status
     silent_seconds: float = 0.0

@@ -29,7 +29,10 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """In the order of the bytes; ``num_bytes_of`` is by native name, in the Hugging Face layout."""
+    """The parameters of a bucket, in the order of its bytes.
+
+    ``num_bytes_of`` is by native name, in the Hugging Face layout.
+    """
 
     assemblies: tuple[Assembly, ...]
     spec: BucketSpec

@@ -104,7 +104,7 @@ class Publisher:
         return {}
 
     def server_states(self) -> dict[str, dict[str, str | int]]:
-        """By URL. Any thread may call this."""
+        """Returns the state of each server by URL. Any thread may call this."""
         return {}
 
     def raise_if_failed(self) -> None:

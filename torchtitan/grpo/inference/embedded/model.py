@@ -310,7 +310,7 @@ def read_known_ids(path: str) -> set[int] | None:
 
 
 def read_eos_ids(path: str) -> frozenset[int]:
-    """Of both config files; the trainer refuses a directory where they hold anything but ids."""
+    """Returns the ids in both config files. The trainer refuses files that hold anything else."""
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         file = Path(path) / name

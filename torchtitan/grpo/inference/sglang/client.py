@@ -103,7 +103,7 @@ class SGLangClient(HttpClient):
         )
 
     async def _vocab_size(self) -> int | None:
-        """The answer to an invalid request reveals it."""
+        """Returns the size, which the answer to an invalid request reveals."""
         outside = {"max_new_tokens": 1, "logit_bias": {str(_OUTSIDE_VOCABULARY): 0.0}}
         body = {"input_ids": [0], "sampling_params": outside}
         answer = await self._http.post("/generate", body, scope="generation", accept=(400,))

@@ -47,7 +47,7 @@ _REFUSED = (400, 404, 405, 500)
 
 @dataclass
 class Examined:
-    """Results; ``can_generate`` tells whether the route for token ids is open."""
+    """What was found out; ``can_generate`` tells whether the route for token ids is open."""
 
     vocab_size: int | None = None
     can_generate: bool = True
