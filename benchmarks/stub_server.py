@@ -17,6 +17,7 @@ import math
 import sys
 import time
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -33,7 +34,7 @@ class StubRunner(ModelRunner):
     Args:
         model: The model whose parameters are updated.
         max_slots: Maximum number of rows at once.
-        max_length: Maximum length of a sequence.
+        arguments: Other arguments of the model runner.
         decode_seconds: Duration of a step, for any number of rows and of prompts.
         mean_tokens: Mean length of completions before truncation.
     """
@@ -42,12 +43,11 @@ class StubRunner(ModelRunner):
         self,
         model: PreTrainedModel,
         max_slots: int,
-        max_length: int,
-        *,
+        *arguments: Any,
         decode_seconds: float,
         mean_tokens: float,
     ) -> None:
-        super().__init__(model, max_slots, max_length)
+        super().__init__(model, max_slots, *arguments)
         self._decode_seconds = decode_seconds
         generator = torch.Generator().manual_seed(0)
         self._table = torch.randn(max_slots, self.vocab_size, generator=generator)

@@ -92,14 +92,14 @@ part "pyright" pyright --pythonpath .venv/bin/python
 if [[ "$MODE" == --long ]]; then
     part "install SkyPilot" bash scripts/install_launcher.sh sky
 fi
-# Two tests run at a time, because most of them wait for some process.
-part "unit tests" python -m pytest tests/unit_tests tests/streams -q -n 2 --durations=10 "${LONG[@]}"
+# Three tests run at a time, because most of them wait for some process.
+part "unit tests" python -m pytest tests/unit_tests tests/streams -q -n 3 --durations=10 "${LONG[@]}"
 if [[ "$MODE" == --fast ]]; then exit 0; fi
 
 part "install servers (rest)" await_servers
 if [[ "$MODE" == --long ]]; then
     part "install Ray" bash scripts/install_launcher.sh ray
 fi
-# Three run at a time, because whole runs wait even more. Their conftest.py puts the slowest ones first.
-part "whole runs" python -m pytest tests/integration_tests -q -n 3 --no-loadscope-reorder \
+# Four run at a time, because whole runs wait even more. Their conftest.py puts the slowest ones first.
+part "whole runs" python -m pytest tests/integration_tests -q -n 4 --no-loadscope-reorder \
     --durations=25 "${LONG[@]}"

@@ -3,6 +3,7 @@
 
 """Benchmarks that check promises, in a short form, and what they find where a promise is broken."""
 
+import asyncio
 import importlib
 import json
 import os
@@ -15,6 +16,10 @@ from typing import Any
 
 import pytest
 from server_kinds import REAL
+
+from torchtitan.grpo.inference.kinds import make_client
+from torchtitan.grpo.inference.local_servers import LaunchedServer
+from torchtitan.grpo.types import GenerateRequest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 SOAK_SECONDS = float(os.environ.get("TORCHTITAN_GRPO_SOAK_SECONDS", "3600"))
@@ -55,6 +60,23 @@ def test_servers_hold_what_an_export_holds(choice: str, num_layouts: int) -> Non
         if choice == "--quick":
             assert row["sources"] == [0, 1, 2, 3]
             assert sum(row["source_bytes"]) > 0
+
+
+def test_a_stub_server_samples_without_computing(tmp_path: Path, load) -> None:
+    async def lengths(server: LaunchedServer) -> list[int]:
+        client = make_client(server.kind, server.url)
+        try:
+            requests = [GenerateRequest(str(i), [5, 6, 7], 40) for i in range(4)]
+            answers = await asyncio.gather(*map(client.generate, requests))
+        finally:
+            await client.close()
+        return [len(answer.token_ids) for answer in answers]
+
+    model, _ = load("random_models").make_model(tmp_path, "0.1M")
+    times = {"decode_seconds": 0.0, "mean_tokens": 8.0}
+    limits = {"max_model_len": 64, "max_running_requests": 2}
+    with load("stub_servers").running_stubs(1, model, tmp_path, **times, **limits) as (server,):
+        assert all(1 <= length <= 40 for length in asyncio.run(lengths(server)))
 
 
 @pytest.mark.parametrize("choice", [long("--quick"), long("--all", seconds=9000)])

@@ -112,7 +112,11 @@ class Bound:
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Limits of bounds, in nats; ``ceiling`` is the largest difference that kernels can explain."""
+    """Limits of the bound on the mean difference of logprobs (see the module), in nats.
+
+    ``ceiling`` is the largest difference that kernels can explain; no measured one lowers the
+    bound below ``floor``.
+    """
 
     floor: float
     ceiling: float

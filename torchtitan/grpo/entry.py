@@ -195,7 +195,9 @@ def _train(
         if not stop.wait(_AGENT_PATIENCE_SECONDS):
             raise
         name = signal.Signals(stop.exit_code - 128).name
-        logger.warning(f"{name} stopped this rank, after {type(error).__name__}: {error}")
+        logger.warning(
+            f"{name} stopped this rank. Before, it had failed: {type(error).__name__}: {error}"
+        )
     finally:
         if trainer is not None:
             trainer.close()

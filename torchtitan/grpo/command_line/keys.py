@@ -85,7 +85,7 @@ def _by_name(answers: dict[str, list[str]]) -> dict[str, str]:
 
 
 def answer_to(key: str) -> str:
-    """Returns the answer to another project's name for a setting or table; empty if it has none."""
+    """Returns what to use in place of another project's setting or table; empty if unknown."""
     key = key.replace("-", "_")
     parts, names = key.split("."), other_names()["names"]
     for name in (".".join(parts[i:]) for i in range(len(parts))):

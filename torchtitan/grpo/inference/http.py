@@ -152,8 +152,8 @@ class HttpConnection:
                     location = response.headers.get("Location", "nowhere")
                     raise RouteError(
                         f"{subject} answered {response.status}, a redirection to {location!r:.300}, "
-                        "which is not followed. Name the server itself, and check what answers at "
-                        "that address.",
+                        "which is not followed. Configure the URL of the server itself, and check what "
+                        "answers at that address.",
                         response.status,
                     )
                 if response.status >= 500 and session is self._session:

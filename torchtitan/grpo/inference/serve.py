@@ -143,7 +143,8 @@ def check_register(register: str | None, host: str) -> None:
         )
     if _is_url(register) and not os.environ.get(ADMIN_KEY_VARIABLE):
         raise ValueError(
-            f"--register with a URL needs the run's admin key: set {ADMIN_KEY_VARIABLE}."
+            "--register with a URL needs the run's admin key: set the environment variable "
+            f"{ADMIN_KEY_VARIABLE}."
         )
 
 

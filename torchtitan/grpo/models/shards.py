@@ -159,7 +159,7 @@ def plan_assembly(held_by_rank: Sequence[Mapping[str, Held]]) -> list[Assembly]:
         covered = sum(block.numel for block in blocks)
         if covered != math.prod(shapes[name]):
             raise RuntimeError(
-                f"The shards of {name} must make up its shape {shapes[name]}, got {covered} "
+                f"The shards of {name} must cover its shape {shapes[name]}, got {covered} "
                 f"elements in {blocks}. This layout is not supported."
             )
     return [

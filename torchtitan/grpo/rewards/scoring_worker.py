@@ -38,7 +38,7 @@ class LoadFunctions(msgspec.Struct, tag=True):
 
 
 class Score(msgspec.Struct, tag=True):
-    """Asks for calls of the functions at these positions with the completions of one prompt."""
+    """Asks a worker to score the completions of one prompt with the functions at these positions."""
 
     which: list[int]
     prompts: list[Any]

@@ -55,7 +55,8 @@ class Ledger:
     def issue(self, index: int, skipped: Mapping[int, CloseReason] = MappingProxyType({})) -> None:
         """Records that a prompt was drawn. New prompts are issued in ascending order.
 
-        An index that is passed over is closed, as ``skipped`` says or as too long.
+        Each index since the last issued one is closed for the reason in ``skipped``, or else as
+        too long.
         """
         if index in self._to_reissue:
             self._to_reissue.discard(index)

@@ -35,9 +35,10 @@ _BY_COLUMNS = (".attention.wo.weight", ".feed_forward.w2.weight")
 class PushMemory:
     """The memory that the push holds, in bytes.
 
-    ``version`` is one version as it is sent, and ``slot`` the same in the snapshot slots of all
-    ranks that send. ``num_held`` counts slots for versions that servers still receive. ``model``
-    is the whole model, even if only LoRA adapters are sent.
+    A version takes ``version`` bytes on the wire, and ``slot`` bytes of host memory, summed over the
+    ranks that send. Of ``num_slots``, ``num_held`` are for versions that servers still receive.
+    ``model`` is the size that the whole model would have on the wire if only LoRA adapters are sent.
+
     """
 
     version: int

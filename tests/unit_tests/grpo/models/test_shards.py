@@ -77,7 +77,7 @@ def test_one_of_the_ranks_that_hold_a_block_sends_it():
 def test_blocks_that_do_not_make_up_a_parameter_are_refused():
     for second in ((1, 4), (3, 4)):
         held = held_by({0: {"norm.weight": (0, 2)}, 1: {"norm.weight": second}}, 2)
-        with pytest.raises(RuntimeError, match="must make up its shape"):
+        with pytest.raises(RuntimeError, match="must cover its shape"):
             plan_assembly(held)
     held = [{"norm.weight": Held((rows,), Block((0,), (rows,)))} for rows in (4, 5)]
     with pytest.raises(RuntimeError, match="on rank 1"):

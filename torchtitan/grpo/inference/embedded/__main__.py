@@ -187,7 +187,7 @@ async def serve(arguments: argparse.Namespace) -> None:
 
 
 class RepeatLimit(logging.Filter):
-    """Limits each statement's lines within a period, and tells later how many were left out."""
+    """Limits how often each logging call writes in a period, and then logs how often it did not."""
 
     def __init__(self, max_lines: int = 20, period_seconds: float = 60.0) -> None:
         super().__init__()

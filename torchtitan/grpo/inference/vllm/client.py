@@ -70,11 +70,12 @@ NO_EXTENSION = (
 class VLLMClient(HttpClient):
     """Client of one vLLM server.
 
-    :meth:`pause` keeps running requests. :meth:`commit_update` drops their KV cache and the prefix
-    cache, so every token after an update is sampled from the new policy.
+    :meth:`pause` suspends running requests without ending them. :meth:`commit_update` drops their
+    KV cache and the prefix cache, so every token after an update is sampled from the new policy.
 
     Buckets are staged while the server generates if all workers have room for a second copy of the
-    weights. :attr:`capabilities` are final when the server has joined a group.
+    weights, and otherwise while it is paused. :attr:`capabilities` are final when the server has
+    joined a group.
     """
 
     _logprobs_probe: asyncio.Task[None] | None = None

@@ -156,7 +156,8 @@ class Attempts:
             if not done:
                 raise ServerError(
                     f"{server.url} generated tokens with version {newest}, which was not attested "
-                    f"within rollout.request_timeout_seconds = {self._request_timeout:g}."
+                    "(the trainer has not confirmed that the server holds these weights) within "
+                    f"rollout.request_timeout_seconds = {self._request_timeout:g}."
                 )
         if left.done():
             raise GivenBack(f"{server.url} was lost before version {newest} was attested")

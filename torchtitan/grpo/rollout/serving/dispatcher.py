@@ -229,7 +229,7 @@ class Dispatcher:
 
     @contextmanager
     def hold(self, *, is_evaluation: bool = False) -> Iterator[None]:
-        """Counts a completion as in flight while its environment works instead of a server."""
+        """Counts a completion as in flight while its environment runs and no server generates it."""
         self._count_flight(1, is_evaluation)
         try:
             yield

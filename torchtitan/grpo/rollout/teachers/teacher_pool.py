@@ -6,16 +6,18 @@
 The state of a teacher::
 
     ready --a request fails--> paused --the pause ends--> ready
-      ^                          | (the request got no answer)
+      ^                          |
+      |                          | the pause ends, and the failed request had got no answer
       |                          v
-      +----- it rates the probe tokens as at the start ---- lost
+      +-------------------------lost
+        it rates the probe tokens as at the start
 
-A teacher that nobody has asked for a while must rate them, too: no request would have failed if it
-was restarted meanwhile, perhaps with other weights.
+Before a request, a teacher that nobody has asked for a while must rate the probe tokens as well:
+it may have been restarted meanwhile, perhaps with other weights, and no request has failed.
 
 A pause grows with each failure in a row. A rating that fails is asked for again, from any
-teacher that is ready, until no teacher has answered anything for ``teacher.wait_seconds``, or
-this one rating fails again and again while others come.
+teacher that is ready. Its group is closed without it once no teacher has answered anything for
+``teacher.wait_seconds``, or if this one rating fails again and again while others come.
 """
 
 import asyncio
