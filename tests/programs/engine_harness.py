@@ -5,7 +5,9 @@
 
 import queue
 import random
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,17 +69,35 @@ def assert_exact(model: Any, requests: list[Request], *later: Any) -> None:
 class Harness:
     def __init__(self, model: Any, **options: Any) -> None:
         self.model = model
-        self.news: queue.Queue[tuple[Request, int, bool]] = queue.Queue()
+        self.finished: queue.Queue[Request] = queue.Queue()
         slots = options.pop("max_slots", 4)
         make_runner = options.pop("make_runner", ModelRunner)
         self.runner = make_runner(model, slots, options.pop("max_length", 300))
         self.engine = Engine(self.runner, self._report, **options)
+        self._stops_when: Callable[[], bool] | None = None
+        self._is_stopped = threading.Event()
         self.engine.start()
         self.count = 0
 
     def _report(self, changed: list[Request]) -> None:
         for request in changed:
-            self.news.put((request, len(request.output_ids), request.finish_reason is not None))
+            if request.finish_reason is not None:
+                self.finished.put(request)
+        if self._stops_when is not None and self._stops_when():
+            self._stops_when = None
+            self._is_stopped.set()
+            while not (self.engine._calls or self.engine._closing):
+                time.sleep(0.001)
+
+    def resume_until(self, condition: Callable[[], bool]) -> None:
+        """Resumes the engine, and stops it after the step that makes ``condition`` true.
+
+        Its thread then waits for the next call, which it carries out before the next step.
+        """
+        self._is_stopped.clear()
+        self._stops_when = condition
+        self.engine.resume().result(TIMEOUT)
+        assert self._is_stopped.wait(TIMEOUT)
 
     def submit(self, prompt: list[int], **sampling: Any) -> Request:
         self.count += 1
@@ -89,16 +109,7 @@ class Harness:
     def finish(self, requests: list[Request]) -> None:
         waiting = {id(r) for r in requests}
         while waiting:
-            request, _, finished = self.news.get(timeout=TIMEOUT)
-            if finished:
-                waiting.discard(id(request))
-
-    def wait_for_tokens(self, request: Request, count: int) -> None:
-        while True:
-            told, num_tokens, finished = self.news.get(timeout=TIMEOUT)
-            if told is request and num_tokens >= count:
-                assert not finished
-                return
+            waiting.discard(id(self.finished.get(timeout=TIMEOUT)))
 
 
 @contextmanager

@@ -50,8 +50,8 @@ def negative_log_likelihood(logprobs: torch.Tensor, weights: torch.Tensor) -> to
     """Returns the weighted sum of ``-logprob``, a scalar [].
 
     With the weight ``1 / n`` at each of ``n`` tokens of a batch, the sum over all microbatches and
-    ranks is the batch's mean cross entropy. Logprobs [rows, seq] may hold anything, NaN included,
-    where the weight, at least 0, is 0.
+    ranks is the batch's mean cross entropy. Both are [rows, seq], no weight below 0. Where a weight
+    is 0, the logprob may be anything, NaN included, and its gradient is 0.
     """
     counts = weights > 0
     # Before the product, because 0 * NaN is NaN, in the loss and in its gradient.

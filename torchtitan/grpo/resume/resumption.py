@@ -54,7 +54,7 @@ def plan_start(
     *,
     goes_on: bool = False,
 ) -> Start:
-    """Decides from the files how a run starts; if a checkpoint is damaged, by the one before it.
+    """Decides from the files whether a run is new, or from which undamaged checkpoint it starts.
 
     With ``goes_on``, earlier ranks of this run wrote the folder: it is not replaced
     (``job.overwrite``), and never in the way. Raises CheckpointError if this run would write over

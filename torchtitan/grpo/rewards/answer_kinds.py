@@ -146,10 +146,10 @@ def same_words(a: str, b: str) -> bool | None:
 
 
 def _words(answer: str) -> str | None:
-    r"""The normalized text of an answer, else ``None``.
+    r"""Returns the normalized text of an answer in words; ``None`` for every other answer.
 
-    Text is ``\text{...}`` around more than a letter, or words: of three letters or more with a
-    vowel, or common ones of two.
+    Such an answer is ``\text{...}`` around more than one letter, or has a word: three letters or
+    more with a vowel, or a common one of two letters.
     """
     if _EMPTY_SET.fullmatch(answer):
         return "no solution"

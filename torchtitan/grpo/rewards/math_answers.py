@@ -53,7 +53,7 @@ _MAX_PLAIN = 4000
 
 
 class OutOfTime(BaseException):
-    """It is no ``Exception``, because sympy and math-verify catch those and go on."""
+    """A comparison took too long. No ``Exception``: sympy and math-verify catch those and go on."""
 
 
 def same_answer(given: str, wanted: str) -> bool:
@@ -202,7 +202,7 @@ def _squeezed(text: str) -> str:
 
 @contextmanager
 def _processor_time(seconds: float) -> Iterator[None]:
-    """Raises :class:`OutOfTime` in its block; other threads than the main one have no limit."""
+    """Raises :class:`OutOfTime` in a block that takes longer; in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

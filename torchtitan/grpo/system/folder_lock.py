@@ -58,9 +58,10 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Holder of a lock by its file; all fields are empty if the file is damaged.
+    """What a lock's file says of its holder; all fields are empty if the file is damaged.
 
-    ``launch`` is the same when the process is started again, and ``token`` is random.
+    ``launch`` stays the same when the launch starts the process again; ``token`` is random and
+    differs between processes.
     """
 
     host: str = ""

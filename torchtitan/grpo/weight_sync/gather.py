@@ -15,6 +15,7 @@ of FSDP are while a version is gathered.
 """
 
 import asyncio
+import functools
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -95,10 +96,11 @@ class Gatherer:
     ) -> None:
         """All ranks take part, with their shards in the slot; a source fills its ``payload``."""
         assert (payload is not None) == (self._own is not None)
-        gathering = [
-            self._threads.submit(self._gather_one, slot, shards, payload, source, collector)
-            for source, collector in self._collectors
-        ]
+        gather_one = functools.partial(self._gather_one, slot, shards, payload)
+        if len(self._collectors) == 1:  # another thread would have to wait for a core
+            gather_one(*self._collectors[0])
+            return
+        gathering = [self._threads.submit(gather_one, *each) for each in self._collectors]
         wait(gathering)  # even if one fails, because the others still use the slot
         for each in gathering:
             each.result()

@@ -10,9 +10,9 @@ continues; other threads do the rest:
     snapshot-copy       fills the slot on CPU; on CUDA, a side stream fills it
     weight-publisher    runs an event loop: on rank 0 the leader and its lanes (`leader.py`,
                         `lane.py`), on other ranks an agent that does what the leader asks
-    weight-gather       waits for a version's copy, and then for the threads of the next line
-    weight-gather-source  sends this rank's shards to a source rank, or notifies it if they were
-                        copied into its memory; on a source rank, receives them
+    weight-gather       waits for a version's copy; sends this rank's shards to a source rank, or
+                        notifies it if they were copied into its memory; on a source rank, receives
+                        them. For several sources, one thread weight-gather-source each does so
     weight-push-URL     broadcasts to one server, on source ranks
 
 The training thread waits in two places: in `fence`, for a copy within this process, and in

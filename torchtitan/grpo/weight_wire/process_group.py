@@ -124,7 +124,8 @@ def limit_communicators(timeout_seconds: float) -> None:
     """Bounds the time in which a weight group's communicator over NCCL must be made.
 
     Torch reads it once, so call this before the process's first collective over NCCL in any group.
-    Communicators in the blocking mode, such as training's, have no limit. The environment's stays.
+    Communicators in the blocking mode, such as training's, have no limit. A limit that the
+    environment already sets stays.
     """
     os.environ.setdefault(_COMMUNICATOR_TIMEOUT, str(math.ceil(timeout_seconds)))
 

@@ -22,14 +22,21 @@ LONG = [(7 * i + i // 9) % VOCAB for i in range(240)]
 CHUNKED = {"max_slots": 4, "step_tokens": 14}
 
 
+def start(h: Harness, prompt: list[int], **sampling: Any) -> Any:
+    """Starts a request, and pauses when it has two tokens."""
+    h.engine.pause().result(TIMEOUT)
+    request = h.submit(prompt, **sampling)
+    h.resume_until(lambda: len(request.output_ids) >= 2)
+    h.engine.pause().result(TIMEOUT)
+    return request
+
+
 def start_long(h: Harness) -> tuple[Any, Any]:
-    """Starts a request, and then one with a long prompt; returns while chunks are computed."""
-    watched = h.submit([11, 12], max_new_tokens=250)
-    h.wait_for_tokens(watched, 2)
+    """Starts a request, then one with a long prompt, and stops between two chunks of it."""
+    watched = start(h, [11, 12], max_new_tokens=250)
     long = h.submit(LONG, max_new_tokens=3)
-    h.wait_for_tokens(watched, len(watched.output_ids) + 3)
-    done = h.engine.run(lambda: long.prefilled_to).result(TIMEOUT)
-    assert done is not None and 0 < done < len(LONG), "the prompt is cut"
+    h.resume_until(lambda: len(watched.output_ids) >= 5)
+    assert long.prefilled_to is not None and 0 < long.prefilled_to < len(LONG)
     return watched, long
 
 
@@ -54,13 +61,11 @@ def test_samples_and_logprobs_do_not_depend_on_the_chunks(kind: str) -> None:
 def test_running_requests_sample_while_a_long_prompt_is_computed() -> None:
     model = make_model("qwen3")
     with harness(model, **CHUNKED) as h:
-        running = h.submit([11, 12], max_new_tokens=250)
-        h.wait_for_tokens(running, 2)
-        long = h.submit(LONG, max_new_tokens=2)
-        before = len(running.output_ids)
-        h.wait_for_tokens(long, 1)
-        # 13 tokens of the prompt in each step; the harness may see the first of them late.
-        assert len(running.output_ids) - before >= len(LONG) // 13 - 3
+        running = start(h, [11, 12], max_new_tokens=250)
+        long, before = h.submit(LONG, max_new_tokens=2), len(running.output_ids)
+        h.resume_until(lambda: bool(long.output_ids))
+        # 13 tokens of the prompt in each step.
+        assert len(running.output_ids) - before >= len(LONG) // 13
         h.engine.abort("request-1").result(TIMEOUT)
         h.finish([long, running])
     assert_exact(model, [running, long])

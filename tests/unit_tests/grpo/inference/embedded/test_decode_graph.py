@@ -82,9 +82,12 @@ def test_a_group_goes_on_from_the_chunks_of_its_prompt() -> None:
     """Slots are copied between two replays, when a request joins a prompt and when rows move."""
     model, graphs, prompt = make_model("qwen3"), TracedGraphs(), list(range(50)) * 2
     with graphed(model, graphs, **CHUNKED) as h:
+        h.engine.pause().result(TIMEOUT)
         watched = h.submit([11, 12], max_new_tokens=60)
-        h.wait_for_tokens(watched, 2)
+        h.resume_until(lambda: len(watched.output_ids) >= 2)
+        h.engine.pause().result(TIMEOUT)  # a request that comes after its prompt shares nothing
         group = [h.submit(prompt, max_new_tokens=3 + 3 * i) for i in range(4)]
+        h.engine.resume().result(TIMEOUT)
         h.finish([watched, *group])
     assert sum(request.shared_prompt_tokens for request in group) == 3 * len(prompt)
     assert graphs.num_replayed > 20
@@ -96,9 +99,10 @@ def test_new_weights_are_used_by_graphs_of_the_old_ones(pause: bool) -> None:
     old, new = make_model("qwen3", seed=1), make_model("qwen3", seed=2)
     graphs = TracedGraphs()
     with graphed(make_model("qwen3", seed=1), graphs) as h:
+        h.engine.pause().result(TIMEOUT)
         requests = [h.submit([i, 7, 9], max_new_tokens=60) for i in range(2)]
         watched = h.submit([11, 12], max_new_tokens=60)
-        h.wait_for_tokens(watched, 5)
+        h.resume_until(lambda: len(watched.output_ids) >= 5)
         if pause:
             h.engine.pause().result(TIMEOUT)
         swap_to(h, new, "v2")

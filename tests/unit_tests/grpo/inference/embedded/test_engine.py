@@ -50,8 +50,9 @@ def test_a_seeded_request_repeats_whatever_runs_beside_it() -> None:
 def test_new_weights_start_a_segment_of_waiting_requests_too() -> None:
     """With one slot, one request waits for its first token, and a swap sends the other one back."""
     with harness(make_model("qwen3", seed=1), max_slots=1) as h:
+        h.engine.pause().result(TIMEOUT)
         running = h.submit([11, 12], max_new_tokens=250)
-        h.wait_for_tokens(running, 3)
+        h.resume_until(lambda: len(running.output_ids) >= 3)
         waiting = h.submit([5], max_new_tokens=2)
         h.engine.pause().result(TIMEOUT)
         swap_to(h, make_model("qwen3", seed=2), "v2")
@@ -66,8 +67,9 @@ def test_new_weights_start_a_segment_of_waiting_requests_too() -> None:
 
 def test_a_paused_engine_keeps_requests_and_samples_nothing() -> None:
     with harness(make_model("qwen3")) as h:
+        h.engine.pause().result(TIMEOUT)
         request = h.submit([1], max_new_tokens=250)
-        h.wait_for_tokens(request, 3)
+        h.resume_until(lambda: len(request.output_ids) >= 3)
         h.engine.pause().result(TIMEOUT)
         tokens, steps = len(request.output_ids), h.engine.num_steps
         late = h.submit([2], max_new_tokens=2)
@@ -84,8 +86,7 @@ def test_abort_ends_by_prefix_and_the_rest_stays_exact() -> None:
     with harness(model, max_slots=16) as h:
         h.engine.pause().result(TIMEOUT)
         requests = [h.submit([i, i + 1], max_new_tokens=280) for i in range(12)]
-        h.engine.resume().result(TIMEOUT)
-        h.wait_for_tokens(requests[0], 4)
+        h.resume_until(lambda: len(requests[0].output_ids) >= 4)
         # request-1, request-10, request-11 and request-12
         assert h.engine.abort("request-1").result(TIMEOUT) == 4
         h.finish(requests)
