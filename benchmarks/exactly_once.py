@@ -46,7 +46,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 MARK = "TORCHTITAN_GRPO_BENCHMARK_MARK"
 VICTIMS = ("rollout process", "server", "trainer")
 WORDS = {"rollout process": "grpo.rollout.process", "server": "grpo.inference.embedded"}
-PROGRESS_SECONDS = 180.0
+PROGRESS_SECONDS = 600.0
 END_SECONDS = 60.0
 LONGEST_WAIT_SECONDS = 4.0
 # Probability that a kill does not wait until the run has taken a step since the kill before.
@@ -156,8 +156,14 @@ class KilledRun:
         Returns:
             The kind of the victim.
         """
-        found = [p for p in self.processes() if WORDS.get(victim, "?") in command_of(p)]
-        if not found:
+        deadline = time.monotonic() + END_SECONDS  # it may be starting again
+        while not (
+            found := [p for p in self.processes() if WORDS.get(victim, "") in command_of(p)]
+        ):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        if victim not in WORDS or not found:
             self.kill_all()
             return "trainer"
         with contextlib.suppress(psutil.Error):

@@ -96,7 +96,7 @@ def test_each_mistake_is_one_message_that_names_its_place(
             [unused[-1], "inference.startup_timeout_seconds"],
         ),
         (  # It shows what was answered.
-            make_run(*SMALL, *unused[:2], other_server, *soon, name="other"),
+            make_run(*SMALL, *unused[:2], other_server, name="other"),
             [other_server, "welcome"],
         ),
     ]  # fmt: skip

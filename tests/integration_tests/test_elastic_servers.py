@@ -23,8 +23,8 @@ from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.rollout.link import RolloutFailed, RolloutLink
 
 GROUPS_PER_BATCH, GROUP_SIZE = 3, 4
-READY_SECONDS = 90.0
-BATCH_SECONDS = 60.0
+READY_SECONDS = 240.0
+BATCH_SECONDS = 240.0
 
 T = TypeVar("T")
 
@@ -171,7 +171,7 @@ def test_a_whole_run_moves_to_other_servers_on_a_hangup(make_run, serve, tmp_pat
     assert run.console.count("Nothing reads inference.dtype, because") == 1
     replace_file(file, second.url)
     rank_zero.send_signal(signal.SIGHUP)
-    run.wait_for(lambda: ask(second.url, lambda client: client.version()) is not None, 90)
+    run.wait_for(lambda: ask(second.url, lambda client: client.version()) is not None)
     first.stop()
     run.wait_for_step(len(run.metrics) + 4)
     assert all(record["staleness/max_steps"] <= 1 for record in run.metrics)

@@ -72,7 +72,7 @@ def test_a_lone_server_restarted_between_pushes_is_noticed_and_rejoins(make_run,
     server.process.wait(10)
     steps = len(run.metrics)
     serve(int(server.url.rsplit(":", 1)[1]))
-    run.wait_for_step(steps + 3, timeout_seconds=90)
+    run.wait_for_step(steps + 3)
     for record in run.metrics:
         assert record["staleness/max_steps"] == 0
         assert record["mismatch/kl"] < 1e-6

@@ -51,7 +51,7 @@ def steps_of(run) -> list[int]:
 )
 def test_a_run_that_is_killed_and_resumed_has_the_weights_of_one_that_was_not(train, num_kills):
     """Each kill hits a rank at a random moment of a random step; torchrun starts the ranks again."""
-    last = 2 * num_kills + 4
+    last = 2 * num_kills + 6
     steps = f"--training.steps={last}"
     whole = train(steps, *REPEATABLE, name="whole")
     killed = train(
@@ -68,10 +68,10 @@ def test_a_run_that_is_killed_and_resumed_has_the_weights_of_one_that_was_not(tr
         step = min(2 * (number + 1) + rng.randrange(2), last - 2)
         # The ranks have found each other by then, and lines of steps to be taken again are gone.
         killed.wait_for(lambda: (killed.folder / f"starts/{number + 1}").is_dir())  # noqa: B023
+        process = killed.rank(victim)  # looking for it takes time
+        pid = process.pid
         killed.wait_for_step(step)
         time.sleep(rng.random() / 2)
-        process = killed.rank(victim)
-        pid = process.pid
         process.kill()
         killed.wait_for(lambda: killed.console.count("The ranks were started again") > number)  # noqa: B023
         message = re.findall(r"^error: (.*)$", killed.console, re.MULTILINE)[-1]

@@ -100,6 +100,7 @@ class CorruptingProxy:
         is_doomed: Callable[[list[int]], bool],
     ) -> None:
         self.spoiled: Counter[str] = Counter()
+        self.num_given_up = 0  # requests whose client went before there was an answer to spoil
         self.num_endless_bytes = 0
         self.url = ""
         self._target, self._every, self._is_doomed = target, every, is_doomed
@@ -141,6 +142,9 @@ class CorruptingProxy:
                 status, kind, body = answer.status, answer.content_type, await answer.read()
         except aiohttp.ClientError as error:
             return web.Response(status=502, text=f"The server behind the proxy: {error!r}")
+        except asyncio.CancelledError:
+            self.num_given_up += request.path == "/generate"
+            raise
         fields = json.loads(sent) if request.path == "/generate" and status == 200 else {}
         if fields and fields["sampling_params"]["max_new_tokens"] > 0:
             mode = self._next_mode(fields["input_ids"])
@@ -189,6 +193,9 @@ class CorruptingProxy:
                 return await other
         except TimeoutError:
             return body
+        except asyncio.CancelledError:
+            self.num_given_up += 1
+            raise
 
     async def _misbehave(self, request: web.Request, mode: str, body: bytes) -> web.StreamResponse:
         transport = request.transport

@@ -36,8 +36,6 @@ from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.upstream.trainer import Trainer
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
-# Maximum time that a stopped run waits for its rollouts in flight to be written.
-_ROLLOUTS_SECONDS = 3.0
 _MODULE = "torchtitan.grpo_train"
 _FLAGS = ("--job.overwrite", "--job.no-overwrite", "--job.no_overwrite")
 _FLAG_VALUES = ("true", "false", "True", "False")
@@ -155,8 +153,7 @@ def save_stopped(trainer: Trainer, source: StepSource | None, first_step: int) -
         checkpointer.finish()  # one may be written in the background, at its interval
     num_rollouts: int | None = 0
     if source is not None:
-        seconds = min(_ROLLOUTS_SECONDS, config.grpo.stop_timeout_seconds / 2)
-        num_rollouts = source.wait_saved(step, seconds)
+        num_rollouts = source.wait_saved(step, config.grpo.stop_timeout_seconds / 2)
         if checkpointer.missing is not None:
             checkpointer.discard_rollouts()
     if dist.get_rank() == 0:

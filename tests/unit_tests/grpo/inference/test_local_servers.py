@@ -5,6 +5,7 @@
 
 import asyncio
 import json
+import re
 import socket
 import sys
 from dataclasses import replace
@@ -272,7 +273,7 @@ async def test_a_server_that_does_not_come_up_is_given_up_and_can_be_stopped(tmp
             r"(?s)startup_timeout_seconds .*ClientConnector.*it still runs.*vllm-0\.log:\nloading"
         )
         with pytest.raises(TimeoutError, match=said) as caught:
-            await wait(server, timeout_seconds=0.5)
+            await wait(server, timeout_seconds=5)
         assert "inference.urls" not in str(caught.value)
     finally:
         server.stop()
@@ -296,7 +297,8 @@ async def test_a_server_that_loads_is_described_with_the_last_line_of_its_log(tm
         await client.close()
         server.stop()
     (text,) = told
-    assert text.startswith(f"The vllm server {server.url} is not up yet after 5 s (at most 300 s")
+    told_after = rf"The vllm server {server.url} is not up yet after \d+ s \(at most 300 s"
+    assert re.match(told_after, text), text
     assert "ClientConnectorError" not in text  # which looks like a fault, and is none
     assert text.endswith("vllm-0.log: loading shard 3")
 

@@ -115,10 +115,12 @@ async def test_a_group_fails_alone_and_failures_in_a_row_end_the_run(functions: 
 
 
 async def test_a_function_that_hangs_is_killed_and_the_worker_replaced(functions: str):
-    async with started_pool(f"{functions}:by_completion", seconds=0.5) as pool:
+    async with started_pool(f"{functions}:by_completion") as pool:
         (before,) = descendants(WORKER)
+        patience, pool._timeout = pool._timeout, 0.5
         with pytest.raises(ScoringFailed, match=r"reward.timeout_seconds = 0\.5"):
             await pool.score(PROMPT, ["hang", "b"], IDS)
+        pool._timeout = patience
         assert await pool.score(PROMPT, ["a", "b"], IDS) == [[1.0, 1.0]]
         assert before not in descendants(WORKER)
 

@@ -263,7 +263,7 @@ async def test_an_environment_that_fails_fails_its_own_completion(open_world, tm
 
 @pytest.mark.parametrize("what", ["block", "hang"])
 async def test_a_step_that_hangs_holds_up_neither_the_loop_nor_other_episodes(open_world, what):
-    async with open_world(TURNS, environment_timeout_seconds=2.0) as world:
+    async with open_world(TURNS, environment_timeout_seconds=5.0) as world:
         blocked = world.start(what=what)
         while len(world.server.contexts) < 2:
             await asyncio.sleep(0.01)
@@ -272,7 +272,7 @@ async def test_a_step_that_hangs_holds_up_neither_the_loop_nor_other_episodes(op
         assert not blocked.task.done()
         assert world.episodes.num_replayed == 0
         # Its process takes nobody in any more, and ends when it is alone.
-        with pytest.raises(EnvironmentFailed, match=r"environment_timeout_seconds = 2\."):
+        with pytest.raises(EnvironmentFailed, match=r"environment_timeout_seconds = 5\."):
             await blocked.task
         assert spell(world, await world.write()) == WHOLE
 

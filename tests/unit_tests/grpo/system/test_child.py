@@ -119,7 +119,7 @@ DAEMONS = {
     "double fork": "( setsid sh -c '{sleep} & exit' & )",
     "SIGTERM ignored": "setsid sh -c 'trap \"\" TERM HUP INT; {sleep}; {sleep}' &",
     "starts another": "setsid sh -c 'while true; do {sleep} & wait; done' &",
-    "stopped": "setsid {sleep} & sleep 0.1; kill -STOP $!",
+    "stopped": "setsid {sleep} & until [ $(cat /proc/$!/comm) = sleep ]; do :; done; kill -STOP $!",
     "no environment": "env -i setsid {sleep} &",
 }
 OWNER = """

@@ -26,8 +26,10 @@ SHORT_SECONDS, LONG_SECONDS = 2.0, 300.0
 PROGRAM = """
 import json, os, pathlib, signal, socket, sys, time
 import torch.distributed as dist
+from torchtitan.grpo.system import rank_channel
 from torchtitan.grpo.system.rank_channel import RankChannel
 
+rank_channel._BEAT_SECONDS = 0.1  # a rank that gets no core for a while is not lost
 folder, ending = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the agent, which sees the end as well
 dist.init_process_group("gloo")

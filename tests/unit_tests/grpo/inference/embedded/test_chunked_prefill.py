@@ -92,8 +92,10 @@ def test_a_request_aborted_between_two_chunks_frees_its_row() -> None:
     model = make_model("llama")
     with harness(model, **CHUNKED) as h:
         watched, long = start_long(h)
+        h.engine.pause().result(TIMEOUT)
         assert h.engine.abort(long.request_id).result(TIMEOUT) == 1
         assert h.engine.num_running == 1
+        h.engine.resume().result(TIMEOUT)
         others = [h.submit([i] * 30, max_new_tokens=9) for i in range(5)]
         h.finish([watched, long, *others])
     assert long.output_ids == [] and long.finish_reason is not None

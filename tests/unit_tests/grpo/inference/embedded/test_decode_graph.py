@@ -35,11 +35,13 @@ def graphed(model: Any, capture: Capture, **options: Any) -> Any:
 def mixed_requests(h: Harness) -> list[Request]:
     """Requests of many lengths that join and leave, each with random numbers of its own."""
     rng, requests = random.Random(1), []
+    h.engine.pause().result(TIMEOUT)
     for i in range(24):
         prompt = requests[-1].prompt_ids if i % 4 == 3 else random_prompt(rng)
         sampling = {"temperature": 0.0} if i % 3 == 0 else {"sampling_seed": i, "temperature": 0.7}
         filters = {"top_k": 5, "top_p": 0.9} if i % 5 == 1 else {}
         requests.append(h.submit(prompt, max_new_tokens=rng.randint(1, 30), **sampling, **filters))
+    h.engine.resume().result(TIMEOUT)
     h.finish(requests)
     return requests
 

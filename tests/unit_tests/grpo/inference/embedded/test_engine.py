@@ -53,8 +53,8 @@ def test_new_weights_start_a_segment_of_waiting_requests_too() -> None:
         h.engine.pause().result(TIMEOUT)
         running = h.submit([11, 12], max_new_tokens=250)
         h.resume_until(lambda: len(running.output_ids) >= 3)
-        waiting = h.submit([5], max_new_tokens=2)
         h.engine.pause().result(TIMEOUT)
+        waiting = h.submit([5], max_new_tokens=2)
         swap_to(h, make_model("qwen3", seed=2), "v2")
         swap_to(h, make_model("qwen3", seed=3), "v3")  # the running request waits by now
         assert h.engine.num_waiting == 2

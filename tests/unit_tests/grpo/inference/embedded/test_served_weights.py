@@ -36,15 +36,17 @@ async def test_requests_in_flight_cross_an_update_exactly(client: Client, pause:
     old, new = make_model(1), make_model(2)
     await serve_weights(client, old, "old")
     prompts = [[i, 3] for i in range(4)]
-    sampling = {"max_new_tokens": 800}
-    tasks = [asyncio.create_task(client.generate(p, sampling=sampling)) for p in prompts]
+    first_half, second_half = halves(weights_of(new))
     async with Trainer(client) as trainer:
+        # Everything that takes long comes first, because requests that nothing holds back soon end.
+        await client.post("/begin_weight_update")
+        await trainer.send(first_half, sequence=0)
+        sampling = {"max_new_tokens": 1600}
+        tasks = [asyncio.create_task(client.generate(p, sampling=sampling)) for p in prompts]
         await client.until(lambda info: info["num_running"] == 4)
         if pause:
             await client.post("/pause_generation", mode="retract")
-        await client.post("/begin_weight_update")
-        for i, half in enumerate(halves(weights_of(new))):
-            await trainer.send(half, sequence=i, weight_version="new" if i else None)
+        await trainer.send(second_half, sequence=1, weight_version="new")
         assert (await client.get("/model_info"))["weight_version"] == "old"
         await client.post("/end_weight_update")
         await client.post("/continue_generation")
@@ -53,7 +55,7 @@ async def test_requests_in_flight_cross_an_update_exactly(client: Client, pause:
         first, second = answer["meta_info"]["weight_versions"]
         cut = first["end"]
         assert (first["version"], second["version"]) == ("old", "new")
-        assert (first["start"], second["start"], second["end"]) == (0, cut, 800)
+        assert (first["start"], second["start"], second["end"]) == (0, cut, 1600)
         served = served_logprobs(answer)
         before = reference_logprobs(old, prompt, answer["output_ids"])
         after = reference_logprobs(new, prompt, answer["output_ids"])

@@ -126,7 +126,7 @@ async def test_sigterm_answers_those_who_wait(model_path: str, tmp_path: Path) -
         server.process.send_signal(signal.SIGTERM)
         answer = await running
         assert "shutting down" in answer["meta_info"]["finish_reason"]["message"]
-        assert await asyncio.to_thread(server.process.wait, 10) == 0
+        assert await asyncio.to_thread(server.process.wait, TIMEOUT) == 0
         # Answered, or cut off: either way it does not hang.
         await asyncio.wait_for(asyncio.wait([waiting]), TIMEOUT)
         waiting.exception()

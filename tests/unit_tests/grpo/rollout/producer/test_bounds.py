@@ -11,6 +11,7 @@ import pytest
 from producer_world import GROUP_SIZE, GROUPS_PER_BATCH
 
 from torchtitan.grpo.rollout.longest_first import LengthRanker
+from torchtitan.grpo.rollout.rollout_metrics import ShareClock
 from torchtitan.grpo.types import BatchPart, GenerateRequest, Generation, Prompt
 
 
@@ -113,24 +114,34 @@ async def test_an_evaluation_beside_it_waits_for_the_version_and_scores_every_pr
         assert [sample.prompt for sample in result.sets[0].samples] == ["12", "21", "33"]
 
 
+def with_clock(world) -> list[float]:
+    """Returns the time, in one element, by which the producer measures its shares."""
+    now = [0.0]
+    for name in ("_idle", "_held_back"):
+        setattr(world.producer, name, ShareClock(lambda: now[0]))
+    return now
+
+
 async def test_time_without_prompts_counts_as_waiting_for_the_trainer_only_while_it_is_busy(
     world_of,
 ):
     async with world_of(max_staleness=0) as world:
+        now = with_clock(world)
         world.push(0)
         await world.batch(0)
-        await asyncio.sleep(0.4)  # the trainer trains
+        now[0] += 4.0  # the trainer trains
         world.push(1)
         second = await world.batch(1)
-        held_back = second.metrics["rollout/wait_trainer_fraction"]
-        assert 0.3 < held_back <= 1
-        assert second.metrics["rollout/idle_fraction"] >= held_back - 0.1
+        assert second.metrics["rollout/wait_trainer_fraction"] == 1
+        assert second.metrics["rollout/idle_fraction"] == 1
         waiting = asyncio.create_task(world.batch(2))
-        await asyncio.sleep(0.6)  # the trainer waits for the batch, and the push takes its time
+        while not world.producer.is_asked:
+            await asyncio.sleep(0)
+        now[0] += 6.0  # the trainer waits for the batch, and the push takes its time
         world.push(2)
         third = await waiting
-        assert third.metrics["rollout/wait_trainer_fraction"] < 0.3
-        assert third.metrics["rollout/idle_fraction"] > 0.3
+        assert third.metrics["rollout/wait_trainer_fraction"] == 0
+        assert third.metrics["rollout/idle_fraction"] == 1
 
 
 async def test_time_without_a_ready_server_is_idle_also_while_requests_wait_for_one(world_of):
@@ -141,13 +152,16 @@ async def test_time_without_a_ready_server_is_idle_also_while_requests_wait_for_
         return await write(request)
 
     async with world_of("123", max_staleness=0) as world:
-        write = world.intercept(wait_first)
+        write, now = world.intercept(wait_first), with_clock(world)
         world.push(0)
         waiting = asyncio.create_task(world.batch(0))
         while not world.dispatcher.in_flight:
             await asyncio.sleep(0.01)
         world.dispatcher.set_lost(world.servers[0].url, "it was killed")
-        await asyncio.sleep(0.5)
+        idle = world.producer._idle
+        while not idle._holds:
+            await asyncio.sleep(0.01)
+        now[0] += 1.0
         held.set()
         world.push(0)
-        assert (await waiting).metrics["rollout/idle_fraction"] > 0.3
+        assert (await waiting).metrics["rollout/idle_fraction"] == 1
