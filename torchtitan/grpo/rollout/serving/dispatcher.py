@@ -44,6 +44,8 @@ __all__ = ["Dispatcher", "Server", "ServersFailing"]
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 2
+# A request without an answer counts less: its server may be lost, which becomes known later.
+_UNANSWERED_ATTEMPT = 0.25
 _CLOSE_SECONDS = 0.7
 # Poll interval of a completion that waits for a server.
 _LOOK_SECONDS = 0.05
@@ -209,8 +211,9 @@ class Dispatcher:
     ) -> asyncio.Task[Generation]:
         """Starts one completion on a ready ``server``. It is in flight immediately.
 
-        A failed request is retried once, and one whose server was lost as often as necessary.
-        The task raises :class:`ServerError` if both attempts failed, or no server took it within
+        A failed request is retried once, one without an answer a few times, and one whose server
+        was lost as often as necessary. The task raises :class:`ServerError` if these attempts
+        failed, or no server took it within
         ``rollout.request_timeout_seconds``, and :class:`ServersFailing`.
 
         ``expected_tokens``, by default the mean of the answers so far, includes later segments.
@@ -284,13 +287,14 @@ class Dispatcher:
             listener()
 
     async def _complete(self, completion: _Completion, server: Server) -> Generation:
-        num_failures = 0
+        num_failed = 0.0
         while True:
             try:
                 return await self._answer(completion, server)
             except ServerError as error:
-                num_failures += not isinstance(error, GivenBack)
-                if num_failures == _ATTEMPTS:
+                if not isinstance(error, GivenBack):
+                    num_failed += 1.0 if error.was_answered else _UNANSWERED_ATTEMPT
+                if num_failed >= _ATTEMPTS:
                     raise
                 server = await self._next_server(completion, error)
             self._place(completion, server)

@@ -11,6 +11,8 @@ import pytest
 from local_server import PROMPT, SAMPLING, LocalServer, attested, generation, make, submit
 
 from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.inference.http import RouteError
+from torchtitan.grpo.rollout.serving import server_state
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, ServersFailing
 from torchtitan.grpo.types import GenerateRequest, Generation, VersionSegment
 
@@ -133,6 +135,29 @@ async def test_completion_that_is_given_back_again_and_again_is_not_failed():
     await task
     ids = [request.request_id for request in server.requests]
     assert len(set(ids)) == len(ids) == 6
+
+
+@pytest.mark.parametrize(("num_unanswered", "is_lost"), [(7, False), (8, True)])
+async def test_completion_survives_until_the_loss_of_its_server_is_known(
+    monkeypatch: pytest.MonkeyPatch, num_unanswered: int, is_lost: bool
+):
+    monkeypatch.setattr(server_state, "_FIRST_BACKOFF_SECONDS", 1e-4)
+    (server,) = servers_named("a")
+    dispatcher = attested(server)
+
+    async def disconnect(request: GenerateRequest) -> Generation:
+        if len(server.requests) > num_unanswered:
+            return await server.succeed(request)
+        raise RouteError("Server disconnected")
+
+    server.answer = disconnect
+    task = submit(dispatcher, server.url)
+    if is_lost:
+        with pytest.raises(RouteError):
+            await task
+    else:
+        await task
+    assert len(server.requests) == 8
 
 
 @pytest.mark.parametrize(
