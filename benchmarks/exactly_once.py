@@ -46,7 +46,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 MARK = "TORCHTITAN_GRPO_BENCHMARK_MARK"
 VICTIMS = ("rollout process", "server", "trainer")
 WORDS = {"rollout process": "grpo.rollout.process", "server": "grpo.inference.embedded"}
-PROGRESS_SECONDS = 600.0
+PROGRESS_SECONDS = 300.0
+FINISH_SECONDS = 3600.0
 END_SECONDS = 60.0
 LONGEST_WAIT_SECONDS = 4.0
 # Probability that a kill does not wait until the run has taken a step since the kill before.
@@ -151,19 +152,17 @@ class KilledRun:
             time.sleep(0.02)
 
     def kill(self, victim: str, rng: random.Random) -> str:
-        """Kills one process of a kind, or the whole trainer if there is no such process.
+        """Kills one process of a kind, or the whole trainer if there is none for a minute.
 
         Returns:
             The kind of the victim.
         """
+        found: list[psutil.Process] = []
         deadline = time.monotonic() + END_SECONDS  # it may be starting again
-        while not (
-            found := [p for p in self.processes() if WORDS.get(victim, "") in command_of(p)]
-        ):
-            if time.monotonic() > deadline:
-                break
+        while victim in WORDS and not found and time.monotonic() < deadline:
+            found = [p for p in self.processes() if WORDS[victim] in command_of(p)]
             time.sleep(0.1)
-        if victim not in WORDS or not found:
+        if not found:
             self.kill_all()
             return "trainer"
         with contextlib.suppress(psutil.Error):
@@ -193,7 +192,7 @@ class KilledRun:
     def finish(self) -> None:
         """Waits until the run ends."""
         assert self._process is not None
-        if self._process.wait(20 * PROGRESS_SECONDS) != 0:
+        if self._process.wait(FINISH_SECONDS) != 0:
             console = self.console.read_text(errors="replace")
             raise SystemExit(f"The run failed:\n{console[-6000:]}")
         self.kill_all()

@@ -100,6 +100,6 @@ part "install servers (rest)" await_servers
 if [[ "$MODE" == --long ]]; then
     part "install Ray" bash scripts/install_launcher.sh ray
 fi
-# Four run at a time, because whole runs wait even more. Their conftest.py puts the slowest ones first.
-part "whole runs" python -m pytest tests/integration_tests -q -n 4 --no-loadscope-reorder \
+# Three, because whole runs need much memory. Their conftest.py puts the slowest ones first.
+part "whole runs" python -m pytest tests/integration_tests -q -n 3 --no-loadscope-reorder \
     --durations=25 "${LONG[@]}"

@@ -278,7 +278,7 @@ class GRPOTrainer(Trainer):
         self.enter("ending")
         is_halted = self.stopped and self.guards.reason is not None
         if self.stopped:
-            checkpoint.save_stopped(self, self.source, self.first_step)
+            checkpoint.save_stopped(self, self.source, self.first_step, self.stop)
         else:
             self._conclude()
         if hasattr(self, "publisher"):

@@ -66,7 +66,7 @@ def test_a_stub_server_samples_without_computing(tmp_path: Path, load) -> None:
     async def lengths(server: LaunchedServer) -> list[int]:
         client = make_client(server.kind, server.url)
         try:
-            requests = [GenerateRequest(str(i), [5, 6, 7], 40) for i in range(4)]
+            requests = [GenerateRequest(str(i), [5, 6, 7], 40) for i in range(8)]
             answers = await asyncio.gather(*map(client.generate, requests))
         finally:
             await client.close()
@@ -76,7 +76,8 @@ def test_a_stub_server_samples_without_computing(tmp_path: Path, load) -> None:
     times = {"decode_seconds": 0.0, "mean_tokens": 8.0}
     limits = {"max_model_len": 64, "max_running_requests": 2}
     with load("stub_servers").running_stubs(1, model, tmp_path, **times, **limits) as (server,):
-        assert all(1 <= length <= 40 for length in asyncio.run(lengths(server)))
+        found = asyncio.run(lengths(server))
+    assert 1 <= min(found) < 40, "the model itself would hardly end"
 
 
 @pytest.mark.parametrize("choice", [long("--quick"), long("--all", seconds=9000)])

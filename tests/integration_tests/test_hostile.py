@@ -52,9 +52,8 @@ def test_a_run_on_a_server_of_bad_answers_ends_well(make_run, serve):
     assert proxy.num_endless_bytes < 64 * 2**20
     # What failed after the last batch, and in the evaluations, is in no record.
     assert 0.5 * proxy.spoiled.total() < sum_of(run, "rollout/failed_requests")
-    most = (
-        proxy.spoiled.total() + proxy.num_given_up
-    )  # on a busy machine, a good answer may be late
+    # On a busy machine, a good answer may come too late.
+    most = proxy.spoiled.total() + proxy.num_given_up
     assert sum_of(run, "rollout/failed_requests") <= most
     assert run.metrics[-1]["weight_sync/server_version"] >= num_steps - 2
     assert_dropped_is_told(run, "answers that cannot be used", "groups without enough completions")

@@ -177,7 +177,7 @@ def test_a_server_that_comes_late_or_again_is_sent_everything_before_it_counts(
 @one_transport
 def test_a_stopped_server_is_lost_while_the_others_go_on_and_rejoins(sync, servers, train):
     first, stopped = servers.urls
-    training = train(servers.urls, **sync)
+    training = train(servers.urls, **sync, control_seconds=6.0, timeout_seconds=8.0)
     bound = max_alive(WeightSync(delta=sync.get("delta", False)), num_servers=2)
     training.publish()
     for url in servers.urls:
@@ -190,6 +190,7 @@ def test_a_stopped_server_is_lost_while_the_others_go_on_and_rejoins(sync, serve
         alive.append(training.publisher.metrics()["weight_sync/versions_alive"])
     assert max(alive) <= bound
     training.wait_lost(stopped)
+    assert -1 not in training.versions_told(first)
     servers.signal(1, signal.SIGCONT)
     training.publish()
     for url in servers.urls:

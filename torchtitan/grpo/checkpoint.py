@@ -29,6 +29,7 @@ from torchtitan.grpo.run_folder.launch import LAUNCH_VARIABLE
 from torchtitan.grpo.run_folder.start_record import without_keys
 from torchtitan.grpo.system.files import damaged_files
 from torchtitan.grpo.system.logs import logger
+from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.lr_schedule import renew_settings, settings_of
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.upstream.checkpoint import MODEL, CheckpointManager, ModelWrapper
@@ -135,7 +136,9 @@ def save_whole(checkpointer: CheckpointManager, step: int) -> None:
         checkpointer.save(step, last_step=True)
 
 
-def save_stopped(trainer: Trainer, source: StepSource | None, first_step: int) -> None:
+def save_stopped(
+    trainer: Trainer, source: StepSource | None, first_step: int, stop: StopRequest
+) -> None:
     """Saves what a stopped run can go on from, unless it took no step, and prints how.
 
     ``source`` is None on ranks other than 0.
@@ -153,7 +156,9 @@ def save_stopped(trainer: Trainer, source: StepSource | None, first_step: int) -
         checkpointer.finish()  # one may be written in the background, at its interval
     num_rollouts: int | None = 0
     if source is not None:
-        num_rollouts = source.wait_saved(step, config.grpo.stop_timeout_seconds / 2)
+        # A rollout process that hangs must leave time for an orderly end.
+        seconds = min(stop.timeout_seconds, stop.seconds_left) / 2
+        num_rollouts = source.wait_saved(step, max(seconds, 0.0))
         if checkpointer.missing is not None:
             checkpointer.discard_rollouts()
     if dist.get_rank() == 0:

@@ -4,6 +4,7 @@
 """The command, its rows, table, JSON line and budget, and checks that fail, hang, or crash."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -97,8 +98,8 @@ def test_rows_are_passed_on_and_written_before_their_check_ends(make_check, tmp_
     ("ending", "limit", "left", "status", "reason"),
     [
         ("crashing", 300.0, 300.0, "failed", "signal 11"),
-        ("hanging", 12.0, 300.0, "failed", "must end within 12 s"),
-        ("hanging", 300.0, 16.0, "cut", "must end within 1"),
+        ("hanging", 12.0, 300.0, "failed", r"must end within 12 s"),
+        ("hanging", 300.0, 16.0, "cut", r"must end within 1[0-2] s"),
         ("silent", 300.0, 300.0, "failed", "at least one row"),
     ],
 )
@@ -108,7 +109,7 @@ def test_rows_before_a_crash_or_a_hang_are_kept(
     runs = owner.Owner("cpu", tmp_path, time.monotonic() + left)
     *first, last = runs.run(make_check(ending, limit=limit))
     assert [(row.case, row.status) for row in first] == [("one", "passed")] * (ending != "silent")
-    assert last.status == status and reason in last.reason and last.check == ending
+    assert last.status == status and re.search(reason, last.reason) and last.check == ending
 
 
 def test_the_first_checks_run_and_no_check_begins_that_cannot_end(make_check, capsys):

@@ -148,7 +148,7 @@ class TextCodec:
         return max(self.vocabulary().values(), default=-1)
 
     def unknown_ids(self, vocab_size: int, known: Sequence[int]) -> tuple[int, ...]:
-        """Returns the ids that are neither tokens nor ``known``; models have some to round up."""
+        """Returns the ids that are neither tokens nor ``known``; models pad their vocabulary."""
         ids = {*self.vocabulary().values(), *known}
         return tuple(token for token in range(vocab_size) if token not in ids)
 

@@ -54,6 +54,11 @@ class StopRequest:
         return time.monotonic() - self._signaled_at > seconds
 
     @property
+    def seconds_left(self) -> float:
+        """Time until this process is ended; infinite without a signal."""
+        return self._signaled_at + self.timeout_seconds - time.monotonic()
+
+    @property
     def exit_code(self) -> int:
         return 128 + (self.signum or 0)
 

@@ -37,8 +37,7 @@ class PushMemory:
 
     A version takes ``version`` bytes on the wire, and ``slot`` bytes of host memory, summed over the
     ranks that send. Of ``num_slots``, ``num_held`` are for versions that servers still receive.
-    ``model`` is the size that the whole model would have on the wire if only LoRA adapters are sent.
-
+    ``model`` is the size of the whole model on the wire, also if only LoRA adapters are sent.
     """
 
     version: int

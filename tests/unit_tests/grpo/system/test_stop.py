@@ -24,10 +24,11 @@ WAITING = """
 import sys
 from torchtitan.grpo.system.stop import StopRequest
 stop = StopRequest(float(sys.argv[1]))
-assert not stop.is_older_than(0)
+assert not stop.is_older_than(0) and stop.seconds_left == float("inf")
 print("ready", flush=True)
 assert stop.wait(120)
 assert stop.is_older_than(0) and not stop.is_older_than(1000)
+assert 0 < stop.seconds_left < stop.timeout_seconds
 print("asked", flush=True)
 sys.exit(stop.exit_code)
 """

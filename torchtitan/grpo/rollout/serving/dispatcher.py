@@ -44,8 +44,9 @@ __all__ = ["Dispatcher", "Server", "ServersFailing"]
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 2
-# A request without an answer counts less: its server may be lost, which becomes known later.
-_UNANSWERED_ATTEMPT = 0.25
+# A connection that failed counts less: the server may be lost, which becomes known later. A request
+# that timed out counts in full.
+_FAILED_CONNECTION = 0.25
 _CLOSE_SECONDS = 0.7
 # Poll interval of a completion that waits for a server.
 _LOOK_SECONDS = 0.05
@@ -211,10 +212,10 @@ class Dispatcher:
     ) -> asyncio.Task[Generation]:
         """Starts one completion on a ready ``server``. It is in flight immediately.
 
-        A failed request is retried once, one without an answer a few times, and one whose server
-        was lost as often as necessary. The task raises :class:`ServerError` if these attempts
-        failed, or no server took it within
-        ``rollout.request_timeout_seconds``, and :class:`ServersFailing`.
+        A failed request is retried once, one whose connection failed a few times, and one whose
+        server was lost as often as necessary. The task raises :class:`ServerError` if these
+        attempts failed, or no server took it within ``rollout.request_timeout_seconds``, and
+        :class:`ServersFailing`.
 
         ``expected_tokens``, by default the mean of the answers so far, includes later segments.
         ``allowed`` marks a completion of an evaluation, and tells the servers that may generate it.
@@ -293,7 +294,7 @@ class Dispatcher:
                 return await self._answer(completion, server)
             except ServerError as error:
                 if not isinstance(error, GivenBack):
-                    num_failed += 1.0 if error.was_answered else _UNANSWERED_ATTEMPT
+                    num_failed += 1.0 if error.was_answered else _FAILED_CONNECTION
                 if num_failed >= _ATTEMPTS:
                     raise
                 server = await self._next_server(completion, error)

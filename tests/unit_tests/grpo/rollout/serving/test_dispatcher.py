@@ -137,27 +137,31 @@ async def test_completion_that_is_given_back_again_and_again_is_not_failed():
     assert len(set(ids)) == len(ids) == 6
 
 
-@pytest.mark.parametrize(("num_unanswered", "is_lost"), [(7, False), (8, True)])
-async def test_completion_survives_until_the_loss_of_its_server_is_known(
-    monkeypatch: pytest.MonkeyPatch, num_unanswered: int, is_lost: bool
+@pytest.mark.parametrize(
+    ("num_failed", "error", "num_requests"),
+    [
+        (7, RouteError("Server disconnected"), 8),
+        (8, RouteError("Server disconnected"), 8),
+        (2, RouteError("answered 503", 503), 2),
+        (2, ServerError("timed out"), 2),
+    ],
+)
+async def test_request_whose_connection_fails_is_sent_more_often(
+    monkeypatch: pytest.MonkeyPatch, num_failed: int, error: ServerError, num_requests: int
 ):
     monkeypatch.setattr(server_state, "_FIRST_BACKOFF_SECONDS", 1e-4)
     (server,) = servers_named("a")
     dispatcher = attested(server)
 
-    async def disconnect(request: GenerateRequest) -> Generation:
-        if len(server.requests) > num_unanswered:
+    async def fail_first(request: GenerateRequest) -> Generation:
+        if len(server.requests) > num_failed:
             return await server.succeed(request)
-        raise RouteError("Server disconnected")
+        raise error
 
-    server.answer = disconnect
-    task = submit(dispatcher, server.url)
-    if is_lost:
-        with pytest.raises(RouteError):
-            await task
-    else:
-        await task
-    assert len(server.requests) == 8
+    server.answer = fail_first
+    (found,) = await asyncio.gather(submit(dispatcher, server.url), return_exceptions=True)
+    assert len(server.requests) == num_requests
+    assert (found is error) == (num_requests == num_failed)
 
 
 @pytest.mark.parametrize(
