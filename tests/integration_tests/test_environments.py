@@ -20,7 +20,7 @@ def test_what_the_environment_put_in_is_read_and_not_trained(
     script = repository / "scripts/make_calculator_task.py"
     # The example's prompts and its model, which uses the calculator correctly about half of the time.
     command = [sys.executable, str(script), "--output", str(tmp_path)]
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command, check=True, timeout=800, capture_output=True)
     record = tmp_path / "rollouts.jsonl.gz"
     model = f"--model.hf_assets_path={tmp_path / 'model'}"
     task = (

@@ -196,7 +196,7 @@ def _train(
             raise
         name = signal.Signals(stop.exit_code - 128).name
         logger.warning(
-            f"{name} stopped this rank. Before, it had failed: {type(error).__name__}: {error}"
+            f"{name} stopped this rank. Before that, it had failed: {type(error).__name__}: {error}"
         )
     finally:
         if trainer is not None:
