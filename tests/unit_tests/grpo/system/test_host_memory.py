@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -18,6 +19,7 @@ from light import LIGHT
 from torchtitan.grpo.system.host_memory import SharedSlots, attach, available_bytes, own_memory, pin
 
 SLOT_BYTES = 3 * 64
+PAGE = resource.getpagesize()
 ATTACHED = """
 import pickle, sys
 from torchtitan.grpo.system.host_memory import attach
@@ -85,6 +87,15 @@ def test_another_process_reads_and_writes_them(shared):
     assert [slot.unique().tolist() for slot in shared.slots] == [[7], [9]]
 
 
+def share_in_place(slot: torch.Tensor) -> float:
+    """The share of a tensor's pages that this process reaches without a page fault."""
+    first, last = slot.data_ptr() // PAGE, (slot.data_ptr() + slot.nbytes - 1) // PAGE
+    with open("/proc/self/pagemap", "rb") as pages:
+        pages.seek(8 * first)
+        entries = np.frombuffer(pages.read(8 * (last - first + 1)), np.uint64)
+    return float(np.mean(entries >> np.uint64(63)))
+
+
 @pytest.mark.parametrize("whose", ["owner's", "other's", "private"])
 def test_the_first_copy_into_a_slot_finds_every_page_in_place(whose):
     num_bytes = 64 * 2**20
@@ -94,13 +105,11 @@ def test_the_first_copy_into_a_slot_finds_every_page_in_place(whose):
         assert attached is not None
         private = own_memory([num_bytes], torch.uint8)
         slot = {"owner's": shared.slots[0], "other's": attached[0], "private": private}[whose]
-        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-        slot.fill_(1)
-        faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+        share = share_in_place(slot)
     finally:
         shared.close()
-    # A page is at most 2 MiB, and some faults are the interpreter's.
-    assert faults < num_bytes / 2**22
+    # A machine that is short of memory takes some pages back.
+    assert share > 0.9
 
 
 def test_whoever_has_them_mapped_keeps_them_when_the_owner_closes(shared):
