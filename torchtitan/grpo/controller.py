@@ -326,6 +326,7 @@ def process_config(
         grpo=config.grpo,
         prompts=config.prompts,
         rollout=config.rollout,
+        agent=config.agent,
         inference=replace(config.inference, device=device),
         reward=config.reward,
         workers=config.workers,

@@ -165,6 +165,7 @@ class JobConfig(job_config.JobConfig):
     lora: grpo_config.LoRA = field(default_factory=grpo_config.LoRA)
     prompts: grpo_config.Prompts = field(default_factory=grpo_config.Prompts)
     rollout: grpo_config.Rollout = field(default_factory=grpo_config.Rollout)
+    agent: grpo_config.Agent = field(default_factory=grpo_config.Agent)
     inference: grpo_config.Inference = field(default_factory=grpo_config.Inference)
     weight_sync: grpo_config.WeightSync = field(default_factory=grpo_config.WeightSync)
     reward: grpo_config.Reward = field(default_factory=grpo_config.Reward)

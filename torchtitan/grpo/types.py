@@ -277,6 +277,19 @@ def joined(before: Generation | None, after: Generation) -> Generation:
     )
 
 
+def unsampled(token_ids: Sequence[int], version: int, *, begins_row: bool = False) -> Generation:
+    """Makes a part of a completion that its model was shown and did not write."""
+    length = len(token_ids)
+    return Generation(
+        token_ids=np.array(token_ids, np.int32),
+        logprobs=np.zeros(length, np.float32),
+        finish_reason="length",
+        segments=(VersionSegment(version, 0, length),),
+        sampled=np.zeros(length, np.bool_),
+        new_rows=((0, length),) if begins_row else (),
+    )
+
+
 def as_context(part: Generation) -> Generation:
     return replace(
         part,

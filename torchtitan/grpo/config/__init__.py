@@ -8,6 +8,7 @@ The tables are plain data and import no torch, so that the rollout process can i
 refuses settings that cannot work.
 """
 
+from torchtitan.grpo.config.agent import Agent
 from torchtitan.grpo.config.evaluation import Evaluation
 from torchtitan.grpo.config.grpo import GRPO, LoRA
 from torchtitan.grpo.config.inference import Inference
@@ -25,6 +26,7 @@ __all__ = [
     "GRPO",
     "SECRETS",
     "SFT",
+    "Agent",
     "Evaluation",
     "Guards",
     "Inference",

@@ -70,7 +70,8 @@ class Rollout:
     """Keyword arguments with which ``environment`` is called for each completion."""
 
     max_turns: Annotated[int, at_least(1)] = 16
-    """Maximum number of model turns in one episode. Used with ``environment``."""
+    """Maximum number of model turns in one episode. Used with ``environment``, and with ``[agent]``,
+    whose turns are the answers to its requests."""
 
     environment_timeout_seconds: Annotated[float, above(0)] = 30.0
     """Maximum duration of one call of ``environment``. After this time, the completion counts as
@@ -168,7 +169,7 @@ class Rollout:
     """How the model sees its earlier turns if an environment replies to chat prompts with chat
     messages. ``as_written`` keeps all tokens as the model generated them, including its thinking.
     ``as_templated`` renders the whole conversation with the chat template, as a chat server does;
-    docs/environments.md describes the rows that result. Needs ``environment``."""
+    docs/environments.md describes the rows that result. Needs ``environment`` or ``[agent]``."""
 
     record: str | None = None
     """File to which every trained batch of rollouts is written, for use with ``replay``. If the

@@ -6,6 +6,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torchtitan.grpo.config.agent import Agent
 from torchtitan.grpo.config.evaluation import Evaluation
 from torchtitan.grpo.config.grpo import GRPO
 from torchtitan.grpo.config.inference import Inference
@@ -46,6 +47,7 @@ class RolloutProcessConfig:
     date: str = ""
     """What chat templates take for now, in ISO format: the time of the run's first start. If it is
     empty, it is the time of the first rendering."""
+    agent: Agent = field(default_factory=Agent)
     workers: Workers = field(default_factory=Workers)
     teacher: Teacher = field(default_factory=Teacher)
     saved_rollouts: str | None = None
@@ -67,6 +69,11 @@ class RolloutProcessConfig:
     rollouts with ``prompts.single_rank_load = false``."""
     fetch_secret: str = ""
     """Token that each fetch of rollouts by a rank must present."""
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether an environment or an agent may give a completion its reward."""
+        return self.rollout.environment is not None or self.agent.is_used
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

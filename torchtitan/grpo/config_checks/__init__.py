@@ -28,7 +28,7 @@ _CHECKS = (
     learning.check_mismatch, trainer.check_optimizer, rollouts.check_lengths,
     rollouts.check_data, rollouts.check_filters, rollouts.check_stream, learning.check_supervised,
     learning.check_teacher, rollouts.check_determinism, trainer.check_checkpoints,
-    rollouts.check_environments, prompts.check_evaluation, trainer.check_machine,
+    rollouts.check_environments, rollouts.check_agent, prompts.check_evaluation, trainer.check_machine,
     servers.check_inference, rollouts.check_dispatch, servers.check_weight_sync,
     observe.check_guards, observe.check_observe, observe.check_profiling, lora.check_lora,
     trainer.check_layout,

@@ -100,10 +100,12 @@ def check_filters(config: JobConfig) -> None:
         "with rollout.segment_tokens = 0 completions are generated whole. Set "
         f"rollout.segment_tokens below rollout.max_new_tokens ({rollout.max_new_tokens}).",
     )
+    has_turns = rollout.environment is not None or config.agent.is_used
     require(
-        rollout.overdue not in ("cut", "resume") or rollout.environment is None,
+        rollout.overdue not in ("cut", "resume") or not has_turns,
         f'rollout.overdue = "{rollout.overdue}" interrupts completions in the middle of a turn and '
-        'cannot be combined with rollout.environment. Set rollout.overdue to "wait" or "drop".',
+        "cannot be combined with rollout.environment or with [agent]. Set rollout.overdue to "
+        '"wait" or "drop".',
     )
     if rollout.dynamic_sampling:
         require(
@@ -173,6 +175,30 @@ def check_environments(config: JobConfig) -> None:
     )
 
 
+def check_agent(config: JobConfig) -> None:
+    agent, rollout = config.agent, config.rollout
+    if not agent.is_used:
+        require(
+            "agent" not in config.reward.functions or not config.has_servers,
+            "reward.functions names the built-in 'agent', which returns the reward of an agent, but "
+            "neither agent.command nor agent.function is set. Set one, or name another reward function.",
+        )
+        return
+    forbid(
+        "agent.command" if agent.command else "agent.function",
+        {
+            "agent.function": bool(agent.command) and agent.function is not None,
+            "rollout.environment": rollout.environment is not None,
+            "teacher.urls": bool(config.teacher.urls),
+        },
+        "a completion is driven by one program, and a teacher rates only what it can read from its "
+        "beginning. Remove one of them.",
+    )
+    if agent.function is not None:
+        with refusing():
+            split_path(agent.function, "agent.function", ())
+
+
 def check_dispatch(config: JobConfig) -> None:
     rollout, inference = config.rollout, config.inference
     hedge_seconds = rollout.hedge_seconds
@@ -209,6 +235,7 @@ def check_determinism(config: JobConfig) -> None:
             "inference.launch = true": inference.launch,
             'inference.kind = "embedded"': inference.kind == "embedded",
             "rollout.environment unset": rollout.environment is None,
+            "agent.command and agent.function unset": not config.agent.is_used,
             "rollout.dynamic_sampling = false": not rollout.dynamic_sampling,
             "rollout.stream = false": not rollout.stream,
         }

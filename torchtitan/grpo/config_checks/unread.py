@@ -40,6 +40,14 @@ def _both(first: _Condition, second: _Condition) -> _Condition:
     return lambda c: first[0](c) and second[0](c), f"{first[1]} and {second[1]}"
 
 
+_HAS_AGENT: _Condition = (
+    lambda config: config.agent.is_used,
+    "agent.command or agent.function",
+)
+_HAS_TURNS: _Condition = (
+    lambda config: config.agent.is_used or config.rollout.environment is not None,
+    "rollout.environment, agent.command or agent.function",
+)
 _RATED: _Condition = (
     lambda config: config.may_be_taught,
     "teacher.urls, or rated rollouts in rollout.replay",
@@ -84,9 +92,13 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
         ): ("overdue",),
         _on("rollout.stream"): ("stream_parts",),
         _given("rollout.environment"): (
-            *("environment_options", "max_turns", "environment_timeout_seconds"),
-            *("environment_workers", "earlier_turns"),
+            *("environment_options", "environment_timeout_seconds", "environment_workers"),
         ),
+        _HAS_TURNS: ("max_turns", "earlier_turns"),
+    },
+    "agent": {
+        _given("agent.function"): ("workers",),
+        _HAS_AGENT: ("timeout_seconds", "allow_sampling", "host"),
     },
     "sft": {
         _given("sft.path"): (

@@ -169,9 +169,9 @@ class TrainRows:
 def sequences_of(rollout: Rollout, **settings: float) -> list[Sample]:
     """Returns the sequences of a rollout, in the order of its turns.
 
-    There are several if a chat template shows the model other tokens in a later turn than those of
-    the turns before; each begins with the context that the server was sent. All have the sample id
-    of the rollout, so that it counts as one sample. ``settings`` are further attributes of each.
+    There are several if the model was shown other tokens in a later request than those before, by a
+    chat template or an agent; each begins with the context that the server was sent. All have the
+    sample id of the rollout, so that it counts as one sample. ``settings`` are further attributes.
     """
     ids = rollout.token_ids
     prompts = [rollout.prompt_ids]
@@ -181,6 +181,8 @@ def sequences_of(rollout: Rollout, **settings: float) -> list[Sample]:
         prompts.append(ids[start : start + num_context])
         begins.append(start + num_context)
     ends.append(len(ids))
+    if ends[0] == 0:  # nothing follows the prompt
+        del prompts[0], begins[0], ends[0]
     values = {name: getattr(rollout, name) for name in COLUMNS}
     columns = {name: array for name, array in values.items() if array is not None}
     return [

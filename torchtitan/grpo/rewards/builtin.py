@@ -96,11 +96,12 @@ def environment(
     environment_reward: Sequence[float | None],
     **_: Any,
 ) -> list[float | None]:
-    """Returns the rewards that ``rollout.environment`` gave; ``None`` where it gave none."""
+    """Returns what ``rollout.environment``, or an agent, gave; ``None`` where it gave none."""
     return list(environment_reward)
 
 
 BUILTIN: dict[str, Callable[..., Sequence[float | None]]] = {
+    "agent": environment,
     "boxed_math": boxed_math,
     "environment": environment,
     "exact_match": exact_match,

@@ -68,15 +68,15 @@ class ChatTemplate:
         """The day that the template prints as today's; empty if it prints none."""
         return self._date[:10] if "strftime_now" in self._source else ""
 
-    def render(self, messages: Messages, *, opens_turn: bool = True) -> str:
+    def render(self, messages: Messages, *, opens_turn: bool = True, tools: Messages = ()) -> str:
         """Returns the text of a conversation, with the start of the assistant's turn.
 
         Raises ``ValueError`` if the template cannot, and :class:`LeftOut` if it leaves something out.
         """
-        text = self._render(messages, opens_turn=opens_turn)
+        text = self._render(messages, opens_turn=opens_turn, tools=tools)
         shape = tuple(map(_shape, messages))
         if shape not in self._known:
-            if self._render(messages, opens_turn=opens_turn) != text:
+            if self._render(messages, opens_turn=opens_turn, tools=tools) != text:
                 raise ValueError(
                     f"The chat template of {self._path} must render the same messages to the same text, "
                     "but it prints something else each time. Remove random choices from it."
@@ -85,9 +85,9 @@ class ChatTemplate:
             self._known.add(shape)
         return text
 
-    def _render(self, messages: Messages, *, opens_turn: bool = True) -> str:
+    def _render(self, messages: Messages, *, opens_turn: bool = True, tools: Messages = ()) -> str:
         try:
-            return self._ask(list(messages), opens_turn=opens_turn) or ""
+            return self._ask(list(messages), opens_turn=opens_turn, tools=tools) or ""
         except _LimitReached as error:
             raise ValueError(
                 f"The chat template of {self._path} must stay within its limits, but it took more than "
@@ -99,12 +99,15 @@ class ChatTemplate:
                 f"The chat template of {self._path} cannot render {messages!r:.200}: {error}"
             ) from error
 
-    def _ask(self, messages: list[Any] | None, *, opens_turn: bool = True) -> str | None:
+    def _ask(
+        self, messages: list[Any] | None, *, opens_turn: bool = True, tools: Messages = ()
+    ) -> str | None:
         return template_process().ask(
             {
                 "number": self._number,
                 "path": str(self._path),
                 "messages": messages,
+                "tools": list(tools),
                 "opens_turn": opens_turn,
                 "variables": self._variables,
                 "date": self._date,
@@ -219,7 +222,8 @@ class _TemplateProcess:
         limits = {
             "cpu_seconds": _CPU_SECONDS,
             "memory_bytes": _MEMORY_BYTES,
-            "most_characters": _MOST_CHARACTERS + _TIMES_LONGER * len(str(request["messages"])),
+            "most_characters": _MOST_CHARACTERS
+            + _TIMES_LONGER * len(str([request["messages"], request["tools"]])),
         }
         with self._lock:
             # Somebody else may have ended the child, for example for want of memory.

@@ -105,7 +105,8 @@ def _cover(segments: Sequence[VersionSegment], num_tokens: int) -> bool:
 
 def _new_rows_problem(new_rows: NewRows, num_tokens: int) -> str | None:
     borders = [border for start, n in new_rows for border in (start, start + n)]
-    if not new_rows or all(a < b for a, b in pairwise([0, *borders, num_tokens])):
+    # Only the first row may begin with the completion: nothing then follows the prompt.
+    if not new_rows or all(a < b for a, b in pairwise([-1, *borders, num_tokens])):
         return None
     return (
         f"new_rows must be ascending places (start, num_context) within the {num_tokens} completion "

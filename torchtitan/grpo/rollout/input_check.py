@@ -108,6 +108,9 @@ def _reward_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[str]
         stop_strings = inputs.environments.stop_strings
         ends = f", turns end at {stop_strings}" if stop_strings else ""
         yield f"rollout.environment: {config.rollout.environment}{ends}"
+    if inputs.agents is not None:
+        program = config.agent.function or " ".join(config.agent.command)
+        yield f"agent: {program}, which reaches the model at {inputs.agents.endpoint.url}"
     weights = config.reward.weights or [1.0] * len(config.reward.functions)
     for position, function in enumerate(config.reward.functions):
         values = [of_set[position] for of_set in inputs.rewards]

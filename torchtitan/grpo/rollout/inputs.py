@@ -14,6 +14,7 @@ from torchtitan.grpo.config.evaluation import evaluation_sets, set_key
 from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, Example, unearnable_warning
 from torchtitan.grpo.rewards.gold_values import gold_judge
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
+from torchtitan.grpo.rollout.agents.writer import Agents
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments import EnvironmentPool
 from torchtitan.grpo.rollout.model_match import model_warnings, prompt_notes
@@ -61,6 +62,7 @@ class Inputs:
         self.pool: RewardPool | None = None
         self.evaluation_pool: RewardPool | None = None
         self.environments: EnvironmentPool | None = None
+        self.agents: Agents | None = None
         self.warnings: list[str] = []
 
     async def open(self, pending: Sequence[int]) -> None:
@@ -91,7 +93,7 @@ class Inputs:
     async def close(self) -> None:
         if self.stream is not None:
             await asyncio.to_thread(self.stream.close)
-        for pool in (self.pool, self.evaluation_pool, self.environments):
+        for pool in (self.pool, self.evaluation_pool, self.environments, self.agents):
             if pool is not None:
                 await pool.close()
 
@@ -117,10 +119,14 @@ class Inputs:
 
     async def _open_environments(self) -> None:
         config, drops = self._config, self._drops
-        if config.rollout.environment is None:
-            return
-        self.environments = EnvironmentPool(config.rollout, config.workers, drops.record_episode)
-        await self.environments.start()
+        if config.agent.is_used:
+            self.agents = Agents.of(config, drops)
+            await self.agents.start()
+        if config.rollout.environment is not None:
+            self.environments = EnvironmentPool(
+                config.rollout, config.workers, drops.record_episode
+            )
+            await self.environments.start()
 
     async def _open_evaluation(self) -> None:
         config = self._config
@@ -151,7 +157,7 @@ class Inputs:
         )
 
     def _columns(self) -> dict[str, list[float]]:
-        return {} if self.environments is None else {"environment_reward": [0.0]}
+        return {"environment_reward": [0.0]} if self._config.has_episodes else {}
 
     def _warn(self, warnings: Iterable[str]) -> None:
         for warning in warnings:

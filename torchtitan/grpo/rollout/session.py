@@ -20,6 +20,7 @@ from torchtitan.grpo.inference.http import HttpConnection
 from torchtitan.grpo.inference.kinds import IDLE_SECONDS, kind_row
 from torchtitan.grpo.inference.urls import checked_urls
 from torchtitan.grpo.rollout.admission import Admission
+from torchtitan.grpo.rollout.agents.writer import AgentWriter
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments import Episodes
 from torchtitan.grpo.rollout.evaluator import Evaluator, HeldOut
@@ -158,7 +159,7 @@ class RolloutSession(_Session):
             config.reward.functions,
             config.reward.weights,
             acceptor_position(config),
-            has_environment=rollout.environment is not None,
+            has_environment=config.has_episodes,
         )
         return GroupJudge(scorer, rollout, config.grpo, self._teachers)
 
@@ -186,11 +187,13 @@ def make_writer(
     inputs: Inputs,
     places: Dispatcher | SpareRoom,
     sampling: Sampling,
-) -> TrajectoryWriter:
+) -> TrajectoryWriter | AgentWriter:
     """Its completions also stop at the ends of an environment's turns."""
     rollout, codec, episodes = config.rollout, inputs.codec, None
     ends = [*config.eos_token_ids, *rollout.stop_token_ids]
     sampling = replace(sampling, unknown_ids=codec.unknown_ids(config.vocab_size, ends))
+    if inputs.agents is not None:
+        return AgentWriter(places, sampling, config, codec, inputs.agents)
     if inputs.environments is not None:
         stop_ids = [*sampling.stop_token_ids, *_turn_ends(inputs.environments.stop_strings, codec)]
         sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys(stop_ids)))

@@ -55,6 +55,7 @@ def _render(tokenizer: Any, request: dict[str, Any]) -> str:
     template.environment.globals["strftime_now"] = date.strftime
     return tokenizer.apply_chat_template(
         request["messages"],
+        tools=request["tools"] or None,
         add_generation_prompt=request["opens_turn"],
         tokenize=False,
         **request["variables"],

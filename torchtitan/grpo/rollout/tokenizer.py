@@ -114,8 +114,21 @@ class TextCodec:
         They are the text that the chat template writes after the assistant's message of an
         artificial conversation, without the end-of-turn token if the model has generated it.
         """
-        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
-        _, mark, reply = self.template.render([*before, *messages]).rpartition(_TURN)
+        before = [{"role": "user", "content": "?"}]
+        return self.encode_continuation(self.reply_text(messages, turn_ids, before=before))
+
+    def reply_text(
+        self,
+        messages: Sequence[dict[str, Any]],
+        turn_ids: Sequence[int],
+        *,
+        before: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> str:
+        """The text of messages behind an assistant's turn, which follows the messages ``before``."""
+        turn = {"role": "assistant", "content": _TURN}
+        rendered = self.template.render([*before, turn, *messages], tools=tools)
+        _, mark, reply = rendered.rpartition(_TURN)
         if not mark:
             raise ValueError(
                 "The model's chat template must render an assistant message unchanged, but it "
@@ -124,7 +137,22 @@ class TextCodec:
         last = turn_ids[-1] if turn_ids else None
         if last in self._eos and (end := self._tokenizer.id_to_token(last)):
             reply = reply.removeprefix(end)
-        return self.encode_continuation(reply)
+        return reply
+
+    def unfinished_text(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
+    ) -> str:
+        """The text of a conversation whose last message, the assistant's, is to be continued."""
+        *before, last = messages
+        opened = {**last, "content": (last.get("content") or "") + _TURN}
+        rendered = self.template.render([*before, opened], opens_turn=False, tools=tools)
+        text, mark, _ = rendered.rpartition(_TURN)
+        if not mark:
+            raise ValueError(
+                "The model's chat template must render an assistant message unchanged, but it "
+                "omits the message, which can therefore not be continued."
+            )
+        return text
 
     def encode_observation(self, text: str, *, has_special_tokens: bool) -> list[int]:
         """Without ``has_special_tokens``, the spelling of a special token is plain text."""

@@ -24,10 +24,8 @@ from torchtitan.grpo.rollout.environments import EnvironmentFailed, Episode, Epi
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
+from torchtitan.grpo.rollout.serving.waiting import next_server
 from torchtitan.grpo.types import Generation, Prompt, joined, without_contexts
-
-# Poll interval of a completion that waits for a server to continue on.
-_LOOK_SECONDS = 0.05
 
 
 @dataclass(eq=False)
@@ -190,7 +188,7 @@ class TrajectoryWriter:
                             "an episode that is over must have a completion"
                         )
                         return followed.generation
-                server = await self._next_server(floor, server)
+                server = await next_server(self._places, floor, server.url, self._wait_seconds)
                 segment = self._submit(trajectory, server, expected_tokens)
         finally:
             if episode is not None:
@@ -228,25 +226,6 @@ class TrajectoryWriter:
         in_row = sampling.max_total_tokens - len(_context(prompt, whole))
         written = without_contexts(whole.token_ids, whole.new_rows)
         return min(in_row, sampling.max_new_tokens - len(written))
-
-    async def _next_server(self, floor: int, former: Server) -> Server:
-        """Waits for the former server, which has the prefix, or another server that is ready."""
-        try:
-            async with asyncio.timeout(self._wait_seconds):
-                while True:
-                    server = self._places.choose(
-                        lambda version: version >= floor, prefer=former.url, has_begun=True
-                    )
-                    if server is not None:
-                        return server
-                    await asyncio.sleep(_LOOK_SECONDS)
-        except TimeoutError as error:
-            raise ServerError(
-                f"No server of policy_version {floor} or newer was ready to continue a completion "
-                f"within rollout.request_timeout_seconds = {self._wait_seconds:g}. The previous "
-                f"segment was generated on {former.url}. Check the servers' logs, or raise "
-                "rollout.request_timeout_seconds."
-            ) from error
 
 
 def _context(prompt: Prompt, whole: Generation) -> np.ndarray:

@@ -28,13 +28,46 @@ class CallFailed(Exception):
         self.kind = kind
 
 
-class WorkerOwner(Generic[Reply]):
-    """Owns the running worker processes of one program, and counts its failed calls by kind.
+class FailureLimit:
+    """Counts failed calls by kind; too many in a row end the run with ``error``.
 
-    The first request of each, ``load``, loads the user's code. Two limits come with their TOML
-    keys: of the time of one call, and of failed calls in a row, which end the run with ``error``.
-    ``subject`` and ``calls`` are for messages: what is loaded (``rollout.environment
-    'calculator'``) and what fails (``groups in a row could not be scored``).
+    ``calls`` is for messages: what fails (``groups in a row could not be scored``). ``most`` comes
+    with its TOML key.
+    """
+
+    def __init__(
+        self,
+        calls: str,
+        most: tuple[int, str],
+        error: type[RuntimeError],
+        on_failure: Callable[[CallFailed], object],
+    ) -> None:
+        self._calls, self._most, self._error, self._on_failure = calls, most, error, on_failure
+        self._failures_in_a_row = 0
+        self.failures: Counter[str] = Counter()
+
+    def record_failure(self, failure: CallFailed) -> None:
+        """Counts and reports a failed call; raises ``error`` after too many in a row."""
+        self.failures[failure.kind] += 1
+        self._on_failure(failure)
+        self._failures_in_a_row += 1
+        most, key = self._most
+        if self._failures_in_a_row >= most:
+            raise self._error(
+                f"{self._failures_in_a_row} {self._calls} ({key} = {most}). The last reason: "
+                f"{failure}"
+            ) from failure
+
+    def record_success(self) -> None:
+        self._failures_in_a_row = 0
+
+
+class WorkerOwner(FailureLimit, Generic[Reply]):
+    """Owns the running worker processes of one program, and counts its failed calls.
+
+    The first request of each, ``load``, loads the user's code. The limit of the time of one call
+    comes with its TOML key. ``subject`` is for messages: what is loaded (``rollout.environment
+    'calculator'``). For the others see :class:`FailureLimit`, with whose ``error`` loading fails.
     """
 
     def __init__(
@@ -51,14 +84,11 @@ class WorkerOwner(Generic[Reply]):
         workers: Workers,
         on_failure: Callable[[CallFailed], object],
     ) -> None:
+        super().__init__(calls, most_failures, error, on_failure)
         self._module, self._decode_reply, self._load_request = module, decode_reply, load
-        self._subject, self._calls, self._error = subject, calls, error
-        self._timeout, self._most_failures = timeout_seconds, most_failures
-        self._workers, self._on_failure = workers, on_failure
+        self._subject, self._timeout, self._workers = subject, timeout_seconds, workers
         self._running: set[WorkerProcess[Reply | Refused]] = set()
         self._is_closed = False
-        self._failures_in_a_row = 0
-        self.failures: Counter[str] = Counter()
 
     async def start(
         self, on_end: Callable[[WorkerLost], None] = lambda reason: None
@@ -83,21 +113,6 @@ class WorkerOwner(Generic[Reply]):
         except BaseException:
             await process.kill()
             raise
-
-    def record_failure(self, failure: CallFailed) -> None:
-        """Counts and reports a failed call; raises ``error`` after too many in a row."""
-        self.failures[failure.kind] += 1
-        self._on_failure(failure)
-        self._failures_in_a_row += 1
-        most, key = self._most_failures
-        if self._failures_in_a_row >= most:
-            raise self._error(
-                f"{self._failures_in_a_row} {self._calls} ({key} = {most}). The last reason: "
-                f"{failure}"
-            ) from failure
-
-    def record_success(self) -> None:
-        self._failures_in_a_row = 0
 
     async def close(self) -> None:
         """Kills all processes, and starts no more."""

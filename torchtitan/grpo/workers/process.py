@@ -48,7 +48,7 @@ def worker_environment(also: Sequence[str] = ()) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if is_named(name, names)}
 
 
-def _apply_limits(workers: Workers) -> None:
+def apply_limits(workers: Workers) -> None:
     """Called in the child, between fork and exec."""
     die_with_parent(signal.SIGKILL)
     if workers.max_memory_gib:
@@ -106,7 +106,7 @@ class WorkerProcess(Generic[Reply]):
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
             env=worker_environment(self._workers.pass_variables),
-            preexec_fn=functools.partial(_apply_limits, self._workers),
+            preexec_fn=functools.partial(apply_limits, self._workers),
         )
         if self.is_lost:  # killed while it was being started
             await self._stop_process()

@@ -25,8 +25,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from torchtitan.grpo.rollout.chat_template import LeftOut
 from torchtitan.grpo.rollout.environments.environment_pool import (
     EnvironmentFailed,
@@ -35,7 +33,7 @@ from torchtitan.grpo.rollout.environments.environment_pool import (
 )
 from torchtitan.grpo.rollout.environments.protocol import Observation
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.types import Generation, Prompt, VersionSegment, joined
+from torchtitan.grpo.types import Generation, Prompt, joined, unsampled
 from torchtitan.grpo.workers.process import WorkerLost
 
 # If the processes of an episode end more often than this, the episode is assumed to be the cause.
@@ -189,7 +187,9 @@ class Episode:
         was_cut = whole.finish_reason == "length"
         longer = replace(whole, finish_reason="length")
         if shown.token_ids:
-            longer = joined(whole, _observed(shown, whole.segments[-1].version))
+            version = whole.segments[-1].version
+            observed = unsampled(shown.token_ids, version, begins_row=shown.begins_row)
+            longer = joined(whole, observed)
         # An observation is left out if no turn can follow it.
         if was_cut or len(turns) >= episodes.max_turns or room_behind(longer) <= 0:
             whole = _with_reward(whole, await self._cut_off(turns))
@@ -319,18 +319,6 @@ def turns_of(generation: Generation, stop_token_ids: Collection[int]) -> list[Tu
             turns[-1].observed.append(token)
             is_open = False
     return turns
-
-
-def _observed(shown: Shown, version: int) -> Generation:
-    length = len(shown.token_ids)
-    return Generation(
-        token_ids=np.array(shown.token_ids, np.int32),
-        logprobs=np.zeros(length, np.float32),
-        finish_reason="length",
-        segments=(VersionSegment(version, 0, length),),
-        sampled=np.zeros(length, np.bool_),
-        new_rows=((0, length),) if shown.begins_row else (),
-    )
 
 
 def _with_reward(whole: Generation, reward: float | None) -> Generation:

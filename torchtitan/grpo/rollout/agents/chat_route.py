@@ -1,0 +1,78 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The bodies of ``/v1/chat/completions``."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torchtitan.grpo.rollout.agents.exchange import (
+    Answer,
+    Asked,
+    Choice,
+    read_messages,
+    read_tools,
+    shared_settings,
+)
+
+
+def read(body: Mapping[str, Any]) -> Asked:
+    return Asked(
+        messages=read_messages(body.get("messages")),
+        tools=[] if body.get("tool_choice") == "none" else read_tools(body.get("tools")),
+        continues=bool(body.get("continue_final_message")),
+        wants_logprobs=bool(body.get("logprobs")),
+        **shared_settings(body),
+    )
+
+
+def write(answer: Answer, asked: Asked) -> dict[str, Any]:
+    choices = []
+    for index, choice in enumerate(answer.choices):
+        written = {"index": index, "message": choice.message(), **_end(choice, asked)}
+        choices.append(written | ({"token_ids": choice.token_ids} if asked.wants_token_ids else {}))
+    extra = {"prompt_token_ids": answer.prompt_ids} if asked.wants_token_ids else {}
+    return {**_head(answer, "chat.completion"), "choices": choices, "usage": answer.usage, **extra}
+
+
+def stream(answer: Answer, asked: Asked) -> Iterator[dict[str, Any]]:
+    """Yields the chunks of an answer that was written as a whole."""
+    head = _head(answer, "chat.completion.chunk")
+    for index, choice in enumerate(answer.choices):
+        message = choice.message()
+        calls = message.pop("tool_calls", [])
+        yield head | {"choices": [{"index": index, "delta": message, "finish_reason": None}]}
+        for position, call in enumerate(calls):
+            delta = {"tool_calls": [{"index": position, **call}]}
+            yield head | {"choices": [{"index": index, "delta": delta, "finish_reason": None}]}
+        yield head | {"choices": [{"index": index, "delta": {}, **_end(choice, asked)}]}
+    if asked.wants_usage:
+        yield head | {"choices": [], "usage": answer.usage}
+
+
+def _head(answer: Answer, kind: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{answer.number}",
+        "object": kind,
+        "created": answer.created,
+        "model": answer.model,
+    }
+
+
+def _end(choice: Choice, asked: Asked) -> dict[str, Any]:
+    logprobs = {"content": token_logprobs(choice)} if asked.wants_logprobs else None
+    return {"finish_reason": choice.finish_reason, "logprobs": logprobs}
+
+
+def token_logprobs(choice: Choice) -> list[dict[str, Any]]:
+    values = zip(choice.token_ids, choice.token_texts, choice.logprobs, strict=True)
+    return [
+        {
+            "token": text,
+            "token_id": token,
+            "logprob": logprob,
+            "bytes": list(text.encode()),
+            "top_logprobs": [],
+        }
+        for token, text, logprob in values
+    ]

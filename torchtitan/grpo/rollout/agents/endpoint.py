@@ -1,0 +1,210 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The HTTP server that agents take for OpenAI's. The key of a request names its episode."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from aiohttp import web
+
+from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.rollout.agents import chat_route, responses_route, text_route
+from torchtitan.grpo.rollout.agents.episode import AgentEpisode, parsed_reward
+from torchtitan.grpo.rollout.agents.exchange import Answer, Asked, BadRequest
+from torchtitan.grpo.rollout.agents.programs import MODEL
+from torchtitan.grpo.system.connections import answering
+from torchtitan.grpo.system.http_site import listen, read_body
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 16 * 2**20
+_MAX_CONNECTIONS = 4096
+_WRITE_SECONDS = 60.0
+_SHUTDOWN_SECONDS = 0.3
+_KEEPALIVE_SECONDS = 75.0
+
+_Handler = Callable[[web.Request, AgentEpisode], Awaitable[web.StreamResponse]]
+
+
+class AgentEndpoint:
+    """Serves the episodes that are open. ``seq_len`` is the longest context, in tokens."""
+
+    def __init__(self, host: str, seq_len: int) -> None:
+        self._host, self._seq_len = host, seq_len
+        self._episodes: dict[str, AgentEpisode] = {}
+        self._listener: asyncio.Server | None = None
+        app = web.Application()
+        routes: list[tuple[str, str, _Handler]] = [
+            ("POST", "/v1/chat/completions", self._chat),
+            ("POST", "/v1/completions", self._text),
+            ("POST", "/v1/responses", self._responses),
+            ("POST", "/inference/v1/generate", self._generate),
+            ("POST", "/v1/episodes/{name}/reward", self._reward),
+            ("GET", "/v1/models", self._models),
+            ("GET", "/v1/models/{model:.*}", self._model),
+        ]
+        for method, path, handler in routes:
+            app.router.add_route(method, path, self._guarded(handler))
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            keepalive_timeout=_KEEPALIVE_SECONDS,
+            shutdown_timeout=_SHUTDOWN_SECONDS,
+        )
+        self.url = ""
+
+    async def start(self) -> None:
+        """Listens at a free port. Raises ValueError if the address is not one of this machine."""
+        await self._runner.setup()
+        try:
+            self._listener = await listen(self._runner, self._host, 0, _MAX_CONNECTIONS)
+        except OSError as error:
+            raise ValueError(
+                f"agent.host = {self._host!r} must be an address of this machine, on which agents "
+                f"can be served: {error}."
+            ) from error
+        port = self._listener.sockets[0].getsockname()[1]
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self.url = f"http://{host}:{port}/v1"
+
+    async def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        await self._runner.cleanup()
+
+    def open(self, episode: AgentEpisode) -> None:
+        self._episodes[episode.key] = episode
+
+    def forget(self, episode: AgentEpisode) -> None:
+        self._episodes.pop(episode.key, None)
+
+    def _guarded(self, handler: _Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """Finds the episode, and turns exceptions into OpenAI's error objects."""
+
+        async def guarded(http: web.Request) -> web.StreamResponse:
+            episode = self._episode(http)
+            with answering(has_key=episode is not None):
+                if episode is None:
+                    return _error(
+                        401,
+                        "Send 'Authorization: Bearer KEY' with the key of an episode that runs "
+                        "(OPENAI_API_KEY). The episode of this key has ended, or there was none.",
+                        code="invalid_api_key",
+                    )
+                try:
+                    return await handler(http, episode)
+                except BadRequest as error:
+                    return _error(400, str(error), param=error.param, code=error.code)
+                except ServerError as error:
+                    return _error(503, f"The episode ends, because no server answers: {error}")
+                except Exception:  # it ends the run, where the episode is awaited
+                    logger.exception("A request of an agent failed")
+                    return _error(500, "The run ends.")
+
+        return guarded
+
+    def _episode(self, http: web.Request) -> AgentEpisode | None:
+        scheme, _, key = http.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            return None
+        return self._episodes.get(key.strip())
+
+    async def _chat(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
+        asked = chat_route.read(await _body(http))
+        answer = await episode.answer(asked)
+        if asked.stream:
+            return await _stream(http, chat_route.stream(answer, asked), is_named=False)
+        return web.json_response(chat_route.write(answer, asked))
+
+    async def _text(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
+        asked = text_route.read(await _body(http))
+        answer = await episode.answer(asked)
+        if asked.stream:
+            return await _stream(http, text_route.stream(answer, asked), is_named=False)
+        return web.json_response(text_route.write(answer, asked))
+
+    async def _generate(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
+        asked = text_route.read_ids_body(await _body(http))
+        return web.json_response(text_route.write_ids(await episode.answer(asked), asked))
+
+    async def _responses(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
+        body = await _body(http)
+        earlier = episode.conversations.get(str(body.get("previous_response_id")), [])
+        if body.get("previous_response_id") and not earlier:
+            raise BadRequest(
+                "previous_response_id must be the id of an earlier response of this episode.",
+                param="previous_response_id",
+            )
+        asked = responses_route.read(body, earlier)
+        answer = await episode.answer(asked)
+        _keep_conversation(episode, asked, answer, has_system=bool(body.get("instructions")))
+        if asked.stream:
+            return await _stream(http, responses_route.stream(answer, asked), is_named=True)
+        return web.json_response(responses_route.write(answer, asked))
+
+    async def _reward(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
+        if http.match_info["name"] != episode.name:
+            return _error(403, f"The key is of the episode {episode.name}, and of no other one.")
+        episode.reward = parsed_reward(await _body(http))
+        return web.json_response({"id": episode.name, "reward": episode.reward})
+
+    async def _models(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
+        return web.json_response({"object": "list", "data": [self._card()]})
+
+    async def _model(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
+        return web.json_response(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "torchtitan-grpo"}
+        return card | {"max_model_len": self._seq_len}
+
+
+def _keep_conversation(
+    episode: AgentEpisode, asked: Asked, answer: Answer, *, has_system: bool
+) -> None:
+    """Keeps a conversation for ``previous_response_id``: instructions are not carried over."""
+    assert asked.messages is not None, "this route has messages"
+    messages = asked.messages[has_system:]
+    items = responses_route.write(answer, asked)["output"]
+    episode.conversations[f"resp_{answer.number}"] = [*messages, *responses_route.read_items(items)]
+
+
+async def _body(http: web.Request) -> dict[str, Any]:
+    try:
+        body = json.loads(await read_body(http, MAX_BODY_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"The body must be JSON: {error}.") from error
+    if not isinstance(body, dict):
+        raise BadRequest(f"The body must be a JSON object, got a {type(body).__name__}.")
+    return body
+
+
+async def _stream(
+    http: web.Request, events: Iterable[dict[str, Any]], *, is_named: bool
+) -> web.StreamResponse:
+    """Sends events; those of the route of responses also have names, and no end mark."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    async with asyncio.timeout(_WRITE_SECONDS):  # for a client that reads slowly
+        await response.prepare(http)
+        for event in events:
+            name = f"event: {event['type']}\n" if is_named else ""
+            await response.write(f"{name}data: {json.dumps(event)}\n\n".encode())
+        if not is_named:
+            await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+    return response
+
+
+def _error(
+    status: int, message: str, *, param: str | None = None, code: str | None = None
+) -> web.Response:
+    kinds = {401: "authentication_error", 403: "permission_error", 503: "server_error"}
+    kind = kinds.get(status, "invalid_request_error")
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    # The clients' own retries would only repeat what cannot succeed.
+    return web.json_response({"error": error}, status=status, headers={"x-should-retry": "false"})

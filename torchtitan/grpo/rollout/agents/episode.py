@@ -1,0 +1,352 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""One completion that a program drives: answers its requests, and keeps the rows that result."""
+
+import asyncio
+import itertools
+import secrets
+import string
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from torchtitan.grpo.rollout.agents.exchange import Answer, Asked, BadRequest, Choice, make_call
+from torchtitan.grpo.rollout.agents.programs import MODEL, Access
+from torchtitan.grpo.rollout.agents.rows import EpisodeRows
+from torchtitan.grpo.rollout.agents.tool_calls import Parser, Spoken
+from torchtitan.grpo.rollout.agents.transcript import Context, Message, Transcript
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
+from torchtitan.grpo.rollout.serving.requests import Sampling
+from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
+from torchtitan.grpo.rollout.serving.waiting import next_server
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.types import Generation, Prompt, as_context, joined
+
+# A request with stop strings is looked through after this many tokens: servers know only tokens.
+_STOP_SEGMENT = 64
+# What follows is the answer, and what is before it the model's thinking.
+_THINK_END = "</think>"
+# Ids of tool calls are of the length that every chat template accepts.
+_CALL_ID_CHARS, _CALL_ID_LEN = string.ascii_letters + string.digits, 9
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class EpisodeSettings:
+    """What the episodes of one writer share. ``counts`` are those of its metrics."""
+
+    places: Dispatcher | SpareRoom
+    sampling: Sampling
+    codec: TextCodec
+    parser: Parser | None
+    segment_tokens: int
+    wait_seconds: float
+    max_turns: int
+    allow_sampling: bool
+    is_templated: bool
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+class AgentEpisode:
+    """``floor`` is the oldest version that may write for it.
+
+    ``failed`` is done with an error if no server answers: the program need not go on.
+    """
+
+    def __init__(
+        self, settings: EpisodeSettings, prompt: Prompt, sample: int, floor: int, server: Server
+    ) -> None:
+        self.name = f"{prompt.group_id}-{sample}-{next(_numbers)}"
+        self.key = secrets.token_urlsafe(24)
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.reward: float | None = None
+        self.conversations: dict[str, list[Message]] = {}
+        self._settings, self._prompt = settings, prompt
+        self._floor, self._server = floor, server
+        self._rows = EpisodeRows(prompt.token_ids.tolist())
+        self._transcript = Transcript(settings.codec, templated=settings.is_templated)
+        self._num_asked = 0
+        self._writing: set[asyncio.Task[Choice]] = set()
+        self._num_in_flight = 0
+        self._own_seconds, self._since = 0.0, time.monotonic()
+        self._is_closed = False
+        self._hold = ExitStack()
+        self._hold.enter_context(settings.places.hold())
+
+    def access(self, base_url: str) -> Access:
+        return Access(base_url, self.key, self.name)
+
+    def own_seconds(self) -> float:
+        """The time that the program has taken itself, without that in which the model wrote."""
+        running = 0.0 if self._num_in_flight else time.monotonic() - self._since
+        return self._own_seconds + running
+
+    @property
+    def waits_for_model(self) -> bool:
+        return self._num_in_flight > 0
+
+    def close(self) -> None:
+        """Cancels its requests, and ends its place among the completions in flight."""
+        self._is_closed = True
+        for task in self._writing:
+            task.cancel()
+        self._hold.close()
+        self.failed.cancel()
+
+    @property
+    def num_rows(self) -> int:
+        return self._rows.num_rows
+
+    def whole(self) -> Generation | None:
+        """The completion so far; ``None`` if no request was answered."""
+        whole = self._rows.whole()
+        return whole and replace(whole, environment_reward=self.reward)
+
+    async def answer(self, asked: Asked) -> Answer:
+        """Raises BadRequest, and ServerError if no server answers, which also ends the episode."""
+        settings = self._settings
+        self._num_asked += asked.number
+        if self._num_asked > settings.max_turns:
+            raise BadRequest(
+                f"An episode may ask for at most rollout.max_turns = {settings.max_turns} answers. "
+                "Let the program end earlier, or raise rollout.max_turns.",
+                code="max_turns",
+            )
+        try:
+            context = await asyncio.to_thread(self._context, asked)
+        except BadRequest:
+            raise
+        except ValueError as error:
+            raise BadRequest(str(error), param="messages") from error
+        room = self._room(context, asked)
+        self._count(asked, context)
+        with self._generating():
+            choices = await self._choices(asked, context, room)
+        number = f"{self.name}-{self._num_asked}"
+        return Answer(number, int(time.time()), MODEL, context.token_ids, choices)
+
+    async def _choices(self, asked: Asked, context: Context, room: int) -> list[Choice]:
+        tasks = [
+            asyncio.create_task(self._write(asked, context, room)) for _ in range(asked.number)
+        ]
+        self._writing.update(tasks)
+        try:
+            return await asyncio.gather(*tasks)
+        except Exception as error:
+            if not self.failed.done():
+                self.failed.set_exception(error)
+                self.failed.exception()  # in case the program has just ended
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()  # the others, if one has failed
+            self._writing.difference_update(tasks)
+
+    def _context(self, asked: Asked) -> Context:
+        if asked.token_ids is not None:
+            return Context(asked.token_ids, "", is_known=True)
+        if asked.text is not None:
+            return self._transcript.text_context(asked.text)
+        assert asked.messages is not None, "one of the three is given"
+        if asked.tools and self._settings.parser is None:
+            raise BadRequest(
+                "The model's chat template must print tools and their calls in a known form, but it "
+                "does not. Describe the tools in a message, and read the calls from the text.",
+                param="tools",
+            )
+        return self._transcript.context(asked.messages, asked.tools, continues=asked.continues)
+
+    def _room(self, context: Context, asked: Asked) -> int:
+        """The number of tokens that an answer may have."""
+        sampling = self._settings.sampling
+        num_shown, most = len(context.token_ids), sampling.max_total_tokens
+        if num_shown >= most:
+            raise BadRequest(
+                f"This model's maximum context length is {most} tokens (training.seq_len), and the "
+                f"request has {num_shown} tokens already.",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        return min(most - num_shown, sampling.max_new_tokens, asked.max_tokens or most)
+
+    def _count(self, asked: Asked, context: Context) -> None:
+        counts = self._settings.counts
+        counts["requests"] += asked.number
+        counts["rewritten"] += self._num_asked > asked.number and not context.is_known
+        counts["ignored"] += bool(asked.ignored)
+        counts["ignored"] += bool(asked.sampling) and not self._settings.allow_sampling
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        """Requests in flight take the place that the episode holds between them."""
+        if self._num_in_flight == 0:
+            self._own_seconds += time.monotonic() - self._since
+            self._hold.close()
+        self._num_in_flight += 1
+        try:
+            yield
+        finally:
+            self._num_in_flight -= 1
+            if self._num_in_flight == 0:
+                self._since = time.monotonic()
+                if not self._is_closed:
+                    self._hold.enter_context(self._settings.places.hold())
+
+    async def _write(self, asked: Asked, context: Context, room: int) -> Choice:
+        row = self._rows.place(context.token_ids)
+        try:
+            written, text_end = await self._generate(asked, context, room)
+        except BaseException:
+            self._rows.release(row)
+            raise
+        is_own = replace(self._sampling(asked), seed=None) == replace(
+            self._settings.sampling, seed=None
+        )
+        self._settings.counts["masked"] += not is_own
+        self._rows.add(row, context.token_ids, written if is_own else as_context(written))
+        # In a thread: long answers take milliseconds to decode.
+        choice = await asyncio.to_thread(self._choice, asked, written, text_end)
+        self._note(asked, context, written, choice)
+        return choice
+
+    async def _generate(
+        self, asked: Asked, context: Context, room: int
+    ) -> tuple[Generation, int | None]:
+        """Returns an answer, and where a stop string begins in its text."""
+        settings = self._settings
+        longest = min(settings.segment_tokens or room, _STOP_SEGMENT if asked.stop else room)
+        written: Generation | None = None
+        while True:
+            num_written = 0 if written is None else len(written.token_ids)
+            self._server = server = await next_server(
+                settings.places, self._floor, self._server.url, settings.wait_seconds
+            )
+            sampling = self._sampling(asked).of_sample(self._prompt, 0, num_written)
+            ids = context.token_ids if written is None else [*context.token_ids, *written.token_ids]
+            part = await settings.places.submit(
+                replace(self._prompt, token_ids=np.array(ids, np.int32)),
+                server,
+                replace(sampling, max_new_tokens=min(longest, room - num_written)),
+            )
+            written = joined(written, part)
+            if asked.stop and (found := _stopped(written, asked.stop, settings.codec)) is not None:
+                return found
+            if written.finish_reason != "length" or len(written.token_ids) >= room:
+                return written, None
+
+    def _sampling(self, asked: Asked) -> Sampling:
+        settings = self._settings
+        if not settings.allow_sampling:
+            return settings.sampling
+        return replace(settings.sampling, **asked.sampling)
+
+    def _choice(self, asked: Asked, written: Generation, text_end: int | None) -> Choice:
+        codec = self._settings.codec
+        ids = written.token_ids.tolist()
+        text, reasoning, spoken = codec.decode(ids)[:text_end], "", None
+        if asked.messages is not None:
+            reasoning, text = _without_thinking(text)
+            if asked.tools and asked.may_call and self._settings.parser is not None:
+                spoken = self._spoken(asked, ids, text)
+        spoken = spoken or Spoken(text, [])
+        reason = "tool_calls" if spoken.calls else str(written.finish_reason)
+        return Choice(
+            token_ids=ids,
+            token_texts=[codec.decode_exactly([i]) for i in ids if asked.wants_logprobs],
+            logprobs=written.logprobs.tolist(),
+            finish_reason=reason,
+            text=spoken.text,
+            reasoning=reasoning,
+            calls=spoken.calls,
+            call_ids=[_call_id() for _ in spoken.calls],
+        )
+
+    def _spoken(self, asked: Asked, ids: list[int], text: str) -> Spoken | None:
+        """Reads tool calls, whose marks may be special tokens, which the text does not have."""
+        assert self._settings.parser is not None
+        is_ended = bool(ids) and ids[-1] in self._settings.sampling.stop_token_ids
+        exact = self._settings.codec.decode_exactly(ids[:-1] if is_ended else ids)
+        spoken = self._settings.parser(_without_thinking(exact)[1], asked.tools)
+        return spoken if spoken.calls else Spoken(text, [])
+
+    def _note(self, asked: Asked, context: Context, written: Generation, choice: Choice) -> None:
+        """Adds the answer to what later requests may begin with."""
+        ids = written.token_ids.tolist()
+        if asked.token_ids is not None:
+            return
+        if asked.messages is None:
+            # The text that the program has seen lacks the token that ended it.
+            is_ended = ids[-1] in self._settings.sampling.stop_token_ids
+            self._transcript.add(None, (), context, ids[:-1] if is_ended else ids)
+            return
+        *before, last = asked.messages
+        message: Message = {"role": "assistant", "content": choice.text}
+        if choice.calls:
+            calls = zip(choice.call_ids, choice.calls, strict=True)
+            message["tool_calls"] = [make_call(i, c.name, c.arguments) for i, c in calls]
+        if asked.continues and last["role"] == "assistant":
+            message["content"] = last["content"] + choice.text
+        else:
+            before = asked.messages
+        is_cut = written.finish_reason == "length"
+        self._transcript.add([*before, message], asked.tools, context, ids, is_cut=is_cut)
+
+
+def _stopped(
+    written: Generation, stop: tuple[str, ...], codec: TextCodec
+) -> tuple[Generation, int] | None:
+    """Cuts an answer behind the token that completes the first stop string in its text."""
+    ids = written.token_ids.tolist()
+    text = codec.decode(ids)
+    places = [place for one in stop if (place := text.find(one)) >= 0]
+    if not places:
+        return None
+    begin = min(places)
+    low, high = 1, len(ids)
+    while low < high:
+        middle = (low + high) // 2
+        shorter = codec.decode(ids[:middle])
+        is_enough = any(0 <= shorter.find(one) <= begin for one in stop)
+        low, high = (low, middle) if is_enough else (middle + 1, high)
+    return replace(_beginning(written, low), finish_reason="stop"), begin
+
+
+def _beginning(written: Generation, num_tokens: int) -> Generation:
+    """The first tokens of an answer."""
+    segments = [
+        segment._replace(end=min(segment.end, num_tokens))
+        for segment in written.segments
+        if segment.start < num_tokens
+    ]
+    return replace(
+        written,
+        token_ids=written.token_ids[:num_tokens],
+        logprobs=written.logprobs[:num_tokens],
+        segments=tuple(segments),
+    )
+
+
+def _without_thinking(text: str) -> tuple[str, str]:
+    thinking, end, answer = text.partition(_THINK_END)
+    if not end:
+        return "", text
+    return thinking.strip().removeprefix("<think>").strip(), answer.lstrip("\n")
+
+
+def _call_id() -> str:
+    return "".join(secrets.choice(_CALL_ID_CHARS) for _ in range(_CALL_ID_LEN))
+
+
+def parsed_reward(body: Any) -> float:
+    """Reads the body of a reward; raises BadRequest."""
+    value = body.get("reward")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+        raise BadRequest(f"reward must be a finite number, got {value!r:.100}.", param="reward")
+    return float(value)

@@ -1,0 +1,131 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The process that runs ``agent.function``, with many episodes in one event loop."""
+
+import asyncio
+import inspect
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from torchtitan.grpo.functions import describe_error, load_function
+from torchtitan.grpo.workers.channel import NotPlainData, Refused, WorkerChannel, refused
+
+_WHAT = "agent.function: function"
+
+
+class LoadFunction(msgspec.Struct, tag=True):
+    path: str
+
+
+class Run(msgspec.Struct, tag=True):
+    """``variables`` are those of ``programs.Access``."""
+
+    number: int
+    row: dict[str, Any]
+    variables: dict[str, str]
+
+
+class Cancel(msgspec.Struct, tag=True):
+    number: int
+
+
+class Ended(msgspec.Struct, tag=True):
+    result: Any = None
+
+
+Request = LoadFunction | Run | Cancel
+
+decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_reply = msgspec.msgpack.Decoder(Ended | Refused).decode
+
+
+class _Episodes:
+    """Runs episodes on an event loop of its own thread."""
+
+    def __init__(self, channel: WorkerChannel[Request]) -> None:
+        self._channel = channel
+        self._function: Callable[..., Any] | None = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True).start()
+
+    def load(self, call: int, path: str) -> None:
+        try:
+            function = load_function(path, _WHAT, ())
+            _check(function, path)
+        except ValueError as error:
+            self._channel.reply(call, refused("load", str(error)))
+            return
+        self._function = function
+        self._channel.reply(call, Ended())
+
+    def put(self, call: int, request: Run | Cancel) -> None:
+        self._loop.call_soon_threadsafe(self._begin, call, request)
+
+    def _begin(self, call: int, request: Run | Cancel) -> None:
+        if isinstance(request, Run):
+            task = self._loop.create_task(self._run(call, request))
+            self._tasks[request.number] = task
+            task.add_done_callback(lambda _: self._tasks.pop(request.number))
+        elif (task := self._tasks.get(request.number)) is None:
+            self._channel.reply(call, Ended())
+        else:
+            task.cancel()
+            task.add_done_callback(lambda _: self._channel.reply(call, Ended()))
+
+    async def _run(self, call: int, request: Run) -> None:
+        try:
+            reply: Ended | Refused = Ended(await self._result(request))
+        except asyncio.CancelledError:
+            return
+        except BaseException as error:  # the user's function may raise anything
+            traceback.print_exc(file=sys.stderr)
+            reply = refused(f"raised {type(error).__name__}", describe_error(error))
+        try:
+            self._channel.reply(call, reply)
+        except NotPlainData as error:
+            self._channel.reply(call, refused("bad reward", describe_error(error)))
+
+    async def _result(self, request: Run) -> Any:
+        from openai import AsyncOpenAI
+
+        assert self._function is not None, "the first request loads the function"
+        url, key = request.variables["OPENAI_BASE_URL"], request.variables["OPENAI_API_KEY"]
+        async with AsyncOpenAI(base_url=url, api_key=key) as client:
+            return await self._function(client, request.row)
+
+
+def _check(function: Callable[..., Any], path: str) -> None:
+    if not inspect.iscoroutinefunction(function):
+        raise ValueError(
+            f"{_WHAT} {path!r} must be an async function: async def run(client, row). Run other "
+            "programs with agent.command."
+        )
+    try:
+        import openai  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"{_WHAT} {path!r} gets a client of the package openai, which is not installed: run "
+            f'pip install "torchtitan-grpo[agents]" ({error}).'
+        ) from error
+
+
+def main() -> None:
+    channel = WorkerChannel(decode_request)
+    episodes = _Episodes(channel)
+    while (received := channel.read()) is not None:
+        call, request = received
+        if isinstance(request, LoadFunction):
+            episodes.load(call, request.path)
+        else:
+            episodes.put(call, request)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Runs the programs of episodes: a process for each, or functions in worker processes.
+
+A program ends alone: its process is killed together with everything in its session.
+"""
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import json
+import logging
+import math
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torchtitan.grpo.config import Agent, Rollout, Workers
+from torchtitan.grpo.rollout.agents.function_worker import (
+    Cancel,
+    Ended,
+    LoadFunction,
+    Run,
+    decode_reply,
+)
+from torchtitan.grpo.rollout.environments.environment_pool import (
+    EnvironmentFailed,
+    EnvironmentsFailing,
+)
+from torchtitan.grpo.types import Prompt
+from torchtitan.grpo.workers.channel import NotPlainData, Refused, not_passed
+from torchtitan.grpo.workers.owner import OUTPUT_HINT, FailureLimit, WorkerOwner
+from torchtitan.grpo.workers.process import (
+    WorkerLost,
+    WorkerProcess,
+    apply_limits,
+    worker_environment,
+)
+
+logger = logging.getLogger(__name__)
+
+MODEL = "policy"
+"""Name of the model, which programs may also leave out or replace."""
+
+_MAX_OUTPUT = 2**20
+_CANCEL_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Access:
+    """How a program reaches the model: for this episode only."""
+
+    base_url: str
+    key: str
+    episode: str
+
+    def variables(self) -> dict[str, str]:
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.key,
+            "OPENAI_MODEL": MODEL,
+            "GRPO_EPISODE": self.episode,
+        }
+
+
+class Programs(Protocol):
+    """Runs one program for each episode."""
+
+    limit: FailureLimit
+
+    async def start(self) -> None: ...
+
+    async def run(self, prompt: Prompt, access: Access) -> Any:
+        """Returns what the program gave as its result. A program whose call is cancelled is ended.
+
+        Raises EnvironmentFailed, and WorkerLost if the episode may begin again.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+def make_programs(agent: Agent, rollout: Rollout, workers: Workers, on_failure: Any) -> Programs:
+    if agent.function is not None:
+        return Functions(agent, rollout, workers, on_failure)
+    return Commands(agent, rollout, workers, on_failure)
+
+
+def row_of(prompt: Prompt) -> dict[str, Any]:
+    """What a program is given: the columns of its row, with the prompt under ``prompt``."""
+    return {**prompt.columns, "prompt": prompt.text}
+
+
+class Commands:
+    """``agent.command``: starts a process for each episode."""
+
+    def __init__(self, agent: Agent, rollout: Rollout, workers: Workers, on_failure: Any) -> None:
+        self._command, self._workers = agent.command, workers
+        most = rollout.max_consecutive_failures, "rollout.max_consecutive_failures"
+        calls = "episodes of agent.command in a row failed"
+        self.limit = FailureLimit(calls, most, EnvironmentsFailing, on_failure)
+
+    async def start(self) -> None:
+        pass
+
+    async def run(self, prompt: Prompt, access: Access) -> Any:
+        try:
+            row = json.dumps(row_of(prompt), allow_nan=True)
+        except (TypeError, ValueError) as error:
+            message = not_passed(prompt, prompt.columns, "agent.command", NotPlainData(str(error)))
+            raise EnvironmentFailed("column", message) from error
+        process = await self._start(access)
+        try:
+            output = await _exchange(process, row.encode() + b"\n")
+            status = await process.wait()
+        finally:
+            # Also what the program has left behind.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        if status != 0:
+            raise EnvironmentFailed(
+                f"exit status {status}",
+                f"agent.command {self._command} ended with exit status {status}. {OUTPUT_HINT}",
+            )
+        return _last_line(output)
+
+    async def close(self) -> None:
+        pass
+
+    async def _start(self, access: Access) -> asyncio.subprocess.Process:
+        try:
+            return await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                env=worker_environment(self._workers.pass_variables) | access.variables(),
+                preexec_fn=functools.partial(apply_limits, self._workers),
+            )
+        except OSError as error:
+            raise EnvironmentFailed(
+                "start", f"agent.command {self._command} cannot be started: {error}."
+            ) from error
+
+
+async def _exchange(process: asyncio.subprocess.Process, row: bytes) -> bytes:
+    """Writes the row, and returns the end of what the program prints until it closes its output."""
+    assert process.stdin is not None and process.stdout is not None, "both are pipes"
+    with contextlib.suppress(ConnectionError):  # it need not read its row
+        process.stdin.write(row)
+        process.stdin.close()
+    output = b""
+    while part := await process.stdout.read(2**16):
+        output = (output + part)[-_MAX_OUTPUT:]
+    return output
+
+
+def _last_line(output: bytes) -> Any:
+    """Returns the last line if it is JSON, else None."""
+    lines = output.decode(errors="replace").strip().splitlines()
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(lines[-1]) if lines else None
+    return None
+
+
+class Functions:
+    """``agent.function``: runs many episodes in each worker process."""
+
+    def __init__(self, agent: Agent, rollout: Rollout, workers: Workers, on_failure: Any) -> None:
+        assert agent.function is not None, "agent.function must be set"
+        self.limit = self._owner = WorkerOwner(
+            "torchtitan.grpo.rollout.agents.function_worker",
+            decode_reply,
+            LoadFunction(agent.function),
+            subject=f"agent.function {agent.function!r}",
+            calls="episodes of agent.function in a row failed",
+            error=EnvironmentsFailing,
+            timeout_seconds=(agent.timeout_seconds, "agent.timeout_seconds"),
+            most_failures=(rollout.max_consecutive_failures, "rollout.max_consecutive_failures"),
+            workers=workers,
+            on_failure=on_failure,
+        )
+        self._num_workers = agent.workers
+        self._running: dict[WorkerProcess[Ended | Refused], int] = {}
+        self._starting = asyncio.Lock()
+        self._numbers = itertools.count()
+
+    async def start(self) -> None:
+        """Starts the first worker; the others start when they are first needed."""
+        await self._start_worker()
+
+    async def run(self, prompt: Prompt, access: Access) -> Any:
+        worker = await self._worker()
+        number = next(self._numbers)
+        self._running[worker] += 1
+        try:
+            variables = access.variables()
+            reply = await worker.call(Run(number, row_of(prompt), variables))
+        except NotPlainData as error:
+            message = not_passed(prompt, prompt.columns, "agent.function", error)
+            raise EnvironmentFailed("column", message) from error
+        except asyncio.CancelledError:
+            await self._cancel(worker, number)
+            raise
+        finally:
+            self._running[worker] -= 1
+        if isinstance(reply, Refused):
+            raise EnvironmentFailed(reply.kind, f"agent.function: {reply.message}")
+        return reply.result
+
+    async def close(self) -> None:
+        await self._owner.close()
+
+    async def _cancel(self, worker: WorkerProcess[Ended | Refused], number: int) -> None:
+        """Cancels one episode; kills the worker if it does not answer: all of its episodes hang."""
+        try:
+            async with asyncio.timeout(_CANCEL_SECONDS):
+                await worker.call(Cancel(number))
+        except TimeoutError:
+            logger.warning(
+                "A worker process of agent.function is killed: it did not end an episode within %g s. "
+                "Its other episodes begin again.", _CANCEL_SECONDS,
+            )  # fmt: skip
+            await worker.kill()
+        except WorkerLost:
+            pass
+
+    async def _worker(self) -> WorkerProcess[Ended | Refused]:
+        async with self._starting:
+            usable = [worker for worker in self._running if not worker.is_lost]
+            if len(usable) < self._num_workers and all(self._running[w] for w in usable):
+                return await self._start_worker()
+            return min(usable, key=lambda worker: self._running[worker])
+
+    async def _start_worker(self) -> WorkerProcess[Ended | Refused]:
+        worker, _ = await self._owner.start(lambda reason: None)
+        self._running = {w: n for w, n in self._running.items() if not w.is_lost or n} | {worker: 0}
+        return worker
+
+
+def reward_of(result: Any) -> float | None:
+    """Reads the reward from what a program returned; raises EnvironmentFailed for anything else."""
+    value = result.get("reward") if isinstance(result, dict) else result
+    if value is None or (isinstance(value, str) and not isinstance(result, dict)):
+        return None
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise EnvironmentFailed(
+            "bad reward", f"An agent's reward must be a finite number or None, got {value!r:.100}."
+        )
+    return float(value)

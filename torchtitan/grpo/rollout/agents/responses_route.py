@@ -1,0 +1,168 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The bodies of ``/v1/responses``, whose conversations are lists of items."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torchtitan.grpo.rollout.agents.exchange import (
+    Answer,
+    Asked,
+    BadRequest,
+    Choice,
+    ignored_in,
+    make_call,
+    read_length,
+    read_text,
+    read_tools,
+    sampling_of,
+)
+from torchtitan.grpo.rollout.agents.transcript import Message
+
+
+def read(body: Mapping[str, Any], earlier: list[Message]) -> Asked:
+    """``earlier`` is the conversation of ``previous_response_id``, without its instructions."""
+    instructions = body.get("instructions")
+    system = [{"role": "system", "content": instructions}] if instructions else []
+    return Asked(
+        messages=[*system, *earlier, *read_items(body.get("input"))],
+        tools=[] if body.get("tool_choice") == "none" else read_tools(body.get("tools")),
+        max_tokens=read_length(body, "max_output_tokens"),
+        sampling=sampling_of(body),
+        ignored=ignored_in(body),
+        stream=bool(body.get("stream")),
+    )
+
+
+def read_items(value: Any) -> list[Message]:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not (isinstance(value, list) and value):
+        raise BadRequest(
+            f"input must be text or a list of items, got {value!r:.100}.", param="input"
+        )
+    messages: list[Message] = []
+    for i, item in enumerate(value):
+        _read_item(item, messages, f"input[{i}]")
+    return messages
+
+
+def _read_item(item: Any, messages: list[Message], param: str) -> None:
+    """Appends an item. The text and the calls of one answer are items, and here one message."""
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if kind == "message":
+        role = {"developer": "system"}.get(item.get("role"), item.get("role"))
+        messages.append({"role": role, "content": read_text(item.get("content"), param)})
+    elif kind == "function_call":
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        call = make_call(item.get("call_id", ""), item.get("name", ""), item.get("arguments"))
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        content = read_text(item.get("output"), param)
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+    elif kind != "reasoning":
+        raise BadRequest(
+            f"{param} must be a message, a function call or its output, got {item!r:.100}.",
+            param=param,
+        )
+
+
+def write(answer: Answer, asked: Asked) -> dict[str, Any]:
+    (choice,) = answer.choices
+    is_cut = choice.finish_reason == "length"
+    usage = answer.usage
+    return {
+        "id": f"resp_{answer.number}",
+        "object": "response",
+        "created_at": answer.created,
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "error": None,
+        "instructions": None,
+        "metadata": {},
+        "model": answer.model,
+        "output": _items(answer, choice),
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "tool_choice": "auto",
+        "tools": [
+            {"type": "function", "strict": False, **tool["function"]} for tool in asked.tools
+        ],
+        "top_p": None,
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        },
+    }
+
+
+def stream(answer: Answer, asked: Asked) -> Iterator[dict[str, Any]]:
+    """Yields the events of an answer that was written as a whole."""
+    whole = write(answer, asked)
+    begun = whole | {"status": "in_progress", "output": [], "usage": None}
+    events: list[dict[str, Any]] = [{"type": "response.created", "response": begun}]
+    for index, item in enumerate(whole["output"]):
+        events += _item_events(item, index)
+    end = "response.completed" if whole["status"] == "completed" else "response.incomplete"
+    events.append({"type": end, "response": whole})
+    for number, event in enumerate(events):
+        yield event | {"sequence_number": number}
+
+
+def _item_events(item: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
+    place = {"item_id": item["id"], "output_index": index}
+    opened = item | {"status": "in_progress"}
+    if item["type"] == "message":
+        (part,) = item["content"]
+        inner = place | {"content_index": 0}
+        empty, text = part | {"text": ""}, {"text": part["text"], "logprobs": []}
+        yield {
+            "type": "response.output_item.added",
+            "output_index": index,
+            "item": opened | {"content": []},
+        }
+        yield {"type": "response.content_part.added", **inner, "part": empty}
+        delta = {"delta": part["text"], "logprobs": []}
+        yield {"type": "response.output_text.delta", **inner, **delta}
+        yield {"type": "response.output_text.done", **inner, **text}
+        yield {"type": "response.content_part.done", **inner, "part": part}
+    else:
+        arguments = item["arguments"]
+        empty = opened | {"arguments": ""}
+        yield {"type": "response.output_item.added", "output_index": index, "item": empty}
+        yield {"type": "response.function_call_arguments.delta", **place, "delta": arguments}
+        done = {"arguments": arguments, "name": item["name"]}
+        yield {"type": "response.function_call_arguments.done", **place, **done}
+    yield {"type": "response.output_item.done", "output_index": index, "item": item}
+
+
+def _items(answer: Answer, choice: Choice) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    if choice.text or not choice.calls:
+        part = {"type": "output_text", "text": choice.text, "annotations": [], "logprobs": []}
+        items.append(
+            {
+                "type": "message",
+                "id": f"msg_{answer.number}",
+                "role": "assistant",
+                "status": "incomplete" if choice.finish_reason == "length" else "completed",
+                "content": [part],
+            }
+        )
+    for call_id, call in zip(choice.call_ids, choice.calls, strict=True):
+        items.append(
+            {
+                "type": "function_call",
+                "id": f"fc_{call_id}",
+                "call_id": call_id,
+                "name": call.name,
+                "arguments": call.arguments,
+                "status": "completed",
+            }
+        )
+    return items

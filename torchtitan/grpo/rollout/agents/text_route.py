@@ -1,0 +1,110 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The bodies of ``/v1/completions``, and of vLLM's ``/inference/v1/generate``, which takes token ids."""
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+from torchtitan.grpo.rollout.agents.exchange import (
+    Answer,
+    Asked,
+    BadRequest,
+    Choice,
+    read_length,
+    sampling_of,
+    shared_settings,
+)
+
+
+def read(body: Mapping[str, Any]) -> Asked:
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    settings = shared_settings(body) | {"wants_logprobs": body.get("logprobs") is not None}
+    if body.get("echo") or body.get("suffix"):
+        raise BadRequest("echo and suffix are not supported: send neither.", param="echo")
+    if isinstance(prompt, str):
+        return Asked(text=prompt, **settings)
+    return Asked(token_ids=_read_ids(prompt, "prompt"), **settings)
+
+
+def read_ids_body(body: Mapping[str, Any]) -> Asked:
+    sampling = body.get("sampling_params") or {}
+    if not isinstance(sampling, dict):
+        raise BadRequest("sampling_params must be an object.", param="sampling_params")
+    return Asked(
+        token_ids=_read_ids(body.get("token_ids"), "token_ids"),
+        max_tokens=read_length(sampling, "max_tokens"),
+        sampling=sampling_of(sampling),
+        may_call=False,
+    )
+
+
+def _read_ids(value: Any, param: str) -> list[int]:
+    is_list = isinstance(value, list) and value
+    if not is_list or not all(isinstance(one, int) and one >= 0 for one in value):
+        raise BadRequest(
+            f"{param} must be one text or one list of token ids, got {value!r:.100}.", param=param
+        )
+    return list(value)
+
+
+def write(answer: Answer, asked: Asked) -> dict[str, Any]:
+    choices = [_choice(choice, index, asked) for index, choice in enumerate(answer.choices)]
+    return {**_head(answer), "choices": choices, "usage": answer.usage}
+
+
+def stream(answer: Answer, asked: Asked) -> Iterator[dict[str, Any]]:
+    head = _head(answer)
+    for index, choice in enumerate(answer.choices):
+        yield head | {"choices": [_choice(choice, index, asked)]}
+    if asked.wants_usage:
+        yield head | {"choices": [], "usage": answer.usage}
+
+
+def write_ids(answer: Answer, asked: Asked) -> dict[str, Any]:
+    choices = [
+        {
+            "index": index,
+            "token_ids": choice.token_ids,
+            "finish_reason": choice.finish_reason,
+            "logprobs": {
+                "content": [
+                    {"token": f"token_id:{token}", "token_id": token, "logprob": logprob}
+                    for token, logprob in zip(choice.token_ids, choice.logprobs, strict=True)
+                ]
+            },
+        }
+        for index, choice in enumerate(answer.choices)
+    ]
+    return {"request_id": f"generate-{answer.number}", "choices": choices}
+
+
+def _head(answer: Answer) -> dict[str, Any]:
+    return {
+        "id": f"cmpl-{answer.number}",
+        "object": "text_completion",
+        "created": answer.created,
+        "model": answer.model,
+    }
+
+
+def _choice(choice: Choice, index: int, asked: Asked) -> dict[str, Any]:
+    logprobs = None
+    if asked.wants_logprobs:
+        offsets = accumulate((len(text) for text in choice.token_texts), initial=0)
+        logprobs = {
+            "tokens": choice.token_texts,
+            "token_logprobs": choice.logprobs,
+            "top_logprobs": None,
+            "text_offset": list(offsets)[:-1],
+        }
+    return {
+        "index": index,
+        "text": choice.text,
+        "finish_reason": choice.finish_reason,
+        "logprobs": logprobs,
+        **({"token_ids": choice.token_ids} if asked.wants_token_ids else {}),
+    }

@@ -1,0 +1,156 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Turns the messages of a request into the tokens that the model is shown.
+
+A program sends the whole conversation with each request. Where it begins with a conversation that
+this episode has had, up to a message that the model wrote, the tokens are those of that conversation,
+and only what follows is tokenized. Nothing that the model wrote is tokenized a second time. Where a
+program has rewritten a message, the chat template renders the whole conversation.
+
+Two messages are the same if their role, text and tool calls are: programs leave out fields,
+strip white space, and write the JSON of arguments anew.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+
+Message = dict[str, Any]
+Tools = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a request shows to the model. ``is_known``: it begins with what the episode has had."""
+
+    token_ids: list[int]
+    text: str
+    is_known: bool = False
+
+
+@dataclass(frozen=True)
+class _Said:
+    """A conversation up to a message that the model wrote, in tokens and as text."""
+
+    token_ids: list[int]
+    text: str
+    turn_ids: list[int]
+    is_cut: bool
+
+
+class Transcript:
+    """The conversations of one episode. ``templated`` is ``rollout.earlier_turns = "as_templated"``."""
+
+    def __init__(self, codec: TextCodec, *, templated: bool = False) -> None:
+        self._codec, self._templated = codec, templated
+        self._of_messages: dict[bytes, _Said] = {}
+        self._of_text: list[_Said] = []
+
+    def context(
+        self, messages: Sequence[Message], tools: Tools = (), *, continues: bool = False
+    ) -> Context:
+        """Returns the context of the next message; with ``continues``, of the rest of the last one.
+
+        Raises ValueError if the chat template cannot render the messages.
+        """
+        digests = _digests(messages, tools)
+        if continues and messages and messages[-1]["role"] == "assistant":
+            said = self._of_messages.get(digests[-1])
+            if said is not None and said.is_cut:
+                return Context(said.token_ids, said.text, is_known=True)
+            return self._continued(messages, tools)
+        for length in range(len(messages), 0, -1):
+            said = self._of_messages.get(digests[length - 1])
+            if said is None or messages[length - 1]["role"] != "assistant":
+                continue
+            if (context := self._behind(said, messages, length, tools)) is not None:
+                return context
+            break
+        text = self._codec.template.render(messages, tools=tools)
+        return Context(self._codec.encode_continuation(text), text)
+
+    def text_context(self, text: str) -> Context:
+        """Returns the context of a plain text, which may begin with an earlier text and its answer."""
+        before = [said for said in self._of_text if text.startswith(said.text)]
+        if before:
+            said = max(before, key=lambda one: len(one.text))
+            rest = self._codec.encode_continuation(text[len(said.text) :])
+            return Context([*said.token_ids, *rest], text, is_known=True)
+        return Context(self._codec.encode(text), text)
+
+    def add(
+        self,
+        messages: Sequence[Message] | None,
+        tools: Tools,
+        context: Context,
+        turn_ids: list[int],
+        *,
+        is_cut: bool = False,
+    ) -> None:
+        """Notes what the model wrote: the last of ``messages``, or the rest of a plain text."""
+        said = _Said(
+            [*context.token_ids, *turn_ids],
+            context.text + self._codec.decode_exactly(turn_ids),
+            turn_ids,
+            is_cut,
+        )
+        if messages is None:
+            self._of_text.append(said)
+        else:
+            self._of_messages[_digests(messages, tools)[-1]] = said
+
+    def _behind(
+        self, said: _Said, messages: Sequence[Message], length: int, tools: Tools
+    ) -> Context | None:
+        """Appends messages to a conversation; None if the template has rewritten what was before."""
+        codec = self._codec
+        if self._templated:
+            rendered = codec.template.render(messages, tools=tools)
+            if not rendered.startswith(said.text):
+                return None
+            rest = rendered[len(said.text) :]
+        else:
+            before, behind = messages[: length - 1], messages[length:]
+            try:
+                rest = codec.reply_text(behind, said.turn_ids, before=before, tools=tools)
+            except ValueError:  # it refuses tool messages without the calls that they answer
+                return None
+        ids = [*said.token_ids, *codec.encode_continuation(rest)]
+        return Context(ids, said.text + rest, is_known=True)
+
+    def _continued(self, messages: Sequence[Message], tools: Tools) -> Context:
+        text = self._codec.unfinished_text(messages, tools)
+        return Context(self._codec.encode_continuation(text), text)
+
+
+def _digests(messages: Sequence[Message], tools: Tools) -> list[bytes]:
+    """Returns a digest of each beginning of a conversation, whatever is sent beside its meaning."""
+    running = hashlib.blake2b(json.dumps(list(tools), sort_keys=True).encode(), digest_size=16)
+    found = []
+    for message in messages:
+        running.update(_meaning(message).encode() + b"\0")
+        found.append(running.digest())
+    return found
+
+
+def _meaning(message: Message) -> str:
+    calls = [
+        [call["function"]["name"], _arguments(call["function"]["arguments"])]
+        for call in message.get("tool_calls") or []
+    ]
+    text = (message.get("content") or "").strip()
+    # An answer belongs to its call, of which there may be several with equal results.
+    answered = message.get("tool_call_id") if message["role"] == "tool" else None
+    return json.dumps([message["role"], text, calls, answered], sort_keys=True)
+
+
+def _arguments(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments

@@ -1,0 +1,187 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Writes completions that programs drive, in the place of a `TrajectoryWriter`."""
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass
+
+from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.rollout.agents.endpoint import AgentEndpoint
+from torchtitan.grpo.rollout.agents.episode import AgentEpisode, EpisodeSettings
+from torchtitan.grpo.rollout.agents.programs import Programs, make_programs, reward_of
+from torchtitan.grpo.rollout.agents.tool_calls import parser_of
+from torchtitan.grpo.rollout.drops import DropLog
+from torchtitan.grpo.rollout.environments import EnvironmentFailed
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
+from torchtitan.grpo.rollout.serving.requests import Sampling
+from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.rollout.trajectory import Trajectory
+from torchtitan.grpo.types import Generation, Prompt
+from torchtitan.grpo.workers.process import WorkerLost
+
+# If an episode's worker ends more often than this, the episode is assumed to be the cause.
+_MAX_LOST = 2
+_LOOK_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Agents:
+    """The programs of a run, and where they reach the model."""
+
+    endpoint: AgentEndpoint
+    programs: Programs
+
+    @classmethod
+    def of(cls, config: RolloutProcessConfig, drops: DropLog) -> "Agents":
+        programs = make_programs(config.agent, config.rollout, config.workers, drops.record_episode)
+        return cls(AgentEndpoint(config.agent.host, config.seq_len), programs)
+
+    async def start(self) -> None:
+        await self.endpoint.start()
+        await self.programs.start()
+
+    async def close(self) -> None:
+        await self.programs.close()
+        await self.endpoint.close()
+
+
+class AgentWriter:
+    """Starts episodes, and returns the rows of each as one completion.
+
+    An episode of a stopped run, or of a lost worker, begins again: what it had is dropped.
+    """
+
+    has_environment = True
+
+    def __init__(
+        self,
+        places: Dispatcher | SpareRoom,
+        sampling: Sampling,
+        config: RolloutProcessConfig,
+        codec: TextCodec,
+        agents: Agents,
+    ) -> None:
+        rollout = config.rollout
+        self._places, self._agents = places, agents
+        self._timeout = config.agent.timeout_seconds
+        self._settings = EpisodeSettings(
+            places=places,
+            sampling=sampling,
+            codec=codec,
+            parser=parser_of(codec.template) if codec.has_chat_template() else None,
+            segment_tokens=rollout.segment_tokens,
+            wait_seconds=rollout.request_timeout_seconds,
+            max_turns=rollout.max_turns,
+            allow_sampling=config.agent.allow_sampling,
+            is_templated=rollout.earlier_turns == "as_templated",
+            counts=Counter(),
+        )
+
+    def start(
+        self,
+        prompt: Prompt,
+        server: Server,
+        *,
+        sample: int = 0,
+        begun: Generation | None = None,
+        expected_tokens: float | None = None,
+    ) -> Trajectory:
+        """Starts an episode; its requests go to ``server``, or to one of no older version."""
+        floor = server.version
+        assert floor is not None, f"{server.url} is not ready"
+        trajectory = Trajectory(prompt, None, sample)
+        first = AgentEpisode(self._settings, prompt, sample, floor, server)
+        trajectory.task = asyncio.create_task(self._write(trajectory, first, floor, server))
+        trajectory.task.add_done_callback(lambda _: first.close())  # also if it never began
+        return trajectory
+
+    def metrics(self) -> dict[str, float]:
+        counts, failures = self._settings.counts, self._agents.programs.limit.failures
+        num_episodes = max(counts["episodes"], 1)
+        return {
+            "agent/requests": counts["requests"] / num_episodes,
+            "agent/rows": counts["rows"] / num_episodes,
+            "agent/own_seconds": counts["own_milliseconds"] / 1000 / num_episodes,
+            "agent/rewritten_conversations": float(counts["rewritten"]),
+            "agent/untrained_answers": float(counts["masked"]),
+            "agent/ignored_settings": float(counts["ignored"]),
+            "agent/failed_episodes": float(failures.total()),
+            "agent/timeouts": float(failures["timeout"]),
+            "agent/begun_again": float(counts["begun_again"]),
+        }
+
+    async def _write(
+        self, trajectory: Trajectory, episode: AgentEpisode, floor: int, server: Server
+    ) -> Generation:
+        limit = self._agents.programs.limit
+        num_lost = 0
+        while True:
+            try:
+                whole = await self._episode(trajectory.prompt, episode)
+            except WorkerLost as error:
+                num_lost += 1
+                self._settings.counts["begun_again"] += 1
+                if num_lost > _MAX_LOST:
+                    text = f"The worker processes of one episode have ended {num_lost} times."
+                    failure = EnvironmentFailed("crash", text)
+                    limit.record_failure(failure)
+                    raise failure from error
+                episode = AgentEpisode(
+                    self._settings, trajectory.prompt, trajectory.sample, floor, server
+                )
+            except EnvironmentFailed as error:
+                limit.record_failure(error)
+                raise
+            else:
+                limit.record_success()
+                return whole
+
+    async def _episode(self, prompt: Prompt, episode: AgentEpisode) -> Generation:
+        endpoint, programs = self._agents.endpoint, self._agents.programs
+        endpoint.open(episode)
+        program = asyncio.create_task(programs.run(prompt, episode.access(endpoint.url)))
+        try:
+            reward = reward_of(await self._result(program, episode))
+            episode.reward = episode.reward if reward is None else reward
+            whole = episode.whole()
+            if whole is None:
+                raise EnvironmentFailed(
+                    "no request",
+                    "The program of [agent] must ask the model at OPENAI_BASE_URL at least once, but "
+                    "it ended without a request. Does it use OPENAI_BASE_URL and OPENAI_API_KEY?",
+                )
+            self._count(episode)
+            return whole
+        finally:
+            endpoint.forget(episode)
+            episode.close()
+            program.cancel()
+            await asyncio.wait({program})  # killing a process takes milliseconds
+
+    async def _result(self, program: "asyncio.Task[object]", episode: AgentEpisode) -> object:
+        """Waits for a program; raises EnvironmentFailed after its own time, and ServerError."""
+        while not program.done():
+            left = self._timeout - episode.own_seconds()
+            if left <= 0:
+                raise EnvironmentFailed(
+                    "timeout",
+                    f"An agent took longer than agent.timeout_seconds = {self._timeout:g}, not "
+                    "counting the time in which the model wrote; its program was ended.",
+                )
+            # The time stands still while the model writes.
+            wait = min(left, _LOOK_SECONDS) if episode.waits_for_model else left
+            await asyncio.wait(
+                {program, episode.failed}, timeout=wait, return_when=asyncio.FIRST_COMPLETED
+            )
+            if episode.failed.done():
+                episode.failed.result()
+        return program.result()
+
+    def _count(self, episode: AgentEpisode) -> None:
+        counts = self._settings.counts
+        counts["episodes"] += 1
+        counts["rows"] += episode.num_rows
+        counts["own_milliseconds"] += round(1000 * episode.own_seconds())
