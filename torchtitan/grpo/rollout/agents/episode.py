@@ -179,7 +179,7 @@ class AgentEpisode:
     def _count(self, asked: Asked, context: Context) -> None:
         counts = self._settings.counts
         counts["requests"] += asked.number
-        counts["rewritten"] += self._num_asked > asked.number and not context.is_known
+        counts["conversations"] += not context.is_known
         counts["ignored"] += bool(asked.ignored)
         counts["ignored"] += bool(asked.sampling) and not self._settings.allow_sampling
 

@@ -3,6 +3,7 @@
 
 """One request for what the model writes, and its answer, whichever route they take."""
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -216,10 +217,8 @@ def _read_call(call: Any, param: str) -> dict[str, Any]:
 def make_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
     """Makes a call as chat templates take it, with its arguments as an object."""
     if isinstance(arguments, str):
-        try:
+        with contextlib.suppress(ValueError):  # shown as it is
             arguments = json.loads(arguments)
-        except ValueError:
-            pass  # shown as it is
     function = {"name": name, "arguments": {} if arguments is None else arguments}
     return {"id": call_id, "type": "function", "function": function}
 

@@ -26,7 +26,10 @@ Tools = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Context:
-    """What a request shows to the model. ``is_known``: it begins with what the episode has had."""
+    """What a request shows to the model.
+
+    ``is_known``: it begins with what the episode has had, or repeats an earlier request.
+    """
 
     token_ids: list[int]
     text: str
@@ -49,6 +52,7 @@ class Transcript:
     def __init__(self, codec: TextCodec, *, templated: bool = False) -> None:
         self._codec, self._templated = codec, templated
         self._of_messages: dict[bytes, _Said] = {}
+        self._asked: set[bytes] = set()
         self._of_text: list[_Said] = []
 
     def context(
@@ -71,8 +75,10 @@ class Transcript:
             if (context := self._behind(said, messages, length, tools)) is not None:
                 return context
             break
+        is_repeated = digests[-1] in self._asked
+        self._asked.add(digests[-1])
         text = self._codec.template.render(messages, tools=tools)
-        return Context(self._codec.encode_continuation(text), text)
+        return Context(self._codec.encode_continuation(text), text, is_known=is_repeated)
 
     def text_context(self, text: str) -> Context:
         """Returns the context of a plain text, which may begin with an earlier text and its answer."""

@@ -103,9 +103,9 @@ class AgentWriter:
         num_episodes = max(counts["episodes"], 1)
         return {
             "agent/requests": counts["requests"] / num_episodes,
+            "agent/conversations": counts["conversations"] / num_episodes,
             "agent/rows": counts["rows"] / num_episodes,
             "agent/own_seconds": counts["own_milliseconds"] / 1000 / num_episodes,
-            "agent/rewritten_conversations": float(counts["rewritten"]),
             "agent/untrained_answers": float(counts["masked"]),
             "agent/ignored_settings": float(counts["ignored"]),
             "agent/failed_episodes": float(failures.total()),

@@ -1,0 +1,344 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Programs at the endpoint: what their requests lead to, in tokens."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from agent_world import EOS, Played, make_model, play, playing, prompt_of
+
+USER = {"role": "user", "content": "7"}
+OTHER = {"role": "user", "content": "8"}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("add", "sub")
+]
+
+
+@pytest.fixture(scope="module")
+def model(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(repository, tmp_path_factory.mktemp("agents"))
+
+
+async def say(client: Any, messages: list[dict[str, Any]], **settings: Any) -> Any:
+    """Asks once; the messages then have the answer as well."""
+    answer = await client.chat.completions.create(model="m", messages=messages, **settings)
+    messages.append(answer.choices[0].message.model_dump(exclude_none=True))
+    return answer
+
+
+def rewriting(change: Any) -> Any:
+    """A program that asks, changes its messages, and asks again."""
+
+    async def program(client: Any, row: Any, access: Any) -> float:
+        messages = [dict(USER)]
+        await say(client, messages)
+        await say(client, change(messages))
+        return 1.0
+
+    return program
+
+
+async def branches(client: Any, row: Any, access: Any) -> None:
+    messages = [dict(USER)]
+    await say(client, messages)
+    await say(client, [*messages, USER])
+    await say(client, [*messages, OTHER])
+
+
+async def sub_agent(client: Any, row: Any, access: Any) -> None:
+    messages, inner = [dict(USER)], [{"role": "system", "content": "5"}, OTHER]
+    await say(client, messages)
+    await say(client, inner)
+    await say(client, [*inner, USER])
+    await say(client, [*messages, OTHER])
+
+
+async def parallel(client: Any, row: Any, access: Any) -> None:
+    await asyncio.gather(say(client, [USER]), say(client, [USER]), say(client, [OTHER]))
+
+
+async def reordered_tools(client: Any, row: Any, access: Any) -> None:
+    messages = [dict(USER)]
+    await say(client, messages, tools=TOOLS)
+    await say(client, [*messages, OTHER], tools=TOOLS[::-1])
+
+
+async def truncated(client: Any, row: Any, access: Any) -> None:
+    messages = [dict(USER)]
+    await say(client, messages, max_tokens=2)
+    await say(client, [*messages, OTHER])
+
+
+async def prefix(client: Any, row: Any, access: Any) -> None:
+    messages = [USER, {"role": "assistant", "content": "12"}]
+    settings = {"continue_final_message": True, "add_generation_prompt": False}
+    await client.chat.completions.create(model="m", messages=messages, extra_body=settings)
+
+
+async def continued(client: Any, row: Any, access: Any) -> None:
+    messages = [dict(USER)]
+    await say(client, messages, max_tokens=2)
+    settings = {"continue_final_message": True, "add_generation_prompt": False}
+    await client.chat.completions.create(model="m", messages=messages, extra_body=settings)
+
+
+KINDS = {
+    "grown": (rewriting(lambda m: [*m, OTHER]), ["u:7;a:[12<eos>]u:8;a:[34<eos>]"], 1),
+    "empty answer": (rewriting(lambda m: [*m, OTHER]), ["u:7;a:[<eos>]u:8;a:[<eos>]"], 1),
+    "regenerated": (rewriting(lambda m: m[:1]), ["u:7;a:[12<eos>]", "u:7;a:[34<eos>]"], 1),
+    "summary": (
+        rewriting(lambda m: [{"role": "user", "content": "9"}]),
+        ["u:7;a:[12<eos>]", "u:9;a:[34<eos>]"],
+        2,
+    ),
+    "dropped middle": (
+        rewriting(lambda m: [m[0], OTHER]),
+        ["u:7;a:[12<eos>]", "u:7;u:8;a:[34<eos>]"],
+        2,
+    ),
+    "edited system prompt": (
+        rewriting(lambda m: [{"role": "system", "content": "5"}, *m, OTHER]),
+        ["u:7;a:[12<eos>]", "s:5;u:7;a:12<eos>u:8;a:[34<eos>]"],
+        2,
+    ),
+    "edited answer": (
+        rewriting(lambda m: [m[0], {"role": "assistant", "content": "0"}, OTHER]),
+        ["u:7;a:[12<eos>]", "u:7;a:0<eos>u:8;a:[34<eos>]"],
+        2,
+    ),
+    "two branches": (
+        branches,
+        ["u:7;a:[12<eos>]u:7;a:[34<eos>]", "u:7;a:12<eos>u:8;a:[56<eos>]"],
+        1,
+    ),
+    "sub-agent": (
+        sub_agent,
+        ["u:7;a:[12<eos>]u:8;a:[78<eos>]", "s:5;u:8;a:[34<eos>]u:7;a:[56<eos>]"],
+        2,
+    ),
+    "parallel": (parallel, 3, 2),
+    "reordered tools": (reordered_tools, 2, 2),
+    "truncated answer": (truncated, ["u:7;a:[12]<eos>u:8;a:[34<eos>]"], 1),
+    "prefix": (prefix, ["u:7;a:12[12<eos>]"], 1),
+    "continued": (continued, ["u:7;a:[12][34<eos>]"], 1),
+}
+ANSWERS = ["12<eos>", "34<eos>", "56<eos>", "78<eos>"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_rows_are_what_was_sent(model: Path, kind: str) -> None:
+    program, expected, num_conversations = KINDS[kind]
+    answers = ["<eos>"] if kind == "empty answer" else ANSWERS
+    if kind in ("truncated answer", "continued"):
+        answers = ["129<eos>", "34<eos>"]
+    played = await play(model, program, answers)
+    if kind != "continued":  # there two answers stand side by side
+        played.check()
+    if isinstance(expected, int):
+        assert len(played.rows) == expected
+    else:
+        assert played.texts() == [text.replace("][", "") for text in expected]
+    assert played.metrics["agent/conversations"] == num_conversations
+
+
+async def test_tools_are_called_by_the_client(model: Path) -> None:
+    async def program(client: Any, row: dict[str, Any], access: Any) -> dict[str, Any]:
+        messages = [dict(USER)]
+        answer = await say(client, messages, tools=TOOLS)
+        (call,) = answer.choices[0].message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("add", '{"a": 1}')
+        assert answer.choices[0].finish_reason == "tool_calls"
+        # As LangChain does, which writes the JSON anew.
+        messages[-1]["tool_calls"][0]["function"]["arguments"] = '{"a":1}'
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "2"})
+        assert (await say(client, messages, tools=TOOLS)).choices[0].message.content == "2"
+        return {"reward": 0.5}
+
+    answers = ['<tool_call>{"name": "add",  "arguments": {"a": 1}}</tool_call><eos>', "2<eos>"]
+    played = await play(model, program, answers)
+    played.check()
+    (text,) = played.texts()
+    assert text.endswith(f"a:[{answers[0]}]t:2;a:[2<eos>]")
+    assert played.whole.environment_reward == 0.5
+
+
+@pytest.mark.parametrize("templated", [False, True])
+async def test_thinking_is_shown_again_only_as_the_template_does(
+    model: Path, templated: bool
+) -> None:
+    async def program(client: Any, row: Any, access: Any) -> None:
+        messages = [dict(USER)]
+        answer = await say(client, messages)
+        assert answer.choices[0].message.content == "2"
+        assert answer.choices[0].message.reasoning_content == "1"
+        await say(client, [*messages, OTHER])
+
+    answers = ["<think>1</think>2<eos>", "3<eos>"]
+    turns = "as_templated" if templated else "as_written"
+    played = await play(model, program, answers, earlier_turns=turns)
+    played.check()
+    rows = [f"u:7;a:[{answers[0]}]u:8;a:[3<eos>]"]
+    if templated:
+        rows = [f"u:7;a:[{answers[0]}]", "u:7;a:2<eos>u:8;a:[3<eos>]"]
+    assert played.texts() == rows
+
+
+async def test_stop_strings_end_an_answer_behind_the_token_that_completes_them(model: Path) -> None:
+    async def program(client: Any, row: Any, access: Any) -> None:
+        messages = [dict(USER)]
+        answer = await say(client, messages, stop=["34", "5"])
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (
+            "12",
+            "stop",
+        )
+        await say(client, [*messages, OTHER])
+
+    played = await play(model, program, ["123456<eos>", "7<eos>"])
+    assert played.texts() == ["u:7;a:[1234]<eos>u:8;a:[7<eos>]"]
+
+
+async def test_other_routes(model: Path) -> None:
+    async def program(client: Any, row: Any, access: Any) -> None:
+        text = await client.completions.create(model="m", prompt="1+1=", logprobs=1)
+        assert (text.choices[0].text, text.choices[0].finish_reason) == ("12", "stop")
+        await client.completions.create(model="m", prompt="1+1=12,")
+        first = await client.responses.create(model="m", input="7", instructions="5")
+        assert first.output_text == "56"
+        second = await client.responses.create(model="m", input="8", previous_response_id=first.id)
+        assert second.output_text == "78"
+        assert (await client.models.list()).data[0].id == "policy"
+        ids = [2, 3, 4]
+        body = {"token_ids": ids, "sampling_params": {"max_tokens": 3}}
+        url = access.base_url.removesuffix("/v1") + "/inference/v1/generate"
+        found = await client.post(url, body=body, cast_to=object)
+        assert found["choices"][0]["token_ids"][-1] == EOS
+
+    played = await play(model, program, ANSWERS)
+    played.check()
+    assert played.metrics["agent/requests"] == 5
+
+
+async def test_streams_say_the_same(model: Path) -> None:
+    async def program(client: Any, row: Any, access: Any) -> None:
+        messages = [dict(USER)]
+        settings = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = [
+            c
+            async for c in await client.chat.completions.create(
+                model="m", messages=messages, **settings
+            )
+        ]
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "12"
+        assert chunks[-1].usage.completion_tokens == 3
+        async with client.responses.stream(model="m", input="8") as stream:
+            kinds = [event.type async for event in stream]
+            assert (await stream.get_final_response()).output_text == "34"
+        assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+
+    (await play(model, program, ANSWERS)).check()
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+async def test_other_sampling_is_ignored_or_not_trained(model: Path, allowed: bool) -> None:
+    async def program(client: Any, row: Any, access: Any) -> None:
+        await say(client, [USER], temperature=0.5, seed=3)
+        await say(client, [OTHER], temperature=1.0)
+
+    played = await play(model, program, ANSWERS, allow_sampling=allowed)
+    assert [request.temperature for request in played.server.asked] == [
+        0.5 if allowed else 1.0,
+        1.0,
+    ]
+    first, second = played.texts()
+    assert first == ("u:7;a:12<eos>" if allowed else "u:7;a:[12<eos>]")
+    assert second == "u:8;a:[34<eos>]"
+    assert played.whole.num_written == 6
+    assert played.metrics["agent/untrained_answers"] == allowed
+    assert played.metrics["agent/ignored_settings"] == 2 * (not allowed)
+
+
+BAD = {
+    "image": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    "no role": {"messages": [{"content": "7"}]},
+    "no messages": {"messages": []},
+    "n": {"messages": [USER], "n": 1000},
+    "temperature": {"messages": [USER], "temperature": -1},
+    "stop": {"messages": [USER], "stop": [3]},
+    "too long": {"messages": [{"role": "user", "content": "7" * 400}]},
+    "tools": {"messages": [USER], "tools": [{"type": "web_search"}]},
+}
+
+
+async def test_bad_requests_are_refused_and_cost_nothing(model: Path) -> None:
+    async def program(client: Any, row: Any, access: Any) -> None:
+        for name, body in BAD.items():
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(**{"model": "m"} | body)
+            code = "context_length_exceeded" if name == "too long" else None
+            assert caught.value.code == code, name
+        await say(client, [USER])
+
+    played = await play(model, program, ANSWERS, allow_sampling=True)
+    assert played.texts() == ["u:7;a:[12<eos>]"]
+
+
+async def test_keys_are_of_one_episode_while_it_runs(model: Path) -> None:
+    kept: list[Any] = []
+
+    async def program(client: Any, row: Any, access: Any) -> None:
+        kept.append(access)
+        await say(client, [USER])
+        reward = client.with_options(max_retries=0)
+        url = access.base_url + "/episodes/{}/reward"
+        await reward.post(url.format(access.episode), body={"reward": 2}, cast_to=object)
+        with pytest.raises(openai.PermissionDeniedError):
+            await reward.post(url.format("0-0-999"), body={"reward": 3}, cast_to=object)
+        with pytest.raises(openai.AuthenticationError):
+            await say(client.with_options(api_key="wrong"), [USER])
+        if len(kept) == 2:
+            with pytest.raises(openai.AuthenticationError):
+                await say(client.with_options(api_key=kept[0].key), [USER])
+
+    async with playing(model, program, ANSWERS) as (writer, dispatcher, server, _):
+        for _ in range(2):
+            whole = await writer.start(prompt_of(server.codec), dispatcher.servers[server.url]).task
+            assert whole.environment_reward == 2.0
+
+
+@pytest.mark.parametrize("kind", ["client leaves", "program ends", "server fails"])
+async def test_an_unanswered_request_is_not_trained(model: Path, kind: str) -> None:
+    held = asyncio.Event()
+
+    async def program(client: Any, row: Any, access: Any) -> None:
+        if kind != "server fails":
+            await say(client, [USER])
+        server.held, server.fails = held, kind == "server fails"
+        server.arrived.clear()
+        second = asyncio.create_task(say(client.with_options(max_retries=0), [OTHER]))
+        await server.arrived.wait()
+        if kind == "client leaves":
+            second.cancel()
+            await asyncio.wait({second})
+            held.set()
+            await say(client, [OTHER])
+        elif kind == "server fails":
+            held.set()
+            await second
+
+    async with playing(model, program, ANSWERS) as (writer, dispatcher, server, programs):
+        trajectory = writer.start(prompt_of(server.codec), dispatcher.servers[server.url])
+        async with asyncio.timeout(60):
+            await trajectory.until_ended()
+        whole = trajectory.result()
+        assert dispatcher.in_flight == 0
+        if kind == "server fails":
+            assert whole is None and not programs.failed
+            return
+        played = Played(whole, prompt_of(server.codec), server)
+        second = {"client leaves": ["u:8;a:[56<eos>]"], "program ends": []}[kind]
+        assert played.texts() == ["u:7;a:[12<eos>]", *second]
