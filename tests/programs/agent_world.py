@@ -22,7 +22,7 @@ from torchtitan.grpo import config as tables
 from torchtitan.grpo.data.rows import Sample, sequences_of
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.agents.endpoint import AgentEndpoint
-from torchtitan.grpo.rollout.agents.programs import Access
+from torchtitan.grpo.rollout.agents.programs import Access, Programs
 from torchtitan.grpo.rollout.agents.writer import Agents, AgentWriter
 from torchtitan.grpo.rollout.completion_checks import rollout_problem
 from torchtitan.grpo.rollout.environments import EnvironmentsFailing
@@ -152,8 +152,8 @@ class Played:
 
 @asynccontextmanager
 async def playing(
-    model: Path, program: Program, answers: list[str], **settings: Any
-) -> AsyncIterator[tuple[AgentWriter, Dispatcher, ScriptedServer, InProcess]]:
+    model: Path, program: Program | Programs, answers: list[str], **settings: Any
+) -> AsyncIterator[tuple[AgentWriter, Dispatcher, ScriptedServer, Programs]]:
     """``settings`` are those of the tables ``[rollout]`` and ``[agent]``."""
     rollout = {"request_timeout_seconds": 30.0, "max_new_tokens": 100} | settings
     agent = {
@@ -164,7 +164,7 @@ async def playing(
     server = ScriptedServer(codec, answers)
     dispatcher = Dispatcher([server], config.rollout, vocab_size=VOCAB)
     dispatcher.set_version(server.url, 0)
-    programs = InProcess(program)
+    programs = InProcess(program) if callable(program) else program
     agents = Agents(AgentEndpoint("127.0.0.1", ROW_LEN), programs)
     sampling = Sampling(config.rollout.max_new_tokens, ROW_LEN, 1.0, 1.0, -1, (EOS,))
     await agents.start()

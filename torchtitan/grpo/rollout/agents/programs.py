@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import signal
+import tempfile
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ from torchtitan.grpo.rollout.environments.environment_pool import (
     EnvironmentFailed,
     EnvironmentsFailing,
 )
+from torchtitan.grpo.system.waits import wait_at_most
 from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.channel import NotPlainData, Refused, not_passed
 from torchtitan.grpo.workers.owner import OUTPUT_HINT, FailureLimit, WorkerOwner
@@ -47,6 +49,8 @@ MODEL = "policy"
 
 _MAX_OUTPUT = 2**20
 _CANCEL_SECONDS = 5.0
+# For the rest of the output of a program that has ended, which a process of another session may hold open.
+_READ_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -112,51 +116,105 @@ class Commands:
         except (TypeError, ValueError) as error:
             message = not_passed(prompt, prompt.columns, "agent.command", NotPlainData(str(error)))
             raise EnvironmentFailed("column", message) from error
-        process = await self._start(access)
+        output = await _Output.open()
         try:
-            output = await _exchange(process, row.encode() + b"\n")
-            status = await process.wait()
+            process = await self._start(access, row, output)
+            try:
+                status = await process.wait()
+            finally:
+                # Also what the program has left behind, which may hold its output open.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+            printed = await output.end()
         finally:
-            # Also what the program has left behind.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+            output.close()
         if status != 0:
             raise EnvironmentFailed(
                 f"exit status {status}",
                 f"agent.command {self._command} ended with exit status {status}. {OUTPUT_HINT}",
             )
-        return _last_line(output)
+        return _last_line(printed)
 
     async def close(self) -> None:
         pass
 
-    async def _start(self, access: Access) -> asyncio.subprocess.Process:
+    async def _start(
+        self, access: Access, row: str, output: "_Output"
+    ) -> asyncio.subprocess.Process:
         try:
-            return await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                start_new_session=True,
-                env=worker_environment(self._workers.pass_variables) | access.variables(),
-                preexec_fn=functools.partial(apply_limits, self._workers),
-            )
+            # A file, because a program need not read its row, and a pipe holds only so much.
+            with tempfile.TemporaryFile() as file:
+                file.write(row.encode() + b"\n")
+                file.seek(0)
+                return await asyncio.create_subprocess_exec(
+                    *self._command,
+                    stdin=file,
+                    stdout=output.descriptor,
+                    start_new_session=True,
+                    env=worker_environment(self._workers.pass_variables) | access.variables(),
+                    preexec_fn=functools.partial(apply_limits, self._workers),
+                )
         except OSError as error:
             raise EnvironmentFailed(
                 "start", f"agent.command {self._command} cannot be started: {error}."
             ) from error
+        finally:
+            output.let_go()
 
 
-async def _exchange(process: asyncio.subprocess.Process, row: bytes) -> bytes:
-    """Writes the row, and returns the end of what the program prints until it closes its output."""
-    assert process.stdin is not None and process.stdout is not None, "both are pipes"
-    with contextlib.suppress(ConnectionError):  # it need not read its row
-        process.stdin.write(row)
-        process.stdin.close()
-    output = b""
-    while part := await process.stdout.read(2**16):
-        output = (output + part)[-_MAX_OUTPUT:]
-    return output
+class _Output:
+    """The end of what a program prints, through a pipe of its own.
+
+    asyncio's own pipe would make the wait for a program last as long as anybody holds it open.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor: int | None = descriptor
+        self._printed = bytearray()
+        self._is_closed = asyncio.Event()
+        self._transport: asyncio.ReadTransport | None = None
+
+    @classmethod
+    async def open(cls) -> "_Output":
+        reader, writer = os.pipe()
+        output = cls(writer)
+        loop = asyncio.get_running_loop()
+        file = open(reader, "rb", buffering=0)  # noqa: ASYNC230, SIM115  (the transport closes it)
+        output._transport, _ = await loop.connect_read_pipe(lambda: _Tail(output), file)
+        return output
+
+    def let_go(self) -> None:
+        """Closes the program's end in this process."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+    def add(self, data: bytes) -> None:
+        self._printed += data
+        del self._printed[:-_MAX_OUTPUT]
+
+    def close(self) -> None:
+        self.let_go()
+        self._is_closed.set()
+        if self._transport is not None:
+            self._transport.close()
+
+    async def end(self) -> bytes:
+        """Waits until everybody has closed it, but not for long."""
+        await wait_at_most(_READ_SECONDS, self._is_closed)
+        return bytes(self._printed)
+
+
+class _Tail(asyncio.Protocol):
+    def __init__(self, output: _Output) -> None:
+        self._output = output
+
+    def data_received(self, data: bytes) -> None:
+        self._output.add(data)
+
+    def eof_received(self) -> None:
+        self._output.close()
 
 
 def _last_line(output: bytes) -> Any:
