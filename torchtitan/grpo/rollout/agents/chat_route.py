@@ -61,7 +61,11 @@ def _head(answer: Answer, kind: str) -> dict[str, Any]:
 
 def _end(choice: Choice, asked: Asked) -> dict[str, Any]:
     logprobs = {"content": token_logprobs(choice)} if asked.wants_logprobs else None
-    return {"finish_reason": choice.finish_reason, "logprobs": logprobs}
+    return {
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+        "logprobs": logprobs,
+    }
 
 
 def token_logprobs(choice: Choice) -> list[dict[str, Any]]:

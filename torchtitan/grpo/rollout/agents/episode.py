@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,13 @@ _THINK_END = "</think>"
 _CALL_ID_CHARS, _CALL_ID_LEN = string.ascii_letters + string.digits, 9
 
 _numbers = itertools.count()
+
+
+class _Stop(NamedTuple):
+    """A stop string, and where it begins in the text of an answer."""
+
+    place: int
+    text: str
 
 
 @dataclass(frozen=True)
@@ -202,7 +209,7 @@ class AgentEpisode:
     async def _write(self, asked: Asked, context: Context, room: int) -> Choice:
         row = self._rows.place(context.token_ids)
         try:
-            written, text_end = await self._generate(asked, context, room)
+            written, stopped = await self._generate(asked, context, room)
         except BaseException:
             self._rows.release(row)
             raise
@@ -212,14 +219,14 @@ class AgentEpisode:
         self._settings.counts["masked"] += not is_own
         self._rows.add(row, context.token_ids, written if is_own else as_context(written))
         # In a thread: long answers take milliseconds to decode.
-        choice = await asyncio.to_thread(self._choice, asked, written, text_end)
+        choice = await asyncio.to_thread(self._choice, asked, written, stopped)
         self._note(asked, context, written, choice)
         return choice
 
     async def _generate(
         self, asked: Asked, context: Context, room: int
-    ) -> tuple[Generation, int | None]:
-        """Returns an answer, and where a stop string begins in its text."""
+    ) -> tuple[Generation, _Stop | None]:
+        """Returns an answer, and the stop string that ended it."""
         settings = self._settings
         longest = min(settings.segment_tokens or room, _STOP_SEGMENT if asked.stop else room)
         written: Generation | None = None
@@ -247,10 +254,11 @@ class AgentEpisode:
             return settings.sampling
         return replace(settings.sampling, **asked.sampling)
 
-    def _choice(self, asked: Asked, written: Generation, text_end: int | None) -> Choice:
+    def _choice(self, asked: Asked, written: Generation, stopped: _Stop | None) -> Choice:
         codec = self._settings.codec
         ids = written.token_ids.tolist()
-        text, reasoning, spoken = codec.decode(ids)[:text_end], "", None
+        text, reasoning, spoken = codec.decode(ids), "", None
+        text = text[: stopped.place] if stopped is not None else text
         if asked.messages is not None:
             reasoning, text = _without_thinking(text)
             if asked.tools and asked.may_call and self._settings.parser is not None:
@@ -263,6 +271,7 @@ class AgentEpisode:
             logprobs=written.logprobs.tolist(),
             finish_reason=reason,
             text=spoken.text,
+            stop_reason=stopped.text if stopped is not None else None,
             reasoning=reasoning,
             calls=spoken.calls,
             call_ids=[_call_id() for _ in spoken.calls],
@@ -301,21 +310,20 @@ class AgentEpisode:
 
 def _stopped(
     written: Generation, stop: tuple[str, ...], codec: TextCodec
-) -> tuple[Generation, int] | None:
+) -> tuple[Generation, _Stop] | None:
     """Cuts an answer behind the token that completes the first stop string in its text."""
     ids = written.token_ids.tolist()
     text = codec.decode(ids)
-    places = [place for one in stop if (place := text.find(one)) >= 0]
-    if not places:
+    found = [_Stop(place, one) for one in stop if (place := text.find(one)) >= 0]
+    if not found:
         return None
-    begin = min(places)
+    first = min(found)
     low, high = 1, len(ids)
     while low < high:
         middle = (low + high) // 2
-        shorter = codec.decode(ids[:middle])
-        is_enough = any(0 <= shorter.find(one) <= begin for one in stop)
+        is_enough = codec.decode(ids[:middle]).find(first.text) >= 0
         low, high = (low, middle) if is_enough else (middle + 1, high)
-    return replace(_beginning(written, low), finish_reason="stop"), begin
+    return replace(_beginning(written, low), finish_reason="stop"), first
 
 
 def _beginning(written: Generation, num_tokens: int) -> Generation:

@@ -66,13 +66,17 @@ class Asked:
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer. ``finish_reason`` is OpenAI's: ``stop``, ``length`` or ``tool_calls``."""
+    """One answer. ``finish_reason`` is OpenAI's: ``stop``, ``length`` or ``tool_calls``.
+
+    ``stop_reason`` is the stop string that ended it, as vLLM tells it, or None.
+    """
 
     token_ids: list[int]
     token_texts: list[str]
     logprobs: list[float]
     finish_reason: str
     text: str
+    stop_reason: str | None = None
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     call_ids: list[str] = field(default_factory=list)

@@ -180,7 +180,7 @@ class _Output:
         reader, writer = os.pipe()
         output = cls(writer)
         loop = asyncio.get_running_loop()
-        file = open(reader, "rb", buffering=0)  # noqa: ASYNC230, SIM115  (the transport closes it)
+        file = open(reader, "rb", buffering=0)  # noqa: SIM115  (the transport closes it)
         output._transport, _ = await loop.connect_read_pipe(lambda: _Tail(output), file)
         return output
 

@@ -105,6 +105,7 @@ def _choice(choice: Choice, index: int, asked: Asked) -> dict[str, Any]:
         "index": index,
         "text": choice.text,
         "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
         "logprobs": logprobs,
         **({"token_ids": choice.token_ids} if asked.wants_token_ids else {}),
     }
