@@ -1,0 +1,21 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""OpenAI's Agents SDK, which speaks the route of responses."""
+
+import json
+
+from agents import Agent, Runner, function_tool, set_tracing_disabled
+
+set_tracing_disabled(True)
+
+
+@function_tool
+def add(a: int, b: int) -> int:
+    """Adds two numbers."""
+    return a + b
+
+
+agent = Agent(name="adder", instructions="5", tools=[add], model="policy")
+result = Runner.run_sync(agent, json.loads(input())["answer"])
+print(json.dumps({"reward": float(result.final_output == "3")}))

@@ -1,0 +1,27 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""OpenAI's client without asyncio: tools, a stream, and the last line as the reward."""
+
+import json
+import os
+
+import openai
+
+client = openai.OpenAI()
+tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+row = json.loads(input())
+messages = [{"role": "user", "content": row["answer"]}]
+first = client.chat.completions.create(
+    model=os.environ["OPENAI_MODEL"], messages=messages, tools=[tool], logprobs=True
+)
+message = first.choices[0].message
+assert first.choices[0].logprobs.content[0].logprob < 0
+(call,) = message.tool_calls
+total = sum(json.loads(call.function.arguments).values())
+messages += [message, {"role": "tool", "tool_call_id": call.id, "content": str(total)}]
+text = ""
+with client.chat.completions.stream(model="policy", messages=messages, tools=[tool]) as stream:
+    for event in stream:
+        text += event.delta if event.type == "content.delta" else ""
+print(json.dumps({"reward": float(text == "3")}))
