@@ -4,7 +4,7 @@
 """The table ``[agent]``."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from torchtitan.grpo.config.bounds import above, at_least
 
@@ -24,9 +24,12 @@ class Agent:
 
     function: str | None = None
     """An agent as a function, ``async def run(client, row)``, named ``package.module:run`` or
-    ``path/to/file.py:run``. ``client`` is an ``openai.AsyncOpenAI`` of the episode, and ``row`` a
+    ``path/to/file.py:run``, or ``verifiers`` for environments of that package. ``client`` is an ``openai.AsyncOpenAI`` of the episode, and ``row`` a
     dictionary. What it returns is the episode's reward: a number, a dictionary with ``reward``, or
     None."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments with which ``function`` is called, besides ``client`` and ``row``."""
 
     workers: Annotated[int, at_least(1)] = 1
     """Number of processes that run ``function``. Each process runs many episodes at the same time."""

@@ -6,6 +6,7 @@
 from torchtitan.grpo.config_checks.rules import check_file, forbid, get, refusing, require
 from torchtitan.grpo.functions import split_path
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.rollout.agents.function_worker import BUILTIN as AGENTS
 from torchtitan.grpo.rollout.environments.environment_worker import BUILTIN
 
 
@@ -194,9 +195,9 @@ def check_agent(config: JobConfig) -> None:
         "a completion is driven by one program, and a teacher rates only what it can read from its "
         "beginning. Remove one of them.",
     )
-    if agent.function is not None:
+    if agent.function is not None and agent.function not in AGENTS:
         with refusing():
-            split_path(agent.function, "agent.function", ())
+            split_path(agent.function, "agent.function", AGENTS)
 
 
 def check_dispatch(config: JobConfig) -> None:

@@ -97,7 +97,7 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
         _HAS_TURNS: ("max_turns", "earlier_turns"),
     },
     "agent": {
-        _given("agent.function"): ("workers",),
+        _given("agent.function"): ("workers", "options"),
         _HAS_AGENT: ("timeout_seconds", "allow_sampling", "host"),
     },
     "sft": {

@@ -204,7 +204,7 @@ _SAMPLING = {
     *("rollout.stop_token_ids", "rollout.ignore_eos", "rollout.max_turns"),
     *("rollout.environment", "rollout.environment_options", "rollout.min_completion_tokens"),
     *("rollout.drop_truncated", "rollout.dynamic_sampling", "rollout.should_accept"),
-    *("agent.command", "agent.function", "agent.allow_sampling"),
+    *("agent.command", "agent.function", "agent.options", "agent.allow_sampling"),
     *("teacher.urls", "teacher.kind", "teacher.model_path", "teacher.top_k"),
 }
 """Settings under which rollouts beside a checkpoint were made, besides those of [prompts] and

@@ -58,6 +58,7 @@ FUNCTIONS = {
     "waits": ("    await asyncio.sleep(600)", "timeout"),
     "blocks": ("    time.sleep(600)", "timeout"),
     "ends": ("    os._exit(3)", "crash"),
+    "exits": ("    await asyncio.create_task(asyncio.to_thread(sys.exit))", "crash"),
 }
 
 

@@ -4,7 +4,9 @@
 """The process that runs ``agent.function``, with many episodes in one event loop."""
 
 import asyncio
+import functools
 import inspect
+import os
 import sys
 import threading
 import traceback
@@ -17,10 +19,12 @@ from torchtitan.grpo.functions import describe_error, load_function
 from torchtitan.grpo.workers.channel import NotPlainData, Refused, WorkerChannel, refused
 
 _WHAT = "agent.function: function"
+BUILTIN = {"verifiers": "torchtitan.grpo.rollout.agents.verifiers:run"}
 
 
 class LoadFunction(msgspec.Struct, tag=True):
     path: str
+    options: dict[str, Any]
 
 
 class Run(msgspec.Struct, tag=True):
@@ -53,16 +57,24 @@ class _Episodes:
         self._function: Callable[..., Any] | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True).start()
+        threading.Thread(target=self._serve, name="episodes", daemon=True).start()
 
-    def load(self, call: int, path: str) -> None:
+    def _serve(self) -> None:
+        """Runs the event loop, which a task ends that raises SystemExit; its process then ends too."""
         try:
-            function = load_function(path, _WHAT, ())
-            _check(function, path)
+            self._loop.run_forever()
+        finally:
+            os._exit(1)
+
+    def load(self, call: int, request: LoadFunction) -> None:
+        path, options = request.path, request.options
+        try:
+            function = load_function(BUILTIN.get(path, path), _WHAT, BUILTIN)
+            _check(function, path, options)
         except ValueError as error:
             self._channel.reply(call, refused("load", str(error)))
             return
-        self._function = function
+        self._function = functools.partial(function, **options)
         self._channel.reply(call, Ended())
 
     def put(self, call: int, request: Run | Cancel) -> None:
@@ -101,12 +113,18 @@ class _Episodes:
             return await self._function(client, request.row)
 
 
-def _check(function: Callable[..., Any], path: str) -> None:
+def _check(function: Callable[..., Any], path: str, options: dict[str, Any]) -> None:
     if not inspect.iscoroutinefunction(function):
         raise ValueError(
             f"{_WHAT} {path!r} must be an async function: async def run(client, row). Run other "
             "programs with agent.command."
         )
+    try:
+        inspect.signature(function).bind(None, None, **options)
+    except TypeError as error:
+        raise ValueError(
+            f"{_WHAT} {path!r} does not take a client, a row and agent.options = {options}: {error}."
+        ) from error
     try:
         import openai  # noqa: F401
     except ImportError as error:
@@ -122,7 +140,7 @@ def main() -> None:
     while (received := channel.read()) is not None:
         call, request = received
         if isinstance(request, LoadFunction):
-            episodes.load(call, request.path)
+            episodes.load(call, request)
         else:
             episodes.put(call, request)
 

@@ -233,7 +233,7 @@ class Functions:
         self.limit = self._owner = WorkerOwner(
             "torchtitan.grpo.rollout.agents.function_worker",
             decode_reply,
-            LoadFunction(agent.function),
+            LoadFunction(agent.function, agent.options),
             subject=f"agent.function {agent.function!r}",
             calls="episodes of agent.function in a row failed",
             error=EnvironmentsFailing,
