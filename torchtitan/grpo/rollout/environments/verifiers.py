@@ -10,8 +10,8 @@
     environment = "verifiers"
     environment_options = { env_id = "my-env" }
 
-The second line writes the environment's data set as a file for ``prompts.path``. A
-``MultiTurnEnv``, which version 0.4 of the package no longer has, asks a client for each turn. Here
+The second line writes the environment's data set as a file for ``prompts.path``. Environments
+of version 0.4 and later are agents, see `rollout/agents/verifiers.py`. A ``MultiTurnEnv`` asks a client for each turn. Here
 its rollout waits in the client until the model has written the turn. Otherwise the environment
 is unchanged, and its rubric gives the reward.
 
