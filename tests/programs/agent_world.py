@@ -205,3 +205,4 @@ class _Config:
 
     rollout: tables.Rollout
     agent: tables.Agent
+    vocab_size: int = VOCAB

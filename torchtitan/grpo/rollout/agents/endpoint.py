@@ -100,6 +100,8 @@ class AgentEndpoint:
                     return await handler(http, episode)
                 except BadRequest as error:
                     return _error(400, str(error), param=error.param, code=error.code)
+                except web.HTTPException:
+                    raise
                 except ServerError as error:
                     return _error(503, f"The episode ends, because no server answers: {error}")
                 except Exception:  # it ends the run, where the episode is awaited
@@ -119,18 +121,18 @@ class AgentEndpoint:
         answer = await episode.answer(asked)
         if asked.stream:
             return await _stream(http, chat_route.stream(answer, asked), is_named=False)
-        return web.json_response(chat_route.write(answer, asked))
+        return await _send(http, chat_route.write(answer, asked))
 
     async def _text(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
         asked = text_route.read(await _body(http))
         answer = await episode.answer(asked)
         if asked.stream:
             return await _stream(http, text_route.stream(answer, asked), is_named=False)
-        return web.json_response(text_route.write(answer, asked))
+        return await _send(http, text_route.write(answer, asked))
 
     async def _generate(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
         asked = text_route.read_ids_body(await _body(http))
-        return web.json_response(text_route.write_ids(await episode.answer(asked), asked))
+        return await _send(http, text_route.write_ids(await episode.answer(asked), asked))
 
     async def _responses(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
         body = await _body(http)
@@ -145,7 +147,7 @@ class AgentEndpoint:
         _keep_conversation(episode, asked, answer, has_system=bool(body.get("instructions")))
         if asked.stream:
             return await _stream(http, responses_route.stream(answer, asked), is_named=True)
-        return web.json_response(responses_route.write(answer, asked))
+        return await _send(http, responses_route.write(answer, asked))
 
     async def _reward(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
         if http.match_info["name"] != episode.name:
@@ -188,15 +190,32 @@ async def _stream(
     http: web.Request, events: Iterable[dict[str, Any]], *, is_named: bool
 ) -> web.StreamResponse:
     """Sends events; those of the route of responses also have names, and no end mark."""
+    parts = []
+    for event in events:
+        name = f"event: {event['type']}\n" if is_named else ""
+        parts.append(f"{name}data: {json.dumps(event)}\n\n".encode())
+    end = [] if is_named else [b"data: [DONE]\n\n"]
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    async with asyncio.timeout(_WRITE_SECONDS):  # for a client that reads slowly
-        await response.prepare(http)
-        for event in events:
-            name = f"event: {event['type']}\n" if is_named else ""
-            await response.write(f"{name}data: {json.dumps(event)}\n\n".encode())
-        if not is_named:
-            await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
+    return await _written(http, response, [*parts, *end])
+
+
+async def _send(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return await _written(http, web.json_response(body), [])
+
+
+async def _written(
+    http: web.Request, response: web.StreamResponse, parts: Iterable[bytes]
+) -> web.StreamResponse:
+    """Writes an answer, and drops the connection of a client that does not read it in time."""
+    try:
+        async with asyncio.timeout(_WRITE_SECONDS):
+            await response.prepare(http)
+            for part in parts:
+                await response.write(part)
+            await response.write_eof()
+    except TimeoutError:
+        if http.transport is not None:
+            http.transport.abort()
     return response
 
 

@@ -58,6 +58,7 @@ class EpisodeSettings:
     max_turns: int
     allow_sampling: bool
     is_templated: bool
+    vocab_size: int
     counts: Counter[str] = field(default_factory=Counter)
 
 
@@ -133,6 +134,8 @@ class AgentEpisode:
         except ValueError as error:
             raise BadRequest(str(error), param="messages") from error
         room = self._room(context, asked)
+        if self._is_closed:
+            raise BadRequest("The episode has ended.", code="ended")
         self._count(asked, context)
         with self._generating():
             choices = await self._choices(asked, context, room)
@@ -158,6 +161,12 @@ class AgentEpisode:
 
     def _context(self, asked: Asked) -> Context:
         if asked.token_ids is not None:
+            if max(asked.token_ids) >= self._settings.vocab_size:
+                raise BadRequest(
+                    f"Token ids must be below {self._settings.vocab_size}, the model's vocab_size, got "
+                    f"{max(asked.token_ids)}.",
+                    param="token_ids",
+                )
             return Context(asked.token_ids, "", is_known=True)
         if asked.text is not None:
             return self._transcript.text_context(asked.text)
@@ -174,6 +183,8 @@ class AgentEpisode:
         """The number of tokens that an answer may have."""
         sampling = self._settings.sampling
         num_shown, most = len(context.token_ids), sampling.max_total_tokens
+        if not num_shown:
+            raise BadRequest("A request must have at least one token.", param="prompt")
         if num_shown >= most:
             raise BadRequest(
                 f"This model's maximum context length is {most} tokens (training.seq_len), and the "
@@ -210,7 +221,9 @@ class AgentEpisode:
         row = self._rows.place(context.token_ids)
         try:
             written, stopped = await self._generate(asked, context, room)
-        except BaseException:
+            # In a thread: long answers take milliseconds to decode.
+            choice = await asyncio.to_thread(self._choice, asked, written, stopped)
+        except BaseException:  # also if the client has left
             self._rows.release(row)
             raise
         is_own = replace(self._sampling(asked), seed=None) == replace(
@@ -218,8 +231,6 @@ class AgentEpisode:
         )
         self._settings.counts["masked"] += not is_own
         self._rows.add(row, context.token_ids, written if is_own else as_context(written))
-        # In a thread: long answers take milliseconds to decode.
-        choice = await asyncio.to_thread(self._choice, asked, written, stopped)
         self._note(asked, context, written, choice)
         return choice
 

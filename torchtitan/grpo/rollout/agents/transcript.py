@@ -68,17 +68,15 @@ class Transcript:
             if said is not None and said.is_cut:
                 return Context(said.token_ids, said.text, is_known=True)
             return self._continued(messages, tools)
-        for length in range(len(messages), 0, -1):
-            said = self._of_messages.get(digests[length - 1])
-            if said is None or messages[length - 1]["role"] != "assistant":
-                continue
-            if (context := self._behind(said, messages, length, tools)) is not None:
+        said_up_to = [n for n, digest in enumerate(digests, 1) if digest in self._of_messages]
+        if said_up_to:
+            said = self._of_messages[digests[said_up_to[-1] - 1]]
+            if (context := self._behind(said, messages, said_up_to[-1], tools)) is not None:
                 return context
-            break
-        is_repeated = digests[-1] in self._asked
+        is_known = bool(said_up_to) or digests[-1] in self._asked
         self._asked.add(digests[-1])
         text = self._codec.template.render(messages, tools=tools)
-        return Context(self._codec.encode_continuation(text), text, is_known=is_repeated)
+        return Context(self._codec.encode_continuation(text), text, is_known=is_known)
 
     def text_context(self, text: str) -> Context:
         """Returns the context of a plain text, which may begin with an earlier text and its answer."""

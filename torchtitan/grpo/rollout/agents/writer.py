@@ -77,6 +77,7 @@ class AgentWriter:
             max_turns=rollout.max_turns,
             allow_sampling=config.agent.allow_sampling,
             is_templated=rollout.earlier_turns == "as_templated",
+            vocab_size=config.vocab_size,
             counts=Counter(),
         )
 
