@@ -201,12 +201,22 @@ class Reward:
     num_workers: Annotated[int, at_least(1)] = 1
     """Number of processes that score completions."""
 
+    concurrency: Annotated[
+        int, at_least(1).or_value(0, "64 if all functions are async def, else 1")
+    ] = 0
+    """Number of groups that each worker scores at a time. Functions that are defined with ``async
+    def``, such as those that ask a judge model, wait side by side. With a value above 1, functions
+    defined with ``def`` run in as many threads of the worker, so they must be safe to call from
+    several threads at a time."""
+
     timeout_seconds: Annotated[float, above(0)] = 30.0
-    """Maximum time for scoring one group. After this time, the worker is killed and the group
-    counts as unscored. Importing the functions may take ten times as long."""
+    """Maximum time for scoring one group. After this time, the group counts as unscored. A function
+    defined with ``async def`` is cancelled; if another function still runs, its worker is killed.
+    Importing the functions may take ten times as long."""
 
     max_consecutive_failures: Annotated[int, at_least(1)] = 8
-    """The run ends with an error after this many groups in a row could not be scored."""
+    """The run ends with an error after this many groups in a row could not be scored. Groups that
+    are scored at the same time count as one."""
 
 
 @dataclass
@@ -226,5 +236,6 @@ class Workers:
 
     max_cpu_seconds: Annotated[int, at_least(1).or_value(0, "no limit")] = 0
     """Maximum total CPU time of one worker, in seconds (RLIMIT_CPU). A worker that exceeds it is
-    killed, the completions that it was scoring count as failed, and another worker takes its
-    place."""
+    killed, and another worker takes its place. The group that it was scoring counts as unscored, or
+    is scored again if it was one of several (``reward.concurrency``); completions of an environment
+    begin again."""

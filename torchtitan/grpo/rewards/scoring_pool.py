@@ -1,30 +1,26 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Scores groups in worker processes that can be killed.
+"""Scores groups in worker processes that can be killed; see `scoring_workers`.
 
-Each worker scores one group at a time. One that exceeds the time limit is killed together with
-everything it has started, and replaced. Its group is then unscored (never scored as zero).
+A group that exceeds the time limit is unscored (never scored as zero). If that is because a
+synchronous function hangs, its worker is killed with everything that it has started, and replaced.
 """
 
-import asyncio
+import itertools
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchtitan.grpo.config import Reward, Workers
-from torchtitan.grpo.rewards.scoring_worker import (
-    LoadFunctions,
-    Score,
-    Scored,
-    Values,
-    decode_reply,
-)
+from torchtitan.grpo.rewards.reward_calls import Score, Values
+from torchtitan.grpo.rewards.scoring_worker import LoadFunctions, Reply, Scored, decode_reply
+from torchtitan.grpo.rewards.scoring_workers import ScoringWorkers
 from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.channel import NotPlainData, Refused, not_passed
 from torchtitan.grpo.workers.owner import OUTPUT_HINT, CallFailed, WorkerOwner
-from torchtitan.grpo.workers.process import ChannelBroken, WorkerLost, WorkerProcess
-
-_Process = WorkerProcess[Scored | Refused]
+from torchtitan.grpo.workers.process import ChannelBroken, WorkerLost
 
 
 class ScoringFailed(CallFailed):
@@ -48,11 +44,10 @@ class RewardPool:
         on_failure: Callable[[CallFailed], object] = lambda failure: None,
     ) -> None:
         self.functions = list(functions)
-        self._num_workers, self._timeout = num_workers, reward.timeout_seconds
         self._owner = WorkerOwner(
             "torchtitan.grpo.rewards.scoring_worker",
             decode_reply,
-            LoadFunctions(self.functions),
+            LoadFunctions(self.functions, reward.concurrency),
             subject=f"the reward functions {', '.join(self.functions)}",
             calls="groups in a row could not be scored",
             error=RewardError,
@@ -62,14 +57,13 @@ class RewardPool:
             on_failure=on_failure,
         )
         self.failures = self._owner.failures
-        # One entry for each worker without work; None stands for a worker yet to be started.
-        self._idle: asyncio.Queue[_Process | None] = asyncio.Queue()
+        self.workers = ScoringWorkers(self._owner, num_workers, reward.timeout_seconds)
+        self._counter = itertools.count()
+        self._failed_at = 0.0  # when the last failure of the row was counted
 
     async def start(self) -> None:
-        """Starts the first worker; the others are started when they are first needed."""
-        self._idle.put_nowait(await self._start_worker())
-        for _ in range(self._num_workers - 1):
-            self._idle.put_nowait(None)
+        """Starts the first worker. Raises :class:`RewardError` if the functions do not load."""
+        await self.workers.start()
 
     async def check(
         self,
@@ -82,8 +76,9 @@ class RewardPool:
         Raises :class:`RewardError` if one fails, exceeds the time limit, or returns a useless
         value.
         """
+        request = self._request(prompt, [""], [[]], which, columns)
         try:
-            return [value for (value,) in await self._score(prompt, [""], [[]], which, columns)]
+            return [value for (value,) in (await self._scored(request, prompt)).values]
         except ScoringFailed as error:
             raise RewardError(
                 f"{error} (checked before training, on the first prompt and an empty completion)"
@@ -102,32 +97,44 @@ class RewardPool:
         ``which`` are positions of functions (``None``: all). ``columns`` are further arguments with
         one value for each completion. Raises :class:`ScoringFailed` if this group cannot be scored,
         and :class:`RewardError` if it is the last of ``reward.max_consecutive_failures`` such
-        groups in a row, or a new worker cannot import the functions.
+        groups in a row, or a new worker cannot import the functions. Groups that are scored at the
+        same time count as one in such a row.
         """
+        request = self._request(prompt, completions, completion_ids, which, columns)
+        begun_at = math.inf
+
+        def begin() -> None:
+            nonlocal begun_at
+            begun_at = time.monotonic()
+
         try:
-            values = await self._score(prompt, completions, completion_ids, which, columns)
+            scored = await self._scored(request, prompt, begin)
         except ScoringFailed as error:
-            self._owner.record_failure(error)
+            is_news = begun_at >= self._failed_at
+            if is_news:
+                self._failed_at = time.monotonic()
+            self._owner.record_failure(error, is_news=is_news)
             raise
         self._owner.record_success()
-        return values
+        return scored.values
 
     async def close(self) -> None:
         await self._owner.close()
 
-    async def _score(
+    def _request(
         self,
         prompt: Prompt,
         completions: Sequence[str],
         completion_ids: Sequence[list[int]],
         which: Sequence[int] | None,
         columns: Mapping[str, Sequence[Any]] | None,
-    ) -> list[Values]:
+    ) -> Score:
         texts: list[Any] = list(completions)
         if not isinstance(prompt.text, str):
             texts = [[{"role": "assistant", "content": text}] for text in completions]
         count = len(completions)
-        request = Score(
+        return Score(
+            group=next(self._counter),
             which=list(which if which is not None else range(len(self.functions))),
             prompts=[prompt.text] * count,
             completions=texts,
@@ -135,34 +142,26 @@ class RewardPool:
             columns={name: [value] * count for name, value in prompt.columns.items()}
             | {name: list(values) for name, values in (columns or {}).items()},
         )
-        worker = await self._idle.get()
-        try:
-            if worker is None or worker.is_lost:
-                worker = None  # if starting another one fails, the next group tries again
-                worker = await self._start_worker()
-            reply = await self._call(worker, request, prompt)
-        finally:
-            self._idle.put_nowait(worker)
+
+    async def _scored(
+        self, request: Score, prompt: Prompt, on_begin: Callable[[], object] = lambda: None
+    ) -> Scored:
+        reply = await self._answer(request, prompt, on_begin)
         if isinstance(reply, Refused):
             raise ScoringFailed(reply.kind, reply.message)
         assert isinstance(reply, Scored), f"unexpected reply {reply!r}"
-        return reply.values
+        return reply
 
-    async def _start_worker(self) -> _Process:
+    async def _answer(
+        self, request: Score, prompt: Prompt, on_begin: Callable[[], object]
+    ) -> Reply | Refused:
         try:
-            worker, _ = await self._owner.start()
-        except WorkerLost as error:
-            raise ScoringFailed("crash", str(error)) from error
-        return worker
-
-    async def _call(self, worker: _Process, request: Score, prompt: Prompt) -> Scored | Refused:
-        try:
-            return await worker.call_or_kill(request, self._timeout)
+            return await self.workers.score(request, on_begin)
         except TimeoutError as error:
             names = ", ".join(self.functions[i] for i in request.which)
             message = (
                 f"Scoring one group with {names} took longer than reward.timeout_seconds = "
-                f"{self._timeout:g}; its worker was killed."
+                f"{self.workers.timeout_seconds:g}."
             )
             raise ScoringFailed("timeout", message) from error
         except NotPlainData as error:

@@ -1,189 +1,191 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The process that imports reward functions and calls them, one request after the other.
+"""The process that imports reward functions and scores groups with them, side by side.
 
-The pool may kill it at any time, so it keeps no state but that of the functions themselves.
+The pool may kill it at any time, so it keeps no state but that of the functions themselves. These
+are its threads::
+
+    requests      reads the pipe
+    scoring       the event loop that awaits async functions and sends the replies
+    main thread   runs synchronous functions one by one, where signals and asyncio.run work
+    reward-N      run synchronous functions if several groups are scored at a time
 """
 
-import inspect
-import math
-import sys
-import traceback
-from typing import Any
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 import msgspec
 
-from torchtitan.grpo.functions import describe_error
-from torchtitan.grpo.rewards.reward_loading import (
-    RewardFunction,
-    call_function,
-    foreign_signature,
-    load_function,
-    missing_arguments,
-)
+from torchtitan.grpo.rewards.reward_calls import LoadedFunction, Score, Values
+from torchtitan.grpo.rewards.reward_loading import load_function
 from torchtitan.grpo.workers.channel import Refused, WorkerChannel, refused
 
-# Rewards are squared and summed over groups, and the result must be finite in float32.
-_LARGEST = 1e12
-
-Values = list[float | None]
-"""One value for each completion; ``None`` if the function does not apply to the completion."""
+ASYNC_CONCURRENCY = 64
+"""Groups that one worker scores at a time, by default, if all functions are async."""
 
 
 class LoadFunctions(msgspec.Struct, tag=True):
     """Asks for the import of reward functions. This is the first request."""
 
     functions: list[str]
+    concurrency: int  # reward.concurrency
 
 
-class Score(msgspec.Struct, tag=True):
-    """Asks a worker to score the completions of one prompt with the functions at these positions."""
+class Loaded(msgspec.Struct, tag=True):
+    """Reply to :class:`LoadFunctions`: how many groups may be scored at a time."""
 
-    which: list[int]
-    prompts: list[Any]
-    completions: list[Any]
-    completion_ids: list[list[int]]
-    columns: dict[str, list[Any]]
+    concurrency: int
 
 
 class Scored(msgspec.Struct, tag=True):
-    """Reply to both requests: ``values[i]`` is what function ``which[i]`` returned."""
+    """Reply to :class:`Score`: ``values[i]`` is what function ``which[i]`` returned."""
 
     values: list[Values]
 
 
-decode_request = msgspec.msgpack.Decoder(LoadFunctions | Score).decode
-decode_reply = msgspec.msgpack.Decoder(Scored | Refused).decode
+class Cancel(msgspec.Struct, tag=True):
+    """Asks a worker to end the scoring of a group, whose request is then not answered."""
+
+    group: int
 
 
-_Functions = list[tuple[str, RewardFunction]]
+class Cancelled(msgspec.Struct, tag=True):
+    """Reply to :class:`Cancel`. A synchronous function that ``hangs`` cannot be ended."""
+
+    hangs: bool
 
 
-class BadReward(Exception):
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
+Reply = Loaded | Scored | Cancelled
+decode_request = msgspec.msgpack.Decoder(LoadFunctions | Score | Cancel).decode
+decode_reply = msgspec.msgpack.Decoder(Reply | Refused).decode
+
+_Channel = WorkerChannel[LoadFunctions | Score | Cancel]
+_Result = Values | Refused
+_Call = tuple[Future[_Result], Callable[[], _Result]]
+
+
+@dataclass
+class _Group:
+    task: asyncio.Task[None]
+    in_thread: bool = False  # a synchronous function is running
+
+
+class _Scoring:
+    """Scores groups on an event loop, and calls what may block in other threads."""
+
+    def __init__(self, channel: _Channel, functions: list[LoadedFunction]) -> None:
+        self._channel, self._functions = channel, functions
+        self._loop = asyncio.new_event_loop()
+        self._groups: dict[int, _Group] = {}
+        self._cancelling: set[asyncio.Task[None]] = set()
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+
+    def run(self, concurrency: int) -> None:
+        """Scores up to ``concurrency`` groups at a time until the pool closes the channel."""
+        _start_thread("scoring", self._loop.run_forever)
+        reader = _start_thread("requests", self._read)
+        if concurrency == 1:
+            self._run_calls()
+        elif not all(function.is_async for function in self._functions):
+            for i in range(concurrency):
+                _start_thread(f"reward-{i}", self._run_calls)
+        reader.join()
+
+    def _run_calls(self) -> None:
+        while (item := self._calls.get()) is not None:
+            future, call = item
+            if future.set_running_or_notify_cancel():
+                future.set_result(call())
+
+    def _read(self) -> None:
+        try:
+            while (received := self._channel.read()) is not None:
+                self._loop.call_soon_threadsafe(self._begin, *received)
+        finally:
+            self._calls.put(None)
+
+    def _begin(self, call: int, request: LoadFunctions | Score | Cancel) -> None:
+        if isinstance(request, Cancel):
+            task = self._loop.create_task(self._cancel(call, request.group))
+            self._cancelling.add(task)
+            task.add_done_callback(self._cancelling.discard)
+        elif isinstance(request, Score):
+            task = self._loop.create_task(self._score(call, request))
+            self._groups[request.group] = _Group(task)
+
+    async def _score(self, call: int, request: Score) -> None:
+        try:
+            self._channel.reply(call, await self._values(self._groups[request.group], request))
+        finally:
+            del self._groups[request.group]
+
+    async def _values(self, group: _Group, request: Score) -> Scored | Refused:
+        """Calls synchronous functions one after the other, and then awaits all others together."""
+        found: dict[int, _Result] = {}
+        functions = {i: self._functions[i] for i in request.which}
+        for i, function in functions.items():
+            if not function.is_async:
+                found[i] = result = await self._in_thread(group, function, request)
+                if isinstance(result, Refused):
+                    return result
+        awaited = [i for i, function in functions.items() if function.is_async]
+        results = await asyncio.gather(*(functions[i].await_values(request) for i in awaited))
+        found |= zip(awaited, results, strict=True)
+        values: list[Values] = []
+        for i in request.which:
+            result = found[i]
+            if isinstance(result, Refused):
+                return result
+            values.append(result)
+        return Scored(values)
+
+    async def _in_thread(self, group: _Group, function: LoadedFunction, request: Score) -> _Result:
+        future: Future[_Result] = Future()
+        self._calls.put((future, lambda: function.call(request)))
+        group.in_thread = True
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            group.in_thread = False
+
+    async def _cancel(self, call: int, number: int) -> None:
+        """Answers at once about a thread; a function that ignores this is not answered for."""
+        hangs, group = False, self._groups.get(number)
+        if group is not None:
+            hangs = group.in_thread
+            group.task.cancel()
+            if not hangs:
+                await asyncio.wait([group.task])
+        self._channel.reply(call, Cancelled(hangs))
 
 
 def main() -> None:
-    channel = WorkerChannel(decode_request)
-    functions: _Functions = []
-    while (received := channel.read()) is not None:
-        call, request = received
-        if isinstance(request, LoadFunctions):
-            reply = _load(request.functions, functions)
-        else:
-            reply = _score(request, functions)
-        channel.reply(call, reply)
-
-
-def _load(paths: list[str], functions: _Functions) -> Scored | Refused:
+    channel: _Channel = WorkerChannel(decode_request)
+    received = channel.read()
+    if received is None:
+        return
+    call, request = received
+    assert isinstance(request, LoadFunctions), "the first request loads the functions"
     try:
-        functions += [(path, load_function(path)) for path in paths]
+        functions = [LoadedFunction(path, load_function(path)) for path in request.functions]
     except ValueError as error:
-        return refused("load", str(error))
-    return Scored([])
+        channel.reply(call, refused("load", str(error)))
+        return
+    all_async = all(function.is_async for function in functions)
+    concurrency = request.concurrency or (ASYNC_CONCURRENCY if all_async else 1)
+    channel.reply(call, Loaded(concurrency))
+    _Scoring(channel, functions).run(concurrency)
 
 
-def _score(request: Score, functions: _Functions) -> Scored | Refused:
-    values: list[Values] = []
-    for path, function in (functions[position] for position in request.which):
-        try:
-            values.append(_call(function, request))
-        except BadReward as error:
-            return refused(f"{path} {error.kind}", f"Reward function {path!r} {error}")
-        except Exception as error:  # the user's function may raise anything
-            traceback.print_exc(file=sys.stderr)
-            return refused(
-                f"{path} raised {type(error).__name__}",
-                f"Reward function {path!r} raised {describe_error(error)}"
-                f"{_user_line(error, function)}",
-            )
-    return Scored(values)
-
-
-def _user_line(error: BaseException, function: RewardFunction) -> str:
-    """The last line of a reward function's own file on the way to where it raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
-    frame = (own or frames)[-1]
-    return f" (at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})"
-
-
-def _call(function: RewardFunction, request: Score) -> Values:
-    missing = missing_arguments(function, request.columns)
-    if missing:
-        raise BadReward(
-            "argument",
-            f"needs the argument {missing[0]!r}, which is no column of the prompts. Their columns are "
-            f"{sorted(request.columns)}. "
-            + (
-                foreign_signature(function, missing)
-                or f'Rename one with prompts.rename = {{ column = "{missing[0]}" }}, or give the argument '
-                "a default."
-            ),
-        )
-    result = call_function(
-        function, request.prompts, request.completions, request.completion_ids, request.columns
-    )
-    expected = len(request.completions)
-    problem = _shape_problem(result, expected)
-    if problem is not None:
-        raise BadReward("type", f"must return a list of {expected} numbers, got {problem}")
-    if len(result) != expected:
-        raise BadReward(
-            "count",
-            f"must return one number for each of {expected} completions, got {len(result)}.",
-        )
-    return [_number(value) for value in result]
-
-
-def _shape_problem(result: Any, expected: int) -> str | None:
-    """Says what else than a list a function returned, and what to do; ``None`` for a list."""
-    what = f"a {type(result).__name__}"
-    if inspect.isawaitable(result) or inspect.isasyncgen(result):
-        if inspect.iscoroutine(result):
-            result.close()  # else Python warns that nobody has awaited it
-        return (
-            f"{what}. An async function is not awaited: define it with def, and call "
-            "asyncio.run within it."
-        )
-    if result is None:
-        return "None. Is a return statement missing?"
-    if inspect.isgenerator(result) or isinstance(result, set | frozenset | map | filter | zip):
-        return f"{what}. Return a list."
-    shape = getattr(result, "shape", None)
-    if shape is not None and len(shape) != 1:
-        flat = " Return its .reshape(-1)." if math.prod(shape) == expected else ""
-        return f"{what} of shape {tuple(shape)}, not ({expected},).{flat}"
-    if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__"):
-        return f"{what}."
-    for value in result:
-        if isinstance(value, list | tuple) or len(getattr(value, "shape", ())) > 0:
-            return f"{what} that holds {value!r:.100}, a {type(value).__name__}: one number each."
-    return None
-
-
-def _number(value: Any) -> float | None:
-    if value is None:
-        return None
-    # Scalars of numpy and torch are accepted as numbers; strings are not.
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise BadReward(
-            "type",
-            f"must return numbers (or None), got {value!r:.100} of type {type(value).__name__}.",
-        )
-    number = float(value)
-    if not math.isfinite(number):
-        raise BadReward("not finite", f"must return finite numbers, got {value}.")
-    if abs(number) > _LARGEST:
-        raise BadReward(
-            "too large",
-            f"must return numbers between -{_LARGEST:g} and {_LARGEST:g}, got {number:g}.",
-        )
-    return number
+def _start_thread(name: str, target: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 if __name__ == "__main__":

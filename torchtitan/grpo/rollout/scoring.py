@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
+from torchtitan.grpo.rewards.reward_calls import Values
 from torchtitan.grpo.rewards.reward_loading import short_names
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
-from torchtitan.grpo.rewards.scoring_worker import Values
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Generation, Prompt, Rollout, without_contexts
 

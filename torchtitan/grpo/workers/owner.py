@@ -46,13 +46,16 @@ class FailureLimit:
         self._failures_in_a_row = 0
         self.failures: Counter[str] = Counter()
 
-    def record_failure(self, failure: CallFailed) -> None:
-        """Counts and reports a failed call; raises ``error`` after too many in a row."""
+    def record_failure(self, failure: CallFailed, *, is_news: bool = True) -> None:
+        """Counts and reports a failed call; raises ``error`` after too many in a row.
+
+        One that is no news, because another call failed meanwhile, does not lengthen the row.
+        """
         self.failures[failure.kind] += 1
         self._on_failure(failure)
-        self._failures_in_a_row += 1
+        self._failures_in_a_row += is_news
         most, key = self._most
-        if self._failures_in_a_row >= most:
+        if is_news and self._failures_in_a_row >= most:
             raise self._error(
                 f"{self._failures_in_a_row} {self._calls} ({key} = {most}). The last reason: "
                 f"{failure}"

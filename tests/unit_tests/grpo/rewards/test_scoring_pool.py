@@ -117,10 +117,10 @@ async def test_a_group_fails_alone_and_failures_in_a_row_end_the_run(functions: 
 async def test_a_function_that_hangs_is_killed_and_the_worker_replaced(functions: str):
     async with started_pool(f"{functions}:by_completion") as pool:
         (before,) = descendants(WORKER)
-        patience, pool._timeout = pool._timeout, 0.5
+        patience, pool.workers.timeout_seconds = pool.workers.timeout_seconds, 0.5
         with pytest.raises(ScoringFailed, match=r"reward.timeout_seconds = 0\.5"):
             await pool.score(PROMPT, ["hang", "b"], IDS)
-        pool._timeout = patience
+        pool.workers.timeout_seconds = patience
         assert await pool.score(PROMPT, ["a", "b"], IDS) == [[1.0, 1.0]]
         assert before not in descendants(WORKER)
 
@@ -171,23 +171,27 @@ async def test_a_worker_that_computes_beyond_the_limit_is_ended(functions: str):
 
 
 ODD_RESULTS = r"""
-import numpy as np, torch, sys
+import asyncio, sys
+import numpy as np, torch
 
 class Silent(Exception):
     def __str__(self):
         raise RuntimeError("no text")
 
-async def coroutine(completions):
+async def awaited(completions):
     return [1.0] * len(completions)
+
+def coroutine(completions):
+    return awaited(completions)
 
 async def generator_async(completions):
     yield 1.0
 
-class Callable:
-    async def __call__(self, completions):
-        return [1.0] * len(completions)
+async def raising_async(completions):
+    raise asyncio.CancelledError("by itself")
 
-asynchronous_object = Callable()
+async def exiting_async(completions):
+    sys.exit(3)
 
 def result(code):
     return lambda completions: eval(code, globals(), {"n": len(completions)})
@@ -231,9 +235,11 @@ RAISED = {
     r"KeyError(('\ud83d', 1))": "raised KeyError: ",
 }
 ASYNC = {
-    "coroutine": "got a coroutine. An async function is not awaited: define it with def",
-    "generator_async": "got a async_generator. An async function is not awaited",
-    "asynchronous_object": "got a coroutine. An async function is not awaited",
+    "awaited": [1.0, 1.0],
+    "coroutine": "got a coroutine. Only a function that is defined with async def itself",
+    "generator_async": "got a async_generator. Only a function that is defined with async def",
+    "raising_async": r"raised CancelledError: by itself \(at ",
+    "exiting_async": r"raised SystemExit: 3 \(at ",
 }
 
 

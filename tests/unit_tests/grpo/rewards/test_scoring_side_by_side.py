@@ -1,0 +1,187 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Groups that one worker process scores at a time: real processes, and functions that need each other."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from processes import descendants
+
+from torchtitan.grpo.config import Reward
+from torchtitan.grpo.rewards import scoring_workers
+from torchtitan.grpo.rewards.scoring_pool import RewardError, RewardPool, ScoringFailed
+from torchtitan.grpo.types import Prompt
+
+FUNCTIONS = """
+import asyncio, functools, os, sys, threading, time
+from pathlib import Path
+
+# Nobody passes a barrier before as many groups, or functions of one group, have reached it.
+three_groups, two_threads = asyncio.Barrier(3), threading.Barrier(2)
+two_functions = sys.modules.setdefault("of all functions", asyncio.Barrier(2))
+
+async def together(completions, **kw):
+    if completions != [""]:
+        await three_groups.wait()
+    return [float(os.getpid())] * len(completions)
+
+async def scaled(scale, completions, **kw):
+    await two_functions.wait()
+    return [scale] * len(completions)
+
+class Object:
+    async def __call__(self, completions, **kw):
+        await two_functions.wait()
+        return [2.0] * len(completions)
+
+partial, instance = functools.partial(scaled, 3.0), Object()
+
+def in_threads(completions, **kw):
+    two_threads.wait()
+    return [float(threading.current_thread() is threading.main_thread())] * len(completions)
+
+def alone(completions, **kw):
+    asyncio.run(asyncio.sleep(0))
+    return [float(threading.current_thread() is threading.main_thread())] * len(completions)
+
+cancelled = asyncio.Event()
+
+async def waiting(completions, folder, **kw):
+    what, folder = completions[0], Path(folder[0])
+    (folder / what).touch()
+    if what == "hang":
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            cancelled.set()
+    if what == "until cancelled":
+        await cancelled.wait()
+    if what == "block":
+        time.sleep(1000)
+    if what == "crash":
+        os._exit(3)
+    if what.startswith("first time") and not (folder / f"{what} again").exists():
+        (folder / f"{what} again").touch()
+        await asyncio.sleep(1000)
+    if what == "raise" and completions != [""]:
+        await three_groups.wait()
+        raise KeyError(what)
+    return [float(os.getpid())] * len(completions)
+
+def in_thread(completions, folder, **kw):
+    what, folder = completions[0], Path(folder[0])
+    (folder / what).touch()
+    while what == "hang" or (what == "until told" and not (folder / "told").exists()):
+        time.sleep(0.01)
+    return [float(os.getpid())] * len(completions)
+"""
+
+WORKER = "torchtitan.grpo.rewards.scoring_worker"
+
+
+@contextlib.asynccontextmanager
+async def started_pool(folder: Path, *names: str, **settings: float) -> AsyncIterator[RewardPool]:
+    file = folder / "functions.py"
+    file.write_text(FUNCTIONS)
+    pool = RewardPool([f"{file}:{name}" for name in names], Reward(**settings))  # pyright: ignore
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        await pool.close()
+    assert not descendants(WORKER), "a worker outlived its pool"
+
+
+async def score(pool: RewardPool, what: str, folder: Path) -> float | None:
+    prompt = Prompt(0, "1+1=", np.array([1], np.int32), {"folder": str(folder)})
+    values = await pool.score(prompt, [what], [[1]])
+    return values[0][0]
+
+
+async def begin(pool: RewardPool, what: str, folder: Path) -> asyncio.Task[float | None]:
+    """Returns once a worker has begun to score."""
+    task = asyncio.create_task(score(pool, what, folder))
+    while not (folder / what).exists():
+        await asyncio.sleep(0.01)
+    return task
+
+
+async def test_async_functions_of_several_groups_wait_together_in_one_worker(tmp_path: Path):
+    async with started_pool(tmp_path, "together") as pool:
+        assert await pool.check(Prompt(0, "", np.array([1], np.int32), {})) is not None
+        pids = await asyncio.gather(*(score(pool, "a", tmp_path) for _ in range(3)))
+        assert len(set(pids)) == 1
+
+
+async def test_async_functions_of_one_group_wait_together_in_each_of_their_forms(tmp_path: Path):
+    async with started_pool(tmp_path, "partial", "instance", "alone", concurrency=1) as pool:
+        prompt = Prompt(0, "", np.array([1], np.int32), {})
+        assert await pool.score(prompt, ["a"], [[1]], [2, 0, 1]) == [[1.0], [3.0], [2.0]]
+
+
+async def test_synchronous_functions_run_in_threads_if_the_user_says_so(tmp_path: Path):
+    async with started_pool(tmp_path, "in_threads", concurrency=2) as pool:
+        found = await asyncio.gather(*(score(pool, "a", tmp_path) for _ in range(2)))
+        assert found == [0.0, 0.0]
+
+
+async def test_an_async_function_that_hangs_is_cancelled_and_disturbs_no_other_group(
+    tmp_path: Path,
+):
+    async with started_pool(tmp_path, "waiting") as pool:
+        (worker,) = descendants(WORKER)
+        patience, pool.workers.timeout_seconds = pool.workers.timeout_seconds, 0.5
+        hanging = await begin(pool, "hang", tmp_path)
+        pool.workers.timeout_seconds = patience
+        waiting = asyncio.create_task(score(pool, "until cancelled", tmp_path))
+        with pytest.raises(ScoringFailed, match=r"longer than reward.timeout_seconds = ") as failed:
+            await hanging
+        assert failed.value.kind == "timeout"
+        assert await waiting == worker.pid
+        assert descendants(WORKER) == [worker]
+
+
+@pytest.mark.parametrize(("guilty", "kind"), [("block", "timeout"), ("crash", "crash")])
+async def test_a_group_that_takes_its_worker_away_is_found_out_alone(
+    guilty: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(scoring_workers, "_CANCEL_SECONDS", 0.5)
+    async with started_pool(tmp_path, "waiting", max_consecutive_failures=2) as pool:
+        (worker,) = descendants(WORKER)
+        others = [await begin(pool, f"first time {i}", tmp_path) for i in range(3)]
+        pool.workers.timeout_seconds = 2.0
+        with pytest.raises(ScoringFailed) as failed:
+            await score(pool, guilty, tmp_path)
+        assert failed.value.kind == kind
+        assert worker.pid not in await asyncio.gather(*others)
+        assert pool.failures == {kind: 1}
+
+
+async def test_groups_beside_a_thread_that_hangs_end_before_their_worker_does(tmp_path: Path):
+    async with started_pool(tmp_path, "in_thread", concurrency=2) as pool:
+        (worker,) = descendants(WORKER)
+        patience, pool.workers.timeout_seconds = pool.workers.timeout_seconds, 0.5
+        hanging = await begin(pool, "hang", tmp_path)
+        pool.workers.timeout_seconds = patience
+        other = await begin(pool, "until told", tmp_path)
+        with pytest.raises(ScoringFailed, match=r"reward.timeout_seconds"):
+            await hanging
+        assert await score(pool, "new", tmp_path) != worker.pid  # it takes no new groups
+        (tmp_path / "told").touch()
+        assert await other == worker.pid
+        assert worker not in descendants(WORKER)
+
+
+async def test_groups_that_fail_at_the_same_time_count_as_one_of_a_row(tmp_path: Path):
+    async with started_pool(tmp_path, "waiting", max_consecutive_failures=2) as pool:
+        for expected in (ScoringFailed, RewardError):
+            found = await asyncio.gather(
+                *(score(pool, "raise", tmp_path) for _ in range(3)), return_exceptions=True
+            )
+            assert {type(error) for error in found} == {ScoringFailed, expected}
+        assert sum(pool.failures.values()) == 6

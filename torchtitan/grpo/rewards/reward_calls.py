@@ -1,0 +1,196 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Calls one reward function for one group, and turns what it returns or raises into a reply.
+
+Nothing that user code does gets past these functions: an event loop ends with some exceptions, and
+futures cannot hold others.
+"""
+
+import asyncio
+import functools
+import inspect
+import math
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from torchtitan.grpo.functions import describe_error
+from torchtitan.grpo.rewards.reward_loading import (
+    RewardFunction,
+    call_function,
+    foreign_signature,
+    missing_arguments,
+)
+from torchtitan.grpo.workers.channel import Refused, refused
+
+# Rewards are squared and summed over groups, and the result must be finite in float32.
+_LARGEST = 1e12
+
+Values = list[float | None]
+"""One value for each completion; ``None`` if the function does not apply to the completion."""
+
+
+class Score(msgspec.Struct, tag=True):
+    """Asks a worker to score the completions of one prompt with the functions at these positions.
+
+    ``group`` distinguishes it from the other requests of its pool.
+    """
+
+    group: int
+    which: list[int]
+    prompts: list[Any]
+    completions: list[Any]
+    completion_ids: list[list[int]]
+    columns: dict[str, list[Any]]
+
+
+class _BadReward(Exception):
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class LoadedFunction:
+    """A function with the path that names it."""
+
+    path: str
+    function: RewardFunction
+
+    @functools.cached_property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(_code_holder(self.function))
+
+    def call(self, request: Score) -> Values | Refused:
+        """Calls a synchronous function, in whichever thread this runs."""
+        try:
+            return _checked(self._start(request), len(request.completions))
+        except BaseException as error:
+            return self._refused(error)
+
+    async def await_values(self, request: Score) -> Values | Refused:
+        """Awaits an asynchronous function."""
+        try:
+            return _checked(await self._start(request), len(request.completions))
+        except BaseException as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            return self._refused(error)
+
+    def _start(self, request: Score) -> Any:
+        missing = missing_arguments(self.function, request.columns)
+        if missing:
+            raise _BadReward("argument", _missing_argument(self.function, missing, request.columns))
+        return call_function(
+            self.function,
+            request.prompts,
+            request.completions,
+            request.completion_ids,
+            request.columns,
+        )
+
+    def _refused(self, error: BaseException) -> Refused:
+        subject = f"Reward function {self.path!r}"
+        if isinstance(error, _BadReward):
+            return refused(f"{self.path} {error.kind}", f"{subject} {error}")
+        traceback.print_exception(error, file=sys.stderr)
+        return refused(
+            f"{self.path} raised {type(error).__name__}",
+            f"{subject} raised {describe_error(error)}{_user_line(error, self.function)}",
+        )
+
+
+def _code_holder(function: Callable[..., Any]) -> Any:
+    """The Python function that runs: within partial functions, or the method of an object."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if inspect.isroutine(function) or isinstance(function, type):
+        return function
+    return type(function).__call__
+
+
+def _user_line(error: BaseException, function: RewardFunction) -> str:
+    """The last line of a reward function's own file on the way to where it raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    code = getattr(inspect.unwrap(_code_holder(function)), "__code__", None)
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    frame = (own or frames)[-1]
+    return f" (at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})"
+
+
+def _missing_argument(
+    function: RewardFunction, missing: list[str], columns: dict[str, list[Any]]
+) -> str:
+    remedy = (
+        foreign_signature(function, missing)
+        or f'Rename one with prompts.rename = {{ column = "{missing[0]}" }}, or give the argument '
+        "a default."
+    )
+    return (
+        f"needs the argument {missing[0]!r}, which is no column of the prompts. Their columns are "
+        f"{sorted(columns)}. {remedy}"
+    )
+
+
+def _checked(result: Any, expected: int) -> Values:
+    problem = _shape_problem(result, expected)
+    if problem is not None:
+        raise _BadReward("type", f"must return a list of {expected} numbers, got {problem}")
+    if len(result) != expected:
+        raise _BadReward(
+            "count",
+            f"must return one number for each of {expected} completions, got {len(result)}.",
+        )
+    return [_number(value) for value in result]
+
+
+def _shape_problem(result: Any, expected: int) -> str | None:
+    """Says what else than a list a function returned, and what to do; ``None`` for a list."""
+    what = f"a {type(result).__name__}"
+    if inspect.isawaitable(result) or inspect.isasyncgen(result):
+        if inspect.iscoroutine(result):
+            result.close()  # else Python warns that nobody has awaited it
+        return (
+            f"{what}. Only a function that is defined with async def itself, or an object whose "
+            "__call__ is, is awaited."
+        )
+    if result is None:
+        return "None. Is a return statement missing?"
+    if inspect.isgenerator(result) or isinstance(result, set | frozenset | map | filter | zip):
+        return f"{what}. Return a list."
+    shape = getattr(result, "shape", None)
+    if shape is not None and len(shape) != 1:
+        flat = " Return its .reshape(-1)." if math.prod(shape) == expected else ""
+        return f"{what} of shape {tuple(shape)}, not ({expected},).{flat}"
+    if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__"):
+        return f"{what}."
+    for value in result:
+        if isinstance(value, list | tuple) or len(getattr(value, "shape", ())) > 0:
+            return f"{what} that holds {value!r:.100}, a {type(value).__name__}: one number each."
+    return None
+
+
+def _number(value: Any) -> float | None:
+    if value is None:
+        return None
+    # Scalars of numpy and torch are accepted as numbers; strings are not.
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise _BadReward(
+            "type",
+            f"must return numbers (or None), got {value!r:.100} of type {type(value).__name__}.",
+        )
+    number = float(value)
+    if not math.isfinite(number):
+        raise _BadReward("not finite", f"must return finite numbers, got {value}.")
+    if abs(number) > _LARGEST:
+        raise _BadReward(
+            "too large",
+            f"must return numbers between -{_LARGEST:g} and {_LARGEST:g}, got {number:g}.",
+        )
+    return number
