@@ -342,6 +342,7 @@ def process_config(
         servers_beside_training=are_gpus_shared(),
         start_version=start_version,
         progress=progress,
+        num_steps=config.training.steps,
         date=date,
         # Deterministic completions come out the same when they are generated again; those of a
         # file would have been written by other members of their group than in a run without a stop.

@@ -321,6 +321,8 @@ class Rollout(Generation):
         completion: The decoded text, for logs only; it is never tokenized again.
         reward: Weighted sum of the reward functions. None if scoring failed: the rollout is then
             left out, and never counts as zero.
+        reward_metrics: What the reward functions logged for the group with ``log_metric``.
+        logged: What they logged for this completion with ``log_extra``, cut for logs.
         teacher_logprobs: Those of the tokens at temperature 1; None if no teacher has rated them.
         teacher_top_ids: The teacher's ``teacher.top_k`` most likely tokens in the place of each
             token, all different; ``teacher_top_logprobs`` are theirs.
@@ -330,6 +332,8 @@ class Rollout(Generation):
     completion: str
     reward: float | None
     reward_components: dict[str, float] = field(default_factory=dict)
+    reward_metrics: dict[str, float] = field(default_factory=dict)
+    logged: dict[str, Any] = field(default_factory=dict)
     teacher_logprobs: Annotated[
         np.ndarray | None, Column(np.float32, fill=np.nan, in_rows=True)
     ] = None

@@ -44,6 +44,8 @@ class RolloutProcessConfig:
     """Policy version at the start: above 0 in a resumed run, the number of batches trained on."""
     progress: PromptProgress
     """Prompts that a resumed run has already used, and those with which it must start."""
+    num_steps: int = 0
+    """``training.steps``, for reward functions."""
     date: str = ""
     """What chat templates take for now, in ISO format: the time of the run's first start. If it is
     empty, it is the time of the first rendering."""

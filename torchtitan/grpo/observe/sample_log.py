@@ -59,6 +59,7 @@ class SampleLog:
             "server": group.server_url,
             "is_chat": group.is_chat,
             "columns": group.columns,
+            "logged": rollout.logged,
             "context": turns(rollout, self._codec),
         }
 
@@ -118,6 +119,7 @@ def sample_text(record: Mapping[str, Any]) -> str:
     ]
     lines = [f"sample of step {record['step']}, group {record['group_id']}: {'; '.join(facts)}"]
     lines += [f"  column {name}: {value!r}" for name, value in record["columns"].items()]
+    lines += [f"  logged {name}: {value!r}" for name, value in record["logged"].items()]
     for turn in record["context"]:
         trained = "trained" if turn["trained"] else "not trained"
         lines.append(f"  [{turn['role']}, {turn['num_tokens']} tokens, {trained}]")

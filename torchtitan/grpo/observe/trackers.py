@@ -30,7 +30,7 @@ SAMPLES = "samples"
 
 COLUMNS = (
     *("step", "group_id", "prompt", "completion", "context", "reward", "advantage"),
-    *("reward_components", "columns", "finish_reason"),
+    *("reward_components", "columns", "finish_reason", "logged"),
 )
 
 

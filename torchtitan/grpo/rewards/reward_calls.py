@@ -26,6 +26,7 @@ from torchtitan.grpo.rewards.reward_loading import (
     foreign_signature,
     missing_arguments,
 )
+from torchtitan.grpo.rewards.reward_log import RewardLog, TrainerState
 from torchtitan.grpo.workers.channel import Refused, refused
 
 # Rewards are squared and summed over groups, and the result must be finite in float32.
@@ -47,6 +48,8 @@ class Score(msgspec.Struct, tag=True):
     completions: list[Any]
     completion_ids: list[list[int]]
     columns: dict[str, list[Any]]
+    global_step: int
+    max_steps: int
 
 
 class _BadReward(Exception):
@@ -66,24 +69,24 @@ class LoadedFunction:
     def is_async(self) -> bool:
         return inspect.iscoroutinefunction(_code_holder(self.function))
 
-    def call(self, request: Score) -> Values | Refused:
+    def call(self, request: Score, log: RewardLog) -> Values | Refused:
         """Calls a synchronous function, in whichever thread this runs."""
         try:
-            return _checked(self._start(request), len(request.completions))
+            return _checked(self._start(request, log), len(request.completions))
         except BaseException as error:
             return self._refused(error)
 
-    async def await_values(self, request: Score) -> Values | Refused:
+    async def await_values(self, request: Score, log: RewardLog) -> Values | Refused:
         """Awaits an asynchronous function."""
         try:
-            return _checked(await self._start(request), len(request.completions))
+            return _checked(await self._start(request, log), len(request.completions))
         except BaseException as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
             return self._refused(error)
 
-    def _start(self, request: Score) -> Any:
+    def _start(self, request: Score, log: RewardLog) -> Any:
         missing = missing_arguments(self.function, request.columns)
         if missing:
             raise _BadReward("argument", _missing_argument(self.function, missing, request.columns))
@@ -93,6 +96,11 @@ class LoadedFunction:
             request.completions,
             request.completion_ids,
             request.columns,
+            {
+                "trainer_state": TrainerState(request.global_step, request.max_steps),
+                "log_extra": log.log_extra,
+                "log_metric": log.log_metric,
+            },
         )
 
     def _refused(self, error: BaseException) -> Refused:

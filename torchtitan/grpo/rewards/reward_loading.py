@@ -4,11 +4,12 @@
 """Finds reward functions by their names in the TOML file, and calls them as TRL does."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torchtitan.grpo import functions
 from torchtitan.grpo.rewards.builtin import BUILTIN
+from torchtitan.grpo.rewards.reward_log import ARGUMENTS
 
 RewardFunction = Callable[..., Any]
 
@@ -36,8 +37,10 @@ def call_function(
     completions: list[Any],
     completion_ids: list[list[int]],
     columns: dict[str, list[Any]],
+    more: Mapping[str, Any],
 ) -> Any:
-    available: dict[str, Any] = {**columns, "completion_ids": completion_ids}
+    """Calls a function with what it accepts; ``more`` are the arguments of `reward_log`."""
+    available: dict[str, Any] = {**columns, **more, "completion_ids": completion_ids}
     available |= {"prompts": prompts, "completions": completions}
     parameters = inspect.signature(function).parameters.values()
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
@@ -47,7 +50,7 @@ def call_function(
 
 
 def missing_arguments(function: RewardFunction, columns: Iterable[str]) -> list[str]:
-    given = {*columns, "prompts", "completions", "completion_ids"}
+    given = {*columns, *ARGUMENTS, "prompts", "completions", "completion_ids"}
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [
         p.name

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchtitan.grpo.config import Reward, Workers
-from torchtitan.grpo.rewards.reward_calls import Score, Values
+from torchtitan.grpo.rewards.reward_calls import Score
 from torchtitan.grpo.rewards.scoring_worker import LoadFunctions, Reply, Scored, decode_reply
 from torchtitan.grpo.rewards.scoring_workers import ScoringWorkers
 from torchtitan.grpo.types import Prompt
@@ -32,7 +32,10 @@ class RewardError(RuntimeError):
 
 
 class RewardPool:
-    """Scores groups; ``on_failure`` is called with each group that could not be scored."""
+    """Scores groups; ``on_failure`` is called with each group that could not be scored.
+
+    Functions are told ``max_steps``, and what ``next_step`` returns, in ``trainer_state``.
+    """
 
     def __init__(
         self,
@@ -41,6 +44,7 @@ class RewardPool:
         *,
         num_workers: int = 1,
         workers: Workers | None = None,
+        max_steps: int = 0,
         on_failure: Callable[[CallFailed], object] = lambda failure: None,
     ) -> None:
         self.functions = list(functions)
@@ -57,6 +61,8 @@ class RewardPool:
             on_failure=on_failure,
         )
         self.failures = self._owner.failures
+        self._max_steps = max_steps
+        self.next_step: Callable[[], int] = lambda: 0
         self.workers = ScoringWorkers(self._owner, num_workers, reward.timeout_seconds)
         self._counter = itertools.count()
         self._failed_at = 0.0  # when the last failure of the row was counted
@@ -91,8 +97,8 @@ class RewardPool:
         completion_ids: Sequence[list[int]],
         which: Sequence[int] | None = None,
         columns: Mapping[str, Sequence[Any]] | None = None,
-    ) -> list[Values]:
-        """Returns for each function its value for each completion of one prompt.
+    ) -> Scored:
+        """Returns for each function its value for each completion of one prompt, and what it logs.
 
         ``which`` are positions of functions (``None``: all). ``columns`` are further arguments with
         one value for each completion. Raises :class:`ScoringFailed` if this group cannot be scored,
@@ -116,7 +122,7 @@ class RewardPool:
             self._owner.record_failure(error, is_news=is_news)
             raise
         self._owner.record_success()
-        return scored.values
+        return scored
 
     async def close(self) -> None:
         await self._owner.close()
@@ -141,6 +147,8 @@ class RewardPool:
             completion_ids=list(completion_ids),
             columns={name: [value] * count for name, value in prompt.columns.items()}
             | {name: list(values) for name, values in (columns or {}).items()},
+            global_step=self.next_step(),
+            max_steps=self._max_steps,
         )
 
     async def _scored(

@@ -13,16 +13,19 @@ are its threads::
 """
 
 import asyncio
+import functools
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from torchtitan.grpo.rewards.reward_calls import LoadedFunction, Score, Values
 from torchtitan.grpo.rewards.reward_loading import load_function
+from torchtitan.grpo.rewards.reward_log import RewardLog
 from torchtitan.grpo.workers.channel import Refused, WorkerChannel, refused
 
 ASYNC_CONCURRENCY = 64
@@ -43,9 +46,14 @@ class Loaded(msgspec.Struct, tag=True):
 
 
 class Scored(msgspec.Struct, tag=True):
-    """Reply to :class:`Score`: ``values[i]`` is what function ``which[i]`` returned."""
+    """Reply to :class:`Score`: ``values[i]`` is what function ``which[i]`` returned.
+
+    The functions have logged ``metrics``, and ``extra`` with one value for each completion.
+    """
 
     values: list[Values]
+    metrics: dict[str, float]
+    extra: dict[str, list[Any]]
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -128,13 +136,16 @@ class _Scoring:
         """Calls synchronous functions one after the other, and then awaits all others together."""
         found: dict[int, _Result] = {}
         functions = {i: self._functions[i] for i in request.which}
+        log = RewardLog(len(request.completions))
         for i, function in functions.items():
             if not function.is_async:
-                found[i] = result = await self._in_thread(group, function, request)
+                found[i] = result = await self._in_thread(
+                    group, functools.partial(function.call, request, log)
+                )
                 if isinstance(result, Refused):
                     return result
         awaited = [i for i, function in functions.items() if function.is_async]
-        results = await asyncio.gather(*(functions[i].await_values(request) for i in awaited))
+        results = await asyncio.gather(*(functions[i].await_values(request, log) for i in awaited))
         found |= zip(awaited, results, strict=True)
         values: list[Values] = []
         for i in request.which:
@@ -142,11 +153,11 @@ class _Scoring:
             if isinstance(result, Refused):
                 return result
             values.append(result)
-        return Scored(values)
+        return Scored(values, log.metrics, log.extra)
 
-    async def _in_thread(self, group: _Group, function: LoadedFunction, request: Score) -> _Result:
+    async def _in_thread(self, group: _Group, call: Callable[[], _Result]) -> _Result:
         future: Future[_Result] = Future()
-        self._calls.put((future, lambda: function.call(request)))
+        self._calls.put((future, call))
         group.in_thread = True
         try:
             return await asyncio.wrap_future(future)

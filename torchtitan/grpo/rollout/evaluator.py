@@ -75,6 +75,7 @@ class Evaluator:
         """
         async with self._turn:
             started = time.monotonic()
+            self._pool.next_step = lambda: max(version, 0)
             self._room.pin(pinned)
             # In a task group, a failed completion also interrupts the loop that starts the others.
             async with asyncio.TaskGroup() as group:
@@ -135,10 +136,11 @@ class Evaluator:
         texts = await decode_all(self._codec, ids)
         columns = environment_columns(generations) if held.writer.has_environment else None
         try:
-            (scores,) = await self._pool.score(prompt, texts, ids, [held.function], columns)
+            scored = await self._pool.score(prompt, texts, ids, [held.function], columns)
         except ScoringFailed as error:
             self._drop(held, prompt, str(error), number=len(generations))
             return None
+        (scores,) = scored.values
         if num_unscored := sum(score is None for score in scores):
             reason = f"{held.settings.function} gives a completion no score (None)."
             self._drop(held, prompt, reason, number=num_unscored)

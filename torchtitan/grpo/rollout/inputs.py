@@ -148,13 +148,16 @@ class Inputs:
 
     def _make_pool(self, functions: list[str], num_workers: int) -> RewardPool:
         config = self._config
-        return RewardPool(
+        pool = RewardPool(
             functions,
             config.reward,
             num_workers=num_workers,
             workers=config.workers,
+            max_steps=config.num_steps,
             on_failure=self._drops.record_scoring,
         )
+        pool.next_step = lambda: config.start_version
+        return pool
 
     def _columns(self) -> dict[str, list[float]]:
         return {"environment_reward": [0.0]} if self._config.has_episodes else {}

@@ -94,6 +94,7 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     is_full = [rollout.finish_reason == "length" for rollout in rollouts]
     return (
         _reward_metrics(rollouts)
+        | _logged_metrics(groups)
         | _teacher_metrics(rollouts)
         | _file_metrics(groups)
         | {
@@ -121,6 +122,15 @@ def _file_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
             f"rollout/file/{name}/fraction": len(of_file) / len(groups),
         }
     return metrics
+
+
+def _logged_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """The mean over the groups for which a reward function logged each metric."""
+    logged: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        for name, value in group.rollouts[0].reward_metrics.items():
+            logged[name].append(value)
+    return {f"reward/logged/{name}": float(np.mean(values)) for name, values in logged.items()}
 
 
 def _teacher_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

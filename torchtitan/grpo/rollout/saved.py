@@ -213,7 +213,8 @@ def _problems(saved: SavedRollouts, vocab_size: int, row_len: int) -> Iterator[s
             yield f"group {group.group_id} has no rollout"
         for rollout in group.rollouts:
             problem = rollout_problem(rollout, vocab_size=vocab_size, row_len=row_len)
-            rewards = [rollout.reward, *rollout.reward_components.values()]
+            parts = (rollout.reward_components, rollout.reward_metrics)
+            rewards = [rollout.reward, *(value for part in parts for value in part.values())]
             if problem := problem or _problem(rollout, saved.version, rewards):
                 yield f"in group {group.group_id}, {problem}"
     for unfinished in saved.unfinished:

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from torchtitan.grpo.rewards.reward_calls import Values
 from torchtitan.grpo.rewards.reward_loading import short_names
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
+from torchtitan.grpo.rewards.scoring_worker import Scored
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Generation, Prompt, Rollout, without_contexts
 
@@ -56,11 +56,11 @@ class Scorer:
         ids = [read_ids(generation) for generation in generations]
         texts = await decode_all(self._codec, ids)
         columns = environment_columns(generations) if self._has_environment else None
-        values: list[Values] = []
+        scored = Scored([], {}, {})
         if self._names:
-            values = await self._pool.score(prompt, texts, ids, range(len(self._names)), columns)
+            scored = await self._pool.score(prompt, texts, ids, range(len(self._names)), columns)
         return [
-            self._rollout(prompt, generation, text, [column[i] for column in values])
+            self._rollout(prompt, generation, text, scored, i)
             for i, (generation, text) in enumerate(zip(generations, texts, strict=True))
         ]
 
@@ -71,12 +71,14 @@ class Scorer:
         texts = [rollout.completion for rollout in rollouts]
         ids = [rollout.token_ids.tolist() for rollout in rollouts]
         rewards = {"rewards": [rollout.reward for rollout in rollouts]}
-        (verdicts,) = await self._pool.score(prompt, texts, ids, [self._acceptor], rewards)
+        scored = await self._pool.score(prompt, texts, ids, [self._acceptor], rewards)
+        (verdicts,) = scored.values
         return [r for r, verdict in zip(rollouts, verdicts, strict=True) if verdict]
 
     def _rollout(
-        self, prompt: Prompt, generation: Generation, text: str, values: Values
+        self, prompt: Prompt, generation: Generation, text: str, scored: Scored, i: int
     ) -> Rollout:
+        values = [column[i] for column in scored.values]
         components = {
             name: value
             for name, value in zip(self._names, values, strict=True)
@@ -88,6 +90,8 @@ class Scorer:
             completion=text,
             reward=weighted_sum(values, self._weights) if self._names else 0.0,
             reward_components=components,
+            reward_metrics=scored.metrics,
+            logged=brief_columns({name: column[i] for name, column in scored.extra.items()}),
         )
 
 

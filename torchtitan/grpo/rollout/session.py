@@ -135,10 +135,12 @@ class RolloutSession(_Session):
     def _make_producer(self) -> Producer:
         config, saved, stream = self._config, self._saved, self.inputs.stream
         rollout = config.rollout
-        assert stream is not None, "the inputs are open"
+        admission = Admission(config.grpo, rollout, config.start_version)
+        assert stream is not None and self.inputs.pool is not None, "the inputs are open"
+        self.inputs.pool.next_step = lambda: admission.next_batch
         return Producer(
             stream,
-            Admission(config.grpo, rollout, config.start_version),
+            admission,
             self.dispatcher,
             self._make_judge(),
             Ledger(config.progress, saved.closed if saved is not None else None),

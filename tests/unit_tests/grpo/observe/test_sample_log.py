@@ -27,6 +27,7 @@ def rollout(codec: TextCodec, prompt: str, completion: str, sampled=None, **kwar
         ids, np.zeros(len(ids), np.float32), "stop", segments,
         prompt_ids=np.array(codec.encode_continuation(prompt), np.int32),
         completion=completion, reward=0.5, reward_components={"exact_match": 1.0, "short": -0.5},
+        logged={"verdict": "right"},
         sampled=None if sampled is None else np.array(sampled, np.bool_), **kwargs,
     )  # fmt: skip
 
@@ -49,7 +50,8 @@ def test_the_file_holds_rollouts_of_different_prompts_with_all_that_was_scored(t
     assert [r["advantage"] for r in records] == [1.5, None]
     text = sample_text(first := records[0])
     assert "reward 0.5 (exact_match 1, short -0.5)" in text and "advantage +1.5" in text
-    assert "column answer: 'größer'" in text and "[model, 3 tokens, trained]\n    21<eos>" in text
+    assert "column answer: 'größer'" in text and "logged verdict: 'right'" in text
+    assert "[model, 3 tokens, trained]\n    21<eos>" in text
     assert first["versions"] == [[4, 0, 1], [5, 1, 3]]
     assert first["reward_components"] == {"exact_match": 1.0, "short": -0.5}
     assert first["columns"] == {"answer": "größer", "numbers": [1, 2]}

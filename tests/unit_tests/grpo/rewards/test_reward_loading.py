@@ -57,9 +57,12 @@ def test_only_accepted_keywords_are_passed():
         return sorted(kwargs)
 
     columns = {"answer": ["x"], "other": [1]}
-    assert call_function(narrow, ["p"], ["c"], [[1]], columns) == [["c"], ["x"]]
-    wide_names = ["answer", "completion_ids", "other", "prompts"]
-    assert call_function(wide, ["p"], ["c"], [[1]], columns) == wide_names
+    assert call_function(narrow, ["p"], ["c"], [[1]], columns, {"log_metric": print}) == [
+        ["c"],
+        ["x"],
+    ]
+    wide_names = ["answer", "completion_ids", "log_metric", "other", "prompts"]
+    assert call_function(wide, ["p"], ["c"], [[1]], columns, {"log_metric": print}) == wide_names
 
 
 def test_names_for_metrics_are_short_unless_two_are_equal():

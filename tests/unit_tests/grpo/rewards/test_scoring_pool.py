@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,25 +88,29 @@ async def started_pool(
     assert not descendants(WORKER), "a worker outlived its pool"
 
 
+async def values(pool: RewardPool, *arguments: Any) -> list[list[float | None]]:
+    return (await pool.score(*arguments)).values
+
+
 async def test_functions_get_lists_of_columns_and_ids_and_messages(functions: str):
     names = [f"{functions}:{name}" for name in ("columns", "length", "roles")]
     async with started_pool(*names) as pool:
-        assert await pool.score(PROMPT, ["4", "5"], IDS, [0, 1]) == [[1.0, 0.0], [1.0, 1.0]]
+        assert await values(pool, PROMPT, ["4", "5"], IDS, [0, 1]) == [[1.0, 0.0], [1.0, 1.0]]
         chat = Prompt(0, [{"role": "user", "content": "2+2="}], PROMPT.token_ids, {})
-        assert await pool.score(chat, ["4", "5"], IDS, [2]) == [[1.0, 1.0]]
+        assert await values(pool, chat, ["4", "5"], IDS, [2]) == [[1.0, 1.0]]
 
 
 async def test_a_group_fails_alone_and_failures_in_a_row_end_the_run(functions: str):
     async with started_pool(f"{functions}:by_completion", failures=3) as pool:
         # Printing and reading disturb nothing.
-        assert await pool.score(PROMPT, ["print", "b"], IDS) == [[0.0, 0.0]]
+        assert await values(pool, PROMPT, ["print", "b"], IDS) == [[0.0, 0.0]]
         for completion, message in (
             ("channel", "reply .* is not valid: .* reward function wrote to a file descriptor"),
             ("exit", "ended with exit code 3"),
         ):
             with pytest.raises(ScoringFailed, match=message):
                 await pool.score(PROMPT, [completion, "b"], IDS)
-        assert await pool.score(PROMPT, ["a", "b"], IDS) == [[1.0, 1.0]]
+        assert await values(pool, PROMPT, ["a", "b"], IDS) == [[1.0, 1.0]]
         assert sum(pool.failures.values()) == 2
         for _ in range(2):
             with pytest.raises(ScoringFailed, match="got nan"):
@@ -121,7 +126,7 @@ async def test_a_function_that_hangs_is_killed_and_the_worker_replaced(functions
         with pytest.raises(ScoringFailed, match=r"reward.timeout_seconds = 0\.5"):
             await pool.score(PROMPT, ["hang", "b"], IDS)
         pool.workers.timeout_seconds = patience
-        assert await pool.score(PROMPT, ["a", "b"], IDS) == [[1.0, 1.0]]
+        assert await values(pool, PROMPT, ["a", "b"], IDS) == [[1.0, 1.0]]
         assert before not in descendants(WORKER)
 
 
@@ -155,9 +160,9 @@ async def test_workers_see_only_named_keys_and_have_a_limit_of_memory(functions,
         monkeypatch.setenv(name, "secret")
     given = Workers(["WANDB_API_KEY", "AWS_*"], max_memory_gib=4.0)
     async with started_pool(f"{functions}:is_set", f"{functions}:take", workers=given) as pool:
-        scores = await pool.score(PROMPT, [*names, "PATH"], [[1]] * 5, [0])
+        scores = await values(pool, PROMPT, [*names, "PATH"], [[1]] * 5, [0])
         assert scores == [[1.0, 0.0, 1.0, 0.0, 1.0]]
-        assert await pool.score(PROMPT, ["1000"], [[1]], [1]) == [[1000.0]]
+        assert await values(pool, PROMPT, ["1000"], [[1]], [1]) == [[1000.0]]
         with pytest.raises(ScoringFailed, match="MemoryError"):
             await pool.score(PROMPT, [str(8 << 30)], [[1]], [1])
 
@@ -253,7 +258,7 @@ async def test_what_user_code_returns_and_raises_is_told_and_ends_no_worker(tmp_
         (worker,) = descendants(WORKER)
         for position, expected in enumerate((RETURNED | RAISED | ASYNC).values()):
             if isinstance(expected, list):
-                assert await pool.score(PROMPT, ["a", "b"], IDS, [position]) == [expected]
+                assert await values(pool, PROMPT, ["a", "b"], IDS, [position]) == [expected]
                 continue
             with pytest.raises(ScoringFailed, match=expected):
                 await pool.score(PROMPT, ["a", "b"], IDS, [position])

@@ -99,8 +99,7 @@ async def started_pool(folder: Path, *names: str, **settings: float) -> AsyncIte
 
 async def score(pool: RewardPool, what: str, folder: Path) -> float | None:
     prompt = Prompt(0, "1+1=", np.array([1], np.int32), {"folder": str(folder)})
-    values = await pool.score(prompt, [what], [[1]])
-    return values[0][0]
+    return (await pool.score(prompt, [what], [[1]])).values[0][0]
 
 
 async def begin(pool: RewardPool, what: str, folder: Path) -> asyncio.Task[float | None]:
@@ -121,7 +120,8 @@ async def test_async_functions_of_several_groups_wait_together_in_one_worker(tmp
 async def test_async_functions_of_one_group_wait_together_in_each_of_their_forms(tmp_path: Path):
     async with started_pool(tmp_path, "partial", "instance", "alone", concurrency=1) as pool:
         prompt = Prompt(0, "", np.array([1], np.int32), {})
-        assert await pool.score(prompt, ["a"], [[1]], [2, 0, 1]) == [[1.0], [3.0], [2.0]]
+        scored = await pool.score(prompt, ["a"], [[1]], [2, 0, 1])
+        assert scored.values == [[1.0], [3.0], [2.0]]
 
 
 async def test_synchronous_functions_run_in_threads_if_the_user_says_so(tmp_path: Path):

@@ -8,10 +8,11 @@ import pytest
 from rollouts import generation
 
 from torchtitan.grpo.config import Reward
-from torchtitan.grpo.rewards.scoring_pool import RewardPool
+from torchtitan.grpo.rewards.scoring_pool import RewardPool, ScoringFailed
+from torchtitan.grpo.rollout.rollout_metrics import group_metrics
 from torchtitan.grpo.rollout.scoring import Scorer, weighted_sum
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.types import Prompt
+from torchtitan.grpo.types import Prompt, RolloutGroup
 
 FUNCTIONS = """
 def length(completions, **kw):
@@ -19,6 +20,23 @@ def length(completions, **kw):
 
 def even(completions, **kw):
     return [None if len(c) % 2 else 1.0 for c in completions]
+
+# As in the examples of TRL's documentation.
+def described(completions, log_extra=None, log_metric=None, **kwargs):
+    log_extra("characters", [list(c) for c in completions])
+    log_extra("object", [object if c == "12" else 1j for c in completions])
+    log_metric("longest", max(map(len, completions)))
+    log_metric("accuracy", float("nan"))
+    return [0.0] * len(completions)
+
+async def judged(completions, trainer_state, log_metric, **kwargs):
+    log_metric("longest", 0)
+    log_metric("step", trainer_state.global_step)
+    return [0.0] * len(completions)
+
+def uneven(completions, log_extra):
+    log_extra("half", completions[1:])
+    return [0.0] * len(completions)
 """
 PROMPT = Prompt(0, "1->", np.array([5], np.int32), {})
 
@@ -48,6 +66,32 @@ async def test_rewards_are_weighted_sums_of_the_functions_that_apply(functions, 
     components = [rollout.reward_components for rollout in rollouts]
     assert components == [{"length": 2.0, "even": 1.0}, {"length": 3.0}]
     assert weighted_sum([None, None], [1.0, 2.0]) is None
+
+
+async def test_what_functions_log_is_kept_with_each_rollout_and_averaged_over_groups(
+    functions, codec
+):
+    names = [f"{functions}:{name}" for name in ("described", "judged", "uneven")]
+    pool = RewardPool(names, Reward(), max_steps=10)
+    pool.next_step = lambda: 7
+    scorer = Scorer(pool, codec, names[:2], [])
+    groups = []
+    try:
+        await pool.start()
+        for texts in (["12", "1"], ["123456", "2"]):
+            generations = [generation(codec.encode(text)) for text in texts]
+            rollouts = await scorer.score(PROMPT, generations)
+            groups.append(RolloutGroup(0, "", tuple(rollouts), ""))
+        with pytest.raises(ScoringFailed, match=r"log_extra\('half', ...\) .* each of 2 .*, got 1"):
+            await pool.score(PROMPT, ["1", "2"], [[1], [2]], [2])
+    finally:
+        await pool.close()
+    first, second = groups[0].rollouts
+    assert first.logged == {"characters": ["1", "2"], "object": "<class 'object'>"}
+    assert second.logged == {"characters": ["1"], "object": "1j"}
+    metrics = group_metrics(groups)
+    assert (metrics["reward/logged/longest"], metrics["reward/logged/step"]) == (2.0, 7.0)
+    assert "reward/logged/accuracy" not in metrics
 
 
 async def test_without_functions_each_reward_is_nothing_and_no_worker_is_asked(codec):

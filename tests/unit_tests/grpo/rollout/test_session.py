@@ -17,16 +17,19 @@ from torchtitan.grpo.rollout.session import RolloutSession
 from torchtitan.grpo.types import PromptProgress
 
 
-def config_of(repository: Path, prompts: Path, url: str, file: Path) -> tables.RolloutProcessConfig:
+def config_of(
+    repository: Path, prompts: Path, url: str, file: Path, *functions: str
+) -> tables.RolloutProcessConfig:
     return process_config(
         repository / "assets/reverse_digits/model",
         tables.Prompts(path=str(prompts), shuffle=False),
         inference=tables.Inference(kind="embedded", launch=False, urls=[url]),
-        reward=tables.Reward(functions=["exact_match"], num_workers=1),
+        reward=tables.Reward(functions=["exact_match", *functions]),
         vocab_size=128,
         eos_token_ids=[1],
         dump_folder=str(prompts.parent),
         start_version=1,
+        num_steps=20,
         progress=PromptProgress(3, (2,)),  # the checkpoint's, which is older
         saved_rollouts=str(file),
     )
@@ -95,8 +98,15 @@ async def test_a_resumed_session_holds_what_was_saved_and_goes_on_from_there(
     async def answer(request: web.Request) -> web.Response:
         return web.json_response(told)
 
+    progress = tmp_path / "progress.py"
+    progress.write_text(
+        "def progress(completions, trainer_state):\n"
+        "    share = trainer_state.global_step / trainer_state.max_steps\n"
+        "    return [share] * len(completions)\n"
+    )
     async with serving(answer) as url:
-        session = RolloutSession(config_of(repository, prompts, url, file))
+        config = config_of(repository, prompts, url, file, f"{progress}:progress")
+        session = RolloutSession(config)
         try:
             await session.open()
             held = session.producer.save(1)
@@ -105,5 +115,8 @@ async def test_a_resumed_session_holds_what_was_saved_and_goes_on_from_there(
             drawn = [await session.producer._next_prompt() for _ in range(2)]
             # The open prompt of which nothing was saved comes first, and then a new one.
             assert [prompt.group_id for prompt in drawn] == [5, 6]
+            pool = session.inputs.pool
+            assert pool is not None and session.inputs.rewards == [[0.0, 1 / 20]]
+            assert (await pool.score(drawn[0], [""], [[]])).values == [[0.0], [1 / 20]]
         finally:
             await session.close()
