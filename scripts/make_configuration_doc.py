@@ -74,7 +74,9 @@ Torchtitan's defaults are meant for pretraining. The following keys exist only h
 
 def page() -> str:
     """Returns the whole page."""
-    tables = [f.type for f in fields(JobConfig) if f.type in vars(config).values()]
+    tables: list[Any] = []
+    for table in (f.type for f in fields(JobConfig) if f.type in vars(config).values()):
+        tables += [table, *(f.type for f in fields(table) if is_dataclass(f.type))]  # pyright: ignore
     return "\n".join([HEAD, changed_tables(), *map(section, tables)])
 
 
@@ -126,7 +128,9 @@ def type_name(annotation: Any) -> str:
 
 
 def default_of(field: Field) -> str:
-    """Returns a field's default as it is written in Python."""
+    """Returns a field's default as it is written in Python; nothing for a table of its own."""
+    if is_dataclass(field.type):
+        return "{}"
     if field.default_factory is not MISSING:
         return repr(field.default_factory())
     return repr(field.default)

@@ -19,6 +19,7 @@ HEADINGS = {
     "prompts.path": "Prompts",
     "prompts.single_rank_load": "How a batch is spread over ranks",
     "reward.functions": "Rewards",
+    "reward.judge.kind": "A judge or a reward model on a server",
     "evaluation.path": "Evaluation on held-out prompts",
     "grpo.group_size": "The batch",
     "grpo.advantage": "Advantages and shaped rewards",

@@ -12,6 +12,7 @@ from torchtitan.grpo.config.agent import Agent
 from torchtitan.grpo.config.evaluation import Evaluation
 from torchtitan.grpo.config.grpo import GRPO, LoRA
 from torchtitan.grpo.config.inference import Inference
+from torchtitan.grpo.config.judge import Judge
 from torchtitan.grpo.config.observe import Guards, Observe
 from torchtitan.grpo.config.prompts import Prompts
 from torchtitan.grpo.config.rollout import Reward, Rollout, Workers
@@ -30,6 +31,7 @@ __all__ = [
     "Evaluation",
     "Guards",
     "Inference",
+    "Judge",
     "LoRA",
     "Observe",
     "Prompts",

@@ -4,6 +4,7 @@
 """Refuses configurations that cannot work, before any process group exists."""
 
 from torchtitan.grpo.config_checks import (
+    judge,
     learning,
     lora,
     observe,
@@ -28,7 +29,8 @@ _CHECKS = (
     learning.check_mismatch, trainer.check_optimizer, rollouts.check_lengths,
     rollouts.check_data, rollouts.check_filters, rollouts.check_stream, learning.check_supervised,
     learning.check_teacher, rollouts.check_determinism, trainer.check_checkpoints,
-    rollouts.check_environments, rollouts.check_agent, prompts.check_evaluation, trainer.check_machine,
+    rollouts.check_environments, rollouts.check_agent, prompts.check_evaluation, judge.check_judge,
+    trainer.check_machine,
     servers.check_inference, rollouts.check_dispatch, servers.check_weight_sync,
     observe.check_guards, observe.check_observe, observe.check_profiling, lora.check_lora,
     trainer.check_layout,

@@ -71,7 +71,10 @@ _UPSTREAM_BOUNDS = {
 }
 """Bounds of torchtitan's keys. Those of this project's tables stand at their fields."""
 
-_SENT = ("grpo", "prompts", "rollout", "inference", "reward", "workers", "teacher", "evaluation")
+_SENT = (
+    *("grpo", "prompts", "rollout", "inference", "reward", "reward.judge", "workers", "teacher"),
+    "evaluation",
+)
 """Tables that the rollout process receives as JSON, which has no infinite numbers."""
 
 
@@ -80,11 +83,11 @@ def check_ranges(config: JobConfig) -> None:
         value = get(config, key)
         if value is not None and not bounds.allow(value):
             require(False, f"{key} must be {bounds}, got {value}.{_meaning(config, key)}")
-    for table in _SENT:
-        for name, value in vars(getattr(config, table)).items():
-            key, is_float = f"{table}.{name}", isinstance(value, float)
-            if is_float and not math.isfinite(value):
-                require(False, f"{key} must be finite, got {value}.{_meaning(config, key)}")
+    for key in _SENT:
+        for name, value in vars(get(config, key)).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                name = f"{key}.{name}"
+                require(False, f"{name} must be finite, got {value}.{_meaning(config, name)}")
     require(
         config.checkpoint.last_save_model_only or not config.checkpoint.last_save_in_hf,
         "checkpoint.last_save_in_hf needs checkpoint.last_save_model_only = true, got false: a whole "
@@ -105,16 +108,18 @@ def check_ranges(config: JobConfig) -> None:
     )
 
 
-def _declared_bounds(config: JobConfig) -> Iterator[tuple[str, Bounds]]:
+def _declared_bounds(config: Any, prefix: str = "") -> Iterator[tuple[str, Bounds]]:
     for table in fields(config):
         values: Any = getattr(config, table.name)
         if is_dataclass(values):
+            key = f"{prefix}{table.name}."
             for name, bounds in bounds_of(type(values)).items():
-                yield f"{table.name}.{name}", bounds
+                yield f"{key}{name}", bounds
+            yield from _declared_bounds(values, key)
 
 
 def _meaning(config: JobConfig, key: str) -> str:
     """The first sentence of the field's documentation, to be appended to a message."""
-    table, name = key.split(".")
-    text = field_docs(type(getattr(config, table))).get(name)
+    table, _, name = key.rpartition(".")
+    text = field_docs(type(get(config, table))).get(name)
     return f" What it sets: {first_sentence(text)}" if text else ""

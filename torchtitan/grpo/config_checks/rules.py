@@ -3,6 +3,7 @@
 
 """The error and the functions of all checks."""
 
+import operator
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,8 +37,7 @@ def forbid(with_setting: str, conflicts: Mapping[str, bool], why: str) -> None:
 
 
 def get(config: JobConfig, key: str) -> Any:
-    table, name = key.split(".")
-    return getattr(getattr(config, table), name)
+    return operator.attrgetter(key)(config)
 
 
 def check_file(key: str, path: str | None) -> None:

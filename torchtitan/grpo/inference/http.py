@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 _EXCERPT_CHARS = 600
 _MAX_ANSWER_BYTES = 64 * 2**20
+_KEY_HINT = (
+    f"Check inference.api_key and inference.admin_key ({API_KEY_VARIABLE}, {ADMIN_KEY_VARIABLE})."
+)
 
 
 class RouteError(ServerError):
@@ -55,7 +58,7 @@ class Answer:
 class HttpConnection:
     """URL, keys and HTTP session of one server, in the event loop of the first request.
 
-    ``admin_key``, or else ``api_key``, is that of control routes. An idle TCP connection is kept
+    ``key_hint`` follows in the message if a key is refused. ``admin_key``, or else ``api_key``, is that of control routes. An idle TCP connection is kept
     for ``idle_seconds``; 0 opens one for each request. Servers close idle connections and lose a
     request that arrives then, so it must be well below the server's limit.
     """
@@ -68,10 +71,12 @@ class HttpConnection:
         admin_key: str | None,
         timeout_seconds: float,
         idle_seconds: float = 0.0,
+        proxy: str | None = None,
+        key_hint: str = _KEY_HINT,
     ) -> None:
         self.url = url.rstrip("/")
         self.timeout_seconds = timeout_seconds
-        self._idle_seconds = idle_seconds
+        self._idle_seconds, self._proxy, self._key_hint = idle_seconds, proxy, key_hint
         self.has_keys = bool(api_key or admin_key)
         self._keys = {"generation": api_key, "control": admin_key or api_key, "public": None}
         self._session: aiohttp.ClientSession | None = None
@@ -114,12 +119,7 @@ class HttpConnection:
             )
         if not 200 <= status < 300 and status not in accept:
             text = content.decode(errors="replace")
-            hint = ""
-            if status in (401, 403):
-                hint = (
-                    " Check inference.api_key and inference.admin_key"
-                    f" ({API_KEY_VARIABLE}, {ADMIN_KEY_VARIABLE})."
-                )
+            hint = f" {self._key_hint}" if status in (401, 403) else ""
             message = f"{subject} answered {status}: {excerpt(text)}{hint}"
             raise RouteError(message, status, _parse(text))
         try:
@@ -146,6 +146,7 @@ class HttpConnection:
                     headers=headers,
                     timeout=aiohttp.ClientTimeout(total=timeout),
                     allow_redirects=False,
+                    proxy=self._proxy,
                 ) as response,
             ):
                 if 300 <= response.status < 400:
@@ -201,7 +202,7 @@ class HttpConnection:
             if self._idle_seconds:
                 kept = {"keepalive_timeout": self._idle_seconds}
             connector = aiohttp.TCPConnector(limit=0, **kept)
-            # trust_env=False: servers are reached directly, not through a proxy.
+            # trust_env=False: without a proxy of the connection, servers are reached directly.
             self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
         return self._session
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.rewards.builtin import BUILTIN
+from torchtitan.grpo.rewards.reward_loading import NAMES
 
 _OFTEN_CUT = 0.9
 """Share of cut completions from which on the limit is a likely cause."""
@@ -114,6 +114,6 @@ def likely_causes(
         ((1.0 if is_constant and lowest > 0 else 4.0) if cut >= _OFTEN_CUT else 0.1, limit),
         (0.2 if is_constant and lowest not in (0.0, 1.0) else 1.8, task),
     ]
-    if is_chat is False or all(path in BUILTIN for path in config.reward.functions):
+    if is_chat is False or all(path in NAMES for path in config.reward.functions):
         ranked.pop(0)
     return [cause for _, cause in sorted(ranked, key=lambda entry: -entry[0])]

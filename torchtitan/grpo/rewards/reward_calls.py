@@ -27,6 +27,7 @@ from torchtitan.grpo.rewards.reward_loading import (
     missing_arguments,
 )
 from torchtitan.grpo.rewards.reward_log import RewardLog, TrainerState
+from torchtitan.grpo.rewards.score_later import ScoreLater
 from torchtitan.grpo.workers.channel import Refused, refused
 
 # Rewards are squared and summed over groups, and the result must be finite in float32.
@@ -50,6 +51,10 @@ class Score(msgspec.Struct, tag=True):
     columns: dict[str, list[Any]]
     global_step: int
     max_steps: int
+
+
+class Postponed(Refused, tag=True):
+    """Reply to a request in which a function raised :class:`ScoreLater`."""
 
 
 class _BadReward(Exception):
@@ -107,6 +112,8 @@ class LoadedFunction:
         subject = f"Reward function {self.path!r}"
         if isinstance(error, _BadReward):
             return refused(f"{self.path} {error.kind}", f"{subject} {error}")
+        if isinstance(error, ScoreLater):
+            return refused("postponed", f"{subject} has to wait: {error}", Postponed)
         traceback.print_exception(error, file=sys.stderr)
         return refused(
             f"{self.path} raised {type(error).__name__}",

@@ -13,18 +13,27 @@ from torchtitan.grpo.rewards.reward_log import ARGUMENTS
 
 RewardFunction = Callable[..., Any]
 
+JUDGE = "judge"
+NAMES = (*BUILTIN, JUDGE)
+"""Names of the built-in functions."""
+
 _WHAT = "reward.functions: reward function"
 
 
-def load_function(path: str) -> RewardFunction:
-    """Takes a path (see `functions`) or a built-in's name; ValueError if that cannot be loaded."""
-    return BUILTIN.get(path) or functions.load_function(path, _WHAT, BUILTIN)
+def load_function(path: str, judge: Callable[[], RewardFunction] | None = None) -> RewardFunction:
+    """Takes a path (see `functions`) or a built-in's name; ValueError if that cannot be loaded.
+
+    ``judge`` makes the built-in that is made of settings.
+    """
+    if path == JUDGE and judge is not None:
+        return judge()
+    return BUILTIN.get(path) or functions.load_function(path, _WHAT, NAMES)
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
     """Returns names for metrics: each function's own, or its path if two functions share a name."""
     names = [
-        path if path in BUILTIN else functions.split_path(path, _WHAT, BUILTIN)[1] for path in paths
+        path if path in NAMES else functions.split_path(path, _WHAT, NAMES)[1] for path in paths
     ]
     return [
         path if names.count(name) > 1 else name for path, name in zip(paths, names, strict=True)

@@ -7,6 +7,7 @@ A group that exceeds the time limit is unscored (never scored as zero). If that 
 synchronous function hangs, its worker is killed with everything that it has started, and replaced.
 """
 
+import asyncio
 import itertools
 import math
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchtitan.grpo.config import Reward, Workers
-from torchtitan.grpo.rewards.reward_calls import Score
+from torchtitan.grpo.rewards.reward_calls import Postponed, Score
 from torchtitan.grpo.rewards.scoring_worker import LoadFunctions, Reply, Scored, decode_reply
 from torchtitan.grpo.rewards.scoring_workers import ScoringWorkers
 from torchtitan.grpo.types import Prompt
@@ -22,9 +23,16 @@ from torchtitan.grpo.workers.channel import NotPlainData, Refused, not_passed
 from torchtitan.grpo.workers.owner import OUTPUT_HINT, CallFailed, WorkerOwner
 from torchtitan.grpo.workers.process import ChannelBroken, WorkerLost
 
+# Of a group that has to wait. A server that is started again takes minutes to load its model.
+_PAUSES_SECONDS = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0)
+
 
 class ScoringFailed(CallFailed):
     """One group could not be scored."""
+
+
+class ScoringPostponed(ScoringFailed):
+    """One group could not be scored now."""
 
 
 class RewardError(RuntimeError):
@@ -32,7 +40,7 @@ class RewardError(RuntimeError):
 
 
 class RewardPool:
-    """Scores groups; ``on_failure`` is called with each group that could not be scored.
+    """Scores groups; ``on_failure`` is called for each group that could not be scored, or not now.
 
     Functions are told ``max_steps``, and what ``next_step`` returns, in ``trainer_state``.
     """
@@ -51,7 +59,7 @@ class RewardPool:
         self._owner = WorkerOwner(
             "torchtitan.grpo.rewards.scoring_worker",
             decode_reply,
-            LoadFunctions(self.functions, reward.concurrency),
+            LoadFunctions(self.functions, reward.concurrency, reward.timeout_seconds, reward.judge),
             subject=f"the reward functions {', '.join(self.functions)}",
             calls="groups in a row could not be scored",
             error=RewardError,
@@ -61,7 +69,7 @@ class RewardPool:
             on_failure=on_failure,
         )
         self.failures = self._owner.failures
-        self._max_steps = max_steps
+        self._max_steps, self._on_failure = max_steps, on_failure
         self.next_step: Callable[[], int] = lambda: 0
         self.workers = ScoringWorkers(self._owner, num_workers, reward.timeout_seconds)
         self._counter = itertools.count()
@@ -114,7 +122,7 @@ class RewardPool:
             begun_at = time.monotonic()
 
         try:
-            scored = await self._scored(request, prompt, begin)
+            scored = await self._patiently_scored(request, prompt, begin)
         except ScoringFailed as error:
             is_news = begun_at >= self._failed_at
             if is_news:
@@ -151,10 +159,23 @@ class RewardPool:
             max_steps=self._max_steps,
         )
 
+    async def _patiently_scored(
+        self, request: Score, prompt: Prompt, on_begin: Callable[[], object]
+    ) -> Scored:
+        for pause in _PAUSES_SECONDS:
+            try:
+                return await self._scored(request, prompt, on_begin)
+            except ScoringPostponed as error:
+                self._on_failure(error)
+            await asyncio.sleep(pause)
+        return await self._scored(request, prompt, on_begin)
+
     async def _scored(
         self, request: Score, prompt: Prompt, on_begin: Callable[[], object] = lambda: None
     ) -> Scored:
         reply = await self._answer(request, prompt, on_begin)
+        if isinstance(reply, Postponed):
+            raise ScoringPostponed(reply.kind, reply.message)
         if isinstance(reply, Refused):
             raise ScoringFailed(reply.kind, reply.message)
         assert isinstance(reply, Scored), f"unexpected reply {reply!r}"

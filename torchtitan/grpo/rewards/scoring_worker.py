@@ -23,8 +23,9 @@ from typing import Any
 
 import msgspec
 
-from torchtitan.grpo.rewards.reward_calls import LoadedFunction, Score, Values
-from torchtitan.grpo.rewards.reward_loading import load_function
+from torchtitan.grpo.config.judge import Judge as Settings
+from torchtitan.grpo.rewards.reward_calls import LoadedFunction, Postponed, Score, Values
+from torchtitan.grpo.rewards.reward_loading import RewardFunction, load_function
 from torchtitan.grpo.rewards.reward_log import RewardLog
 from torchtitan.grpo.workers.channel import Refused, WorkerChannel, refused
 
@@ -37,12 +38,18 @@ class LoadFunctions(msgspec.Struct, tag=True):
 
     functions: list[str]
     concurrency: int  # reward.concurrency
+    timeout_seconds: float  # reward.timeout_seconds
+    judge: Settings
 
 
 class Loaded(msgspec.Struct, tag=True):
-    """Reply to :class:`LoadFunctions`: how many groups may be scored at a time."""
+    """Reply to :class:`LoadFunctions`: how many groups may be scored at a time.
+
+    A ``warning`` says why, if the user may expect more of them.
+    """
 
     concurrency: int
+    warning: str
 
 
 class Scored(msgspec.Struct, tag=True):
@@ -68,7 +75,7 @@ class Cancelled(msgspec.Struct, tag=True):
     hangs: bool
 
 
-Reply = Loaded | Scored | Cancelled
+Reply = Loaded | Scored | Postponed | Cancelled
 decode_request = msgspec.msgpack.Decoder(LoadFunctions | Score | Cancel).decode
 decode_reply = msgspec.msgpack.Decoder(Reply | Refused).decode
 
@@ -183,14 +190,29 @@ def main() -> None:
     call, request = received
     assert isinstance(request, LoadFunctions), "the first request loads the functions"
     try:
-        functions = [LoadedFunction(path, load_function(path)) for path in request.functions]
+        functions = [
+            LoadedFunction(path, load_function(path, lambda: _judge(request)))
+            for path in request.functions
+        ]
     except ValueError as error:
         channel.reply(call, refused("load", str(error)))
         return
-    all_async = all(function.is_async for function in functions)
-    concurrency = request.concurrency or (ASYNC_CONCURRENCY if all_async else 1)
-    channel.reply(call, Loaded(concurrency))
+    blocking = [function.path for function in functions if not function.is_async]
+    concurrency = request.concurrency or (1 if blocking else ASYNC_CONCURRENCY)
+    warning = ""
+    if blocking and not request.concurrency and len(blocking) < len(functions):
+        warning = (
+            f"Each reward worker scores one group at a time, because {', '.join(blocking)} is defined with "
+            "def and not with async def. Set reward.concurrency to score several side by side."
+        )
+    channel.reply(call, Loaded(concurrency, warning))
     _Scoring(channel, functions).run(concurrency)
+
+
+def _judge(request: LoadFunctions) -> RewardFunction:
+    from torchtitan.grpo.rewards.judge import Judge  # imports aiohttp, which most runs do not need
+
+    return Judge(request.judge, request.timeout_seconds)
 
 
 def _start_thread(name: str, target: Callable[[], None]) -> threading.Thread:

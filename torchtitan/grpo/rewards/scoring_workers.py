@@ -38,7 +38,8 @@ class ScoringWorkers:
         self._owner, self._num_workers = owner, num_workers
         self.timeout_seconds = timeout_seconds
         self._workers: list[_Worker] = []
-        self._concurrency = 1  # known once the first worker has loaded the functions
+        # Both are known once the first worker has loaded the functions.
+        self._concurrency, self.warning = 1, ""
         self._has_changed = asyncio.Event()
         self._alone: _Worker | None = None
         self._num_alone = 0
@@ -109,7 +110,7 @@ class ScoringWorkers:
     async def _started(self, worker: "_Worker") -> "_Worker":
         worker.process, reply = await self._owner.start(worker.ended)
         assert isinstance(reply, Loaded), f"unexpected reply {reply!r}"
-        self._concurrency = reply.concurrency
+        self._concurrency, self.warning = reply.concurrency, reply.warning
         return worker
 
     async def _leave(self, worker: "_Worker") -> None:

@@ -42,6 +42,9 @@ class DropKind:
 DROP_KINDS: dict[str, DropKind] = {
     "reward raised": DropKind("rewards raised", "rewards that raised"),
     "reward timed out": DropKind("rewards timed out", "rewards that took too long"),
+    "reward postponed": DropKind(
+        "rewards postponed (computed again)", "rewards that have to wait", "rewards_postponed"
+    ),
     "reward unusable": DropKind("rewards unusable", "rewards that cannot be used"),
     "episode failed": DropKind("episodes failed", "episodes that failed"),
     "request refused": DropKind("requests refused", "requests that a server refused"),
@@ -96,6 +99,8 @@ class DropLog:
         kind = "reward unusable"
         if failure.kind == "timeout":
             kind = "reward timed out"
+        elif failure.kind == "postponed":
+            kind = "reward postponed"
         elif " raised " in failure.kind:
             kind = "reward raised"
         self.record(kind, str(failure), source=failure.kind)

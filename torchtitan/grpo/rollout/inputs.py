@@ -106,6 +106,7 @@ class Inputs:
             functions.append(config.rollout.should_accept)
         self.pool = pool = self._make_pool(functions, reward.num_workers)
         await pool.start()
+        self._warn(filter(None, [pool.workers.warning]))
         await self._open_environments()
         key = "prompts.paths" if config.prompts.paths else "prompts.path"
         positions = range(len(reward.functions))

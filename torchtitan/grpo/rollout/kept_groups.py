@@ -46,7 +46,8 @@ UNSCORED = Cause(
     "Let the functions give 0 to a completion that failed.",
 )
 SCORING_FAILED = Cause(
-    "could not be scored, because a reward function raised, took too long or gave no number",
+    "could not be scored, because a reward function raised, took too long, waited in vain or gave no "
+    "number",
     "Correct reward.functions; rollout_process.log has the traceback.",
 )
 NOT_ACCEPTED = Cause(

@@ -45,9 +45,9 @@ class Refused(msgspec.Struct, tag=True):
     message: str
 
 
-def refused(kind: str, message: str) -> Refused:
+def refused(kind: str, message: str, reply: type[Refused] = Refused) -> Refused:
     """Makes a reply of texts of the user's code, which may hold what cannot be sent."""
-    return Refused(*(text.encode(errors="backslashreplace").decode() for text in (kind, message)))
+    return reply(*(text.encode(errors="backslashreplace").decode() for text in (kind, message)))
 
 
 def unsendable_column(columns: Mapping[str, Any]) -> str | None:

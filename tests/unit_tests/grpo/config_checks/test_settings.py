@@ -32,6 +32,9 @@ TWO_SERVERS = "--inference.no-launch --inference.urls=http://127.0.0.1:1,http://
         "--evaluation.path=heldout.jsonl --rollout.replay={file}",
         "--prompts.template={prompt} --prompts.system_prompt=' '",  # it says nothing
         "--sft.path={file}",
+        "--evaluation.path=a.jsonl --evaluation.function=judge --reward.judge.url=http://a:1 "
+        "--reward.judge.kind=score --reward.judge.template={prompt}{completion} "
+        "--reward.judge.api_key_variable=MY_KEY --workers.pass_variables=MY_*",
         "--rollout.hedge_seconds=5 --inference.num_servers=2",
         f"--rollout.hedge_seconds=5 {TWO_SERVERS}",
         "--rollout.hedge_seconds=5 --inference.no-launch --inference.registry={folder}",

@@ -5,7 +5,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,16 @@ import pytest
 from processes import descendants
 
 from torchtitan.grpo.config import Reward
-from torchtitan.grpo.rewards import scoring_workers
+from torchtitan.grpo.rewards import scoring_pool, scoring_workers
 from torchtitan.grpo.rewards.scoring_pool import RewardError, RewardPool, ScoringFailed
+from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.types import Prompt
+from torchtitan.grpo.workers.owner import CallFailed
 
 FUNCTIONS = """
 import asyncio, functools, os, sys, threading, time
 from pathlib import Path
+from torchtitan.grpo.rewards import ScoreLater
 
 # Nobody passes a barrier before as many groups, or functions of one group, have reached it.
 three_groups, two_threads = asyncio.Barrier(3), threading.Barrier(2)
@@ -73,6 +77,14 @@ async def waiting(completions, folder, **kw):
         raise KeyError(what)
     return [float(os.getpid())] * len(completions)
 
+async def soon(completions, folder, **kw):
+    tries = Path(folder[0]) / "tries"
+    tries.touch()
+    tries.open("a").write("x")
+    if len(tries.read_text()) < int(completions[0] or 2):
+        raise ScoreLater("the judge is out of reach")
+    return [1.0] * len(completions)
+
 def in_thread(completions, folder, **kw):
     what, folder = completions[0], Path(folder[0])
     (folder / what).touch()
@@ -85,10 +97,17 @@ WORKER = "torchtitan.grpo.rewards.scoring_worker"
 
 
 @contextlib.asynccontextmanager
-async def started_pool(folder: Path, *names: str, **settings: float) -> AsyncIterator[RewardPool]:
+async def started_pool(
+    folder: Path,
+    *names: str,
+    concurrency: int = 0,
+    failures: int = 8,
+    on_failure: Callable[[CallFailed], object] = lambda failure: None,
+) -> AsyncIterator[RewardPool]:
     file = folder / "functions.py"
     file.write_text(FUNCTIONS)
-    pool = RewardPool([f"{file}:{name}" for name in names], Reward(**settings))  # pyright: ignore
+    settings = Reward(concurrency=concurrency, max_consecutive_failures=failures)
+    pool = RewardPool([f"{file}:{name}" for name in names], settings, on_failure=on_failure)
     try:
         await pool.start()
         yield pool
@@ -122,6 +141,9 @@ async def test_async_functions_of_one_group_wait_together_in_each_of_their_forms
         prompt = Prompt(0, "", np.array([1], np.int32), {})
         scored = await pool.score(prompt, ["a"], [[1]], [2, 0, 1])
         assert scored.values == [[1.0], [3.0], [2.0]]
+        assert not pool.workers.warning
+    async with started_pool(tmp_path, "partial", "alone") as pool:
+        assert re.search("one group at a time, because .*:alone is defined", pool.workers.warning)
 
 
 async def test_synchronous_functions_run_in_threads_if_the_user_says_so(tmp_path: Path):
@@ -151,7 +173,7 @@ async def test_a_group_that_takes_its_worker_away_is_found_out_alone(
     guilty: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(scoring_workers, "_CANCEL_SECONDS", 0.5)
-    async with started_pool(tmp_path, "waiting", max_consecutive_failures=2) as pool:
+    async with started_pool(tmp_path, "waiting", failures=2) as pool:
         (worker,) = descendants(WORKER)
         others = [await begin(pool, f"first time {i}", tmp_path) for i in range(3)]
         pool.workers.timeout_seconds = 2.0
@@ -178,10 +200,29 @@ async def test_groups_beside_a_thread_that_hangs_end_before_their_worker_does(tm
 
 
 async def test_groups_that_fail_at_the_same_time_count_as_one_of_a_row(tmp_path: Path):
-    async with started_pool(tmp_path, "waiting", max_consecutive_failures=2) as pool:
+    async with started_pool(tmp_path, "waiting", failures=2) as pool:
         for expected in (ScoringFailed, RewardError):
             found = await asyncio.gather(
                 *(score(pool, "raise", tmp_path) for _ in range(3)), return_exceptions=True
             )
             assert {type(error) for error in found} == {ScoringFailed, expected}
         assert sum(pool.failures.values()) == 6
+
+
+@pytest.mark.parametrize(("needed", "postponed"), [(3, 2), (100, 4)])
+async def test_a_group_whose_judge_is_out_of_reach_is_scored_again_a_few_times(
+    needed: int, postponed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(scoring_pool, "_PAUSES_SECONDS", (0.0, 0.0, 0.0))
+    drops = DropLog(lambda text: None)
+    async with started_pool(tmp_path, "soon", on_failure=drops.record_scoring) as pool:
+        if needed == 3:
+            assert await score(pool, "3", tmp_path) == 1.0
+        else:
+            with pytest.raises(ScoringFailed, match="soon' has to wait: the judge is out of reach"):
+                await score(pool, "100", tmp_path)
+        assert drops.counts == {"reward postponed": postponed}
+        (tmp_path / "tries").unlink()
+        with pytest.raises(RewardError, match=r"out of reach \(checked before training"):
+            prompt = Prompt(0, "", np.array([1], np.int32), {"folder": str(tmp_path)})
+            await pool.check(prompt)

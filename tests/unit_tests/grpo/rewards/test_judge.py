@@ -1,0 +1,291 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""A judge on a real server that is slow, hangs, drops connections, and answers nonsense."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from stub_clients import serving
+
+from torchtitan.grpo.config import Judge as Settings
+from torchtitan.grpo.config import Reward, Workers
+from torchtitan.grpo.rewards import ScoreLater, scoring_pool
+from torchtitan.grpo.rewards.judge import Judge
+from torchtitan.grpo.rewards.reward_log import RewardLog
+from torchtitan.grpo.rewards.scoring_pool import RewardError, RewardPool, ScoringFailed
+from torchtitan.grpo.rollout.drops import DropLog
+from torchtitan.grpo.types import Prompt
+
+PROMPT = Prompt(0, "2+2=", np.array([1], np.int32), {"answer": "4"})
+
+
+@dataclass
+class Server:
+    """Answers with ``answer``, which gets the text that is to be judged."""
+
+    answer: Callable[[str], Awaitable[Any]]
+    url: str = ""
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append({"path": request.path, **body})
+        self.keys.append(request.headers.get("Authorization"))
+        answer = await self.answer(body["messages"][0]["content"] if "messages" in body else "")
+        if answer is None:
+            assert request.transport is not None
+            request.transport.close()
+        if isinstance(answer, str):
+            answer = {"choices": [{"message": {"content": answer}}]}
+        if isinstance(answer, int):
+            return web.Response(status=answer, text="says why")
+        return web.json_response(answer)
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(url=f"{self.url}/v1", model="m", template="{completion}", retries=1)
+
+
+@contextlib.asynccontextmanager
+async def judging(answer: Callable[[str], Awaitable[Any]] | Any) -> AsyncIterator[Server]:
+    async def given(text: str) -> Any:
+        return answer
+
+    server = Server(answer if callable(answer) else given)
+    async with serving(server.handle) as server.url:
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def started_pool(
+    settings: Settings, drops: DropLog | None = None, seconds: float = 20.0, **workers: Any
+) -> AsyncIterator[RewardPool]:
+    reward = Reward(judge=settings, timeout_seconds=seconds)
+    on_failure = (drops or DropLog(lambda text: None)).record_scoring
+    pool = RewardPool(["judge"], reward, workers=Workers(**workers), on_failure=on_failure)
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        await pool.close()
+
+
+async def ask(settings: Settings, *completions: Any, prompt: Any = "", **columns: Any) -> Any:
+    """Asks a judge in this process; returns its scores and the share of unreadable ones."""
+    judge, log = Judge(settings, 20.0), RewardLog(len(completions))
+    prompts = [prompt] * len(completions)
+    every = {name: [value] * len(completions) for name, value in columns.items()}
+    try:
+        scores = await judge(
+            prompts, completions, log_metric=log.log_metric, log_extra=log.log_extra, **every
+        )
+    finally:
+        await judge._http.close()
+    return scores, log.metrics["judge_unreadable"]
+
+
+async def test_the_requests_of_all_groups_are_with_the_judge_at_once():
+    all_here, texts = asyncio.Event(), set[str]()
+
+    async def answer(text: str) -> str:
+        texts.add(text)
+        if len(texts) == 6:
+            all_here.set()
+        await all_here.wait()
+        return f"It is {text}."
+
+    async with judging(answer) as server, started_pool(server.settings) as pool:
+        groups = [[str(2 * i), str(2 * i + 1)] for i in range(3)]
+        found = await asyncio.gather(*(pool.score(PROMPT, g, [[1], [2]]) for g in groups))
+    assert [scored.values for scored in found] == [[[0.0, 1.0]], [[2.0, 3.0]], [[4.0, 5.0]]]
+    assert found[0].extra == {"judge": ["It is 0.", "It is 1."]}
+
+
+async def test_no_more_requests_than_allowed_are_sent_and_equal_ones_once():
+    in_flight, most = 0, 0
+
+    async def answer(text: str) -> str:
+        nonlocal in_flight, most
+        in_flight += 1
+        most = max(most, in_flight)
+        await asyncio.sleep(0.01)
+        in_flight -= 1
+        return text
+
+    async with judging(answer) as server:
+        settings = replace(server.settings, max_concurrent=2)
+        scores, _ = await ask(settings, *"1123321")
+    assert scores == [1.0, 1.0, 2.0, 3.0, 3.0, 2.0, 1.0]
+    assert most == 2 and len(server.bodies) == 3
+
+
+ANSWERS = {
+    "8": 8.0, "Score: 8": 8.0, "**8/10**": 8.0, "First 3, then 7.5 out of 10.": 7.5, "-1": -1.0,
+    "[[7]]": 7.0, "1-10: 7": 7.0, "0.25": 0.25, "step 1.": 1.0, "I use gpt4.": None, "": None,
+}  # fmt: skip
+
+
+async def test_the_score_is_the_last_number_or_what_an_expression_finds():
+    async def answer(text: str) -> str:
+        return text
+
+    async with judging(answer) as server:
+        scores, unreadable = await ask(server.settings, *ANSWERS)
+        assert scores == list(ANSWERS.values())
+        assert unreadable == 2 / len(ANSWERS)
+        one_to_five = replace(server.settings, score=r"verdict=([1-5])\b")
+        scores, _ = await ask(one_to_five, "verdict=2 verdict=4 of 9", "verdict=7")
+        assert scores == [4.0, None]
+
+
+NONSENSE = ["no number", {"choices": []}, {"choices": [{"message": {"content": None}}]}, [], {}]
+
+
+@pytest.mark.parametrize("answer", NONSENSE, ids=str)
+async def test_an_answer_without_a_score_is_no_value_after_the_last_request(answer: Any):
+    async with judging(answer) as server:
+        assert await ask(replace(server.settings, retries=2), "a") == ([None], 1.0)
+    assert len(server.bodies) == 3
+
+
+@pytest.mark.parametrize("failure", [None, 503, 429, "hang"])
+async def test_a_judge_that_is_lost_is_asked_again_and_then_its_group_is_scored_later(
+    failure: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(scoring_pool, "_PAUSES_SECONDS", (0.0, 0.0))
+    num_left = 3  # one attempt of the group fails, and one request of the second
+
+    async def answer(text: str) -> Any:
+        nonlocal num_left
+        num_left -= 1
+        if num_left < 0:
+            return "7"
+        if failure == "hang":
+            await asyncio.sleep(1000)
+        return failure
+
+    drops = DropLog(lambda text: None)
+    async with judging(answer) as server:
+        settings = replace(server.settings, timeout_seconds=0.5)
+        async with started_pool(settings, drops) as pool:
+            assert (await pool.score(PROMPT, ["a"], [[1]])).values == [[7.0]]
+            num_left = 100
+            with pytest.raises(
+                ScoringFailed, match=r"'judge' has to wait: POST http.*/completions"
+            ):
+                await pool.score(PROMPT, ["b"], [[1]])
+            with pytest.raises(RewardError, match=r"has to wait: .*checked before training"):
+                await pool.check(PROMPT)
+    assert drops.counts == {"reward postponed": 4}
+    assert len(server.bodies) == 4 + 6 + 2
+
+
+async def test_a_judge_that_is_slower_than_the_limit_of_a_group_keeps_what_it_has_answered():
+    release = asyncio.Event()
+
+    async def answer(text: str) -> str:
+        if text == "2":
+            await release.wait()
+        return text
+
+    async with judging(answer) as server:
+        judge, log = Judge(replace(server.settings, timeout_seconds=20.0), 1.0), RewardLog(2)
+        logs = {"log_metric": log.log_metric, "log_extra": log.log_extra}
+        with pytest.raises(ScoreLater, match=r"within 0\.9 s \(reward.timeout_seconds\)"):
+            await judge(["", ""], ["1", "2"], **logs)
+        release.set()
+        assert await judge(["", ""], ["1", "2"], **logs) == [1.0, 2.0]
+        await judge._http.close()
+    assert len(server.bodies) == 2
+
+
+@pytest.mark.parametrize("status", [400, 401, 404])
+async def test_a_judge_that_refuses_is_not_asked_again(status: int):
+    async with judging(status) as server, started_pool(server.settings) as pool:
+        message = rf"'judge' raised RouteError: POST .* answered {status}: says why"
+        with pytest.raises(RewardError, match=message) as failed:
+            await pool.check(PROMPT)
+        assert ("reward.judge.api_key_variable" in str(failed.value)) == (status == 401)
+    assert len(server.bodies) == 1
+
+
+async def test_the_template_takes_columns_and_messages_and_may_be_a_file(tmp_path: Path):
+    template = 'Q: {prompt}\nA: {completion}\nRight: {answer}\nReply {{"score": N}}'
+    (file := tmp_path / "template.txt").write_text(template)
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2"}
+    async with judging("1") as server:
+        settings = replace(server.settings, template=str(file), options={"temperature": 0.0})
+        written = [{"role": "assistant", "content": "four"}]
+        for prompt in ("2+2", [user], [system, user]):
+            await ask(settings, written if prompt != "2+2" else "four", prompt=prompt, answer=4)
+        with pytest.raises(
+            ValueError, match=r"names {answer}, which is no column .* completion, prompt"
+        ):
+            await ask(settings, "four")
+    texts = [body["messages"][0]["content"] for body in server.bodies]
+    rest = '\nA: four\nRight: 4\nReply {"score": N}'
+    assert texts == [f"Q: 2+2{rest}"] * 2 + [f"Q: system: Be brief.\n\nuser: 2+2{rest}"]
+    assert server.bodies[0] | {"messages": []} == {
+        "path": "/v1/chat/completions", "model": "m", "messages": [], "temperature": 0.0,
+    }  # fmt: skip
+
+
+REWARD_MODELS = {
+    "vllm": ({"data": [{"index": 0, "label": None, "probs": [-1.5], "num_classes": 1}]}, [-1.5]),
+    "sglang": ({"embedding": [2.25], "meta_info": {}}, [2.25]),
+    "nonsense": ({"embedding": ["x"]}, [None]),
+}
+
+
+@pytest.mark.parametrize(("answer", "scores"), REWARD_MODELS.values(), ids=REWARD_MODELS)
+async def test_a_reward_model_gives_its_output(answer: Any, scores: list[float | None]):
+    async with judging(answer) as server:
+        settings = replace(
+            server.settings, url=server.url, kind="score", template="<u>{completion}"
+        )
+        found, _ = await ask(settings, "four")
+    assert found == scores
+    assert server.bodies[0] == {
+        "path": "/classify", "input": "<u>four", "text": "<u>four", "use_activation": False,
+        "model": "m",
+    }  # fmt: skip
+
+
+async def test_a_model_with_several_outputs_is_no_reward_model():
+    async with judging({"embedding": [0.5, 0.5]}) as server:
+        with pytest.raises(RuntimeError, match="a reward model with one output, got one with 2"):
+            await ask(replace(server.settings, url=server.url, kind="score"), "four")
+
+
+async def test_the_key_and_proxies_reach_the_worker_by_name_alone(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    names = ["JUDGE_KEY", "*_proxy", "*_PROXY"]
+    async with judging("1") as server:
+        for name in ("http_proxy", "HTTP_PROXY"):
+            monkeypatch.setenv(name, server.url)
+        # Nothing listens at the address itself.
+        settings = replace(server.settings, url="http://127.0.0.1:9/v1", api_key_variable=names[0])
+        for passed, without_proxy, reached in (
+            (names, "elsewhere", True), (names, "127.0.0.1", False), (names[:1], "elsewhere", False),
+        ):  # fmt: skip
+            for name in ("no_proxy", "NO_PROXY"):
+                monkeypatch.setenv(name, without_proxy)
+            async with started_pool(settings, pass_variables=passed) as pool:
+                if reached:
+                    assert await pool.check(PROMPT) == [1.0]
+                    continue
+                with pytest.raises(RewardError, match=r"9/v1/chat.* failed: ClientConnectorError"):
+                    await pool.check(PROMPT)
+        with pytest.raises(RewardError, match=r"names JUDGE_KEY, which must be set in the env"):
+            async with started_pool(settings):
+                pytest.fail("the pool must not start")
+    assert server.keys == ["Bearer secret"]

@@ -1,0 +1,12 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""How a reward function says that it cannot score a group now."""
+
+
+class ScoreLater(Exception):
+    """What a reward function needs, such as the server of a judge, is out of reach.
+
+    The group is scored again after a pause, up to seven times within about ten minutes, and counts
+    as unscored only then. The message is shown to the user.
+    """
