@@ -136,7 +136,8 @@ class Rollout:
     should_accept: str | None = None
     """A custom function that selects completions after scoring, named as in ``reward.functions``.
     It is called as ``should_accept(prompts, completions, rewards, **columns)`` and returns one bool
-    for each completion, which states whether to keep it. With None, all completions are kept."""
+    for each completion, which states whether to keep it. It may be ``async def``. With None, all
+    completions are kept."""
 
     max_process_restarts: Annotated[int, at_least(0)] = 3
     """Maximum number of times that the rollout process is restarted after it was killed. With 0,

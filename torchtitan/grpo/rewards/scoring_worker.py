@@ -27,7 +27,7 @@ from torchtitan.grpo.config.judge import Judge as Settings
 from torchtitan.grpo.rewards.reward_calls import LoadedFunction, Postponed, Score, Values
 from torchtitan.grpo.rewards.reward_loading import RewardFunction, load_function
 from torchtitan.grpo.rewards.reward_log import RewardLog
-from torchtitan.grpo.workers.channel import Refused, WorkerChannel, refused
+from torchtitan.grpo.workers.channel import NotPlainData, Refused, WorkerChannel, refused
 
 ASYNC_CONCURRENCY = 64
 """Groups that one worker scores at a time, by default, if all functions are async."""
@@ -136,6 +136,8 @@ class _Scoring:
     async def _score(self, call: int, request: Score) -> None:
         try:
             self._channel.reply(call, await self._values(self._groups[request.group], request))
+        except NotPlainData as error:  # half of a pair in the name of a metric, for example
+            self._channel.reply(call, refused("log", f"What was logged cannot be sent: {error}"))
         finally:
             del self._groups[request.group]
 

@@ -34,6 +34,10 @@ async def judged(completions, trainer_state, log_metric, **kwargs):
     log_metric("step", trainer_state.global_step)
     return [0.0] * len(completions)
 
+async def short(completions, rewards, log_metric, **kwargs):
+    log_metric("half of a pair: \\ud83d" if len(completions) == 1 else "kept", 1)
+    return [len(c) == 1 for c in completions]
+
 def uneven(completions, log_extra):
     log_extra("half", completions[1:])
     return [0.0] * len(completions)
@@ -71,10 +75,10 @@ async def test_rewards_are_weighted_sums_of_the_functions_that_apply(functions, 
 async def test_what_functions_log_is_kept_with_each_rollout_and_averaged_over_groups(
     functions, codec
 ):
-    names = [f"{functions}:{name}" for name in ("described", "judged", "uneven")]
+    names = [f"{functions}:{name}" for name in ("described", "judged", "uneven", "short")]
     pool = RewardPool(names, Reward(), max_steps=10)
     pool.next_step = lambda: 7
-    scorer = Scorer(pool, codec, names[:2], [])
+    scorer = Scorer(pool, codec, names[:2], [], acceptor=3)
     groups = []
     try:
         await pool.start()
@@ -84,6 +88,10 @@ async def test_what_functions_log_is_kept_with_each_rollout_and_averaged_over_gr
             groups.append(RolloutGroup(0, "", tuple(rollouts), ""))
         with pytest.raises(ScoringFailed, match=r"log_extra\('half', ...\) .* each of 2 .*, got 1"):
             await pool.score(PROMPT, ["1", "2"], [[1], [2]], [2])
+        accepted = await scorer.accepted(PROMPT, groups[0].rollouts)
+        assert [rollout.completion for rollout in accepted] == ["1"]
+        with pytest.raises(ScoringFailed, match="What was logged cannot be sent"):
+            await scorer.accepted(PROMPT, groups[0].rollouts[:1])
     finally:
         await pool.close()
     first, second = groups[0].rollouts
