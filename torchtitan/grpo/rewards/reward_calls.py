@@ -113,7 +113,7 @@ class LoadedFunction:
         if isinstance(error, _BadReward):
             return refused(f"{self.path} {error.kind}", f"{subject} {error}")
         if isinstance(error, ScoreLater):
-            return refused("postponed", f"{subject} has to wait: {error}", Postponed)
+            return refused("postponed", f"{subject} cannot be computed now: {error}", Postponed)
         traceback.print_exception(error, file=sys.stderr)
         return refused(
             f"{self.path} raised {type(error).__name__}",

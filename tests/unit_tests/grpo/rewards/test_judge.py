@@ -67,11 +67,11 @@ async def judging(answer: Callable[[str], Awaitable[Any]] | Any) -> AsyncIterato
 
 @contextlib.asynccontextmanager
 async def started_pool(
-    settings: Settings, drops: DropLog | None = None, seconds: float = 20.0, **workers: Any
+    settings: Settings, drops: DropLog | None = None, function: str = "judge", **workers: Any
 ) -> AsyncIterator[RewardPool]:
-    reward = Reward(judge=settings, timeout_seconds=seconds)
+    reward = Reward(judge=settings, timeout_seconds=20.0)
     on_failure = (drops or DropLog(lambda text: None)).record_scoring
-    pool = RewardPool(["judge"], reward, workers=Workers(**workers), on_failure=on_failure)
+    pool = RewardPool([function], reward, workers=Workers(**workers), on_failure=on_failure)
     try:
         await pool.start()
         yield pool
@@ -175,18 +175,18 @@ async def test_a_judge_that_is_lost_is_asked_again_and_then_its_group_is_scored_
 
     drops = DropLog(lambda text: None)
     async with judging(answer) as server:
-        settings = replace(server.settings, timeout_seconds=0.5)
+        settings = replace(server.settings, timeout_seconds=2.0)
         async with started_pool(settings, drops) as pool:
             assert (await pool.score(PROMPT, ["a"], [[1]])).values == [[7.0]]
+            assert (drops.counts["reward postponed"], len(server.bodies)) == (1, 4)
+            if failure == "hang":
+                return  # takes long
             num_left = 100
-            with pytest.raises(
-                ScoringFailed, match=r"'judge' has to wait: POST http.*/completions"
-            ):
+            with pytest.raises(ScoringFailed, match=r"'judge' cannot be computed now: POST http"):
                 await pool.score(PROMPT, ["b"], [[1]])
-            with pytest.raises(RewardError, match=r"has to wait: .*checked before training"):
+            with pytest.raises(RewardError, match=r"computed now: .*checked before training"):
                 await pool.check(PROMPT)
-    assert drops.counts == {"reward postponed": 4}
-    assert len(server.bodies) == 4 + 6 + 2
+    assert (drops.counts["reward postponed"], len(server.bodies)) == (4, 4 + 6 + 2)
 
 
 async def test_a_judge_that_is_slower_than_the_limit_of_a_group_keeps_what_it_has_answered():
@@ -289,3 +289,23 @@ async def test_the_key_and_proxies_reach_the_worker_by_name_alone(monkeypatch):
             async with started_pool(settings):
                 pytest.fail("the pool must not start")
     assert server.keys == ["Bearer secret"]
+
+
+async def test_the_judge_of_ones_own_on_the_page_works_and_waits_for_its_server(
+    repository: Path, tmp_path: Path
+):
+    page = (repository / "docs/how-to/judges.md").read_text()
+    code = page.partition("# my_judge.py\n")[2].partition("```")[0]
+
+    async def answer(text: str) -> str:
+        return "Yes." if "\n\nfour\n\n" in text else "No."
+
+    file = tmp_path / "my_judge.py"
+    async with judging(answer) as server:
+        file.write_text(code.replace("http://127.0.0.1:8500", server.url))
+        async with started_pool(Settings(), function=f"{file}:approved") as pool:
+            scored = await pool.score(PROMPT, ["four", "five"], [[1], [2]])
+    assert (scored.values, scored.metrics) == ([[1.0, 0.0]], {"approved_by_all": 0.0})
+    async with started_pool(Settings(), function=f"{file}:approved") as pool:
+        with pytest.raises(RewardError, match=r"cannot be computed now: http.* does not answer"):
+            await pool.check(PROMPT)

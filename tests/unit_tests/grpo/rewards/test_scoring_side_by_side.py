@@ -219,7 +219,9 @@ async def test_a_group_whose_judge_is_out_of_reach_is_scored_again_a_few_times(
         if needed == 3:
             assert await score(pool, "3", tmp_path) == 1.0
         else:
-            with pytest.raises(ScoringFailed, match="soon' has to wait: the judge is out of reach"):
+            with pytest.raises(
+                ScoringFailed, match="soon' cannot be computed now: the judge is out of reach"
+            ):
                 await score(pool, "100", tmp_path)
         assert drops.counts == {"reward postponed": postponed}
         (tmp_path / "tries").unlink()
