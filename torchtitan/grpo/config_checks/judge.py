@@ -3,6 +3,7 @@
 
 """Checks the table ``[reward.judge]``."""
 
+import os
 import re
 from dataclasses import fields
 
@@ -25,8 +26,9 @@ def check_judge(config: JobConfig) -> None:
         _check_unread(judge)
     elif config.has_servers:
         _check_server(judge)
-        with refusing():
-            template_text(judge)
+        if os.environ.get("GROUP_RANK", "0") == "0":  # other machines do not read its file
+            with refusing():
+                template_text(judge)
         if judge.score:
             _check_score(judge.score)
         _check_limits(config)

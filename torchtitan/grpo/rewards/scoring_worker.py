@@ -204,8 +204,8 @@ def main() -> None:
     warning = ""
     if blocking and not request.concurrency and len(blocking) < len(functions):
         warning = (
-            f"Each reward worker scores one group at a time, because {', '.join(blocking)} is defined with "
-            "def and not with async def. Set reward.concurrency to score several side by side."
+            "Each reward worker scores one group at a time, because of functions that are not async def "
+            f"({', '.join(blocking)}). Set reward.concurrency to score several side by side."
         )
     channel.reply(call, Loaded(concurrency, warning))
     _Scoring(channel, functions).run(concurrency)

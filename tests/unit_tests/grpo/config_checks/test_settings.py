@@ -143,6 +143,8 @@ def test_settings_are_checked_against_the_machine(load, monkeypatch):
     monkeypatch.setenv("GROUP_RANK", "1")
     load("--rollout.replay=/no/file")
     load("--inference.no-launch --inference.urls_file=/not/here.txt")
+    judge = "--reward.functions=judge --reward.judge.url=http://a:1 --reward.judge.model=m"
+    load(f"{judge} --reward.judge.template=/no/template.txt")
 
 
 def test_adapters_that_do_not_fit_the_model_are_refused(make_model, monkeypatch, load):

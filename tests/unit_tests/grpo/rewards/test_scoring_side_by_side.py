@@ -143,7 +143,7 @@ async def test_async_functions_of_one_group_wait_together_in_each_of_their_forms
         assert scored.values == [[1.0], [3.0], [2.0]]
         assert not pool.workers.warning
     async with started_pool(tmp_path, "partial", "alone") as pool:
-        assert re.search("one group at a time, because .*:alone is defined", pool.workers.warning)
+        assert re.search(r"one group at a time, .* async def \(.*:alone\)", pool.workers.warning)
 
 
 async def test_synchronous_functions_run_in_threads_if_the_user_says_so(tmp_path: Path):
