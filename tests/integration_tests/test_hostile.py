@@ -163,8 +163,8 @@ def test_a_run_with_a_reward_that_misbehaves_ends_well(make_run, rewards):
     assert 13 <= reasons["unscored"] <= num_bad
     assert_dropped_is_told(run, "rewards that raised", "rewards that took too long")
     assert "raised KeyError: 'no such key' (at " in run.console
-    # Five of the behaviors end the worker; another one takes its place.
+    # Four of the behaviors end the worker; another one takes its place.
     workers = {int(pid) for _, pid in calls}
-    assert len(workers) >= 2 + 5
+    assert len(workers) >= 2 + 4
     run.wait_until_processes_end()
     assert not [pid for pid in workers if psutil.pid_exists(pid)]
