@@ -70,6 +70,7 @@ class RewardPool:
         )
         self.failures = self._owner.failures
         self._max_steps, self._on_failure = max_steps, on_failure
+        self._num_waiting, self._why_waiting = 0, ""
         self.next_step: Callable[[], int] = lambda: 0
         self.workers = ScoringWorkers(self._owner, num_workers, reward.timeout_seconds)
         self._counter = itertools.count()
@@ -132,6 +133,12 @@ class RewardPool:
         self._owner.record_success()
         return scored
 
+    def describe(self) -> str:
+        """Describes the groups that wait to be scored again; empty if there are none."""
+        if not self._num_waiting:
+            return ""
+        return f"{self._num_waiting} groups wait to be scored again: {self._why_waiting}"
+
     async def close(self) -> None:
         await self._owner.close()
 
@@ -167,7 +174,12 @@ class RewardPool:
                 return await self._scored(request, prompt, on_begin)
             except ScoringPostponed as error:
                 self._on_failure(error)
-            await asyncio.sleep(pause)
+                self._why_waiting = str(error)
+            self._num_waiting += 1
+            try:
+                await asyncio.sleep(pause)
+            finally:
+                self._num_waiting -= 1
         return await self._scored(request, prompt, on_begin)
 
     async def _scored(

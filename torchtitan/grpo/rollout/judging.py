@@ -111,8 +111,9 @@ class GroupJudge:
             raise Unusable("unrated", str(error), UNRATED) from error
 
     def describe(self) -> str:
-        """Describes what waits for a rating; empty if nothing does."""
-        return self._teachers.describe() if self._teachers is not None else ""
+        """Describes what waits for its reward or its rating; empty if nothing does."""
+        rating = self._teachers.describe() if self._teachers is not None else ""
+        return "; ".join(filter(None, [self._scorer.describe(), rating]))
 
     def take_metrics(self) -> dict[str, float]:
         return self._teachers.take_metrics() if self._teachers is not None else {}

@@ -75,6 +75,10 @@ class Scorer:
         (verdicts,) = scored.values
         return [r for r, verdict in zip(rollouts, verdicts, strict=True) if verdict]
 
+    def describe(self) -> str:
+        """Describes the groups that wait to be scored again; empty if there are none."""
+        return self._pool.describe()
+
     def _rollout(
         self, prompt: Prompt, generation: Generation, text: str, scored: Scored, i: int
     ) -> Rollout:

@@ -223,6 +223,13 @@ async def test_a_group_whose_judge_is_out_of_reach_is_scored_again_a_few_times(
             ):
                 await score(pool, "100", tmp_path)
         assert drops.counts == {"reward postponed": postponed}
+        assert pool.describe() == ""
+        monkeypatch.setattr(scoring_pool, "_PAUSES_SECONDS", (1000.0,))
+        waiting = asyncio.create_task(score(pool, "1000", tmp_path))
+        while not pool.describe():
+            await asyncio.sleep(0.01)
+        assert re.match("1 groups wait to be scored again: .* out of reach", pool.describe())
+        waiting.cancel()
         (tmp_path / "tries").unlink()
         with pytest.raises(RewardError, match=r"out of reach \(checked before training"):
             prompt = Prompt(0, "", np.array([1], np.int32), {"folder": str(tmp_path)})
