@@ -4,11 +4,9 @@
 """The commands of ``torchtitan-grpo``, the console script."""
 
 import importlib.metadata
-import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan.grpo.command_line import ConfigError, without_torch
@@ -17,6 +15,9 @@ from torchtitan.grpo.errors import RunError
 USAGE = """\
 usage: torchtitan-grpo COMMAND ...
 
+  init MODEL DATA [--output X.toml]
+      Write a configuration for a model and a data set, with a reason in every
+      line. init --help lists the options.
   train X.toml [--gpus N] [--max-restarts N] [--table.key value ...]
       Train: starts the ranks on this machine, and the servers if
       inference.launch is set. train --help lists every setting.
@@ -49,6 +50,13 @@ On several nodes, start the same command on each of them:
 _HELP = ("-h", "--help", "help")
 
 
+def init(arguments: list[str]) -> int:
+    with without_torch():
+        from torchtitan.grpo.init_config.command import init as write
+
+    return write(arguments)
+
+
 def train(arguments: list[str]) -> int:
     with without_torch():
         from torchtitan.grpo.start.train import train as start
@@ -72,8 +80,8 @@ def sft(arguments: list[str]) -> int:
 def check_config(arguments: list[str]) -> int:
     """Prints a run's inputs and layout; the exit status is 2 if it would be refused."""
     with without_torch():
-        from torchtitan.grpo.start.train import SETTINGS_FLAG
-    with _as_trained([word for word in arguments if word != SETTINGS_FLAG]) as rest:
+        from torchtitan.grpo.start.train import SETTINGS_FLAG, as_trained
+    with as_trained([word for word in arguments if word != SETTINGS_FLAG]) as rest:
         from torchtitan.grpo.entry import check_only
 
         return check_only(rest, shows_settings=SETTINGS_FLAG in arguments)
@@ -82,8 +90,10 @@ def check_config(arguments: list[str]) -> int:
 def schedule(arguments: list[str]) -> int:
     from torchtitan.grpo.pipeline.schedule_command import options
 
+    with without_torch():
+        from torchtitan.grpo.start.train import as_trained
     given, others = options().parse_known_args(arguments)
-    with _as_trained(others) as rest:
+    with as_trained(others) as rest:
         from torchtitan.grpo.config_manager import load_config
         from torchtitan.grpo.pipeline.schedule_command import show_schedules
 
@@ -101,28 +111,12 @@ def evaluate(arguments: list[str]) -> int:
     from torchtitan.grpo.evaluate import evaluate as run_evaluation
     from torchtitan.grpo.evaluate import options
 
+    with without_torch():
+        from torchtitan.grpo.start.train import as_trained
     given, others = options().parse_known_args(arguments)
     # The layout is checked as for training, and is not used.
-    with _as_trained(others) as rest:
+    with as_trained(others) as rest:
         return run_evaluation(given, rest)
-
-
-@contextmanager
-def _as_trained(arguments: list[str]) -> Iterator[list[str]]:
-    """Yields the ranks' part of a command line, with ``WORLD_SIZE`` as ``train`` would set
-    it, unless the environment has it.
-    """
-    with without_torch():
-        from torchtitan.grpo.start.train import parse, plan
-    parsed = parse(arguments)
-    _, num_ranks, _ = plan(parsed)
-    is_set = "WORLD_SIZE" in os.environ
-    os.environ.setdefault("WORLD_SIZE", str(num_ranks))
-    try:
-        yield parsed.rest
-    finally:
-        if not is_set:
-            del os.environ["WORLD_SIZE"]
 
 
 def serve(arguments: list[str]) -> int:
@@ -175,6 +169,7 @@ def show_settings(arguments: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "init": init,
     "train": train,
     "sft": sft,
     "check-config": check_config,

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -108,9 +108,18 @@ def _open(args: list[str], *, weights: bool) -> tuple[JobConfig, HFModel, list[s
 
 
 def check_only(args: list[str], *, shows_settings: bool) -> int:
-    """Prints a run's inputs and layout, with ``shows_settings`` every setting as well.
+    """Prints the :func:`findings` about a run, and returns the exit status."""
+    status, lines = findings(args, shows_settings=shows_settings)
+    for line in lines:
+        print(line, flush=True)
+    return status
 
-    The exit status is 2 if only the folder would be refused; RunError for anything else.
+
+def findings(args: list[str], *, shows_settings: bool = False) -> tuple[int, Iterator[str]]:
+    """Returns an exit status and lines about inputs and layout; ``shows_settings`` adds the settings.
+
+    The status is 2 if only the folder would be refused. Anything else that would be is a RunError,
+    from here or from the iterator.
     """
     config, model, notes = _open(args, weights=False)
     status, date = 0, ""
@@ -122,9 +131,7 @@ def check_only(args: list[str], *, shows_settings: bool) -> int:
         status, lines = 2, [f"would be refused: {error}"]
     init_console("error", is_rank_zero=True)
     found = dry_run(config, model, lines, date, shows_settings=shows_settings)
-    for line in itertools.chain(notes, found):
-        print(line, flush=True)
-    return status
+    return status, itertools.chain(notes, found)
 
 
 def _train_in_folder(make_trainer: TrainerFactory, config: JobConfig, hf_model: HFModel) -> int:

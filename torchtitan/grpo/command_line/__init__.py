@@ -20,6 +20,15 @@ class ConfigError(RunError, ValueError):
 
 
 @contextmanager
+def refusing(rule: str = "") -> Iterator[None]:
+    """Turns a ValueError into a ConfigError: as it is, or as the reason why a rule does not hold."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{rule}: {error}." if rule else str(error)) from error
+
+
+@contextmanager
 def without_torch() -> Iterator[None]:
     """Lets the tables of a configuration be imported without torch, which takes seconds.
 

@@ -5,13 +5,14 @@
 
 import operator
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.grpo.command_line import ConfigError
+from torchtitan.grpo.command_line import ConfigError, refusing
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.system.files import NotRegularError, check_regular
+
+__all__ = ["ConfigError", "check_file", "forbid", "get", "refusing", "require"]
 
 FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 
@@ -19,15 +20,6 @@ FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 def require(holds: bool, message: str) -> None:
     if not holds:
         raise ConfigError(message)
-
-
-@contextmanager
-def refusing(rule: str = "") -> Iterator[None]:
-    """Turns a ValueError into a ConfigError: as it is, or as the reason why a rule does not hold."""
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(f"{rule}: {error}." if rule else str(error)) from error
 
 
 def forbid(with_setting: str, conflicts: Mapping[str, bool], why: str) -> None:

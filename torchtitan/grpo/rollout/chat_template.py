@@ -130,10 +130,14 @@ class ChatTemplate:
             )
         return template
 
+    def reads(self, name: str) -> bool:
+        """Whether the template mentions a variable."""
+        return re.search(rf"\b{re.escape(name)}\b", self._source) is not None
+
     def _check_variables(self) -> None:
         """Refuses variables that the template never mentions: Jinja would ignore them."""
         for name in self._variables:
-            if not re.search(rf"\b{re.escape(name)}\b", self._source):
+            if not self.reads(name):
                 raise ValueError(
                     f"prompts.chat_template_kwargs sets {name!r}, which the chat template of "
                     f"{self._path} does not read. Remove it, or check its spelling against the "

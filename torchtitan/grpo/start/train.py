@@ -4,7 +4,10 @@
 """``torchtitan-grpo train X.toml [--gpus N] [--max-restarts N] [--table.key value ...]``."""
 
 import math
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torchtitan.grpo.command_line import ConfigError
@@ -122,6 +125,22 @@ def plan(parsed: TrainArguments) -> tuple[JobConfig, int, int]:
             "--gpus needs a GPU, and none is visible. On CPU, --nproc N sets the ranks."
         )
     return config, choose_num_ranks(config, num_gpus, parsed.num_ranks), num_gpus
+
+
+@contextmanager
+def as_trained(arguments: list[str]) -> Iterator[list[str]]:
+    """Yields the ranks' part of a command line, with ``WORLD_SIZE`` as :func:`train` would set
+    it, unless the environment has it.
+    """
+    parsed = parse(arguments)
+    _, num_ranks, _ = plan(parsed)
+    is_set = "WORLD_SIZE" in os.environ
+    os.environ.setdefault("WORLD_SIZE", str(num_ranks))
+    try:
+        yield parsed.rest
+    finally:
+        if not is_set:
+            del os.environ["WORLD_SIZE"]
 
 
 def train(arguments: list[str]) -> int:

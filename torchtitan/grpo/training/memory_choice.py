@@ -39,10 +39,10 @@ def resolve_kept(config: JobConfig, model: HFModel, device: torch.device) -> Non
     settings = config.parallelism
     if settings.fsdp_between_microbatches != "auto":
         return
-    device_bytes = torch.tensor(_device_bytes(device), device=device)
-    dist.all_reduce(device_bytes, dist.ReduceOp.MIN)
+    num_bytes = torch.tensor(device_bytes(device), device=device)
+    dist.all_reduce(num_bytes, dist.ReduceOp.MIN)
     memory = _estimate(config, model, dist.get_world_size())
-    available = available_bytes(int(device_bytes), _servers_share(config))
+    available = available_bytes(int(num_bytes), _servers_share(config))
     settings.fsdp_between_microbatches = kept = choose_kept(config, memory, available)
     if dist.get_rank() == 0:
         needed = memory.total(checkpoint_mode(config), microbatch_tokens(config), kept)
@@ -54,8 +54,8 @@ def resolve_kept(config: JobConfig, model: HFModel, device: torch.device) -> Non
 
 def describe_memory(config: JobConfig, model: HFModel, num_ranks: int) -> Iterator[str]:
     has_gpu = torch.cuda.is_available()
-    device_bytes = _device_bytes(torch.device("cuda", 0)) if has_gpu else ASSUMED_BYTES
-    available = available_bytes(device_bytes, _servers_share(config))
+    num_bytes = device_bytes(torch.device("cuda", 0)) if has_gpu else ASSUMED_BYTES
+    available = available_bytes(num_bytes, _servers_share(config))
     memory = _estimate(config, model, num_ranks)
     mode, tokens = checkpoint_mode(config), microbatch_tokens(config)
     asked = config.parallelism.fsdp_between_microbatches
@@ -99,6 +99,13 @@ def describe_memory(config: JobConfig, model: HFModel, num_ranks: int) -> Iterat
     )
 
 
+def needed_bytes(config: JobConfig, model: HFModel, num_ranks: int, available: int) -> int:
+    """Returns what a step that may fill ``available`` bytes is estimated to need on a rank."""
+    memory = _estimate(config, model, num_ranks)
+    kept = choose_kept(config, memory, available)
+    return memory.total(checkpoint_mode(config), microbatch_tokens(config), kept)
+
+
 def _estimate(config: JobConfig, model: HFModel, num_ranks: int) -> TrainingMemory:
     return estimate_memory(config, parameter_shapes(config, model), model.model_args, num_ranks)
 
@@ -111,8 +118,8 @@ def choose_kept(config: JobConfig, memory: TrainingMemory, available: int) -> Ke
     return memory.choose_kept(checkpoint_mode(config), microbatch_tokens(config), available)
 
 
-def _device_bytes(device: torch.device) -> int:
-    """A device's memory; without a GPU, this rank's part of the host's."""
+def device_bytes(device: torch.device) -> int:
+    """Returns a device's memory; without a GPU, this rank's part of the host's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

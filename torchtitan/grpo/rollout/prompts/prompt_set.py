@@ -199,7 +199,7 @@ class PromptSet:
 
     def _text(self, columns: dict[str, Any], row: int) -> PromptText:
         try:
-            return _text_of(columns, self._settings)
+            return prompt_text(columns, self._settings)
         except ValueError as error:
             raise RowError(f"{self.where(row)}: {error}") from error
 
@@ -252,8 +252,8 @@ def num_characters(text: PromptText) -> int:
     return sum(len(content) for content in contents if isinstance(content, str))
 
 
-def _text_of(columns: dict[str, Any], settings: Prompts) -> PromptText:
-    """A ValueError says why the row is no prompt, without the row's location."""
+def prompt_text(columns: dict[str, Any], settings: Prompts) -> PromptText:
+    """Returns a row's prompt. A ValueError says why it is none, without the row's location."""
     column = settings.column
     value = columns[column]
     if isinstance(value, str):

@@ -21,14 +21,14 @@ def open_table(
     path: str,
     split: str,
     rename: Mapping[str, str],
-    column: str,
+    column: str | None,
     key: str,
     name: str | None = None,
 ) -> Table:
     """Opens a file, or a Hugging Face data set, of which ``name`` is the configuration.
 
-    Its rows must have the prompt column ``column``, after renaming. ``key`` is the TOML key of
-    ``path``, for messages.
+    Its rows must have the prompt column ``column``, after renaming; ``None`` if that is not known
+    yet. ``key`` is the TOML key of ``path``, for messages.
     """
     if not path:
         raise ValueError(

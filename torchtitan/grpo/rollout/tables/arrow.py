@@ -26,7 +26,9 @@ CACHE_BYTES = 256 * 1024 * 1024
 class _ArrowTable(Table):
     """A table whose rows are decoded in slices, much faster than single rows."""
 
-    def __init__(self, path: str, names: list[str], rename: Mapping[str, str], column: str) -> None:
+    def __init__(
+        self, path: str, names: list[str], rename: Mapping[str, str], column: str | None
+    ) -> None:
         self.path, self._rename, self._column = path, dict(rename), column
         renamed(dict.fromkeys(names), rename, column, path)
 
@@ -68,7 +70,7 @@ class ParquetTable(_ArrowTable):
         self,
         path: str,
         rename: Mapping[str, str],
-        column: str,
+        column: str | None,
         key: str,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
@@ -160,7 +162,7 @@ class HfDatasetTable(_ArrowTable):
         path: str,
         split: str,
         rename: Mapping[str, str],
-        column: str,
+        column: str | None,
         key: str,
         name: str | None = None,
     ) -> None:

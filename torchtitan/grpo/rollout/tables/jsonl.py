@@ -26,7 +26,7 @@ _IS_BLANK[list(b" \t\n\r\x0b\x0c")] = True
 class JsonlTable(Table):
     """Its file must not change while it is open. Blank lines and byte-order marks are skipped."""
 
-    def __init__(self, path: str, rename: Mapping[str, str], column: str, key: str) -> None:
+    def __init__(self, path: str, rename: Mapping[str, str], column: str | None, key: str) -> None:
         self.path = path
         self._key, self._column, self._rename = key, column, dict(rename)
         try:
@@ -65,7 +65,7 @@ class JsonlTable(Table):
                 f"{self.where(i)}: every line of {self._key} must be a JSON object, got a "
                 f"{type(row).__name__}" + (f": {found}" if found else ".")
             )
-        if self._rename or self._column not in row:
+        if self._rename or (self._column is not None and self._column not in row):
             row = renamed(row, self._rename, self._column, self.where(i))
         return row
 

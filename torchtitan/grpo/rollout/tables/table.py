@@ -45,7 +45,7 @@ class Table(ABC):
 
 
 def renamed(
-    row: Mapping[str, Any], rename: Mapping[str, str], column: str, where: str
+    row: Mapping[str, Any], rename: Mapping[str, str], column: str | None, where: str
 ) -> dict[str, Any]:
     """Returns the row with its new column names, or raises :class:`RowError`.
 
@@ -61,7 +61,7 @@ def renamed(
             )
         if old not in row:
             result[new] = _within(row, old, where)
-    if column not in result:
+    if column is not None and column not in result:
         raise RowError(
             f"{where}: there is no column {column!r}. Existing columns: {sorted(result)}. Set "
             "prompts.column, or rename a column to it with prompts.rename."

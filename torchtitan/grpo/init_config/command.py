@@ -1,0 +1,220 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""``torchtitan-grpo init MODEL DATA``: finds out, writes, and checks the result as ``train`` would."""
+
+import argparse
+import os
+import shlex
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchtitan.grpo.command_line import ConfigError
+from torchtitan.grpo.errors import RunError
+from torchtitan.grpo.init_config.columns import Columns, Source, choose_columns, read_source
+from torchtitan.grpo.init_config.prompt_form import answer_tokens, choose_form, measure
+from torchtitan.grpo.init_config.reward_choice import RewardChoice, choose_reward
+from torchtitan.grpo.init_config.reward_file import REWARD_FILE, write_reward
+from torchtitan.grpo.init_config.toml_file import toml_text
+from torchtitan.grpo.models.hub import locate_model
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.start.train import as_trained
+from torchtitan.grpo.system.files import write_whole
+from torchtitan.grpo.weight_wire.model_folder import read_json
+
+if TYPE_CHECKING:
+    from torchtitan.grpo.init_config.settings import Findings, Sizes
+
+_STAND_IN = "think_answer_tags"  # needs no column
+_REFUSED = "would be refused: "
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchtitan-grpo init",
+        description="Writes a TOML file with which MODEL is trained on DATA, and says what it found.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="Hugging Face directory, or name on the Hub")
+    add("data", metavar="DATA", help=".jsonl or .parquet file, or a Hugging Face data set")
+    add("--output", type=Path, default=Path("grpo.toml"), help="the file to write (grpo.toml)")
+    add("--force", action="store_true", help="write over an existing file")
+    add("--prompt-column", metavar="NAME", help="column, or path within one, with the prompts")
+    add("--answer-column", metavar="NAME", help="column, or path within one, with right answers")
+    add("--name", help="configuration of a Hugging Face data set that has several")
+    add("--split", default="train", help="split of a Hugging Face data set (train)")
+    return parser
+
+
+def init(arguments: list[str]) -> int:
+    """Returns the exit status; RunError says why there is no file, or why it could not train."""
+    given = options().parse_args(arguments)
+    output: Path = given.output
+    _refuse_output(output, force=given.force)
+    folder, notes = locate_model(given.model, "MODEL", weights=False)
+    read_json(Path(folder, "config.json"), "MODEL")
+    has_template = _codec(folder).has_chat_template()
+    source = read_source(given.data, given.split, given.name)
+    columns = choose_columns(
+        source, given.prompt_column, given.answer_column, has_template=has_template
+    )
+    reward = choose_reward(columns, has_template=has_template)
+    found, sizes, text = _compose(given, folder, source, columns, reward)
+    for line in (*notes, *_summary(found, sizes, source, columns)):
+        print(line, flush=True)
+    is_new = not reward.is_builtin and write_reward(output, source, columns)
+    write_whole(output, text.encode())
+    beside = f" and {output.with_name(REWARD_FILE)}" if is_new else ""
+    print(f"wrote    {output}{beside}", flush=True)
+    _check(output, is_new_reward=is_new)
+    print(_next(output, reward, is_new))
+    return 0
+
+
+def _refuse_output(output: Path, *, force: bool) -> None:
+    if output.exists() and not (force and output.is_file()):
+        raise ConfigError(
+            f"--output must name a file that does not exist yet, got {output}. Name another one"
+            + (", or add --force to write over it." if output.is_file() else ".")
+        )
+    if not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
+        raise ConfigError(
+            f"--output must be in a folder in which files can be written, got {output}. Make the folder "
+            "first."
+        )
+
+
+def _codec(folder: str) -> TextCodec:
+    try:
+        return TextCodec(folder, ())
+    except ValueError as error:
+        raise ConfigError(str(error).replace("model.hf_assets_path", "MODEL")) from error
+
+
+def _compose(
+    given: argparse.Namespace, folder: str, source: Source, columns: Columns, reward: RewardChoice
+) -> "tuple[Findings, Sizes, str]":
+    """Measures and decides. Only from here on torch is imported, which takes seconds."""
+    from torchtitan.grpo.init_config import settings
+    from torchtitan.grpo.init_config.machine import count_parameters, find_machine
+    from torchtitan.grpo.models.hf_config import read_hf_model
+    from torchtitan.grpo.observe.console import init_console
+
+    init_console("error", is_rank_zero=True)
+    model = read_hf_model(folder, setting="MODEL")
+    form = choose_form(folder, source, columns, reward)
+    found = settings.Findings(
+        model_name=given.model,
+        model=model,
+        num_params=count_parameters(model),
+        num_rows=source.num_rows,
+        form=form,
+        lengths=measure(folder, form.settings, settings.longest_sequence(model) - 1),
+        reward=reward,
+        reward_names=reward.functions or (f"{given.output.with_name(REWARD_FILE)}:reward",),
+        answer_tokens=answer_tokens(folder, columns),
+        machine=find_machine(),
+    )
+    sizes = settings.choose_sizes(found)
+    tables, memory = settings.choose_tables(found, sizes, f"outputs/{given.output.stem}")
+    if not memory.fits:
+        raise ConfigError(
+            f"MODEL must fit into the memory of this machine ({found.machine.describe()}), but a training "
+            f"step needs {memory.describe()}, even with adapters and recomputation. Name a smaller model, "
+            "or write the file on a machine with more memory."
+        )
+    return (
+        found,
+        sizes,
+        toml_text(list(_heading(given, found)), tables, _ending(found.reward_names[0])),
+    )
+
+
+def _heading(given: argparse.Namespace, found: "Findings") -> Iterator[tuple[str, str]]:
+    yield "Purpose", f"GRPO on {given.data} with {given.model}."
+    yield "", f"Written by torchtitan-grpo init on {date.today()}; every value may be changed."
+    yield "Hardware", f"{found.machine.describe()}. Start it in the folder of init:"
+    yield "", f"    {_train(given.output)}"
+    yield (
+        "Expected",
+        "unknown, because no run with this file has been made. The mean reward in the line of each",
+    )
+    yield "", "step should rise. If it stays at 0 or at its maximum, nothing is learned: read"
+    yield "", "samples.jsonl, and section 5 of docs/how-to/first-model.md."
+
+
+def _ending(function: str) -> str:
+    return (
+        "Held-out prompts in the same form are scored before and after training if you add:\n\n"
+        f'[evaluation]\npath = "test.jsonl"\nfunction = "{function}"'
+    )
+
+
+def _summary(found: "Findings", sizes: "Sizes", source: Source, columns: Columns) -> Iterator[str]:
+    lengths, reward = found.lengths, found.reward
+    yield f"model    {found.model.architecture}, {found.num_params / 1e6:,.1f} M parameters, at {found.model.path}"
+    yield f"data     {source.path}: {source.num_rows:,} rows, columns {', '.join(source.columns)}"
+    kind = "chat messages" if columns.is_chat else "texts"
+    shape = [
+        key
+        for key in ("template", "system_prompt", "chat_template_kwargs")
+        if key in found.form.why
+    ]
+    how = f", with prompts.{' and prompts.'.join(shape)}" if shape else ", as they are"
+    yield f"prompts  {columns.prompt}: {kind}{how}"
+    yield (
+        f"lengths  of {lengths.num_rows:,} prompts: {lengths.percentile(50)} tokens (median), "
+        f"{lengths.percentile(99)} (99th percentile), {lengths.percentile(100)} (longest); "
+        f"{sizes.num_dropped} above {sizes.prompt} are left out"
+    )
+    if reward.is_builtin:
+        yield (
+            f"reward   {' and '.join(reward.functions)}, which reads the column {columns.answer}: 1.0 for "
+            f"{reward.hits} of the first {reward.num_rows} right answers"
+        )
+    else:
+        yield f"reward   none of the built-in ones fits: {reward.reason}"
+    yield f"machine  {found.machine.describe()}"
+
+
+def _check(output: Path, *, is_new_reward: bool) -> None:
+    """Opens everything as a run would, and prints its warnings; ConfigError if it would be refused."""
+    words = [str(output)]
+    if is_new_reward:  # it raises until it has been written
+        words += ["--reward.functions", _STAND_IN]
+    try:
+        with as_trained(words) as rest:
+            from torchtitan.grpo.entry import findings
+
+            _, found = findings(rest)
+            lines = [line.strip() for line in found]
+        for line in lines:
+            if line.startswith(_REFUSED):
+                raise ConfigError(line.removeprefix(_REFUSED))
+    except (RunError, ValueError) as error:
+        raise ConfigError(
+            f"{output} was written, but a run with it would be refused: {error}"
+        ) from error
+    for line in lines:
+        if line.startswith("warning: "):
+            print(line, flush=True)
+    parts = "model and prompts" if is_new_reward else "model, prompts and reward"
+    print(f"checked  the file with its {parts}, as a run does at its start", flush=True)
+
+
+def _next(output: Path, reward: RewardChoice, is_new_reward: bool) -> str:
+    file = output.with_name(REWARD_FILE)
+    if is_new_reward:
+        return (
+            f"Next: write the function in {file}, without which no run starts. Then:\n"
+            f"  torchtitan-grpo check-config {shlex.quote(str(output))}\n  {_train(output)}"
+        )
+    kept = "" if reward.is_builtin else f"{file} was there and is used. "
+    return f"{kept}Next:\n  {_train(output)}"
+
+
+def _train(output: Path) -> str:
+    return f"torchtitan-grpo train {shlex.quote(str(output))}"
