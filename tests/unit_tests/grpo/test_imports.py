@@ -28,6 +28,7 @@ FLOORS: tuple[set[str], ...] = (
     {"checkpoint", "checkpoint_manager", "config_manager", "controller", "verify", "start"},
     {"dry_run", "evaluate", "known_failures", "lost_rank"},
     {"entry"},
+    {"init_config"},
     {"cli"},
     {"grpo_train"},
 )

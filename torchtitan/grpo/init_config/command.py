@@ -56,15 +56,20 @@ def init(arguments: list[str]) -> int:
     _refuse_output(output, force=given.force)
     folder, notes = locate_model(given.model, "MODEL", weights=False)
     read_json(Path(folder, "config.json"), "MODEL")
-    has_template = _codec(folder).has_chat_template()
+    has_template = _has_template(folder)
     source = read_source(given.data, given.split, given.name)
     columns = choose_columns(
         source, given.prompt_column, given.answer_column, has_template=has_template
     )
     reward = choose_reward(columns, has_template=has_template)
-    found, sizes, text = _compose(given, folder, source, columns, reward)
+    found = _find(given, folder, source, columns, reward)
+
+    from torchtitan.grpo.init_config.settings import choose_sizes
+
+    sizes = choose_sizes(found)
     for line in (*notes, *_summary(found, sizes, source, columns)):
         print(line, flush=True)
+    text = _compose(given, found, sizes)
     is_new = not reward.is_builtin and write_reward(output, source, columns)
     write_whole(output, text.encode())
     beside = f" and {output.with_name(REWARD_FILE)}" if is_new else ""
@@ -87,63 +92,69 @@ def _refuse_output(output: Path, *, force: bool) -> None:
         )
 
 
-def _codec(folder: str) -> TextCodec:
+def _has_template(folder: str) -> bool:
     try:
-        return TextCodec(folder, ())
+        return TextCodec(folder, ()).has_chat_template()
     except ValueError as error:
         raise ConfigError(str(error).replace("model.hf_assets_path", "MODEL")) from error
 
 
-def _compose(
+def _find(
     given: argparse.Namespace, folder: str, source: Source, columns: Columns, reward: RewardChoice
-) -> "tuple[Findings, Sizes, str]":
-    """Measures and decides. Only from here on torch is imported, which takes seconds."""
-    from torchtitan.grpo.init_config import settings
+) -> "Findings":
+    """Measures. Only from here on torch is imported, which takes seconds."""
     from torchtitan.grpo.init_config.machine import count_parameters, find_machine
+    from torchtitan.grpo.init_config.settings import Findings, longest_sequence
     from torchtitan.grpo.models.hf_config import read_hf_model
     from torchtitan.grpo.observe.console import init_console
 
     init_console("error", is_rank_zero=True)
     model = read_hf_model(folder, setting="MODEL")
     form = choose_form(folder, source, columns, reward)
-    found = settings.Findings(
+    return Findings(
         model_name=given.model,
         model=model,
         num_params=count_parameters(model),
         num_rows=source.num_rows,
         form=form,
-        lengths=measure(folder, form.settings, settings.longest_sequence(model) - 1),
+        lengths=measure(folder, form.settings, longest_sequence(model) - 1),
         reward=reward,
         reward_names=reward.functions or (f"{given.output.with_name(REWARD_FILE)}:reward",),
         answer_tokens=answer_tokens(folder, columns),
         machine=find_machine(),
     )
-    sizes = settings.choose_sizes(found)
-    tables, memory = settings.choose_tables(found, sizes, f"outputs/{given.output.stem}")
-    if not memory.fits:
+
+
+def _compose(given: argparse.Namespace, found: "Findings", sizes: "Sizes") -> str:
+    """Returns the text of the file; ConfigError if the model cannot be trained here."""
+    from torchtitan.grpo.init_config.settings import choose_tables
+
+    tables, memory = choose_tables(found, sizes, f"outputs/{given.output.stem}")
+    needs = f"a training step needs {memory.describe()}"
+    if memory.is_hopeless:
         raise ConfigError(
-            f"MODEL must fit into the memory of this machine ({found.machine.describe()}), but a training "
-            f"step needs {memory.describe()}, even with adapters and recomputation. Name a smaller model, "
-            "or write the file on a machine with more memory."
+            f"MODEL must fit into the memory of this machine ({found.machine.describe()}), but {needs}, "
+            "even with adapters and recomputation. Name a smaller model, or write the file on a machine "
+            "with more memory."
         )
-    return (
-        found,
-        sizes,
-        toml_text(list(_heading(given, found)), tables, _ending(found.reward_names[0])),
-    )
+    if not memory.fits:
+        print(f"warning: {needs}, so that the run may end for want of memory", flush=True)
+    heading = list(_heading(given, found, needs))
+    return toml_text(heading, tables, _ending(found.reward_names[0]))
 
 
-def _heading(given: argparse.Namespace, found: "Findings") -> Iterator[tuple[str, str]]:
+def _heading(given: argparse.Namespace, found: "Findings", needs: str) -> Iterator[tuple[str, str]]:
     yield "Purpose", f"GRPO on {given.data} with {given.model}."
     yield "", f"Written by torchtitan-grpo init on {date.today()}; every value may be changed."
     yield "Hardware", f"{found.machine.describe()}. Start it in the folder of init:"
     yield "", f"    {_train(given.output)}"
+    yield "Memory", f"{needs}."
     yield (
         "Expected",
-        "unknown, because no run with this file has been made. The mean reward in the line of each",
+        "unknown, because no run with this file has been made. The mean reward in the line",
     )
-    yield "", "step should rise. If it stays at 0 or at its maximum, nothing is learned: read"
-    yield "", "samples.jsonl, and section 5 of docs/how-to/first-model.md."
+    yield "", "of each step should rise. If it stays at 0 or at its maximum, nothing is learned:"
+    yield "", "read samples.jsonl, and section 5 of docs/how-to/first-model.md."
 
 
 def _ending(function: str) -> str:

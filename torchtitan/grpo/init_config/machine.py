@@ -22,6 +22,7 @@ from torchtitan.grpo.training.model_spec import parameter_shapes
 from torchtitan.grpo.types import ServerKind
 
 _FP32 = 4
+_ESTIMATE_ERROR = 0.1
 # Copies of a model beside training on a CPU, in float32: the server's, and the push's snapshots.
 _COPIES_ON_HOST = 4
 _CACHE_ON_HOST = 0.15
@@ -60,7 +61,7 @@ class Machine:
                 self.num_bytes, self._servers_part() if self.num_gpus == 1 else 0
             )
         copies = _COPIES_ON_HOST * _FP32 * num_params
-        return int((1 - _CACHE_ON_HOST) * available_bytes(self.num_bytes)) - copies
+        return max(0, int((1 - _CACHE_ON_HOST) * available_bytes(self.num_bytes)) - copies)
 
     def num_concurrent(self, model: HFModel, num_params: int, longest: int) -> int:
         """Returns how many completions the caches of embedded servers can hold at once.
@@ -124,6 +125,11 @@ class StepMemory:
     @property
     def fits(self) -> bool:
         return self.needed <= self.available
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether it does not fit even if the estimate is too high by as much as it may be."""
+        return self.needed > (1 + _ESTIMATE_ERROR) * self.available
 
     def describe(self) -> str:
         return f"{self.needed / 2**30:.2f} of {self.available / 2**30:.1f} GiB, by estimate"

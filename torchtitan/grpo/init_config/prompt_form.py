@@ -62,8 +62,9 @@ def choose_form(folder: str, source: Source, columns: Columns, reward: RewardCho
     if 2 * is_said >= len(columns.texts) or (reward.form == "alone" and opens_answer(columns)):
         instruction = ""
     variables = {}
-    if codec.has_chat_template() and codec.template.reads(_THINKING):
-        variables = {_THINKING: False}
+    with refusing():  # the tokenizer may not be readable for transformers
+        if codec.has_chat_template() and codec.template.reads(_THINKING):
+            variables = {_THINKING: False}
     settings = Prompts(
         source.path,
         name=source.name,

@@ -4,8 +4,8 @@
 """The values of the TOML file, from lengths, reward, model and machine."""
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torchtitan.grpo.command_line import ConfigError
@@ -21,7 +21,9 @@ _BUDGET = {True: 1024, False: 256}
 _MOST_NEW = {True: 4096, False: 1024}
 _THINKING_TIMES = 4
 _ROW = {True: 2048, False: 256}
+# The most tokens of a microbatch, and those below which a device is not busy.
 _MICROBATCH_TOKENS = {True: (16_384, 4096), False: (2048, 512)}
+# By whether a GPU trains.
 _STEPS = {True: 200, False: 20}
 _LARGE_ON_CPU = 10**8
 _SLOW_REQUEST_SECONDS = 3600.0
@@ -125,23 +127,17 @@ def choose_tables(
         tables = _tables(found, sizes, fit, dump_folder)
         memory = StepMemory.of(_data(tables), found.model, found.machine, found.num_params)
         if memory.fits:
-            break
-    why = f"rows in a microbatch; a step needs {memory.describe()}"
-    rows = [Setting(s.key, s.value, why) if s.key == "local_batch_size" else s for s in tables["training"]]  # fmt: skip
-    return tables | {"training": rows}, memory
+            return tables, memory
+    return tables, memory
 
 
-def _ways(found: Findings, sizes: Sizes) -> Iterator[Fit]:
-    """Ways to train, with the fewest losses of speed first and adapters last."""
-    most, least = (
-        max(1, tokens // sizes.row) for tokens in _MICROBATCH_TOKENS[found.machine.on_gpu]
-    )
+def _ways(found: Findings, sizes: Sizes) -> list[Fit]:
+    """Ways to train, those that lose the least speed first, and adapters last."""
+    most, least = (max(1, n // sizes.row) for n in _MICROBATCH_TOKENS[found.machine.on_gpu])
     numbers = [n for n in (8, 4, 2, 1) if least <= n <= most] or [least]
-    for lora, mode, rows in itertools.product(
-        (False, True), ("none", "selective", "full"), numbers
-    ):
-        yield Fit(rows, mode, lora)
-    yield Fit(1, "full", True)
+    modes = ("none", "selective", "full")
+    ways = itertools.product((False, True), modes, numbers)
+    return [*(Fit(rows, mode, lora) for lora, mode, rows in ways), Fit(1, "full", True)]
 
 
 def _data(tables: dict[str, list[Setting]]) -> dict[str, dict[str, Any]]:
@@ -151,30 +147,35 @@ def _data(tables: dict[str, list[Setting]]) -> dict[str, dict[str, Any]]:
 def _tables(found: Findings, sizes: Sizes, fit: Fit, dump_folder: str) -> dict[str, list[Setting]]:
     prompts_per_step = min(found.num_rows, _prompts_per_step(found))
     batch = GROUP_SIZE * prompts_per_step
-    path = found.form.settings.path
+    parameters = f"{found.model.architecture}, {_count(found.num_params)} parameters"
+    warmup, folder = _STEPS[found.machine.on_gpu] // 10, "metrics, samples and the trained model"
+    name = f"GRPO, {found.model_name} on {found.form.settings.path}"
+    mode, compared = fit.checkpointing, "completions of each prompt, compared with each other"
     tables = {
         "job": [
-            Setting("dump_folder", dump_folder, "metrics, samples and the trained model"),
-            Setting("description", f"GRPO, {found.model_name} on {path}", "a name for trackers"),
+            Setting("dump_folder", dump_folder, folder),
+            Setting("description", name, "a name for trackers"),
         ],
-        "model": [Setting("hf_assets_path", found.model_name, f"{found.model.architecture}, {_count(found.num_params)} parameters")],
+        "model": [Setting("hf_assets_path", found.model_name, parameters)],
         "lora": _lora(found) if fit.lora else [],
         "training": _training(found, sizes, fit),
         "optimizer": [_learning_rate(found.num_params, fit.lora)],
-        "lr_scheduler": [Setting("warmup_steps", _STEPS[found.machine.on_gpu] // 10, "the learning rate rises from 0, then stays")],
-        "activation_checkpoint": [Setting("mode", fit.checkpointing, _why_checkpointing(fit.checkpointing))],
+        "lr_scheduler": [
+            Setting("warmup_steps", warmup, "the learning rate rises from 0, then stays")
+        ],
+        "activation_checkpoint": [Setting("mode", mode, _why_checkpointing(mode))],
         "checkpoint": _checkpoint(found.machine),
         "debug": [Setting("seed", 0, "the same prompts in the same order in each run")],
         "grpo": [
-            Setting("group_size", GROUP_SIZE, "completions of each prompt, compared with each other"),
+            Setting("group_size", GROUP_SIZE, compared),
             Setting("prompts_per_step", prompts_per_step, f"{batch} completions in a step"),
         ],
         "prompts": _prompts(found, sizes),
         "rollout": _rollout(found, sizes, batch),
         "inference": _inference(found, sizes),
         "reward": _reward(found),
-    }  # fmt: skip
-    return {name: settings for name, settings in tables.items() if settings}
+    }
+    return {table: settings for table, settings in tables.items() if settings}
 
 
 def _prompts_per_step(found: Findings) -> int:
@@ -195,43 +196,41 @@ def _lora(found: Findings) -> list[Setting]:
 
 def _training(found: Findings, sizes: Sizes, fit: Fit) -> list[Setting]:
     on_gpu = found.machine.on_gpu
-    steps = (
-        "a first run; raise it while the reward rises"
-        if on_gpu
-        else "shows that it runs; to learn, more"
-    )
-    dtype = (
-        ("bfloat16", "as the servers compute")
-        if on_gpu
-        else ("float32", "bfloat16 is slow on a CPU")
-    )
+    steps, dtype = "shows that it runs; to learn, more", "float32"
+    why_dtype = "bfloat16 is slow on a CPU"
+    if on_gpu:
+        steps, dtype = "a first run; raise it while the reward rises", "bfloat16"
+        why_dtype = "as the servers compute"
     row = f"a prompt and its completion have at most {sizes.longest}; rows hold several"
     return [
         Setting("steps", _STEPS[on_gpu], steps),
         Setting("seq_len", sizes.row, row),
-        Setting("local_batch_size", fit.rows, "rows in a microbatch"),
-        Setting("mixed_precision_param", *dtype),
-    ]  # fmt: skip
+        Setting(
+            "local_batch_size", fit.rows, f"rows: {fit.rows * sizes.row:,} tokens in a microbatch"
+        ),
+        Setting("mixed_precision_param", dtype, why_dtype),
+    ]
 
 
 def _learning_rate(num_params: int, lora: bool) -> Setting:
     rate = next((rate for bound, rate in _LEARNING_RATES if num_params < bound), 1e-6)
-    why = f"usual for {_count(num_params)} parameters; small models need more"
     if lora:
-        return Setting(
-            "lr", rate * _LORA_TIMES, "ten times that of whole weights, as adapters need"
-        )
-    return Setting("lr", rate, why)
+        rate = float(f"{rate * _LORA_TIMES:.2g}")  # not 9.999999999999999e-06
+        return Setting("lr", rate, "ten times that of whole weights, as adapters need")
+    return Setting("lr", rate, f"usual for {_count(num_params)} parameters; small models need more")
 
 
 def _count(number: int) -> str:
-    return f"{number / 1e9:.2g} B" if number >= 10**9 else f"{number / 1e6:.2g} M" if number < 10**8 else f"{number / 1e6:.0f} M"  # fmt: skip
+    if number >= 10**9:
+        return f"{number / 1e9:.2g} B"
+    return f"{number / 1e6:.0f} M" if number >= 10**8 else f"{number / 1e6:.2g} M"
 
 
 def _why_checkpointing(mode: str) -> str:
     if mode == "none":
         return "nothing is recomputed, since activations fit into memory"
-    return "activations are recomputed, since not all fit into memory"
+    what = "some" if mode == "selective" else "most"
+    return f"{what} activations are recomputed, since not all fit into memory"
 
 
 def _checkpoint(machine: Machine) -> list[Setting]:
@@ -247,20 +246,22 @@ def _checkpoint(machine: Machine) -> list[Setting]:
 def _prompts(found: Findings, sizes: Sizes) -> list[Setting]:
     form, lengths = found.form, found.lengths
     settings = form.settings
-    is_plain = settings.path.endswith((".jsonl", ".json", ".parquet"))
-    read = f"{found.num_rows:,} rows"
-    dropped = f"{sizes.num_dropped} of {lengths.num_rows:,} read are longer and left out" if sizes.num_dropped else "none is longer"  # fmt: skip
-    length = f"measured {lengths.percentile(_PERCENTILE)} tokens at the {_PERCENTILE}th percentile; {dropped}"  # fmt: skip
+    is_file = Path(settings.path).is_file()
+    dropped = "none is longer"
+    if sizes.num_dropped:
+        dropped = f"{sizes.num_dropped} of {lengths.num_rows:,} read are longer and left out"
+    typical = lengths.percentile(_PERCENTILE)
+    length = f"measured {typical} tokens at the {_PERCENTILE}th percentile; {dropped}"
     values = [
-        Setting("path", settings.path, read),
+        Setting("path", settings.path, f"{found.num_rows:,} rows"),
         Setting("name", settings.name, "the data set's configuration"),
-        Setting("split", None if is_plain else settings.split, "the data set's part to train on"),
+        Setting("split", None if is_file else settings.split, "the data set's part to train on"),
         Setting("column", settings.column, "holds the prompt"),
         Setting("rename", settings.rename or None, _why_rename(settings.rename)),
         *(Setting(key, getattr(settings, key), why) for key, why in form.why.items()),
         Setting("max_prompt_tokens", sizes.prompt, length),
     ]
-    return [s for s in values if s.value is not None]
+    return [setting for setting in values if setting.value is not None]
 
 
 def _why_rename(rename: dict[str, str]) -> str:

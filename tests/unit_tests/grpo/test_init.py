@@ -1,0 +1,219 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""``torchtitan-grpo init`` writes configurations that train, or says why it cannot."""
+
+import itertools
+import json
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prompt_files import byte_tokenizer
+
+from torchtitan.grpo import cli
+from torchtitan.grpo.config import Prompts
+from torchtitan.grpo.init_config.columns import choose_columns, read_source
+from torchtitan.grpo.init_config.machine import Machine, count_parameters
+from torchtitan.grpo.init_config.prompt_form import Lengths, PromptForm, choose_form, measure
+from torchtitan.grpo.init_config.reward_choice import RewardChoice, choose_reward
+from torchtitan.grpo.init_config.settings import Findings, choose_sizes, choose_tables
+from torchtitan.grpo.init_config.toml_file import toml_value
+from torchtitan.grpo.models.hf_config import read_hf_model
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
+)
+HASHED = [f"{n} + {n} = {2 * n} apples.\n#### {2 * n}" for n in range(5, 25)]
+LENGTHS = Lengths(np.arange(1, 99), num_rows=100, limit=500)  # two are longer than 500
+QUESTIONS = [f"Ann and {{Bob}} have {n} apples each. How many together?" for n in range(5, 25)]
+ROWS = [{"question": q, "answer": a} for q, a in zip(QUESTIONS, HASHED, strict=True)]
+BOXED, HASH = "Reason step by step, and write", "Reason step by step, then write"
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def write(file: Path, rows: list[Any]) -> str:
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(file)
+
+
+@pytest.fixture
+def folder(make_model: Callable[..., Any]) -> str:
+    """A model of the library's that reads every text, with a chat template."""
+    _, folder = make_model("qwen3", vocab_size=300, max_position_embeddings=2048, eos_token_id=260)
+    marks = ("<|user|>", "<|system|>", "<|assistant|>", "<|x|>", "<|end|>")
+    byte_tokenizer(marks).save(f"{folder}/tokenizer.json")
+    settings = {"chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    Path(folder, "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_the_shipped_model_gets_a_file_with_a_reason_in_every_line(
+    repository, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assets = repository / "assets/reverse_digits"
+    command = ["init", f"{assets}/model", f"{assets}/train.jsonl"]
+    assert cli.run(command) == 0
+    said = capsys.readouterr().out
+    assert "4,096 rows, columns prompt, answer" in said
+    assert "checked  the file with its model, prompts and reward" in said
+    assert said.endswith("torchtitan-grpo train grpo.toml\n")
+    text = Path("grpo.toml").read_text()
+    values = tomllib.loads(text)
+    assert values["reward"]["functions"] == ["exact_match"]
+    assert "template" not in values["prompts"]
+    lines = text.splitlines()
+    for above, line in itertools.pairwise(lines):
+        if re.match(r"\w+ = ", line):
+            assert "  # " in line or above.startswith("# "), line
+    assert cli.run(command) == 2
+    assert "add --force to write over it" in capsys.readouterr().err
+    assert Path("grpo.toml").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("rows", "prompt", "answer", "functions", "shaped"),
+    [
+        (ROWS, "question", "answer", ["boxed_math", "hash_answer_format"], {"template": HASH}),
+        ([{"messages": [user(row["question"]), assistant(row["answer"])]} for row in ROWS],
+         "messages.0.content", "messages.1.content", ["boxed_math", "hash_answer_format"], {"template": HASH}),
+        ([{"prompt": [user(q)], "reward_model": {"ground_truth": str(n)}} for n, q in enumerate(QUESTIONS)],
+         "prompt", "reward_model.ground_truth", ["boxed_math"], {"system_prompt": BOXED}),
+        ([{"problem": row["question"], "solution": row["answer"], "answer": n} for n, row in enumerate(ROWS)],
+         "problem", "answer", ["boxed_math"], {"template": BOXED}),
+        ([{"text": q, "label": ["good", "bad"][n % 2]} for n, q in enumerate(QUESTIONS)],
+         "text", "label", ["boxed_math"], {"template": BOXED}),
+        ([{"messages": [user(q)]} for q in QUESTIONS], "messages", None, [], {}),
+        ([{"instruction": q, "output": q * 30} for q in QUESTIONS],
+         "instruction", "output", [], {"template": "<|user|>"}),
+    ],
+)  # fmt: skip
+def test_columns_and_rewards_are_known_by_the_rows(
+    rows, prompt, answer, functions, shaped, folder, tmp_path
+):
+    source = read_source(write(tmp_path / "rows.jsonl", rows), "train", None)
+    columns = choose_columns(source, None, None, has_template=True)
+    assert (columns.prompt, columns.answer) == (prompt, answer)
+    reward = choose_reward(columns, has_template=True)
+    assert [name.rpartition(":")[2] for name in reward.functions] == functions
+    assert reward.hits == (len(rows) if functions else 0)
+    form = choose_form(folder, source, columns, reward)
+    for key, part in shaped.items():
+        assert part in getattr(form.settings, key)
+    assert measure(folder, form.settings, 2000).num_rows == len(rows)
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_a_text_becomes_what_the_chat_template_makes_of_it(has_template, folder, tmp_path):
+    if not has_template:
+        Path(folder, "tokenizer_config.json").write_text("{}")
+    source = read_source(write(tmp_path / "rows.jsonl", ROWS), "train", None)
+    columns = choose_columns(source, None, None, has_template=has_template)
+    reward = choose_reward(columns, has_template=has_template)
+    template = choose_form(folder, source, columns, reward).settings.template
+    assert template is not None
+    text = template.format(prompt=QUESTIONS[0])
+    if has_template:
+        instruction = text.partition("\n\n")[2].partition("<|end|>")[0]
+        codec = TextCodec(folder, (), {"enable_thinking": False})
+        messages = [user(f"{QUESTIONS[0]}\n\n{instruction}")]
+        assert codec.encode(text) == codec.encode_chat(messages)
+    else:
+        assert text.startswith(f"Question: {QUESTIONS[0]}\n{HASH}") and text.endswith("\nAnswer:")
+
+
+def test_a_reward_that_must_be_written_keeps_the_run_from_starting_until_it_is(
+    folder, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    command = ["init", folder, write(tmp_path / "rows.jsonl", [{"prompt": q} for q in QUESTIONS])]
+    assert cli.run(command) == 0
+    assert "Next: write the function in reward.py" in capsys.readouterr().out
+    assert cli.run(["check-config", "grpo.toml"]) == 2
+    assert "Write the function `reward` in reward.py" in capsys.readouterr().err
+    written = Path("reward.py").read_text().replace("raise Not", "return [0.5] * len(texts)  # Not")
+    Path("reward.py").write_text(written)
+    assert cli.run([*command, "--force"]) == 0
+    assert "reward.py was there and is used" in capsys.readouterr().out
+    assert Path("reward.py").read_text() == written
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "said"),
+    [
+        ([], [], "contains no prompts"),
+        ([{"x": 1}], [], "none of the columns ['x']"),
+        ([{"a": "?", "b": "!"}], [], "--prompt-column NAME (and --answer-column NAME)"),
+        ([{"a": "?"}], ["--prompt-column", "c"], "--prompt-column must name a column"),
+        ([{"a": "?", "b": 1}], ["--prompt-column", "b"], "--prompt-column b of"),
+        ([{"prompt": "?"}], ["--answer-column", "c"], "Existing columns: ['prompt']"),
+        ([{"messages": [user("?"), assistant("!")] * 2}], [], "Remove that message"),
+        ([{"prompt": "?" * 3000}], [], "are longer than 2047 tokens"),
+    ],
+)
+def test_data_without_prompts_is_refused(
+    rows, options, said, folder, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["init", folder, write(tmp_path / "rows.jsonl", rows), *options]) == 2
+    assert said in capsys.readouterr().err
+    assert not Path("grpo.toml").exists()
+
+
+SMALL = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
+LARGE = {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36}
+HEADS = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 150_000,
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_gpus", "is_adapted", "fits"),
+    [(SMALL, 1, False, True), (LARGE, 2, True, True), (LARGE, 8, False, True), (SMALL, 0, True, False)],
+)  # fmt: skip
+def test_adapters_are_trained_where_a_model_does_not_fit(sizes, num_gpus, is_adapted, fits, folder):
+    file = Path(folder, "config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | sizes | HEADS))
+    model, half = read_hf_model(folder), max(1, num_gpus // 2)
+    machine = Machine("these", (79 if num_gpus else 4) << 30, num_gpus, half, half)
+    form, reward = PromptForm(Prompts("x"), {}), RewardChoice(("boxed_math",), (1.0,), "boxed")
+    found = Findings("m", model, count_parameters(model), 20, form, LENGTHS, reward, ("f",), 9, machine)  # fmt: skip
+    tables, memory = choose_tables(found, choose_sizes(found), "outputs")
+    assert ("lora" in tables, memory.fits, memory.is_hopeless) == (is_adapted, fits, not fits)
+
+
+def test_lengths_count_what_is_longer():
+    assert [LENGTHS.percentile(p) for p in (50, 98, 99)] == [50, 98, 500]
+    assert (LENGTHS.num_longer(98), LENGTHS.num_longer(90)) == (2, 10)
+
+
+@given(st.recursive(
+    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=("Cs",))),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(st.characters(exclude_categories=("Cs",)), min_size=1), inner),
+    max_leaves=8,
+))  # fmt: skip
+def test_any_value_is_read_as_it_was_written(value):
+    assert tomllib.loads(f"value = {toml_value(value)}")["value"] == value
