@@ -95,6 +95,8 @@ def start(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
         (["train", "x.toml", "--help", "clip_high"], 0, "DAPO uses 0.28"),
         (["train", "x.toml"], 2, "--job.config_file must name a file that exists, got x.toml"),
         (["train"], 2, "A configuration must be named"),
+        (["init", "--help"], 0, "--prompt-column"),
+        (["init", "nowhere", "x.jsonl"], 2, "MODEL must be a folder with config.json"),
     ],
 )
 def test_what_needs_no_torch_starts_without_it(arguments, status, said, tmp_path):
