@@ -26,7 +26,6 @@ from torchtitan.grpo.init_config.reward_choice import RewardChoice, choose_rewar
 from torchtitan.grpo.init_config.settings import Findings, choose_sizes, choose_tables
 from torchtitan.grpo.init_config.toml_file import toml_value
 from torchtitan.grpo.models.hf_config import read_hf_model
-from torchtitan.grpo.rollout.tokenizer import TextCodec
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -115,10 +114,10 @@ def test_columns_and_rewards_are_known_by_the_rows(
     reward = choose_reward(columns, has_template=True)
     assert [name.rpartition(":")[2] for name in reward.functions] == functions
     assert reward.hits == (len(rows) if functions else 0)
-    form = choose_form(folder, source, columns, reward)
+    form, codec = choose_form(folder, source, columns, reward)
     for key, part in shaped.items():
         assert part in getattr(form.settings, key)
-    assert measure(folder, form.settings, 2000).num_rows == len(rows)
+    assert measure(codec, form.settings, 2000).num_rows == len(rows)
 
 
 @pytest.mark.parametrize("has_template", [True, False])
@@ -128,12 +127,12 @@ def test_a_text_becomes_what_the_chat_template_makes_of_it(has_template, folder,
     source = read_source(write(tmp_path / "rows.jsonl", ROWS), "train", None)
     columns = choose_columns(source, None, None, has_template=has_template)
     reward = choose_reward(columns, has_template=has_template)
-    template = choose_form(folder, source, columns, reward).settings.template
+    form, codec = choose_form(folder, source, columns, reward)
+    template = form.settings.template
     assert template is not None
     text = template.format(prompt=QUESTIONS[0])
     if has_template:
         instruction = text.partition("\n\n")[2].partition("<|end|>")[0]
-        codec = TextCodec(folder, (), {"enable_thinking": False})
         messages = [user(f"{QUESTIONS[0]}\n\n{instruction}")]
         assert codec.encode(text) == codec.encode_chat(messages)
     else:

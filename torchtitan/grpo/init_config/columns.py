@@ -33,7 +33,7 @@ _SHAPES = (
 
 @dataclass(frozen=True)
 class Source:
-    """A data set, and its first rows; ``num_bad`` of those that were read are no rows."""
+    """A data set, and its first rows without those that cannot be read."""
 
     path: str
     name: str | None
@@ -75,7 +75,7 @@ class Columns:
     def rename(self, reads_answer: bool) -> dict[str, str]:
         """The value of ``prompts.rename``; with ``reads_answer`` for a built-in reward."""
         names = {} if self.prompt in self.taken else {self.prompt: "prompt"}
-        if reads_answer and self.answer not in (None, COLUMN):
+        if reads_answer and self.answer is not None and self.answer != COLUMN:
             names[self.answer] = COLUMN
         for new in list(names.values()):
             old = next(old for old, name in names.items() if name == new)
@@ -89,9 +89,8 @@ def read_source(path: str, split: str, name: str | None) -> Source:
     try:
         table = open_table(path, split, {}, None, "DATA", name)
     except ValueError as error:
-        hint = (
-            " --name and --split choose a part of a data set." if not Path(path).is_file() else ""
-        )
+        is_file = Path(path).is_file()
+        hint = "" if is_file else " --name and --split choose a part of a data set."
         raise ConfigError(f"{error}{hint}") from error
     with refusing(), closing(table):
         found = list(table.rows(0, min(MAX_ROWS, len(table))))
@@ -160,14 +159,24 @@ def _choose_prompt(source: Source, asked: str | None, has_template: bool) -> Col
             f"--prompt-column {asked} of {source.path} cannot be used: {reasons[asked]}"
         )
     others = [name for name in source.columns if name not in (*reasons, *ANSWER_NAMES)]
-    found = [c for name in others if (c := _as_prompts(source, name, has_template, {}))]
-    if len(found) == 1 and not reasons:
-        return found[0]
-    why = "".join(f" {name}: {reason}" for name, reason in reasons.items())
-    raise ConfigError(
-        f"DATA must have a column with prompts, texts or lists of chat messages, and none of the columns "
-        f"{source.columns} of {source.path} is known to be one ({', '.join(PROMPT_NAMES)} are). Name "
-        f"it: {_BOTH}.{why}"
+    possible = [c for name in others if (c := _as_prompts(source, name, has_template, {}))]
+    if len(possible) == 1 and not reasons:
+        return possible[0]
+    raise _no_prompts(source, reasons)
+
+
+def _no_prompts(source: Source, reasons: Mapping[str, str]) -> ConfigError:
+    """``reasons`` say why columns cannot be used that prompts usually have."""
+    rule = "DATA must have a column with prompts, texts or lists of chat messages"
+    if reasons:
+        why = " ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        return ConfigError(
+            f"{rule}. Of the columns {source.columns} of {source.path}, these cannot be used. {why} If "
+            f"the prompts are in another column, name it: {_BOTH}."
+        )
+    return ConfigError(
+        f"{rule}, and none of the columns {source.columns} of {source.path} has a name that prompts "
+        f"usually have ({', '.join(PROMPT_NAMES)}). Name it: {_BOTH}."
     )
 
 

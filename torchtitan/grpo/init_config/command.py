@@ -69,6 +69,8 @@ def init(arguments: list[str]) -> int:
     sizes = choose_sizes(found)
     for line in (*notes, *_summary(found, sizes, source, columns)):
         print(line, flush=True)
+    if found.form.warning:
+        print(f"warning: {found.form.warning}", flush=True)
     text = _compose(given, found, sizes)
     is_new = not reward.is_builtin and write_reward(output, source, columns)
     write_whole(output, text.encode())
@@ -110,17 +112,17 @@ def _find(
 
     init_console("error", is_rank_zero=True)
     model = read_hf_model(folder, setting="MODEL")
-    form = choose_form(folder, source, columns, reward)
+    form, codec = choose_form(folder, source, columns, reward)
     return Findings(
         model_name=given.model,
         model=model,
         num_params=count_parameters(model),
         num_rows=source.num_rows,
         form=form,
-        lengths=measure(folder, form.settings, longest_sequence(model) - 1),
+        lengths=measure(codec, form.settings, longest_sequence(model) - 1),
         reward=reward,
         reward_names=reward.functions or (f"{given.output.with_name(REWARD_FILE)}:reward",),
-        answer_tokens=answer_tokens(folder, columns),
+        answer_tokens=answer_tokens(codec, columns),
         machine=find_machine(),
     )
 
@@ -168,14 +170,9 @@ def _summary(found: "Findings", sizes: "Sizes", source: Source, columns: Columns
     lengths, reward = found.lengths, found.reward
     yield f"model    {found.model.architecture}, {found.num_params / 1e6:,.1f} M parameters, at {found.model.path}"
     yield f"data     {source.path}: {source.num_rows:,} rows, columns {', '.join(source.columns)}"
-    kind = "chat messages" if columns.is_chat else "texts"
-    shape = [
-        key
-        for key in ("template", "system_prompt", "chat_template_kwargs")
-        if key in found.form.why
-    ]
-    how = f", with prompts.{' and prompts.'.join(shape)}" if shape else ", as they are"
-    yield f"prompts  {columns.prompt}: {kind}{how}"
+    kind = "chat messages, with the model's chat template" if columns.is_chat else "texts"
+    shaped = " and ".join(f"prompts.{key}" for key in found.form.why)
+    yield f"prompts  {columns.prompt}: {kind}{f', with {shaped}' if shaped else ''}"
     yield (
         f"lengths  of {lengths.num_rows:,} prompts: {lengths.percentile(50)} tokens (median), "
         f"{lengths.percentile(99)} (99th percentile), {lengths.percentile(100)} (longest); "

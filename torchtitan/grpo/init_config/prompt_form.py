@@ -30,12 +30,15 @@ _MARK = "THEPROMPTOFTHEROW"
 
 @dataclass(frozen=True)
 class PromptForm:
-    """The settings of ``[prompts]`` that shape a prompt, and the sentences that explain them."""
+    """The settings of ``[prompts]`` that shape a prompt, and the sentences that explain them.
+
+    ``thinks`` says whether the model cannot be told to answer without thinking.
+    """
 
     settings: Prompts
     why: dict[str, str]
     thinks: bool = False
-    """Whether the model cannot be told not to think before it answers."""
+    warning: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,16 +58,16 @@ class Lengths:
         return self.num_rows - int(np.searchsorted(self.tokens, tokens, side="right"))
 
 
-def choose_form(folder: str, source: Source, columns: Columns, reward: RewardChoice) -> PromptForm:
-    codec = TextCodec(folder, ())
-    instruction = _INSTRUCTIONS[reward.form]
-    is_said = sum(_MARKS.get(reward.form, "\0") in str(text) for text in columns.texts)
-    if 2 * is_said >= len(columns.texts) or (reward.form == "alone" and opens_answer(columns)):
-        instruction = ""
-    variables = {}
-    with refusing():  # the tokenizer may not be readable for transformers
-        if codec.has_chat_template() and codec.template.reads(_THINKING):
+def choose_form(
+    folder: str, source: Source, columns: Columns, reward: RewardChoice
+) -> tuple[PromptForm, TextCodec]:
+    """Returns the codec with which the run will tokenize such prompts, too."""
+    codec, variables = TextCodec(folder, ()), {}
+    has_template = codec.has_chat_template()
+    with refusing():  # transformers may not be able to load the tokenizer
+        if has_template and codec.template.reads(_THINKING):
             variables = {_THINKING: False}
+            codec = TextCodec(folder, (), variables)
     settings = Prompts(
         source.path,
         name=source.name,
@@ -72,25 +75,49 @@ def choose_form(folder: str, source: Source, columns: Columns, reward: RewardCho
         column=columns.column,
         rename=columns.rename(reward.is_builtin),
     )
+    instruction = _instruction(columns, reward)
     if columns.is_chat:
-        return _of_chat(settings, columns, instruction, variables)
-    if not codec.has_chat_template():
-        return _of_base_model(settings, columns, instruction)
-    return _of_texts(TextCodec(folder, (), variables), settings, columns, instruction)
+        return _of_chat(codec, settings, columns, instruction, variables), codec
+    if not has_template:
+        return _of_base_model(settings, columns, instruction), codec
+    return _of_texts(codec, settings, columns, instruction), codec
+
+
+def _instruction(columns: Columns, reward: RewardChoice) -> str:
+    """What prompts must say for the reward, unless they say it already."""
+    is_said = sum(_MARKS.get(reward.form, "\0") in str(text) for text in columns.texts)
+    if 2 * is_said >= len(columns.texts) or (reward.form == "alone" and opens_answer(columns)):
+        return ""
+    return _INSTRUCTIONS[reward.form]
 
 
 def _of_chat(
-    settings: Prompts, columns: Columns, instruction: str, variables: dict[str, bool]
+    codec: TextCodec,
+    settings: Prompts,
+    columns: Columns,
+    instruction: str,
+    variables: dict[str, bool],
 ) -> PromptForm:
-    why = {}
-    has_system = any(not isinstance(t, str) and t[0]["role"] != "user" for t in columns.texts)
-    if instruction and not has_system:
+    why, warning = {}, ""
+    conversations = [text for text in columns.texts if not isinstance(text, str)]
+    if instruction and all(messages[0]["role"] == "user" for messages in conversations):
         settings.system_prompt = instruction
         why["system_prompt"] = "the reward reads this form"
+    elif instruction:
+        warning = (
+            f"The reward expects what this asks for: {instruction!r} The prompts have system messages of "
+            "their own, so it was not added. Add it to the data."
+        )
     if variables:
         settings.chat_template_kwargs = dict(variables)
         why["chat_template_kwargs"] = "answers without thinking are short; true needs more tokens"
-    return PromptForm(settings, why)
+    with refusing():
+        text = codec.template.render(conversations[0])
+    return PromptForm(settings, why, _begins_thinking(text), warning)
+
+
+def _begins_thinking(rendered: str) -> bool:
+    return rendered.rstrip().endswith("<think>")
 
 
 def _of_base_model(settings: Prompts, columns: Columns, instruction: str) -> PromptForm:
@@ -131,19 +158,18 @@ def _of_texts(
     why = "the model's chat template, written out: prompts that are texts get none"
     if date := codec.template.date:
         why += f"; it prints the day, {date}"
-    return PromptForm(settings, {"template": why}, thinks=parts[1].rstrip().endswith("<think>"))
+    return PromptForm(settings, {"template": why}, _begins_thinking(parts[1]))
 
 
 def _escaped(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 
-def measure(folder: str, settings: Prompts, limit: int) -> Lengths:
+def measure(codec: TextCodec, settings: Prompts, limit: int) -> Lengths:
     """Counts the tokens of prompts that are spread over the data set, up to ``limit`` of each.
 
     Raises ConfigError if no prompt is at most ``limit`` tokens long, or if none can be rendered.
     """
-    codec = TextCodec(folder, (), settings.chat_template_kwargs)
     # Ids beyond the vocabulary are found by the checks of the run.
     limits = PromptLimits(limit, vocab_size=1 << 31, source="max_position_embeddings")
     found, num_read, first_error = [], 0, ""
@@ -175,8 +201,7 @@ def measure(folder: str, settings: Prompts, limit: int) -> Lengths:
     return Lengths(np.sort(np.asarray(found)), num_read, limit)
 
 
-def answer_tokens(folder: str, columns: Columns) -> int:
+def answer_tokens(codec: TextCodec, columns: Columns) -> int:
     """The tokens of the longest right answer of the first rows, except for the longest hundredth."""
-    codec = TextCodec(folder, ())
     counts = sorted(max(map(codec.count, found)) for found in columns.answers if found)
     return counts[-(-99 * len(counts) // 100) - 1] if counts else 0
