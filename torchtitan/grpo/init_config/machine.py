@@ -5,6 +5,7 @@
 
 import math
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from torchtitan.grpo.training.model_spec import parameter_shapes
 from torchtitan.grpo.types import ServerKind
 
 _FP32 = 4
-_ESTIMATE_ERROR = 0.1
+_ESTIMATE_ERROR = 0.1  # of the memory of a step, as its description says
 # Copies of a model beside training on a CPU, in float32: the server's, and the push's snapshots.
 _COPIES_ON_HOST = 4
 _CACHE_ON_HOST = 0.15
@@ -99,10 +100,12 @@ def find_machine() -> Machine:
 
 
 def _installed_servers() -> tuple[ServerKind, str | None]:
+    """Looks in the working folder, and beside the trainer's environment."""
     for row in (KINDS["vllm"], KINDS["sglang"]):
-        python = Path(row.environment or "", "bin", "python")
-        if os.access(python, os.X_OK):
-            return row.name, str(python)
+        for folder in (Path(), Path(sys.prefix).parent):
+            python = folder / (row.environment or "") / "bin" / "python"
+            if os.access(python, os.X_OK):
+                return row.name, str(python)
     return "embedded", None
 
 
