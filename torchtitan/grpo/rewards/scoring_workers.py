@@ -52,8 +52,9 @@ class ScoringWorkers:
     async def score(self, request: Score, on_begin: Callable[[], object]) -> Reply | Refused:
         """Sends a request, and again if its worker was lost with several groups.
 
-        ``on_begin`` is called when a worker has room for it. Raises TimeoutError after the time limit, WorkerLost if the process ended, NotPlainData if
-        the request cannot be sent, and the owner's error if a new process cannot be started.
+        ``on_begin`` is called when a worker has room for it. Raises TimeoutError after the time
+        limit, WorkerLost if the process ended, NotPlainData if the request cannot be sent, and the
+        owner's error if a new process cannot be started.
         """
         worker = await self._join()
         on_begin()
