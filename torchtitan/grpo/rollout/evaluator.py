@@ -26,7 +26,7 @@ from torchtitan.grpo.rollout.scoring import decode_all, environment_columns, pro
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
+from torchtitan.grpo.rollout.trajectory import CompletionWriter
 from torchtitan.grpo.system.waits import wait_at_most
 from torchtitan.grpo.types import Generation, Prompt
 
@@ -45,7 +45,7 @@ class HeldOut:
     settings: EvaluationSet
     prompts: Sequence[Prompt]
     function: int
-    writer: TrajectoryWriter
+    writer: CompletionWriter
 
 
 class Evaluator:

@@ -24,7 +24,7 @@ from torchtitan.grpo.rollout.rollout_metrics import RolloutCounts, RolloutMetric
 from torchtitan.grpo.rollout.saved import SavedRollouts, UnfinishedGroup
 from torchtitan.grpo.rollout.scoring import brief_columns, prompt_text
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
-from torchtitan.grpo.rollout.trajectory import RunningGroup, TrajectoryWriter
+from torchtitan.grpo.rollout.trajectory import CompletionWriter, RunningGroup
 from torchtitan.grpo.system.waits import wait_at_most
 from torchtitan.grpo.types import BatchPart, Generation, Prompt, RolloutGroup, as_context
 
@@ -46,7 +46,7 @@ class Producer:
         dispatcher: Dispatcher,
         judge: GroupJudge,
         ledger: Ledger,
-        writer: TrajectoryWriter,
+        writer: CompletionWriter,
         grpo: GRPO,
         rollout: Rollout,
         *,

@@ -43,7 +43,7 @@ from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
 from torchtitan.grpo.rollout.teachers import TeacherNeeds, TeacherPool
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
+from torchtitan.grpo.rollout.trajectory import CompletionWriter, TrajectoryWriter
 from torchtitan.grpo.types import ServerInfo
 
 logger = logging.getLogger(__name__)
@@ -189,7 +189,7 @@ def make_writer(
     inputs: Inputs,
     places: Dispatcher | SpareRoom,
     sampling: Sampling,
-) -> TrajectoryWriter | AgentWriter:
+) -> CompletionWriter:
     """Its completions also stop at the ends of an environment's turns."""
     rollout, codec, episodes = config.rollout, inputs.codec, None
     ends = [*config.eos_token_ids, *rollout.stop_token_ids]

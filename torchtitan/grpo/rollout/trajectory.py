@@ -15,6 +15,7 @@ the completion. The next turn is a further segment of it.
 
 import asyncio
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -101,6 +102,27 @@ class RunningGroup:
             trajectory.task.cancel()
         if self.task is not None:
             self.task.cancel()
+
+
+class CompletionWriter(Protocol):
+    """Starts completions: a `TrajectoryWriter`, or one whose completions a program drives."""
+
+    @property
+    def has_environment(self) -> bool:
+        """Whether completions may come with a reward."""
+        ...
+
+    def start(
+        self,
+        prompt: Prompt,
+        server: Server,
+        *,
+        sample: int = 0,
+        begun: Generation | None = None,
+        expected_tokens: float | None = None,
+    ) -> Trajectory: ...
+
+    def metrics(self) -> dict[str, float]: ...
 
 
 class TrajectoryWriter:

@@ -22,7 +22,9 @@ def read(body: Mapping[str, Any]) -> Asked:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
-    settings = shared_settings(body) | {"wants_logprobs": body.get("logprobs") is not None}
+    settings: dict[str, Any] = shared_settings(body) | {
+        "wants_logprobs": body.get("logprobs") is not None
+    }
     if body.get("echo") or body.get("suffix"):
         raise BadRequest("echo and suffix are not supported: send neither.", param="echo")
     if isinstance(prompt, str):
