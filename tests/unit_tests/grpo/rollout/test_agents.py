@@ -4,12 +4,20 @@
 """Programs at the endpoint: what their requests lead to, in tokens."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
+import psutil
 import pytest
 from agent_world import EOS, Played, make_model, play, playing, prompt_of
+from aiohttp import web
+from stub_clients import serving
+
+from torchtitan.grpo.rollout.agents import endpoint
 
 USER = {"role": "user", "content": "7"}
 OTHER = {"role": "user", "content": "8"}
@@ -342,3 +350,59 @@ async def test_an_unanswered_request_is_not_trained(model: Path, kind: str) -> N
         played = Played(whole, prompt_of(server.codec), server)
         second = {"client leaves": ["u:8;a:[56<eos>]"], "program ends": []}[kind]
         assert played.texts() == ["u:7;a:[12<eos>]", *second]
+
+
+async def raw(url: str, key: str, body: Any, path: str = "/chat/completions") -> tuple[int, Any]:
+    headers = {"Authorization": f"Bearer {key}"}
+    async with aiohttp.ClientSession() as session:
+        try:
+            async with session.post(url + path, data=body, headers=headers) as answer:
+                return answer.status, await answer.read()
+        except aiohttp.ClientError as error:  # the server stops reading
+            return 0, error
+
+
+async def test_useless_bodies_are_refused_and_bounded(model: Path) -> None:
+    async def pieces(number: int) -> AsyncIterator[bytes]:
+        for _ in range(number):
+            yield b"x" * 2**20
+
+    async def program(client: Any, row: Any, access: Any) -> None:
+        url, key = access.base_url, access.key
+        before = psutil.Process().memory_info().rss
+        assert (await raw(url, key, pieces(100)))[0] in (0, 413)
+        assert psutil.Process().memory_info().rss - before < 64 * 2**20
+        for body in (b"{", b"[1]", b"\xff", b"[" * 100_000, b"null"):
+            assert (await raw(url, key, body))[0] == 400, body[:10]
+        assert (await raw(url, key, b"{}", "/nowhere"))[0] == 404
+        reward = f"/episodes/{access.episode}/reward"
+        for body in (b"{}", b'{"reward": true}', b'{"reward": NaN}', b'{"reward": "1"}'):
+            assert (await raw(url, key, body, reward))[0] == 400, body
+        await say(client, [USER])
+
+    played = await play(model, program, ANSWERS)
+    assert played.texts() == ["u:7;a:[12<eos>]"]
+    assert played.whole.environment_reward is None
+
+
+async def test_a_client_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "_WRITE_SECONDS", 0.2)
+    ended = asyncio.Event()
+
+    async def handler(http: web.Request) -> web.StreamResponse:
+        response = await endpoint._written(http, web.StreamResponse(), [b"x" * 2**24] * 4)
+        ended.set()
+        return response
+
+    async with serving(handler) as url:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port), limit=2**10)
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        async with asyncio.timeout(60):
+            await ended.wait()
+            num_read = 0
+            with contextlib.suppress(ConnectionError):
+                while part := await reader.read(2**20):
+                    num_read += len(part)
+        assert num_read < 4 * 2**24
+        writer.close()
