@@ -11,6 +11,7 @@
 #   torch.txt                      torch of the trainer, with CUDA's libraries on Linux
 #   vllm.txt, vllm-cpu.txt         .venv-vllm with a GPU (torch included), and without one
 #   sglang.txt, sglang-cpu.txt     .venv-sglang, likewise
+#   clients.txt                    .venv-clients
 #
 # torch-cpu.txt, with the CPU build of torch, is written by hand; the file says how.
 
@@ -79,3 +80,7 @@ compile "$WORK/sglang-cpu.txt" requirements/sglang-cpu.in
 printf '%s\n' "sglang==$SGLANG_VERSION" "torchvision==$TORCHVISION_VERSION" \
     | compile "$WORK/sglang-alone.txt" --no-deps -
 { select_packages without "$CUDA" <"$WORK/sglang-cpu.txt"; cat "$WORK/sglang-alone.txt"; } | write sglang-cpu.txt
+
+cp requirements/clients.txt "$WORK/clients.txt" 2>/dev/null || true
+compile "$WORK/clients.txt" requirements/clients.in
+write clients.txt <"$WORK/clients.txt"

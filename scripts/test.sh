@@ -3,7 +3,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 #
 # Runs everything that CI runs, after installing what is missing: lint, types, unit tests, and whole runs with
-# the embedded server, real vLLM and real SGLang. It ends with a table of its parts and their times.
+# the embedded server, real vLLM and real SGLang, and real clients of agents. It ends with a table of its parts and their times.
 # usage: bash scripts/test.sh [--fast | --long]
 #   --fast  leaves out the server environments and the whole runs
 #   --long  also runs the tests that only add confidence by repetition; run it before a release
@@ -49,12 +49,14 @@ trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# install_servers: installs both environments, one after the other, and writes the output of each to a file.
+# install_servers: installs the environments of servers and clients, one after the other, and writes the output of each
+# to a file.
 install_servers() {
     local kind
     for kind in vllm sglang; do
         bash "scripts/install_$kind.sh" --cpu >"$LOGS/$kind" 2>&1 || return 1
     done
+    bash scripts/install_clients.sh >"$LOGS/clients" 2>&1
 }
 
 # await_servers: waits for the installation in the background, and shows its output.
