@@ -217,6 +217,7 @@ class Generation:
             or of a policy that is too old (``rollout.overdue``). None if all are trained.
         environment_reward: Sum of the environment's rewards, or None if it gave none.
         num_context: Number of tokens that are not trained although a model wrote them.
+        apart: Rows of an agent that have rewards of their own. Each counts as a completion.
     """
 
     token_ids: Annotated[np.ndarray, Column(np.int32, record_name="completion_ids")]
@@ -229,6 +230,7 @@ class Generation:
     environment_reward: float | None = None
     num_context: int = 0
     new_rows: NewRows = ()
+    apart: tuple["Generation", ...] = ()
 
     @property
     def num_trained(self) -> int:
@@ -249,6 +251,11 @@ class Generation:
         sampled = self.sampled
         trained = [s for s in self.segments if sampled is None or sampled[s.start : s.end].any()]
         return min(segment.version for segment in trained or self.segments)
+
+
+def separated(generations: Sequence[Generation]) -> list[Generation]:
+    """Returns generations with their rows ``apart`` behind each."""
+    return [one for whole in generations for one in (replace(whole, apart=()), *whole.apart)]
 
 
 def joined(before: Generation | None, after: Generation) -> Generation:

@@ -28,7 +28,7 @@ from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import CompletionWriter
 from torchtitan.grpo.system.waits import wait_at_most
-from torchtitan.grpo.types import Generation, Prompt
+from torchtitan.grpo.types import Generation, Prompt, separated
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class Evaluator:
         self, held: HeldOut, prompt: Prompt, completions: Sequence[asyncio.Task[Generation]]
     ) -> EvaluatedPrompt | None:
         """Returns ``None`` if no completion received a score."""
-        generations = await self._finished(held, prompt, completions)
+        generations = separated(await self._finished(held, prompt, completions))
         if not generations:
             return None
         ids = [read_ids(generation) for generation in generations]

@@ -27,7 +27,7 @@ from torchtitan.grpo.rollout.kept_groups import (
 from torchtitan.grpo.rollout.ledger import CloseReason
 from torchtitan.grpo.rollout.scoring import Scorer
 from torchtitan.grpo.rollout.teachers import TeacherPool, Unrated
-from torchtitan.grpo.types import Generation, Prompt, Rollout
+from torchtitan.grpo.types import Generation, Prompt, Rollout, separated
 
 
 class Unusable(Exception):
@@ -68,6 +68,7 @@ class GroupJudge:
 
         Raises Unusable, and RewardError or TeachersFailing if the run must stop.
         """
+        generations = separated(generations)
         if len(generations) < self._fewest:
             what = "came back whole from servers and environments"
             raise Unusable("failed", self._too_few(len(generations), what), FAILED)

@@ -26,7 +26,14 @@ from torchtitan.grpo.rollout.completion_checks import (
 )
 from torchtitan.grpo.rollout.ledger import CloseReason
 from torchtitan.grpo.system.files import read_regular, write_whole
-from torchtitan.grpo.types import Generation, PromptProgress, Rollout, RolloutGroup, columns_of
+from torchtitan.grpo.types import (
+    Generation,
+    PromptProgress,
+    Rollout,
+    RolloutGroup,
+    columns_of,
+    separated,
+)
 
 FOLDER = "rollouts"
 """Folder in the dump folder. It holds one file per checkpoint, named after the step."""
@@ -220,7 +227,7 @@ def _problems(saved: SavedRollouts, vocab_size: int, row_len: int) -> Iterator[s
     for unfinished in saved.unfinished:
         if unfinished.start_version > saved.version:
             yield f"group {unfinished.group_id} began after the checkpoint"
-        for one in (*unfinished.generations, *unfinished.begun):
+        for one in separated((*unfinished.generations, *unfinished.begun)):
             problem = completion_problem(one, vocab_size) or length_problem(0, one, row_len)
             if problem := problem or _problem(one, saved.version, [one.environment_reward]):
                 yield f"in group {unfinished.group_id}, {problem}"

@@ -18,6 +18,8 @@ from aiohttp import web
 from stub_clients import serving
 
 from torchtitan.grpo.rollout.agents import endpoint
+from torchtitan.grpo.rollout.codec import pack, unpack
+from torchtitan.grpo.types import Generation, separated
 
 USER = {"role": "user", "content": "7"}
 OTHER = {"role": "user", "content": "8"}
@@ -406,3 +408,28 @@ async def test_a_client_that_does_not_read_is_dropped(monkeypatch: pytest.Monkey
                     num_read += len(part)
         assert num_read < 4 * 2**24
         writer.close()
+
+
+@pytest.mark.parametrize("num_rewarded", [1, 2])
+async def test_rows_may_have_rewards_of_their_own(model: Path, num_rewarded: int) -> None:
+    async def program(client: Any, row: Any, access: Any) -> float:
+        answers = [await say(client, [user]) for user in (USER, OTHER)]
+        url = f"{access.base_url}/episodes/{access.episode}/reward"
+        for answer in answers[-num_rewarded:]:
+            await client.post(url, body={"reward": 0.25, "response_id": answer.id}, cast_to=object)
+        with pytest.raises(openai.BadRequestError):
+            await client.post(url, body={"reward": 1, "response_id": "chatcmpl-1"}, cast_to=object)
+        return 0.5
+
+    whole = (await play(model, program, ANSWERS)).whole
+    first, second = separated([whole])
+    assert [first.environment_reward, second.environment_reward] == [
+        0.5 if num_rewarded == 1 else 0.25,
+        0.25,
+    ]
+    assert [first.num_trained, second.num_trained] == [3, 3]
+    packed = pack(whole)
+    assert [len(one.token_ids) for one in separated([unpack(packed, Generation)])] == [
+        len(first.token_ids),
+        len(second.token_ids),
+    ]

@@ -152,8 +152,13 @@ class AgentEndpoint:
     async def _reward(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
         if http.match_info["name"] != episode.name:
             return _error(403, f"The key is of the episode {episode.name}, and of no other one.")
-        episode.reward = parsed_reward(await _body(http))
-        return web.json_response({"id": episode.name, "reward": episode.reward})
+        body = await _body(http)
+        reward = parsed_reward(body)
+        if body.get("response_id") is None:
+            episode.reward = reward
+        else:
+            episode.reward_rows(str(body["response_id"]), reward)
+        return web.json_response({"id": episode.name, "reward": reward})
 
     async def _models(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
         return web.json_response({"object": "list", "data": [self._card()]})

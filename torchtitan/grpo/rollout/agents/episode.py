@@ -18,7 +18,7 @@ import numpy as np
 
 from torchtitan.grpo.rollout.agents.exchange import Answer, Asked, BadRequest, Choice, make_call
 from torchtitan.grpo.rollout.agents.programs import MODEL, Access
-from torchtitan.grpo.rollout.agents.rows import EpisodeRows
+from torchtitan.grpo.rollout.agents.rows import EpisodeRows, Row
 from torchtitan.grpo.rollout.agents.tool_calls import Parser, Spoken
 from torchtitan.grpo.rollout.agents.transcript import Context, Message, Transcript
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
@@ -81,7 +81,9 @@ class AgentEpisode:
         self._rows = EpisodeRows(prompt.token_ids.tolist())
         self._transcript = Transcript(settings.codec, templated=settings.is_templated)
         self._num_asked = 0
-        self._writing: set[asyncio.Task[Choice]] = set()
+        self._writing: set[asyncio.Task[tuple[Choice, Row]]] = set()
+        self._answers = itertools.count()
+        self._rows_of: dict[str, list[Row]] = {}
         self._num_in_flight = 0
         self._own_seconds, self._since = 0.0, time.monotonic()
         self._is_closed = False
@@ -114,8 +116,18 @@ class AgentEpisode:
 
     def whole(self) -> Generation | None:
         """The completion so far; ``None`` if no request was answered."""
-        whole = self._rows.whole()
-        return whole and replace(whole, environment_reward=self.reward)
+        return self._rows.whole(self.reward)
+
+    def reward_rows(self, response_id: str, reward: float) -> None:
+        """Gives the rows of one answer a reward of their own; BadRequest if there is no such answer."""
+        rows = self._rows_of.get(response_id.replace("_", "-").partition("-")[2])
+        if not rows:
+            raise BadRequest(
+                f"response_id must be the id of an answer of this episode, got {response_id!r:.100}.",
+                param="response_id",
+            )
+        for row in rows:
+            row.reward = reward
 
     async def answer(self, asked: Asked) -> Answer:
         """Raises BadRequest, and ServerError if no server answers, which also ends the episode."""
@@ -139,10 +151,11 @@ class AgentEpisode:
         self._count(asked, context)
         with self._generating():
             choices = await self._choices(asked, context, room)
-        number = f"{self.name}-{self._num_asked}"
-        return Answer(number, int(time.time()), MODEL, context.token_ids, choices)
+        number = f"{self.name}-{next(self._answers)}"
+        self._rows_of[number] = [row for _, row in choices]
+        return Answer(number, int(time.time()), MODEL, context.token_ids, [c for c, _ in choices])
 
-    async def _choices(self, asked: Asked, context: Context, room: int) -> list[Choice]:
+    async def _choices(self, asked: Asked, context: Context, room: int) -> list[tuple[Choice, Row]]:
         tasks = [
             asyncio.create_task(self._write(asked, context, room)) for _ in range(asked.number)
         ]
@@ -217,7 +230,7 @@ class AgentEpisode:
                 if not self._is_closed:
                     self._hold.enter_context(self._settings.places.hold())
 
-    async def _write(self, asked: Asked, context: Context, room: int) -> Choice:
+    async def _write(self, asked: Asked, context: Context, room: int) -> tuple[Choice, Row]:
         row = self._rows.place(context.token_ids)
         try:
             written, stopped = await self._generate(asked, context, room)
@@ -232,7 +245,7 @@ class AgentEpisode:
         self._settings.counts["masked"] += not is_own
         self._rows.add(row, context.token_ids, written if is_own else as_context(written))
         self._note(asked, context, written, choice)
-        return choice
+        return choice, row
 
     async def _generate(
         self, asked: Asked, context: Context, room: int

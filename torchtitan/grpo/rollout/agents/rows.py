@@ -11,6 +11,7 @@ trained once, in the row of the request that it answered::
     rows      q [a] o [b]                                      q a p [c]
 """
 
+import functools
 from dataclasses import dataclass, field, replace
 
 from torchtitan.grpo.types import FinishReason, Generation, joined, unsampled
@@ -23,6 +24,7 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     whole: Generation | None = None
     is_busy: bool = False
+    reward: float | None = None
 
 
 class EpisodeRows:
@@ -66,13 +68,19 @@ class EpisodeRows:
     def num_rows(self) -> int:
         return sum(row.whole is not None for row in self._rows())
 
-    def whole(self) -> Generation | None:
-        """Joins the rows; ``None`` if no request was answered."""
-        whole: Generation | None = None
-        for row in self._rows():
-            if row.whole is not None:
-                whole = joined(whole, row.whole)
-        return None if whole is None else replace(whole, finish_reason=self._last_reason)
+    def whole(self, reward: float | None) -> Generation | None:
+        """Joins the rows without rewards of their own; ``None`` if no request was answered."""
+        written = [(row.whole, row.reward) for row in self._rows() if row.whole is not None]
+        common = [whole for whole, own in written if own is None]
+        apart = [replace(w, environment_reward=own) for w, own in written if own is not None]
+        if not common:
+            return replace(apart[0], apart=tuple(apart[1:])) if apart else None
+        return replace(
+            functools.reduce(joined, common),
+            finish_reason=self._last_reason,
+            environment_reward=reward,
+            apart=tuple(apart),
+        )
 
     def _rows(self) -> list[Row]:
         return [*([self._prompt_row] if self._prompt_row else []), *self._others]
