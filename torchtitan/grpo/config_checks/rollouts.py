@@ -155,7 +155,7 @@ def check_environments(config: JobConfig) -> None:
     rollout, functions = config.rollout, config.reward.functions
     if rollout.environment is None:
         require(
-            "environment" not in functions or not config.has_servers,
+            "environment" not in functions or not config.has_servers or config.agent.is_used,
             "reward.functions names the built-in 'environment', which returns the reward of "
             "rollout.environment, but rollout.environment is not set. Set it, or name another "
             "reward function.",
