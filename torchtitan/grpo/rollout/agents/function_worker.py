@@ -55,6 +55,7 @@ class _Episodes:
     def __init__(self, channel: WorkerChannel[Request]) -> None:
         self._channel = channel
         self._function: Callable[..., Any] | None = None
+        self._client: Any = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._serve, name="episodes", daemon=True).start()
@@ -105,12 +106,19 @@ class _Episodes:
             self._channel.reply(call, refused("bad reward", describe_error(error)))
 
     async def _result(self, request: Run) -> Any:
-        from openai import AsyncOpenAI
-
         assert self._function is not None, "the first request loads the function"
         url, key = request.variables["OPENAI_BASE_URL"], request.variables["OPENAI_API_KEY"]
-        async with AsyncOpenAI(base_url=url, api_key=key) as client:
-            return await self._function(client, request.row)
+        return await self._function(self._client_of(url, key), request.row)
+
+    def _client_of(self, url: str, key: str) -> Any:
+        """Returns a client with the key of an episode. All share their connections: a client that
+        opens connections takes tens of milliseconds to make.
+        """
+        from openai import AsyncOpenAI
+
+        if self._client is None or self._client.is_closed():
+            self._client = AsyncOpenAI(base_url=url, api_key="of no episode")
+        return self._client.with_options(api_key=key)
 
 
 def _check(function: Callable[..., Any], path: str, options: dict[str, Any]) -> None:
