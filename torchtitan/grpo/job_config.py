@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from torchtitan.grpo import config as grpo_config
 from torchtitan.grpo.config.bounds import above, at_least
+from torchtitan.grpo.config.environments import reward_functions
 from torchtitan.grpo.upstream.configuration import job_config
 
 
@@ -173,6 +174,10 @@ class JobConfig(job_config.JobConfig):
     workers: grpo_config.Workers = field(default_factory=grpo_config.Workers)
     evaluation: grpo_config.Evaluation = field(default_factory=grpo_config.Evaluation)
     sft: grpo_config.SFT = field(default_factory=grpo_config.SFT)
+    environments: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Several environments instead of one, as tables ``[environments.NAME]``, whose prompts are
+    mixed by their ``weight``. docs/environments.md lists the keys that a table may have."""
+
     guards: grpo_config.Guards = field(default_factory=grpo_config.Guards)
     observe: grpo_config.Observe = field(default_factory=grpo_config.Observe)
 
@@ -189,7 +194,7 @@ class JobConfig(job_config.JobConfig):
     @property
     def has_rewards(self) -> bool:
         """Whether the run learns from rewards: not from examples or from a teacher alone."""
-        is_taught = bool(self.teacher.urls) and not self.reward.functions
+        is_taught = bool(self.teacher.urls) and not reward_functions(self)
         return self.sft.path is None and not is_taught
 
     def to_dict(self) -> dict[str, Any]:
