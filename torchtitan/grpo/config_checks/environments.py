@@ -90,7 +90,9 @@ def _check_setting(name: str, table: str, setting: str) -> None:
     if setting in {f.name for f in fields(_TABLES[table])}:
         hint = f"{table}.{setting} applies to all environments: move it to [{table}]."
         if (table, setting) in (("prompts", "paths"), ("prompts", "weights")):
-            hint = "An environment has one prompts.path. Make each set an environment with a weight."
+            hint = (
+                "An environment has one prompts.path. Make each set an environment with a weight."
+            )
     require(False, f"Unknown key environments.{name}.{table}.{setting}. {hint}")
 
 

@@ -14,8 +14,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from enum import IntEnum
 
-from torchtitan.grpo.errors import STOPPED_BY_GUARD, RunError
 from torchtitan.grpo.config.environments import reward_functions
+from torchtitan.grpo.errors import STOPPED_BY_GUARD, RunError
 from torchtitan.grpo.job_config import JobConfig
 
 # Metrics of a user's policy loss begin with "loss/" as well, and may mean to be infinite.
