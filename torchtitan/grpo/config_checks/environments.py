@@ -26,10 +26,6 @@ def check_tables(config: JobConfig) -> None:
         return
     for name, given in environments.items():
         _check_name(name)
-        require(
-            isinstance(given, dict),
-            f"environments.{name} must be a table [environments.{name}], got {given!r}.",
-        )
         for key, value in given.items():
             _check_part(name, key, value)
         _check_own(config, name, given)
@@ -82,17 +78,15 @@ def _check_part(name: str, key: str, value: Any) -> None:
 
 
 def _check_setting(name: str, table: str, setting: str) -> None:
-    own = OWN_KEYS[table]
+    own, known = OWN_KEYS[table], [f.name for f in fields(_TABLES[table])]
     if setting in own:
         return
-    near = difflib.get_close_matches(setting, own, n=1, cutoff=0.5)
-    hint = f"Did you mean {near[0]}?" if near else f"It may have {', '.join(own)}."
-    if setting in {f.name for f in fields(_TABLES[table])}:
+    (near,) = difflib.get_close_matches(setting, known, n=1, cutoff=0.5) or ("",)
+    hint = f"Did you mean {near}?" if near in own else f"It may have {', '.join(own)}."
+    if (table, setting) in (("prompts", "paths"), ("prompts", "weights")):
+        hint = "An environment has one prompts.path. Make each set an environment with a weight."
+    elif setting in known:
         hint = f"{table}.{setting} applies to all environments: move it to [{table}]."
-        if (table, setting) in (("prompts", "paths"), ("prompts", "weights")):
-            hint = (
-                "An environment has one prompts.path. Make each set an environment with a weight."
-            )
     require(False, f"Unknown key environments.{name}.{table}.{setting}. {hint}")
 
 
