@@ -175,8 +175,11 @@ class JobConfig(job_config.JobConfig):
     evaluation: grpo_config.Evaluation = field(default_factory=grpo_config.Evaluation)
     sft: grpo_config.SFT = field(default_factory=grpo_config.SFT)
     environments: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Several environments instead of one, as tables ``[environments.NAME]``, whose prompts are
-    mixed by their ``weight``. docs/environments.md lists the keys that a table may have."""
+    """Tables ``[environments.NAME]``, each with a ``prompts.path`` and with settings that replace
+    those of the run for its prompts, so that one run trains in several environments. ``weight`` is
+    the relative frequency with which its prompts are drawn. It is set in all environments or in
+    none; without it, they are drawn from in proportion to their numbers of prompts.
+    docs/environments.md has an example."""
 
     guards: grpo_config.Guards = field(default_factory=grpo_config.Guards)
     observe: grpo_config.Observe = field(default_factory=grpo_config.Observe)
