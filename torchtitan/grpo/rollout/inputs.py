@@ -19,7 +19,7 @@ from torchtitan.grpo.config.environments import (
 from torchtitan.grpo.config.evaluation import evaluation_sets, set_key
 from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, Example, unearnable_warning
 from torchtitan.grpo.rewards.gold_values import gold_judge
-from torchtitan.grpo.rewards.scoring_pool import RewardPool
+from torchtitan.grpo.rewards.scoring_pool import RewardError, RewardPool
 from torchtitan.grpo.rollout.agents.writer import Agents
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments import EnvironmentPool
@@ -157,7 +157,12 @@ class Inputs:
         self._warn(filter(None, [pool.workers.warning]))
         for one in self.environments.values():
             await one.start(self._drops)
-            await self._check_rewards(one, pool)
+            try:
+                await self._check_rewards(one, pool)
+            except RewardError as error:
+                if not one.name:
+                    raise
+                raise RewardError(f"environments.{one.name}: {error}") from error
 
     async def _check_rewards(self, one: EnvironmentInputs, pool: RewardPool) -> None:
         rollout, functions = one.config.rollout, one.config.reward.functions

@@ -182,7 +182,8 @@ async def test_what_each_environment_opens_is_told_by_its_keys(repository: Path,
         assert line in report.lines, report.lines
     (tmp_path / "copies.jsonl").write_text('{"question": "1"}\n')
     report = await check(config, lambda text: None)
-    assert report.error is not None and "exact_match" in report.error
+    assert report.error is not None
+    assert report.error.startswith("environments.copies: ") and "exact_match" in report.error
 
 
 async def test_an_evaluation_without_a_run_starts_what_its_sets_need(
