@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A session with two environments: a calculator with turns, and copies that are one turn."""
+"""A session with a calculator with turns, copies that are one turn, and a program that asks once."""
 
 import asyncio
 import json
@@ -24,6 +24,16 @@ from torchtitan.grpo.rollout.tokenizer import TextCodec
 
 EOS = 1
 GROUP_SIZE = 3
+AGENT = """
+async def run(client, row):
+    answer = await client.completions.create(model="any", prompt=row["prompt"])
+    return 0.25 if answer.choices[0].text == row["prompt"] else 0.0
+"""
+ROWS = {
+    "sums": {"1+2->": "3", "2*4->": "8"},
+    "copies": {"12": "12", "3": "4"},
+    "calls": {"56": ""},
+}
 KEEP = """
 def keep(prompts, completions, rewards):
     return [i > 0 for i in range(len(completions))]
@@ -60,10 +70,11 @@ class Server:
 
 
 def tables(folder: Path) -> dict[str, dict[str, Any]]:
-    for name, rows in (("sums", {"1+2->": "3", "2*4->": "8"}), ("copies", {"12": "12", "3": "4"})):
+    for name, rows in ROWS.items():
         lines = [json.dumps({"question": q, "answer": a}) + "\n" for q, a in rows.items()]
         (folder / f"{name}.jsonl").write_text("".join(lines))
     (folder / "keep.py").write_text(KEEP)
+    (folder / "agent.py").write_text(AGENT)
     return {
         "sums": {
             "weight": 1,
@@ -77,6 +88,12 @@ def tables(folder: Path) -> dict[str, dict[str, Any]]:
             "rollout": {"max_new_tokens": 5, "should_accept": f"{folder / 'keep.py'}:keep"},
             "reward": {"functions": ["exact_match"]},
         },
+        "calls": {
+            "weight": 1,
+            "prompts": {"path": str(folder / "calls.jsonl")},
+            "agent": {"function": f"{folder / 'agent.py'}:run"},
+            "reward": {"functions": ["agent"]},
+        },
     }
 
 
@@ -88,7 +105,7 @@ def config_of(repository: Path, folder: Path, url: str) -> RolloutProcessConfig:
     return process_config(
         repository / "assets/reverse_digits/model",
         Prompts(column="question", shuffle=False),
-        grpo=GRPO(group_size=GROUP_SIZE, prompts_per_step=3),
+        grpo=GRPO(group_size=GROUP_SIZE, prompts_per_step=4),
         rollout=Rollout(max_new_tokens=20, max_head_offpolicyness=0),
         inference=Inference(kind="embedded", launch=False, urls=[url]),
         reward=Reward(timeout_seconds=60.0),
@@ -132,13 +149,16 @@ async def test_each_prompt_has_the_turns_rewards_filters_and_limits_of_its_envir
             evaluator = session.evaluator
             assert evaluator is not None
             result = await evaluator.evaluate(0)
-    of_file: dict[str, list[Any]] = {"sums": [], "copies": []}
+    of_file: dict[str, list[Any]] = {name: [] for name in ROWS}
     for group in batch.groups:
         of_file[group.file].append(group)
         assert group.columns["prompt_set"] == group.file
-    assert (len(of_file["sums"]), len(of_file["copies"])) == (1, 2)
+    assert [len(of_file[name]) for name in ROWS] == [1, 2, 1]
 
-    (sums,) = of_file["sums"]
+    (sums,), (calls,) = of_file["sums"], of_file["calls"]
+    assert [(r.reward, r.reward_components) for r in calls.rollouts] == [
+        (0.25, {"agent": 0.25})
+    ] * GROUP_SIZE
     assert len(sums.rollouts) == GROUP_SIZE
     for rollout in sums.rollouts:
         assert (rollout.completion, rollout.reward) == ("1+2=3", 0.5)
@@ -153,11 +173,12 @@ async def test_each_prompt_has_the_turns_rewards_filters_and_limits_of_its_envir
 
     metrics = batch.metrics
     assert metrics["reward/file/sums"] == 0.5 == metrics["reward/file/copies"]
-    assert metrics["rollout/file/sums/fraction"] == pytest.approx(1 / 3)
+    assert metrics["rollout/file/sums/fraction"] == 0.25
+    assert metrics["agent/calls/requests"] == 1.0
     assert metrics["environment/sums/failed_episodes"] == 0
     assert metrics["environment/sums/step_seconds"] > 0
     assert not any(key.startswith("environment/copies/") for key in metrics)
-    assert undescribed(metrics, ["environment", "exact_match"]) == []
+    assert undescribed(metrics, ["environment", "exact_match", "agent"]) == []
     assert {one.name: (one.score, one.length_mean) for one in result.sets} == {
         "sums": (1.0, 6.0),  # with the calculator's digit
         "copies": (0.5, 2.5),
