@@ -13,9 +13,13 @@ The model is taught to repeat the prompt's expression, followed by an equals sig
 turn after the calculator's answer. Some digits in its training examples are wrong, and training
 ends as soon as about one sample in six is right. The model is never taught to calculate: tokens
 between `=` and the end carry no loss.
+
+With `--reversals assets/reverse_digits/train.jsonl` the model is also taught to reverse the digits
+of these prompts, for `train_configs/two_environments.toml`.
 """
 
 import argparse
+import json
 import random
 import sys
 import time
@@ -75,18 +79,22 @@ def spoil(expression: str, wrong_digits: float, rng: random.Random) -> str:
     )
 
 
-def collate(
-    tokenizer: PreTrainedTokenizerFast, lessons: list[tuple[str, str]]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the token ids and the shifted targets, both [batch, seq] int64.
+Example = tuple[str, str, str]
+"""A prompt, what the model is taught to write, and what the calculator adds before the end."""
 
-    Args:
-        tokenizer: The model's tokenizer.
-        lessons: Pairs of the expression in the prompt and the expression to write.
-    """
-    texts = [
-        (asked + SEPARATOR, written + "=", str(calculate(written))) for asked, written in lessons
-    ]
+
+def calculation(asked: str, written: str) -> Example:
+    return asked + SEPARATOR, written + "=", str(calculate(written))
+
+
+def reversal(digits: str, written: str) -> Example:
+    return digits + SEPARATOR, written, ""
+
+
+def collate(
+    tokenizer: PreTrainedTokenizerFast, texts: list[Example]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the token ids and the shifted targets, both [batch, seq] int64."""
     width = max(sum(map(len, parts)) for parts in texts) + 1
     tokens = torch.full((len(texts), width), tokenizer.pad_token_id)
     targets = torch.full((len(texts), width), IGNORED)
@@ -115,15 +123,19 @@ def teach(
     model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     expressions: list[str],
+    reversed_digits: list[str],
     lessons: Lessons,
     rng: random.Random,
 ) -> None:
-    """Trains the model by supervised learning until it half-knows the task.
+    """Trains the model by supervised learning until it half-knows each task.
 
     Raises:
-        RuntimeError: If the model does not half-know the task after ``lessons.max_steps``.
+        RuntimeError: If the model does not half-know a task after ``lessons.max_steps``.
     """
-    probe = collate(tokenizer, [(e, e) for e in draw_expressions(rng, 256)])
+    probes = [[calculation(e, e) for e in draw_expressions(rng, 256)]]
+    probes += [[reversal(d, d[::-1]) for d in reversed_digits[:256]]] if reversed_digits else []
+    tensors = [collate(tokenizer, probe) for probe in probes]
+    num_reversals = lessons.batch_size if reversed_digits else 0
     optimizer = torch.optim.AdamW(model.parameters(), lr=lessons.learning_rate, betas=(0.9, 0.95))
     warmup = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / lessons.warmup_steps)
@@ -131,9 +143,12 @@ def teach(
     score = 0.0
     for step in range(1, lessons.max_steps + 1):
         batch = rng.sample(expressions, lessons.batch_size)
-        tokens, targets = collate(
-            tokenizer, [(e, spoil(e, lessons.wrong_digits, rng)) for e in batch]
-        )
+        examples = [calculation(e, spoil(e, lessons.wrong_digits, rng)) for e in batch]
+        examples += [
+            reversal(d, spoil(d[::-1], lessons.wrong_digits, rng))
+            for d in rng.sample(reversed_digits, num_reversals)
+        ]
+        tokens, targets = collate(tokenizer, examples)
         logits = model(input_ids=tokens).logits
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
         optimizer.zero_grad()
@@ -142,7 +157,7 @@ def teach(
         optimizer.step()
         warmup.step()
         if step % lessons.check_interval == 0:
-            score = probability_of_right(model, *probe)
+            score = min(probability_of_right(model, *probe) for probe in tensors)
             if score >= lessons.stop_at:
                 print(f"step {step}: samples are right with probability {score:.3f}", flush=True)
                 return
@@ -158,6 +173,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--train-rows", type=int, default=4096)
     parser.add_argument("--heldout-rows", type=int, default=256)
+    parser.add_argument("--reversals", type=Path, help="prompts whose digits to reverse as well")
     options = parser.parse_args(arguments)
     started = time.monotonic()
     # With one thread, sums have the same order on machines with any number of cores.
@@ -173,7 +189,11 @@ def main(arguments: list[str]) -> None:
 
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
-    teach(model, tokenizer, train, Lessons(), rng)
+    digits: list[str] = []
+    if options.reversals is not None:
+        rows = map(json.loads, options.reversals.read_text().splitlines())
+        digits = [row["prompt"].removesuffix(SEPARATOR) for row in rows]
+    teach(model, tokenizer, train, digits, Lessons(), rng)
     write_model(options.output / "model", model, tokenizer)
     print(f"{options.output}: done in {time.monotonic() - started:.0f} s")
 

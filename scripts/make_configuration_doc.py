@@ -16,6 +16,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 from torchtitan.grpo import config
 from torchtitan.grpo.config.bounds import bounds_of
+from torchtitan.grpo.config.environments import OWN_KEYS
 from torchtitan.grpo.config.field_docs import field_docs
 from torchtitan.grpo.job_config import JobConfig
 
@@ -77,7 +78,7 @@ def page() -> str:
     tables: list[Any] = []
     for table in (f.type for f in fields(JobConfig) if f.type in vars(config).values()):
         tables += [table, *(f.type for f in fields(table) if is_dataclass(f.type))]  # pyright: ignore
-    return "\n".join([HEAD, changed_tables(), *map(section, tables)])
+    return "\n".join([HEAD, changed_tables(), *map(section, tables), environments_section()])
 
 
 def changed_tables() -> str:
@@ -116,6 +117,16 @@ def section(table: Any) -> str:
         f"| {in_markdown(str(bounds.get(f.name, '')))} | {in_markdown(docs[f.name])} |"
         for f in fields(table)
     ]
+    return "\n".join(lines) + "\n"
+
+
+def environments_section() -> str:
+    """Returns the keys of tables whose names are the user's, as a section."""
+    lines = ["## `[environments.NAME]`: several environments in one run", ""]
+    lines += [in_markdown(field_docs(JobConfig)["environments"]), ""]
+    lines += ["| table | keys that an environment may set |", "|---|---|"]
+    for table, keys in OWN_KEYS.items():
+        lines.append(f"| `{table}` | {', '.join(f'`{table}.{key}`' for key in keys)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -59,6 +59,38 @@ def test_what_the_environment_put_in_is_read_and_not_trained(
     assert all(step["environment/failed_episodes"] == 0 for step in resumed.metrics)
 
 
+def test_two_environments_are_mixed_by_weight_each_with_its_turns_and_rewards(
+    make_run, repository, tmp_path
+):
+    script = repository / "scripts/make_calculator_task.py"
+    reversals = repository / "assets/reverse_digits/train.jsonl"
+    command = [sys.executable, str(script), "--output", str(tmp_path), "--reversals", reversals]
+    subprocess.run(command, check=True, timeout=800, capture_output=True)
+    run = make_run(
+        f"--model.hf_assets_path={tmp_path / 'model'}", "--training.steps=3",
+        f"--environments.calculator.prompts.path={tmp_path / 'train.jsonl'}",
+        f"--evaluation.sets.calculator.path={tmp_path / 'heldout.jsonl'}",
+        "--environments.calculator.weight=2", "--grpo.prompts_per_step=6",
+        "--evaluation.num_prompts=8", "--rollout.max_head_offpolicyness=0",
+        "--observe.samples_per_step=48", config="two_environments", num_ranks=1,
+    ).succeed()  # fmt: skip
+    for step in run.metrics:
+        assert step["mismatch/kl"] < 1e-6
+        assert step["rollout/file/calculator/fraction"] == pytest.approx(2 / 3)
+        assert step["rollout/file/reversal/fraction"] == pytest.approx(1 / 3)
+        assert step["environment/calculator/failed_episodes"] == 0
+        assert step["reward/environment"] == pytest.approx(step["reward/file/calculator"])
+        assert step["reward/partial_match"] == pytest.approx(step["reward/file/reversal"])
+    for name in ("calculator", "reversal"):
+        assert sum(step[f"reward/file/{name}"] for step in run.metrics) > 0
+    samples = run.records("samples.jsonl")
+    of_environment = {s["columns"]["prompt_set"]: set(s["reward_components"]) for s in samples}
+    assert of_environment == {"calculator": {"environment"}, "reversal": {"partial_match"}}
+    for record in run.records("evaluations.jsonl"):
+        assert 0 < record["evaluation/calculator/score"] <= 1
+        assert 0 < record["evaluation/reversal/score"] <= 1
+
+
 def is_answered(sample: dict) -> bool:
     """Checks what a sample shows; returns whether the calculator has answered in it."""
     turns = sample["context"]

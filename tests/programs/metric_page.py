@@ -43,4 +43,13 @@ def undescribed(
 ) -> list[str]:
     known = {"step", *own_loss, *(f"reward/{name}" for name in rewards)}
     rows = [metric for metric in metrics() if metric.key != "reward/{function}"]
-    return [key for key in keys if key not in known and not any(m.matches(key) for m in rows)]
+    return [
+        key
+        for key in keys
+        if key not in known and not any(m.matches(without_environment(key)) for m in rows)
+    ]
+
+
+def without_environment(key: str) -> str:
+    """The page leaves out the name that a metric of one of several environments has in it."""
+    return re.sub(r"^(environment|agent)/[^/]+/(?=[^/]+$)", r"\1/", key)

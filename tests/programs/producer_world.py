@@ -20,7 +20,7 @@ from torchtitan.grpo.inference.client import ServerError, ServerLoad
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rollout.admission import Admission
 from torchtitan.grpo.rollout.evaluator import Evaluator, HeldOut
-from torchtitan.grpo.rollout.judging import GroupJudge
+from torchtitan.grpo.rollout.judging import GroupJudge, Rules
 from torchtitan.grpo.rollout.ledger import Ledger
 from torchtitan.grpo.rollout.longest_first import LengthRanker
 from torchtitan.grpo.rollout.producer import Producer
@@ -195,15 +195,14 @@ def make_producer(
     )
     rollout = rollout_of(settings)
     admission = Admission(GROUPS, rollout, saved.version if saved is not None else 0)
-    acceptor = 2 if settings.acceptor is not None else None
-    scorer = Scorer(pool, codec, [settings.reward], [2.0], acceptor)
+    scorer = Scorer(pool, codec, [settings.reward], [2.0], settings.acceptor)
     producer = Producer(
         stream,
         admission,
         dispatcher,
-        GroupJudge(scorer, rollout, GROUPS),
+        GroupJudge({"": Rules(scorer, rollout)}, rollout, GROUPS),
         Ledger(progress),
-        TrajectoryWriter(dispatcher, sampling, rollout),
+        {"": TrajectoryWriter(dispatcher, sampling, rollout)},
         GROUPS,
         rollout,
         saved=saved,

@@ -332,6 +332,7 @@ def process_config(
         workers=config.workers,
         teacher=config.teacher,
         evaluation=config.evaluation,
+        environments=config.environments,
         hf_assets_path=str(model.path),
         vocab_size=model.vocab_size,
         eos_token_ids=list(model.eos_token_ids),

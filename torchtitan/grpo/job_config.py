@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from torchtitan.grpo import config as grpo_config
 from torchtitan.grpo.config.bounds import above, at_least
+from torchtitan.grpo.config.environments import reward_functions
 from torchtitan.grpo.upstream.configuration import job_config
 
 
@@ -173,6 +174,13 @@ class JobConfig(job_config.JobConfig):
     workers: grpo_config.Workers = field(default_factory=grpo_config.Workers)
     evaluation: grpo_config.Evaluation = field(default_factory=grpo_config.Evaluation)
     sft: grpo_config.SFT = field(default_factory=grpo_config.SFT)
+    environments: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Tables ``[environments.NAME]``, each with a ``prompts.path`` and with settings that replace
+    those of the run for its prompts, so that one run trains in several environments. ``weight`` is
+    the relative frequency with which its prompts are drawn. It is set in all environments or in
+    none; without it, they are drawn from in proportion to their numbers of prompts.
+    docs/environments.md has an example."""
+
     guards: grpo_config.Guards = field(default_factory=grpo_config.Guards)
     observe: grpo_config.Observe = field(default_factory=grpo_config.Observe)
 
@@ -189,7 +197,7 @@ class JobConfig(job_config.JobConfig):
     @property
     def has_rewards(self) -> bool:
         """Whether the run learns from rewards: not from examples or from a teacher alone."""
-        is_taught = bool(self.teacher.urls) and not self.reward.functions
+        is_taught = bool(self.teacher.urls) and not reward_functions(self)
         return self.sft.path is None and not is_taught
 
     def to_dict(self) -> dict[str, Any]:

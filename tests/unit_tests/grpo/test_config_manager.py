@@ -135,7 +135,9 @@ def test_every_shipped_configuration_loads_and_says_its_use(repository, monkeypa
             assert word in head, f"{file.name} must open with {word}"
         ranks = re.search(r"--nproc_per_node=(\d+)", head)
         monkeypatch.setenv("WORLD_SIZE", ranks[1] if ranks else "2")
-        arguments = [f"--job.config_file={file}", f"--prompts.path={tmp_path}"]
+        arguments = [f"--job.config_file={file}"]
+        if "[environments." not in file.read_text():
+            arguments.append(f"--prompts.path={tmp_path}")
         if "[sft]" in file.read_text():
             arguments += [f"--sft.path={file}", f"--sft.held_out_path={file}"]
         load_config(arguments)

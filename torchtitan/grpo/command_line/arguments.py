@@ -7,7 +7,8 @@
 --inference.launch       --inference.no-launch    --inference.launch=false
 --prompts.paths A,B      --prompts.paths A B      --prompts.paths '["A", "B"]'
 --prompts.rename '{question = "prompt"}'          --prompts.rename.question prompt
---evaluation.sets.gsm8k.num_samples 8             --debug.seed none
+--evaluation.sets.gsm8k.num_samples 8             --environments.math.reward.functions a,b
+--debug.seed none
 """
 
 import json
@@ -112,14 +113,16 @@ def _target(cls: type, option: str) -> tuple[tuple[str, ...], Any, bool]:
 def _in_dict(option: str, keys: dict[str, Any]) -> tuple[tuple[str, ...], Any] | None:
     """Returns the key of a setting that is a dict, as in ``--prompts.rename.old new``."""
     parts = option[2:].split(".")
-    for end in range(2, len(parts)):
+    for end in range(1, len(parts)):
         path, within = ".".join(parts[:end]).replace("-", "_").split("."), parts[end:]
         annotation = keys.get(".".join(path))
         if get_origin(annotation) is dict:
             inner = get_args(annotation)[1]
             if get_origin(inner) is dict and len(within) > 1:  # a table of tables
                 entry = ".".join(within[1:]).replace("-", "_")
-                return (*path, within[0], entry), get_args(inner)[1]
+                # Of an environment, a key of the run.
+                kind = keys.get(entry, get_args(inner)[1])
+                return (*path, within[0], *entry.split(".")), kind
             return (*path, ".".join(within)), inner
     return None
 

@@ -33,6 +33,7 @@ HEADINGS = {
     "rollout.buffer_size_limit": "Batches and filters",
     "rollout.max_process_restarts": "Dispatch and failures",
     "rollout.record": "Record and replay",
+    "environments": "Several environments in one run",
     "inference.kind": "Servers",
     "weight_sync.transport": "How weights reach the servers",
     "teacher.urls": "Distillation from a teacher",
@@ -98,7 +99,8 @@ class Setting:
         table, _, name = self.key.rpartition(".")
         name = f"[no-]{name}" if is_flag(self.type) else name
         default = "" if self.default in _EMPTY else f"({self.default})"
-        return "  " + " ".join(filter(None, [f"--{table}.{name}", metavar(self.type), default]))
+        option = f"--{table}.{name}" if table else f"--{name}"
+        return "  " + " ".join(filter(None, [option, metavar(self.type), default]))
 
 
 def help_words(args: list[str]) -> list[str] | None:
@@ -124,9 +126,13 @@ def page(config_type: type, words: list[str]) -> str:
 
 
 def settings(config_type: type) -> Iterator[Setting]:
-    tables = {f.name: f.type for f in fields(config_type)}
+    docs, tables = field_docs(config_type), {f.name: f for f in fields(config_type)}
     for name in dict.fromkeys([*FIRST_TABLES, *OFTEN_SET, *tables]):
-        yield from _of_table(tables[name], name)
+        f = tables[name]
+        if is_dataclass(f.type):
+            yield from _of_table(f.type, name)
+        else:  # tables whose names are the user's
+            yield Setting(name, f.type, _default(f), docs.get(name, ""), "")
 
 
 def _of_table(table: Any, name: str) -> Iterator[Setting]:

@@ -57,6 +57,10 @@ class EvaluationSet:
     pass_score: float = 1.0
     """Minimum score with which a completion passes."""
 
+    environment: str | None = None
+    """Name of the table in ``[environments]`` with whose prompt form, turns and agent the set is
+    evaluated. Required with ``[environments]``, and not used without them."""
+
     kept_samples: Annotated[int, at_least(0)] = 8
     """Number of prompts, counted from the beginning of the set, for which each evaluation writes
     all completions to ``evaluation_samples.jsonl``."""

@@ -52,6 +52,7 @@ class RolloutProcessConfig:
     agent: Agent = field(default_factory=Agent)
     workers: Workers = field(default_factory=Workers)
     teacher: Teacher = field(default_factory=Teacher)
+    environments: dict[str, dict[str, Any]] = field(default_factory=dict)
     saved_rollouts: str | None = None
     """File with the rollouts that were finished when the checkpoint was written."""
     incarnation: int = 0

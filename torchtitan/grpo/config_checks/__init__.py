@@ -3,7 +3,11 @@
 
 """Refuses configurations that cannot work, before any process group exists."""
 
+from collections.abc import Callable
+
+from torchtitan.grpo.config.environments import environments_of
 from torchtitan.grpo.config_checks import (
+    environments,
     judge,
     learning,
     lora,
@@ -36,8 +40,26 @@ _CHECKS = (
     trainer.check_layout,
 )  # fmt: skip
 
+_OF_RUN = (unread.check_unread, prompts.check_evaluation, judge.check_judge)
+"""Checks that look at all environments together. The others look at each as at a run of its own."""
+
 
 def validate(config: JobConfig) -> None:
     """Runs all checks of the configuration itself; ConfigError describes the first problem found."""
+    environments.check_tables(config)
+    owns = environments_of(config)
     for check in _CHECKS:
+        subjects = {"": config} if check in _OF_RUN else owns
+        problems = {name: _problem(check, own) for name, own in subjects.items()}
+        for name, problem in problems.items():
+            if problem is not None:
+                is_common = len(set(problems.values())) == 1
+                raise ConfigError(problem if is_common else f"environments.{name}: {problem}")
+
+
+def _problem(check: Callable[[JobConfig], None], config: JobConfig) -> str | None:
+    try:
         check(config)
+    except ConfigError as error:
+        return str(error)
+    return None

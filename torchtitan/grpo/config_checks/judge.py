@@ -8,6 +8,7 @@ import re
 from dataclasses import fields
 
 from torchtitan.grpo.config import Judge
+from torchtitan.grpo.config.environments import reward_functions
 from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.config.judge import template_text
 from torchtitan.grpo.config_checks.rules import refusing, require
@@ -19,7 +20,7 @@ from torchtitan.grpo.system.environment import is_named
 def check_judge(config: JobConfig) -> None:
     judge = config.reward.judge
     named = [
-        *config.reward.functions,
+        *reward_functions(config),
         *(s.function for s in evaluation_sets(config.evaluation).values()),
     ]
     if JUDGE not in named:

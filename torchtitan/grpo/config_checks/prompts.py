@@ -115,6 +115,21 @@ def check_evaluation(config: JobConfig) -> None:
         _check_given(name, given)
     for name, settings in evaluation_sets(evaluation).items():
         _check_set(evaluation, name, settings)
+        if config.has_servers:
+            _check_environment(config, set_key(evaluation, name, "environment"), settings)
+
+
+def _check_environment(config: JobConfig, key: str, settings: EvaluationSet) -> None:
+    known, name = sorted(config.environments), settings.environment
+    require(
+        bool(known) or name is None,
+        f"{key} needs [environments], got {name!r}, and there is one environment alone. Remove it.",
+    )
+    require(
+        not known or name in known,
+        f"{key} must name the environment with whose settings the set is evaluated, one of "
+        f"{', '.join(known)}, got {name or 'nothing'!r}.",
+    )
 
 
 def _check_given(name: str, given: Any) -> None:

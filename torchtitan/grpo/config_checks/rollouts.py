@@ -3,6 +3,7 @@
 
 """Checks batches and rollouts."""
 
+from torchtitan.grpo.config.environments import environments_of
 from torchtitan.grpo.config_checks.rules import check_file, forbid, get, refusing, require
 from torchtitan.grpo.functions import split_path
 from torchtitan.grpo.job_config import JobConfig
@@ -12,12 +13,14 @@ from torchtitan.grpo.rollout.environments.environment_worker import BUILTIN
 
 def longest_sequence(config: JobConfig) -> int:
     """Returns the tokens of the longest prompt and completion, or of the longest example."""
-    seq_len, longest_prompt = config.training.seq_len, config.prompts.max_prompt_tokens
+    seq_len = config.training.seq_len
     if config.sft.path is not None:
         return min(seq_len, config.sft.max_example_tokens or seq_len)
-    if longest_prompt == 0:
+    owns = environments_of(config).values()
+    if any(own.prompts.max_prompt_tokens == 0 for own in owns):
         return seq_len
-    return min(seq_len, longest_prompt + config.rollout.max_new_tokens)
+    longest = max(own.prompts.max_prompt_tokens + own.rollout.max_new_tokens for own in owns)
+    return min(seq_len, longest)
 
 
 def check_lengths(config: JobConfig) -> None:

@@ -6,6 +6,7 @@
 from collections.abc import Callable
 
 from torchtitan.grpo.config import SECRETS
+from torchtitan.grpo.config.environments import environments_of, own_key
 from torchtitan.grpo.config_checks.rules import get, require
 from torchtitan.grpo.job_config import JobConfig
 
@@ -141,20 +142,28 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
 
 
 def check_unread(config: JobConfig) -> None:
+    """A setting of the run must be read in one environment, and one of an environment in that one."""
+    owns = environments_of(config)
     for name, conditions in _READ_WITH.items():
         if name == "inference" and not config.has_servers:
             continue  # a file may name servers for later runs
-        table = getattr(config, name)
         for (holds, needed), keys in conditions.items():
-            for key in () if holds(config) else keys:
-                _check_default(table, name, key, needed)
+            reads = {environment: holds(own) for environment, own in owns.items()}
+            for key in () if any(reads.values()) else keys:
+                _check_default(getattr(config, name), f"{name}.{key}", needed)
+            for environment in (e for e in config.environments if not reads[e]):
+                given = config.environments[environment].get(name, {})
+                for key in (key for key in keys if key in given):
+                    table = getattr(owns[environment], name)
+                    _check_default(table, own_key(environment, f"{name}.{key}"), needed)
 
 
-def _check_default(table: object, name: str, key: str, needed: str) -> None:
-    value, default = getattr(table, key), getattr(type(table)(), key)
-    shown = "a value" if (name, key) in SECRETS else repr(value)
+def _check_default(table: object, key: str, needed: str) -> None:
+    name = key.rpartition(".")[2]
+    value, default = getattr(table, name), getattr(type(table)(), name)
+    shown = "a value" if tuple(key.split(".")) in SECRETS else repr(value)
     require(
         value == default,
-        f"{name}.{key} needs {needed}, got {shown}, which nothing would read. Set what it needs, or "
-        f"leave {name}.{key} at its default, {default!r}.",
+        f"{key} needs {needed}, got {shown}, which nothing would read. Set what it needs, or "
+        f"leave {key} at its default, {default!r}.",
     )

@@ -6,6 +6,7 @@
 from collections import deque
 from collections.abc import Collection, Mapping
 
+from torchtitan.grpo.config.environments import reward_functions
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.rewards.reward_loading import NAMES
 
@@ -69,7 +70,7 @@ class EqualRewardsWatch:
     def _is_taught_alone(self, metrics: Mapping[str, float]) -> bool:
         """A replay learns from a teacher's ratings in its file without naming a teacher."""
         is_taught = _TAUGHT in metrics and self._config.teacher.coef > 0
-        return is_taught and not self._config.reward.functions
+        return is_taught and not reward_functions(self._config)
 
     def _has_rewards_alone(self) -> bool:
         grpo, teacher = self._config.grpo, self._config.teacher
@@ -86,7 +87,8 @@ def likely_causes(
     highest = max(step["reward/mean"] for step in steps)
     is_constant = highest - lowest < 1e-9 and all(step["reward/std"] < 1e-9 for step in steps)
     cut = sum(step["rollout/length_fraction"] for step in steps) / len(steps)
-    functions = ", ".join(config.reward.functions) or "none"
+    named = reward_functions(config)
+    functions = ", ".join(named) or "none"
     value = f"{lowest:.4g}" if is_constant else f"{lowest:.4g} to {highest:.4g}"
     messages = (
         "reward.functions: completions are lists of messages, not strings, where prompts are chat "
@@ -114,6 +116,6 @@ def likely_causes(
         ((1.0 if is_constant and lowest > 0 else 4.0) if cut >= _OFTEN_CUT else 0.1, limit),
         (0.2 if is_constant and lowest not in (0.0, 1.0) else 1.8, task),
     ]
-    if is_chat is False or all(path in NAMES for path in config.reward.functions):
+    if is_chat is False or all(path in NAMES for path in named):
         ranked.pop(0)
     return [cause for _, cause in sorted(ranked, key=lambda entry: -entry[0])]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.grpo import strict_json
+from torchtitan.grpo.config.environments import reward_functions
 from torchtitan.grpo.config.evaluation import EvaluationSet, evaluation_sets
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.rewards.reward_loading import short_names
@@ -106,7 +107,8 @@ def draw_reward_curve(
         2, 1, figsize=(9, 6.5), sharex=True, height_ratios=(3, 1), layout="constrained"
     )
     figure.suptitle(title(config), wrap=True)
-    _draw_rewards(top, steps, short_names(config.reward.functions))
+    components = short_names(reward_functions(config))
+    _draw_rewards(top, steps, [*components, *(f"file/{name}" for name in config.environments)])
     if evaluations:
         _draw_evaluations(top, evaluations, evaluation_sets(config.evaluation))
     top.set_ylabel("reward, score")
@@ -148,7 +150,8 @@ def _draw_rewards(axes: "Axes", steps: Records, names: list[str]) -> None:
     if is_alone:
         return
     for index, name in enumerate(keys, start=1):
-        _draw(axes, steps, f"reward/{name}", name, "-", color=f"C{index}", linewidth=1, alpha=0.8)
+        label = name.removeprefix("file/")
+        _draw(axes, steps, f"reward/{name}", label, "-", color=f"C{index}", linewidth=1, alpha=0.8)
 
 
 def _draw_staleness(axes: "Axes", steps: Records) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torchtitan.grpo.config.environments import environments_of, own_settings, setting_of
 from torchtitan.grpo.errors import RunError
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
@@ -70,7 +71,8 @@ class RunRecord(msgspec.Struct):
 
 def record_of(config: JobConfig, model: HFModel, schedule_steps: int) -> RunRecord:
     """Returns the record of a run. Call it before a trainer is made: that changes the model."""
-    paths = config.prompts.paths or [config.prompts.path]
+    owns = environments_of(config).values()
+    paths = config.prompts.paths or [own.prompts.path for own in owns]
     return RunRecord(
         settings=config.to_dict(),
         num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
@@ -185,6 +187,7 @@ _FIXED = {
         _PROMPT_ORDER,
     ),
     "prompts.shuffle": _PROMPT_ORDER,
+    "weight": _PROMPT_ORDER,  # of an environment
     "sft.path": _PROMPT_ORDER,
 }
 """Settings that a resumed run cannot change, with the reason."""
@@ -217,23 +220,37 @@ def changes(record: RunRecord, config: JobConfig, num_ranks: int) -> list[Change
     defaults = JobConfig().to_dict()
     found = [Change(RANKS, record.num_ranks, num_ranks)] if record.num_ranks != num_ranks else []
     for table, values in config.to_dict().items():
+        if table == "environments":
+            continue
         before = defaults.get(table, {}) | record.settings.get(table, {})
         for name, new in values.items():
             key, old = f"{table}.{name}", before.get(name)
             plain = list(new) if isinstance(new, tuple) else new  # as JSON has kept the old one
             if old != plain and not key.startswith(_WHERE_AND_HOW):
                 found.append(Change(key, old, new))
-    return found
+    return found + _changes_of_environments(record, config)
+
+
+def _changes_of_environments(record: RunRecord, config: JobConfig) -> list[Change]:
+    """An environment that is new, or has been removed, differs in its ``prompts.path`` at least."""
+    old = own_settings(record.settings.get("environments", {}))
+    new = own_settings(config.environments)
+    return [
+        Change(key, old.get(key), new.get(key))
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key) != new.get(key)
+    ]
 
 
 def refusal(change: Change, record: RunRecord, config: JobConfig) -> str | None:
     """Why a change is refused and what to do, or None if it takes effect."""
-    reason = _FIXED.get(change.key)
+    key = setting_of(change.key)
+    reason = _FIXED.get(key)
     if change.key == "debug.seed" and (change.old or 0) == (change.new or 0):
         return None
     if change.key == "grpo.ref_model_path" and config.grpo.kl_coef and config.grpo.ref_model_ema:
         reason = "the checkpoint holds the moving reference model (grpo.ref_model_ema)"
-    if change.key in ("prompts.path", "prompts.paths") and _has_moved(change, record):
+    if key in ("prompts.path", "prompts.paths") and _has_moved(change, record):
         return None
     if reason is None:
         return None
@@ -276,8 +293,8 @@ _NO_SIZES = {
 
 def _has_moved(change: Change, record: RunRecord) -> bool:
     """The files of prompts have other paths, but the same names and sizes."""
-    old, new = ([x] if isinstance(x, str) else list(x) for x in (change.old, change.new))
-    return len(old) == len(new) and all(
+    old, new = ([x] if isinstance(x, str) else list(x or ()) for x in (change.old, change.new))
+    return 0 < len(old) == len(new) and all(
         Path(a).name == Path(b).name
         and Path(b).is_file()
         and record.prompt_bytes.get(a) == Path(b).stat().st_size
@@ -289,6 +306,7 @@ def invalidates_rollouts(found: list[Change]) -> list[str]:
     """The changed settings under which kept rollouts would no longer be what is trained."""
 
     def matters(key: str) -> bool:
+        key = setting_of(key)
         table, _, name = key.partition(".")
         return key in _SAMPLING or (table in ("prompts", "reward") and name not in _KEEPS_ROLLOUTS)
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.config.environments import environments_of
 from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.inference.access import (
     ADMIN_KEY_VARIABLE,
@@ -42,7 +43,8 @@ def child_environment(config: RolloutProcessConfig, environ: Mapping[str, str]) 
     own = [API_KEY_VARIABLE, ADMIN_KEY_VARIABLE, *config.workers.pass_variables]
     own += [TEACHER_KEY_VARIABLE] if config.teacher.urls else []
     own += [KEY_VARIABLE] if config.monitor_host else []
-    sources = [config.prompts.path, *config.prompts.paths]
+    sources = [one.prompts.path for one in environments_of(config).values()]
+    sources += config.prompts.paths
     sources += [one.path for one in evaluation_sets(config.evaluation).values()]
     if any(source and not Path(source).exists() for source in sources):
         own += ["HF_TOKEN*", "HUGGING_FACE_HUB_TOKEN"]  # a data set of the Hub

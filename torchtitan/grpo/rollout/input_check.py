@@ -19,7 +19,7 @@ import msgspec
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config.evaluation import EvaluationSet, evaluation_sets, set_key
-from torchtitan.grpo.rollout.inputs import Inputs
+from torchtitan.grpo.rollout.inputs import EnvironmentInputs, Inputs
 from torchtitan.grpo.rollout.link_messages import CONFIG_FILE
 from torchtitan.grpo.rollout.session import RolloutSession
 from torchtitan.grpo.system.child import adopt_orphans, end_descendants
@@ -57,8 +57,10 @@ async def check(config: RolloutProcessConfig, say: Callable[[str], object]) -> I
 
 
 def describe_inputs(config: RolloutProcessConfig, inputs: Inputs) -> list[str]:
-    parts = _model_lines, _prompt_lines, _reward_lines, _evaluation_lines
-    return [line for lines in parts for line in lines(config, inputs)]
+    lines = [*_model_lines(config, inputs)]
+    for one in inputs.environments.values():
+        lines += [*_prompt_lines(one, inputs), *_reward_lines(one)]
+    return [*lines, *_evaluation_lines(config, inputs)]
 
 
 def _model_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[str]:
@@ -71,7 +73,7 @@ def _model_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[str]:
     yield f"a completion ends at: {', '.join(ends) or 'no token'}"
     if not codec.has_chat_template():
         yield "chat template: none"
-    elif _is_chat(inputs.examples[0][0].prompt):
+    elif any(one.is_chat for one in inputs.environments.values()):
         yield f"chat template: applied, with {config.prompts.chat_template_kwargs or 'no variables'}"
     else:
         yield (
@@ -80,14 +82,15 @@ def _model_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[str]:
         )
 
 
-def _prompt_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[str]:
+def _prompt_lines(one: EnvironmentInputs, inputs: Inputs) -> Iterator[str]:
     stream = inputs.stream
     assert stream is not None, "the inputs of a run are open"
-    for prompts, of_set in zip(stream.sets, inputs.examples, strict=True):
+    sets = [prompts for prompts in stream.sets if prompts.environment == one.name]
+    for prompts, of_set in zip(sets, one.examples, strict=True):
         first = of_set[0]
         most = prompts.limits.max_tokens
         yield f"{prompts.key}: {prompts.path}, {len(prompts)} rows, prompts of at most {most} tokens"
-        columns = [f"{config.prompts.column} (the prompt)", *sorted(first.prompt.columns)]
+        columns = [f"{one.config.prompts.column} (the prompt)", *sorted(first.prompt.columns)]
         yield f"  columns: {', '.join(columns)}"
         if prompts.checked is not None:
             yield f"  {prompts.checked.describe()}"
@@ -103,23 +106,25 @@ def _first_prompt(where: str, prompt: Prompt, inputs: Inputs) -> Iterator[str]:
     yield f"  first prompt ({where}): {kind}, {len(prompt.token_ids)} tokens: {shown}"
 
 
-def _reward_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[str]:
-    if inputs.environments is not None:
-        stop_strings = inputs.environments.stop_strings
+def _reward_lines(one: EnvironmentInputs) -> Iterator[str]:
+    config = one.config
+    if one.pool is not None:
+        stop_strings = one.pool.stop_strings
         ends = f", turns end at {stop_strings}" if stop_strings else ""
-        yield f"rollout.environment: {config.rollout.environment}{ends}"
-    if inputs.agents is not None:
+        yield f"{one.key('rollout.environment')}: {config.rollout.environment}{ends}"
+    if one.agents is not None:
         program = config.agent.function or " ".join(config.agent.command)
-        yield f"agent: {program}, which reaches the model at {inputs.agents.endpoint.url}"
+        url = one.agents.endpoint.url
+        yield f"{one.key('agent')}: {program}, which reaches the model at {url}"
     weights = config.reward.weights or [1.0] * len(config.reward.functions)
     for position, function in enumerate(config.reward.functions):
-        values = [of_set[position] for of_set in inputs.rewards]
+        values = [of_set[position] for of_set in one.rewards]
         yield (
-            f"reward.functions: {function}, weight {weights[position]:g}; an empty completion of the "
-            f"first prompt earns {_numbers(values)}"
+            f"{one.key('reward.functions')}: {function}, weight {weights[position]:g}; an empty "
+            f"completion of the first prompt earns {_numbers(values)}"
         )
     if config.rollout.should_accept is not None:
-        yield f"rollout.should_accept: {config.rollout.should_accept}"
+        yield f"{one.key('rollout.should_accept')}: {config.rollout.should_accept}"
 
 
 def _evaluation_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[str]:
@@ -132,6 +137,8 @@ def _evaluation_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[
             f"{set_key(config.evaluation, name, 'path')}: {settings.path}, {len(prompts)} prompts "
             f"used; {settings.function} gives an empty completion {_numbers([inputs.scores[name]])}"
         )
+        if settings.environment is not None:
+            yield f"  with the settings of environments.{settings.environment}"
         yield f"  {_sampling(settings)}"
         yield from _first_prompt(f"row {prompts[0].group_id}", prompts[0], inputs)
 

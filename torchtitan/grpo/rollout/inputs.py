@@ -7,13 +7,19 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.config.environments import (
+    environment_weights,
+    environments_of,
+    own_key,
+    reward_functions,
+)
 from torchtitan.grpo.config.evaluation import evaluation_sets, set_key
 from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, Example, unearnable_warning
 from torchtitan.grpo.rewards.gold_values import gold_judge
-from torchtitan.grpo.rewards.scoring_pool import RewardPool
+from torchtitan.grpo.rewards.scoring_pool import RewardError, RewardPool
 from torchtitan.grpo.rollout.agents.writer import Agents
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments import EnvironmentPool
@@ -31,6 +37,47 @@ from torchtitan.grpo.types import Prompt
 logger = logging.getLogger(__name__)
 
 
+@dataclass
+class EnvironmentInputs:
+    """What is open of one environment; ``config`` is its whole configuration.
+
+    ``examples`` are the first prompts of each of its sets, at least one, and ``rewards`` what each
+    function gives the first of them with an empty completion.
+    """
+
+    name: str
+    config: RolloutProcessConfig
+    examples: list[list[Example]] = field(default_factory=list)
+    rewards: list[list[float | None]] = field(default_factory=list)
+    pool: EnvironmentPool | None = None
+    agents: Agents | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        return any(not isinstance(of_set[0].prompt.text, str) for of_set in self.examples)
+
+    def key(self, setting: str) -> str:
+        return own_key(self.name, setting)
+
+    def columns(self) -> dict[str, list[float]]:
+        """What reward functions get of an episode, for checks."""
+        return {"environment_reward": [0.0]} if self.config.has_episodes else {}
+
+    async def start(self, drops: DropLog) -> None:
+        config = self.config
+        if config.agent.is_used:
+            self.agents = Agents.of(config, drops)
+            await self.agents.start()
+        if config.rollout.environment is not None:
+            self.pool = EnvironmentPool(config.rollout, config.workers, drops.record_episode)
+            await self.pool.start()
+
+    async def close(self) -> None:
+        for part in (self.pool, self.agents):
+            if part is not None:
+                await part.close()
+
+
 class Inputs:
     """The inputs of a run, or of an evaluation without a run, and the workers that judge them.
 
@@ -38,10 +85,10 @@ class Inputs:
     the user should know about. :meth:`close` may be called at any time. In an evaluation,
     ``stream`` and ``pool`` are ``None``.
 
-    ``examples`` are the first prompts of each set, at least one, and ``rewards`` what each function
-    gives the first of them with an empty completion; ``scores`` has this of the evaluation's sets.
-    ``pool`` has ``rollout.should_accept`` behind the reward functions. The evaluation has workers of
-    its own, because a slow function must not keep rollouts waiting.
+    ``scores`` has what the function of each of the evaluation's sets gives an empty completion.
+    ``pool`` has the reward functions of all environments, and behind them each
+    ``rollout.should_accept``. The evaluation has workers of its own, because a slow function must
+    not keep rollouts waiting.
     """
 
     codec: TextCodec
@@ -54,29 +101,29 @@ class Inputs:
         warn: Callable[[str], object] = logger.warning,
     ) -> None:
         self._config, self._drops, self._say, self._warn_user = config, drops, say, warn
+        self.environments = {
+            name: EnvironmentInputs(name, own) for name, own in environments_of(config).items()
+        }
         self.stream: PromptStream | None = None
-        self.examples: list[list[Example]] = []
         self.held_out: dict[str, list[Prompt]] = {}
-        self.rewards: list[list[float | None]] = []
         self.scores: dict[str, float | None] = {}
         self.pool: RewardPool | None = None
         self.evaluation_pool: RewardPool | None = None
-        self.environments: EnvironmentPool | None = None
-        self.agents: Agents | None = None
         self.warnings: list[str] = []
 
     async def open(self, pending: Sequence[int]) -> None:
         """The stream returns the prompts ``pending`` first."""
         config = self._config
         self.codec = codec = await asyncio.to_thread(make_codec, config)
-        self.stream, self.examples = await asyncio.to_thread(
+        self.stream, examples = await asyncio.to_thread(
             open_prompts, config, codec, pending, self._say
         )
-        for prompts in self.stream.sets:
+        for prompts, of_set in zip(self.stream.sets, examples, strict=True):
+            self.environments[prompts.environment].examples.append(of_set)
             if prompts.checked is not None:
                 self._warn(filter(None, [prompts.checked.warning(prompts.key, prompts.path)]))
-        is_chat = any(not isinstance(of_set[0].prompt.text, str) for of_set in self.examples)
-        self._warn(model_warnings(codec, config, is_chat=is_chat))
+        for one in self.environments.values():
+            self._warn(model_warnings(codec, one.config, is_chat=one.is_chat))
         self.held_out = await asyncio.to_thread(open_held_out, config, codec, self._drops)
         await self._open_rewards()
         await self._open_evaluation()
@@ -87,47 +134,48 @@ class Inputs:
         self.held_out = await asyncio.to_thread(open_held_out, config, self.codec, self._drops)
         is_chat = any(not isinstance(of_set[0].text, str) for of_set in self.held_out.values())
         self._warn(prompt_notes(self.codec, is_chat=is_chat))
-        await self._open_environments()
+        sets = evaluation_sets(config.evaluation).values()
+        for name in dict.fromkeys(settings.environment or "" for settings in sets):
+            await self.environments[name].start(self._drops)
         await self._open_evaluation()
 
     async def close(self) -> None:
         if self.stream is not None:
             await asyncio.to_thread(self.stream.close)
-        for pool in (self.pool, self.evaluation_pool, self.environments, self.agents):
-            if pool is not None:
-                await pool.close()
+        for part in (self.pool, self.evaluation_pool, *self.environments.values()):
+            if part is not None:
+                await part.close()
 
     async def _open_rewards(self) -> None:
-        config, reward = self._config, self._config.reward
-        if not (reward.functions or config.teacher.urls):
+        config, functions = self._config, reward_functions(self._config)
+        if not (functions or config.teacher.urls):
             raise ValueError("reward.functions must name at least one reward function, got [].")
-        functions = list(reward.functions)
-        if config.rollout.should_accept is not None:
-            functions.append(config.rollout.should_accept)
-        self.pool = pool = self._make_pool(functions, reward.num_workers)
+        named = [one.config.rollout.should_accept for one in self.environments.values()]
+        functions = dict.fromkeys([*functions, *filter(None, named)])
+        self.pool = pool = self._make_pool(list(functions), config.reward.num_workers)
         await pool.start()
         self._warn(filter(None, [pool.workers.warning]))
-        await self._open_environments()
-        key = "prompts.paths" if config.prompts.paths else "prompts.path"
-        positions = range(len(reward.functions))
-        for of_set in self.examples:
-            prompt = of_set[0].prompt
-            self.rewards.append(await pool.check(prompt, positions, self._columns()))
-            for function in reward.functions:
-                self._warn_of_answers(function, of_set, key)
-            if (position := acceptor_position(config)) is not None:
-                await pool.check(prompt, [position], {"rewards": [0.0]})
+        for one in self.environments.values():
+            await one.start(self._drops)
+            try:
+                await self._check_rewards(one, pool)
+            except RewardError as error:
+                if not one.name:
+                    raise
+                raise RewardError(f"environments.{one.name}: {error}") from error
 
-    async def _open_environments(self) -> None:
-        config, drops = self._config, self._drops
-        if config.agent.is_used:
-            self.agents = Agents.of(config, drops)
-            await self.agents.start()
-        if config.rollout.environment is not None:
-            self.environments = EnvironmentPool(
-                config.rollout, config.workers, drops.record_episode
-            )
-            await self.environments.start()
+    async def _check_rewards(self, one: EnvironmentInputs, pool: RewardPool) -> None:
+        rollout, functions = one.config.rollout, one.config.reward.functions
+        key = one.key("prompts.paths" if one.config.prompts.paths else "prompts.path")
+        positions = [pool.functions.index(function) for function in functions]
+        for of_set in one.examples:
+            prompt = of_set[0].prompt
+            one.rewards.append(await pool.check(prompt, positions, one.columns()))
+            for function in functions:
+                self._warn_of_answers(function, of_set, key, rollout.max_new_tokens)
+            if rollout.should_accept is not None:
+                acceptor = pool.functions.index(rollout.should_accept)
+                await pool.check(prompt, [acceptor], {"rewards": [0.0]})
 
     async def _open_evaluation(self) -> None:
         config = self._config
@@ -137,14 +185,15 @@ class Inputs:
         self.evaluation_pool = pool = self._make_pool(functions, num_workers)
         await pool.start()
         for name, settings in evaluation_sets(config.evaluation).items():
+            one = self.environments[settings.environment or ""]
             prompts, position = self.held_out[name], functions.index(settings.function)
-            (self.scores[name],) = await pool.check(prompts[0], [position], self._columns())
+            (self.scores[name],) = await pool.check(prompts[0], [position], one.columns())
             rows = [Example(f"{settings.path}, row {p.group_id}", p) for p in prompts[:MAX_ROWS]]
-            key, most = set_key(config.evaluation, name, "path"), settings.max_new_tokens
+            most = settings.max_new_tokens or one.config.rollout.max_new_tokens
+            key = set_key(config.evaluation, name, "path")
             self._warn_of_answers(settings.function, rows, key, most)
 
-    def _warn_of_answers(self, function: str, rows: list[Example], key: str, most: int = 0) -> None:
-        most = most or self._config.rollout.max_new_tokens
+    def _warn_of_answers(self, function: str, rows: list[Example], key: str, most: int) -> None:
         self._warn(filter(None, [unearnable_warning(function, rows, key, self.codec.count, most)]))
 
     def _make_pool(self, functions: list[str], num_workers: int) -> RewardPool:
@@ -160,23 +209,18 @@ class Inputs:
         pool.next_step = lambda: config.start_version
         return pool
 
-    def _columns(self) -> dict[str, list[float]]:
-        return {"environment_reward": [0.0]} if self._config.has_episodes else {}
-
     def _warn(self, warnings: Iterable[str]) -> None:
+        """Tells each warning once, though several environments may give rise to it."""
         for warning in warnings:
-            self._warn_user(warning)
-            self.warnings.append(warning)
+            if warning not in self.warnings:
+                self._warn_user(warning)
+                self.warnings.append(warning)
 
 
 def evaluation_functions(config: RolloutProcessConfig) -> list[str]:
     """The reward functions of the evaluation, each once, in the order of its pool."""
     sets = evaluation_sets(config.evaluation).values()
     return list(dict.fromkeys(settings.function for settings in sets))
-
-
-def acceptor_position(config: RolloutProcessConfig) -> int | None:
-    return len(config.reward.functions) if config.rollout.should_accept is not None else None
 
 
 def make_codec(config: RolloutProcessConfig) -> TextCodec:
@@ -191,16 +235,18 @@ def open_prompts(
     say: Callable[[str], object] = logger.info,
 ) -> tuple[PromptStream, list[list[Example]]]:
     """Opens the prompt stream, checks rows of each set, and returns its first prompts as well."""
+    owns = environments_of(config)
     with ExitStack() as stack:
         sets = [stack.enter_context(closing(one)) for one in open_sets(config, codec)]
         for prompts in sets:
-            checked = check_rows(prompts, gold_judge(config.reward.functions), say=say)
+            functions = owns[prompts.environment].reward.functions
+            checked = check_rows(prompts, gold_judge(functions), say=say)
             if checked.num_fitting == 0:
                 raise prompts.none_usable_error()
         examples = [_examples(prompts) for prompts in sets]
         stream = PromptStream(
             sets,
-            config.prompts.weights,
+            config.prompts.weights or environment_weights(config),
             seed=config.seed,
             shuffle=config.prompts.shuffle,
             position=config.progress.position,
@@ -225,13 +271,14 @@ def open_held_out(
     config: RolloutProcessConfig, codec: TextCodec, drops: DropLog
 ) -> dict[str, list[Prompt]]:
     """The held-out prompts of each set of ``[evaluation]``, by the set's name."""
-    found = {}
+    found, owns = {}, environments_of(config)
     for name, settings in evaluation_sets(config.evaluation).items():
         assert settings.path is not None, "a set without a path is refused by the checks"
         key = set_key(config.evaluation, name, "path")
         # All prompts that are used are read here, so the table is closed afterwards.
+        own = owns[settings.environment or ""]
         with closing(
-            PromptSet.open(settings.path, settings.split, config, codec, key, settings.name)
+            PromptSet.open(settings.path, settings.split, own, codec, key, settings.name)
         ) as prompts:
             judge = gold_judge([settings.function])
             found[name], num_too_long = first_prompts(prompts, settings.num_prompts, judge)

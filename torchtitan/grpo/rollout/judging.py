@@ -8,7 +8,8 @@ have no advantage, and refills the batch with other groups (DAPO, Yu et al. 2025
 https://arxiv.org/abs/2503.14476).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.config import Rollout as RolloutSettings
@@ -39,8 +40,16 @@ class Unusable(Exception):
         self.cause = cause
 
 
+@dataclass(frozen=True)
+class Rules:
+    """How the completions of one environment are scored and filtered."""
+
+    scorer: Scorer
+    settings: RolloutSettings
+
+
 class GroupJudge:
-    """Filters, scores and rates the completions of one group at a time.
+    """Filters, scores and rates the completions of one group at a time, by its environment's rules.
 
     A group needs two rewards for a group-relative advantage, and one for an advantage relative
     to the batch. Dynamic sampling drops a limited number of groups for each batch. Otherwise a
@@ -50,12 +59,12 @@ class GroupJudge:
 
     def __init__(
         self,
-        scorer: Scorer,
+        rules: Mapping[str, Rules],
         settings: RolloutSettings,
         grpo: GRPO,
         teachers: TeacherPool | None = None,
     ) -> None:
-        self._scorer, self._settings, self._teachers = scorer, settings, teachers
+        self._rules, self._teachers = dict(rules), teachers
         self._fewest = min(2, grpo.group_size)
         self._most_dropped = 0
         if settings.dynamic_sampling:
@@ -63,26 +72,29 @@ class GroupJudge:
         self._num_dropped = 0  # for the batch that is being filled
         self.num_equal_dropped = 0
 
-    async def judge(self, prompt: Prompt, generations: Sequence[Generation]) -> list[Rollout]:
+    async def judge(
+        self, prompt: Prompt, generations: Sequence[Generation], environment: str = ""
+    ) -> list[Rollout]:
         """Returns the rollouts of the group to train on, each with a reward and a rating.
 
         Raises Unusable, and RewardError or TeachersFailing if the run must stop.
         """
         generations = separated(generations)
+        scorer, settings = self._rules[environment].scorer, self._rules[environment].settings
         if len(generations) < self._fewest:
             what = "came back whole from servers and environments"
             raise Unusable("failed", self._too_few(len(generations), what), FAILED)
         whole = generations
-        if self._settings.drop_truncated:
+        if settings.drop_truncated:
             whole = [each for each in generations if each.finish_reason != "length"]
-        least = self._settings.min_completion_tokens
+        least = settings.min_completion_tokens
         kept = [each for each in whole if each.num_written >= least]
         if len(kept) < self._fewest:
             filters = "passed rollout.min_completion_tokens and rollout.drop_truncated"
             cause = SHORT if len(whole) == len(generations) else TRUNCATED
             raise Unusable("filtered", self._too_few(len(kept), filters), cause)
         try:
-            rollouts = await self._scorer.score(prompt, kept)
+            rollouts = await scorer.score(prompt, kept)
             scored = [rollout for rollout in rollouts if rollout.reward is not None]
             if len(scored) < self._fewest:
                 detail = self._too_few(len(scored), f"of {len(rollouts)} got a reward")
@@ -91,7 +103,7 @@ class GroupJudge:
                     "to say that it failed, give 0."
                 )
                 raise Unusable("unscored", detail, UNSCORED)
-            accepted = await self._scorer.accepted(prompt, scored)
+            accepted = await scorer.accepted(prompt, scored)
         except ScoringFailed as error:  # logged and counted by the pool
             raise Unusable("unscored", str(error), SCORING_FAILED) from error
         if len(accepted) < self._fewest:
@@ -114,7 +126,9 @@ class GroupJudge:
     def describe(self) -> str:
         """Describes what waits for its reward or its rating; empty if nothing does."""
         rating = self._teachers.describe() if self._teachers is not None else ""
-        return "; ".join(filter(None, [self._scorer.describe(), rating]))
+        scoring = [rules.scorer.describe() for rules in self._rules.values()]
+        # Environments share the workers that score.
+        return "; ".join(filter(None, [*dict.fromkeys(scoring), rating]))
 
     def take_metrics(self) -> dict[str, float]:
         return self._teachers.take_metrics() if self._teachers is not None else {}

@@ -8,7 +8,7 @@ unblocked by finished groups, new versions on servers, and batches that the trai
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from torchtitan.grpo.config import GRPO, Rollout
@@ -20,7 +20,12 @@ from torchtitan.grpo.rollout.ledger import CloseReason, Ledger
 from torchtitan.grpo.rollout.longest_first import LengthRanker, LongestFirst
 from torchtitan.grpo.rollout.prompts import PromptStream
 from torchtitan.grpo.rollout.results import RolloutBatch
-from torchtitan.grpo.rollout.rollout_metrics import RolloutCounts, RolloutMetrics, ShareClock
+from torchtitan.grpo.rollout.rollout_metrics import (
+    RolloutCounts,
+    RolloutMetrics,
+    ShareClock,
+    with_environment,
+)
 from torchtitan.grpo.rollout.saved import SavedRollouts, UnfinishedGroup
 from torchtitan.grpo.rollout.scoring import brief_columns, prompt_text
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
@@ -36,7 +41,8 @@ class Producer:
     """Starts groups, follows each one until it has rewards, and delivers batches.
 
     The ledger must start at the position of ``prompts``, which must not return the groups
-    ``saved`` again. ``finished`` groups wait for their batch.
+    ``saved`` again. ``writers`` are those of the environments, by their names. ``finished`` groups
+    wait for their batch.
     """
 
     def __init__(
@@ -46,7 +52,7 @@ class Producer:
         dispatcher: Dispatcher,
         judge: GroupJudge,
         ledger: Ledger,
-        writer: CompletionWriter,
+        writers: Mapping[str, CompletionWriter],
         grpo: GRPO,
         rollout: Rollout,
         *,
@@ -59,7 +65,7 @@ class Producer:
         self._dispatcher = dispatcher
         self._judge = judge
         self._ledger = ledger
-        self._writer = writer
+        self._writers = dict(writers)
         self._drops = drops or DropLog()
         self._group_size = grpo.group_size
         self._num_parts = rollout.stream_parts if rollout.stream else 1
@@ -254,9 +260,10 @@ class Producer:
         context = self._context.pop(prompt.group_id, ())
         begun = unfinished.begun if unfinished is not None else context
         expected_tokens = self._ranker.predict(prompt) if self._ranker is not None else None
+        writer = self._writers[self._prompts.environment_of(prompt.group_id)]
         # Started here and not in the task below, so that they count as in flight immediately.
         trajectories = [
-            self._writer.start(
+            writer.start(
                 prompt,
                 server,
                 sample=len(kept) + i,
@@ -279,7 +286,8 @@ class Producer:
             is_cut = any(trajectory.is_cut for trajectory in running.trajectories)
             if self._ranker is not None and completions and not is_cut:
                 self._ranker.observe(prompt, [len(c.token_ids) for c in completions])
-            rollouts = await self._judge.judge(prompt, completions)
+            environment = self._prompts.environment_of(prompt.group_id)
+            rollouts = await self._judge.judge(prompt, completions, environment)
         except Unusable as verdict:
             # The servers did not fail if the group was cut before it had two completions.
             is_early = is_cut and verdict.reason == "failed"
@@ -371,4 +379,6 @@ class Producer:
         metrics["rollout/idle_fraction"] = self._idle.take()
         metrics["rollout/wait_trainer_fraction"] = self._held_back.take()
         metrics |= self._drops.take_metrics() | self._judge.take_metrics()
-        return metrics | self._writer.metrics() | self._dispatcher.metrics()
+        for name, writer in self._writers.items():
+            metrics |= with_environment(name, writer.metrics())
+        return metrics | self._dispatcher.metrics()

@@ -5,7 +5,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -62,6 +62,17 @@ class RolloutMetrics:
                 "rollout/inflight_rollouts": float(in_flight),
             }
         )
+
+
+def with_environment(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Puts an environment's name, if it has one, into the names of its metrics.
+
+    Example: ``environment/step_seconds`` of ``game`` is ``environment/game/step_seconds``.
+    """
+    if not name:
+        return dict(metrics)
+    parts = ((*key.partition("/"), value) for key, value in metrics.items())
+    return {f"{family}/{name}/{rest}": value for family, _, rest, value in parts}
 
 
 class ShareClock:

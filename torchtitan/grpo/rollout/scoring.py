@@ -21,8 +21,8 @@ _MAX_CHARACTERS = 2000
 class Scorer:
     """Decodes and scores the completions of one prompt at a time.
 
-    The first functions of ``pool`` are ``functions``. ``acceptor`` is the position of
-    ``rollout.should_accept`` there. No ``weights`` stand for ones.
+    ``functions`` and ``acceptor``, which is ``rollout.should_accept``, are among those of ``pool``.
+    No ``weights`` stand for ones. ``names`` are those of components, by function.
     """
 
     def __init__(
@@ -31,8 +31,9 @@ class Scorer:
         codec: TextCodec,
         functions: Sequence[str],
         weights: Sequence[float],
-        acceptor: int | None = None,
+        acceptor: str | None = None,
         *,
+        names: Mapping[str, str] | None = None,
         has_environment: bool = False,
     ) -> None:
         if weights and len(weights) != len(functions):
@@ -42,9 +43,11 @@ class Scorer:
             )
         self._pool = pool
         self._codec = codec
-        self._names = short_names(functions)
+        names = names or dict(zip(functions, short_names(functions), strict=True))
+        self._names = [names[function] for function in functions]
+        self._positions = [pool.functions.index(function) for function in functions]
         self._weights = list(weights) or [1.0] * len(functions)
-        self._acceptor = acceptor
+        self._acceptor = pool.functions.index(acceptor) if acceptor is not None else None
         self._has_environment = has_environment
 
     async def score(self, prompt: Prompt, generations: Sequence[Generation]) -> list[Rollout]:
@@ -58,7 +61,7 @@ class Scorer:
         columns = environment_columns(generations) if self._has_environment else None
         scored = Scored([], {}, {})
         if self._names:
-            scored = await self._pool.score(prompt, texts, ids, range(len(self._names)), columns)
+            scored = await self._pool.score(prompt, texts, ids, self._positions, columns)
         return [
             self._rollout(prompt, generation, text, scored, i)
             for i, (generation, text) in enumerate(zip(generations, texts, strict=True))

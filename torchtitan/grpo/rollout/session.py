@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.config.environments import environments_of, reward_functions
 from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.inference.access import TEACHER_KEY_VARIABLE
 from torchtitan.grpo.inference.answers import UNPUSHED_VERSION
@@ -19,18 +20,19 @@ from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.inference.http import HttpConnection
 from torchtitan.grpo.inference.kinds import IDLE_SECONDS, kind_row
 from torchtitan.grpo.inference.urls import checked_urls
+from torchtitan.grpo.rewards.reward_loading import short_names
 from torchtitan.grpo.rollout.admission import Admission
 from torchtitan.grpo.rollout.agents.writer import AgentWriter
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments import Episodes
 from torchtitan.grpo.rollout.evaluator import Evaluator, HeldOut
 from torchtitan.grpo.rollout.inputs import (
+    EnvironmentInputs,
     Inputs,
-    acceptor_position,
     evaluation_functions,
     make_codec,
 )
-from torchtitan.grpo.rollout.judging import GroupJudge
+from torchtitan.grpo.rollout.judging import GroupJudge, Rules
 from torchtitan.grpo.rollout.ledger import Ledger
 from torchtitan.grpo.rollout.longest_first import LengthRanker
 from torchtitan.grpo.rollout.producer import Producer
@@ -134,7 +136,7 @@ class RolloutSession(_Session):
 
     def _make_producer(self) -> Producer:
         config, saved, stream = self._config, self._saved, self.inputs.stream
-        rollout = config.rollout
+        rollout, codec = config.rollout, self.inputs.codec
         admission = Admission(config.grpo, rollout, config.start_version)
         assert stream is not None and self.inputs.pool is not None, "the inputs are open"
         self.inputs.pool.next_step = lambda: admission.next_batch
@@ -144,7 +146,10 @@ class RolloutSession(_Session):
             self.dispatcher,
             self._make_judge(),
             Ledger(config.progress, saved.closed if saved is not None else None),
-            make_writer(config, self.inputs, self.dispatcher, Sampling.of_rollouts(config)),
+            {
+                name: make_writer(one, codec, self.dispatcher, Sampling.of_rollouts(one.config))
+                for name, one in self.inputs.environments.items()
+            },
             config.grpo,
             rollout,
             saved=saved,
@@ -153,17 +158,23 @@ class RolloutSession(_Session):
         )
 
     def _make_judge(self) -> GroupJudge:
-        config, rollout, pool = self._config, self._config.rollout, self.inputs.pool
+        config, pool = self._config, self.inputs.pool
         assert pool is not None, "the inputs are open"
-        scorer = Scorer(
-            pool,
-            self.inputs.codec,
-            config.reward.functions,
-            config.reward.weights,
-            acceptor_position(config),
-            has_environment=config.has_episodes,
-        )
-        return GroupJudge(scorer, rollout, config.grpo, self._teachers)
+        functions = reward_functions(config)
+        names = dict(zip(functions, short_names(functions), strict=True))
+        rules = {}
+        for name, own in environments_of(config).items():
+            scorer = Scorer(
+                pool,
+                self.inputs.codec,
+                own.reward.functions,
+                own.reward.weights,
+                own.rollout.should_accept,
+                names=names,
+                has_environment=own.has_episodes,
+            )
+            rules[name] = Rules(scorer, own.rollout)
+        return GroupJudge(rules, config.rollout, config.grpo, self._teachers)
 
 
 def _read_saved(
@@ -185,22 +196,19 @@ def _read_saved(
 
 
 def make_writer(
-    config: RolloutProcessConfig,
-    inputs: Inputs,
-    places: Dispatcher | SpareRoom,
-    sampling: Sampling,
+    one: EnvironmentInputs, codec: TextCodec, places: Dispatcher | SpareRoom, sampling: Sampling
 ) -> CompletionWriter:
     """Its completions also stop at the ends of an environment's turns."""
-    rollout, codec, episodes = config.rollout, inputs.codec, None
+    config, rollout, episodes = one.config, one.config.rollout, None
     ends = [*config.eos_token_ids, *rollout.stop_token_ids]
     sampling = replace(sampling, unknown_ids=codec.unknown_ids(config.vocab_size, ends))
-    if inputs.agents is not None:
-        return AgentWriter(places, sampling, config, codec, inputs.agents)
-    if inputs.environments is not None:
-        stop_ids = [*sampling.stop_token_ids, *_turn_ends(inputs.environments.stop_strings, codec)]
+    if one.agents is not None:
+        return AgentWriter(places, sampling, config, codec, one.agents)
+    if one.pool is not None:
+        stop_ids = [*sampling.stop_token_ids, *_turn_ends(one.pool.stop_strings, codec)]
         sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys(stop_ids)))
         episodes = Episodes(
-            inputs.environments,
+            one.pool,
             codec,
             max_turns=rollout.max_turns,
             templated=rollout.earlier_turns == "as_templated",
@@ -232,16 +240,13 @@ def make_evaluator(
     room = SpareRoom(
         dispatcher, config.evaluation.max_concurrent, config.rollout.max_concurrent_rollouts
     )
-    sets = [
-        HeldOut(
-            name,
-            settings,
-            inputs.held_out[name],
-            evaluation_functions(config).index(settings.function),
-            make_writer(config, inputs, room, Sampling.of_evaluation(config, settings)),
-        )
-        for name, settings in evaluation_sets(config.evaluation).items()
-    ]
+    sets = []
+    for name, settings in evaluation_sets(config.evaluation).items():
+        one = inputs.environments[settings.environment or ""]
+        sampling = Sampling.of_evaluation(one.config, settings)
+        writer = make_writer(one, inputs.codec, room, sampling)
+        position = evaluation_functions(config).index(settings.function)
+        sets.append(HeldOut(name, settings, inputs.held_out[name], position, writer))
     return Evaluator(sets, dispatcher, room, inputs.evaluation_pool, inputs.codec, drops)
 
 

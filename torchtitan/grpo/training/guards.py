@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from enum import IntEnum
 
+from torchtitan.grpo.config.environments import reward_functions
 from torchtitan.grpo.errors import STOPPED_BY_GUARD, RunError
 from torchtitan.grpo.job_config import JobConfig
 
@@ -51,7 +52,7 @@ class Guards:
         self._max_norm = config.training.max_norm
         self._norms: deque[float] = deque(maxlen=config.guards.grad_norm_window)
         # A replay that names no reward may have been taught only by a teacher.
-        has_rewards = config.has_rewards and (config.reward.functions or config.has_servers)
+        has_rewards = config.has_rewards and (reward_functions(config) or config.has_servers)
         self._equal_limit = config.observe.equal_rewards_steps if has_rewards else 0
         self._counts: Counter[str] = Counter(dict.fromkeys((*GUARDS, "skipped"), 0))
         self._in_a_row: Counter[str] = Counter()

@@ -104,6 +104,9 @@ def test_a_key_inside_of_a_setting_that_is_a_table_is_set_alone(tmp_path):
     added = read(key, config, f"--{key}.tool.url=x")
     assert added == {"max-calls": 2, "name": "a", "tool.url": "x"}
     assert read(key, config, f"--{key}", "{name = 'b'}") == {"name": "b"}
+    named = ["--environments.a-b.reward.functions", "x", "y", "--environments.a-b.prompts.path=1"]
+    read_back = {"a-b": {"reward": {"functions": ["x", "y"]}, "prompts": {"path": "1"}}}
+    assert read("environments", *named) == read_back
     # A table keeps what is not named.
     options = ["--grpo.group_size=3", "--grpo", "{clip_low = 0, policy_loss = 'gspo'}"]
     grpo = read("grpo", *options)

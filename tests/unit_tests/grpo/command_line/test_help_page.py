@@ -24,7 +24,8 @@ def test_every_setting_is_on_the_page_and_ours_come_first():
         if setting.doc.startswith(("Must stay", "DEPRECATED")):
             assert f"--{setting.key} " not in text
         elif setting.table in FIRST_TABLES:
-            assert f"\n  --{table}.{'[no-]' if is_flag(setting.type) else ''}{name}" in ours
+            dotted = f"{table}." if table else ""
+            assert f"\n  --{dotted}{'[no-]' if is_flag(setting.type) else ''}{name}" in ours
         else:
             assert f"\n  --{table.partition('.')[0]}." in theirs
             assert name in theirs

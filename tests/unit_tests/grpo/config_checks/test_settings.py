@@ -13,6 +13,11 @@ import torch
 
 from torchtitan.grpo import cli
 from torchtitan.grpo.config import GRPO
+from torchtitan.grpo.config.environments import (
+    environment_weights,
+    environments_of,
+    reward_functions,
+)
 from torchtitan.grpo.config.evaluation import evaluation_sets, longest_answer
 from torchtitan.grpo.config_checks import ConfigError, check_model, unused_server_settings
 from torchtitan.grpo.config_manager import load_config
@@ -93,6 +98,32 @@ def test_a_set_takes_from_the_table_what_it_does_not_set_itself(load):
     assert {settings.num_prompts for settings in sets.values()} == {9}
     assert (sets["a"].num_samples, sets["b"].num_samples) == (1, 4)
     assert longest_answer(config.evaluation, config.rollout.max_new_tokens) == 700
+
+
+def test_an_environment_takes_from_the_run_what_it_does_not_set_itself(load):
+    config = load(
+        "--prompts.path= --environments.sums.reward.weights 2 "
+        "--environments.sums.rollout.environment_options.base 3",
+        "[rollout]\nmin_completion_tokens = 2\nmax_turns = 4\n[reward.judge]\nurl = 'http://a:1'\n"
+        "model = 'm'\ntemplate = '{completion}'\n"
+        "[environments.words]\nprompts = { path = 'words.jsonl', template = '{prompt}?' }\n"
+        "reward.functions = ['judge', 'mine.py:score']\n"
+        "[environments.sums]\nprompts.path = 'sums.jsonl'\nrollout.environment = 'calculator'\n"
+        "rollout.min_completion_tokens = 1\nreward.functions = ['environment']\n",
+    )
+    owns = environments_of(config)
+    assert list(owns) == ["sums", "words"], "their order in the file does not matter"
+    sums, words = owns["sums"], owns["words"]
+    assert (sums.prompts.path, sums.prompts.template) == ("sums.jsonl", None)
+    assert (words.prompts.path, words.prompts.template) == ("words.jsonl", "{prompt}?")
+    assert sums.rollout.environment_options == {"base": 3}
+    assert (sums.rollout.max_turns, words.rollout.environment) == (4, None)
+    assert [own.rollout.min_completion_tokens for own in owns.values()] == [1, 2]
+    assert (sums.reward.weights, words.reward.weights) == ([2], [])
+    assert sums.grpo is config.grpo and not sums.environments
+    assert reward_functions(config) == ["environment", "judge", "mine.py:score"]
+    assert environments_of(sums) == {"": sums} and config.has_rewards
+    assert environment_weights(config) == [], "each is drawn from in proportion to its prompts"
 
 
 def test_a_teacher_s_key_is_masked_and_refused_without_a_teacher(load):

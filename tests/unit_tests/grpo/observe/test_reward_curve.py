@@ -53,6 +53,26 @@ def test_the_picture_has_a_title_components_evaluations_and_staleness(tmp_path, 
     assert low < min(ages) and max(ages) < high
 
 
+def test_each_environment_has_a_curve_of_its_own(tmp_path, figures):
+    config = JobConfig()
+    config.environments = {
+        "sums": {"reward": {"functions": ["environment"]}},
+        "words": {"reward": {"functions": ["exact_match"]}},
+    }
+    steps = [
+        {"step": n, "reward/mean": 0.5, "reward/environment": 0.25, "reward/file/sums": n / 10}
+        for n in range(3)
+    ]
+    steps[1]["reward/file/words"] = 0.75  # a batch may lack an environment
+    draw_reward_curve(tmp_path, steps, [], config)
+    top, _ = figures[0].axes
+    curves = {line.get_label(): list(line.get_ydata()) for line in top.get_lines()}
+    assert curves == {
+        "reward (weighted sum)": [0.5] * 3, "environment": [0.25] * 3,
+        "sums": [0, 0.1, 0.2], "words": [0.75],
+    }  # fmt: skip
+
+
 def test_the_summary_is_written_and_means_skip_records_without_the_key(tmp_path):
     history = [{"step": step, "reward/mean": step / 10} for step in range(1, 13)]
     assert mean_over(history[-10:], "reward/mean") == pytest.approx(0.75)

@@ -124,6 +124,41 @@ def test_what_the_state_depends_on_cannot_be_changed(world, argument, message):
         world.plan(argument)
 
 
+TWO = (
+    "--prompts.path=", "--evaluation.environment=short", "--prompts.template={prompt}",
+    "--environments.short.weight=1", "--environments.long.weight=2",
+    *(f"--environments.{n}.prompts.path=assets/reverse_digits/train.jsonl" for n in ("short", "long")),
+    "--environments.long.agent.function=verifiers",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("argument", "effect"),
+    [
+        (
+            "--environments.long.weight=3",
+            r"long\.weight must stay 2 .* got 3: the checkpoint's place",
+        ),
+        ("--environments.long.prompts.path=assets/reverse_digits/heldout.jsonl", r"path must stay"),
+        ("--environments.new={prompts={path='a.jsonl'}, weight=1}", "new.* must stay not set"),
+        ("--environments.long.reward.functions=exact_match", "are not used"),
+        ("--environments.long.rollout.max_new_tokens=7", "are not used"),
+        ("--environments.long.prompts.template={prompt}!", "are not used"),
+        ("--environments.long.agent.timeout_seconds=3", "takes effect from step 41"),
+    ],
+)
+def test_a_changed_environment_is_as_a_change_of_the_run(world, argument, effect):
+    world.checkpoint(40, world.plan(*TWO).record)
+    assert len(world.describe(*TWO).splitlines()) == 1, "nothing has changed"
+    if "must stay" in effect:
+        with pytest.raises(CheckpointError, match=effect):
+            world.plan(*TWO, argument)
+    else:
+        assert effect in world.describe(*TWO, argument)
+    with pytest.raises(CheckpointError, match=r"prompts\.path must stay"):
+        world.plan()  # without environments
+
+
 def test_a_model_that_has_moved_is_known_and_one_with_other_weights_or_sizes_is_refused(world):
     world.checkpoint(40, world.plan().record)
     folder = world.folder / "model"

@@ -12,7 +12,7 @@ import rollouts
 from rollouts import generation
 
 from torchtitan.grpo import config
-from torchtitan.grpo.rollout.judging import GroupJudge, Unusable
+from torchtitan.grpo.rollout.judging import GroupJudge, Rules, Unusable
 from torchtitan.grpo.rollout.scoring import Scorer
 from torchtitan.grpo.types import Generation, Prompt, Rollout
 
@@ -44,7 +44,8 @@ def make_judge(
     **settings: Any,
 ) -> GroupJudge:
     grpo = config.GRPO(group_size=group_size, prompts_per_step=1)
-    return GroupJudge(GivenRewards(rewards, accepts), config.Rollout(**settings), grpo)
+    rollout = config.Rollout(**settings)
+    return GroupJudge({"": Rules(GivenRewards(rewards, accepts), rollout)}, rollout, grpo)
 
 
 def judged(group_judge: GroupJudge, generations: Sequence[Generation]) -> list[Rollout]:

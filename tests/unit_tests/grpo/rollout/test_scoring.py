@@ -78,7 +78,7 @@ async def test_what_functions_log_is_kept_with_each_rollout_and_averaged_over_gr
     names = [f"{functions}:{name}" for name in ("described", "judged", "uneven", "short")]
     pool = RewardPool(names, Reward(), max_steps=10)
     pool.next_step = lambda: 7
-    scorer = Scorer(pool, codec, names[:2], [], acceptor=3)
+    scorer = Scorer(pool, codec, names[:2], [], names[3])
     groups = []
     try:
         await pool.start()

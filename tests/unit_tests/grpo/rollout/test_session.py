@@ -116,7 +116,7 @@ async def test_a_resumed_session_holds_what_was_saved_and_goes_on_from_there(
             # The open prompt of which nothing was saved comes first, and then a new one.
             assert [prompt.group_id for prompt in drawn] == [5, 6]
             pool = session.inputs.pool
-            assert pool is not None and session.inputs.rewards == [[0.0, 1 / 20]]
+            assert pool is not None and session.inputs.environments[""].rewards == [[0.0, 1 / 20]]
             assert (await pool.score(drawn[0], [""], [[]])).values == [[0.0], [1 / 20]]
         finally:
             await session.close()

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.config.environments import environments_of, own_key
 from torchtitan.grpo.rollout.prompts.prompt_set import PromptSet
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 
@@ -81,16 +82,20 @@ class Interleaving:
 
 
 def open_sets(config: RolloutProcessConfig, codec: TextCodec) -> list[PromptSet]:
-    """Opens ``prompts.path``, or all of ``prompts.paths``; a ValueError names what cannot be used."""
-    settings = config.prompts
-    key = "prompts.paths" if settings.paths else "prompts.path"
+    """Opens the sets of all environments, one or, with ``prompts.paths``, several of each.
+
+    A ValueError names what cannot be used.
+    """
     sets = []
     with ExitStack() as stack:
-        for path, set_name in _named(settings.paths) or [(settings.path, None)]:
-            prompts = PromptSet.open(
-                path, settings.split, config, codec, key, settings.name, set_name
-            )
-            sets.append(stack.enter_context(closing(prompts)))
+        for environment, own in environments_of(config).items():
+            settings = own.prompts
+            key = own_key(environment, "prompts.paths" if settings.paths else "prompts.path")
+            for path, name in _named(settings.paths) or [(settings.path, environment or None)]:
+                prompts = PromptSet.open(
+                    path, settings.split, own, codec, key, settings.name, name, environment
+                )
+                sets.append(stack.enter_context(closing(prompts)))
         stack.pop_all()
     return sets
 

@@ -80,8 +80,9 @@ class CheckedRows:
 class PromptSet:
     """Converts the rows of a table to prompts. Only one thread at a time may use it.
 
-    ``key`` is the TOML key of the table's path, and ``set_name`` the ``prompt_set`` of rows
-    without one. ``too_long_reason`` is a sentence on the first prompt that was too long, if any.
+    ``key`` is the TOML key of the table's path, ``set_name`` the ``prompt_set`` of rows without
+    one, and ``environment`` the name of the set's environment, if the run has several.
+    ``too_long_reason`` is a sentence on the first prompt that was too long, if any.
     """
 
     def __init__(
@@ -92,12 +93,13 @@ class PromptSet:
         limits: PromptLimits,
         key: str,
         set_name: str | None = None,
+        environment: str = "",
     ) -> None:
         self._table, self._settings, self._codec = table, settings, codec
         self.path, self.num_bytes = table.path, table.num_bytes
         self.where, self.close = table.where, table.close
         self.limits, self.key = limits, key
-        self._set_name = set_name
+        self._set_name, self.environment = set_name, environment
         self._token_ids: dict[int, np.ndarray] = {}
         self._too_long: set[int] = set()
         self._unusable: dict[int, str] = {}
@@ -114,11 +116,12 @@ class PromptSet:
         key: str,
         name: str | None = None,
         set_name: str | None = None,
+        environment: str = "",
     ) -> "PromptSet":
         """Opens the table at ``path``; a ValueError says why it cannot be used."""
         settings = config.prompts
         table = open_table(path, split, settings.rename, settings.column, key, name)
-        return cls(table, settings, codec, PromptLimits.of(config), key, set_name)
+        return cls(table, settings, codec, PromptLimits.of(config), key, set_name, environment)
 
     def __len__(self) -> int:
         return len(self._table)

@@ -89,8 +89,8 @@ class PromptStream:
         self._pending = deque(sorted(pending))
         self._lock = threading.Lock()
         self._skipped: deque[Skipped] = deque()
-        self.file_names: list[str] = []
-        if len(sets) > 1:
+        self.file_names = [one.environment for one in sets if one.environment]
+        if len(sets) > 1 and not self.file_names:
             self.file_names = short_names([one.path.partition(" (split ")[0] for one in sets])
         for prompts, weight in zip(sets, self._interleaving.weights, strict=True):
             fraction = 100 * weight / self._interleaving.period
@@ -102,8 +102,12 @@ class PromptStream:
         return self._position
 
     def file_of(self, index: int) -> str:
-        """The short name of the set that a prompt is from; empty if there is one set."""
+        """The name of the environment or of the file that a prompt is from; empty if it is alone."""
         return self.file_names[self._interleaving.at(index).set] if self.file_names else ""
+
+    def environment_of(self, index: int) -> str:
+        """The name of a prompt's environment; empty if environments have no names."""
+        return self._set_of(index).environment
 
     def next(self) -> Prompt:
         """Returns the next prompt that can be used; see :meth:`take_skipped` for the others.

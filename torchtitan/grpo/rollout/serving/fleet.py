@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.config.environments import environments_of
 from torchtitan.grpo.config.evaluation import longest_answer
 from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE
 from torchtitan.grpo.inference.client import InferenceClient
@@ -128,6 +129,7 @@ class ServerFleet:
                 tasks.create_task(self._supervise(supervisor))
             if self._source is not None:
                 tasks.create_task(self._follow(self._source, tasks))
+            await asyncio.Event().wait()  # servers of inference.urls stay the same
 
     def reread_urls(self) -> None:
         self._reread.set()
@@ -277,10 +279,17 @@ class ServerFleet:
 
 
 def server_needs(config: RolloutProcessConfig) -> ServerNeeds:
-    longest = PromptLimits.of(config).max_tokens
-    new = longest_answer(config.evaluation, config.rollout.max_new_tokens)
+    owns = environments_of(config).values()
+    lengths = [
+        (
+            PromptLimits.of(own).max_tokens,
+            longest_answer(config.evaluation, own.rollout.max_new_tokens),
+        )
+        for own in owns
+    ]
+    longest, new = max(lengths, key=sum)
     source = f"training.seq_len = {config.seq_len}; prompts.max_prompt_tokens is not set"
-    if config.prompts.max_prompt_tokens:
+    if all(own.prompts.max_prompt_tokens for own in owns):
         source = f"prompts of {longest} tokens, completions of {new}"
     return ServerNeeds(
         kind=config.inference.kind,
