@@ -113,8 +113,8 @@ class Run:
             [sys.executable, str(_PROGRAM), "train", *words], log_file=self._console.file
         )
         self._was_closed = False
-        seconds = config.grpo.stop_timeout_seconds + _MARGIN_SECONDS
-        self._end = weakref.finalize(self, _end, self._child, seconds)
+        self._end_seconds = seconds = config.grpo.stop_timeout_seconds + _MARGIN_SECONDS
+        self._unless_closed = weakref.finalize(self, _end_forgotten, self._child, seconds)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yields each step's metrics, null ones as None; raises RunError if the run fails."""
@@ -178,6 +178,10 @@ class Run:
         self._console.show()
         return True
 
+    def _end(self) -> None:
+        if self._unless_closed.detach():
+            _end(self._child, self._end_seconds)
+
     def _raise_if_failed(self) -> None:
         status = self._child.returncode
         if self._was_closed:
@@ -224,6 +228,17 @@ class _Console:
 
     def close(self) -> None:
         self._stream.close()
+
+
+def _end_forgotten(child: subprocess.Popen, seconds: float) -> None:
+    if child.poll() is None:
+        print(
+            "A run is ended, because the script ends or has let go of it. Keep what run() returns: loop over "
+            "it, or call its result().",
+            file=sys.stderr,
+            flush=True,
+        )
+    _end(child, seconds)
 
 
 def _end(child: subprocess.Popen, seconds: float) -> None:

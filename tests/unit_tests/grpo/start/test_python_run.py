@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from light import LIGHT
+from processes import descendants
 
-from torchtitan.grpo import RunError, run
+from torchtitan.grpo import Run, RunError, run
 from torchtitan.grpo.config import Reward
 from torchtitan.grpo.rewards.reward_loading import short_names
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
@@ -80,6 +81,25 @@ def test_settings_arrive_as_a_file_would_give_them(tmp_path):
     assert read.reward.functions == ["partial_match", "x.py:len"]
     assert read.reward.weights == [1.0, 0.5] and read.prompts.rename == {"question": "prompt"}
     assert read.debug.seed is None and not read.grpo.async_weight_update
+
+
+def test_a_run_that_nobody_keeps_is_ended_with_a_message(repository, tmp_path, capsys):
+    def start() -> Run:
+        file = repository / "train_configs/quickstart.toml"
+        return run(file, job={"dump_folder": str(tmp_path)}, quiet=True)
+
+    start()
+    assert "loop over it, or call its result()" in capsys.readouterr().err
+    assert not descendants("torchtitan_grpo.py")
+    with start() as kept:
+        assert descendants("torchtitan_grpo.py")
+    assert not descendants("torchtitan_grpo.py")
+    assert [*kept] == [], "nothing is left to wait for"
+    with pytest.raises(
+        RunError, match=f"(?s)ended the run before its last.*{tmp_path}/from_python"
+    ):
+        kept.result()
+    assert capsys.readouterr() == ("", "")
 
 
 async def test_functions_of_any_kind_are_called_in_a_worker(tmp_path, monkeypatch):
