@@ -3,6 +3,7 @@
 
 """``torchtitan.grpo.run``: the run of ``torchtitan-grpo train``, from a Python script or a notebook."""
 
+import codecs
 import json
 import os
 import re
@@ -134,8 +135,12 @@ class Run:
         It has the keys of ``summary.json``, and ``dump_folder``; both paths are absolute. Raises
         RunError if the run failed, or was ended before its last step.
         """
-        while not self._wait():
-            pass
+        try:
+            while not self._wait():
+                pass
+        except KeyboardInterrupt:
+            self.close()
+            raise
         self._raise_if_failed()
         file = self.folder / "summary.json"
         try:
@@ -205,16 +210,17 @@ class _Console:
         self._quiet = quiet
         file.parent.mkdir(parents=True, exist_ok=True)
         open_log(file).close()
-        self._stream = file.open(encoding="utf-8", errors="replace")
+        self._stream = file.open("rb")
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._begin = self._stream.seek(0, os.SEEK_END)
 
     def show(self) -> None:
         """Prints what is new; a log that had become too large begins again."""
         if self._quiet or self._stream.closed:
             return
-        if os.fstat(self._stream.fileno()).st_size < self._begin:
+        if os.fstat(self._stream.fileno()).st_size < self._stream.tell():
             self._begin = self._stream.seek(0)
-        if text := self._stream.read():
+        if text := self._decoder.decode(self._stream.read()):
             print(text, end="", flush=True)
 
     def reason(self) -> str:
