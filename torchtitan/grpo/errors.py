@@ -23,5 +23,13 @@ class RunError(Exception):
     exit_status: int | None = None
 
 
+class RunFailed(RunError, RuntimeError):
+    """A run that was started from Python has failed, or was ended before its last step."""
+
+    def __init__(self, message: str, exit_status: int | None = None) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
+
+
 class DataError(RunError, ValueError):
     """A data file cannot be used; the message names TOML key, file and line."""

@@ -52,7 +52,7 @@ def test_files_that_pages_name_exist(repository):
 
     The pages of ``docs/how-to`` name files that their readers are about to write.
     """
-    folders = ("torchtitan", "tests", "benchmarks", "scripts")
+    folders = ("torchtitan", "tests", "benchmarks", "scripts", "examples")
     files = [str(file) for folder in folders for file in (repository / folder).rglob("*.py")]
     files += [str(file) for file in repository.glob("*.py")]
     unknown = []

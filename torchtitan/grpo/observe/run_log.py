@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torchtitan.grpo import strict_json
 from torchtitan.grpo.system.logs import logger
@@ -65,6 +65,53 @@ class RunLog:
                     "end of the run."
                 )
         self._stream.close()
+
+
+class NewRecords:
+    """The records that a run adds to a log, in another process that was there before it.
+
+    A resumed run replaces the file. Lines that the file had already are left out. Steps that are
+    taken again, because ranks were started again, have new lines.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen = set[int]()  # hashes, because a line has kilobytes
+        self._file: BinaryIO | None = None
+        self._take_lines()
+
+    def take(self) -> list[dict[str, Any]]:
+        """Returns the records since the last call. An incomplete last line waits for its rest."""
+        return [record for _, record in _records(self._path, self._take_lines())]
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _take_lines(self) -> list[bytes]:
+        file = self._open()
+        lines = list[bytes]()
+        while file is not None and (line := file.readline()):
+            if not line.endswith(b"\n"):
+                file.seek(-len(line), os.SEEK_CUR)
+                break
+            if (key := hash(line)) not in self._seen:
+                self._seen.add(key)
+                lines.append(line)
+        return lines
+
+    def _open(self) -> BinaryIO | None:
+        """Returns the file of that name, from its start if it is another one than before."""
+        # Open until it is replaced, so that no other file can get its number.
+        with suppress(FileNotFoundError):
+            if self._file is None or not os.path.samestat(
+                os.fstat(self._file.fileno()), self._path.stat()
+            ):
+                file = self._path.open("rb")
+                self.close()
+                self._file = file
+        return self._file
 
 
 def _records(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -4,6 +4,7 @@
 """Records each start of a run in ``<dump_folder>/starts/N/``: configuration and environment."""
 
 import json
+import numbers
 import os
 import platform
 import re
@@ -59,8 +60,11 @@ def toml_value(value: Any) -> str:
         return "not set"
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)  # inf and nan as well are written as TOML does
+    # Numbers of numpy as well, whose repr is no TOML; inf and nan are written as TOML does.
+    if isinstance(value, numbers.Integral):
+        return repr(int(value))
+    if isinstance(value, numbers.Real):
+        return repr(float(value))
     if isinstance(value, dict):
         held = ((_key(str(k)), v) for k, v in value.items() if v is not None)
         return "{" + ", ".join(f"{k} = {toml_value(v)}" for k, v in held) + "}"

@@ -110,7 +110,7 @@ def read_settings(parsed: TrainArguments) -> JobConfig:
 def plan(parsed: TrainArguments) -> tuple[JobConfig, int, int]:
     """Returns configuration, number of ranks, and number of visible GPUs; raises ConfigError."""
     config = read_settings(parsed)
-    if config.job.config_file is None:
+    if config.job.config_file is None and not parsed.rest:
         raise ConfigError("A configuration must be named: torchtitan-grpo train X.toml.")
 
     # Imported here, because torch takes seconds, and the mistakes above should be shown at once.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.grpo.observe.run_log import RunLog
+from torchtitan.grpo.observe.run_log import NewRecords, RunLog
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
@@ -72,3 +72,37 @@ def test_a_resumed_run_continues_its_records_where_the_checkpoint_was(tmp_path):
     assert records == resumed.read() == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
     RunLog(file, 0).close()
     assert file.read_text() == ""
+
+
+def test_another_process_takes_each_record_of_a_run_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    reader = NewRecords(path)
+    assert reader.take() == []
+    log = RunLog(path, 0)
+    log.add({"step": 1})
+    log.add({"step": 2})
+    assert [record["step"] for record in reader.take()] == [1, 2]
+    with path.open("ab") as stream:
+        stream.write(b'{"step": ')
+        stream.flush()
+        assert reader.take() == []
+        stream.write(b"3}\n")
+    assert reader.take() == [{"step": 3}]
+    log.close()
+    reader.close()
+    # A resumed run takes the steps since its checkpoint again.
+    later = NewRecords(path)
+    log = RunLog(path, 1)
+    assert later.take() == []
+    log.add({"step": 2, "seconds": 1.5})
+    assert later.take() == [{"step": 2, "seconds": 1.5}]
+    log.close()
+    # So do ranks that are started again. A run that replaces another one begins an empty file.
+    RunLog(path, 2).close()
+    assert later.take() == []
+    path.rename(tmp_path / "moved.jsonl")
+    log = RunLog(path, 0)
+    log.add({"step": 1, "seconds": 2.5})
+    assert later.take() == [{"step": 1, "seconds": 2.5}]
+    log.close()
+    later.close()

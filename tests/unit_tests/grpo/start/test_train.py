@@ -7,7 +7,7 @@ import pytest
 
 from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.command_line.reading import read_config
-from torchtitan.grpo.start.train import choose_num_ranks, parse
+from torchtitan.grpo.start.train import choose_num_ranks, parse, plan
 
 LAUNCH = ("--inference.launch", "--inference.kind=vllm")
 
@@ -75,3 +75,10 @@ def test_too_few_gpus_are_refused():
         with pytest.raises(ConfigError, match=message):
             choose_num_ranks(config, 2, num_ranks)
     assert choose_num_ranks(config, 0, 3) == 3
+
+
+def test_all_settings_may_be_given_without_a_file():
+    with pytest.raises(ConfigError, match="A configuration must be named"):
+        plan(parse(["--nproc", "2"]))
+    config, num_ranks, _ = plan(parse(["--nproc", "2", "--inference.launch", "--training.steps=3"]))
+    assert (config.training.steps, num_ranks) == (3, 2)

@@ -1,0 +1,163 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""``torchtitan.grpo.run`` up to the start of the run: what it takes, refuses and writes."""
+
+import functools
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from light import LIGHT
+from processes import descendants
+
+from torchtitan.grpo import Run, RunError, run
+from torchtitan.grpo.config import Reward
+from torchtitan.grpo.rewards.reward_loading import short_names
+from torchtitan.grpo.rewards.scoring_pool import RewardPool
+from torchtitan.grpo.start.from_python import _read, _tables, _words
+from torchtitan.grpo.start.function_files import FunctionFiles
+from torchtitan.grpo.types import Prompt
+
+PROMPT = Prompt(0, "2+2=", np.array([1], np.int32), {"answer": "4"})
+
+
+def test_importing_the_package_imports_nothing_large(tmp_path):
+    program = LIGHT + (
+        "import sys, torchtitan.grpo\n"
+        "loaded = {'torch', 'cloudpickle', 'msgspec', 'tomllib'} & {*sys.modules}\n"
+        "from torchtitan.grpo import functions\n"  # a module, not an export
+        "print(loaded, functions.__name__, hasattr(torchtitan.grpo, 'rum'))"
+    )
+    command = [sys.executable, "-c", program]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert out == "set() torchtitan.grpo.functions False\n"
+
+
+LOCK = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"steps": 5}, r'by table, such as training=\{"steps": 5\}, got steps=5'),
+        ({"training": {"stepz": 5}}, r"--training.stepz. Did you mean --training.steps"),
+        ({"trainign": {"steps": 5}}, r"--trainign.steps. There is training.steps"),
+        ({"training": {"steps": "many"}}, r"--training.steps must be an integer, got 'many'"),
+        ({"training": {"steps": len}}, r"--training.steps must be an integer, got '.*py:len'"),
+        ({"inference": {"api_key": "abc"}}, r"set the environment variable TORCHTITAN_GRPO_API_KEY"),
+        ({"ranks": 0}, r"--nproc must be a number of ranks, at least 1, got '0'"),
+        ({"reward": 3}, r"--reward.functions must be a list.*got '\[3\]'"),
+        ({"reward": lambda **kw: LOCK}, r"pickled.*failed for function with TypeError: cannot pickle"),
+        ({"job": {"dump_folder": "~/out"}}, r"job.dump_folder must be .*only a shell replaces ~"),
+        ({"config": "missing.toml"}, r"must name a file that exists, got missing.toml"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_refused_before_anything_is_started(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", pytest.fail)
+    with pytest.raises(RunError, match=f"(?i){message}"):
+        run(**{"config": {"job": {"dump_folder": "out"}}} | arguments)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_settings_arrive_as_a_file_would_give_them(tmp_path):
+    config = {
+        "job": {"dump_folder": tmp_path},
+        "training": {"steps": np.int64(7), "seq_len": 64},
+        "optimizer": {"lr": np.float64(1e-5)},
+        "prompts": {"path": "a,b.jsonl", "rename": {"question": "prompt"}},
+        "reward": {"functions": ["exact_match"], "weights": (1, np.float32(0.5))},
+        "grpo": {"async_weight_update": False},
+    }
+    settings = {"training": {"steps": 9}, "debug": {"seed": None}}
+    tables = _tables(config, ["partial_match", len], settings)
+    read = _read([*_words(tables, lambda function: f"x.py:{function.__name__}")])
+    assert (read.job.dump_folder, read.prompts.path) == (str(tmp_path), "a,b.jsonl")
+    assert (read.training.steps, read.training.seq_len, read.optimizer.lr) == (9, 64, 1e-5)
+    assert read.reward.functions == ["partial_match", "x.py:len"]
+    assert read.reward.weights == [1.0, 0.5] and read.prompts.rename == {"question": "prompt"}
+    assert read.debug.seed is None and not read.grpo.async_weight_update
+
+
+def test_a_run_that_nobody_keeps_is_ended_with_a_message(repository, tmp_path, capsys):
+    def start() -> Run:
+        file = repository / "train_configs/quickstart.toml"
+        return run(file, job={"dump_folder": str(tmp_path)}, quiet=True)
+
+    start()
+    assert "loop over it, or call its result()" in capsys.readouterr().err
+    assert not descendants("torchtitan_grpo.py")
+    with start() as kept:
+        assert descendants("torchtitan_grpo.py")
+    assert not descendants("torchtitan_grpo.py")
+    assert [*kept] == [], "nothing is left to wait for"
+    with pytest.raises(
+        RunError, match=f"(?s)ended the run before its last.*{tmp_path}/from_python"
+    ):
+        kept.result()
+    assert capsys.readouterr() == ("", "")
+
+
+async def test_functions_of_any_kind_are_called_in_a_worker(tmp_path, monkeypatch):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/beside_the_script.py").write_text("def double(x):\n    return 2.0 * x\n")
+    monkeypatch.syspath_prepend(tmp_path / "scripts")
+    import beside_the_script  # pyright: ignore[reportMissingImports]
+
+    main = {"__name__": "__main__", "SHARE": 0.25}
+    exec(
+        "def of_main(prompts, completions, **columns):\n    return [SHARE for _ in completions]",
+        main,
+    )
+    bonus = 3.0
+
+    def closure(completions, answer, **columns):
+        return [beside_the_script.double(bonus) * (c == a) for c, a in zip(completions, answer)]  # noqa: B905
+
+    def constant(completions, value, **columns):
+        return [value for _ in completions]
+
+    class Scorer:
+        def __call__(self, completions, **columns):
+            return [float(len(c)) for c in completions]
+
+    given = [
+        (main["of_main"], "of_main", 0.25), (closure, "closure", 6.0), (Scorer(), "Scorer", 1.0),
+        (functools.partial(constant, value=2.0), "constant", 2.0),
+        (lambda completions, **kw: [5.0] * len(completions), "function", 5.0),
+        (lambda completions, **kw: [7.0] * len(completions), "function_2", 7.0),
+    ]  # fmt: skip
+    files = FunctionFiles(tmp_path / "run")
+    settings = [files.setting(function) for function, _, _ in given]
+    files.write()
+    assert short_names(settings) == [name for _, name, _ in given]
+    pool = RewardPool(settings, Reward(timeout_seconds=60))
+    try:
+        await pool.start()
+        values = await pool.score(PROMPT, ["4"], [[1]])
+    finally:
+        await pool.close()
+    assert values == [[value] for _, _, value in given]
+
+
+def test_a_resumed_run_finds_the_file_of_its_function_unchanged(tmp_path):
+    def make(share: float):
+        def right(completions, **columns):
+            return [share for _ in completions]
+
+        return right
+
+    def written(function) -> list[Path]:
+        files = FunctionFiles(tmp_path)
+        files.setting(function)
+        files.write()
+        return sorted(tmp_path.iterdir())
+
+    first = written(make(1.0))
+    times = [file.stat().st_mtime_ns for file in first]
+    assert written(make(1.0)) == first and [f.stat().st_mtime_ns for f in first] == times
+    assert len(written(make(0.5))) == 4, "another function does not replace the file of a run"

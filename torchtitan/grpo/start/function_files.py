@@ -1,0 +1,78 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Functions that a script gives as objects, in files by which settings can name them.
+
+The processes that call them load such a file as they load one that the user wrote.
+"""
+
+import hashlib
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from torchtitan.grpo.command_line import ConfigError
+from torchtitan.grpo.functions import describe_error
+from torchtitan.grpo.system.files import write_whole
+
+_CODE = """\
+# Written by torchtitan.grpo.run, to which {name} was given as an object.
+import pickle
+import sys
+from pathlib import Path
+
+# The modules that it uses may be beside the script that it comes from.
+sys.path += [path for path in {paths!r} if path not in sys.path]
+globals()[{name!r}] = pickle.loads(Path(__file__).with_suffix(".pickle").read_bytes())
+"""
+
+
+class FunctionFiles:
+    """Files in ``folder``, named by their content: none is ever changed, and a resumed run finds its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._contents: dict[Path, bytes] = {}
+        self._settings: dict[int, str] = {}
+        self._names = Counter[str]()
+
+    def setting(self, function: Callable[..., Any]) -> str:
+        """Returns ``path/to/file.py:name``. Raises ConfigError if the function cannot be pickled."""
+        if id(function) not in self._settings:
+            self._settings[id(function)] = self._add(function, self._free_name(function))
+        return self._settings[id(function)]
+
+    def write(self) -> None:
+        for path, content in self._contents.items():
+            if not path.exists():
+                write_whole(path, content)
+
+    def _free_name(self, function: Callable[..., Any]) -> str:
+        """The function's own name, which metrics show, with a number if another one has it."""
+        named = getattr(function, "func", function)  # functools.partial has no name
+        name = str(getattr(named, "__name__", type(named).__name__))
+        name = name if name.isidentifier() else "function"  # a lambda
+        self._names[name] += 1
+        return name if self._names[name] == 1 else f"{name}_{self._names[name]}"
+
+    def _add(self, function: Callable[..., Any], name: str) -> str:
+        try:
+            pickled = cloudpickle.dumps(function)
+        except Exception as error:  # the user's objects may raise anything
+            raise ConfigError(
+                f"A function is pickled for the processes that call it, which failed for {name} with "
+                f"{describe_error(error)}. Have it use no locks, open files, connections or generators "
+                "of your script: make these inside of the function, or name the function by its file "
+                f"(my_file.py:{name})."
+            ) from error
+        paths = [os.path.abspath(path) for path in sys.path if path]
+        code = _CODE.format(name=name, paths=paths).encode()
+        digest = hashlib.sha256(code + pickled).hexdigest()[:16]
+        file = self._folder / f"{name}-{digest}.py"
+        self._contents |= {file.with_suffix(".pickle"): pickled, file: code}
+        return f"{file}:{name}"
