@@ -191,9 +191,10 @@ def main() -> None:
         return
     call, request = received
     assert isinstance(request, LoadFunctions), "the first request loads the functions"
+    loading = request
     try:
         functions = [
-            LoadedFunction(path, load_function(path, lambda: _judge(request)))
+            LoadedFunction(path, load_function(path, lambda: _judge(loading)))
             for path in request.functions
         ]
     except ValueError as error:

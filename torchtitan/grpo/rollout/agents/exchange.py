@@ -202,8 +202,9 @@ def read_text(content: Any, param: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text", part.get("refusal")) for part in parts if isinstance(part, dict)]
-    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+    found = [part.get("text", part.get("refusal")) for part in parts if isinstance(part, dict)]
+    texts = [text for text in found if isinstance(text, str)]
+    if len(texts) != len(parts):
         raise BadRequest(
             f"{param}.content must be text, got {content!r:.100}. The model reads only text.",
             param=param,

@@ -73,7 +73,10 @@ class Access:
 class Programs(Protocol):
     """Runs one program for each episode."""
 
-    limit: FailureLimit
+    @property
+    def limit(self) -> FailureLimit:
+        """Counts the episodes that failed."""
+        ...
 
     async def start(self) -> None: ...
 

@@ -52,7 +52,8 @@ def _read_item(item: Any, messages: list[Message], param: str) -> None:
     """Appends an item. The text and the calls of one answer are items, and here one message."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
-        role = {"developer": "system"}.get(item.get("role"), item.get("role"))
+        role = str(item.get("role"))
+        role = {"developer": "system"}.get(role, role)
         messages.append({"role": role, "content": read_text(item.get("content"), param)})
     elif kind == "function_call":
         if not messages or messages[-1]["role"] != "assistant":
