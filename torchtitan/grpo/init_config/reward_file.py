@@ -36,7 +36,7 @@ def write_reward(toml: Path, source: Source, columns: Columns) -> bool:
     file = toml.with_name(REWARD_FILE)
     others = [name for name in source.columns if name != columns.prompt]
     text = _TEXT.replace("@TOML@", str(toml)).replace("@FILE@", str(file))
-    text = text.replace("@EXAMPLE@", json.dumps(others[0] if others else "answer"))
+    text = text.replace("@EXAMPLE@", json.dumps(others[0] if others else "answer", allow_nan=False))
     content = text.replace("@COLUMNS@", ", ".join(others) or "there are none").encode()
     if file.exists():
         return file.read_bytes() == content

@@ -52,7 +52,7 @@ def toml_value(value: Any) -> str:
     if isinstance(value, dict):
         pairs = (f"{_key(key)} = {toml_value(inner)}" for key, inner in value.items())
         return f"{{ {', '.join(pairs)} }}"
-    return json.dumps(value).replace("e-0", "e-")
+    return json.dumps(value, allow_nan=False).replace("e-0", "e-")
 
 
 def _key(text: str) -> str:
@@ -61,4 +61,4 @@ def _key(text: str) -> str:
 
 def _quoted(text: str) -> str:
     # JSON escapes what TOML does, but for one control character.
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(text, ensure_ascii=False, allow_nan=False).replace("\x7f", "\\u007f")

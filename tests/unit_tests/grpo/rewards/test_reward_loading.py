@@ -35,7 +35,7 @@ def test_a_function_is_found_by_its_name_its_module_or_its_file(tmp_path: Path):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("exact_mach", "built-in boxed_math, environment, exact_match"),
+        ("exact_mach", "built-in agent, boxed_math, environment, exact_match"),
         ("no_such_module:reward", "importing no_such_module failed with ModuleNotFoundError"),
         ("os.path:no_such", "os.path has no 'no_such'"),
         ("os.path:sep", "must be callable, got a str"),

@@ -52,7 +52,7 @@ BAD = [
         [(0, 0, 2), (0, 2, 2)], [(0, 0, -2), (0, -2, 2)],
     ),
     *cases("num_context must be in [0, 0], got 1", "num_context", 1),
-    *cases("new_rows must be ascending places", "new_rows", ((1, 1),), ((0, 1),)),
+    *cases("new_rows must be ascending places", "new_rows", ((1, 1),), ((-1, 1),)),
     (
         {"token_ids": [7] * 9, "logprobs": [-1.0] * 9, "segments": [(0, 0, 9)]},
         "at most training.seq_len (10) tokens, got 11",

@@ -24,8 +24,8 @@ from torchtitan.grpo.rollout.environments.environment_pool import (
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Prompt
 
-HAS_VERIFIERS = importlib.util.find_spec("verifiers") is not None
-needs_verifiers = pytest.mark.skipif(not HAS_VERIFIERS, reason="verifiers is not installed")
+HAS_VERIFIERS = all(map(importlib.util.find_spec, ("verifiers", "verifiers.envs")))
+needs_verifiers = pytest.mark.skipif(not HAS_VERIFIERS, reason="verifiers < 0.4 is not installed")
 
 GUESSING = '''
 import verifiers as vf
@@ -146,7 +146,7 @@ def test_its_data_set_is_written_as_prompts(opened, tmp_path, monkeypatch):
     assert first["answer"] == "3"
 
 
-@pytest.mark.skipif(HAS_VERIFIERS, reason="verifiers is installed")
+@pytest.mark.skipif(HAS_VERIFIERS, reason="verifiers < 0.4 is installed")
 async def test_without_the_package_the_run_says_what_to_install(opened):
     with pytest.raises(EnvironmentsFailing, match=r'pip install "verifiers<0\.4"'):
         async with opened("guessing"):

@@ -198,7 +198,7 @@ async def _stream(
     parts = []
     for event in events:
         name = f"event: {event['type']}\n" if is_named else ""
-        parts.append(f"{name}data: {json.dumps(event)}\n\n".encode())
+        parts.append(f"{name}data: {json.dumps(event, allow_nan=False)}\n\n".encode())
     end = [] if is_named else [b"data: [DONE]\n\n"]
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     return await _written(http, response, [*parts, *end])

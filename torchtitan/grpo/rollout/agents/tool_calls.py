@@ -87,7 +87,7 @@ def _parse_functions(text: str, tools: Sequence[dict[str, Any]]) -> Spoken:
             key.strip(): _typed(value, properties.get(key.strip()))
             for key, value in _PARAMETER.findall(found[2])
         }
-        return ToolCall(name, json.dumps(arguments))
+        return ToolCall(name, json.dumps(arguments, allow_nan=True))
 
     return _cut_out(_FUNCTION, text, read)
 
@@ -165,7 +165,7 @@ def _json_call(value: Any) -> ToolCall:
         arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
         raise ValueError("arguments must be an object")
-    return ToolCall(call["name"], json.dumps(arguments))
+    return ToolCall(call["name"], json.dumps(arguments, allow_nan=True))
 
 
 def _json_values(text: str, separator: str = "") -> list[Any]:

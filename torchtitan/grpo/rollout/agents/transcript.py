@@ -134,7 +134,9 @@ class Transcript:
 
 def _digests(messages: Sequence[Message], tools: Tools) -> list[bytes]:
     """Returns a digest of each beginning of a conversation, whatever is sent beside its meaning."""
-    running = hashlib.blake2b(json.dumps(list(tools), sort_keys=True).encode(), digest_size=16)
+    running = hashlib.blake2b(
+        json.dumps(list(tools), sort_keys=True, allow_nan=True).encode(), digest_size=16
+    )
     found = []
     for message in messages:
         running.update(_meaning(message).encode() + b"\0")
@@ -150,7 +152,7 @@ def _meaning(message: Message) -> str:
     text = (message.get("content") or "").strip()
     # An answer belongs to its call, of which there may be several with equal results.
     answered = message.get("tool_call_id") if message["role"] == "tool" else None
-    return json.dumps([message["role"], text, calls, answered], sort_keys=True)
+    return json.dumps([message["role"], text, calls, answered], sort_keys=True, allow_nan=True)
 
 
 def _arguments(arguments: Any) -> Any:
