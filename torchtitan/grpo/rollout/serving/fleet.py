@@ -128,6 +128,7 @@ class ServerFleet:
                 tasks.create_task(self._supervise(supervisor))
             if self._source is not None:
                 tasks.create_task(self._follow(self._source, tasks))
+            await asyncio.Event().wait()  # servers of inference.urls stay the same
 
     def reread_urls(self) -> None:
         self._reread.set()
