@@ -129,7 +129,8 @@ class ServerFleet:
                 tasks.create_task(self._supervise(supervisor))
             if self._source is not None:
                 tasks.create_task(self._follow(self._source, tasks))
-            await asyncio.Event().wait()  # servers of inference.urls stay the same
+            # Servers that only inference.urls names never change. The caller cancels this.
+            await asyncio.Event().wait()
 
     def reread_urls(self) -> None:
         self._reread.set()

@@ -167,3 +167,13 @@ async def test_an_unforeseen_error_in_a_late_check_ends_the_watch(tmp_path: Path
             await fleet.watch(Dispatcher(fleet.clients, Rollout(), vocab_size=128), AsyncMock())
         assert raised.group_contains(KeyError, match="a mistake of ours")
         await fleet.close()
+
+
+async def test_servers_that_never_change_are_watched_until_somebody_cancels_it():
+    async with healthy_servers(embedded()) as (url,):
+        fleet = fleet_of(url)
+        await fleet.start()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await fleet.watch(Dispatcher(fleet.clients, Rollout(), vocab_size=128), AsyncMock())
+        await fleet.close()
