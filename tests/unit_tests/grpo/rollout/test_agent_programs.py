@@ -115,13 +115,14 @@ async def test_functions(model: Path, tmp_path: Path, kind: str) -> None:
 async def test_an_episode_begins_again_if_another_one_blocks_its_worker(
     model: Path, tmp_path: Path
 ) -> None:
+    blocks = tmp_path / "blocks"
+    block = f"    if row['blocks']: open({str(blocks)!r}, 'w').close(); time.sleep(600)"
     (tmp_path / "agent.py").write_text(
-        FUNCTION.replace("):\n", "):\n    if row['blocks']: time.sleep(600)\n", 1)
-        + "    return 1.0"
+        FUNCTION.replace("):\n", f"):\n{block}\n", 1) + "    return 1.0"
     )
     agent = Agent(function=f"{tmp_path}/agent.py:run")
     programs = make_programs(agent, Rollout(), Workers(), lambda failure: None)
-    async with playing(model, programs, ["12<eos>"], timeout_seconds=3) as world:
+    async with playing(model, programs, ["12<eos>"]) as world, asyncio.timeout(300):
         writer, dispatcher, server, _ = world
         server.held = asyncio.Event()
 
@@ -131,13 +132,14 @@ async def test_an_episode_begins_again_if_another_one_blocks_its_worker(
             return writer.start(prompt, dispatcher.servers[server.url])
 
         innocent = start(False)
-        async with asyncio.timeout(100):
-            await server.arrived.wait()  # while it waits for the model, its time stands still
-            guilty = start(True)
-            await guilty.until_ended()
-            assert guilty.result() is None
-            server.held.set()
-            await innocent.until_ended()
+        await server.arrived.wait()
+        guilty = start(True)
+        while not blocks.exists():
+            await asyncio.sleep(0.05)
+        guilty.task.cancel()
+        await asyncio.wait({guilty.task})
+        server.held.set()
+        await innocent.until_ended()
         whole = innocent.result()
         assert whole is not None and whole.num_trained == 3
         assert writer.metrics()["agent/begun_again"] == 1

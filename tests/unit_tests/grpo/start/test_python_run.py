@@ -138,10 +138,10 @@ async def test_functions_of_any_kind_are_called_in_a_worker(tmp_path, monkeypatc
     pool = RewardPool(settings, Reward(timeout_seconds=60))
     try:
         await pool.start()
-        values = await pool.score(PROMPT, ["4"], [[1]])
+        scored = await pool.score(PROMPT, ["4"], [[1]])
     finally:
         await pool.close()
-    assert values == [[value] for _, _, value in given]
+    assert scored.values == [[value] for _, _, value in given]
 
 
 def test_a_resumed_run_finds_the_file_of_its_function_unchanged(tmp_path):
