@@ -48,9 +48,9 @@ class LeftOut(ValueError):
 class ChatTemplate:
     """Renders conversations with the template of a model directory.
 
-    For each new sequence of roles, artificial messages are rendered first: each of their words
-    must be in the text. Otherwise messages of a role that a template does not know, such as
-    system or tool, would vanish.
+    For each conversation in which two roles follow each other for the first time, artificial
+    messages are rendered as well: each of their words must be in the text. Otherwise messages of a
+    role that a template does not know, such as system or tool, would vanish.
 
     ``date`` is the time that the template always takes for now, in ISO format (empty: this moment).
     """
@@ -59,7 +59,7 @@ class ChatTemplate:
         self._path, self._variables = path, dict(variables)
         self._date = date or datetime.now().isoformat()
         self._number = next(_numbers)
-        self._known: set[tuple[Any, ...]] = set()
+        self._known: set[tuple[Any, Any]] = set()
         self._source = self._template()
         self._check_variables()
 
@@ -74,15 +74,16 @@ class ChatTemplate:
         Raises ``ValueError`` if the template cannot, and :class:`LeftOut` if it leaves something out.
         """
         text = self._render(messages, opens_turn=opens_turn, tools=tools)
-        shape = tuple(map(_shape, messages))
-        if shape not in self._known:
+        # Pairs, because long conversations would otherwise be new again and again.
+        pairs = set(itertools.pairwise([None, *map(_shape, messages), None]))
+        if not pairs <= self._known:
             if self._render(messages, opens_turn=opens_turn, tools=tools) != text:
                 raise ValueError(
                     f"The chat template of {self._path} must render the same messages to the same text, "
                     "but it prints something else each time. Remove random choices from it."
                 )
             self._check_roles(messages)
-            self._known.add(shape)
+            self._known |= pairs
         return text
 
     def _render(self, messages: Messages, *, opens_turn: bool = True, tools: Messages = ()) -> str:

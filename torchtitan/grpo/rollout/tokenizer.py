@@ -109,25 +109,24 @@ class TextCodec:
     def encode_reply(
         self, messages: Sequence[dict[str, Any]], turn_ids: Sequence[int]
     ) -> list[int]:
-        """The token IDs of messages after the assistant's turn, and of the next turn's start.
-
-        They are the text that the chat template writes after the assistant's message of an
-        artificial conversation, without the end-of-turn token if the model has generated it.
-        """
-        before = [{"role": "user", "content": "?"}]
-        return self.encode_continuation(self.reply_text(messages, turn_ids, before=before))
+        """The token IDs of :meth:`reply_text`."""
+        return self.encode_continuation(self.reply_text(messages, turn_ids))
 
     def reply_text(
         self,
         messages: Sequence[dict[str, Any]],
         turn_ids: Sequence[int],
         *,
-        before: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] = (),
     ) -> str:
-        """The text of messages behind an assistant's turn, which follows the messages ``before``."""
-        turn = {"role": "assistant", "content": _TURN}
-        rendered = self.template.render([*before, turn, *messages], tools=tools)
+        """The text of messages behind an assistant's turn, and of the next turn's start.
+
+        It is what the chat template writes after the assistant's message of an artificial
+        conversation, without the end-of-turn token if the model has generated it. To render the
+        real one each time would cost the square of its length.
+        """
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
+        rendered = self.template.render([*before, *messages], tools=tools)
         _, mark, reply = rendered.rpartition(_TURN)
         if not mark:
             raise ValueError(

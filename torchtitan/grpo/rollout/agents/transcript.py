@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 
 Message = dict[str, Any]
@@ -26,24 +28,49 @@ Tools = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Context:
-    """What a request shows to the model.
+    """What a request shows to the model. ``text`` is only that behind ``said``.
 
     ``is_known``: it begins with what the episode has had, or repeats an earlier request.
     """
 
     token_ids: list[int]
-    text: str
+    text: str = ""
+    said: "_Said | None" = None
     is_known: bool = False
 
 
 @dataclass(frozen=True)
 class _Said:
-    """A conversation up to a message that the model wrote, in tokens and as text."""
+    """A conversation up to a message that the model wrote.
 
-    token_ids: list[int]
-    text: str
-    turn_ids: list[int]
+    It holds only what follows the conversation ``before``: an episode of many requests would
+    otherwise hold each of its tokens as many times.
+    """
+
+    before: "_Said | None"
+    own_ids: np.ndarray
+    own_text: str
     is_cut: bool
+
+    def token_ids(self) -> list[int]:
+        return np.concatenate([part.own_ids for part in self.parts()]).tolist()
+
+    def rest_of(self, text: str) -> str | None:
+        """Returns what follows it in a text; None if the text does not begin with it."""
+        place = 0
+        for part in self.parts():
+            if not text.startswith(part.own_text, place):
+                return None
+            place += len(part.own_text)
+        return text[place:]
+
+    def parts(self) -> list["_Said"]:
+        """From the beginning."""
+        parts, part = [], self
+        while part is not None:
+            parts.append(part)
+            part = part.before
+        return parts[::-1]
 
 
 class Transcript:
@@ -66,7 +93,7 @@ class Transcript:
         if continues and messages and messages[-1]["role"] == "assistant":
             said = self._of_messages.get(digests[-1])
             if said is not None and said.is_cut:
-                return Context(said.token_ids, said.text, is_known=True)
+                return Context(said.token_ids(), said=said, is_known=True)
             return self._continued(messages, tools)
         said_up_to = [n for n, digest in enumerate(digests, 1) if digest in self._of_messages]
         if said_up_to:
@@ -76,15 +103,13 @@ class Transcript:
         is_known = bool(said_up_to) or digests[-1] in self._asked
         self._asked.add(digests[-1])
         text = self._codec.template.render(messages, tools=tools)
-        return Context(self._codec.encode_continuation(text), text, is_known=is_known)
+        return self._new(text, is_known=is_known)
 
     def text_context(self, text: str) -> Context:
         """Returns the context of a plain text, which may begin with an earlier text and its answer."""
-        before = [said for said in self._of_text if text.startswith(said.text)]
-        if before:
-            said = max(before, key=lambda one: len(one.text))
-            rest = self._codec.encode_continuation(text[len(said.text) :])
-            return Context([*said.token_ids, *rest], text, is_known=True)
+        rests = [(rest, said) for said in self._of_text if (rest := said.rest_of(text)) is not None]
+        if rests:
+            return self._longer(*min(rests, key=lambda pair: len(pair[0])))
         return Context(self._codec.encode(text), text)
 
     def add(
@@ -97,10 +122,11 @@ class Transcript:
         is_cut: bool = False,
     ) -> None:
         """Notes what the model wrote: the last of ``messages``, or the rest of a plain text."""
+        num_before = sum(len(part.own_ids) for part in context.said.parts()) if context.said else 0
         said = _Said(
-            [*context.token_ids, *turn_ids],
+            context.said,
+            np.array([*context.token_ids[num_before:], *turn_ids], np.int32),
             context.text + self._codec.decode_exactly(turn_ids),
-            turn_ids,
             is_cut,
         )
         if messages is None:
@@ -114,22 +140,25 @@ class Transcript:
         """Appends messages to a conversation; None if the template has rewritten what was before."""
         codec = self._codec
         if self._templated:
-            rendered = codec.template.render(messages, tools=tools)
-            if not rendered.startswith(said.text):
+            rest = said.rest_of(codec.template.render(messages, tools=tools))
+            if rest is None:
                 return None
-            rest = rendered[len(said.text) :]
         else:
-            before, behind = messages[: length - 1], messages[length:]
             try:
-                rest = codec.reply_text(behind, said.turn_ids, before=before, tools=tools)
+                rest = codec.reply_text(messages[length:], said.own_ids[-1:].tolist(), tools=tools)
             except ValueError:  # it refuses tool messages without the calls that they answer
                 return None
-        ids = [*said.token_ids, *codec.encode_continuation(rest)]
-        return Context(ids, said.text + rest, is_known=True)
+        return self._longer(rest, said)
+
+    def _longer(self, rest: str, said: _Said) -> Context:
+        ids = [*said.token_ids(), *self._codec.encode_continuation(rest)]
+        return Context(ids, rest, said, is_known=True)
+
+    def _new(self, text: str, *, is_known: bool = False) -> Context:
+        return Context(self._codec.encode_continuation(text), text, is_known=is_known)
 
     def _continued(self, messages: Sequence[Message], tools: Tools) -> Context:
-        text = self._codec.unfinished_text(messages, tools)
-        return Context(self._codec.encode_continuation(text), text)
+        return self._new(self._codec.unfinished_text(messages, tools))
 
 
 def _digests(messages: Sequence[Message], tools: Tools) -> list[bytes]:
