@@ -81,8 +81,16 @@ class TextCodec:
         return [self.token_text(token) or str(token) for token in self._around[1]]
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Returns the token IDs of text that follows other text, without added special tokens."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        """Returns the token IDs of text that follows other text, without added special tokens.
+
+        Raises ValueError if the text has half of a surrogate pair, which JSON can hold.
+        """
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        except TypeError as error:
+            raise ValueError(
+                "Text must be valid Unicode, but half of a surrogate pair is in it."
+            ) from error
 
     def count(self, text: str) -> int:
         return len(self.encode_continuation(text))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchtitan.grpo.rollout.agents.exchange import Answer, Asked, BadRequest, Choice, make_call
-from torchtitan.grpo.rollout.agents.programs import MODEL, Access
+from torchtitan.grpo.rollout.agents.programs import MODEL, Access, finite_number
 from torchtitan.grpo.rollout.agents.rows import EpisodeRows, Row
 from torchtitan.grpo.rollout.agents.tool_calls import Parser, Spoken
 from torchtitan.grpo.rollout.agents.transcript import Context, Message, Transcript
@@ -76,12 +76,12 @@ class AgentEpisode:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.reward: float | None = None
         self.conversations: dict[str, list[Message]] = {}
-        self._settings, self._prompt = settings, prompt
+        self._settings, self._prompt, self._sample = settings, prompt, sample
         self._floor, self._server = floor, server
         self._rows = EpisodeRows(prompt.token_ids.tolist())
         self._transcript = Transcript(settings.codec, templated=settings.is_templated)
         self._num_asked = 0
-        self._writing: set[asyncio.Task[tuple[Choice, Row]]] = set()
+        self._writing: set[asyncio.Task[tuple[Choice, Generation]]] = set()
         self._answers = itertools.count()
         self._rows_of: dict[str, list[Row]] = {}
         self._num_in_flight = 0
@@ -131,14 +131,6 @@ class AgentEpisode:
 
     async def answer(self, asked: Asked) -> Answer:
         """Raises BadRequest, and ServerError if no server answers, which also ends the episode."""
-        settings = self._settings
-        self._num_asked += asked.number
-        if self._num_asked > settings.max_turns:
-            raise BadRequest(
-                f"An episode may ask for at most rollout.max_turns = {settings.max_turns} answers. "
-                "Let the program end earlier, or raise rollout.max_turns.",
-                code="max_turns",
-            )
         try:
             context = await asyncio.to_thread(self._context, asked)
         except BadRequest:
@@ -148,20 +140,36 @@ class AgentEpisode:
         room = self._room(context, asked)
         if self._is_closed:
             raise BadRequest("The episode has ended.", code="ended")
+        most = self._settings.max_turns
+        if self._num_asked + asked.number > most:
+            raise BadRequest(
+                f"An episode may ask for at most rollout.max_turns = {most} answers, and has asked for "
+                f"{self._num_asked}. Let the program end earlier, or raise rollout.max_turns.",
+                code="max_turns",
+            )
+        first, self._num_asked = self._num_asked, self._num_asked + asked.number
         self._count(asked, context)
         with self._generating():
-            choices = await self._choices(asked, context, room)
+            choices, rows = await self._choices(asked, context, room, first)
         number = f"{self.name}-{next(self._answers)}"
-        self._rows_of[number] = [row for _, row in choices]
-        return Answer(number, int(time.time()), MODEL, context.token_ids, [c for c, _ in choices])
+        self._rows_of[number] = rows
+        return Answer(number, int(time.time()), MODEL, context.token_ids, choices)
 
-    async def _choices(self, asked: Asked, context: Context, room: int) -> list[tuple[Choice, Row]]:
+    async def _choices(
+        self, asked: Asked, context: Context, room: int, first: int
+    ) -> tuple[list[Choice], list[Row]]:
+        """Keeps all answers of a request, or none: the client may leave before the last one."""
+        rows = [self._rows.place(context.token_ids) for _ in range(asked.number)]
         tasks = [
-            asyncio.create_task(self._write(asked, context, room)) for _ in range(asked.number)
+            asyncio.create_task(self._write(asked, context, room, first + i))
+            for i in range(asked.number)
         ]
         self._writing.update(tasks)
         try:
-            return await asyncio.gather(*tasks)
+            written = await asyncio.gather(*tasks)
+            for row, (choice, generation) in zip(rows, written, strict=True):
+                self._keep(row, asked, context, generation, choice)
+            return [choice for choice, _ in written], rows
         except Exception as error:
             if not self.failed.done():
                 self.failed.set_exception(error)
@@ -171,6 +179,8 @@ class AgentEpisode:
             for task in tasks:
                 task.cancel()  # the others, if one has failed
             self._writing.difference_update(tasks)
+            for row in rows:
+                self._rows.release(row)
 
     def _context(self, asked: Asked) -> Context:
         if asked.token_ids is not None:
@@ -230,25 +240,26 @@ class AgentEpisode:
                 if not self._is_closed:
                     self._hold.enter_context(self._settings.places.hold())
 
-    async def _write(self, asked: Asked, context: Context, room: int) -> tuple[Choice, Row]:
-        row = self._rows.place(context.token_ids)
-        try:
-            written, stopped = await self._generate(asked, context, room)
-            # In a thread: long answers take milliseconds to decode.
-            choice = await asyncio.to_thread(self._choice, asked, written, stopped)
-        except BaseException:  # also if the client has left
-            self._rows.release(row)
-            raise
+    async def _write(
+        self, asked: Asked, context: Context, room: int, number: int
+    ) -> tuple[Choice, Generation]:
+        """Writes the answer of this number in the episode."""
+        written, stopped = await self._generate(asked, context, room, number)
+        # In a thread: long answers take milliseconds to decode.
+        return await asyncio.to_thread(self._choice, asked, written, stopped), written
+
+    def _keep(
+        self, row: Row, asked: Asked, context: Context, written: Generation, choice: Choice
+    ) -> None:
         is_own = replace(self._sampling(asked), seed=None) == replace(
             self._settings.sampling, seed=None
         )
         self._settings.counts["masked"] += not is_own
         self._rows.add(row, context.token_ids, written if is_own else as_context(written))
         self._note(asked, context, written, choice)
-        return choice, row
 
     async def _generate(
-        self, asked: Asked, context: Context, room: int
+        self, asked: Asked, context: Context, room: int, number: int
     ) -> tuple[Generation, _Stop | None]:
         """Returns an answer, and the stop string that ended it."""
         settings = self._settings
@@ -259,7 +270,9 @@ class AgentEpisode:
             self._server = server = await next_server(
                 settings.places, self._floor, self._server.url, settings.wait_seconds
             )
-            sampling = self._sampling(asked).of_sample(self._prompt, 0, num_written)
+            sampling = self._sampling(asked).of_sample(
+                self._prompt, self._sample, number, num_written
+            )
             ids = context.token_ids if written is None else [*context.token_ids, *written.token_ids]
             part = await settings.places.submit(
                 replace(self._prompt, token_ids=np.array(ids, np.int32)),
@@ -379,6 +392,6 @@ def _call_id() -> str:
 def parsed_reward(body: Any) -> float:
     """Reads the body of a reward; raises BadRequest."""
     value = body.get("reward")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+    if isinstance(value, bool) or (reward := finite_number(value)) is None:
         raise BadRequest(f"reward must be a finite number, got {value!r:.100}.", param="reward")
-    return float(value)
+    return reward

@@ -4,12 +4,11 @@
 """One request for what the model writes, and its answer, whichever route they take."""
 
 import contextlib
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan.grpo.rollout.agents.tool_calls import ToolCall
+from torchtitan.grpo.rollout.agents.tool_calls import ToolCall, read_json
 from torchtitan.grpo.rollout.agents.transcript import Message
 
 _MOST_CHOICES = 64
@@ -192,8 +191,8 @@ def _read_message(message: Any, param: str) -> Message:
         for name in ("name", "tool_call_id", "reasoning_content")
         if isinstance(message.get(name), str)
     }
-    if message.get("tool_calls"):
-        read["tool_calls"] = [_read_call(call, param) for call in message["tool_calls"]]
+    if calls := _typed(message, "tool_calls", list, []):
+        read["tool_calls"] = [_read_call(call, param) for call in calls]
     return read
 
 
@@ -223,17 +222,17 @@ def make_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
     """Makes a call as chat templates take it, with its arguments as an object."""
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):  # shown as it is
-            arguments = json.loads(arguments)
+            arguments = read_json(arguments)
     function = {"name": name, "arguments": {} if arguments is None else arguments}
     return {"id": call_id, "type": "function", "function": function}
 
 
-def read_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
+def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the functions among the tools, in the form of the chat route."""
     found = []
-    for i, tool in enumerate(tools or []):
-        function = tool.get("function", tool) if isinstance(tool, dict) else {}
-        if not isinstance(function.get("name"), str):
+    for i, tool in enumerate(_typed(body, "tools", list, [])):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
             raise BadRequest(
                 f"tools[{i}] must be a function with a name, got {tool!r:.100}. Tools that a "
                 "provider runs itself are not supported.",

@@ -308,8 +308,16 @@ def reward_of(result: Any) -> float | None:
     value = result.get("reward") if isinstance(result, dict) else result
     if value is None or (isinstance(value, str) and not isinstance(result, dict)):
         return None
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    if (reward := finite_number(value)) is None:
         raise EnvironmentFailed(
             "bad reward", f"An agent's reward must be a finite number or None, got {value!r:.100}."
         )
-    return float(value)
+    return reward
+
+
+def finite_number(value: Any) -> float | None:
+    """Returns a number as a float; None for anything else, and for what no finite float is close to."""
+    try:
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    except OverflowError:
+        return None

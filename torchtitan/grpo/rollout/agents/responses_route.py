@@ -23,11 +23,12 @@ from torchtitan.grpo.rollout.agents.transcript import Message
 
 def read(body: Mapping[str, Any], earlier: list[Message]) -> Asked:
     """``earlier`` is the conversation of ``previous_response_id``, without its instructions."""
-    instructions = body.get("instructions")
-    system = [{"role": "system", "content": instructions}] if instructions else []
+    system: list[Message] = []
+    if instructions := body.get("instructions"):
+        system = [{"role": "system", "content": read_text(instructions, "instructions")}]
     return Asked(
         messages=[*system, *earlier, *read_items(body.get("input"))],
-        tools=[] if body.get("tool_choice") == "none" else read_tools(body.get("tools")),
+        tools=[] if body.get("tool_choice") == "none" else read_tools(body),
         max_tokens=read_length(body, "max_output_tokens"),
         sampling=sampling_of(body),
         ignored=ignored_in(body),

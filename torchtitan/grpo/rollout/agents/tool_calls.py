@@ -82,9 +82,9 @@ def _parse_functions(text: str, tools: Sequence[dict[str, Any]]) -> Spoken:
 
     def read(found: re.Match[str]) -> ToolCall:
         name = found[1].strip()
-        properties = (schemas.get(name, {}).get("parameters") or {}).get("properties") or {}
+        schema = schemas.get(name, {}).get("parameters")
         arguments = {
-            key.strip(): _typed(value, properties.get(key.strip()))
+            key.strip(): _typed(value, _get(_get(schema, "properties"), key.strip()))
             for key, value in _PARAMETER.findall(found[2])
         }
         return ToolCall(name, json.dumps(arguments, allow_nan=True))
@@ -119,7 +119,7 @@ def _marked_calls(part: str) -> Iterator[ToolCall]:
     if not brace:
         raise ValueError("a call needs arguments")
     yield _json_call(
-        {"name": name.strip().removesuffix("[ARGS]"), "arguments": json.loads(brace + rest)}
+        {"name": name.strip().removesuffix("[ARGS]"), "arguments": read_json(brace + rest)}
     )
 
 
@@ -157,12 +157,12 @@ def _cut_out(
 
 def _json_call(value: Any) -> ToolCall:
     """Raises ValueError if that is no call."""
-    call = json.loads(value) if isinstance(value, str) else value
+    call = read_json(value) if isinstance(value, str) else value
     if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
         raise ValueError("a call needs a name")
     arguments = call.get("arguments", call.get("parameters", {}))
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+        arguments = read_json(arguments)
     if not isinstance(arguments, dict):
         raise ValueError("arguments must be an object")
     return ToolCall(call["name"], json.dumps(arguments, allow_nan=True))
@@ -172,7 +172,10 @@ def _json_values(text: str, separator: str = "") -> list[Any]:
     """Reads one or more JSON values. Raises ValueError if there is anything else."""
     decoder, found, rest = json.JSONDecoder(), [], text
     while True:
-        value, end = decoder.raw_decode(rest)
+        try:
+            value, end = decoder.raw_decode(rest)
+        except RecursionError as error:
+            raise ValueError(str(error)) from error
         found.append(value)
         rest = rest[end:].strip()
         if not rest:
@@ -182,12 +185,25 @@ def _json_values(text: str, separator: str = "") -> list[Any]:
         rest = rest.removeprefix(separator).strip()
 
 
+def _get(value: Any, key: str) -> Any:
+    """A part of a schema, which a client may have sent in any form."""
+    return value.get(key) if isinstance(value, dict) else None
+
+
 def _typed(value: str, schema: Any) -> Any:
     """The value of a parameter without quotes: text, unless its schema says otherwise."""
-    kind = schema.get("type") if isinstance(schema, dict) else None
+    kind = _get(schema, "type")
     if kind in (None, "string"):
         return value
     try:
-        return json.loads(value)
+        return read_json(value)
     except ValueError:
         return value
+
+
+def read_json(text: str) -> Any:
+    """Raises ValueError, also if it is nested so deeply that it cannot be read."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan.grpo.rollout.agents.tool_calls import read_json
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 
 Message = dict[str, Any]
@@ -186,6 +187,6 @@ def _meaning(message: Message) -> str:
 
 def _arguments(arguments: Any) -> Any:
     try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
+        return read_json(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
         return arguments

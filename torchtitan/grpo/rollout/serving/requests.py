@@ -60,11 +60,11 @@ class Sampling:
             seed=of_rollouts.seed if settings.temperature > 0 else None,
         )
 
-    def of_sample(self, prompt: Prompt, sample: int, num_written: int) -> "Sampling":
-        """The settings with the seed of the request that follows ``num_written`` tokens."""
+    def of_sample(self, prompt: Prompt, sample: int, *place: int) -> "Sampling":
+        """The settings with the seed of a request, whose ``place`` no other one of the sample has."""
         if self.seed is None:
             return self
-        text = f"{self.seed} {prompt.group_id} {sample} {num_written}"
+        text = " ".join(map(str, (self.seed, prompt.group_id, sample, *place)))
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         # The seed has 31 bits, because every kind of server accepts such a seed.
         return replace(self, seed=int.from_bytes(digest, "big") >> 33)
