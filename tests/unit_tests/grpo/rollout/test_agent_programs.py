@@ -43,6 +43,7 @@ COMMANDS = {
     "no newline": (ASK + "sys.stdout.write('2')", 2.0),
     "raises": (ASK + "raise ValueError", "exit status 1"),
     "bad reward": (ASK + "print('{\"reward\": NaN}')", "bad reward"),
+    "huge reward": (ASK + "print('9' * 400)", "bad reward"),
     "no request": ("print(1)", "no request"),
     "hangs": (ASK + "import time; time.sleep(600)", "timeout"),
     "closes its output": (ASK + "import time; os.close(1); time.sleep(600)", "timeout"),

@@ -17,7 +17,7 @@ from agent_world import EOS, Played, make_model, play, playing, prompt_of
 from aiohttp import web
 from stub_clients import serving
 
-from torchtitan.grpo.rollout.agents import endpoint
+from torchtitan.grpo.rollout.agents import endpoint, tool_calls
 from torchtitan.grpo.rollout.codec import pack, unpack
 from torchtitan.grpo.types import Generation, separated
 
@@ -281,6 +281,10 @@ BAD = {
     "stop": {"messages": [USER], "stop": [3]},
     "too long": {"messages": [{"role": "user", "content": "7" * 400}]},
     "tools": {"messages": [USER], "tools": [{"type": "web_search"}]},
+    "no list of tools": {"messages": [USER], "tools": 5},
+    "no function": {"messages": [USER], "tools": [{"function": None}]},
+    "no list of calls": {"messages": [USER, {"role": "assistant", "tool_calls": 5}]},
+    "n beyond the turns": {"messages": [USER], "n": 2},
 }
 
 
@@ -289,11 +293,11 @@ async def test_bad_requests_are_refused_and_cost_nothing(model: Path) -> None:
         for name, body in BAD.items():
             with pytest.raises(openai.BadRequestError) as caught:
                 await client.chat.completions.create(**{"model": "m"} | body)
-            code = "context_length_exceeded" if name == "too long" else None
-            assert caught.value.code == code, name
+            codes = {"too long": "context_length_exceeded", "n beyond the turns": "max_turns"}
+            assert caught.value.code == codes.get(name), name
         await say(client, [USER])
 
-    played = await play(model, program, ANSWERS, allow_sampling=True)
+    played = await play(model, program, ANSWERS, allow_sampling=True, max_turns=1)
     assert played.texts() == ["u:7;a:[12<eos>]"]
 
 
@@ -318,6 +322,61 @@ async def test_keys_are_of_one_episode_while_it_runs(model: Path) -> None:
         for _ in range(2):
             whole = await writer.start(prompt_of(server.codec), dispatcher.servers[server.url]).task
             assert whole.environment_reward == 2.0
+
+
+async def test_a_seed_does_not_make_the_answers_of_a_group_equal(model: Path) -> None:
+    async def program(client: Any, row: Any, access: Any) -> None:
+        await say(client, [USER], seed=3, n=2)
+
+    async with playing(model, program, ANSWERS, allow_sampling=True) as world:
+        writer, dispatcher, server, _ = world
+        for sample in range(2):
+            prompt = prompt_of(server.codec)
+            await writer.start(prompt, dispatcher.servers[server.url], sample=sample).task
+        assert len({request.seed for request in server.asked}) == 4
+
+
+class OnlySecond(asyncio.Event):
+    """Holds the second of those who wait."""
+
+    num_waiting = 0
+
+    async def wait(self) -> Any:
+        self.num_waiting += 1
+        return self.num_waiting != 2 or await super().wait()
+
+
+async def test_one_of_two_answers_is_not_trained_if_the_client_leaves(model: Path) -> None:
+    async def program(client: Any, row: Any, access: Any) -> None:
+        server.held = OnlySecond()
+        first = asyncio.create_task(say(client, [OTHER], n=2))
+        await server.arrived.wait()
+        await say(client, [{"role": "user", "content": "9"}])
+        first.cancel()
+        await asyncio.wait({first})
+        await say(client, [USER])
+
+    async with playing(model, program, ANSWERS) as (writer, dispatcher, server, _):
+        prompt = prompt_of(server.codec)
+        whole = await writer.start(prompt, dispatcher.servers[server.url]).task
+        rows = Played(whole, prompt, server).texts()
+        assert rows == ["u:7;a:[78<eos>]", "u:9;a:[56<eos>]"]
+
+
+@pytest.mark.parametrize("parse", tool_calls._PARSERS.values())
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 10_000,
+        '[TOOL_CALLS]{"name": ' + "[" * 10_000,
+        f"<tool_call>{'[' * 10_000}</tool_call>",
+        "<tool_call><function=add><parameter=a>1</parameter></function></tool_call>",
+    ],
+)
+def test_a_call_that_cannot_be_read_never_ends_the_run(parse: tool_calls.Parser, text: str) -> None:
+    tools = [{"function": {"name": "add", "parameters": [1]}}]
+    spoken = parse(text, tools)
+    assert spoken.text == text or spoken.calls == [tool_calls.ToolCall("add", '{"a": "1"}')]
 
 
 @pytest.mark.parametrize("kind", ["client leaves", "program ends", "server fails"])
@@ -374,11 +433,13 @@ async def test_useless_bodies_are_refused_and_bounded(model: Path) -> None:
         before = psutil.Process().memory_info().rss
         assert (await raw(url, key, pieces(100)))[0] in (0, 413)
         assert psutil.Process().memory_info().rss - before < 64 * 2**20
-        for body in (b"{", b"[1]", b"\xff", b"[" * 100_000, b"null"):
+        half = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
+        for body in (b"{", b"[1]", b"\xff", b"[" * 100_000, b"null", half):
             assert (await raw(url, key, body))[0] == 400, body[:10]
         assert (await raw(url, key, b"{}", "/nowhere"))[0] == 404
         reward = f"/episodes/{access.episode}/reward"
-        for body in (b"{}", b'{"reward": true}', b'{"reward": NaN}', b'{"reward": "1"}'):
+        huge = b'{"reward": 1%s}' % (b"0" * 400)
+        for body in (b"{}", b'{"reward": true}', b'{"reward": NaN}', b'{"reward": "1"}', huge):
             assert (await raw(url, key, body, reward))[0] == 400, body
         await say(client, [USER])
 
