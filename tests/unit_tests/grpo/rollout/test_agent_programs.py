@@ -54,6 +54,7 @@ COMMANDS = {
 FUNCTIONS = {
     "reward": ("    return {'reward': float(answer.choices[0].message.content == '12')}", 1.0),
     "nothing": ("    pass", None),
+    "no time limit": ("    return float(client.timeout is None)", 1.0),
     "raises": ("    raise KeyError", "raised KeyError"),
     "bad reward": ("    return object()", "bad reward"),
     "waits": ("    await asyncio.sleep(600)", "timeout"),

@@ -18,7 +18,9 @@ from aiohttp import web
 from stub_clients import serving
 
 from torchtitan.grpo.rollout.agents import endpoint, tool_calls
+from torchtitan.grpo.rollout.agents.transcript import Transcript
 from torchtitan.grpo.rollout.codec import pack, unpack
+from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Generation, separated
 
 USER = {"role": "user", "content": "7"}
@@ -154,6 +156,27 @@ async def test_rows_are_what_was_sent(model: Path, kind: str) -> None:
     else:
         assert played.texts() == [text.replace("][", "") for text in expected]
     assert played.metrics["agent/conversations"] == num_conversations
+
+
+async def test_a_request_costs_what_is_new_in_it(model: Path) -> None:
+    codec = TextCodec(str(model), [EOS])
+    said, rendered = Transcript(codec), []
+    render = codec.template._render
+    codec.template._render = lambda messages, **settings: (
+        rendered.append(len(messages)) or render(messages, **settings)
+    )
+    messages, turn = [dict(USER)], codec.encode_continuation("12<eos>")
+    for _ in range(20):
+        context = said.context(messages)
+        messages.append({"role": "assistant", "content": "12"})
+        said.add(messages, (), context, turn)
+        messages.append(dict(OTHER))
+    assert said.context(messages).token_ids == codec.encode_continuation(
+        "u:7;" + "a:12<eos>u:8;" * 20 + "a:"
+    )
+    assert max(rendered) <= 3 and len(rendered) <= 26
+    kept = sum(len(one.own_ids) for one in said._of_messages.values())
+    assert kept == len(context.token_ids) + len(turn)
 
 
 async def test_tools_are_called_by_the_client(model: Path) -> None:

@@ -16,13 +16,15 @@ from torchtitan.grpo.rollout.agents import chat_route, responses_route, text_rou
 from torchtitan.grpo.rollout.agents.episode import AgentEpisode, parsed_reward
 from torchtitan.grpo.rollout.agents.exchange import Answer, Asked, BadRequest
 from torchtitan.grpo.rollout.agents.programs import MODEL
-from torchtitan.grpo.system.connections import answering
+from torchtitan.grpo.system.connections import answering, raise_descriptor_limit
 from torchtitan.grpo.system.http_site import listen, read_body
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 * 2**20
 _MAX_CONNECTIONS = 4096
+# Of connections that are not accepted yet: the episodes of a batch begin at the same time.
+_BACKLOG = 1024
 _WRITE_SECONDS = 60.0
 _SHUTDOWN_SECONDS = 0.3
 _KEEPALIVE_SECONDS = 75.0
@@ -62,7 +64,8 @@ class AgentEndpoint:
         """Listens at a free port. Raises ValueError if the address is not one of this machine."""
         await self._runner.setup()
         try:
-            self._listener = await listen(self._runner, self._host, 0, _MAX_CONNECTIONS)
+            most = raise_descriptor_limit(_MAX_CONNECTIONS)
+            self._listener = await listen(self._runner, self._host, 0, most, backlog=_BACKLOG)
         except OSError as error:
             raise ValueError(
                 f"agent.host = {self._host!r} must be an address of this machine, on which agents "

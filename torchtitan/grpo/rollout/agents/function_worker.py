@@ -113,11 +113,18 @@ class _Episodes:
     def _client_of(self, url: str, key: str) -> Any:
         """Returns a client with the key of an episode. All share their connections: a client that
         opens connections takes tens of milliseconds to make.
+
+        It has no time limit, which the endpoint has: a long answer takes more than the client's
+        usual 600 s, after which it would ask again. And no request waits for another connection.
         """
-        from openai import AsyncOpenAI
+        from httpx import Limits
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
         if self._client is None or self._client.is_closed():
-            self._client = AsyncOpenAI(base_url=url, api_key="of no episode")
+            http = DefaultAsyncHttpxClient(limits=Limits(max_connections=None), timeout=None)
+            self._client = AsyncOpenAI(
+                base_url=url, api_key="of no episode", timeout=None, http_client=http
+            )
         return self._client.with_options(api_key=key)
 
 

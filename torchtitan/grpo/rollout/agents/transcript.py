@@ -12,6 +12,7 @@ Two messages are the same if their role, text and tool calls are: programs leave
 strip white space, and write the JSON of arguments anew.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -97,13 +98,16 @@ class Transcript:
                 return Context(said.token_ids(), said=said, is_known=True)
             return self._continued(messages, tools)
         said_up_to = [n for n, digest in enumerate(digests, 1) if digest in self._of_messages]
-        if said_up_to:
-            said = self._of_messages[digests[said_up_to[-1] - 1]]
-            if (context := self._behind(said, messages, said_up_to[-1], tools)) is not None:
-                return context
-        is_known = bool(said_up_to) or digests[-1] in self._asked
-        self._asked.add(digests[-1])
+        said = self._of_messages[digests[said_up_to[-1] - 1]] if said_up_to else None
+        if said is not None and not self._templated:
+            last, behind = said.own_ids[-1:].tolist(), messages[said_up_to[-1] :]
+            with contextlib.suppress(ValueError):  # tool messages without the calls they answer
+                return self._longer(self._codec.reply_text(behind, last, tools=tools), said)
         text = self._codec.template.render(messages, tools=tools)
+        if said is not None and self._templated and (rest := said.rest_of(text)) is not None:
+            return self._longer(rest, said)
+        is_known = said is not None or digests[-1] in self._asked
+        self._asked.add(digests[-1])
         return self._new(text, is_known=is_known)
 
     def text_context(self, text: str) -> Context:
@@ -134,22 +138,6 @@ class Transcript:
             self._of_text.append(said)
         else:
             self._of_messages[_digests(messages, tools)[-1]] = said
-
-    def _behind(
-        self, said: _Said, messages: Sequence[Message], length: int, tools: Tools
-    ) -> Context | None:
-        """Appends messages to a conversation; None if the template has rewritten what was before."""
-        codec = self._codec
-        if self._templated:
-            rest = said.rest_of(codec.template.render(messages, tools=tools))
-            if rest is None:
-                return None
-        else:
-            try:
-                rest = codec.reply_text(messages[length:], said.own_ids[-1:].tolist(), tools=tools)
-            except ValueError:  # it refuses tool messages without the calls that they answer
-                return None
-        return self._longer(rest, said)
 
     def _longer(self, rest: str, said: _Said) -> Context:
         ids = [*said.token_ids(), *self._codec.encode_continuation(rest)]
