@@ -235,6 +235,16 @@ async def test_stop_strings_end_an_answer_behind_the_token_that_completes_them(m
     assert played.texts() == ["u:7;a:[1234]<eos>u:8;a:[7<eos>]"]
 
 
+async def test_a_long_answer_is_looked_through_for_stop_strings_whenever_it_has_doubled(
+    model: Path,
+) -> None:
+    async def program(client: Any, row: Any, access: Any) -> None:
+        await say(client, [USER], stop=["8"])
+
+    played = await play(model, program, ["7" * 200], max_new_tokens=300)
+    assert [request.max_new_tokens for request in played.server.asked] == [64, 64, 128, 44]
+
+
 async def test_other_routes(model: Path) -> None:
     async def program(client: Any, row: Any, access: Any) -> None:
         text = await client.completions.create(model="m", prompt="1+1=", logprobs=1)
@@ -280,7 +290,7 @@ async def test_streams_say_the_same(model: Path) -> None:
 async def test_other_sampling_is_ignored_or_not_trained(model: Path, allowed: bool) -> None:
     async def program(client: Any, row: Any, access: Any) -> None:
         await say(client, [USER], temperature=0.5, seed=3)
-        await say(client, [OTHER], temperature=1.0)
+        await say(client, [OTHER], temperature=1.0, extra_body={"top_k": 0})
 
     played = await play(model, program, ANSWERS, allow_sampling=allowed)
     assert [request.temperature for request in played.server.asked] == [

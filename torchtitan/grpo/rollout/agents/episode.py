@@ -28,7 +28,8 @@ from torchtitan.grpo.rollout.serving.waiting import next_server
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Generation, Prompt, as_context, joined
 
-# A request with stop strings is looked through after this many tokens: servers know only tokens.
+# A request with stop strings is looked through after this many tokens, and whenever it has doubled:
+# servers know only tokens, and each look sends them the whole context.
 _STOP_SEGMENT = 64
 # What follows is the answer, and what is before it the model's thinking.
 _THINK_END = "</think>"
@@ -263,10 +264,12 @@ class AgentEpisode:
     ) -> tuple[Generation, _Stop | None]:
         """Returns an answer, and the stop string that ended it."""
         settings = self._settings
-        longest = min(settings.segment_tokens or room, _STOP_SEGMENT if asked.stop else room)
         written: Generation | None = None
         while True:
             num_written = 0 if written is None else len(written.token_ids)
+            longest = settings.segment_tokens or room
+            if asked.stop:
+                longest = min(longest, max(_STOP_SEGMENT, num_written))
             self._server = server = await next_server(
                 settings.places, self._floor, self._server.url, settings.wait_seconds
             )
@@ -280,8 +283,10 @@ class AgentEpisode:
                 replace(sampling, max_new_tokens=min(longest, room - num_written)),
             )
             written = joined(written, part)
-            if asked.stop and (found := _stopped(written, asked.stop, settings.codec)) is not None:
-                return found
+            if asked.stop:
+                found = await asyncio.to_thread(_stopped, written, asked.stop, settings.codec)
+                if found is not None:
+                    return found
             if written.finish_reason != "length" or len(written.token_ids) >= room:
                 return written, None
 

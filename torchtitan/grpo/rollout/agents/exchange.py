@@ -17,7 +17,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "seed")
 _IS_VALID: dict[str, Callable[[Any], bool]] = {
     "temperature": lambda value: 0 <= value <= 100,
     "top_p": lambda value: 0 < value <= 1,
-    "top_k": lambda value: isinstance(value, int) and (value == -1 or value >= 1),
+    "top_k": lambda value: isinstance(value, int) and value >= -1,
     "seed": lambda value: isinstance(value, int),
 }
 _DEFAULTS: dict[str, Any] = {
@@ -137,6 +137,8 @@ def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (is_number and _IS_VALID[name](value)):
             raise BadRequest(f"{name} = {value!r:.100} is not a possible value.", param=name)
+    if found.get("top_k") == 0:  # off, as on vLLM
+        found["top_k"] = -1
     return found
 
 

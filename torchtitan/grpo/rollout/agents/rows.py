@@ -11,7 +11,7 @@ trained once, in the row of the request that it answered::
     rows      q [a] o [b]                                      q a p [c]
 """
 
-import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torchtitan.grpo.types import FinishReason, Generation, joined, unsampled
@@ -76,7 +76,7 @@ class EpisodeRows:
         if not common:
             return replace(apart[0], apart=tuple(apart[1:])) if apart else None
         return replace(
-            functools.reduce(joined, common),
+            _all_joined(common),
             finish_reason=self._last_reason,
             environment_reward=reward,
             apart=tuple(apart),
@@ -92,3 +92,11 @@ class EpisodeRows:
             return self._prompt_row
         self._others.append(Row())
         return self._others[-1]
+
+
+def _all_joined(rows: Sequence[Generation]) -> Generation:
+    """By halves, because one after the other would copy the first row once for each other one."""
+    if len(rows) == 1:
+        return rows[0]
+    middle = len(rows) // 2
+    return joined(_all_joined(rows[:middle]), _all_joined(rows[middle:]))
