@@ -35,12 +35,26 @@ def check_tables(config: JobConfig) -> None:
             f"prompts.{key} and environments cannot be combined: each environment has its own "
             f"prompts.path, got {value!r}. Remove prompts.{key}, or make it an environment.",
         )
+    _check_replaced(config)
     require(
         len(environment_weights(config)) in (0, len(environments)),
         f"environments.NAME.weight must be set in all environments, or in none to weight them by "
         f"their numbers of prompts, got it in {len(environment_weights(config))} of "
         f"{len(environments)}.",
     )
+
+
+def _check_replaced(config: JobConfig) -> None:
+    """Refuses a setting of the run that every environment replaces."""
+    environments = config.environments.values()
+    for table, keys in OWN_KEYS.items():
+        for key in (k for k in keys if all(k in given.get(table, {}) for given in environments)):
+            value = getattr(getattr(config, table), key)
+            require(
+                value == getattr(_TABLES[table](), key) or key == "max_new_tokens",
+                f"{table}.{key} must be left out if every environment sets its own, got {value!r}, "
+                f"which nothing would read. Remove it, or environments.NAME.{table}.{key}.",
+            )
 
 
 def _check_name(name: str) -> None:

@@ -15,6 +15,7 @@ import msgspec
 
 from torchtitan.grpo.config import Evaluation, Prompts
 from torchtitan.grpo.config.bounds import bounds_of
+from torchtitan.grpo.config.environments import environments_of, own_key
 from torchtitan.grpo.config.evaluation import EvaluationSet, evaluation_sets, set_key
 from torchtitan.grpo.config_checks.rules import FILE_ENDINGS, check_file, require
 from torchtitan.grpo.job_config import JobConfig
@@ -129,6 +130,15 @@ def _check_environment(config: JobConfig, key: str, settings: EvaluationSet) -> 
         not known or name in known,
         f"{key} must name the environment with whose settings the set is evaluated, one of "
         f"{', '.join(known)}, got {name or 'nothing'!r}.",
+    )
+    own = environments_of(config)[name or ""]
+    require(
+        settings.function not in ("environment", "agent")
+        or own.rollout.environment is not None
+        or own.agent.is_used,
+        f"{key.removesuffix('environment')}function = {settings.function!r} is the reward of an "
+        f"episode, but neither {own_key(name or '', 'rollout.environment')} nor "
+        f"{own_key(name or '', 'agent')} is set. Name another function.",
     )
 
 

@@ -74,7 +74,8 @@ class RewardPool:
         self.next_step: Callable[[], int] = lambda: 0
         self.workers = ScoringWorkers(self._owner, num_workers, reward.timeout_seconds)
         self._counter = itertools.count()
-        self._failed_at = 0.0  # when the last failure of the row was counted
+        # When the last failure of a row was counted, by the functions that were called.
+        self._failed_at: dict[tuple[int, ...], float] = {}
 
     async def start(self) -> None:
         """Starts the first worker. Raises :class:`RewardError` if the functions do not load."""
@@ -112,11 +113,11 @@ class RewardPool:
         ``which`` are positions of functions (``None``: all). ``columns`` are further arguments with
         one value for each completion. Raises :class:`ScoringFailed` if this group cannot be scored,
         and :class:`RewardError` if it is the last of ``reward.max_consecutive_failures`` such
-        groups in a row, or a new worker cannot import the functions. Groups that are scored at the
-        same time count as one in such a row.
+        groups in a row with the same functions, or a new worker cannot import the functions. Groups
+        that are scored at the same time count as one in such a row.
         """
         request = self._request(prompt, completions, completion_ids, which, columns)
-        begun_at = math.inf
+        row, begun_at = tuple(request.which), math.inf
 
         def begin() -> None:
             nonlocal begun_at
@@ -125,12 +126,12 @@ class RewardPool:
         try:
             scored = await self._patiently_scored(request, prompt, begin)
         except ScoringFailed as error:
-            is_news = begun_at >= self._failed_at
+            is_news = begun_at >= self._failed_at.get(row, 0.0)
             if is_news:
-                self._failed_at = time.monotonic()
-            self._owner.record_failure(error, is_news=is_news)
+                self._failed_at[row] = time.monotonic()
+            self._owner.record_failure(error, row=row, is_news=is_news)
             raise
-        self._owner.record_success()
+        self._owner.record_success(row)
         return scored
 
     def describe(self) -> str:

@@ -111,8 +111,11 @@ class DropLog:
     def record_request(self, url: str, error: ServerError) -> None:
         self.record(kind_of_request(error), str(error), source=url)
 
-    def record_closed(self, group_id: int, reason: CloseReason, detail: str) -> None:
-        self.record(reason, f"group {group_id} is not trained on. {detail}")
+    def record_closed(
+        self, group_id: int, reason: CloseReason, detail: str, environment: str = ""
+    ) -> None:
+        of = f" of environments.{environment}" if environment else ""
+        self.record(reason, f"group {group_id}{of} is not trained on. {detail}", source=environment)
 
     def take_metrics(self) -> dict[str, float]:
         last, self._last = self._last, self.counts.copy()

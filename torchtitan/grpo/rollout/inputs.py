@@ -22,7 +22,7 @@ from torchtitan.grpo.rewards.gold_values import gold_judge
 from torchtitan.grpo.rewards.scoring_pool import RewardError, RewardPool
 from torchtitan.grpo.rollout.agents.writer import Agents
 from torchtitan.grpo.rollout.drops import DropLog
-from torchtitan.grpo.rollout.environments import EnvironmentPool
+from torchtitan.grpo.rollout.environments import EnvironmentPool, EnvironmentsFailing
 from torchtitan.grpo.rollout.model_match import model_warnings, prompt_notes
 from torchtitan.grpo.rollout.prompts import (
     PromptSet,
@@ -66,10 +66,11 @@ class EnvironmentInputs:
     async def start(self, drops: DropLog) -> None:
         config = self.config
         if config.agent.is_used:
-            self.agents = Agents.of(config, drops)
+            self.agents = Agents.of(config, drops, self.name)
             await self.agents.start()
         if config.rollout.environment is not None:
-            self.pool = EnvironmentPool(config.rollout, config.workers, drops.record_episode)
+            key = self.key("rollout.environment")
+            self.pool = EnvironmentPool(config.rollout, config.workers, drops.record_episode, key)
             await self.pool.start()
 
     async def close(self) -> None:
@@ -156,13 +157,13 @@ class Inputs:
         await pool.start()
         self._warn(filter(None, [pool.workers.warning]))
         for one in self.environments.values():
-            await one.start(self._drops)
             try:
+                await one.start(self._drops)
                 await self._check_rewards(one, pool)
-            except RewardError as error:
+            except (RewardError, EnvironmentsFailing) as error:
                 if not one.name:
                     raise
-                raise RewardError(f"environments.{one.name}: {error}") from error
+                raise type(error)(f"environments.{one.name}: {error}") from error
 
     async def _check_rewards(self, one: EnvironmentInputs, pool: RewardPool) -> None:
         rollout, functions = one.config.rollout, one.config.reward.functions

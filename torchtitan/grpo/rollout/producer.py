@@ -312,7 +312,8 @@ class Producer:
 
     def _note_closed(self, group_id: int, reason: CloseReason, detail: str, cause: Cause) -> None:
         self._ledger.close(group_id, reason)
-        self._drops.record_closed(group_id, reason, detail)
+        environment = self._prompts.environment_of(group_id)
+        self._drops.record_closed(group_id, reason, detail, environment)
         self._kept_groups.drop(group_id, cause)
 
     def _relieve_overdue(self) -> bool:

@@ -4,7 +4,7 @@
 """Starts worker processes, has them load the user's code, counts failed calls, and kills them."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 from torchtitan.grpo.config import Workers
@@ -31,6 +31,7 @@ class CallFailed(Exception):
 class FailureLimit:
     """Counts failed calls by kind; too many in a row end the run with ``error``.
 
+    Calls of different ``row`` are counted apart: the success of one says nothing about another.
     ``calls`` is for messages: what fails (``groups in a row could not be scored``). ``most`` comes
     with its TOML key.
     """
@@ -43,26 +44,28 @@ class FailureLimit:
         on_failure: Callable[[CallFailed], object],
     ) -> None:
         self._calls, self._most, self._error, self._on_failure = calls, most, error, on_failure
-        self._failures_in_a_row = 0
+        self._failures_in_a_row: Counter[Hashable] = Counter()
         self.failures: Counter[str] = Counter()
 
-    def record_failure(self, failure: CallFailed, *, is_news: bool = True) -> None:
+    def record_failure(
+        self, failure: CallFailed, *, row: Hashable = None, is_news: bool = True
+    ) -> None:
         """Counts and reports a failed call; raises ``error`` after too many in a row.
 
         One that is no news, because another call failed meanwhile, does not lengthen the row.
         """
         self.failures[failure.kind] += 1
         self._on_failure(failure)
-        self._failures_in_a_row += is_news
+        self._failures_in_a_row[row] += is_news
         most, key = self._most
-        if is_news and self._failures_in_a_row >= most:
+        if is_news and self._failures_in_a_row[row] >= most:
             raise self._error(
-                f"{self._failures_in_a_row} {self._calls} ({key} = {most}). The last reason: "
+                f"{self._failures_in_a_row[row]} {self._calls} ({key} = {most}). The last reason: "
                 f"{failure}"
             ) from failure
 
-    def record_success(self) -> None:
-        self._failures_in_a_row = 0
+    def record_success(self, row: Hashable = None) -> None:
+        self._failures_in_a_row.pop(row, None)
 
 
 class WorkerOwner(FailureLimit, Generic[Reply]):

@@ -102,7 +102,7 @@ def test_a_set_takes_from_the_table_what_it_does_not_set_itself(load):
 
 def test_an_environment_takes_from_the_run_what_it_does_not_set_itself(load):
     config = load(
-        "--prompts.path= --environments.sums.reward.weights 2 "
+        "--prompts.path= --reward.functions=[] --environments.sums.reward.weights 2 "
         "--environments.sums.rollout.environment_options.base 3",
         "[rollout]\nmin_completion_tokens = 2\nmax_turns = 4\n[reward.judge]\nurl = 'http://a:1'\n"
         "model = 'm'\ntemplate = '{completion}'\n"

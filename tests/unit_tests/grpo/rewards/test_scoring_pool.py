@@ -119,6 +119,15 @@ async def test_a_group_fails_alone_and_failures_in_a_row_end_the_run(functions: 
             await pool.score(PROMPT, ["exit", "b"], IDS)
 
 
+async def test_the_success_of_one_function_does_not_hide_that_another_always_fails(functions: str):
+    names = [f"{functions}:{name}" for name in ("by_completion", "length")]
+    async with started_pool(*names, failures=2) as pool:
+        for failed in (ScoringFailed, RewardError):
+            assert await values(pool, PROMPT, ["a", "b"], IDS, [1]) == [[1.0, 1.0]]
+            with pytest.raises(failed):
+                await pool.score(PROMPT, ["nan", "b"], IDS, [0])
+
+
 async def test_a_function_that_hangs_is_killed_and_the_worker_replaced(functions: str):
     async with started_pool(f"{functions}:by_completion") as pool:
         (before,) = descendants(WORKER)

@@ -64,6 +64,17 @@ def test_metrics_count_since_the_last_batch_and_the_note_holds_what_is_not_zero(
     assert dropped(drops.take_metrics()).count("1 ") == len(get_args(CloseReason))
 
 
+def test_the_first_group_that_each_environment_loses_is_announced() -> None:
+    announced: list[str] = []
+    drops = DropLog(announced.append)
+    for group, environment in enumerate(("sums", "words", "sums")):
+        drops.record_closed(group, "unscored", "It failed.", environment)
+    assert [text.partition(": ")[2] for text in announced] == [
+        "group 0 of environments.sums is not trained on. It failed.",
+        "group 1 of environments.words is not trained on. It failed.",
+    ]
+
+
 async def test_errors_that_any_module_logs_are_announced_and_warnings_are_not() -> None:
     announcer = Announcer()
     try:

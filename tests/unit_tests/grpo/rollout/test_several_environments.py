@@ -18,6 +18,7 @@ from stub_clients import serving
 
 from torchtitan.grpo.config import GRPO, Evaluation, Inference, Prompts, Reward, Rollout
 from torchtitan.grpo.config.rollout_process import RolloutProcessConfig
+from torchtitan.grpo.rollout.environments import EnvironmentFailed, EnvironmentsFailing
 from torchtitan.grpo.rollout.input_check import check
 from torchtitan.grpo.rollout.session import EvaluationSession, RolloutSession
 from torchtitan.grpo.rollout.tokenizer import TextCodec
@@ -205,6 +206,32 @@ async def test_what_each_environment_opens_is_told_by_its_keys(repository: Path,
     report = await check(config, lambda text: None)
     assert report.error is not None
     assert report.error.startswith("environments.copies: ") and "exact_match" in report.error
+    del config.environments["copies"]
+    config.environments["sums"]["rollout"]["environment"] = f"{tmp_path}/none.py:Game"
+    del config.evaluation.sets["copies"]
+    report = await check(config, lambda text: None)
+    assert report.error is not None and "none.py does not exist" in report.error
+    assert report.error.startswith("environments.sums: ")
+
+
+async def test_episodes_that_all_fail_end_the_run_and_name_their_environment(
+    repository: Path, tmp_path: Path
+):
+    config = config_of(repository, tmp_path, "http://127.0.0.1:1")
+    config.rollout.max_consecutive_failures = 1
+    session = RolloutSession(config)
+    try:
+        await session.open_inputs()
+        sums, calls = (session.inputs.environments[name] for name in ("sums", "calls"))
+        assert sums.pool is not None and calls.agents is not None
+        for limit, key in (
+            (sums.pool, "environments.sums.rollout.environment"),
+            (calls.agents.programs.limit, "environments.calls.agent.function"),
+        ):
+            with pytest.raises(EnvironmentsFailing, match=f"1 episodes of {key} in a row failed"):
+                limit.record_failure(EnvironmentFailed("crash", "It ended."))
+    finally:
+        await session.close()
 
 
 async def test_an_evaluation_without_a_run_starts_what_its_sets_need(

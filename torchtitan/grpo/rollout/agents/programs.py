@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torchtitan.grpo.config import Agent, Rollout, Workers
+from torchtitan.grpo.config.environments import own_key
 from torchtitan.grpo.rollout.agents.function_worker import (
     Cancel,
     Ended,
@@ -90,10 +91,12 @@ class Programs(Protocol):
     async def close(self) -> None: ...
 
 
-def make_programs(agent: Agent, rollout: Rollout, workers: Workers, on_failure: Any) -> Programs:
+def make_programs(
+    agent: Agent, rollout: Rollout, workers: Workers, on_failure: Any, environment: str = ""
+) -> Programs:
     if agent.function is not None:
-        return Functions(agent, rollout, workers, on_failure)
-    return Commands(agent, rollout, workers, on_failure)
+        return Functions(agent, rollout, workers, on_failure, environment)
+    return Commands(agent, rollout, workers, on_failure, environment)
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
@@ -104,10 +107,12 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
 class Commands:
     """``agent.command``: starts a process for each episode."""
 
-    def __init__(self, agent: Agent, rollout: Rollout, workers: Workers, on_failure: Any) -> None:
+    def __init__(
+        self, agent: Agent, rollout: Rollout, workers: Workers, on_failure: Any, environment: str
+    ) -> None:
         self._command, self._workers = agent.command, workers
         most = rollout.max_consecutive_failures, "rollout.max_consecutive_failures"
-        calls = "episodes of agent.command in a row failed"
+        calls = f"episodes of {own_key(environment, 'agent.command')} in a row failed"
         self.limit = FailureLimit(calls, most, EnvironmentsFailing, on_failure)
 
     async def start(self) -> None:
@@ -231,14 +236,16 @@ def _last_line(output: bytes) -> Any:
 class Functions:
     """``agent.function``: runs many episodes in each worker process."""
 
-    def __init__(self, agent: Agent, rollout: Rollout, workers: Workers, on_failure: Any) -> None:
+    def __init__(
+        self, agent: Agent, rollout: Rollout, workers: Workers, on_failure: Any, environment: str
+    ) -> None:
         assert agent.function is not None, "agent.function must be set"
         self.limit = self._owner = WorkerOwner(
             "torchtitan.grpo.rollout.agents.function_worker",
             decode_reply,
             LoadFunction(agent.function, agent.options),
             subject=f"agent.function {agent.function!r}",
-            calls="episodes of agent.function in a row failed",
+            calls=f"episodes of {own_key(environment, 'agent.function')} in a row failed",
             error=EnvironmentsFailing,
             timeout_seconds=(agent.timeout_seconds, "agent.timeout_seconds"),
             most_failures=(rollout.max_consecutive_failures, "rollout.max_consecutive_failures"),

@@ -35,8 +35,10 @@ class Agents:
     programs: Programs
 
     @classmethod
-    def of(cls, config: RolloutProcessConfig, drops: DropLog) -> "Agents":
-        programs = make_programs(config.agent, config.rollout, config.workers, drops.record_episode)
+    def of(cls, config: RolloutProcessConfig, drops: DropLog, name: str = "") -> "Agents":
+        programs = make_programs(
+            config.agent, config.rollout, config.workers, drops.record_episode, name
+        )
         return cls(AgentEndpoint(config.agent.host, config.seq_len), programs)
 
     async def start(self) -> None:

@@ -56,6 +56,7 @@ class EnvironmentPool:
         rollout: Rollout,
         workers: Workers | None = None,
         on_failure: Callable[[CallFailed], object] = lambda failure: None,
+        key: str = "rollout.environment",
     ) -> None:
         factory, seconds = rollout.environment, rollout.environment_timeout_seconds
         assert factory is not None, "rollout.environment must be set"
@@ -66,7 +67,7 @@ class EnvironmentPool:
             decode_reply,
             LoadEnvironment(factory, rollout.environment_options),
             subject=f"rollout.environment {factory!r}",
-            calls="episodes of rollout.environment in a row failed",
+            calls=f"episodes of {key} in a row failed",
             error=EnvironmentsFailing,
             timeout_seconds=(seconds, "rollout.environment_timeout_seconds"),
             most_failures=(rollout.max_consecutive_failures, "rollout.max_consecutive_failures"),
