@@ -193,8 +193,9 @@ class Reward:
     """Reward functions; at least one is required, unless the run uses a teacher, replays
     recorded rollouts, or trains on supervised examples. Each is named
     ``package.module:function`` or ``path/to/file.py:function``, or is built in: ``exact_match``,
-    ``partial_match``, ``boxed_math``, ``think_answer_tags``, ``environment`` (the reward that
-    ``rollout.environment`` returned), or ``judge`` (``[reward.judge]``)."""
+    ``partial_match``, ``boxed_math``, ``think_answer_tags``, ``environment`` or ``agent`` (the reward
+    that ``rollout.environment`` or the program of ``[agent]`` returned), or ``judge``
+    (``[reward.judge]``)."""
 
     weights: list[float] = field(default_factory=list)
     """Weight of each function in the sum that is the reward. If it is empty, each function has
@@ -218,7 +219,8 @@ class Reward:
 
     max_consecutive_failures: Annotated[int, at_least(1)] = 8
     """The run ends with an error after this many groups in a row could not be scored. Groups that
-    are scored at the same time count as one."""
+    are scored at the same time count as one, and those with other functions, as in another
+    environment, are counted apart."""
 
     judge: Judge = field(default_factory=Judge)
     """The model that the built-in function ``judge`` asks: the table ``[reward.judge]``, below."""
