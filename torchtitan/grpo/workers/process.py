@@ -48,16 +48,23 @@ def worker_environment(also: Sequence[str] = ()) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if is_named(name, names)}
 
 
+def limits_of(workers: Workers) -> dict[int, tuple[int, int]]:
+    """The soft and the hard limit of each resource."""
+    limits = {}
+    if workers.max_memory_gib:
+        num_bytes = int(workers.max_memory_gib * 2**30)
+        limits[resource.RLIMIT_AS] = num_bytes, num_bytes
+    if workers.max_cpu_seconds:
+        # The kernel sends SIGXCPU at the first limit, and SIGKILL at the second.
+        limits[resource.RLIMIT_CPU] = workers.max_cpu_seconds, workers.max_cpu_seconds + 1
+    return limits
+
+
 def apply_limits(workers: Workers) -> None:
     """Called in the child, between fork and exec."""
     die_with_parent(signal.SIGKILL)
-    if workers.max_memory_gib:
-        num_bytes = int(workers.max_memory_gib * 2**30)
-        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
-    if workers.max_cpu_seconds:
-        # The kernel sends SIGXCPU at the first limit, and SIGKILL at the second.
-        limits = workers.max_cpu_seconds, workers.max_cpu_seconds + 1
-        resource.setrlimit(resource.RLIMIT_CPU, limits)
+    for kind, limits in limits_of(workers).items():
+        resource.setrlimit(kind, limits)
 
 
 class WorkerLost(Exception):

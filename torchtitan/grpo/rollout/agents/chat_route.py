@@ -19,7 +19,8 @@ from torchtitan.grpo.rollout.agents.exchange import (
 def read(body: Mapping[str, Any]) -> Asked:
     return Asked(
         messages=read_messages(body.get("messages")),
-        tools=[] if body.get("tool_choice") == "none" else read_tools(body),
+        tools=read_tools(body),
+        may_call=body.get("tool_choice") != "none",
         continues=bool(body.get("continue_final_message")),
         wants_logprobs=bool(body.get("logprobs")),
         **shared_settings(body),

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from torchtitan.grpo.inference.client import ServerError
@@ -201,14 +202,25 @@ async def _stream(
     parts = []
     for event in events:
         name = f"event: {event['type']}\n" if is_named else ""
-        parts.append(f"{name}data: {json.dumps(event, allow_nan=False)}\n\n".encode())
+        parts.append(b"%sdata: %s\n\n" % (name.encode(), _encoded(event)))
     end = [] if is_named else [b"data: [DONE]\n\n"]
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     return await _written(http, response, [*parts, *end])
 
 
 async def _send(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    return await _written(http, web.json_response(body), [])
+    response = web.Response(body=_encoded(body), content_type="application/json", charset="utf-8")
+    return await _written(http, response, [])
+
+
+def _encoded(body: Any) -> bytes:
+    """As JSON; many times faster than `json`, which takes tens of milliseconds for long answers."""
+    try:
+        return msgspec.json.encode(body)
+    except (
+        UnicodeEncodeError
+    ):  # half of a surrogate pair, in the name of a tool that the model wrote
+        return json.dumps(body, allow_nan=False).encode()
 
 
 async def _written(

@@ -28,9 +28,10 @@ from torchtitan.grpo.rollout.serving.waiting import next_server
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Generation, Prompt, as_context, joined
 
-# A request with stop strings is looked through after this many tokens, and whenever it has doubled:
-# servers know only tokens, and each look sends them the whole context.
-_STOP_SEGMENT = 64
+# Servers know only tokens, so an answer to a request with stop strings is written in segments, and looked
+# through after each. They double from the first number to the second: each sends the whole context again,
+# and what is written behind a stop string is lost.
+_STOP_SEGMENTS = 64, 512
 # What follows is the answer, and what is before it the model's thinking.
 _THINK_END = "</think>"
 # Ids of tool calls are of the length that every chat template accepts.
@@ -269,7 +270,8 @@ class AgentEpisode:
             num_written = 0 if written is None else len(written.token_ids)
             longest = settings.segment_tokens or room
             if asked.stop:
-                longest = min(longest, max(_STOP_SEGMENT, num_written))
+                first, most = _STOP_SEGMENTS
+                longest = min(longest, max(first, min(num_written, most)))
             self._server = server = await next_server(
                 settings.places, self._floor, self._server.url, settings.wait_seconds
             )

@@ -8,13 +8,14 @@ A program ends alone: its process is killed together with everything in its sess
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import json
 import logging
 import math
 import os
+import resource
 import signal
+import sys
 import tempfile
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -39,7 +40,7 @@ from torchtitan.grpo.workers.owner import OUTPUT_HINT, FailureLimit, WorkerOwner
 from torchtitan.grpo.workers.process import (
     WorkerLost,
     WorkerProcess,
-    apply_limits,
+    limits_of,
     worker_environment,
 )
 
@@ -155,20 +156,30 @@ class Commands:
             with tempfile.TemporaryFile() as file:
                 file.write(row.encode() + b"\n")
                 file.seek(0)
-                return await asyncio.create_subprocess_exec(
+                # Without a preexec_fn, which would copy the tables of this process's memory: up to a
+                # tenth of a second in which no other episode goes on.
+                process = await asyncio.create_subprocess_exec(
                     *self._command,
                     stdin=file,
                     stdout=output.descriptor,
                     start_new_session=True,
                     env=worker_environment(self._workers.pass_variables) | access.variables(),
-                    preexec_fn=functools.partial(apply_limits, self._workers),
                 )
+            self._limit(process.pid)
+            return process
         except OSError as error:
             raise EnvironmentFailed(
                 "start", f"agent.command {self._command} cannot be started: {error}."
             ) from error
         finally:
             output.let_go()
+
+    def _limit(self, pid: int) -> None:
+        if sys.platform != "linux":
+            return  # docs/how-to/agents.md says so
+        for kind, limits in limits_of(self._workers).items():
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, kind, limits)
 
 
 class _Output:

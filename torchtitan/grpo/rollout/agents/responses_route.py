@@ -28,7 +28,8 @@ def read(body: Mapping[str, Any], earlier: list[Message]) -> Asked:
         system = [{"role": "system", "content": read_text(instructions, "instructions")}]
     return Asked(
         messages=[*system, *earlier, *read_items(body.get("input"))],
-        tools=[] if body.get("tool_choice") == "none" else read_tools(body),
+        tools=read_tools(body),
+        may_call=body.get("tool_choice") != "none",
         max_tokens=read_length(body, "max_output_tokens"),
         sampling=sampling_of(body),
         ignored=ignored_in(body),
