@@ -21,10 +21,10 @@ from torchtitan.grpo import cli
 from torchtitan.grpo.config import Prompts
 from torchtitan.grpo.init_config.columns import choose_columns, read_source
 from torchtitan.grpo.init_config.machine import Machine, count_parameters
-from torchtitan.grpo.init_config.prompt_form import Lengths, PromptForm, choose_form, measure
+from torchtitan.grpo.init_config.prompt_form import PromptForm, choose_form, measure
 from torchtitan.grpo.init_config.reward_choice import RewardChoice, choose_reward
-from torchtitan.grpo.init_config.settings import Findings, choose_sizes, choose_tables
-from torchtitan.grpo.init_config.toml_file import toml_value
+from torchtitan.grpo.init_config.settings import Findings, choose_settings, choose_sizes
+from torchtitan.grpo.init_config.toml_file import text_value
 from torchtitan.grpo.models.hf_config import read_hf_model
 
 TEMPLATE = (
@@ -33,10 +33,9 @@ TEMPLATE = (
     "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
 )
 HASHED = [f"{n} + {n} = {2 * n} apples.\n#### {2 * n}" for n in range(5, 25)]
-LENGTHS = Lengths(np.arange(1, 99), num_rows=100, limit=500)  # two are longer than 500
 QUESTIONS = [f"Ann and {{Bob}} have {n} apples each. How many together?" for n in range(5, 25)]
 ROWS = [{"question": q, "answer": a} for q, a in zip(QUESTIONS, HASHED, strict=True)]
-BOXED, HASH = "Reason step by step, and write", "Reason step by step, then write"
+BOXED = "Reason step by step, and write"
 
 
 def user(text: str) -> dict[str, str]:
@@ -89,35 +88,34 @@ def test_the_shipped_model_gets_a_file_with_a_reason_in_every_line(
 
 
 @pytest.mark.parametrize(
-    ("rows", "prompt", "answer", "functions", "shaped"),
+    ("rows", "prompt", "answer", "function", "shaped"),
     [
-        (ROWS, "question", "answer", ["boxed_math", "hash_answer_format"], {"template": HASH}),
-        ([{"messages": [user(row["question"]), assistant(row["answer"])]} for row in ROWS],
-         "messages.0.content", "messages.1.content", ["boxed_math", "hash_answer_format"], {"template": HASH}),
+        (ROWS, "question", "answer", "boxed_math", {"template": BOXED}),
         ([{"prompt": [user(q)], "reward_model": {"ground_truth": str(n)}} for n, q in enumerate(QUESTIONS)],
-         "prompt", "reward_model.ground_truth", ["boxed_math"], {"system_prompt": BOXED}),
+         "prompt", "reward_model.ground_truth", "boxed_math", {"system_prompt": BOXED}),
+        ([{"messages": [user(q), assistant("?")], "problem": f"{q} End with ####.", "answer": n} for n, q in enumerate(QUESTIONS)],
+         "problem", "answer", "boxed_math", {"template": "{prompt}<|end|>"}),
         ([{"problem": row["question"], "solution": row["answer"], "answer": n} for n, row in enumerate(ROWS)],
-         "problem", "answer", ["boxed_math"], {"template": BOXED}),
+         "problem", "answer", "boxed_math", {"template": BOXED}),
         ([{"text": q, "label": ["good", "bad"][n % 2]} for n, q in enumerate(QUESTIONS)],
-         "text", "label", ["boxed_math"], {"template": BOXED}),
-        ([{"messages": [user(q)]} for q in QUESTIONS], "messages", None, [], {}),
+         "text", "label", "boxed_math", {"template": BOXED}),
+        ([{"messages": [user(q)]} for q in QUESTIONS], "messages", None, "", {}),
         ([{"instruction": q, "output": q * 30} for q in QUESTIONS],
-         "instruction", "output", [], {"template": "<|user|>"}),
+         "instruction", "output", "", {"template": "<|user|>"}),
     ],
 )  # fmt: skip
 def test_columns_and_rewards_are_known_by_the_rows(
-    rows, prompt, answer, functions, shaped, folder, tmp_path
+    rows, prompt, answer, function, shaped, folder, tmp_path
 ):
     source = read_source(write(tmp_path / "rows.jsonl", rows), "train", None)
     columns = choose_columns(source, None, None, has_template=True)
     assert (columns.prompt, columns.answer) == (prompt, answer)
     reward = choose_reward(columns, has_template=True)
-    assert [name.rpartition(":")[2] for name in reward.functions] == functions
-    assert reward.hits == (len(rows) if functions else 0)
+    assert (reward.function, reward.hits) == (function, len(rows) if function else 0)
     form, codec = choose_form(folder, source, columns, reward)
     for key, part in shaped.items():
         assert part in getattr(form.settings, key)
-    assert measure(codec, form.settings, 2000).num_rows == len(rows)
+    assert len(measure(codec, form.settings, 2000)) == len(rows)
 
 
 @pytest.mark.parametrize("has_template", [True, False])
@@ -136,7 +134,7 @@ def test_a_text_becomes_what_the_chat_template_makes_of_it(has_template, folder,
         messages = [user(f"{QUESTIONS[0]}\n\n{instruction}")]
         assert codec.encode(text) == codec.encode_chat(messages)
     else:
-        assert text.startswith(f"Question: {QUESTIONS[0]}\n{HASH}") and text.endswith("\nAnswer:")
+        assert text.startswith(f"Question: {QUESTIONS[0]}\n{BOXED}") and text.endswith("\nAnswer:")
 
 
 def test_a_reward_that_must_be_written_keeps_the_run_from_starting_until_it_is(
@@ -160,13 +158,13 @@ def test_a_reward_that_must_be_written_keeps_the_run_from_starting_until_it_is(
     ("rows", "options", "said"),
     [
         ([], [], "contains no prompts"),
-        ([{"x": 1}], [], "none of the columns ['x']"),
+        ([{"x": 1}], [], "the columns ['x']. None has a name"),
         ([{"a": "?", "b": "!"}], [], "--prompt-column NAME (and --answer-column NAME)"),
         ([{"a": "?"}], ["--prompt-column", "c"], "--prompt-column must name a column"),
-        ([{"a": "?", "b": 1}], ["--prompt-column", "b"], "--prompt-column b of"),
+        ([{"a": "?", "b": 1}], ["--prompt-column", "b"], "b: column 'b' (prompts.column) must be a string"),
         ([{"prompt": "?"}], ["--answer-column", "c"], "Existing columns: ['prompt']"),
         ([{"messages": [user("?"), assistant("!")] * 2}], [], "Remove that message"),
-        ([{"prompt": "?" * 3000}], [], "are longer than 2047 tokens"),
+        ([{"prompt": "?" * 3000}], [], "at most 2047 tokens"),
     ],
 )
 def test_data_without_prompts_is_refused(
@@ -197,15 +195,14 @@ def test_adapters_are_trained_where_a_model_does_not_fit(sizes, num_gpus, is_ada
     file.write_text(json.dumps(json.loads(file.read_text()) | sizes | HEADS))
     model, half = read_hf_model(folder), max(1, num_gpus // 2)
     machine = Machine("these", (79 if num_gpus else 4) << 30, num_gpus, half, half)
-    form, reward = PromptForm(Prompts("x"), {}), RewardChoice(("boxed_math",), (1.0,), "boxed")
-    found = Findings("m", model, count_parameters(model), 20, form, LENGTHS, reward, ("f",), 9, machine)  # fmt: skip
-    tables, memory = choose_tables(found, choose_sizes(found), "outputs")
-    assert ("lora" in tables, memory.fits, memory.is_hopeless) == (is_adapted, fits, not fits)
-
-
-def test_lengths_count_what_is_longer():
-    assert [LENGTHS.percentile(p) for p in (50, 98, 99)] == [50, 98, 500]
-    assert (LENGTHS.num_longer(98), LENGTHS.num_longer(90)) == (2, 10)
+    form, reward = PromptForm(Prompts("x")), RewardChoice("boxed_math", "boxed")
+    lengths = np.asarray([*range(1, 99), 500, 500])
+    found = Findings("m", model, count_parameters(model), 20, form, lengths, reward, "f", 9, machine)
+    found_sizes = choose_sizes(found)
+    assert (found_sizes.prompt, found_sizes.num_dropped) == (512, 0)
+    text, values, known_to_fit = choose_settings(found, found_sizes)
+    assert ("[lora]" in text, known_to_fit) == (is_adapted, fits)
+    assert tomllib.loads(text)["optimizer"]["lr"] == values["lr"]
 
 
 @given(st.recursive(
@@ -215,4 +212,4 @@ def test_lengths_count_what_is_longer():
     max_leaves=8,
 ))  # fmt: skip
 def test_any_value_is_read_as_it_was_written(value):
-    assert tomllib.loads(f"value = {toml_value(value)}")["value"] == value
+    assert tomllib.loads(f"value = {text_value(value)}")["value"] == value

@@ -11,13 +11,13 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.grpo.command_line import ConfigError
+from torchtitan.grpo.command_line import ConfigError, refusing
 from torchtitan.grpo.errors import RunError
 from torchtitan.grpo.init_config.columns import Columns, Source, choose_columns, read_source
 from torchtitan.grpo.init_config.prompt_form import answer_tokens, choose_form, measure
 from torchtitan.grpo.init_config.reward_choice import RewardChoice, choose_reward
 from torchtitan.grpo.init_config.reward_file import REWARD_FILE, write_reward
-from torchtitan.grpo.init_config.toml_file import toml_text
+from torchtitan.grpo.init_config.toml_file import whole_text
 from torchtitan.grpo.models.hub import locate_model
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.start.train import as_trained
@@ -56,7 +56,8 @@ def init(arguments: list[str]) -> int:
     _refuse_output(output, force=given.force)
     folder, notes = locate_model(given.model, "MODEL", weights=False)
     read_json(Path(folder, "config.json"), "MODEL")
-    has_template = _has_template(folder)
+    with refusing():
+        has_template = TextCodec(folder, ()).has_chat_template()
     source = read_source(given.data, given.split, given.name)
     columns = choose_columns(
         source, given.prompt_column, given.answer_column, has_template=has_template
@@ -69,8 +70,6 @@ def init(arguments: list[str]) -> int:
     sizes = choose_sizes(found)
     for line in (*notes, *_summary(found, sizes, source, columns)):
         print(line, flush=True)
-    if found.form.warning:
-        print(f"warning: {found.form.warning}", flush=True)
     text = _compose(given, found, sizes)
     is_new = not reward.is_builtin and write_reward(output, source, columns)
     write_whole(output, text.encode())
@@ -94,13 +93,6 @@ def _refuse_output(output: Path, *, force: bool) -> None:
         )
 
 
-def _has_template(folder: str) -> bool:
-    try:
-        return TextCodec(folder, ()).has_chat_template()
-    except ValueError as error:
-        raise ConfigError(str(error).replace("model.hf_assets_path", "MODEL")) from error
-
-
 def _find(
     given: argparse.Namespace, folder: str, source: Source, columns: Columns, reward: RewardChoice
 ) -> "Findings":
@@ -121,71 +113,50 @@ def _find(
         form=form,
         lengths=measure(codec, form.settings, longest_sequence(model) - 1),
         reward=reward,
-        reward_names=reward.functions or (f"{given.output.with_name(REWARD_FILE)}:reward",),
+        function=reward.function or f"{given.output.with_name(REWARD_FILE)}:reward",
         answer_tokens=answer_tokens(codec, columns),
         machine=find_machine(),
+        dump_folder=f"outputs/{given.output.stem}",
     )
 
 
 def _compose(given: argparse.Namespace, found: "Findings", sizes: "Sizes") -> str:
-    """Returns the text of the file; ConfigError if the model cannot be trained here."""
-    from torchtitan.grpo.init_config.settings import choose_tables
+    from torchtitan.grpo.init_config.settings import choose_settings
 
-    tables, memory = choose_tables(found, sizes, f"outputs/{given.output.stem}")
-    needs = f"a training step needs {memory.describe()}"
-    if memory.is_hopeless:
-        raise ConfigError(
-            f"MODEL must fit into the memory of this machine ({found.machine.describe()}), but {needs}, "
-            "even with adapters and recomputation. Name a smaller model, or write the file on a machine "
-            "with more memory."
+    settings, values, fits = choose_settings(found, sizes)
+    if not fits:
+        print(
+            f"warning: even with adapters and recomputation, a training step needs {values['memory']}, so "
+            "that the run may end for want of memory",
+            flush=True,
         )
-    if not memory.fits:
-        print(f"warning: {needs}, so that the run may end for want of memory", flush=True)
-    heading = list(_heading(given, found, needs))
-    return toml_text(heading, tables, _ending(found.reward_names[0]))
-
-
-def _heading(given: argparse.Namespace, found: "Findings", needs: str) -> Iterator[tuple[str, str]]:
-    yield "Purpose", f"GRPO on {given.data} with {given.model}."
-    yield "", f"Written by torchtitan-grpo init on {date.today()}; every value may be changed."
-    yield "Hardware", f"{found.machine.describe()}. Start it in the folder of init:"
-    yield "", f"    {_train(given.output)}"
-    yield "Memory", f"{needs}."
-    yield (
-        "Expected",
-        "unknown, because no run with this file has been made. The mean reward in the line",
-    )
-    yield "", "of each step should rise. If it stays at 0 or at its maximum, nothing is learned:"
-    yield "", "read samples.jsonl, and section 5 of docs/how-to/first-model.md."
-
-
-def _ending(function: str) -> str:
-    return (
-        "Held-out prompts in the same form are scored before and after training if you add:\n\n"
-        f'[evaluation]\npath = "test.jsonl"\nfunction = "{function}"'
-    )
+    values |= {"date": date.today(), "command": _train(given.output)}
+    return whole_text(settings, values)
 
 
 def _summary(found: "Findings", sizes: "Sizes", source: Source, columns: Columns) -> Iterator[str]:
-    lengths, reward = found.lengths, found.reward
+    reward = found.reward
     yield f"model    {found.model.architecture}, {found.num_params / 1e6:,.1f} M parameters, at {found.model.path}"
     yield f"data     {source.path}: {source.num_rows:,} rows, columns {', '.join(source.columns)}"
     kind = "chat messages, with the model's chat template" if columns.is_chat else "texts"
-    shaped = " and ".join(f"prompts.{key}" for key in found.form.why)
+    keys = ("template", "system_prompt", "chat_template_kwargs")
+    shaped = " and ".join(f"prompts.{key}" for key in keys if getattr(found.form.settings, key))
     yield f"prompts  {columns.prompt}: {kind}{f', with {shaped}' if shaped else ''}"
     yield (
-        f"lengths  of {lengths.num_rows:,} prompts: {lengths.percentile(50)} tokens (median), "
-        f"{lengths.percentile(99)} (99th percentile), {lengths.percentile(100)} (longest); "
-        f"{sizes.num_dropped} above {sizes.prompt} are left out"
+        f"lengths  of {len(found.lengths):,} prompts: {found.length(50)} tokens (median), "
+        f"{found.length(99)} (99th percentile), {found.length(100)} (longest); {sizes.num_dropped} above "
+        f"{sizes.prompt} are left out"
     )
     if reward.is_builtin:
         yield (
-            f"reward   {' and '.join(reward.functions)}, which reads the column {columns.answer}: 1.0 for "
-            f"{reward.hits} of the first {reward.num_rows} right answers"
+            f"reward   {reward.function}, which reads the column {columns.answer}: 1.0 for {reward.hits} of "
+            f"the first {reward.num_rows} right answers"
         )
     else:
         yield f"reward   none of the built-in ones fits: {reward.reason}"
     yield f"machine  {found.machine.describe()}"
+    if found.form.warning:
+        yield f"warning: {found.form.warning}"
 
 
 def _check(output: Path, *, is_new_reward: bool) -> None:

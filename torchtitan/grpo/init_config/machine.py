@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -22,14 +23,9 @@ from torchtitan.grpo.training.memory_estimate import available_bytes
 from torchtitan.grpo.training.model_spec import parameter_shapes
 from torchtitan.grpo.types import ServerKind
 
-_FP32 = 4
-_ESTIMATE_ERROR = 0.1  # of the memory of a step, as its description says
-# Copies of a model beside training on a CPU, in float32: the server's, and the push's snapshots.
-_COPIES_ON_HOST = 4
-_CACHE_ON_HOST = 0.15
-# Part of a server's GPU for it, if training does not share it, and of what its weights leave the part
-# that its cache may take: it is copied when it grows.
-_OF_OWN_GPU, _CACHE_ON_GPU = 0.9, 0.4
+# Beside training on a CPU: the server's copy of a model and the push's snapshots, in bytes for a
+# parameter, and the part of the memory for the server's cache.
+_COPIES_ON_HOST, _CACHE_ON_HOST = 4 * 4, 0.15
 
 
 @dataclass(frozen=True)
@@ -56,32 +52,16 @@ class Machine:
         servers = "server" if self.num_servers == 1 else "servers"
         return f"{self.device}: {ranks}, {self.num_servers} {self.kind} {servers}"
 
-    def available_to_step(self, num_params: int) -> int:
+    def step_memory(self, tables: dict[str, Any], model: HFModel) -> tuple[int, int]:
+        """Returns the bytes that a training step is estimated to need, and those that it may fill."""
         if self.on_gpu:
-            return available_bytes(
-                self.num_bytes, self._servers_part() if self.num_gpus == 1 else 0
-            )
-        copies = _COPIES_ON_HOST * _FP32 * num_params
-        return max(0, int((1 - _CACHE_ON_HOST) * available_bytes(self.num_bytes)) - copies)
-
-    def num_concurrent(self, model: HFModel, num_params: int, longest: int) -> int:
-        """Returns how many completions the caches of embedded servers can hold at once.
-
-        ``longest`` is the length of a prompt with its completion, in tokens.
-        """
-        args = model.model_args
-        itemsize = _FP32 // 2 if self.on_gpu else _FP32
-        kv_heads: int = args.n_kv_heads or args.n_heads  # pyright: ignore[reportAttributeAccessIssue]
-        layers: int = args.n_layers  # pyright: ignore[reportAttributeAccessIssue]
-        of_sequence = 2 * layers * kv_heads * args.head_dim * itemsize * longest
-        cache = _CACHE_ON_HOST * self.num_bytes
-        if self.on_gpu:
-            free = self._servers_part() * self.num_bytes - itemsize * num_params
-            cache = _CACHE_ON_GPU * max(free, 0.0)
-        return self.num_servers * int(cache // of_sequence)
-
-    def _servers_part(self) -> float:
-        return part_beside_training(1, 1, 0.0) if self.num_gpus == 1 else _OF_OWN_GPU
+            part = part_beside_training(1, 1, 0.0) if self.num_gpus == 1 else 0.0
+            available = available_bytes(self.num_bytes, part)
+        else:
+            free = int((1 - _CACHE_ON_HOST) * available_bytes(self.num_bytes))
+            available = max(0, free - _COPIES_ON_HOST * count_parameters(model))
+        config = msgspec.convert(tables, type=JobConfig)
+        return needed_bytes(config, model, self.num_ranks, available), available
 
 
 def find_machine() -> Machine:
@@ -89,14 +69,11 @@ def find_machine() -> Machine:
     num_gpus = torch.cuda.device_count()
     if num_gpus == 0:
         return Machine(f"{os.cpu_count()} CPU cores, no GPU", host_memory.available_bytes())
-    name = torch.cuda.get_device_name(0)
+    device = f"{num_gpus} x {torch.cuda.get_device_name(0)}"
     num_bytes = device_bytes(torch.device("cuda", 0))
     num_servers = max(1, num_gpus // 2)
     num_ranks = max(1, num_gpus - num_servers)
-    kind, python = _installed_servers()
-    return Machine(
-        f"{num_gpus} x {name}", num_bytes, num_gpus, num_ranks, num_servers, kind, python
-    )
+    return Machine(device, num_bytes, num_gpus, num_ranks, num_servers, *_installed_servers())
 
 
 def _installed_servers() -> tuple[ServerKind, str | None]:
@@ -109,35 +86,5 @@ def _installed_servers() -> tuple[ServerKind, str | None]:
     return "embedded", None
 
 
-@dataclass(frozen=True)
-class StepMemory:
-    """What a training step is estimated to need, and what it may fill, in bytes."""
-
-    needed: int
-    available: int
-
-    @classmethod
-    def of(
-        cls, data: dict[str, dict[str, object]], model: HFModel, machine: Machine, num_params: int
-    ) -> "StepMemory":
-        """``data`` is that of the TOML file."""
-        available = machine.available_to_step(num_params)
-        config = msgspec.convert(data, type=JobConfig)
-        return cls(needed_bytes(config, model, machine.num_ranks, available), available)
-
-    @property
-    def fits(self) -> bool:
-        return self.needed <= self.available
-
-    @property
-    def is_hopeless(self) -> bool:
-        """Whether it does not fit even if the estimate is too high by as much as it may be."""
-        return self.needed > (1 + _ESTIMATE_ERROR) * self.available
-
-    def describe(self) -> str:
-        return f"{self.needed / 2**30:.2f} of {self.available / 2**30:.1f} GiB, by estimate"
-
-
 def count_parameters(model: HFModel) -> int:
-    shapes = parameter_shapes(JobConfig(), model)
-    return sum(math.prod(shape) for shape in shapes.values())
+    return sum(math.prod(shape) for shape in parameter_shapes(JobConfig(), model).values())

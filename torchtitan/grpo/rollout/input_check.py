@@ -75,6 +75,8 @@ def _model_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[str]:
         yield "chat template: none"
     elif any(one.is_chat for one in inputs.environments.values()):
         yield f"chat template: applied, with {config.prompts.chat_template_kwargs or 'no variables'}"
+    elif config.prompts.template:
+        yield "chat template: not applied, because prompts.template gives the whole text of a prompt"
     else:
         yield (
             "chat template: not applied, because the prompts are strings. A model that was trained "

@@ -70,12 +70,16 @@ def toml_value(value: Any) -> str:
         return "{" + ", ".join(f"{k} = {toml_value(v)}" for k, v in held) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"
-    # JSON escapes a string as TOML does, but for one control character.
-    return json.dumps(str(value), ensure_ascii=False, allow_nan=False).replace("\x7f", "\\u007f")
+    return _quoted(str(value))
 
 
 def _key(key: str) -> str:
-    return key if _BARE_KEY.fullmatch(key) else json.dumps(key, ensure_ascii=False, allow_nan=False)
+    return key if _BARE_KEY.fullmatch(key) else _quoted(key)
+
+
+def _quoted(text: str) -> str:
+    # JSON escapes a string as TOML does, but for one control character.
+    return json.dumps(text, ensure_ascii=False, allow_nan=False).replace("\x7f", "\\u007f")
 
 
 def source_commit() -> str | None:

@@ -63,6 +63,8 @@ def gpus_of_servers(config: JobConfig) -> int:
 _COUNTS = ("--gpus", "--nproc", "--nproc_per_node", "--nproc-per-node")
 _RESTARTS = ("--max-restarts", "--max_restarts")
 SETTINGS_FLAG = "--settings"
+_FLAGS = ("--dry-run", SETTINGS_FLAG)
+"""Options without a value. The TOML file comes before the first other word."""
 
 
 @dataclass
@@ -78,10 +80,11 @@ class TrainArguments:
 def parse(arguments: list[str]) -> TrainArguments:
     parsed = TrainArguments([])
     words = list(arguments)
-    if words and not words[0].startswith("-"):
-        words = ["--job.config_file", *words]
     while words:
         word = words.pop(0)
+        if not word.startswith("-") and all(flag in _FLAGS for flag in parsed.rest):
+            parsed.rest += ["--job.config_file", word]
+            continue
         option, equals, value = word.partition("=")
         if option not in (*_COUNTS, *_RESTARTS):
             parsed.rest.append(word)
@@ -103,7 +106,7 @@ def parse(arguments: list[str]) -> TrainArguments:
 def read_settings(parsed: TrainArguments) -> JobConfig:
     """Returns the configuration, not checked; ConfigError for a wrong key or value."""
     is_dry = "--dry-run" in parsed.rest
-    flags = ("--dry-run", SETTINGS_FLAG) if is_dry else ()
+    flags = _FLAGS if is_dry else ()
     return read_config([word for word in parsed.rest if word not in flags])
 
 

@@ -29,6 +29,13 @@ def test_numbers_of_ranks_and_restarts_are_not_the_ranks(arguments, num_ranks, m
     assert " ".join(parsed.rest) == f"--job.config_file x.toml{rest}"
 
 
+@pytest.mark.parametrize("line", ["x.toml --dry-run", "--dry-run x.toml", "--nproc 2 x.toml"])
+def test_the_file_may_follow_options(line):
+    rest = parse([*line.split(), "--prompts.paths", "a.jsonl", "b.toml"]).rest
+    assert rest[rest.index("--job.config_file") + 1] == "x.toml"
+    assert rest[-3:] == ["--prompts.paths", "a.jsonl", "b.toml"]
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
