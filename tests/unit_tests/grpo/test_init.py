@@ -161,7 +161,11 @@ def test_a_reward_that_must_be_written_keeps_the_run_from_starting_until_it_is(
         ([{"x": 1}], [], "the columns ['x']. None has a name"),
         ([{"a": "?", "b": "!"}], [], "--prompt-column NAME (and --answer-column NAME)"),
         ([{"a": "?"}], ["--prompt-column", "c"], "--prompt-column must name a column"),
-        ([{"a": "?", "b": 1}], ["--prompt-column", "b"], "b: column 'b' (prompts.column) must be a string"),
+        (
+            [{"a": "?", "b": 1}],
+            ["--prompt-column", "b"],
+            "b: column 'b' (prompts.column) must be a string",
+        ),
         ([{"prompt": "?"}], ["--answer-column", "c"], "Existing columns: ['prompt']"),
         ([{"messages": [user("?"), assistant("!")] * 2}], [], "Remove that message"),
         ([{"prompt": "?" * 3000}], [], "at most 2047 tokens"),
@@ -197,7 +201,9 @@ def test_adapters_are_trained_where_a_model_does_not_fit(sizes, num_gpus, is_ada
     machine = Machine("these", (79 if num_gpus else 4) << 30, num_gpus, half, half)
     form, reward = PromptForm(Prompts("x")), RewardChoice("boxed_math", "boxed")
     lengths = np.asarray([*range(1, 99), 500, 500])
-    found = Findings("m", model, count_parameters(model), 20, form, lengths, reward, "f", 9, machine)
+    found = Findings(
+        "m", model, count_parameters(model), 20, form, lengths, reward, "f", 9, machine
+    )
     found_sizes = choose_sizes(found)
     assert (found_sizes.prompt, found_sizes.num_dropped) == (512, 0)
     text, values, known_to_fit = choose_settings(found, found_sizes)

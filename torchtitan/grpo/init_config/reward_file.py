@@ -12,21 +12,17 @@ from torchtitan.grpo.system.files import write_whole
 REWARD_FILE = "reward.py"
 
 _TEXT = '''\
-"""The reward of @TOML@. Write the function, then try it: torchtitan-grpo check-config @TOML@
-
-docs/how-to/first-reward.md leads through it, and docs/how-to/add-a-reward.md has the details.
-"""
+"""The reward of @TOML@, to be written: docs/how-to/first-reward.md leads through it."""
 
 
 def reward(prompts, completions, **columns):
     """Returns one number for each completion, the higher the better; None where it cannot judge one.
 
     The lists have one entry for each completion. `columns` has those of the data: @COLUMNS@.
+    Completions of one prompt are compared, so they must not all earn the same.
     """
     texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
-    # For example, 1 for a text that holds the answer, and less the longer it is:
-    #     return [float(a in t) - 0.001 * len(t) for t, a in zip(texts, columns[@EXAMPLE@])]
-    # Completions of one prompt are compared, so they must not all earn the same.
+    # return [float(right in text) for right, text in zip(columns[@EXAMPLE@], texts)]
     raise NotImplementedError("Write the function `reward` in @FILE@; it must return numbers.")
 '''
 

@@ -26,7 +26,7 @@ _EMBEDDED_CONCURRENT = 32
 # By whether a GPU trains. Tokens of a row, of a microbatch, and of a completion that reasons.
 _ROW = {True: 2048, False: 256}
 _MICROBATCH = {True: 8192, False: 2048}
-_NEW, _MOST_NEW = {True: 1024, False: 256}, {True: 4096, False: 1024}
+_NEW, _MOST_NEW = {True: 1024, False: 256}, {True: 4096, False: 512}
 _ON_GPU = {
     "steps": 200,
     "why_steps": "a first run; raise it while the reward rises",
