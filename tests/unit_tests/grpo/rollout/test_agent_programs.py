@@ -145,6 +145,7 @@ async def test_an_episode_begins_again_if_another_one_blocks_its_worker(
         whole = innocent.result()
         assert whole is not None and whole.num_trained == 3
         assert writer.metrics()["agent/begun_again"] == 1
+        assert writer.metrics()["agent/requests"] == 1  # what has begun again is not counted
 
 
 async def test_a_program_sees_no_key_of_the_run(

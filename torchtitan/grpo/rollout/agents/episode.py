@@ -77,6 +77,7 @@ class AgentEpisode:
         self.key = secrets.token_urlsafe(24)
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.reward: float | None = None
+        self.counts: Counter[str] = Counter()
         self.conversations: dict[str, list[Message]] = {}
         self._settings, self._prompt, self._sample = settings, prompt, sample
         self._floor, self._server = floor, server
@@ -221,8 +222,8 @@ class AgentEpisode:
 
     def _count(self, asked: Asked, context: Context) -> None:
         counts = self._settings.counts
-        counts["requests"] += asked.number
-        counts["conversations"] += not context.is_known
+        self.counts["requests"] += asked.number
+        self.counts["conversations"] += not context.is_known
         counts["ignored"] += bool(asked.ignored)
         counts["ignored"] += bool(asked.sampling) and not self._settings.allow_sampling
 

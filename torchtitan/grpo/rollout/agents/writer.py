@@ -185,6 +185,7 @@ class AgentWriter:
 
     def _count(self, episode: AgentEpisode) -> None:
         counts = self._settings.counts
+        counts.update(episode.counts)
         counts["episodes"] += 1
         counts["rows"] += episode.num_rows
         counts["own_milliseconds"] += round(1000 * episode.own_seconds())
