@@ -23,8 +23,10 @@ for cell in json.loads(pathlib.Path("read_a_run.ipynb").read_text())["cells"]:
 """
 
 SCRIPT = """
-import os, sys, time
+import os, signal, sys, time
 from torchtitan.grpo import RunError, run
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 
 def right(completions, answer, **columns):
     return [float(text == expected) for text, expected in zip(completions, answer)]
