@@ -3,10 +3,12 @@
 
 """Finds a user's function by its name in the TOML file."""
 
+import functools
 import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -57,6 +59,24 @@ def describe_error(error: BaseException) -> str:
     except Exception as second:
         text = f"(its text cannot be read: {type(second).__name__})"
     return f"{type(error).__name__}: {text[:_ERROR_CHARS]}"
+
+
+def code_holder(function: Callable[..., Any]) -> Any:
+    """The Python function that runs: within partial functions, or the method of an object."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if inspect.isroutine(function) or isinstance(function, type):
+        return function
+    return type(function).__call__
+
+
+def user_line(error: BaseException, function: Callable[..., Any]) -> str:
+    """The last line of a function's own file on the way to where it raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    code = getattr(inspect.unwrap(code_holder(function)), "__code__", None)
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    frame = (own or frames)[-1]
+    return f" (at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})"
 
 
 def _load_module(module_name: str, subject: str) -> ModuleType:

@@ -13,13 +13,12 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from torchtitan.grpo.functions import describe_error
+from torchtitan.grpo.functions import code_holder, describe_error, user_line
 from torchtitan.grpo.rewards.reward_loading import (
     RewardFunction,
     call_function,
@@ -72,7 +71,7 @@ class LoadedFunction:
 
     @functools.cached_property
     def is_async(self) -> bool:
-        return inspect.iscoroutinefunction(_code_holder(self.function))
+        return inspect.iscoroutinefunction(code_holder(self.function))
 
     def call(self, request: Score, log: RewardLog) -> Values | Refused:
         """Calls a synchronous function, in whichever thread this runs."""
@@ -117,26 +116,8 @@ class LoadedFunction:
         traceback.print_exception(error, file=sys.stderr)
         return refused(
             f"{self.path} raised {type(error).__name__}",
-            f"{subject} raised {describe_error(error)}{_user_line(error, self.function)}",
+            f"{subject} raised {describe_error(error)}{user_line(error, self.function)}",
         )
-
-
-def _code_holder(function: Callable[..., Any]) -> Any:
-    """The Python function that runs: within partial functions, or the method of an object."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    if inspect.isroutine(function) or isinstance(function, type):
-        return function
-    return type(function).__call__
-
-
-def _user_line(error: BaseException, function: RewardFunction) -> str:
-    """The last line of a reward function's own file on the way to where it raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    code = getattr(inspect.unwrap(_code_holder(function)), "__code__", None)
-    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
-    frame = (own or frames)[-1]
-    return f" (at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})"
 
 
 def _missing_argument(

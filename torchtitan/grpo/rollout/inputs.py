@@ -169,6 +169,11 @@ class Inputs:
         rollout, functions = one.config.rollout, one.config.reward.functions
         key = one.key("prompts.paths" if one.config.prompts.paths else "prompts.path")
         positions = [pool.functions.index(function) for function in functions]
+        if one.config.agent.is_used and "agent" not in functions:
+            self._warn([
+                f"{one.key('agent')}: what its program returns is not used, because "
+                f"{one.key('reward.functions')} does not name agent."
+            ])  # fmt: skip
         for of_set in one.examples:
             prompt = of_set[0].prompt
             one.rewards.append(await pool.check(prompt, positions, one.columns()))

@@ -99,8 +99,9 @@ class GroupJudge:
             if len(scored) < self._fewest:
                 detail = self._too_few(len(scored), f"of {len(rollouts)} got a reward")
                 detail += (
-                    " A function, or an environment, that gives none (None) leaves a completion out; "
-                    "to say that it failed, give 0."
+                    " A function, an environment, or a program of [agent] that gives none (None, or no "
+                    "number as its last line of output) leaves a completion out; to say that it failed, "
+                    "give 0."
                 )
                 raise Unusable("unscored", detail, UNSCORED)
             accepted = await scorer.accepted(prompt, scored)

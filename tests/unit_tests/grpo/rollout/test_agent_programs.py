@@ -4,7 +4,6 @@
 """Programs of agents as real processes: what they return, and how they end."""
 
 import asyncio
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,6 +56,7 @@ FUNCTIONS = {
     "no time limit": ("    return float(client.timeout is None)", 1.0),
     "raises": ("    raise KeyError", "raised KeyError"),
     "bad reward": ("    return object()", "bad reward"),
+    "text": ("    return 'done'", "bad reward"),
     "waits": ("    await asyncio.sleep(600)", "timeout"),
     "blocks": ("    time.sleep(600)", "timeout"),
     "ends": ("    os._exit(3)", "crash"),
@@ -115,7 +115,7 @@ async def test_functions(model: Path, tmp_path: Path, kind: str) -> None:
 
 
 async def test_an_episode_begins_again_if_another_one_blocks_its_worker(
-    model: Path, tmp_path: Path
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     blocks = tmp_path / "blocks"
     block = f"    if row['blocks']: open({str(blocks)!r}, 'w').close(); time.sleep(600)"
@@ -136,8 +136,11 @@ async def test_an_episode_begins_again_if_another_one_blocks_its_worker(
         innocent = start(False)
         await server.arrived.wait()
         guilty = start(True)
-        while not blocks.exists():
+        printed = ""
+        while "has blocked its event loop" not in printed:
             await asyncio.sleep(0.05)
+            printed += capfd.readouterr().err
+        assert blocks.exists() and "agent.py" in printed
         guilty.task.cancel()
         await asyncio.wait({guilty.task})
         server.held.set()
@@ -166,6 +169,7 @@ async def test_a_program_sees_no_key_of_the_run(
     [
         (Agent(function="nowhere.py:run"), "does not exist"),
         (Agent(function="os:getcwd"), "must be an async function"),
+        (Agent(command=["no-such-program"]), "agent.command must begin with a program"),
     ],
 )
 async def test_what_cannot_be_loaded_is_refused(agent: Agent, message: str) -> None:
@@ -177,6 +181,9 @@ async def test_what_cannot_be_loaded_is_refused(agent: Agent, message: str) -> N
         await programs.close()
 
 
-async def test_a_command_that_cannot_be_started_fails_its_episodes(model: Path) -> None:
-    found = await outcome(model, Agent(command=[f"/nowhere/{os.getpid()}"]), 100.0)
-    check(found, "start")
+async def test_a_command_that_cannot_be_started_fails_its_episodes(
+    model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "agent.py").write_bytes(b"\0")
+    (tmp_path / "agent.py").chmod(0o700)
+    check(await outcome(model, Agent(command=[f"{tmp_path}/agent.py"]), 100.0), "start")

@@ -92,7 +92,7 @@ ON_A_GPU = {
 # They use none, or only through calls of torch that choose the tensor's device themselves.
 ELSEWHERE = {
     "{}",  # an environment's
-    "embedded-engine", "episodes", "weight-gather-source", "folder-lock", "log-limit", "lost-rank-end",
+    "embedded-engine", "episode-watch", "episodes", "weight-gather-source", "folder-lock", "log-limit", "lost-rank-end",
     "monitor", "orphan-reaper", "parent-watch", "rank-channel", "run-removal", "snapshot-copy",
     "stop-watch", "verifiers", "weight-encode", "weight-leave-{}", "weight-publisher",
     "weight-slots", "weight-write",

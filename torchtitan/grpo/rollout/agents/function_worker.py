@@ -9,16 +9,18 @@ import inspect
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from torchtitan.grpo.functions import describe_error, load_function
+from torchtitan.grpo.functions import describe_error, load_function, user_line
 from torchtitan.grpo.workers.channel import NotPlainData, Refused, WorkerChannel, refused
 
 _WHAT = "agent.function: function"
+_BLOCKED_SECONDS, _LOOK_SECONDS, _STACK_DEPTH = 5.0, 1.0, 8
 BUILTIN = {"verifiers": "torchtitan.grpo.rollout.agents.verifiers:run"}
 
 
@@ -58,7 +60,9 @@ class _Episodes:
         self._client: Any = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._serve, name="episodes", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="episodes", daemon=True)
+        self._thread.start()
+        threading.Thread(target=self._watch, name="episode-watch", daemon=True).start()
 
     def _serve(self) -> None:
         """Runs the event loop, which a task ends that raises SystemExit; its process then ends too."""
@@ -66,6 +70,25 @@ class _Episodes:
             self._loop.run_forever()
         finally:
             os._exit(1)
+
+    def _watch(self) -> None:
+        """Tells where the event loop is blocked, once each time."""
+        while True:
+            answers = threading.Event()
+            self._loop.call_soon_threadsafe(answers.set)
+            if not answers.wait(_BLOCKED_SECONDS):
+                frame = sys._current_frames().get(self._thread.ident or 0)
+                print(
+                    f"{_WHAT} has blocked its event loop for {_BLOCKED_SECONDS:g} s, and with it all "
+                    "episodes of its process. Await instead, or call what blocks with "
+                    "asyncio.to_thread. It is here:",
+                    *traceback.format_stack(frame, _STACK_DEPTH) if frame is not None else [],
+                    sep="\n",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                answers.wait()
+            time.sleep(_LOOK_SECONDS)
 
     def load(self, call: int, request: LoadFunction) -> None:
         path, options = request.path, request.options
@@ -99,16 +122,22 @@ class _Episodes:
             return
         except BaseException as error:  # the user's function may raise anything
             traceback.print_exc(file=sys.stderr)
-            reply = refused(f"raised {type(error).__name__}", describe_error(error))
+            reply = refused(
+                f"raised {type(error).__name__}",
+                describe_error(error) + user_line(error, self._own_function()),
+            )
         try:
             self._channel.reply(call, reply)
         except NotPlainData as error:
             self._channel.reply(call, refused("bad reward", describe_error(error)))
 
-    async def _result(self, request: Run) -> Any:
+    def _own_function(self) -> Callable[..., Any]:
         assert self._function is not None, "the first request loads the function"
+        return self._function
+
+    async def _result(self, request: Run) -> Any:
         url, key = request.variables["OPENAI_BASE_URL"], request.variables["OPENAI_API_KEY"]
-        return await self._function(self._client_of(url, key), request.row)
+        return await self._own_function()(self._client_of(url, key), request.row)
 
     def _client_of(self, url: str, key: str) -> Any:
         """Returns a client with the key of an episode. All share their connections: a client that

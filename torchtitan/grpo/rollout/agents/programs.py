@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -113,17 +114,24 @@ class Commands:
     ) -> None:
         self._command, self._workers = agent.command, workers
         most = rollout.max_consecutive_failures, "rollout.max_consecutive_failures"
-        calls = f"episodes of {own_key(environment, 'agent.command')} in a row failed"
+        self._key = own_key(environment, "agent.command")
+        calls = f"episodes of {self._key} in a row failed"
         self.limit = FailureLimit(calls, most, EnvironmentsFailing, on_failure)
+        self._has_told_end = False
 
     async def start(self) -> None:
-        pass
+        program, path = self._command[0], self._environment().get("PATH")
+        if shutil.which(program, path=path) is None:
+            raise EnvironmentsFailing(
+                f"{self._key} must begin with a program that can be run, in PATH or as a path, got "
+                f"{program!r} in {os.getcwd()}."
+            )
 
     async def run(self, prompt: Prompt, access: Access) -> Any:
         try:
             row = json.dumps(row_of(prompt), allow_nan=True)
         except (TypeError, ValueError) as error:
-            message = not_passed(prompt, prompt.columns, "agent.command", NotPlainData(str(error)))
+            message = not_passed(prompt, prompt.columns, self._key, NotPlainData(str(error)))
             raise EnvironmentFailed("column", message) from error
         output = await _Output.open()
         try:
@@ -141,9 +149,23 @@ class Commands:
         if status != 0:
             raise EnvironmentFailed(
                 f"exit status {status}",
-                f"agent.command {self._command} ended with exit status {status}. {OUTPUT_HINT}",
+                f"{self._key} {self._command} ended with exit status {status}. {OUTPUT_HINT}",
             )
-        return _last_line(printed)
+        return self._reward(printed)
+
+    def _reward(self, printed: bytes) -> Any:
+        """Returns the last line of output if it is JSON, else None."""
+        line = (printed.decode(errors="replace").strip().splitlines() or [""])[-1]
+        with contextlib.suppress(ValueError, RecursionError):
+            if not isinstance(value := json.loads(line), str):
+                return value
+        if not self._has_told_end:
+            self._has_told_end = True
+            logger.info(
+                "The last line of output of an episode of %s is no reward, which is a number or "
+                'JSON such as {"reward": 1.0}: %.200r', self._key, line,
+            )  # fmt: skip
+        return None
 
     async def close(self) -> None:
         pass
@@ -163,16 +185,19 @@ class Commands:
                     stdin=file,
                     stdout=output.descriptor,
                     start_new_session=True,
-                    env=worker_environment(self._workers.pass_variables) | access.variables(),
+                    env=self._environment() | access.variables(),
                 )
             self._limit(process.pid)
             return process
         except OSError as error:
             raise EnvironmentFailed(
-                "start", f"agent.command {self._command} cannot be started: {error}."
+                "start", f"{self._key} {self._command} cannot be started: {error}."
             ) from error
         finally:
             output.let_go()
+
+    def _environment(self) -> dict[str, str]:
+        return worker_environment(self._workers.pass_variables)
 
     def _limit(self, pid: int) -> None:
         if sys.platform != "linux":
@@ -236,14 +261,6 @@ class _Tail(asyncio.Protocol):
         self._output.close()
 
 
-def _last_line(output: bytes) -> Any:
-    """Returns the last line if it is JSON, else None."""
-    lines = output.decode(errors="replace").strip().splitlines()
-    with contextlib.suppress(ValueError, RecursionError):
-        return json.loads(lines[-1]) if lines else None
-    return None
-
-
 class Functions:
     """``agent.function``: runs many episodes in each worker process."""
 
@@ -251,12 +268,13 @@ class Functions:
         self, agent: Agent, rollout: Rollout, workers: Workers, on_failure: Any, environment: str
     ) -> None:
         assert agent.function is not None, "agent.function must be set"
+        self._key = key = own_key(environment, "agent.function")
         self.limit = self._owner = WorkerOwner(
             "torchtitan.grpo.rollout.agents.function_worker",
             decode_reply,
             LoadFunction(agent.function, agent.options),
-            subject=f"agent.function {agent.function!r}",
-            calls=f"episodes of {own_key(environment, 'agent.function')} in a row failed",
+            subject=f"{key} {agent.function!r}",
+            calls=f"episodes of {key} in a row failed",
             error=EnvironmentsFailing,
             timeout_seconds=(agent.timeout_seconds, "agent.timeout_seconds"),
             most_failures=(rollout.max_consecutive_failures, "rollout.max_consecutive_failures"),
@@ -280,7 +298,7 @@ class Functions:
             variables = access.variables()
             reply = await worker.call(Run(number, row_of(prompt), variables))
         except NotPlainData as error:
-            message = not_passed(prompt, prompt.columns, "agent.function", error)
+            message = not_passed(prompt, prompt.columns, self._key, error)
             raise EnvironmentFailed("column", message) from error
         except asyncio.CancelledError:
             await self._cancel(worker, number)
@@ -288,7 +306,7 @@ class Functions:
         finally:
             self._running[worker] -= 1
         if isinstance(reply, Refused):
-            raise EnvironmentFailed(reply.kind, f"agent.function: {reply.message}")
+            raise EnvironmentFailed(reply.kind, f"{self._key}: {reply.message}")
         return reply.result
 
     async def close(self) -> None:
@@ -324,7 +342,7 @@ class Functions:
 def reward_of(result: Any) -> float | None:
     """Reads the reward from what a program returned; raises EnvironmentFailed for anything else."""
     value = result.get("reward") if isinstance(result, dict) else result
-    if value is None or (isinstance(value, str) and not isinstance(result, dict)):
+    if value is None:
         return None
     if (reward := finite_number(value)) is None:
         raise EnvironmentFailed(
