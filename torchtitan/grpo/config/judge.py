@@ -41,7 +41,7 @@ class Judge:
     score: str = ""
     """Regular expression whose first group is the score in the answer of a ``chat`` judge, such as
     ``Score: (\\d+)``. Its last match counts. If it is empty, the score is the last number of the
-    answer, where ``8/10`` and ``8 out of 10`` are 8."""
+    answer, where ``8/10`` and ``8 out of 10`` are 8. The last 65,536 characters are searched."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Further fields of each request, such as ``{ temperature = 0.0, max_tokens = 1024 }``."""
@@ -58,7 +58,8 @@ class Judge:
     of a group together."""
 
     max_concurrent: Annotated[int, at_least(1)] = 64
-    """Maximum number of requests that each worker sends at once."""
+    """Maximum number of requests that each worker sends at once. Further ones wait, within
+    ``reward.timeout_seconds``. Groups of 8 completions need 8 times as many as groups."""
 
     api_key_variable: str | None = None
     """Name of the environment variable that contains the key of the server. It must also be named

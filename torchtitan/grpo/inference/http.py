@@ -58,9 +58,10 @@ class Answer:
 class HttpConnection:
     """URL, keys and HTTP session of one server, in the event loop of the first request.
 
-    ``key_hint`` follows in the message if a key is refused. ``admin_key``, or else ``api_key``, is that of control routes. An idle TCP connection is kept
-    for ``idle_seconds``; 0 opens one for each request. Servers close idle connections and lose a
-    request that arrives then, so it must be well below the server's limit.
+    ``admin_key``, or else ``api_key``, is that of control routes. ``key_hint`` follows in the
+    message if a key is refused. An idle TCP connection is kept for ``idle_seconds``; 0 opens one
+    for each request. Servers close idle connections and lose a request that arrives then, so it
+    must be well below the server's limit.
     """
 
     def __init__(

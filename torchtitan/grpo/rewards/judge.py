@@ -6,9 +6,9 @@
 import asyncio
 import functools
 import hashlib
-import math
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +17,9 @@ from urllib.request import getproxies, proxy_bypass
 
 from torchtitan.grpo.config.judge import Judge as Settings
 from torchtitan.grpo.config.judge import template_text
-from torchtitan.grpo.inference.http import HttpConnection, RouteError
+from torchtitan.grpo.inference.http import HttpConnection, RouteError, excerpt
 from torchtitan.grpo.rewards.builtin import Completion, completion_text
+from torchtitan.grpo.rewards.reward_calls import LARGEST_REWARD
 from torchtitan.grpo.rewards.score_later import ScoreLater
 
 # A request on a connection that the server has closed meanwhile is lost, and made again.
@@ -30,6 +31,8 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 8.0
 _SHARE_OF_LIMIT = 0.9
 _CACHE_SIZE = 4096
 _KEPT_CHARS = 2000
+# Searching a text of a few MiB that is full of numbers would block the event loop for seconds.
+_SEARCHED_CHARS = 2**16
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,8 @@ class Judge:
         except TimeoutError as error:
             raise ScoreLater(
                 f"{self._http.url} must answer for all completions of a group within {self._limit:g} s "
-                "(reward.timeout_seconds). Raise reward.timeout_seconds, or let more servers judge."
+                f"(reward.timeout_seconds), with at most {self._settings.max_concurrent} requests of a worker "
+                "at once (reward.judge.max_concurrent). Raise one of them, or let more servers judge."
             ) from error
         scores = [verdict.score for verdict in verdicts]
         log_metric("judge_unreadable", scores.count(None) / len(scores))
@@ -168,22 +172,35 @@ class Judge:
             if self._settings.kind == "score":
                 # Of vLLM, and of SGLang.
                 values = body["data"][0]["probs"] if "data" in body else body["embedding"]
-                return _Verdict(_only_output(values), "")
+                return _Verdict(_usable(_only_output(values)), "")
             answer = body["choices"][0]["message"]["content"]
-            found = list(self._score.finditer(answer))
-            score = float(found[-1][1]) if found else None
-        except (KeyError, IndexError, TypeError, ValueError):
+        except (KeyError, IndexError, TypeError) as error:
+            # Perhaps the page of a proxy, or of another server at a wrong URL.
+            raise RouteError(
+                f'{self._http.url} must answer as reward.judge.kind = "{self._settings.kind}" says, got '
+                f"{excerpt(body)}"
+            ) from error
+        if not isinstance(answer, str):  # the judge was cut off while it still thought
             return _Verdict(None, str(body)[:_KEPT_CHARS])
-        is_usable = score is not None and math.isfinite(score)
-        return _Verdict(score if is_usable else None, answer[-_KEPT_CHARS:])
+        found = deque(self._score.finditer(answer[-_SEARCHED_CHARS:]), maxlen=1)
+        try:
+            score = _usable(float(found[0][1])) if found else None
+        except (TypeError, ValueError):  # the expression found no number
+            score = None
+        return _Verdict(score, answer[-_KEPT_CHARS:])
 
 
-def _only_output(values: list[float]) -> float | None:
+def _only_output(values: list[float]) -> float:
     if len(values) != 1:
         raise WrongModel(
             f"reward.judge.url must serve a reward model with one output, got one with {len(values)}."
         )
-    return values[0] if math.isfinite(values[0]) else None
+    return values[0]
+
+
+def _usable(number: float) -> float | None:
+    """``None`` for NaN, infinity, and what is too large for a reward."""
+    return number if abs(number) <= LARGEST_REWARD else None
 
 
 def _prompt_text(prompt: Any) -> str:

@@ -30,7 +30,7 @@ from torchtitan.grpo.rewards.score_later import ScoreLater
 from torchtitan.grpo.workers.channel import Refused, refused
 
 # Rewards are squared and summed over groups, and the result must be finite in float32.
-_LARGEST = 1e12
+LARGEST_REWARD = 1e12
 
 Values = list[float | None]
 """One value for each completion; ``None`` if the function does not apply to the completion."""
@@ -184,9 +184,9 @@ def _number(value: Any) -> float | None:
     number = float(value)
     if not math.isfinite(number):
         raise _BadReward("not finite", f"must return finite numbers, got {value}.")
-    if abs(number) > _LARGEST:
+    if abs(number) > LARGEST_REWARD:
         raise _BadReward(
             "too large",
-            f"must return numbers between -{_LARGEST:g} and {_LARGEST:g}, got {number:g}.",
+            f"must return numbers between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}, got {number:g}.",
         )
     return number

@@ -4,11 +4,11 @@
 """Servers that point elsewhere, or whose answers never end."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from stub_clients import answering
 
 from torchtitan.grpo.inference import registrar
 from torchtitan.grpo.inference.client import ServerError
@@ -23,31 +23,6 @@ from torchtitan.grpo.types import GenerateRequest
 SECONDS = 60.0
 SOON = 0.3
 ONE = Registration("http://127.0.0.1:8000", "embedded", "host", 1, 1.0)
-
-
-@contextlib.asynccontextmanager
-async def answering(parts: list[bytes], pause: float = 0.0) -> AsyncIterator[tuple[str, list[int]]]:
-    """Serves the parts of an answer, with a pause after each; yields the URL and the connections."""
-    seen: list[int] = []
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        seen.append(1)
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            await reader.readuntil(b"\r\n\r\n")
-            for part in parts:
-                writer.write(part)
-                await writer.drain()
-                await asyncio.sleep(pause)
-            if pause:
-                await reader.read()  # until the client gives up
-        writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    try:
-        async with asyncio.timeout(SECONDS):
-            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", seen
-    finally:
-        server.close()
 
 
 def connection(url: str, timeout_seconds: float = SECONDS) -> HttpConnection:

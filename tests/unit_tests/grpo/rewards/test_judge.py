@@ -9,14 +9,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 from aiohttp import web
-from stub_clients import serving
+from stub_clients import answering, serving
 
 from torchtitan.grpo.config import Judge as Settings
 from torchtitan.grpo.config import Reward, Workers
+from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.rewards import ScoreLater, scoring_pool
 from torchtitan.grpo.rewards.judge import Judge
 from torchtitan.grpo.rewards.reward_log import RewardLog
@@ -56,12 +58,14 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def judging(answer: Callable[[str], Awaitable[Any]] | Any) -> AsyncIterator[Server]:
+async def judging(
+    answer: Callable[[str], Awaitable[Any]] | Any, port: int = 0
+) -> AsyncIterator[Server]:
     async def given(text: str) -> Any:
         return answer
 
     server = Server(answer if callable(answer) else given)
-    async with serving(server.handle) as server.url:
+    async with serving(server.handle, port) as server.url:
         yield server
 
 
@@ -147,14 +151,89 @@ async def test_the_score_is_the_last_number_or_what_an_expression_finds():
         assert scores == [4.0, None]
 
 
-NONSENSE = ["no number", {"choices": []}, {"choices": [{"message": {"content": None}}]}, [], {}]
-
-
-@pytest.mark.parametrize("answer", NONSENSE, ids=str)
-async def test_an_answer_without_a_score_is_no_value_after_the_last_request(answer: Any):
-    async with judging(answer) as server:
+async def test_an_answer_without_a_score_is_no_value_after_the_last_request():
+    async with judging("no number") as server:
         assert await ask(replace(server.settings, retries=2), "a") == ([None], 1.0)
     assert len(server.bodies) == 3
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+def whole(body: bytes) -> list[bytes]:
+    return [OK + b"Content-Length: %d\r\n\r\n" % len(body), body]
+
+
+def said(content: bytes) -> bytes:
+    return b'{"choices": [{"message": {"content": %s}}]}' % content
+
+
+NO_ANSWER = "must answer as reward.judge.kind = "
+# What a judge of each kind sends, and the scores or the error that it comes to.
+HOSTILE: dict[str, tuple[str, list[bytes], list[float | None] | tuple[type[Exception], str]]] = {
+    "4 MB of numbers": ("chat", whole(said(b'"%s8"' % (b"1 " * 2_000_000))), [8.0]),
+    "4 MB of spaces": ("chat", whole(said(b'"8%s9"' % (b" " * 4_000_000))), [9.0]),
+    "another type": ("chat", [OK + b"Content-Type: text/html\r\n", b"\r\n" + said(b'"8"')], [8.0]),
+    "no content": ("chat", whole(said(b"null")), [None]),
+    "a list as content": ("chat", whole(said(b"[8]")), [None]),
+    "NaN in words": ("chat", whole(said(b'"NaN"')), [None]),
+    "400 digits": ("chat", whole(said(b'"%s"' % (b"9" * 400))), [None]),
+    "13 digits": ("chat", whole(said(b'"Score: 1000000000001"')), [None]),
+    "a score long before the end": ("chat", whole(said(b'"8%s"' % (b" " * 2**16))), [None]),
+    "NaN": ("score", whole(b'{"embedding": [NaN]}'), [None]),
+    "infinity": ("score", whole(b'{"data": [{"probs": [-Infinity]}]}'), [None]),
+    "a huge integer": ("score", whole(b'{"embedding": [1%s]}' % (b"0" * 400)), [None]),
+    "a huge number": ("score", whole(b'{"embedding": [1e300]}'), [None]),
+    "no number": ("score", whole(b'{"embedding": ["x"]}'), (ScoreLater, NO_ANSWER)),
+    "a page": ("chat", whole(b"<html>8</html>"), (ScoreLater, NO_ANSWER + '"chat" .*, got <html>')),
+    "an error": ("chat", whole(b'{"error": {"code": 429}}'), (ScoreLater, NO_ANSWER)),
+    "no choices": ("chat", whole(b'{"choices": []}'), (ScoreLater, NO_ANSWER)),
+    "a list": ("chat", whole(b"[]"), (ScoreLater, NO_ANSWER)),
+    "nothing": ("chat", whole(b""), (ScoreLater, NO_ANSWER)),
+    "brackets": ("chat", whole(b"[" * 100_000), (ScoreLater, NO_ANSWER)),
+    "no text": ("chat", whole(b"\xff\xfe"), (ScoreLater, "must be answered in UTF-8")),
+    "no HTTP": ("chat", [b"hello\r\n\r\n"], (ScoreLater, "failed: ClientResponseError")),
+    "100 MB": (
+        "chat", [OK + b"\r\n", *[b" " * 2**20] * 100], (ScoreLater, "with at most 4194304 bytes"),
+    ),
+    "headers without end": (
+        "chat", [OK, *[b"X: y\r\n" * 1000] * 1000], (ScoreLater, "Too many headers"),
+    ),
+    "a header without end": (
+        "chat", [OK + b"X: ", *[b"y" * 10_000] * 1000], (ScoreLater, "more than 8190 bytes"),
+    ),
+    "another address": (
+        "chat", [b"HTTP/1.1 307 Temporary Redirect\r\nLocation: http://x/\r\n\r\n"],
+        (RouteError, "a redirection to 'http://x/', which is not followed"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_whatever_a_judge_sends_is_a_score_or_none_or_an_error_that_names_it(name: str):
+    kind, parts, expected = HOSTILE[name]
+    async with answering(parts) as (url, seen):
+        settings = Settings(kind=kind, url=url, model="m", template="{completion}", retries=0)  # pyright: ignore
+        if isinstance(expected, list):
+            assert (await ask(settings, "a"))[0] == expected
+        else:
+            with pytest.raises(expected[0], match=expected[1]):
+                await ask(settings, "a")
+    assert len(seen) == 1
+
+
+async def test_a_judge_that_is_started_again_at_its_address_scores_the_groups_that_wait(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(scoring_pool, "_PAUSES_SECONDS", (0.1,) * 1000)
+    async with judging("7") as server:
+        settings = replace(server.settings, retries=0)
+    async with started_pool(settings) as pool:
+        scoring = [asyncio.create_task(pool.score(PROMPT, [a], [[1]])) for a in "abc"]
+        while not pool.describe().startswith("3 groups wait"):
+            await asyncio.sleep(0.01)
+        async with judging("7", urlsplit(server.url).port or 0):
+            assert [scored.values for scored in await asyncio.gather(*scoring)] == [[[7.0]]] * 3
 
 
 @pytest.mark.parametrize("failure", [None, 503, 429, "hang"])
@@ -200,7 +279,9 @@ async def test_a_judge_that_is_slower_than_the_limit_of_a_group_keeps_what_it_ha
     async with judging(answer) as server:
         judge, log = Judge(replace(server.settings, timeout_seconds=20.0), 1.0), RewardLog(2)
         logs = {"log_metric": log.log_metric, "log_extra": log.log_extra}
-        with pytest.raises(ScoreLater, match=r"within 0\.9 s \(reward.timeout_seconds\)"):
+        with pytest.raises(
+            ScoreLater, match=r"within 0\.9 s \(reward.timeout_seconds\), with at most 64 requests"
+        ):
             await judge(["", ""], ["1", "2"], **logs)
         release.set()
         assert await judge(["", ""], ["1", "2"], **logs) == [1.0, 2.0]
@@ -242,7 +323,6 @@ async def test_the_template_takes_columns_and_messages_and_may_be_a_file(tmp_pat
 REWARD_MODELS = {
     "vllm": ({"data": [{"index": 0, "label": None, "probs": [-1.5], "num_classes": 1}]}, [-1.5]),
     "sglang": ({"embedding": [2.25], "meta_info": {}}, [2.25]),
-    "nonsense": ({"embedding": ["x"]}, [None]),
 }
 
 
