@@ -3,7 +3,8 @@
 
 """Places groups on reward workers, each of which scores several of them side by side.
 
-A group that exceeds the time limit is cancelled, which disturbs no other one. Three things do::
+A group that exceeds the time limit, or that nobody waits for any more, is cancelled, which disturbs
+no other one. Three things do::
 
     OPEN --the thread of a group hangs--> DRAINING --its last group has left--> killed
       \\--the event loop does not answer---------------------------------------> killed
@@ -14,6 +15,7 @@ was scoring are scored again, one at a time, in a process of their own. Only the
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -124,22 +126,24 @@ class ScoringWorkers:
         process = worker.process
         assert process is not None, "it was started"
         try:
-            try:
-                async with asyncio.timeout(self.timeout_seconds):
-                    return await process.call(request)
-            except TimeoutError:
+            async with asyncio.timeout(self.timeout_seconds):
+                return await process.call(request)
+        except TimeoutError:
+            await self._cancel(worker, process, request.group)
+            raise
+        except asyncio.CancelledError:  # it would stay busy with what nobody waits for
+            with contextlib.suppress(WorkerLost):
                 await self._cancel(worker, process, request.group)
-                raise
-        except asyncio.CancelledError:
-            await process.kill()  # it would stay busy with what nobody waits for
             raise
 
     async def _cancel(self, worker: "_Worker", process: _Process, group: int) -> None:
         try:
             async with asyncio.timeout(_CANCEL_SECONDS):
                 reply = await process.call(Cancel(group))
-        except TimeoutError:
+        except (TimeoutError, asyncio.CancelledError) as error:
             await process.kill()
+            if isinstance(error, asyncio.CancelledError):
+                raise
             return
         assert isinstance(reply, Cancelled), f"unexpected reply {reply!r}"
         worker.is_draining = worker.is_draining or reply.hangs

@@ -167,6 +167,23 @@ async def test_an_async_function_that_hangs_is_cancelled_and_disturbs_no_other_g
         assert descendants(WORKER) == [worker]
 
 
+async def test_a_group_that_nobody_waits_for_any_more_is_cancelled_alone(tmp_path: Path):
+    async with started_pool(tmp_path, "waiting") as pool:
+        (worker,) = descendants(WORKER)
+        dropped = await begin(pool, "hang", tmp_path)
+        waiting = await begin(pool, "until cancelled", tmp_path)
+        dropped.cancel()
+        assert await waiting == worker.pid
+        assert descendants(WORKER) == [worker]
+    async with started_pool(tmp_path, "in_thread") as pool:
+        (worker,) = descendants(WORKER)
+        (tmp_path / "hang").unlink()
+        dropped = await begin(pool, "hang", tmp_path)
+        dropped.cancel()
+        assert await score(pool, "new", tmp_path) != worker.pid
+        assert worker not in descendants(WORKER)
+
+
 @pytest.mark.parametrize(("guilty", "kind"), [("block", "timeout"), ("crash", "crash")])
 async def test_a_group_that_takes_its_worker_away_is_found_out_alone(
     guilty: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
