@@ -205,7 +205,10 @@ class Reward:
     """Number of processes that score completions."""
 
     concurrency: Annotated[
-        int, at_least(1).or_value(0, "64 if all functions are async def, else 1")
+        int,
+        at_least(1).or_value(
+            0, "64 if all functions are async def, or built in but for boxed_math, else 1"
+        ),
     ] = 0
     """Number of groups that each worker scores at a time. Functions that are defined with ``async
     def``, such as those that ask a judge model, wait side by side. With a value above 1, functions

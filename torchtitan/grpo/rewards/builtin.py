@@ -108,6 +108,8 @@ BUILTIN: dict[str, Callable[..., Sequence[float | None]]] = {
     "partial_match": partial_match,
     "think_answer_tags": think_answer_tags,
 }
+QUICK = BUILTIN.keys() - {"boxed_math"}
+"""Functions that take no time, and may run in several threads."""
 
 
 def completion_text(completion: Completion) -> str:

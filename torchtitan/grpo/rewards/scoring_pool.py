@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from torchtitan.grpo.workers.process import ChannelBroken, WorkerLost
 
 # Of a group that has to wait. A server that is started again takes minutes to load its model.
 _PAUSES_SECONDS = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0)
+# Whoever answers for other groups meanwhile is not away. The batch need not wait so long.
+_MOST_TRIES_ALONE = 2
 
 
 class ScoringFailed(CallFailed):
@@ -76,6 +79,7 @@ class RewardPool:
         self._counter = itertools.count()
         # When the last failure of a row was counted, by the functions that were called.
         self._failed_at: dict[tuple[int, ...], float] = {}
+        self._num_scored: Counter[tuple[int, ...]] = Counter()
 
     async def start(self) -> None:
         """Starts the first worker. Raises :class:`RewardError` if the functions do not load."""
@@ -132,6 +136,7 @@ class RewardPool:
             self._owner.record_failure(error, row=row, is_news=is_news)
             raise
         self._owner.record_success(row)
+        self._num_scored[row] += 1
         return scored
 
     def describe(self) -> str:
@@ -170,10 +175,15 @@ class RewardPool:
     async def _patiently_scored(
         self, request: Score, prompt: Prompt, on_begin: Callable[[], object]
     ) -> Scored:
+        row, tries_alone = tuple(request.which), 0
         for pause in _PAUSES_SECONDS:
+            scored_before = self._num_scored[row]
             try:
                 return await self._scored(request, prompt, on_begin)
             except ScoringPostponed as error:
+                tries_alone += self._num_scored[row] > scored_before
+                if tries_alone >= _MOST_TRIES_ALONE:
+                    raise
                 self._on_failure(error)
                 self._why_waiting = str(error)
             self._num_waiting += 1

@@ -24,13 +24,14 @@ from typing import Any
 import msgspec
 
 from torchtitan.grpo.config.judge import Judge as Settings
+from torchtitan.grpo.rewards.builtin import QUICK
 from torchtitan.grpo.rewards.reward_calls import LoadedFunction, Postponed, Score, Values
 from torchtitan.grpo.rewards.reward_loading import RewardFunction, load_function
 from torchtitan.grpo.rewards.reward_log import RewardLog
 from torchtitan.grpo.workers.channel import NotPlainData, Refused, WorkerChannel, refused
 
 ASYNC_CONCURRENCY = 64
-"""Groups that one worker scores at a time, by default, if all functions are async."""
+"""Groups that one worker scores at a time, by default, if no function blocks."""
 
 
 class LoadFunctions(msgspec.Struct, tag=True):
@@ -200,7 +201,7 @@ def main() -> None:
     except ValueError as error:
         channel.reply(call, refused("load", str(error)))
         return
-    blocking = [function.path for function in functions if not function.is_async]
+    blocking = [f.path for f in functions if not (f.is_async or f.path in QUICK)]
     concurrency = request.concurrency or (1 if blocking else ASYNC_CONCURRENCY)
     warning = ""
     if blocking and not request.concurrency and len(blocking) < len(functions):

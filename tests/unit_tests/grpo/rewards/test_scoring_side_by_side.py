@@ -15,6 +15,7 @@ from processes import descendants
 
 from torchtitan.grpo.config import Reward
 from torchtitan.grpo.rewards import scoring_pool, scoring_workers
+from torchtitan.grpo.rewards.reward_loading import NAMES
 from torchtitan.grpo.rewards.scoring_pool import RewardError, RewardPool, ScoringFailed
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.types import Prompt
@@ -85,6 +86,17 @@ async def soon(completions, folder, **kw):
         raise ScoreLater("the judge is out of reach")
     return [1.0] * len(completions)
 
+async def later(completions, folder, **kw):
+    tries, folder = 1, Path(folder[0])
+    while completions == ["later"] and (folder / f"try {tries}").exists():
+        tries += 1
+    if completions == ["later"]:
+        (folder / f"try {tries}").touch()
+        while not (folder / f"told {tries}").exists():
+            await asyncio.sleep(0.01)
+        raise ScoreLater("it does not answer")
+    return [1.0] * len(completions)
+
 def in_thread(completions, folder, **kw):
     what, folder = completions[0], Path(folder[0])
     (folder / what).touch()
@@ -107,7 +119,8 @@ async def started_pool(
     file = folder / "functions.py"
     file.write_text(FUNCTIONS)
     settings = Reward(concurrency=concurrency, max_consecutive_failures=failures)
-    pool = RewardPool([f"{file}:{name}" for name in names], settings, on_failure=on_failure)
+    functions = [name if name in NAMES else f"{file}:{name}" for name in names]
+    pool = RewardPool(functions, settings, on_failure=on_failure)
     try:
         await pool.start()
         yield pool
@@ -143,6 +156,8 @@ async def test_async_functions_of_one_group_wait_together_in_each_of_their_forms
         assert not pool.workers.warning
     async with started_pool(tmp_path, "partial", "alone") as pool:
         assert re.search(r"one group at a time, .* async def \(.*:alone\)", pool.workers.warning)
+    async with started_pool(tmp_path, "instance", "partial", "think_answer_tags") as pool:
+        assert not pool.workers.warning  # it takes no time
 
 
 async def test_synchronous_functions_run_in_threads_if_the_user_says_so(tmp_path: Path):
@@ -251,3 +266,20 @@ async def test_a_group_whose_judge_is_out_of_reach_is_scored_again_a_few_times(
         with pytest.raises(RewardError, match=r"out of reach \(checked before training"):
             prompt = Prompt(0, "", np.array([1], np.int32), {"folder": str(tmp_path)})
             await pool.check(prompt)
+
+
+async def test_a_group_that_fails_twice_while_others_are_scored_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(scoring_pool, "_PAUSES_SECONDS", (0.0,) * 7)
+    drops = DropLog(lambda text: None)
+    async with started_pool(tmp_path, "later", on_failure=drops.record_scoring) as pool:
+        waiting = asyncio.create_task(score(pool, "later", tmp_path))
+        for i in (1, 2):
+            while not (tmp_path / f"try {i}").exists():
+                await asyncio.sleep(0.01)
+            assert await score(pool, "a", tmp_path) == 1.0
+            (tmp_path / f"told {i}").touch()
+        with pytest.raises(ScoringFailed, match="it does not answer"):
+            await waiting
+        assert drops.counts == {"reward postponed": 2}
