@@ -231,7 +231,7 @@ class Reward:
 
 @dataclass
 class Workers:
-    """``[workers]``: the processes that run reward functions and environments."""
+    """``[workers]``: the processes that run reward functions, environments and agents."""
 
     pass_variables: list[str] = field(default_factory=list)
     """Names of additional environment variables that are passed to the workers, such as

@@ -508,7 +508,7 @@ async def test_a_client_that_does_not_read_is_dropped(monkeypatch: pytest.Monkey
 async def test_rows_may_have_rewards_of_their_own(model: Path, num_rewarded: int) -> None:
     async def program(client: Any, row: Any, access: Any) -> float:
         answers = [await say(client, [user]) for user in (USER, OTHER)]
-        url = f"{access.base_url}/episodes/{access.episode}/reward"
+        url = "/episodes/current/reward"
         for answer in answers[-num_rewarded:]:
             await client.post(url, body={"reward": 0.25, "response_id": answer.id}, cast_to=object)
         with pytest.raises(openai.BadRequestError):

@@ -154,7 +154,7 @@ class AgentEndpoint:
         return await _send(http, responses_route.write(answer, asked))
 
     async def _reward(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
-        if http.match_info["name"] != episode.name:
+        if http.match_info["name"] not in (episode.name, "current"):
             return _error(403, f"The key is of the episode {episode.name}, and of no other one.")
         body = await _body(http)
         reward = parsed_reward(body)
