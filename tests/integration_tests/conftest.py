@@ -417,10 +417,10 @@ def serve_version() -> Callable[[RolloutLink, str, int], None]:
 def serve(repository, tmp_path, fork_server):
     servers: list[LaunchedServer] = []
 
-    def start(port: int | None = None) -> LaunchedServer:
+    def start(port: int | None = None, max_model_len: int = 256) -> LaunchedServer:
         model = str(repository / "assets/reverse_digits/model")
         port = port or free_ports(1)[0]
-        spec = ServerSpec("embedded", model, port, "cpu", "float32", 256, 64)
+        spec = ServerSpec("embedded", model, port, "cpu", "float32", max_model_len, 64)
         log = tmp_path / f"server-{len(servers)}.log"
         servers.append(fork_server.start_server(spec, log))
         return servers[-1]

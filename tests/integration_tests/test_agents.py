@@ -3,10 +3,22 @@
 
 """Whole runs with agents: the trained tokens, and what is killed at random times."""
 
+import json
 import random
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from agent_world import VOCAB, Written, answers_in, make_model
+from rewriting_agent import KINDS
+
+from torchtitan.grpo.data.record import RecordReader
 
 PROGRAM = """
 import json, os, sys, urllib.request
@@ -44,17 +56,73 @@ def test_what_an_agent_asked_for_is_read_and_only_answers_are_trained(
     run.wait_until_processes_end()
 
 
+def test_every_way_to_rewrite_a_conversation_trains_what_was_sent_once(
+    make_run: Callable, repository: Path, tmp_path: Path
+) -> None:
+    """Each step has one prompt of each kind, so its numbers are exact: answers that the program
+    received, with their contexts and logprobs, are what is trained, and nothing else is."""
+    num_steps, group_size, record = 2, 2, tmp_path / "rollouts.jsonl"
+    rows = [
+        {"question": str(1000 + number), "kind": kind, "number": number}
+        for number, kind in enumerate([*KINDS] * num_steps)
+    ]
+    write_prompts(tmp_path / "train.jsonl", rows, tmp_path / "sent.jsonl")
+    run = make_run(
+        f"--model.hf_assets_path={make_model(repository, tmp_path)}",
+        f"--prompts.path={tmp_path / 'train.jsonl'}", "--prompts.no-shuffle",
+        f"--agent.function={repository / 'tests/programs/rewriting_agent.py'}:run",
+        f"--grpo.prompts_per_step={len(KINDS)}", f"--grpo.group_size={group_size}",
+        f"--training.steps={num_steps}", "--training.seq_len=512", "--reward.functions=agent",
+        "--rollout.max_head_offpolicyness=0", f"--rollout.record={record}", config=unevaluated(repository, tmp_path),
+    ).succeed()  # fmt: skip
+    received: dict[int, list[Written]] = {number: [] for number in range(len(rows))}
+    for line in map(json.loads, (tmp_path / "sent.jsonl").read_text().splitlines()):
+        received[line["number"]] += [(ids, own, logprobs) for ids, own, logprobs in line["sent"]]
+    batches = [batch for _, batch in RecordReader(str(record), VOCAB, 1.0, "rollout.record")]
+    for step, batch in zip(run.metrics, batches, strict=True):
+        for group in batch.groups:
+            trained = [answer for one in group.rollouts for answer in answers_in(one)]
+            assert sorted(trained) == sorted(received[group.group_id]), rows[group.group_id]
+        sent = [answer for group in batch.groups for answer in received[group.group_id]]
+        assert len(sent) == group_size * sum(kind.requests for kind in KINDS.values())
+        assert step["data/trained_tokens"] == sum(len(own) for _, own, _ in sent)
+        for name in ("rows", "conversations", "requests"):
+            expected = sum(getattr(kind, name) for kind in KINDS.values()) / len(KINDS)
+            assert step[f"agent/{name}"] == pytest.approx(expected, rel=1e-12), name
+        assert step["agent/failed_episodes"] == 0
+        assert step["mismatch/kl"] < 1e-9
+    run.wait_until_processes_end()
+
+
+def unevaluated(repository: Path, folder: Path) -> Path:
+    """Returns the quickstart's configuration without evaluations, which are episodes as well."""
+    text = (repository / "train_configs/quickstart.toml").read_text()
+    file = folder / "unevaluated.toml"
+    file.write_text(text.partition("[evaluation]")[0])
+    return file
+
+
+def write_prompts(file: Path, rows: list[dict[str, Any]], log: Path) -> None:
+    with file.open("w") as lines:
+        for row in rows:
+            messages = [{"role": "user", "content": row["question"]}]
+            lines.write(json.dumps(row | {"prompt": messages, "log": str(log)}) + "\n")
+
+
 def test_kills_at_random_times_lose_and_repeat_nothing(make_run: Callable, tmp_path) -> None:
+    """The last kill hits the trainer, after a checkpoint, and a second run goes on from it."""
     (tmp_path / "agent.py").write_text(PROGRAM)
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    run = make_run(
+    arguments = (
         "--agent.command", sys.executable, str(tmp_path / "agent.py"),
-        "--reward.functions=agent", "--grpo.prompts_per_step=4", "--training.steps=6",
+        "--reward.functions=agent", "--grpo.prompts_per_step=4", "--training.steps=8",
         "--evaluation.num_prompts=4", "--evaluation.function=agent", "--inference.num_servers=2",
-        num_ranks=1,
+        "--checkpoint.enable", "--checkpoint.interval=2",
+        f"--rollout.record={tmp_path / 'run/rollouts.jsonl'}",
     )  # fmt: skip
+    run = make_run(*arguments, num_ranks=1)
     run.start()
     victims = ["agent.py", "torchtitan.grpo.rollout.process", "torchtitan.grpo.inference.embedded"]
     rng.shuffle(victims)
@@ -62,9 +130,26 @@ def test_kills_at_random_times_lose_and_repeat_nothing(make_run: Callable, tmp_p
         run.wait_for_step(step)
         run.wait_for(lambda: run.processes(victim))  # noqa: B023
         rng.choice(run.processes(victim)).kill()
-    assert run.finish() == 0, run.console[-6000:]
-    assert len(run.metrics) == 6
-    run.fates()
-    for line in run.records("ledger.jsonl"):
-        assert len(line["trained"]) == 4
+    run.wait_for_step(rng.randrange(4, 7))
+    time.sleep(rng.random() / 2)
+    (trainer,) = psutil.Process(run.process.pid).children()
+    trainer.kill()
+    assert run.finish() != 0
     run.wait_until_processes_end()
+    num_steps = len(run.metrics)
+    assert num_steps < 8
+
+    resumed = make_run(*arguments, num_ranks=1)
+    resumed.start()
+    assert resumed.finish() == 0, resumed.console[-6000:]
+    assert re.search(r"Resumes after step [246] from ", resumed.console), resumed.console
+    assert [record["step"] for record in resumed.metrics] == list(range(1, 9))
+    resumed.fates()
+    for line in resumed.records("ledger.jsonl"):
+        assert len(line["trained"]) == 4
+    record = RecordReader(str(resumed.folder / "rollouts.jsonl"), VOCAB, 1.0, "rollout.record")
+    for step, (_, batch) in zip(resumed.metrics, record, strict=True):
+        assert [len(group.rollouts) for group in batch.groups] == [8] * 4
+        rewards = [one.reward for group in batch.groups for one in group.rollouts]
+        assert step["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
+    resumed.wait_until_processes_end()

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from corrupting_proxy import MODES, CorruptingProxy, running_beside
+from corrupting_proxy import MODES, CorruptingProxy
+from proxy import running_beside
 
 # Of requests; two kinds of bad answers are found out by it alone.
 PATIENCE_SECONDS = 3.0

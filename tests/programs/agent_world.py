@@ -20,7 +20,7 @@ from stub_clients import StubClient
 
 from torchtitan.grpo import config as tables
 from torchtitan.grpo.data.rows import Sample, sequences_of
-from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.rollout.agents.endpoint import AgentEndpoint
 from torchtitan.grpo.rollout.agents.programs import Access, Programs
 from torchtitan.grpo.rollout.agents.writer import Agents, AgentWriter
@@ -43,6 +43,8 @@ TEMPLATE = (
     "{% else %}{{ m.content }};{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
+Written = tuple[list[int], list[int], list[float]]
+"""A context, the tokens that the model wrote behind it, and their logprobs."""
 Program = Callable[[AsyncOpenAI, dict[str, Any], Access], Awaitable[Any]]
 QUESTION = [{"role": "user", "content": "7"}]
 
@@ -52,7 +54,7 @@ class ScriptedServer(StubClient):
 
     def __init__(self, codec: TextCodec, answers: list[str]) -> None:
         self.url, self.codec, self.answers = "http://a", codec, answers
-        self.seen: list[tuple[list[int], list[int]]] = []
+        self.seen: list[Written] = []
         self.asked: list[GenerateRequest] = []
         self.held: asyncio.Event | None = None
         self.aborted: list[str] = []
@@ -70,10 +72,10 @@ class ScriptedServer(StubClient):
         if self.fails:
             raise ServerError("told to fail")
         turn = self.codec.encode_continuation(answer)[: request.max_new_tokens]
-        self.seen.append((list(request.prompt_ids), turn))
         reason = "stop" if turn[-1] == EOS else "length"
         first = len(request.prompt_ids)
-        logprobs = -np.arange(first, first + len(turn)) / 100
+        logprobs = (-np.arange(first, first + len(turn)) / 100).astype(np.float32)
+        self.seen.append((list(request.prompt_ids), turn, logprobs.tolist()))
         return generation(turn, logprobs, self.served, finish_reason=reason)
 
     async def abort(self, request_ids: Any) -> None:
@@ -112,8 +114,7 @@ class Played:
 
     @property
     def rollout(self) -> Rollout:
-        parts = {"prompt_ids": self.prompt.token_ids, "completion": "", "reward": 0.0}
-        return Rollout(**vars(self.whole), **parts)
+        return rollout_of(self.whole, self.prompt)
 
     def texts(self) -> list[str]:
         """The rows as text, with what is trained in brackets."""
@@ -135,19 +136,27 @@ class Played:
     def check(self) -> None:
         """Each answer is trained once, behind exactly the context that it was written for."""
         assert rollout_problem(self.rollout, vocab_size=VOCAB, row_len=ROW_LEN) is None
-        found = []
-        for row in self.rows:
-            ids = [*row.prompt_ids.tolist(), *row.completion_ids.tolist()]
-            flags = np.zeros(len(ids), bool)
-            flags[len(row.prompt_ids) :] = True if row.sampled is None else row.sampled
-            ends = np.flatnonzero(np.diff(np.append(flags, False).astype(int)) == -1) + 1
-            begins = np.flatnonzero(np.diff(np.append(False, flags).astype(int)) == 1)
-            assert row.generator_logprobs is not None
-            for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-                found.append((ids[:begin], ids[begin:end]))
-                own = row.generator_logprobs[begin - len(row.prompt_ids) :][: end - begin]
-                np.testing.assert_allclose(own, -np.arange(begin, end) / 100, rtol=1e-6)
-        assert sorted(found) == sorted(self.server.seen)
+        assert answers_in(self.rollout) == sorted(self.server.seen)
+
+
+def rollout_of(whole: Generation, prompt: Prompt) -> Rollout:
+    return Rollout(**vars(whole), prompt_ids=prompt.token_ids, completion="", reward=0.0)
+
+
+def answers_in(rollout: Rollout) -> list[Written]:
+    """Returns what is trained of a rollout, in sorted order."""
+    found = []
+    for row in sequences_of(rollout):
+        ids = [*row.prompt_ids.tolist(), *row.completion_ids.tolist()]
+        flags = np.zeros(len(ids), bool)
+        flags[len(row.prompt_ids) :] = True if row.sampled is None else row.sampled
+        ends = np.flatnonzero(np.diff(np.append(flags, False).astype(int)) == -1) + 1
+        begins = np.flatnonzero(np.diff(np.append(False, flags).astype(int)) == 1)
+        assert row.generator_logprobs is not None
+        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+            own = row.generator_logprobs[begin - len(row.prompt_ids) :][: end - begin]
+            found.append((ids[:begin], ids[begin:end], own.tolist()))
+    return sorted(found)
 
 
 @asynccontextmanager
@@ -155,21 +164,29 @@ async def playing(
     model: Path, program: Program | Programs, answers: list[str], **settings: Any
 ) -> AsyncIterator[tuple[AgentWriter, Dispatcher, ScriptedServer, Programs]]:
     """``settings`` are those of the tables ``[rollout]`` and ``[agent]``."""
+    server = ScriptedServer(TextCodec(str(model), [EOS]), answers)
+    programs = InProcess(program) if callable(program) else program
+    async with writing(model, programs, server, **settings) as (writer, dispatcher):
+        yield writer, dispatcher, server, programs
+
+
+@asynccontextmanager
+async def writing(
+    model: Path, programs: Programs, server: InferenceClient, **settings: Any
+) -> AsyncIterator[tuple[AgentWriter, Dispatcher]]:
     rollout = {"request_timeout_seconds": 30.0, "max_new_tokens": 100} | settings
     agent = {
         name: rollout.pop(name) for name in ("allow_sampling", "timeout_seconds") if name in rollout
     }
     config = _Config(tables.Rollout(**rollout), tables.Agent(function="a.py:run", **agent))
     codec = TextCodec(str(model), [EOS])
-    server = ScriptedServer(codec, answers)
     dispatcher = Dispatcher([server], config.rollout, vocab_size=VOCAB)
     dispatcher.set_version(server.url, 0)
-    programs = InProcess(program) if callable(program) else program
     agents = Agents(AgentEndpoint("127.0.0.1", ROW_LEN), programs)
     sampling = Sampling(config.rollout.max_new_tokens, ROW_LEN, 1.0, 1.0, -1, (EOS,))
     await agents.start()
     try:
-        yield AgentWriter(dispatcher, sampling, config, codec, agents), dispatcher, server, programs
+        yield AgentWriter(dispatcher, sampling, config, codec, agents), dispatcher
     finally:
         await agents.close()
         await dispatcher.close()

@@ -8,21 +8,18 @@ It spoils the answers of a real server, so everything except the spoiled part is
 
 import asyncio
 import json
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import aiohttp
 from aiohttp import web
+from proxy import Answer, Proxy
 
 NO_TOKEN = 4242  # beyond the vocabulary of the models that tests use
 _MIB = 2**20
 _ENDLESS_BYTES = 256 * _MIB
 # How long an answer waits for another one to be swapped with.
 _PARTNER_SECONDS = 2.0
-_START_SECONDS = 120.0
 
 Fields = dict[str, Any]
 
@@ -91,7 +88,7 @@ _OTHERS = ("previous answer", "swapped", "hang", "cut connection", "no HTTP", "e
 MODES = (*_CHANGES, *_REPLACEMENTS, *_OTHERS)
 
 
-class CorruptingProxy:
+class CorruptingProxy(Proxy):
     def __init__(
         self,
         target: str,
@@ -102,56 +99,25 @@ class CorruptingProxy:
         self.spoiled: Counter[str] = Counter()
         self.num_given_up = 0  # requests whose client went before there was an answer to spoil
         self.num_endless_bytes = 0
-        self.url = ""
-        self._target, self._every, self._is_doomed = target, every, is_doomed
+        super().__init__(target)
+        self._every, self._is_doomed = every, is_doomed
         self._num_answers = self._num_turns = 0
         self._previous: bytes | None = None
         # An answer that waits for another one with which it is swapped.
         self._waiting: tuple[bytes, asyncio.Future[bytes]] | None = None
-        self._runner: web.AppRunner | None = None
-        self._session: aiohttp.ClientSession | None = None
 
-    async def __aenter__(self) -> "CorruptingProxy":
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        # Whoever asks decides how long it may take: it goes, and its request is cancelled.
-        timeout = aiohttp.ClientTimeout(total=None)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
-        app = web.Application(client_max_size=64 * _MIB)
-        app.router.add_route("*", "/{path:.*}", self._handle)
-        self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
-        )
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        return self
+    def on_given_up(self, request: web.Request) -> None:
+        self.num_given_up += request.path == "/generate"
 
-    async def __aexit__(self, *_: Any) -> None:
-        assert self._runner is not None and self._session is not None
-        await self._runner.cleanup()
-        await self._session.close()
-
-    async def _handle(self, request: web.Request) -> web.StreamResponse:
-        assert self._session is not None
-        sent = await request.read()
-        headers = {"Content-Type": request.content_type} if sent else {}
-        try:
-            async with self._session.request(
-                request.method, self._target + request.path_qs, data=sent or None, headers=headers
-            ) as answer:
-                status, kind, body = answer.status, answer.content_type, await answer.read()
-        except aiohttp.ClientError as error:
-            return web.Response(status=502, text=f"The server behind the proxy: {error!r}")
-        except asyncio.CancelledError:
-            self.num_given_up += request.path == "/generate"
-            raise
-        fields = json.loads(sent) if request.path == "/generate" and status == 200 else {}
-        if fields and fields["sampling_params"]["max_new_tokens"] > 0:
-            mode = self._next_mode(fields["input_ids"])
-            previous, self._previous = self._previous, body
-            if mode is not None:
-                return await self._spoil(request, mode, body, previous)
-        return web.Response(status=status, body=body, content_type=kind)
+    async def on_answer(
+        self, request: web.Request, sent: bytes, answer: Answer
+    ) -> web.StreamResponse | None:
+        fields = json.loads(sent) if request.path == "/generate" and answer.status == 200 else {}
+        if not fields or fields["sampling_params"]["max_new_tokens"] == 0:
+            return None
+        mode = self._next_mode(fields["input_ids"])
+        previous, self._previous = self._previous, answer.body
+        return None if mode is None else await self._spoil(request, mode, answer.body, previous)
 
     def _next_mode(self, prompt_ids: list[int]) -> str | None:
         self._num_answers += 1
@@ -225,19 +191,3 @@ class CorruptingProxy:
                 return
             num_bytes += len(chunk)
             self.num_endless_bytes = max(self.num_endless_bytes, num_bytes)
-
-
-@contextmanager
-def running_beside(proxy: CorruptingProxy) -> Iterator[CorruptingProxy]:
-    """Runs a proxy on a thread of its own, for tests that wait for other processes."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="corrupting-proxy")
-    thread.start()
-    try:
-        asyncio.run_coroutine_threadsafe(proxy.__aenter__(), loop).result(_START_SECONDS)
-        yield proxy
-        asyncio.run_coroutine_threadsafe(proxy.__aexit__(), loop).result(_START_SECONDS)
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(_START_SECONDS)
-        loop.close()

@@ -6,6 +6,7 @@
 import json
 
 from agents import Agent, Runner, function_tool, set_tracing_disabled
+from replies import MORE
 
 set_tracing_disabled(True)
 
@@ -18,4 +19,6 @@ def add(a: int, b: int) -> int:
 
 agent = Agent(name="adder", instructions="5", tools=[add], model="policy")
 result = Runner.run_sync(agent, json.loads(input())["answer"])
+if result.final_output != "3":  # the model has not called
+    result = Runner.run_sync(agent, [*result.to_input_list(), MORE])
 print(json.dumps({"reward": float(result.final_output == "3")}))

@@ -7,6 +7,7 @@ import json
 import os
 
 import litellm
+from replies import replies
 
 settings = {
     "model": "openai/policy",
@@ -17,8 +18,6 @@ settings = {
 }
 messages = [{"role": "user", "content": json.loads(input())["answer"]}]
 message = litellm.completion(messages=messages, **settings).choices[0].message
-(call,) = message.tool_calls
-total = sum(json.loads(call.function.arguments).values())
-messages += [message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": str(total)}]
+messages += [message.model_dump(), *replies(message)]
 text = litellm.completion(messages=messages, num_retries=2, **settings).choices[0].message.content
 print(json.dumps({"reward": float(text == "3")}))

@@ -7,6 +7,7 @@ import json
 import os
 
 import openai
+from replies import replies
 
 client = openai.OpenAI()
 tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -17,9 +18,7 @@ first = client.chat.completions.create(
 )
 message = first.choices[0].message
 assert first.choices[0].logprobs.content[0].logprob < 0
-(call,) = message.tool_calls
-total = sum(json.loads(call.function.arguments).values())
-messages += [message, {"role": "tool", "tool_call_id": call.id, "content": str(total)}]
+messages += [message, *replies(message)]
 text = ""
 with client.chat.completions.stream(model="policy", messages=messages, tools=[tool]) as stream:
     for event in stream:
