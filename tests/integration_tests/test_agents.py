@@ -73,7 +73,8 @@ def test_every_way_to_rewrite_a_conversation_trains_what_was_sent_once(
         f"--agent.function={repository / 'tests/programs/rewriting_agent.py'}:run",
         f"--grpo.prompts_per_step={len(KINDS)}", f"--grpo.group_size={group_size}",
         f"--training.steps={num_steps}", "--training.seq_len=512", "--reward.functions=agent",
-        "--rollout.max_head_offpolicyness=0", f"--rollout.record={record}", config=unevaluated(repository, tmp_path),
+        "--rollout.max_head_offpolicyness=0", f"--rollout.record={record}",
+        config=unevaluated(repository, tmp_path),
     ).succeed()  # fmt: skip
     received: dict[int, list[Written]] = {number: [] for number in range(len(rows))}
     for line in map(json.loads, (tmp_path / "sent.jsonl").read_text().splitlines()):
@@ -88,7 +89,8 @@ def test_every_way_to_rewrite_a_conversation_trains_what_was_sent_once(
         assert step["data/trained_tokens"] == sum(len(own) for _, own, _ in sent)
         for name in ("rows", "conversations", "requests"):
             expected = sum(getattr(kind, name) for kind in KINDS.values()) / len(KINDS)
-            assert step[f"agent/{name}"] == pytest.approx(expected, rel=1e-12), name
+            # Metrics have seven digits.
+            assert step[f"agent/{name}"] == pytest.approx(expected, rel=1e-6), name
         assert step["agent/failed_episodes"] == 0
         assert step["mismatch/kl"] < 1e-9
     run.wait_until_processes_end()

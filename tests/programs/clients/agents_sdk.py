@@ -4,8 +4,9 @@
 """OpenAI's Agents SDK, which speaks the route of responses."""
 
 import json
+from contextlib import suppress
 
-from agents import Agent, Runner, function_tool, set_tracing_disabled
+from agents import Agent, ModelBehaviorError, Runner, function_tool, set_tracing_disabled
 from replies import MORE
 
 set_tracing_disabled(True)
@@ -18,7 +19,10 @@ def add(a: int, b: int) -> int:
 
 
 agent = Agent(name="adder", instructions="5", tools=[add], model="policy")
-result = Runner.run_sync(agent, json.loads(input())["answer"])
-if result.final_output != "3":  # the model has not called
-    result = Runner.run_sync(agent, [*result.to_input_list(), MORE])
-print(json.dumps({"reward": float(result.final_output == "3")}))
+output = ""
+with suppress(ModelBehaviorError):  # an answer was cut, which the SDK takes for an error
+    result = Runner.run_sync(agent, json.loads(input())["answer"])
+    output = result.final_output
+    if output != "3":  # the model has not called
+        Runner.run_sync(agent, [*result.to_input_list(), MORE])
+print(json.dumps({"reward": float(output == "3")}))

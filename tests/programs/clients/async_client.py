@@ -17,7 +17,9 @@ async def main() -> str:
         for _ in range(2):
             settings = {"model": "policy", "messages": messages, "tools": [tool]}
             async with client.chat.completions.stream(**settings) as stream:
-                message = (await stream.get_final_completion()).choices[0].message
+                await stream.until_done()
+            # Not `get_final_completion`, which raises an error if an answer was cut.
+            message = stream.current_completion_snapshot.choices[0].message
             messages += [message.model_dump(exclude_none=True), *replies(message)]
     return message.content or ""
 
