@@ -64,7 +64,8 @@ def test_every_way_to_rewrite_a_conversation_trains_what_was_sent_once(
     num_steps, group_size, record = 2, 2, tmp_path / "rollouts.jsonl"
     rows = [
         {"question": str(1000 + number), "kind": kind, "number": number}
-        for number, kind in enumerate([*KINDS] * num_steps)
+        # The last prompts are for episodes that begin behind the last step.
+        for number, kind in enumerate([*KINDS] * (num_steps + 1))
     ]
     write_prompts(tmp_path / "train.jsonl", rows, tmp_path / "sent.jsonl")
     run = make_run(
