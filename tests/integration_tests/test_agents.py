@@ -17,6 +17,7 @@ import psutil
 import pytest
 from agent_world import VOCAB, Written, answers_in, make_model
 from rewriting_agent import KINDS
+from server_kinds import python_of
 
 from torchtitan.grpo.data.record import RecordReader
 
@@ -32,22 +33,33 @@ print(json.dumps({"reward": right / len(row["answer"])}))
 """
 
 
+@pytest.mark.parametrize(
+    ("server", "bound"),
+    [
+        ("embedded", 1e-9),
+        # Real servers give no probability to ids without a token, of which this model has 30.
+        pytest.param("vllm", 1e-4, marks=[pytest.mark.vllm, pytest.mark.long]),
+        pytest.param("sglang", 1e-4, marks=[pytest.mark.sglang, pytest.mark.long]),
+    ],
+)
 def test_what_an_agent_asked_for_is_read_and_only_answers_are_trained(
-    make_run: Callable, repository, tmp_path
+    server: str, bound: float, make_run: Callable, repository: Path, tmp_path: Path
 ) -> None:
     """Without staleness, the trainer's logprobs equal the server's token by token only if each row
     holds exactly what the server was sent, and only what the model wrote is trained."""
     script = repository / "scripts/make_calculator_task.py"
     command = [sys.executable, str(script), "--output", str(tmp_path)]
     subprocess.run(command, check=True, timeout=800, capture_output=True)
+    python = python_of(server) if server != "embedded" else sys.executable
     run = make_run(
         f"--model.hf_assets_path={tmp_path / 'model'}", f"--prompts.path={tmp_path / 'train.jsonl'}",
         f"--evaluation.path={tmp_path / 'heldout.jsonl'}", "--evaluation.num_prompts=16",
         "--grpo.prompts_per_step=6", "--training.steps=3", "--rollout.max_head_offpolicyness=0",
+        f"--inference.kind={server}", f"--inference.python={python}",
         config="calculator_agent", num_ranks=1,
     ).succeed()  # fmt: skip
     for step in run.metrics:
-        assert step["mismatch/kl"] < 1e-9
+        assert step["mismatch/kl"] < bound
         assert step["agent/failed_episodes"] == 0
         assert step["agent/rows"] == step["agent/conversations"] == 1
         assert 1 < step["agent/requests"] <= 4

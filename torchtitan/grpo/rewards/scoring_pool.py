@@ -26,8 +26,9 @@ from torchtitan.grpo.workers.process import ChannelBroken, WorkerLost
 
 # Of a group that has to wait. A server that is started again takes minutes to load its model.
 _PAUSES_SECONDS = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0)
-# Whoever answers for other groups meanwhile is not away. The batch need not wait so long.
-_MOST_TRIES_ALONE = 2
+# A judge that answered for others is not away, so a group for which it takes this part of the time
+# limit, this often, is given up: a batch waits for it.
+_SLOW_PART, _MOST_SLOW_TRIES = 0.5, 2
 
 
 class ScoringFailed(CallFailed):
@@ -175,14 +176,21 @@ class RewardPool:
     async def _patiently_scored(
         self, request: Score, prompt: Prompt, on_begin: Callable[[], object]
     ) -> Scored:
-        row, tries_alone = tuple(request.which), 0
+        row = tuple(request.which)
+        num_before, num_slow, begun = self._num_scored[row], 0, 0.0
+
+        def begin() -> None:
+            nonlocal begun
+            begun = time.monotonic()
+            on_begin()
+
         for pause in _PAUSES_SECONDS:
-            scored_before = self._num_scored[row]
             try:
-                return await self._scored(request, prompt, on_begin)
+                return await self._scored(request, prompt, begin)
             except ScoringPostponed as error:
-                tries_alone += self._num_scored[row] > scored_before
-                if tries_alone >= _MOST_TRIES_ALONE:
+                seconds = time.monotonic() - begun
+                num_slow += seconds >= _SLOW_PART * self.workers.timeout_seconds
+                if num_slow >= _MOST_SLOW_TRIES and self._num_scored[row] > num_before:
                     raise
                 self._on_failure(error)
                 self._why_waiting = str(error)

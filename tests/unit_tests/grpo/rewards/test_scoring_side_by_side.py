@@ -268,18 +268,21 @@ async def test_a_group_whose_judge_is_out_of_reach_is_scored_again_a_few_times(
             await pool.check(prompt)
 
 
-async def test_a_group_that_fails_twice_while_others_are_scored_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("is_slow", "with_others", "tries"), [(1, 1, 2), (1, 0, 4), (0, 1, 4)])
+async def test_a_group_for_which_a_judge_does_not_answer_in_time_is_given_up_if_it_answers_others(
+    is_slow: bool, with_others: bool, tries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(scoring_pool, "_PAUSES_SECONDS", (0.0,) * 7)
+    monkeypatch.setattr(scoring_pool, "_PAUSES_SECONDS", (0.0,) * 3)
+    monkeypatch.setattr(scoring_pool, "_SLOW_PART", 0.0 if is_slow else 1.0)
     drops = DropLog(lambda text: None)
     async with started_pool(tmp_path, "later", on_failure=drops.record_scoring) as pool:
         waiting = asyncio.create_task(score(pool, "later", tmp_path))
-        for i in (1, 2):
+        for i in range(1, tries + 1):
             while not (tmp_path / f"try {i}").exists():
                 await asyncio.sleep(0.01)
-            assert await score(pool, "a", tmp_path) == 1.0
+            if i == 1 and with_others:
+                assert await score(pool, "a", tmp_path) == 1.0
             (tmp_path / f"told {i}").touch()
         with pytest.raises(ScoringFailed, match="it does not answer"):
             await waiting
-        assert drops.counts == {"reward postponed": 2}
+        assert drops.counts == {"reward postponed": tries}
