@@ -135,7 +135,9 @@ def verify(arguments: list[str]) -> int:
 
 def check_gpu(arguments: list[str]) -> int:
     # A clone has the checks in this folder, and a wheel beside its other packages.
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    benchmarks = Path(__file__).resolve().parents[2] / "benchmarks"
+    if (benchmarks / "check_gpu").is_dir():
+        sys.path.insert(0, str(benchmarks))
     from check_gpu.command import main as check_main
 
     return check_main(arguments)

@@ -59,7 +59,7 @@ class Judge:
 
     max_concurrent: Annotated[int, at_least(1)] = 64
     """Maximum number of requests that each worker sends at once. Further ones wait, within
-    ``reward.timeout_seconds``. Groups of 8 completions need 8 times as many as groups."""
+    ``reward.timeout_seconds``. A group of 8 completions sends 8."""
 
     api_key_variable: str | None = None
     """Name of the environment variable that contains the key of the server. It must also be named

@@ -207,7 +207,7 @@ class Reward:
     concurrency: Annotated[
         int,
         at_least(1).or_value(
-            0, "64 if all functions are async def, or built in but for boxed_math, else 1"
+            0, "64 if all functions are async def, or built in, except boxed_math, else 1"
         ),
     ] = 0
     """Number of groups that each worker scores at a time. Functions that are defined with ``async

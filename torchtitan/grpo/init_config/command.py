@@ -11,7 +11,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.grpo.command_line import ConfigError, refusing
+from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.errors import RunError
 from torchtitan.grpo.init_config.columns import Columns, Source, choose_columns, read_source
 from torchtitan.grpo.init_config.prompt_form import answer_tokens, choose_form, measure
@@ -56,8 +56,10 @@ def init(arguments: list[str]) -> int:
     _refuse_output(output, force=given.force)
     folder, notes = locate_model(given.model, "MODEL", weights=False)
     read_json(Path(folder, "config.json"), "MODEL")
-    with refusing():
+    try:
         has_template = TextCodec(folder, ()).has_chat_template()
+    except ValueError as error:
+        raise ConfigError(str(error).replace("model.hf_assets_path", "MODEL")) from error
     source = read_source(given.data, given.split, given.name)
     columns = choose_columns(
         source, given.prompt_column, given.answer_column, has_template=has_template

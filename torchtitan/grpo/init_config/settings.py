@@ -168,7 +168,7 @@ def _values(found: Findings, sizes: Sizes) -> dict[str, Any]:
         "prompts_per_step": batch // _GROUP_SIZE,
         "batch": batch,
         "max_new_tokens": sizes.new,
-        "why_new": f"{room}long right answers have {found.answer_tokens or 'unknown'} tokens",
+        "why_new": f"{room}{_answers_text(found.answer_tokens)}",
         "max_concurrent_rollouts": min(batch, _EMBEDDED_CONCURRENT)
         if machine.kind == "embedded"
         else batch,
@@ -196,6 +196,12 @@ def _learning_rate(found: Findings, is_lora: bool) -> dict[str, Any]:
         if getattr(found.model.model_args, "moe_enabled", False)
         else None,
     }
+
+
+def _answers_text(num_tokens: int) -> str:
+    if not num_tokens:
+        return "the length of right answers is unknown"
+    return f"long right answers have {num_tokens} token{'s' if num_tokens > 1 else ''}"
 
 
 def count_text(number: int) -> str:

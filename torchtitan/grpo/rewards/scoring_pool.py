@@ -177,11 +177,13 @@ class RewardPool:
         self, request: Score, prompt: Prompt, on_begin: Callable[[], object]
     ) -> Scored:
         row = tuple(request.which)
-        num_before, num_slow, begun = self._num_scored[row], 0, 0.0
+        num_before: int | None = None
+        num_slow, begun = 0, 0.0
 
         def begin() -> None:
-            nonlocal begun
+            nonlocal begun, num_before
             begun = time.monotonic()
+            num_before = self._num_scored[row] if num_before is None else num_before
             on_begin()
 
         for pause in _PAUSES_SECONDS:
@@ -190,7 +192,7 @@ class RewardPool:
             except ScoringPostponed as error:
                 seconds = time.monotonic() - begun
                 num_slow += seconds >= _SLOW_PART * self.workers.timeout_seconds
-                if num_slow >= _MOST_SLOW_TRIES and self._num_scored[row] > num_before:
+                if num_slow >= _MOST_SLOW_TRIES and self._num_scored[row] > (num_before or 0):
                     raise
                 self._on_failure(error)
                 self._why_waiting = str(error)

@@ -204,7 +204,7 @@ def main() -> None:
     blocking = [f.path for f in functions if not (f.is_async or f.path in QUICK)]
     concurrency = request.concurrency or (1 if blocking else ASYNC_CONCURRENCY)
     warning = ""
-    if blocking and not request.concurrency and len(blocking) < len(functions):
+    if blocking and not request.concurrency and any(f.is_async for f in functions):
         warning = (
             "Each reward worker scores one group at a time, because of functions that are not async def "
             f"({', '.join(blocking)}). Set reward.concurrency to score several side by side."

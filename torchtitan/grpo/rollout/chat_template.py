@@ -48,9 +48,10 @@ class LeftOut(ValueError):
 class ChatTemplate:
     """Renders conversations with the template of a model directory.
 
-    For each conversation in which two roles follow each other for the first time, artificial
-    messages are rendered as well: each of their words must be in the text. Otherwise messages of a
-    role that a template does not know, such as system or tool, would vanish.
+    For each conversation in which two kinds of messages follow each other, or one begins or ends it,
+    for the first time, artificial messages are rendered as well: each of their words must be in the
+    text. Otherwise messages of a role that a template does not know, such as system or tool, would
+    vanish.
 
     ``date`` is the time that the template always takes for now, in ISO format (empty: this moment).
     """
@@ -60,6 +61,8 @@ class ChatTemplate:
         self._date = date or datetime.now().isoformat()
         self._number = next(_numbers)
         self._known: set[tuple[Any, Any]] = set()
+        self._refused: set[frozenset[tuple[Any, Any]]] = set()
+        self._longest = 2
         self._source = self._template()
         self._check_variables()
 
@@ -74,16 +77,21 @@ class ChatTemplate:
         Raises ``ValueError`` if the template cannot, and :class:`LeftOut` if it leaves something out.
         """
         text = self._render(messages, opens_turn=opens_turn, tools=tools)
-        # Pairs, because long conversations would otherwise be new again and again.
-        pairs = set(itertools.pairwise([None, *map(_shape, messages), None]))
-        if not pairs <= self._known:
+        # Pairs, because long conversations would otherwise be new again and again. Longer ones are
+        # checked as well whenever they have doubled, in case a template prints only so many messages.
+        pairs = frozenset(itertools.pairwise([None, *map(_shape, messages), None]))
+        is_new = not pairs <= self._known or len(messages) > 2 * self._longest
+        if is_new and pairs not in self._refused:
             if self._render(messages, opens_turn=opens_turn, tools=tools) != text:
                 raise ValueError(
                     f"The chat template of {self._path} must render the same messages to the same text, "
                     "but it prints something else each time. Remove random choices from it."
                 )
-            self._check_roles(messages)
-            self._known |= pairs
+            if self._check_roles(messages):
+                self._known |= pairs
+                self._longest = max(self._longest, len(messages))
+            else:
+                self._refused.add(pairs)
         return text
 
     def _render(self, messages: Messages, *, opens_turn: bool = True, tools: Messages = ()) -> str:
@@ -145,12 +153,13 @@ class ChatTemplate:
                     "template."
                 )
 
-    def _check_roles(self, messages: Messages) -> None:
+    def _check_roles(self, messages: Messages) -> bool:
+        """Returns whether it was possible to check."""
         probes = [_probed(message, position) for position, message in enumerate(messages)]
         try:
             printed = set(_PROBE.findall(self._render(probes, opens_turn=False).lower()))
         except ValueError:  # it refuses such text, while it has rendered the messages themselves
-            return
+            return False
         for position, probe in enumerate(probes):
             words = set(_PROBE.findall(str(probe)))
             if missing := words - printed:
@@ -162,6 +171,7 @@ class ChatTemplate:
                     f"message {position + 1} of {len(probes)}. Say it in a role that the template prints, "
                     "remove it (prompts.system_prompt is the role 'system'), or correct the template."
                 )
+        return True
 
 
 def _shape(message: Mapping[str, Any]) -> tuple[Any, ...]:

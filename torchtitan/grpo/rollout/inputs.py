@@ -161,7 +161,7 @@ class Inputs:
                 await one.start(self._drops)
                 await self._check_rewards(one, pool)
             except (RewardError, EnvironmentsFailing) as error:
-                if not one.name:
+                if not one.name or f"environments.{one.name}." in str(error):
                     raise
                 raise type(error)(f"environments.{one.name}: {error}") from error
 
@@ -169,10 +169,10 @@ class Inputs:
         rollout, functions = one.config.rollout, one.config.reward.functions
         key = one.key("prompts.paths" if one.config.prompts.paths else "prompts.path")
         positions = [pool.functions.index(function) for function in functions]
-        if one.config.agent.is_used and "agent" not in functions:
+        if one.config.agent.is_used and not {"agent", "environment"} & set(functions):
             self._warn([
-                f"{one.key('agent')}: what its program returns is not used, because "
-                f"{one.key('reward.functions')} does not name agent."
+                f"{one.key('agent')}: what its program returns is used only by functions that take "
+                f"environment_reward, because {one.key('reward.functions')} does not name agent."
             ])  # fmt: skip
         for of_set in one.examples:
             prompt = of_set[0].prompt

@@ -254,7 +254,7 @@ async def test_a_judge_that_is_lost_is_asked_again_and_then_its_group_is_scored_
 
     drops = DropLog(lambda text: None)
     async with judging(answer) as server:
-        settings = replace(server.settings, timeout_seconds=2.0)
+        settings = replace(server.settings, timeout_seconds=4.0 if failure == "hang" else 20.0)
         async with started_pool(settings, drops) as pool:
             assert (await pool.score(PROMPT, ["a"], [[1]])).values == [[7.0]]
             assert (drops.counts["reward postponed"], len(server.bodies)) == (1, 4)

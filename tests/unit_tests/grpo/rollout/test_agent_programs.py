@@ -48,6 +48,11 @@ COMMANDS = {
     "closes its output": (ASK + "import time; os.close(1); time.sleep(600)", "timeout"),
     "kills itself": (ASK + "os.kill(os.getpid(), 9)", "exit status -9"),
     "too much memory": (ASK + "x = bytearray(3 * 2**30)", "exit status 1"),
+    "child with too much memory": (
+        ASK
+        + "import subprocess; subprocess.run([sys.executable, '-c', 'bytearray(3 * 2**30)'], check=True)",
+        "exit status 1",
+    ),
     "forks": (ASK + "os.fork() or __import__('time').sleep(600); print(1)", 1.0),
 }
 FUNCTIONS = {
@@ -118,9 +123,11 @@ async def test_an_episode_begins_again_if_another_one_blocks_its_worker(
     model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     blocks = tmp_path / "blocks"
-    block = f"    if row['blocks']: open({str(blocks)!r}, 'w').close(); time.sleep(600)"
+    block = f"    if row['blocks']: open({str(blocks)!r}, 'w').close(); deep(30)"
     (tmp_path / "agent.py").write_text(
-        FUNCTION.replace("):\n", f"):\n{block}\n", 1) + "    return 1.0"
+        "def deep(n):\n    time.sleep(600) if n == 0 else deep(n - 1)\n"
+        + FUNCTION.replace("):\n", f"):\n{block}\n", 1)
+        + "    return 1.0"
     )
     agent = Agent(function=f"{tmp_path}/agent.py:run")
     programs = make_programs(agent, Rollout(), Workers(), lambda failure: None)
@@ -140,7 +147,7 @@ async def test_an_episode_begins_again_if_another_one_blocks_its_worker(
         while "has blocked its event loop" not in printed:
             await asyncio.sleep(0.05)
             printed += capfd.readouterr().err
-        assert blocks.exists() and "agent.py" in printed
+        assert blocks.exists() and "in run" in printed
         guilty.task.cancel()
         await asyncio.wait({guilty.task})
         server.held.set()

@@ -90,6 +90,25 @@ def test_templates_that_print_everything_in_their_own_way_are_used(make, name):
     assert make(template).encode_chat(messages)
 
 
+def test_a_template_that_prints_only_the_last_messages_is_found_as_a_conversation_grows(make):
+    codec = make("{% for m in messages[-5:] %}{{ m.content }}{% endfor %}")
+    codec.template.render([USER, TURN, USER, TURN, USER])
+    codec.template.render([*[USER, TURN] * 4, USER])  # of known pairs, and not twice as long
+    with pytest.raises(LeftOut, match=r"the role 'user' in message 1 of 11"):
+        codec.template.render([*[USER, TURN] * 5, USER])
+
+
+def test_a_template_that_refuses_artificial_text_is_still_asked_about_other_messages(make):
+    refusing = (
+        "{% if 'qzv' in messages[0].content and messages|length == 1 %}{{ 1 / 0 }}{% endif %}"
+    )
+    codec = make(refusing + ONLY)
+    for _ in range(2):
+        assert codec.template.render([USER])
+    with pytest.raises(LeftOut, match="the role 'system'"):
+        codec.template.render([SYSTEM, USER])
+
+
 @pytest.mark.parametrize("role", ["tool", "critic"])
 def test_a_reply_of_an_environment_that_would_vanish_is_refused(make, role):
     codec = make(ONLY)

@@ -217,9 +217,8 @@ def _encoded(body: Any) -> bytes:
     """As JSON; many times faster than `json`, which takes tens of milliseconds for long answers."""
     try:
         return msgspec.json.encode(body)
-    except (
-        UnicodeEncodeError
-    ):  # half of a surrogate pair, in the name of a tool that the model wrote
+    except UnicodeEncodeError:
+        # Half of a surrogate pair, in the name of a tool that the model wrote.
         return json.dumps(body, allow_nan=False).encode()
 
 

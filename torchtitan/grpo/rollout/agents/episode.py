@@ -197,7 +197,7 @@ class AgentEpisode:
         if asked.text is not None:
             return self._transcript.text_context(asked.text)
         assert asked.messages is not None, "one of the three is given"
-        if asked.tools and self._settings.parser is None:
+        if asked.tools and asked.may_call and self._settings.parser is None:
             raise BadRequest(
                 "The model's chat template must print tools and their calls in a known form, but it "
                 "does not. Describe the tools in a message, and read the calls from the text.",

@@ -20,7 +20,7 @@ from torchtitan.grpo.functions import describe_error, load_function, user_line
 from torchtitan.grpo.workers.channel import NotPlainData, Refused, WorkerChannel, refused
 
 _WHAT = "agent.function: function"
-_BLOCKED_SECONDS, _LOOK_SECONDS, _STACK_DEPTH = 5.0, 1.0, 8
+_BLOCKED_SECONDS, _LOOK_SECONDS = 5.0, 1.0
 BUILTIN = {"verifiers": "torchtitan.grpo.rollout.agents.verifiers:run"}
 
 
@@ -82,7 +82,7 @@ class _Episodes:
                     f"{_WHAT} has blocked its event loop for {_BLOCKED_SECONDS:g} s, and with it all "
                     "episodes of its process. Await instead, or call what blocks with "
                     "asyncio.to_thread. It is here:",
-                    *traceback.format_stack(frame, _STACK_DEPTH) if frame is not None else [],
+                    *traceback.format_stack(frame) if frame is not None else [],
                     sep="\n",
                     file=sys.stderr,
                     flush=True,

@@ -8,15 +8,15 @@ A program ends alone: its process is killed together with everything in its sess
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import logging
 import math
 import os
-import resource
 import shutil
 import signal
-import sys
+import subprocess
 import tempfile
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -41,6 +41,7 @@ from torchtitan.grpo.workers.owner import OUTPUT_HINT, FailureLimit, WorkerOwner
 from torchtitan.grpo.workers.process import (
     WorkerLost,
     WorkerProcess,
+    apply_limits,
     limits_of,
     worker_environment,
 )
@@ -178,18 +179,20 @@ class Commands:
             with tempfile.TemporaryFile() as file:
                 file.write(row.encode() + b"\n")
                 file.seek(0)
-                # Without a preexec_fn, which would copy the tables of this process's memory: up to a
-                # tenth of a second in which no other episode goes on.
-                process = await asyncio.create_subprocess_exec(
+                # Limits take a preexec_fn, for which the tables of this process's memory are copied: up to
+                # a tenth of a second in which no other episode goes on.
+                has_limits = bool(limits_of(self._workers))
+                return await asyncio.create_subprocess_exec(
                     *self._command,
                     stdin=file,
                     stdout=output.descriptor,
                     start_new_session=True,
                     env=self._environment() | access.variables(),
+                    preexec_fn=functools.partial(apply_limits, self._workers)
+                    if has_limits
+                    else None,
                 )
-            self._limit(process.pid)
-            return process
-        except OSError as error:
+        except (OSError, subprocess.SubprocessError) as error:
             raise EnvironmentFailed(
                 "start", f"{self._key} {self._command} cannot be started: {error}."
             ) from error
@@ -198,13 +201,6 @@ class Commands:
 
     def _environment(self) -> dict[str, str]:
         return worker_environment(self._workers.pass_variables)
-
-    def _limit(self, pid: int) -> None:
-        if sys.platform != "linux":
-            return  # docs/how-to/agents.md says so
-        for kind, limits in limits_of(self._workers).items():
-            with contextlib.suppress(ProcessLookupError):
-                resource.prlimit(pid, kind, limits)
 
 
 class _Output:
@@ -319,8 +315,8 @@ class Functions:
                 await worker.call(Cancel(number))
         except TimeoutError:
             logger.warning(
-                "A worker process of agent.function is killed: it did not end an episode within %g s. "
-                "Its other episodes begin again.", _CANCEL_SECONDS,
+                "A worker process of %s is killed: it did not end an episode within %g s. "
+                "Its other episodes begin again.", self._key, _CANCEL_SECONDS,
             )  # fmt: skip
             await worker.kill()
         except WorkerLost:

@@ -66,7 +66,7 @@ class EnvironmentPool:
             "torchtitan.grpo.rollout.environments.environment_worker",
             decode_reply,
             LoadEnvironment(factory, rollout.environment_options),
-            subject=f"rollout.environment {factory!r}",
+            subject=f"{key} {factory!r}",
             calls=f"episodes of {key} in a row failed",
             error=EnvironmentsFailing,
             timeout_seconds=(seconds, "rollout.environment_timeout_seconds"),
