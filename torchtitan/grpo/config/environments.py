@@ -22,7 +22,7 @@ OWN_KEYS: dict[str, tuple[str, ...]] = {
         *("min_completion_tokens", "drop_truncated", "should_accept"),
     ),
     "reward": ("functions", "weights"),
-    "agent": (*("command", "function", "options", "workers", "timeout_seconds", "allow_sampling"),),
+    "agent": ("command", "function", "options", "workers", "timeout_seconds", "allow_sampling"),
 }
 """For each table, the keys that an environment may set. The others apply to the whole run."""
 

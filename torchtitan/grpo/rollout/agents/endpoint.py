@@ -4,9 +4,11 @@
 """The HTTP server that agents take for OpenAI's. The key of a request names its episode."""
 
 import asyncio
+import functools
 import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -42,8 +44,8 @@ class AgentEndpoint:
         self._listener: asyncio.Server | None = None
         app = web.Application()
         routes: list[tuple[str, str, _Handler]] = [
-            ("POST", "/v1/chat/completions", self._chat),
-            ("POST", "/v1/completions", self._text),
+            ("POST", "/v1/chat/completions", functools.partial(self._complete, chat_route)),
+            ("POST", "/v1/completions", functools.partial(self._complete, text_route)),
             ("POST", "/v1/responses", self._responses),
             ("POST", "/inference/v1/generate", self._generate),
             ("POST", "/v1/episodes/{name}/reward", self._reward),
@@ -120,19 +122,14 @@ class AgentEndpoint:
             return None
         return self._episodes.get(key.strip())
 
-    async def _chat(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
-        asked = chat_route.read(await _body(http))
+    async def _complete(
+        self, route: ModuleType, http: web.Request, episode: AgentEpisode
+    ) -> web.StreamResponse:
+        asked: Asked = route.read(await _body(http))
         answer = await episode.answer(asked)
         if asked.stream:
-            return await _stream(http, chat_route.stream(answer, asked), is_named=False)
-        return await _send(http, chat_route.write(answer, asked))
-
-    async def _text(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
-        asked = text_route.read(await _body(http))
-        answer = await episode.answer(asked)
-        if asked.stream:
-            return await _stream(http, text_route.stream(answer, asked), is_named=False)
-        return await _send(http, text_route.write(answer, asked))
+            return await _stream(http, route.stream(answer, asked), is_named=False)
+        return await _send(http, route.write(answer, asked))
 
     async def _generate(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
         asked = text_route.read_ids_body(await _body(http))
@@ -214,7 +211,7 @@ async def _send(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
 
 
 def _encoded(body: Any) -> bytes:
-    """As JSON; many times faster than `json`, which takes tens of milliseconds for long answers."""
+    """Returns JSON. The module `json` would take tens of milliseconds for a long answer."""
     try:
         return msgspec.json.encode(body)
     except UnicodeEncodeError:

@@ -87,7 +87,7 @@ class _Episodes:
                     file=sys.stderr,
                     flush=True,
                 )
-                answers.wait()
+                answers.wait()  # or until the process is killed
             time.sleep(_LOOK_SECONDS)
 
     def load(self, call: int, request: LoadFunction) -> None:

@@ -67,7 +67,7 @@ class _Said:
         return text[place:]
 
     def parts(self) -> list["_Said"]:
-        """From the beginning."""
+        """Returns the conversations of which it consists, from the beginning on."""
         parts, part = [], self
         while part is not None:
             parts.append(part)
