@@ -54,8 +54,8 @@ class RolloutKilled(RolloutFailed):
 class RolloutLink:
     """Starts the rollout process, exchanges messages with it, and ends it.
 
-    All methods belong to one thread, except :meth:`notify_version`, :meth:`notify_lost` and
-    :meth:`reread_urls`. All but the last and :meth:`close` raise :class:`RolloutFailed` after the
+    All methods belong to one thread, except :meth:`notify_version`, :meth:`notify_lost`,
+    :meth:`notify_asleep` and :meth:`reread_urls`. All but the last and :meth:`close` raise :class:`RolloutFailed` after the
     process has ended. A wait ends with ``None`` if ``should_stop``, which is called at least every
     0.1 s, returns true. ``announce`` is called with sentences that the user should read now.
 
@@ -249,6 +249,10 @@ class RolloutLink:
     def notify_lost(self, url: str, reason: str) -> None:
         """Reports that the server at ``url`` must get no more requests. Thread-safe."""
         self._notify(link_messages.ServerLost(url, reason))
+
+    def notify_asleep(self, url: str) -> None:
+        """Reports that the lent server at ``url`` sleeps. Thread-safe."""
+        self._notify(link_messages.ServerAsleep(url))
 
     def reread_urls(self) -> None:
         """Requests that ``inference.urls_file`` is read now, if a process runs. Thread-safe."""

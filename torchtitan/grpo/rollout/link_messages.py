@@ -54,6 +54,12 @@ class ServerLost(msgspec.Struct, tag=True):
     reason: str
 
 
+class ServerAsleep(msgspec.Struct, tag=True):
+    """The lent server at ``url`` has given its devices back."""
+
+    url: str
+
+
 class RereadUrls(msgspec.Struct, tag=True):
     """``inference.urls_file`` must be read now."""
 
@@ -114,7 +120,7 @@ class Batch(msgspec.Struct, tag=True):
 
 
 Command = NextBatch | Evaluate | Save | Stop
-Notice = VersionServed | ServerLost | RereadUrls
+Notice = VersionServed | ServerLost | ServerAsleep | RereadUrls
 Answer = Ready | Fatal | Progress | Announcement | Dropped | Batch | Saved | EvaluationDone
 
 _encoder = msgspec.msgpack.Encoder()

@@ -121,6 +121,7 @@ class Rig:
                 on_change=lambda: None,
                 on_version=lambda url, version: self.heard.put_nowait(("version", version)),
                 on_lost=lambda url, reason: self.heard.put_nowait(("lost", reason)),
+                on_asleep=lambda url: self.heard.put_nowait(("asleep", url)),
             ),
             is_initial=is_initial,
         )
@@ -306,5 +307,5 @@ def test_nothing_leads_to_ready_but_attestation_and_nothing_out_of_closed():
     ready = [way for way, state in lane_module._NEXT.items() if state is LaneState.READY]
     assert ready == [(LaneState.ATTESTING, LaneEvent.ATTESTED)]
     assert not any(state is LaneState.CLOSED for state, _ in lane_module._NEXT)
-    with pytest.raises(ValueError, match=r"syncing can take \['committed', 'failed', 'removed'\]"):
+    with pytest.raises(ValueError, match=r"syncing can take \['asleep', 'committed', 'failed', 'removed'\]"):
         next_state(LaneState.SYNCING, LaneEvent.ATTESTED)

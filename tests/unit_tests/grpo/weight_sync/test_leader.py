@@ -59,7 +59,7 @@ class Rig:
         self.slots.filled(self.slots.reserve(), 7)
         self.ending = False
         parts = LeaderParts(self.ranks, self.ranks[:num_sources], [], [], NoTransport(), _no_server)
-        listeners = Listeners(lambda: None, lambda *_: None, lambda *_: None)
+        listeners = Listeners(lambda: None, lambda *_: None, lambda *_: None, print)
         attestation: Any = None  # there are no lanes
         self.leader = Leader(
             self.slots, parts, WeightSync(), attestation, listeners, [], lambda: None

@@ -363,7 +363,9 @@ async def bring_two_versions(server: Any) -> None:
     versions = Versions(SlotTable(2), 4, drop)
     sync = WeightSync(retry_seconds=0.001, max_retry_seconds=0.001)
     attestation = Attestation(0, [], Probes(), Tolerances(1.0, 1.0), 1.0)
-    listeners = Listeners(lambda: None, server.believe, lambda url, _: server.believe(url, NOTHING))
+    listeners = Listeners(
+        lambda: None, server.believe, lambda url, _: server.believe(url, NOTHING), print
+    )
     lane = Lane(connect(server, Source(0)), versions, sync, attestation, listeners)
     running = asyncio.create_task(lane.run())
     for version in (1, 2):
