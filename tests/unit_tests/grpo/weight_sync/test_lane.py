@@ -42,12 +42,22 @@ class Server:
         self._logprobs = logprobs
         self.served: int | None = None
         self.num_resumed = 0
+        self.slept = list[str]()
+        self.sleep_error: Exception | None = None
 
     async def version(self) -> int | None:
         return self.served
 
     async def resume(self) -> None:
         self.num_resumed += 1
+
+    async def sleep(self) -> None:
+        if self.sleep_error is not None:
+            raise self.sleep_error
+        self.slept.append("sleep")
+
+    async def wake(self) -> None:
+        self.slept.append("wake")
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         if self._logprobs is None:
@@ -92,6 +102,7 @@ class Rig:
         delta: bool = False,
         max_alive: int = 4,
         is_initial: bool = False,
+        is_lent: bool = False,
         push_timeout_seconds: float = PATIENCE,
         expected: list[float] | None = None,
         served: list[float] | None = None,
@@ -124,6 +135,7 @@ class Rig:
                 on_asleep=lambda url: self.heard.put_nowait(("asleep", url)),
             ),
             is_initial=is_initial,
+            is_lent=is_lent,
         )
         self.running = asyncio.create_task(self.lane.run())
 
@@ -229,6 +241,58 @@ async def test_a_lost_server_has_no_version_until_it_has_confirmed_the_newest():
         assert rig.way.asked[-3:] == ["recover", "join", (2, None)]
 
 
+async def test_a_lent_server_sleeps_and_wakes_in_its_groups_and_gets_all_weights_again():
+    async with lane_rig(is_lent=True, delta=True) as rig:
+        await rig.serve(1)
+        rig.lane.set_wanted(False)
+        assert await rig.hears("version") == ("asleep", "http://a")
+        assert (rig.lane.version, rig.lane.is_asleep, rig.lane.is_lost) == (-1, True, False)
+        await rig.versions.begin(2)
+        await rig.versions.begin(3)
+        await asyncio.sleep(0.05)  # enough for a lane that would not wait until it is wanted
+        assert rig.way.asked == ["join", (1, None)]
+        rig.lane.set_wanted(True)
+        assert await rig.hears() == ("version", 3)
+        assert rig.way.asked == ["join", (1, None), (3, None)]
+        assert rig.server.slept == ["wake", "sleep", "wake"]
+        assert rig.dropped == [1, 2]
+
+
+@pytest.mark.parametrize("state", [LaneState.JOINING, LaneState.SYNCING, LaneState.LOST])
+async def test_what_a_lane_does_is_broken_off_when_its_server_is_to_sleep(state):
+    async with lane_rig(is_lent=True) as rig:
+        rig.way.may_end.clear()
+        if state is not LaneState.JOINING:
+            await rig.versions.begin(1)
+            await asyncio.wait_for(rig.way.begun.wait(), PATIENCE)
+        if state is LaneState.LOST:
+            rig.way.error = ServerError("it is busy")
+            rig.way.may_end.set()
+            assert await rig.hears() == ("lost", "it is busy")
+        rig.lane.set_wanted(False)
+        assert await rig.hears("lost") == ("asleep", "http://a")
+        assert rig.way.asked[-1] == "recover"
+        rig.way.error = None
+        rig.way.may_end.set()
+        rig.lane.set_wanted(True)
+        await rig.serve(2)
+        assert rig.way.asked[-2:] == ["join", (2, None)]
+
+
+async def test_a_server_that_does_not_fall_asleep_is_lost_until_it_is_wanted():
+    async with lane_rig(is_lent=True) as rig:
+        await rig.serve(1)
+        rig.server.sleep_error = ServerError("it hangs")
+        rig.lane.set_wanted(False)
+        assert await rig.hears("version") == ("lost", "it hangs")
+        await rig.versions.begin(2)
+        await asyncio.sleep(0.05)  # several times the pause before it would be tried again
+        assert (rig.lane.state, rig.way.asked[-1]) == (LaneState.LOST, "recover")
+        rig.lane.set_wanted(True)
+        assert await rig.hears() == ("version", 2)
+        assert rig.way.asked[-2:] == ["join", (2, None)]
+
+
 @pytest.mark.parametrize("named", [3, 5, None])
 async def test_a_server_that_names_another_version_than_the_pushed_one_is_lost(named):
     async with lane_rig() as rig:
@@ -307,5 +371,7 @@ def test_nothing_leads_to_ready_but_attestation_and_nothing_out_of_closed():
     ready = [way for way, state in lane_module._NEXT.items() if state is LaneState.READY]
     assert ready == [(LaneState.ATTESTING, LaneEvent.ATTESTED)]
     assert not any(state is LaneState.CLOSED for state, _ in lane_module._NEXT)
-    with pytest.raises(ValueError, match=r"syncing can take \['asleep', 'committed', 'failed', 'removed'\]"):
+    with pytest.raises(
+        ValueError, match=r"syncing can take \['asleep', 'committed', 'failed', 'removed'\]"
+    ):
         next_state(LaneState.SYNCING, LaneEvent.ATTESTED)

@@ -32,7 +32,9 @@ class Waiting(WeightPublisher):
 
 def lane(**changes: Any) -> Any:
     values = {"url": "http://a", "state": LaneState.READY, "version": 3, "last_error": ""}
-    return SimpleNamespace(**values | {"is_lost": False, "is_blocked": False} | changes)
+    return SimpleNamespace(
+        **values | {"is_lost": False, "is_asleep": False, "is_blocked": False} | changes
+    )
 
 
 def test_a_version_that_cannot_be_written_is_not_waited_for_without_end():
