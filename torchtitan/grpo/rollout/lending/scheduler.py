@@ -121,11 +121,11 @@ class LendScheduler:
     def observe_wake(self, seconds: float) -> None:
         """From free devices until all lent servers serve."""
         self._wake.add(seconds)
-        self._forgotten = 0.0
 
     def observe_sleep(self, seconds: float) -> None:
-        """From TAKE_BACK until the devices are free."""
+        """From TAKE_BACK until no lent server holds the devices. Every lending ends with it."""
         self._sleep.add(seconds)
+        self._forgotten = 0.0
 
     def observe_step(
         self, step_seconds: float, late_seconds: float, lent_groups: float, other_rate: float | None
@@ -176,8 +176,9 @@ class LendScheduler:
         """How long the devices still have to stay away. A server that wakes cannot help before."""
         waking = 0.0
         if moment.lent is Lent.WAKING:
-            waking = self._room.value + self._wake.value - (moment.now - moment.since)
-        return max(0.0, waking) + self._sleep.value
+            elapsed = moment.now - moment.since
+            waking = max(0.0, self._room.value + self._wake.value - elapsed)
+        return max(0.0, waking + self._sleep.value - self._forgotten)
 
     def saving(self, moment: Moment) -> float:
         """Seconds by which the step is expected to begin earlier if the devices are lent now."""
