@@ -22,6 +22,7 @@ class Plan:
     in_order: bool = False  # each batch consists of the groups that were started for it
     other_slots: tuple[int, ...] = (2,)  # groups that each of the servers generates at a time
     lent_slots: int = 2
+    lent_speed: float = 1.0  # which the scheduler is not told
     group_seconds: float = 4.0
     spread: float = 0.0  # of the logarithm of a group's work
     train_seconds: float = 4.0
@@ -148,15 +149,16 @@ class World:
             can = self.lent is Lent.AWAKE if server.is_lent else True
             if not can or server.down_until > self.now:
                 continue
+            speed = self.plan.lent_speed if server.is_lent else 1.0
             for group in server.running:
-                group.left -= TICK
+                group.left -= TICK * speed
             for group in [g for g in server.running if g.left < TICK / 2]:
                 server.running.remove(group)
                 self.finished.add(group.number)
                 self.num_finished += 1
                 self.mean_work.add(self._work(group.number))
             if server.is_lent:
-                self.lent_work += TICK * len(server.running)
+                self.lent_work += TICK * speed * len(server.running)
         self._start_groups()
 
     def _start_groups(self) -> None:

@@ -50,7 +50,7 @@ These invariants follow:
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from torchtitan.grpo.rollout.fading_mean import FadingMean
@@ -152,14 +152,13 @@ class LendScheduler:
         return Decision.TAKE_BACK
 
     def _should_begin(self, moment: Moment) -> bool:
-        if moment.asked_at is None or moment.is_full or moment.lent_rate == 0:
+        waking = replace(moment, lent=Lent.WAKING, since=moment.now)
+        if moment.lent_rate == 0 or self._should_end(waking):
             return False
-        was_lent = moment.since >= moment.asked_at
+        was_lent = moment.asked_at is not None and moment.since >= moment.asked_at
         if was_lent and moment.now - moment.since < self._round_trip:
             return False
-        if moment.other_rate == 0:
-            return True
-        return moment.movable_groups > 0 and self.saving(moment) > max(0.0, self._debt)
+        return self.saving(moment) > max(0.0, self._debt)
 
     def _should_end(self, moment: Moment) -> bool:
         if moment.asked_at is None or moment.is_full:
@@ -170,7 +169,10 @@ class LendScheduler:
             return True
         if moment.other_rate is None:
             return False
-        return moment.missing_groups <= moment.other_rate * self._seconds_back(moment)
+        # Nothing changes before the next group is finished, by which half a group may be decided
+        # too late.
+        seconds = self._seconds_back(moment) + 1 / (moment.other_rate + _lent_rate(moment))
+        return moment.missing_groups <= moment.other_rate * seconds
 
     def _seconds_back(self, moment: Moment) -> float:
         """How long the devices still have to stay away. A server that wakes cannot help before."""
@@ -185,9 +187,8 @@ class LendScheduler:
         rate = moment.other_rate
         if not rate:
             return math.inf
-        lent_rate = rate if moment.lent_rate is None else moment.lent_rate
         missing, movable = moment.missing_groups, moment.movable_groups
-        seconds = self._seconds_with_lending(missing, movable, rate, lent_rate)
+        seconds = self._seconds_with_lending(missing, movable, rate, _lent_rate(moment))
         return missing / rate - seconds + self._forgotten
 
     def _seconds_with_lending(
@@ -224,3 +225,9 @@ class LendScheduler:
         left = missing(train_seconds + self._room.value)
         lending = self._seconds_with_lending(left, left, other_rate, lent_rate)
         return (train_seconds + without) / (train_seconds + min(without, lending))
+
+
+def _lent_rate(moment: Moment) -> float:
+    rate = moment.lent_rate if moment.lent_rate is not None else moment.other_rate
+    assert rate is not None, "the rates are known"
+    return rate
