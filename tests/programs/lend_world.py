@@ -3,6 +3,7 @@
 
 """A trainer, other servers and lent servers in virtual time, which obey a `LendScheduler`."""
 
+import math
 import random
 from dataclasses import dataclass, field
 
@@ -65,6 +66,7 @@ class World:
         self.lent, self.since = Lent.NO, -1.0
         self.awake_at = self.back_at = 0.0
         self.num_wakes, self.was_lent, self.lent_work = 0, False, 0.0
+        self.room_given = 0.0
         self.mean_work = FadingMean(0.98)
         self.num_finished = 0
         self.rng = random.Random(plan.seed)  # costs and losses
@@ -198,7 +200,7 @@ class World:
             self.is_early = self.lent is Lent.WAKING and self.now < self.free_at
             # A server that has begun to wake cannot be stopped.
             begin = self.awake_at if self.lent is Lent.WAKING else self.now
-            self.back_at = self.now if self.is_early else begin + self._cost(plan.sleep)
+            self.back_at = self.free_at if self.is_early else begin + self._cost(plan.sleep)
             self.sleep_began = begin
             for server in self.servers:
                 if server.is_lent:
@@ -211,7 +213,9 @@ class World:
             self._observe_wake()
             self._go(Lent.AWAKE)
         elif self.lent is Lent.SLEEPING and self.now >= self.back_at:
-            if not self.is_early:
+            if self.is_early:
+                self._observe_room()
+            else:
                 if self.sleep_began == self.awake_at:
                     self._observe_wake()
                 self.scheduler.observe_sleep(self.back_at - self.sleep_began)
@@ -219,8 +223,12 @@ class World:
 
     def _observe_wake(self) -> None:
         self.num_wakes += 1
-        self.scheduler.observe_room(self.free_at - self.lent_at)
+        self._observe_room()
         self.scheduler.observe_wake(self.awake_at - self.free_at)
+
+    def _observe_room(self) -> None:
+        self.room_given += self.free_at - self.lent_at
+        self.scheduler.observe_room(self.free_at - self.lent_at)
 
     def _go(self, lent: Lent) -> None:
         self.lent, self.since = lent, self.now
@@ -231,7 +239,8 @@ class World:
         rate = self._rate(is_lent=False)
         lent_groups = self.lent_work / self.mean_work.value
         self.late.append(late)
-        self.delays.append(max(0.0, late - lent_groups / rate) if rate else 0.0)
+        saved = lent_groups / rate if rate else math.inf
+        self.delays.append(max(0.0, late + self.room_given - saved))
         self.steps.append(step)
         if self.scheduler:
             self.scheduler.observe_step(step, late, lent_groups, rate)
@@ -242,9 +251,9 @@ class World:
         self.num_taken += 1
         rng = random.Random(f"{plan.seed} train {self.num_taken}")
         train = plan.train_seconds * rng.uniform(1 - plan.noise, 1 + plan.noise)
-        self.trained_at = self.now + train + (plan.room if self.was_lent else 0.0)
+        self.trained_at = self.now + train + self.room_given
         self.step_began, self.asked_at, self.full_at = self.now, None, None
-        self.was_lent, self.lent_work = False, 0.0
+        self.was_lent, self.lent_work, self.room_given = False, 0.0, 0.0
 
     def run(self, num_batches: int, limit_seconds: float = 1e5) -> float:
         """Returns the seconds until so many batches are taken."""
@@ -252,8 +261,3 @@ class World:
             assert self.now < limit_seconds, f"deadlock: {self.moment()}"
             self.advance()
         return self.now
-
-
-def speed_up(plan: Plan, scheduler: LendScheduler, num_batches: int) -> float:
-    return World(plan, None).run(num_batches) / World(plan, scheduler).run(num_batches)
-

@@ -35,9 +35,9 @@ The rules:
   seconds. What is not used of the share adds up to one round trip at most.
 - What was never measured counts as free (a time) or as even (the lent servers are as fast as the
   others). Nothing is known in the first batch, so it is lent for and measures everything.
-- Times that were measured once may have changed. For each second without lending, 0.01 s of
-  its costs are forgotten. A try that turns out to cost as much as before has then cost 1 % of the
-  time since the last one.
+- Times that were measured once may have changed. For each second without lending, 0.005 s of
+  its costs are forgotten. A try that turns out to cost as much as before has then cost 0.5 % of
+  the time since the last one.
 
 These invariants follow:
 
@@ -57,7 +57,7 @@ from torchtitan.grpo.rollout.fading_mean import FadingMean
 
 # The last five lendings count for two thirds.
 _FADE = 0.8
-_FORGOTTEN_SHARE = 0.01
+_FORGOTTEN_SHARE = 0.005
 
 
 class Lent(Enum):
@@ -113,19 +113,20 @@ class LendScheduler:
         self._room, self._wake, self._sleep = (FadingMean(_FADE) for _ in range(3))
         self._debt = 0.0  # negative: of the share is so much left
         self._forgotten = 0.0
+        self._given_up: float | None = None  # seconds for room in this step
 
     def observe_room(self, seconds: float) -> None:
-        """From LEND until the devices are free."""
+        """From LEND until the devices are free, also if they are taken back at once."""
         self._room.add(seconds)
+        self._given_up = (self._given_up or 0.0) + seconds
 
     def observe_wake(self, seconds: float) -> None:
-        """From free devices until all lent servers serve."""
+        """From free devices until all lent servers serve, or until they were told to stop waking."""
         self._wake.add(seconds)
 
     def observe_sleep(self, seconds: float) -> None:
-        """From TAKE_BACK until no lent server holds the devices. Every lending ends with it."""
+        """From TAKE_BACK, of servers that are awake, until none of them holds the devices."""
         self._sleep.add(seconds)
-        self._forgotten = 0.0
 
     def observe_step(
         self, step_seconds: float, late_seconds: float, lent_groups: float, other_rate: float | None
@@ -135,10 +136,14 @@ class LendScheduler:
         ``lent_groups`` is the work of the lent servers since then, in tokens over the mean of a
         group's tokens.
         """
-        saved = lent_groups / other_rate if other_rate else math.inf
-        delay = max(0.0, late_seconds - saved)
+        if self._given_up is None:
+            delay = 0.0
+            self._forgotten += _FORGOTTEN_SHARE * step_seconds
+        else:
+            saved = lent_groups / other_rate if other_rate else math.inf
+            delay = max(0.0, late_seconds + self._given_up - saved)
+            self._forgotten, self._given_up = 0.0, None
         self._debt = max(self._debt + delay - self._max_late * step_seconds, -self._round_trip)
-        self._forgotten += _FORGOTTEN_SHARE * step_seconds
 
     @property
     def _round_trip(self) -> float:
