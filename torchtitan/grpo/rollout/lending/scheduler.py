@@ -131,7 +131,7 @@ class LendScheduler:
     def observe_step(
         self, step_seconds: float, late_seconds: float, lent_groups: float, other_rate: float | None
     ) -> None:
-        """A batch was delivered, ``step_seconds`` after the one before.
+        """A batch, or part, was delivered, ``step_seconds`` after the one before.
 
         ``lent_groups`` is the work of the lent servers since then, in tokens over the mean of a
         group's tokens.
