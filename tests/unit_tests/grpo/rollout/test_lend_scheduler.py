@@ -142,9 +142,9 @@ def test_lending_never_slows_a_run_down_by_more_than_its_share(plan):
 EVEN = Plan(groups_per_batch=24, group_seconds=1.0, staleness=1)
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("sleep", [0.2, 2.0])
-@pytest.mark.parametrize("lent_slots", [1, 2, 6])
+@pytest.mark.parametrize("lent_slots", [1, 6])
 @pytest.mark.parametrize("train_seconds", [1.0, 4.0, 11.5, 30.0])
 def test_even_work_reaches_most_of_the_bound_and_never_more(
     staleness, sleep, lent_slots, train_seconds
