@@ -15,7 +15,6 @@ from torchtitan.grpo.types import GenerateRequest, Generation, TopTokens
 from torchtitan.grpo.weight_wire.group_facts import GroupFacts
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
-
 SleepFrees = Literal["memory", "nothing"]
 """What a server frees while it sleeps: the memory of its weights and its cache, or nothing."""
 
