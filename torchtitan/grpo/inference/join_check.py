@@ -44,6 +44,7 @@ class ServerNeeds:
     length_source: str
     temperature: float
     is_launched: bool = False
+    is_lent: bool = False
 
 
 async def check_server(
@@ -64,7 +65,13 @@ async def check_server(
         raise wrong_server(client.url, needs, [str(error)], found) from error
     if problems:
         raise wrong_server(client.url, needs, [f"{facts.software}: {p}." for p in problems])
-    return facts, [*facts.warnings, *release_warnings(client.url, facts, needs.kind)]
+    warnings = [*facts.warnings, *release_warnings(client.url, facts, needs.kind)]
+    if needs.is_lent and facts.sleep_frees == "nothing":
+        warnings.append(
+            f"{client.url} runs {facts.software}, which frees no memory while it sleeps, because its build "
+            "or its options do not allow it (docs/servers.md). Training must find room beside it."
+        )
+    return facts, warnings
 
 
 def wrong_server(

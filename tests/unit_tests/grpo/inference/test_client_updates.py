@@ -252,6 +252,61 @@ async def test_sglang_is_asked_once_a_group_whether_it_adds_adapters_and_told_ea
         assert [body["load_format"] for body in server.buckets()].count(PROBE) == 2
 
 
+SAVES = (200, {"enable_memory_saver": True, "version": "0.5.23"})
+SLEEPS = (200, {"results": ["memory", "memory"]})
+AWAKE = (200, {"status": "awake"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "answers", "sleep", "wake"),
+    [
+        (
+            "vllm",
+            {"/collective_rpc": SLEEPS, "/wake_up": AWAKE},
+            ["/collective_rpc", TAKE_OFF, "/sleep?level=2&mode=abort"],
+            ["/wake_up"],
+        ),
+        (
+            "vllm",  # without --enable-sleep-mode, or without the worker extension
+            {"/collective_rpc": (500, "no such method"), "/wake_up": AWAKE},
+            ["/collective_rpc", "/sleep?level=0&mode=abort"],
+            ["/wake_up"],
+        ),
+        (
+            "sglang",
+            {"/server_info": SAVES},
+            ["/pause_generation", "/server_info", TAKE_OFF, "/release_memory_occupation"],
+            ["/resume_memory_occupation", "/continue_generation"],
+        ),
+        ("sglang", {}, ["/pause_generation", "/server_info"], ["/continue_generation"]),
+    ],
+)
+async def test_a_server_that_loses_its_weights_in_its_sleep_has_no_version(
+    kind: str, answers: dict[str, Any], sleep: list[str], wake: list[str]
+):
+    async with connected(kind) as (client, server):
+        server.answers = answers
+        server.log.clear()
+        freed = await client.sleep()
+        assert (freed == "memory") == (TAKE_OFF in sleep) and server.log == sleep
+        server.log.clear()
+        await client.sleep()  # SGLang would die if it released its memory twice
+        assert "/release_memory_occupation" not in server.log
+        server.log.clear()
+        await client.wake()
+        assert server.log == wake
+        server.log.clear()
+        await client.wake()
+        assert "/resume_memory_occupation" not in server.log
+
+
+async def test_a_vllm_that_stays_partly_asleep_is_not_awake():
+    async with connected("vllm") as (client, server):
+        server.answers["/wake_up"] = (200, {"status": "sleeping"})
+        with pytest.raises(ServerError, match="must answer 'awake', got sleeping"):
+            await client.wake()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_servers_are_paused_and_resumed_and_a_group_that_was_left_gets_no_bucket(kind: str):
     async with connected(kind, joins=False) as (client, server):

@@ -4,6 +4,7 @@
 """Tests the command lines of servers, and the handling of servers that do not start."""
 
 import asyncio
+import itertools
 import json
 import re
 import socket
@@ -317,6 +318,15 @@ def test_a_server_is_told_its_gpus_and_its_part_of_their_memory(kind, parallel, 
     assert option(command, memory) == "0.4"
     assert environ["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert memory not in server_command(spec, {})[0], "it has them for itself"
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"), [("vllm", "--enable-sleep-mode"), ("sglang", "--enable-memory-saver")]
+)
+def test_a_lent_server_is_told_that_it_sleeps_where_its_build_takes_that(kind, option) -> None:
+    for device, is_lent in itertools.product(("cpu", "cuda"), (False, True)):
+        command, _ = server_command(replace(SPEC, kind=kind, device=device, is_lent=is_lent), {})
+        assert (option in command) == (device == "cuda" and is_lent)
 
 
 def test_the_interpreter_is_found_from_another_folder_and_a_link_stays_a_link(

@@ -5,14 +5,15 @@
 
 A server receives requests only while the weight pusher has attested which version it serves::
 
-    WAITING --version attested--> READY --lost, or found with old weights--> WAITING
-       |  ^                         |
-       v  +---- restarted ----+     v
-       +----- ended ---------> DOWN          any state --removed--> forgotten
+    WAITING --version attested--> READY --lost, cut, or found with old weights--> WAITING
+    WAITING --asleep--> ASLEEP --woken, version attested--> READY
+    any state --ended--> DOWN --restarted--> WAITING        any state --removed--> forgotten
+    ASLEEP --lost--> WAITING
 
 All rollouts of a group start on one server, which then computes the prompt only once. If a
 server leaves READY, its unfinished completions are generated again from the beginning, by any
-READY server whose weights are not older than those of the first attempt.
+READY server whose weights are not older than those of the first attempt. If it is cut, because its
+devices are needed, they keep the tokens that they have.
 """
 
 import asyncio
@@ -35,6 +36,7 @@ from torchtitan.grpo.rollout.serving.attempts import (
     is_overdue,
 )
 from torchtitan.grpo.rollout.serving.concurrency import ConcurrencyWindow
+from torchtitan.grpo.rollout.serving.patience import Patience
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.serving.server_state import Job, Server, best_server
 from torchtitan.grpo.types import Generation, Prompt
@@ -48,6 +50,10 @@ _ATTEMPTS = 2
 # that timed out counts in full.
 _FAILED_CONNECTION = 0.25
 _CLOSE_SECONDS = 0.7
+# How long a server that is cut may take to answer its requests with the tokens that they have, and
+# when it is asked again, because a request may have overtaken the first time.
+_CUT_SECONDS = 5.0
+_CUT_AGAIN_SECONDS = 0.5
 # Poll interval of a completion that waits for a server.
 _LOOK_SECONDS = 0.05
 # Weight of a new completion's length in the running mean of lengths.
@@ -94,10 +100,12 @@ class Dispatcher:
         self.listeners: list[Callable[[], None]] = []
         self.num_hedged = 0
         self.num_hedges_won = 0
+        self.num_cut = 0
         self._config, self._group_size = config, group_size
         self.attempts = Attempts(config, vocab_size, self.set_lost, drops or DropLog())
         self._mean_tokens: float | None = None
         self._is_closed = False
+        self._being_cut: set[Server] = set()
         # Request IDs must be unique on a server that several runs share.
         self._run_id = uuid.uuid4().hex[:12]
         self._counter = itertools.count()
@@ -123,7 +131,8 @@ class Dispatcher:
 
     def set_version(self, url: str, version: int) -> None:
         server = self.servers.get(url)
-        if server is None or server.is_down:
+        # Late news must not bring new requests to a server whose requests are just ended.
+        if server is None or server.is_down or server in self._being_cut:
             return
         server.attest(version)
         self._changed()
@@ -137,12 +146,52 @@ class Dispatcher:
             "Server %s gets no requests until its weights are updated again: %s", url, reason
         )
         self.attempts.last_error = f"{url}: {reason}"
+        server.is_asleep = server.is_cut = False
         self._leave_ready(server)
 
     def set_down(self, url: str, reason: str) -> None:
         if url in self.servers:
             self.servers[url].is_down = True
         self.set_lost(url, reason)
+
+    def set_asleep(self, url: str) -> None:
+        """The server frees its devices, until a version is attested again. Cut it before."""
+        server = self.servers.get(url)
+        if server is not None:
+            server.is_asleep = server.is_cut = True
+            self._leave_ready(server)
+
+    async def cut(self, url: str) -> int:
+        """Ends the requests of the server at ``url`` now; it gets no more until it is attested again.
+
+        Completions keep the tokens that they have, and go on on other servers, or on this one later.
+        This is no failure, also if the server does not answer within five seconds, so that its
+        completions are generated again. Returns the number of requests that it had.
+        """
+        server = self.servers.get(url)
+        if server is None or server.version is None:
+            return 0
+        num_requests = len(server.requests)
+        self.num_cut += num_requests
+        server.cut()
+        self._being_cut.add(server)
+        deadline = time.monotonic() + _CUT_SECONDS
+        try:
+            while server.requests and (left := deadline - time.monotonic()) > 0:
+                await self._abort_all(server, left)
+        finally:
+            self._being_cut.discard(server)
+            self._leave_ready(server)
+        return num_requests
+
+    async def _abort_all(self, server: Server, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await server.client.abort(None)
+        except (ServerError, TimeoutError) as error:
+            logger.warning("%s did not abort its requests: %r", server.url, error)
+        if server.requests:
+            await asyncio.wait(server.requests, timeout=min(seconds, _CUT_AGAIN_SECONDS))
 
     def set_running(self, url: str) -> None:
         if url in self.servers:
@@ -152,7 +201,7 @@ class Dispatcher:
     async def watch_loads(self) -> None:
         """A server without an answer stays in use."""
         while True:
-            running = [server for server in self.servers.values() if not server.is_down]
+            running = [s for s in self.servers.values() if not (s.is_down or s.is_asleep)]
             await asyncio.gather(*(server.ask_load() for server in running))
             self._changed()
             await asyncio.sleep(_LOAD_PERIOD_SECONDS)
@@ -170,7 +219,7 @@ class Dispatcher:
     def _leave_ready(self, server: Server) -> None:
         server.leave()
         for other in self.servers.values():
-            if other.window is not None:
+            if other.window is not None and not other.is_lost:
                 other.window.offer(self._quota())
         self._changed()
 
@@ -213,7 +262,8 @@ class Dispatcher:
         """Starts one completion on a ready ``server``. It is in flight immediately.
 
         A failed request is retried once, one whose connection failed a few times, and one whose
-        server was lost as often as necessary. The task raises :class:`ServerError` if these
+        server was lost as often as necessary. If its server is cut, the answer may be a part, which
+        ended with ``length`` before ``max_new_tokens``: the caller must go on. The task raises :class:`ServerError` if these
         attempts failed, or no server took it within ``rollout.request_timeout_seconds``, and
         :class:`ServersFailing`.
 
@@ -321,6 +371,9 @@ class Dispatcher:
             self._vacate(completion, server)
             raise
         num_tokens = len(generation.token_ids)
+        if server.is_cut:
+            self._vacate(completion, server)
+            return generation  # it may be a part
         self._vacate(completion, server, num_tokens)
         if completion.is_evaluation:
             return generation  # its prompt and settings differ, and so does its length
@@ -352,7 +405,7 @@ class Dispatcher:
     async def _next_server(self, completion: _Completion, error: ServerError) -> Server:
         """Prefers a server with other completions of the group, which has computed the prompt."""
         seconds, floor = self._config.request_timeout_seconds, completion.floor
-        deadline, group_id = time.monotonic() + seconds, completion.prompt.group_id
+        patience, group_id = Patience(seconds), completion.prompt.group_id
         while True:
             ready = self.ready(lambda version: version >= floor)
             if completion.allowed is not None:
@@ -363,7 +416,7 @@ class Dispatcher:
                 return server
             if self._is_closed:
                 raise error
-            if time.monotonic() > deadline:
+            if patience.has_ended(self.servers.values()):
                 raise ServerError(
                     f"No server of policy_version {floor} or newer could retry a completion "
                     f"within rollout.request_timeout_seconds = {seconds:g}. The "

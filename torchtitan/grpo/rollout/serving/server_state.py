@@ -49,6 +49,9 @@ class Server:
         version: Attested policy version. ``None`` while the server is not READY.
         is_down: Whether the server's process is known to have ended.
         is_lost: Whether the server has left READY and was not attested since.
+        is_asleep: Whether it sleeps, or has woken up and was not attested since.
+        is_cut: Whether its requests were ended with the tokens that they had, since it was attested.
+        attested: The last version that was attested; it stays when the server leaves READY.
         tokens_per_second: Average speed of one completion among others. 0 before the first.
         requests: Without an answer, or cancelled, until the server was notified.
         retry_at: End of the pause after a failure.
@@ -58,7 +61,9 @@ class Server:
     version: int | None = None
     is_down: bool = False
     is_lost: bool = False
-    was_attested: bool = False
+    is_asleep: bool = False
+    is_cut: bool = False
+    attested: int | None = None
     window: ConcurrencyWindow | None = None
     jobs: set[Job] = field(default_factory=set)
     reported: ServerLoad | None = None
@@ -85,6 +90,12 @@ class Server:
 
     def is_ready(self) -> bool:
         return self.version is not None and time.monotonic() >= self.retry_at
+
+    @property
+    def state(self) -> str:
+        if self.is_ready():
+            return "ready"
+        return "asleep" if self.is_asleep else "lost" if self.is_lost else "waiting"
 
     def free_places(self) -> float:
         """How many more rollouts fit into the window: 0 or less if it is full."""
@@ -148,8 +159,8 @@ class Server:
         return self._left
 
     def attest(self, version: int) -> None:
-        self.version = version
-        self.is_lost, self.was_attested = False, True
+        self.version = self.attested = version
+        self.is_lost = self.is_asleep = self.is_cut = False
         self.retry_at = 0.0
         former, self._attested = self._attested, None
         if former is not None:
@@ -160,6 +171,11 @@ class Server:
         if self._attested is None:
             self._attested = asyncio.get_running_loop().create_future()
         return self._attested
+
+    def cut(self) -> None:
+        """Leaves READY. Its requests go on, because they are about to be answered."""
+        self.version = None
+        self.is_lost = self.is_cut = True
 
     def leave(self) -> None:
         """Cancels its requests, and tells at once who waits for one.

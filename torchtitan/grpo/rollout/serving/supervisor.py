@@ -59,7 +59,7 @@ class Supervisor:
         max_restarts = self._inference.max_restarts
         backoff = Backoff(self._inference.restart_seconds, self._inference.max_restart_seconds)
         end = await self._wait_for_end()
-        if not any(each.was_attested for each in dispatcher.servers.values()):
+        if not any(each.attested is not None for each in dispatcher.servers.values()):
             raise RuntimeError(f"A server must stay up, but it ended before the run used it. {end}")
         while True:
             dispatcher.set_down(self.client.url, "its process has ended")

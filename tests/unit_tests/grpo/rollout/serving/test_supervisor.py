@@ -55,7 +55,7 @@ def dispatcher_of(server: LaunchedServer, *, was_attested: bool) -> Any:
     return SimpleNamespace(
         set_down=lambda url, reason: None,
         set_running=lambda url: None,
-        servers={server.url: Server(client, was_attested=was_attested)},
+        servers={server.url: Server(client, attested=0 if was_attested else None)},
     )
 
 
