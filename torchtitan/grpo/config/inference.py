@@ -58,6 +58,14 @@ class Inference:
     ``grpo.async_weight_update = true`` and no ``rollout.stream``. ``optimizer.offload_while_lent``
     and ``grpo.ref_model_offload`` leave more memory to the servers."""
 
+    lend_max_late: Annotated[float, at_least(0).at_most(1)] = 0.05
+    """Share of the time of training steps by which lending may delay them, where other servers would
+    have delivered the batches without it."""
+
+    sleep_timeout_seconds: Annotated[float, above(0)] = 30.0
+    """Maximum time until a lent server sleeps when the ranks need their devices. A server that takes
+    longer is killed, training goes on, and the server is started again when devices are lent next."""
+
     python: str | None = None
     """Python interpreter that runs launched servers. With None, it is the interpreter of the
     trainer, which works for the embedded server. vLLM and SGLang need their own environments; see

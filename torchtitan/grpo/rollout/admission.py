@@ -77,6 +77,18 @@ class Admission:
     def num_finished(self) -> int:
         return sum(group.finished for group in self._open.values())
 
+    @property
+    def num_missing(self) -> int:
+        """The number of unfinished groups that the next batch waits for."""
+        wanted = self.groups_per_batch - self._num_taken - self.num_finished
+        return max(wanted, self._num_due(), 0)
+
+    def _num_due(self) -> int:
+        return sum(
+            not group.finished and group.deadline <= self.next_batch
+            for group in self._open.values()
+        )
+
     def may_start(self, server_version: int, completions_in_flight: int) -> bool:
         return self._has_capacity(completions_in_flight) and not self._is_held_back(server_version)
 
@@ -171,12 +183,8 @@ class Admission:
 
     def describe(self) -> str:
         """What the next batch waits for."""
-        due = sum(
-            not group.finished and group.deadline <= self.next_batch
-            for group in self._open.values()
-        )
         return (
             f"batch {self.next_batch}: {self._num_taken + self.num_finished} of "
             f"{self.groups_per_batch} groups finished, {len(self._open) - self.num_finished} running, "
-            f"{due} of them due now"
+            f"{self._num_due()} of them due now"
         )

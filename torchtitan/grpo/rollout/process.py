@@ -165,7 +165,9 @@ class RolloutProcess:
             tasks.create_task(self._listen(tasks))
             tasks.create_task(self._speak())
             await self._monitor.start()
-            self._session = session = RolloutSession(self._config, self._announcer.announce)
+            self._session = session = RolloutSession(
+                self._config, self._announcer.announce, devices=self.devices
+            )
             await session.open()
             self._monitor.health.begin(session)
             self._monitor.tell_servers(session.fleet.servers)
@@ -182,6 +184,8 @@ class RolloutProcess:
             self._generate(tasks, session.producer.run())
             self._generate(tasks, session.fleet.watch(session.dispatcher, self._tell_servers))
             self._generate(tasks, session.dispatcher.watch_loads())
+            if (lender := session.lender) is not None:
+                self._generate(tasks, lender.run())
 
     def _generate(
         self, tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]
@@ -243,6 +247,11 @@ class RolloutProcess:
                 session.dispatcher.set_version(notice.url, notice.version)
             elif isinstance(notice, link_messages.ServerLost):
                 session.dispatcher.set_lost(notice.url, notice.reason)
+                if session.lender is not None:
+                    session.lender.note_lost(notice.url)
+            elif isinstance(notice, link_messages.ServerAsleep):
+                assert session.lender is not None, "only lent servers sleep"
+                session.lender.note_asleep(notice.url)
             elif isinstance(notice, link_messages.DevicesFree):
                 self.devices.free(notice.version)
             else:
@@ -253,16 +262,21 @@ class RolloutProcess:
         await self._servers.send(link_messages.encode(servers))
 
     async def _send_batch(self, session: RolloutSession, command: link_messages.NextBatch) -> None:
+        if session.lender is not None:
+            session.lender.ask(command.version)
         waiting = asyncio.ensure_future(session.producer.batch(command.version))
         await self._say_progress(waiting, session.producer.describe, session.dispatcher)
         batch = await waiting
+        lending = {} if session.lender is None else await session.lender.give_back(batch.groups)
         if self._holder is None:
             groups = pack(batch.groups)
         else:
             self._holder.hold(command.version, batch.groups)
             groups = pack_without_arrays(batch.groups, self._config.samples_per_step)
         # The lag since the previous batch is reported once, with the part that ends this one.
-        metrics = batch.metrics | self._lag.take_metrics() if batch.part.ends_batch else {}
+        metrics = (
+            batch.metrics | self._lag.take_metrics() | lending if batch.part.ends_batch else {}
+        )
         answer = link_messages.Batch(
             command.version,
             batch.progress,

@@ -215,7 +215,9 @@ class Lane:
         return self.state is LaneState.ASLEEP
 
     def set_wanted(self, is_wanted: bool) -> None:
-        """Says whether a lent server is to serve, or to sleep."""
+        """Says whether a lent server is to serve, or to sleep. One that sleeps already says so again."""
+        if self.is_asleep and not is_wanted:
+            self._listeners.on_asleep(self.url)
         became, was = (
             (self._wanted, self._unwanted) if is_wanted else (self._unwanted, self._wanted)
         )

@@ -93,6 +93,7 @@ class Attempts:
         server.failures_in_a_row = 0
         if not job.is_evaluation:
             self.num_tokens += len(generation.token_ids)
+            server.num_tokens += len(generation.token_ids)
         if not server.is_cut:
             self._count_short(server, request, generation)
         return generation

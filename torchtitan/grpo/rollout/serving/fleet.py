@@ -83,6 +83,26 @@ class ServerFleet:
     def servers(self) -> list[ServerInfo]:
         return [info for info, _ in self._members.values()]
 
+    @property
+    def lent(self) -> list[str]:
+        """URLs of the servers on the training devices; see :mod:`torchtitan.grpo.rollout.lending`."""
+        return [info.url for info in self.servers if info.is_lent]
+
+    async def set_wanted(self, is_wanted: bool) -> None:
+        """Tells rank 0's lanes whether lent servers are to serve or to sleep."""
+        for url in self.lent:
+            info, client = self._members[url]
+            self._members[url] = replace(info, is_wanted=is_wanted), client
+        for supervisor in self._supervisors:
+            supervisor.set_wanted(is_wanted)
+        await self._tell(self.servers)
+
+    async def end(self, url: str) -> None:
+        """Ends the process of a lent server, which is started again when it is wanted."""
+        for supervisor in self._supervisors:
+            if supervisor.client.url == url:
+                await supervisor.end()
+
     async def start(self) -> None:
         """Launches servers if ``inference.launch`` is set, and waits until all servers are up.
 
@@ -260,7 +280,10 @@ class ServerFleet:
         # The number is higher than any number that an earlier rollout process can have reported.
         before = self._num_joined.get(client.url, self._config.incarnation * _JOINS_OF_A_PROCESS)
         self._num_joined[client.url] = joined = before + 1
-        self._members[client.url] = ServerInfo(client.url, inference.kind, joined), client
+        self._members[client.url] = (
+            ServerInfo(client.url, inference.kind, joined, is_lent=inference.lend),
+            client,
+        )
         return client
 
     def _leave(self, url: str) -> None:

@@ -52,6 +52,7 @@ class Server:
         is_asleep: Whether it sleeps, or has woken up and was not attested since.
         is_cut: Whether its requests were ended with the tokens that they had, since it was attested.
         attested: The last version that was attested; it stays when the server leaves READY.
+        num_tokens: Tokens that it has generated, without those of evaluations.
         tokens_per_second: Average speed of one completion among others. 0 before the first.
         requests: Without an answer, or cancelled, until the server was notified.
         retry_at: End of the pause after a failure.
@@ -67,6 +68,7 @@ class Server:
     window: ConcurrencyWindow | None = None
     jobs: set[Job] = field(default_factory=set)
     reported: ServerLoad | None = None
+    num_tokens: int = 0
     tokens_per_second: float = 0.0
     requests: set[asyncio.Task[Generation]] = field(default_factory=set)
     retry_at: float = 0.0

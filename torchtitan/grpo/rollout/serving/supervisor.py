@@ -16,6 +16,9 @@ its restarts count from 0 again. If a server ends before any has taken weights, 
 
 A server whose engine has died may hang forever while it shuts down; vLLM does so. Such a server
 has already closed its socket, and the supervisor ends it. A frozen or busy server is left alone.
+
+A lent server is only started while its devices are lent. If they are needed before it is up, or if it
+does not fall asleep, it is ended and DOWN.
 """
 
 import asyncio
@@ -50,6 +53,8 @@ class Supervisor:
         self._inference = inference
         self._last = server
         self._is_closed = False
+        self._is_wanted = asyncio.Event()
+        self._is_wanted.set()
 
     async def run(self, dispatcher: Dispatcher) -> str:
         """Keeps the server running. Returns a description of its end once it is GONE.
@@ -72,6 +77,7 @@ class Supervisor:
                 backoff.num_failures, max_restarts, self.client.url, seconds, end,
             )  # fmt: skip
             await asyncio.sleep(seconds)
+            await self._is_wanted.wait()
             if self._is_closed:
                 return end
             self._start()
@@ -82,6 +88,14 @@ class Supervisor:
                 end = await self._wait_for_end()
                 if time.monotonic() - up_since >= _PROVEN_SECONDS:
                     backoff.reset()
+
+    def set_wanted(self, is_wanted: bool) -> None:
+        (self._is_wanted.set if is_wanted else self._is_wanted.clear)()
+
+    async def end(self) -> None:
+        """Ends the server's process, which is started again when it is wanted."""
+        if (server := self.server) is not None:
+            await asyncio.to_thread(server.stop, grace_seconds=0.0)
 
     def close(self) -> LaunchedServer | None:
         """Prevents further restarts. The caller must stop the server that is returned, if any."""

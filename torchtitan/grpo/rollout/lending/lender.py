@@ -1,0 +1,260 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Lends the training devices to servers and takes them back, as the scheduler decides.
+
+A lent server serves in the state AWAKE of `scheduler.py`. Rank 0's lanes put it to sleep and wake
+it, and they are told by the list of servers which ones are wanted. All of this runs in the rollout
+process's event loop, next to the producer:
+
+    NO        a batch is wanted, and lending pays: rank 0 is asked for the devices
+    WAKING    the devices are free, the servers are wanted, and their lanes push and attest
+    AWAKE     all lent servers serve, or have ended
+    SLEEPING  their requests are cut, they are no longer wanted, and a server that does not sleep
+              within ``inference.sleep_timeout_seconds`` is killed
+
+A whole batch is sent to rank 0 only in the state NO.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torchtitan.grpo.rollout.admission import Admission
+from torchtitan.grpo.rollout.device_requests import DeviceRequests
+from torchtitan.grpo.rollout.lending.rates import Rates
+from torchtitan.grpo.rollout.lending.scheduler import Decision, LendScheduler, Lent, Moment
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
+from torchtitan.grpo.system.waits import wait_at_most
+from torchtitan.grpo.types import RolloutGroup
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.1
+
+
+class LentServers(Protocol):
+    """What the lender needs of the fleet."""
+
+    @property
+    def lent(self) -> Collection[str]:
+        """URLs of the servers on the training devices."""
+        ...
+
+    async def set_wanted(self, is_wanted: bool) -> None:
+        """Tells rank 0's lanes whether lent servers are to serve or to sleep."""
+        ...
+
+    async def end(self, url: str) -> None:
+        """Ends the process of a lent server. It is started again when it is wanted."""
+        ...
+
+
+@dataclass
+class _Totals:
+    """Of the time since a batch was delivered."""
+
+    lent_seconds: float = 0.0
+    late_seconds: float = 0.0
+    wake_seconds: float = 0.0
+    sleep_seconds: float = 0.0
+    wakes: int = 0
+    kills: int = 0
+
+
+class Lender:
+    """See the module's docstring. ``sleep_seconds`` is the time limit of falling asleep."""
+
+    def __init__(
+        self,
+        scheduler: LendScheduler,
+        admission: Admission,
+        dispatcher: Dispatcher,
+        servers: LentServers,
+        devices: DeviceRequests,
+        *,
+        sleep_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler, self._admission = scheduler, admission
+        self._dispatcher, self._servers, self._devices = dispatcher, servers, devices
+        self._sleep_seconds, self._clock = sleep_seconds, clock
+        self._rates = Rates(dispatcher, lambda: servers.lent)
+        # Servers are launched awake, on devices that are free until the first batch.
+        self._lent, self._since = Lent.WAKING, clock()
+        self._asked_at: float | None = None
+        self._full_at: float | None = None
+        self._delivered_at = clock()
+        self._version = 0
+        self._free_at: float | None = clock()  # since then the lent servers are wanted
+        self._asleep: set[str] = set()
+        self._refusing: set[str] = set()
+        self._news, self._are_back = asyncio.Event(), asyncio.Event()
+        self._totals = _Totals()
+        dispatcher.listeners.append(self._news.set)
+
+    # -- news --------------------------------------------------------------------------
+
+    def note_asleep(self, url: str) -> None:
+        """A lane has put its server to sleep."""
+        self._asleep.add(url)
+        self._dispatcher.set_asleep(url)
+        self._news.set()
+
+    def note_lost(self, url: str) -> None:
+        """A lane has lost its server, which perhaps does not fall asleep."""
+        if self._lent is Lent.SLEEPING:
+            self._refusing.add(url)
+        self._news.set()
+
+    def ask(self, version: int) -> None:
+        """Rank 0 waits for the batch of ``version``."""
+        self._version, self._asked_at = version, self._clock()
+        self._news.set()
+
+    async def give_back(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """The batch is complete: returns metrics once no lent server uses the devices."""
+        self._full_at = self._clock()
+        self._news.set()
+        await self._are_back.wait()
+        now = self._clock()
+        totals, self._totals = self._totals, _Totals()
+        totals.late_seconds = now - self._full_at
+        step_seconds, self._delivered_at = now - self._delivered_at, now
+        self._asked_at = self._full_at = None
+        lent_groups, lent_fraction = self._rates.take_step(_tokens_per_group(groups))
+        self._scheduler.observe_step(
+            step_seconds, totals.late_seconds, lent_groups, self._rates.other
+        )
+        return _metrics(totals, lent_fraction)
+
+    # -- the loop ----------------------------------------------------------------------
+
+    async def run(self) -> None:
+        while True:
+            await wait_at_most(_LOOK_SECONDS, self._news)
+            self._news.clear()
+            await self._act()
+
+    async def _act(self) -> None:
+        self._rates.note(
+            self._clock(),
+            is_asked=self._asked_at is not None and self._full_at is None,
+            are_awake=self._lent is Lent.AWAKE,
+        )
+        if self._lent is Lent.NO and self._devices.are_free and self._asked_at is None:
+            self._enter(Lent.WAKING)  # rank 0 trains no more
+            await self._want_servers()
+        elif self._lent is Lent.WAKING:
+            await self._continue_waking()
+        if self._asked_at is None and self._full_at is None:
+            return
+        decision = self._scheduler.decide(self._moment())
+        if decision is Decision.LEND:
+            self._enter(Lent.WAKING)
+            await self._devices.want(self._version)
+        elif decision is Decision.TAKE_BACK:
+            await self._take_back()
+
+    async def _continue_waking(self) -> None:
+        if self._free_at is not None:
+            self._become_awake(self._free_at)
+        elif self._devices.are_free:
+            self._scheduler.observe_room(self._clock() - self._since)
+            await self._want_servers()
+
+    async def _want_servers(self) -> None:
+        self._free_at = self._clock()
+        self._totals.wakes += 1
+        self._asleep.clear()
+        await self._servers.set_wanted(True)
+
+    def _become_awake(self, free_at: float) -> None:
+        servers = self._lent_servers()
+        if any(s.is_ready() for s in servers) and all(s.is_ready() or s.is_down for s in servers):
+            seconds = self._clock() - free_at
+            self._scheduler.observe_wake(seconds)
+            self._totals.wake_seconds += seconds
+            self._enter(Lent.AWAKE)
+
+    async def _take_back(self) -> None:
+        if self._free_at is None:  # nobody has been woken yet
+            self._enter(Lent.NO)
+            return
+        was_awake, self._free_at = self._lent is Lent.AWAKE, None
+        self._enter(Lent.SLEEPING)
+        await asyncio.gather(*(self._dispatcher.cut(s.url) for s in self._lent_servers()))
+        await self._servers.set_wanted(False)
+        await self._until_asleep(self._since + self._sleep_seconds)
+        seconds = self._clock() - self._since
+        if was_awake:
+            self._scheduler.observe_sleep(seconds)
+        self._totals.sleep_seconds += seconds
+        self._enter(Lent.NO)
+
+    async def _until_asleep(self, deadline: float) -> None:
+        while awake := [s for s in self._lent_servers() if not self._has_freed(s)]:
+            for server in awake:
+                if server.url in self._refusing or self._clock() > deadline:
+                    await self._end(server.url)
+            self._news.clear()
+            await wait_at_most(_LOOK_SECONDS, self._news)
+        self._refusing.clear()
+
+    def _has_freed(self, server: Server) -> bool:
+        return server.url in self._asleep or server.is_down
+
+    async def _end(self, url: str) -> None:
+        self._totals.kills += 1
+        logger.error(
+            "The lent server %s is ended, because it did not fall asleep within "
+            "inference.sleep_timeout_seconds = %g. Training goes on. The server is started again when "
+            "devices are lent next.", url, self._sleep_seconds,
+        )  # fmt: skip
+        await self._servers.end(url)
+        self._asleep.add(url)
+
+    def _lent_servers(self) -> list[Server]:
+        servers = self._dispatcher.servers
+        return [servers[url] for url in self._servers.lent if url in servers]
+
+    def _moment(self) -> Moment:
+        missing = self._admission.num_missing
+        return Moment(
+            now=self._clock(),
+            asked_at=self._asked_at,
+            is_full=self._full_at is not None,
+            missing_groups=missing,
+            movable_groups=max(0, missing - self._rates.num_elsewhere()),
+            lent=self._lent,
+            since=self._since,
+            other_rate=self._rates.other,
+            lent_rate=self._rates.lent,
+        )
+
+    def _enter(self, lent: Lent) -> None:
+        now = self._clock()
+        if self._lent is Lent.AWAKE:
+            self._totals.lent_seconds += now - self._since
+        self._lent, self._since = lent, now
+        (self._are_back.set if lent is Lent.NO else self._are_back.clear)()
+
+
+def _tokens_per_group(groups: Sequence[RolloutGroup]) -> float:
+    lengths = (len(rollout.token_ids) for group in groups for rollout in group.rollouts)
+    return sum(lengths) / len(groups)
+
+
+def _metrics(totals: _Totals, lent_fraction: float) -> dict[str, float]:
+    return {
+        "lend/lent_seconds": totals.lent_seconds,
+        "lend/late_seconds": totals.late_seconds,
+        "lend/wake_seconds": totals.wake_seconds,
+        "lend/sleep_seconds": totals.sleep_seconds,
+        "lend/wakes": float(totals.wakes),
+        "lend/kills": float(totals.kills),
+        "lend/tokens_fraction": lent_fraction,
+    }
