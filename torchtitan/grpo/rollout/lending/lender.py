@@ -84,7 +84,7 @@ class Lender:
         self._sleep_seconds, self._clock = sleep_seconds, clock
         self._rates = Rates(dispatcher, lambda: servers.lent)
         # Servers are launched awake, on devices that are free until the first batch.
-        self._lent, self._since = Lent.WAKING, clock()
+        self.lent, self._since = Lent.WAKING, clock()
         self._asked_at: float | None = None
         self._full_at: float | None = None
         self._delivered_at = clock()
@@ -106,7 +106,7 @@ class Lender:
 
     def note_lost(self, url: str) -> None:
         """A lane has lost its server, which perhaps does not fall asleep."""
-        if self._lent is Lent.SLEEPING:
+        if self.lent is Lent.SLEEPING:
             self._refusing.add(url)
         self._news.set()
 
@@ -143,12 +143,12 @@ class Lender:
         self._rates.note(
             self._clock(),
             is_asked=self._asked_at is not None and self._full_at is None,
-            are_awake=self._lent is Lent.AWAKE,
+            are_awake=self.lent is Lent.AWAKE,
         )
-        if self._lent is Lent.NO and self._devices.are_free and self._asked_at is None:
+        if self.lent is Lent.NO and self._devices.are_free and self._asked_at is None:
             self._enter(Lent.WAKING)  # rank 0 trains no more
             await self._want_servers()
-        elif self._lent is Lent.WAKING:
+        elif self.lent is Lent.WAKING:
             await self._continue_waking()
         if self._asked_at is None and self._full_at is None:
             return
@@ -184,7 +184,7 @@ class Lender:
         if self._free_at is None:  # nobody has been woken yet
             self._enter(Lent.NO)
             return
-        was_awake, self._free_at = self._lent is Lent.AWAKE, None
+        was_awake, self._free_at = self.lent is Lent.AWAKE, None
         self._enter(Lent.SLEEPING)
         await asyncio.gather(*(self._dispatcher.cut(s.url) for s in self._lent_servers()))
         await self._servers.set_wanted(False)
@@ -229,7 +229,7 @@ class Lender:
             is_full=self._full_at is not None,
             missing_groups=missing,
             movable_groups=max(0, missing - self._rates.num_elsewhere()),
-            lent=self._lent,
+            lent=self.lent,
             since=self._since,
             other_rate=self._rates.other,
             lent_rate=self._rates.lent,
@@ -237,9 +237,9 @@ class Lender:
 
     def _enter(self, lent: Lent) -> None:
         now = self._clock()
-        if self._lent is Lent.AWAKE:
+        if self.lent is Lent.AWAKE:
             self._totals.lent_seconds += now - self._since
-        self._lent, self._since = lent, now
+        self.lent, self._since = lent, now
         (self._are_back.set if lent is Lent.NO else self._are_back.clear)()
 
 

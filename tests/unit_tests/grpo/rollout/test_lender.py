@@ -1,0 +1,206 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""When lent servers are woken and put to sleep, and that a batch waits until they sleep."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from rollouts import group, rollout
+from stub_clients import StubClient
+
+from torchtitan.grpo.config import GRPO, Rollout
+from torchtitan.grpo.rollout.admission import Admission
+from torchtitan.grpo.rollout.device_requests import DeviceRequests
+from torchtitan.grpo.rollout.lending.lender import Lender
+from torchtitan.grpo.rollout.lending.scheduler import Decision, LendScheduler, Lent, Moment
+from torchtitan.grpo.rollout.link_messages import DevicesWanted
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
+from torchtitan.grpo.types import BatchPart
+
+SECONDS = 30
+LENT, OTHER = "http://lent", "http://other"
+
+
+class Idle(StubClient):
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+
+class Lanes:
+    """Rank 0's lanes and the fleet: lent servers do as they are told, unless they ``hang``."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.lent, self.done = [LENT], list[str]()
+        self.hang, self.refuse = False, False
+        self.version = 0
+        self._dispatcher = dispatcher
+        self.lender: Lender
+
+    async def set_wanted(self, is_wanted: bool) -> None:
+        self.done.append("wake" if is_wanted else "sleep")
+        if is_wanted and not self.hang:
+            self._dispatcher.set_running(LENT)
+            self._dispatcher.set_version(LENT, self.version)
+        elif self.refuse:
+            self._dispatcher.set_lost(LENT, "it does not sleep")
+            self.lender.note_lost(LENT)
+        elif not self.hang:
+            self.lender.note_asleep(LENT)
+
+    async def end(self, url: str) -> None:
+        self.done.append("end")
+        self._dispatcher.set_down(url, "it was ended")
+
+
+class Scripted(LendScheduler):
+    """Decides as the test says while a batch is not full."""
+
+    def __init__(self) -> None:
+        super().__init__(0.05)
+        self.next = Decision.STAY
+        self.moments = list[Moment]()
+
+    def decide(self, moment: Moment) -> Decision:
+        self.moments.append(moment)
+        if moment.is_full and moment.lent in (Lent.WAKING, Lent.AWAKE):
+            return Decision.TAKE_BACK
+        allowed = (Decision.LEND, Lent.NO), (Decision.TAKE_BACK, Lent.AWAKE)
+        return self.next if (self.next, moment.lent) in allowed else Decision.STAY
+
+
+class World:
+    """``rank_zero`` is what it was asked for; it makes room when the test calls ``devices.free``."""
+
+    def __init__(self, num_others: int, sleep_seconds: float) -> None:
+        clients = [Idle(LENT), *(Idle(OTHER) for _ in range(num_others))]
+        self.dispatcher = Dispatcher(clients, Rollout(), vocab_size=8)
+        self.lanes = Lanes(self.dispatcher)
+        self.asked: asyncio.Queue[DevicesWanted] = asyncio.Queue()
+        self.devices = DeviceRequests(self.asked.put, 0)
+        self.scheduler = Scripted()
+        admission = Admission(GRPO(prompts_per_step=2), Rollout(), 0)
+        self.lender = self.lanes.lender = Lender(
+            self.scheduler, admission, self.dispatcher, self.lanes, self.devices,
+            sleep_seconds=sleep_seconds,
+        )  # fmt: skip
+
+    async def until(self, holds: Callable[[], Any]) -> None:
+        async with asyncio.timeout(SECONDS):
+            while not holds():
+                await asyncio.sleep(0.001)
+
+    async def deliver(self, version: int) -> dict[str, float]:
+        metrics = await asyncio.wait_for(self.lender.give_back([group(version, rollout(4))]), SECONDS)
+        self.devices.deliver(version, BatchPart.WHOLE)
+        return metrics
+
+    @property
+    def state(self) -> Lent:
+        return self.lender.lent
+
+
+@contextlib.asynccontextmanager
+async def started(num_others: int = 0, sleep_seconds: float = SECONDS) -> AsyncIterator[World]:
+    """Servers are launched, rank 0 has made room, and the first version is pushed."""
+    world = World(num_others, sleep_seconds)
+    running = asyncio.create_task(world.lender.run())
+    world.devices.free(0)
+    for url in world.dispatcher.servers:
+        world.dispatcher.set_version(url, 0)
+    await world.until(lambda: world.state is Lent.AWAKE)
+    yield world
+    assert not running.done()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_servers_serve_until_a_batch_is_full_and_again_after_the_last_step():
+    async with started() as world:
+        world.lender.ask(0)
+        metrics = await world.deliver(0)
+        assert world.lanes.done == ["sleep"] and world.state is Lent.NO
+        assert metrics["lend/late_seconds"] >= metrics["lend/sleep_seconds"] > 0
+        assert metrics["lend/lent_seconds"] > 0
+        await asyncio.sleep(0.2)  # while the trainer trains
+        assert world.lanes.done == ["sleep"]
+        world.lanes.version = 1
+        world.devices.free(1)  # no batch is wanted
+        await world.until(lambda: world.state is Lent.AWAKE)
+        assert world.lanes.done == ["sleep", "wake"]
+        assert world.dispatcher.servers[LENT].version == 1
+
+
+async def test_rank_zero_is_asked_for_devices_and_servers_are_woken_once_they_are_free():
+    async with started(num_others=1) as world:
+        world.lender.ask(0)
+        await world.deliver(0)
+        world.scheduler.next = Decision.LEND
+        await asyncio.sleep(0.2)
+        assert world.asked.empty(), "the trainer trains"
+        world.lender.ask(1)
+        assert await asyncio.wait_for(world.asked.get(), SECONDS) == DevicesWanted(1)
+        await asyncio.sleep(0.2)
+        assert (world.state, world.lanes.done) == (Lent.WAKING, ["sleep"])
+        world.devices.free(1)
+        await world.until(lambda: world.state is Lent.AWAKE)
+        world.scheduler.next = Decision.TAKE_BACK
+        await world.until(lambda: world.state is Lent.NO)
+        assert world.lanes.done == ["sleep", "wake", "sleep"]
+        world.scheduler.next = Decision.STAY
+        metrics = await world.deliver(1)
+        assert (metrics["lend/wakes"], metrics["lend/kills"]) == (1, 0)
+        assert world.lanes.done == ["sleep", "wake", "sleep"]
+
+
+async def test_a_batch_that_is_full_before_the_devices_are_free_wakes_nobody():
+    async with started(num_others=1) as world:
+        world.lender.ask(0)
+        await world.deliver(0)
+        world.scheduler.next = Decision.LEND
+        world.lender.ask(1)
+        await asyncio.wait_for(world.asked.get(), SECONDS)
+        await world.deliver(1)
+        world.devices.free(1)  # overtaken by the batch
+        await asyncio.sleep(0.2)
+        assert (world.state, world.lanes.done) == (Lent.NO, ["sleep"])
+
+
+async def test_servers_that_still_wake_are_put_to_sleep_when_the_batch_is_full():
+    async with started(num_others=1) as world:
+        world.lender.ask(0)
+        await world.deliver(0)
+        world.scheduler.next = Decision.LEND
+        world.lender.ask(1)
+        await asyncio.wait_for(world.asked.get(), SECONDS)
+        world.lanes.hang = True
+        world.devices.free(1)
+        await world.until(lambda: world.lanes.done[-1] == "wake")
+        world.lanes.hang = False
+        await world.deliver(1)
+        assert world.lanes.done == ["sleep", "wake", "sleep"]
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_a_server_that_does_not_fall_asleep_is_ended_and_the_batch_is_sent(refuses, caplog):
+    limit = SECONDS if refuses else 0.05
+    async with started(sleep_seconds=limit) as world:
+        world.lender.ask(0)
+        world.lanes.hang, world.lanes.refuse = True, refuses
+        metrics = await world.deliver(0)
+        assert world.lanes.done == ["sleep", "end"]
+        assert metrics["lend/kills"] == 1
+    (line,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert f"inference.sleep_timeout_seconds = {limit:g}" in line and LENT in line
+
+
+async def test_a_server_that_has_ended_is_not_waited_for():
+    async with started() as world:
+        world.lender.ask(0)
+        world.lanes.hang = True
+        world.dispatcher.set_down(LENT, "killed")
+        metrics = await world.deliver(0)
+        assert (world.lanes.done, metrics["lend/kills"]) == (["sleep"], 0)
