@@ -37,7 +37,7 @@ from torchtitan.grpo.inference.embedded.prefill import (
     padded_batches,
 )
 from torchtitan.grpo.inference.embedded.request import Request
-from torchtitan.grpo.inference.embedded.residence import Residence, return_freed_memory
+from torchtitan.grpo.inference.embedded.residence import Residence
 from torchtitan.grpo.inference.embedded.sampling import SamplingBatch, sample
 from torchtitan.grpo.inference.embedded.step_layout import upload
 
@@ -329,7 +329,8 @@ class Engine:
         release()
         self.residence = Residence.ASLEEP
         self._set_version(UPDATING_LABEL)
-        return_freed_memory(self._runner.device)
+        if self._runner.device.type == "cuda":
+            torch.cuda.empty_cache()  # for other processes
 
     def _wake_up(self, allocate: Callable[[], None]) -> None:
         if self.residence is Residence.ASLEEP:

@@ -3,12 +3,7 @@
 
 """Whether the weights are in memory. A server that sleeps frees them, and all keys and values."""
 
-import ctypes
-import ctypes.util
-import sys
 from enum import Enum
-
-import torch
 
 
 class Residence(Enum):
@@ -36,14 +31,3 @@ class Residence(Enum):
         if self is Residence.EMPTY:
             return "The server has slept and holds no weights. Push all of the weights first."
         return None
-
-
-def return_freed_memory(device: torch.device) -> None:
-    """Returns freed memory to the device or the operating system, for other processes."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    elif sys.platform == "linux" and (libc := ctypes.util.find_library("c")) is not None:
-        # Tensors of less than 32 MiB come from the heap, which glibc keeps.
-        trim = getattr(ctypes.CDLL(libc), "malloc_trim", None)  # musl has none
-        if trim is not None:
-            trim(0)

@@ -100,7 +100,7 @@ class WeightTable:
     def allocate(self) -> None:
         """Makes room for new weights after :meth:`release`; on a CPU these come with their own."""
         if self.stream is not None:
-            self._replace(torch.empty_like)
+            self._replace(lambda held: held.new_empty(held.shape))
 
     def _replace(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
         # Tied weights are one parameter under several names. The engine's thread runs this in inference

@@ -68,7 +68,7 @@ class Attempts:
         attested = server.version
         if attested is None:
             raise GivenBack(f"{server.url} was lost before the request was sent")
-        task = asyncio.create_task(self._request(server, request))
+        task = asyncio.create_task(self._request(server, job, request))
         server.start_request(task)
         left = server.left()
         try:
@@ -78,14 +78,14 @@ class Attempts:
             raise
         if left.done() and (not task.done() or task.cancelled() or task.exception() is not None):
             # The caller that reported the loss handles it.
-            raise self._given_back(server, f"{server.url} was lost while it generated a completion")
+            raise self._given_back(job, f"{server.url} was lost while it generated a completion")
         try:
             generation = task.result()
-            await self._check_versions(server, generation, attested, left)
+            await self._check_versions(server, job, generation, attested, left)
         except GivenBack:
             raise
         except ServerError as error:
-            if server.is_cut:
+            if job.is_cut:
                 raise GivenBack(f"{server.url} was cut before it had a token: {error}") from error
             self._record_failure(server, job, error)
             raise
@@ -94,12 +94,12 @@ class Attempts:
         if not job.is_evaluation:
             self.num_tokens += len(generation.token_ids)
             server.num_tokens += len(generation.token_ids)
-        if not server.is_cut:
+        if not job.is_cut:
             self._count_short(server, request, generation)
         return generation
 
-    def _given_back(self, server: Server, reason: str) -> GivenBack:
-        self.num_failed += not server.is_cut  # a cut is planned
+    def _given_back(self, job: Job, reason: str) -> GivenBack:
+        self.num_failed += not job.is_cut
         return GivenBack(reason)
 
     def _count_short(
@@ -116,7 +116,7 @@ class Attempts:
                 source=server.url,
             )
 
-    async def _request(self, server: Server, request: GenerateRequest) -> Generation:
+    async def _request(self, server: Server, job: Job, request: GenerateRequest) -> Generation:
         try:
             async with asyncio.timeout(self._request_timeout):
                 generation = await self._generate(server, request)
@@ -125,7 +125,7 @@ class Attempts:
                 f"{server.url} did not finish a completion of at most {request.max_new_tokens} "
                 f"tokens within rollout.request_timeout_seconds = {self._request_timeout:g}."
             ) from error
-        if server.is_cut and generation.finish_reason == "abort":
+        if job.is_cut and generation.finish_reason == "abort":
             if not self._keeps_parts:
                 raise GivenBack(f"{server.url} was cut while it generated a completion")
             generation = as_segment(generation, request)
@@ -147,16 +147,22 @@ class Attempts:
         return await server.client.generate(request)
 
     async def _check_versions(
-        self, server: Server, generation: Generation, attested: int, left: asyncio.Future[None]
+        self,
+        server: Server,
+        job: Job,
+        generation: Generation,
+        attested: int,
+        left: asyncio.Future[None],
     ) -> None:
         versions = [segment.version for segment in generation.segments]
-        if server.is_cut:
-            # Nobody will attest, for this request, what has not been attested.
-            if min(versions) < attested or max(versions) > (server.attested or attested):
+        if job.is_cut:
+            newest = server.attested
+            assert newest is not None, "only a server that was attested is cut"
+            if min(versions) < attested or max(versions) > newest:
                 raise GivenBack(f"{server.url} was cut before its newest weights were attested")
             return
         if max(versions) > attested:
-            await self._until_attested(server, max(versions), left)
+            await self._until_attested(server, job, max(versions), left)
         if server.version is not None and min(versions) < attested:
             # The server was restarted. It gets no requests until its weights are attested again.
             self._set_lost(
@@ -165,7 +171,7 @@ class Attempts:
             )
 
     async def _until_attested(
-        self, server: Server, newest: int, left: asyncio.Future[None]
+        self, server: Server, job: Job, newest: int, left: asyncio.Future[None]
     ) -> None:
         deadline = time.monotonic() + self._request_timeout
         while not left.done() and (server.version is None or server.version < newest):
@@ -180,7 +186,7 @@ class Attempts:
                 )
         if left.done():
             reason = f"{server.url} was lost before version {newest} was attested"
-            raise self._given_back(server, reason)
+            raise self._given_back(job, reason)
 
     def _record_failure(self, server: Server, job: Job, error: ServerError) -> None:
         """Counts requests that fail together, as when their server ends, as one failure.

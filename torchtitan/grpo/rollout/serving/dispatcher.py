@@ -146,7 +146,7 @@ class Dispatcher:
             "Server %s gets no requests until its weights are updated again: %s", url, reason
         )
         self.attempts.last_error = f"{url}: {reason}"
-        server.is_asleep = server.is_cut = False
+        server.is_asleep = False
         self._leave_ready(server)
 
     def set_down(self, url: str, reason: str) -> None:
@@ -158,7 +158,8 @@ class Dispatcher:
         """The server frees its devices, until a version is attested again. Cut it before."""
         server = self.servers.get(url)
         if server is not None:
-            server.is_asleep = server.is_cut = True
+            server.is_asleep = True
+            server.cut()
             self._leave_ready(server)
 
     async def cut(self, url: str) -> int:
@@ -263,9 +264,9 @@ class Dispatcher:
 
         A failed request is retried once, one whose connection failed a few times, and one whose
         server was lost as often as necessary. If its server is cut, the answer may be a part, which
-        ended with ``length`` before ``max_new_tokens``: the caller must go on. The task raises :class:`ServerError` if these
-        attempts failed, or no server took it within ``rollout.request_timeout_seconds``, and
-        :class:`ServersFailing`.
+        ended with ``length`` before ``max_new_tokens``: the caller must go on. The task raises
+        :class:`ServerError` if these attempts failed, or no server took it within
+        ``rollout.request_timeout_seconds``, and :class:`ServersFailing`.
 
         ``expected_tokens``, by default the mean of the answers so far, includes later segments.
         ``allowed`` marks a completion of an evaluation, and tells the servers that may generate it.
@@ -365,13 +366,14 @@ class Dispatcher:
     async def _attempt(self, completion: _Completion, server: Server) -> Generation:
         request_id = f"{self._run_id}-{completion.prompt.group_id}-{next(self._counter)}-"
         request = completion.sampling.request(request_id, completion.prompt)
+        job = completion.jobs[server]
         try:
-            generation = await self.attempts.run(server, completion.jobs[server], request)
+            generation = await self.attempts.run(server, job, request)
         except BaseException:  # also if it was cancelled
             self._vacate(completion, server)
             raise
         num_tokens = len(generation.token_ids)
-        if server.is_cut:
+        if job.is_cut:
             self._vacate(completion, server)
             return generation  # it may be a part
         self._vacate(completion, server, num_tokens)

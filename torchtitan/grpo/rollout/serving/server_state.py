@@ -28,13 +28,17 @@ _LOAD_TIMEOUT_SECONDS = 2.0
 
 @dataclass(eq=False)
 class Job:
-    """One completion that a server is generating, with its number in the server's window."""
+    """One completion that a server is generating, with its number in the server's window.
+
+    If it ``is_cut``, its request is ended on purpose, with the tokens that it has.
+    """
 
     expected_tokens: float
     started_at: float
     number: int | None = None
     group_id: int | None = None
     is_evaluation: bool = False
+    is_cut: bool = False
 
     def remaining_tokens(self, now: float, tokens_per_second: float) -> float:
         written = tokens_per_second * (now - self.started_at)
@@ -50,7 +54,6 @@ class Server:
         is_down: Whether the server's process is known to have ended.
         is_lost: Whether the server has left READY and was not attested since.
         is_asleep: Whether it sleeps, or has woken up and was not attested since.
-        is_cut: Whether its requests were ended with the tokens that they had, since it was attested.
         attested: The last version that was attested; it stays when the server leaves READY.
         num_tokens: Tokens that it has generated, without those of evaluations.
         tokens_per_second: Average speed of one completion among others. 0 before the first.
@@ -63,7 +66,6 @@ class Server:
     is_down: bool = False
     is_lost: bool = False
     is_asleep: bool = False
-    is_cut: bool = False
     attested: int | None = None
     window: ConcurrencyWindow | None = None
     jobs: set[Job] = field(default_factory=set)
@@ -162,7 +164,7 @@ class Server:
 
     def attest(self, version: int) -> None:
         self.version = self.attested = version
-        self.is_lost = self.is_asleep = self.is_cut = False
+        self.is_lost = self.is_asleep = False
         self.retry_at = 0.0
         former, self._attested = self._attested, None
         if former is not None:
@@ -177,7 +179,9 @@ class Server:
     def cut(self) -> None:
         """Leaves READY. Its requests go on, because they are about to be answered."""
         self.version = None
-        self.is_lost = self.is_cut = True
+        self.is_lost = True
+        for job in self.jobs:
+            job.is_cut = True
 
     def leave(self) -> None:
         """Cancels its requests, and tells at once who waits for one.
