@@ -19,7 +19,7 @@ esac
 
 LOGS="$(mktemp -d)"
 TABLE=()
-declare -A BACKGROUND=() # process groups of what runs beside the tests
+INSTALLER=""
 
 # part NAME COMMAND...: runs a part and records its time for the table. If the part fails, the script ends.
 part() {
@@ -33,10 +33,10 @@ part() {
 }
 
 finish() {
-    local status=$? pid
-    for pid in "${BACKGROUND[@]}"; do
-        kill -- "-$pid" 2>/dev/null || true
-    done
+    local status=$?
+    if [[ -n "$INSTALLER" ]]; then
+        kill -- "-$INSTALLER" 2>/dev/null || true
+    fi
     rm -rf "$LOGS"
     echo
     echo "part                                  time  result"
@@ -49,31 +49,23 @@ trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# beside NAME COMMAND...: runs a command in a process group of its own while the parts below run.
-beside() {
-    local name="$1"
-    shift
-    set -m
-    "$@" >"$LOGS/$name" 2>&1 &
-    BACKGROUND[$name]=$!
-    set +m
-}
-
-# await NAME: waits for what runs beside, and shows its output.
-await() {
-    local status=0
-    wait "${BACKGROUND[$1]}" || status=$?
-    unset "BACKGROUND[$1]"
-    cat "$LOGS/$1"
-    return $status
-}
-
+# install_servers: installs the environments of servers and clients, one after the other, and writes the output of each
+# to a file.
 install_servers() {
     local kind
     for kind in vllm sglang; do
-        bash "scripts/install_$kind.sh" --cpu || return 1
+        bash "scripts/install_$kind.sh" --cpu >"$LOGS/$kind" 2>&1 || return 1
     done
-    bash scripts/install_clients.sh
+    bash scripts/install_clients.sh >"$LOGS/clients" 2>&1
+}
+
+# await_servers: waits for the installation in the background, and shows its output.
+await_servers() {
+    local status=0
+    wait "$INSTALLER" || status=$?
+    INSTALLER=""
+    cat "$LOGS"/*
+    return $status
 }
 
 lint() {
@@ -83,7 +75,13 @@ lint() {
 # The tests are the same on every machine: they do not use a GPU.
 export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-if [[ "$MODE" != --fast ]]; then beside servers install_servers; fi
+if [[ "$MODE" != --fast ]]; then
+    # The servers are installed in the background, in a process group of their own, while the parts below run.
+    set -m
+    install_servers &
+    INSTALLER=$!
+    set +m
+fi
 
 part "install trainer" bash scripts/install.sh --cpu
 export PATH="$REPOSITORY/.venv/bin:$PATH"
@@ -92,19 +90,18 @@ LONG=(-m "not long")
 if [[ "$MODE" == --long ]]; then LONG=(); fi
 
 part "ruff" lint
-beside pyright pyright --pythonpath .venv/bin/python
+part "pyright" pyright --pythonpath .venv/bin/python
 if [[ "$MODE" == --long ]]; then
     part "install SkyPilot" bash scripts/install_launcher.sh sky
 fi
-# Four tests run at a time, because most of them wait for some process.
-part "unit tests" python -m pytest tests/unit_tests tests/streams -q -n 4 --durations=10 "${LONG[@]}"
-part "pyright (rest)" await pyright
+# Three tests run at a time, because most of them wait for some process.
+part "unit tests" python -m pytest tests/unit_tests tests/streams -q -n 3 --durations=10 "${LONG[@]}"
 if [[ "$MODE" == --fast ]]; then exit 0; fi
 
-part "install servers (rest)" await servers
+part "install servers (rest)" await_servers
 if [[ "$MODE" == --long ]]; then
     part "install Ray" bash scripts/install_launcher.sh ray
 fi
-# Four whole runs need 12 GB. Their conftest.py puts the slowest ones first.
-part "whole runs" python -m pytest tests/integration_tests -q -n 4 --no-loadscope-reorder \
+# Three, because whole runs need much memory. Their conftest.py puts the slowest ones first.
+part "whole runs" python -m pytest tests/integration_tests -q -n 3 --no-loadscope-reorder \
     --durations=25 "${LONG[@]}"
