@@ -184,15 +184,6 @@ def test_lending_that_costs_more_than_it_saves_is_seldom_tried():
     assert seconds <= seconds_without * (1 + 2 * FORGOTTEN) + plan.wake + plan.sleep
 
 
-def test_servers_that_disappoint_after_good_times_are_soon_lent_no_more():
-    scheduler = Checked()
-    world = World(EVEN, scheduler)
-    world.run(80)
-    world.plan = replace(EVEN, lent_speed=0.01)
-    world.run(160)
-    check_delays(world, scheduler)
-
-
 def test_lent_servers_take_over_when_the_others_are_lost():
     world = World(replace(EVEN, wake=30.0, sleep=30.0), Checked())
     world.run(10)
@@ -269,3 +260,46 @@ def test_more_missing_work_or_less_cost_never_speaks_against_lending(moment, tim
         assert taught(times).decide(needier) is Decision.LEND
     if moment.movable_groups and taught(times).decide(needier) is Decision.TAKE_BACK:
         assert taught(times).decide(moment) is Decision.TAKE_BACK
+
+
+wanted = st.builds(
+    Moment,
+    now=st.just(64.0),
+    asked_at=st.just(32.0),
+    is_full=st.just(False),
+    missing_groups=st.integers(1, 40),
+    movable_groups=st.just(40),
+    lent=st.just(Lent.NO),
+    since=st.just(16.0),
+    other_rate=st.sampled_from([0.25, 1.0, 4.0]),
+    lent_rate=st.sampled_from([0.25, 1.0, 4.0]),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(moment=wanted, room=seconds, wake=seconds, sleep=seconds)
+def test_only_delays_are_held_against_lending_until_time_has_passed(moment, room, wake, sleep):
+    moment = replace(moment, movable_groups=moment.missing_groups)
+
+    def after(*steps: tuple[float, float, float], max_late: float = MAX_LATE) -> Decision:
+        """Each step has its seconds, those that it was late, and those that lending saved."""
+        scheduler = LendScheduler(max_late)
+        scheduler.observe_wake(wake)
+        scheduler.observe_sleep(sleep)
+        for step, late, saved in steps:
+            scheduler.observe_room(room)
+            scheduler.observe_step(step, late, 4.0 * saved, 4.0)
+        return scheduler.decide(moment)
+
+    usual = after((1.0, 0.0, 1e6))
+    much = moment.missing_groups / moment.other_rate + room + wake + sleep + 1.0
+    late, good, saving = (0.0, much, 0.0), (1e6, 0.0, 1e6), (0.0, 0.0, 1e6)
+    assert after(good, max_late=0.0) is after(good) is usual, (
+        "what is left of the share is not spent"
+    )
+    assert after((0.0, much, much + room)) is usual, "what is saved is no delay"
+    assert after(late) is after(good, late) is Decision.STAY
+    assert after(late, saving) is Decision.STAY, "another step's saving"
+    assert after(late, ((much + room) / MAX_LATE, 0.0, 1e6)) is usual, "the share has paid"
+    if room:
+        assert after(*[(0.0, 0.0, 0.0)] * math.ceil(much / room)) is Decision.STAY

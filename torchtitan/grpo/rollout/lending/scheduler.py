@@ -23,30 +23,33 @@ take at most what is left.
 
 The rules:
 
-- LEND if the trainer waits for a batch that is not full, and if lending saves more than it costs:
-  the room to take back, and the *debt*. Without other servers, always.
+- LEND if the trainer waits for a batch that is not full, and if lending saves more than the *debt*,
+  after its own costs. Without other servers, always.
 - TAKE_BACK if the batch is full, or if the lent servers can no longer help: nothing is left for them,
   they are lost, or the other servers alone fill the batch before the devices could be back. Without
   other servers, only if the batch is full.
 - After TAKE_BACK, a second LEND for the same batch waits for a round trip, so that at most half of
   a wait is spent on switching.
-- The debt is how long lending has delayed steps, less the share ``max_late`` of the time of steps.
-  A late second is no delay if the lent servers' work has saved it: ``n`` groups save ``n / r``
-  seconds. What is not used of the share adds up to one round trip at most.
+- The debt is how long lending has delayed steps, less the share ``max_late`` of the time of steps. A
+  step is delayed while it is late and while the ranks take back memory. What the lent servers' work
+  has saved is no delay: ``n`` groups save ``n / r`` seconds. What is not used of the share adds up to
+  one round trip at most.
 - What was never measured counts as free (a time) or as even (the lent servers are as fast as the
   others). Nothing is known in the first batch, so it is lent for and measures everything.
-- Times that were measured once may have changed. For each second without lending, 0.005 s of
-  its costs are forgotten. A try that turns out to cost as much as before has then cost 0.5 % of
-  the time since the last one.
+- Measured times may have changed. For each second of steps without lending, 0.005 s of its costs are
+  forgotten. A try that turns out to cost as much as before has then cost 0.5 % of that time.
 
 These invariants follow:
 
-- Devices are never lent while the trainer trains or has a full batch, and never lent twice.
+- Devices are never lent while the trainer trains or has a full batch, never lent twice, and never
+  lent only to be taken back at once.
 - The first decision on a full batch with lent devices is TAKE_BACK.
 - Without other servers every batch becomes full: each wait begins with LEND, and it ends full.
-- A decision depends on the moment and on what was observed, not on how often it was asked for.
-- Delays are at most ``max_late`` of the time of steps, plus the largest saving that was ever
-  expected of a lending, plus the longest delay of one lending.
+- A decision depends on the moment and on what was observed, not on how often it was asked for, and
+  not on the unit of time: there is no fixed threshold in seconds.
+- More missing work that lent servers could take, or lower costs, never speak against lending.
+- In any span of steps, the delays are at most ``max_late`` of its time, plus a round trip, the most
+  that was ever expected to be saved, and the longest delay of one lending.
 """
 
 import math
