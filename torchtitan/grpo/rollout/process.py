@@ -285,7 +285,6 @@ class RolloutProcess:
             groups.header,
             batch.part,
         )
-        self.devices.deliver(command.version, batch.part)
         await self._send(answer, [groups.arrays])
 
     async def _send_evaluation(

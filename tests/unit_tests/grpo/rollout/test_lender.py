@@ -19,7 +19,6 @@ from torchtitan.grpo.rollout.lending.lender import Lender
 from torchtitan.grpo.rollout.lending.scheduler import Decision, LendScheduler, Lent, Moment
 from torchtitan.grpo.rollout.link_messages import DevicesWanted
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
-from torchtitan.grpo.types import BatchPart
 
 SECONDS = 30
 LENT, OTHER = "http://lent", "http://other"
@@ -94,9 +93,8 @@ class World:
                 await asyncio.sleep(0.001)
 
     async def deliver(self, version: int) -> dict[str, float]:
-        metrics = await asyncio.wait_for(self.lender.give_back([group(version, rollout(4))]), SECONDS)
-        self.devices.deliver(version, BatchPart.WHOLE)
-        return metrics
+        groups = [group(version, rollout(4))]
+        return await asyncio.wait_for(self.lender.give_back(groups), SECONDS)
 
     @property
     def state(self) -> Lent:

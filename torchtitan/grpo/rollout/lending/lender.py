@@ -29,7 +29,7 @@ from torchtitan.grpo.rollout.lending.rates import Rates
 from torchtitan.grpo.rollout.lending.scheduler import Decision, LendScheduler, Lent, Moment
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.system.waits import wait_at_most
-from torchtitan.grpo.types import RolloutGroup
+from torchtitan.grpo.types import BatchPart, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,10 @@ class Lender:
         self._news.set()
 
     async def give_back(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """The batch is complete: returns metrics once no lent server uses the devices."""
+        """The batch is complete: returns metrics once no lent server uses the devices.
+
+        The batch must be sent next, because the devices count as the trainer's from here on.
+        """
         self._full_at = self._clock()
         self._news.set()
         await self._are_back.wait()
@@ -125,6 +128,7 @@ class Lender:
         totals.late_seconds = now - self._full_at
         step_seconds, self._delivered_at = now - self._delivered_at, now
         self._asked_at = self._full_at = None
+        self._devices.deliver(self._version, BatchPart.WHOLE)
         lent_groups, lent_fraction = self._rates.take_step(_tokens_per_group(groups))
         self._scheduler.observe_step(
             step_seconds, totals.late_seconds, lent_groups, self._rates.other
