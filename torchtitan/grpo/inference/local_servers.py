@@ -181,6 +181,7 @@ def server_specs(
             # Servers with equal seeds would sample equal completions of a prompt.
             seed=config.seed + index,
             max_batched_tokens=inference.max_batched_tokens,
+            is_lent=inference.lend,
         )
         for index, (port, share) in enumerate(zip(ports, shares, strict=True))
     ]

@@ -322,7 +322,8 @@ class RolloutProcess:
         """Tells rank 0 what the result still waits for, so that a timeout there can name it."""
         try:
             while not (await asyncio.wait({waiting}, timeout=_PROGRESS_SECONDS))[0]:
-                is_stuck = not any(server.is_ready() for server in dispatcher.servers.values())
+                servers = dispatcher.servers.values()
+                is_stuck = not any(server.is_ready() or server.is_asleep for server in servers)
                 await self._send(link_messages.Progress(describe(), is_stuck))
         except asyncio.CancelledError:
             waiting.cancel()

@@ -322,6 +322,7 @@ def server_needs(config: RolloutProcessConfig) -> ServerNeeds:
         length_source=source,
         temperature=config.rollout.temperature,
         is_launched=config.inference.launch,
+        is_lent=config.inference.lend,
     )
 
 
