@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-from filelock import FileLock
 from forked import ForkedProcess, ForkServer
 from metric_page import undescribed
 from processes import has_words
@@ -53,14 +52,7 @@ _OTHER_SERVERS = ("--inference.kind", "--inference.no-launch", "--inference.pyth
 
 # The slowest modules come first, so that no worker is left with one of them at the end.
 _SLOWEST = (
-    *(
-        "test_real_servers",
-        "test_faults",
-        "test_lora",
-        "test_multinode",
-        "test_scripts",
-        "test_agents",
-    ),
+    *("test_real_servers", "test_faults", "test_lora", "test_multinode", "test_scripts"),
     *("test_benchmarks", "test_transports", "test_recovery", "test_hostile"),
 )
 # Their tests share servers: one worker of pytest-xdist runs a whole module, or, where its tests run
@@ -321,26 +313,6 @@ def server(
             assert launched.process.poll() is None, launched.describe_log()
         finally:
             launched.stop()
-
-
-@pytest.fixture(scope="session")
-def calculator_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a model that half-knows the calculator and reversals, which is made once for all
-    workers, with ``train.jsonl`` and ``heldout.jsonl`` of the calculator."""
-    base = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        base = base.parent
-    folder = base / "calculator_task"
-    with FileLock(f"{folder}.lock", timeout=PATIENCE_SECONDS):
-        if not (folder / "heldout.jsonl").exists():
-            script = REPOSITORY / "scripts/make_calculator_task.py"
-            reversals = REPOSITORY / "assets/reverse_digits/train.jsonl"
-            options = ["--output", str(folder), "--reversals", str(reversals)]
-            subprocess.run(
-                [sys.executable, str(script), *options],
-                check=True, capture_output=True, timeout=PATIENCE_SECONDS,
-            )  # fmt: skip
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -44,14 +44,7 @@ def model(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(repository, tmp_path_factory.mktemp("agents"))
 
 
-# The others meet a real server below.
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=[] if n in ("sync_client", "agents_sdk") else pytest.mark.long)
-        for n in CLIENTS
-    ],
-)
+@pytest.mark.parametrize("name", CLIENTS)
 async def test_an_episode_of_a_client_is_one_row(model: Path, repository: Path, name: str) -> None:
     failed: list[CallFailed] = []
     programs = programs_of(name, repository, failed)
