@@ -22,6 +22,7 @@ from torchtitan.grpo.plan.search import (
     Spread,
     best_split,
     compare,
+    smaller,
     spread,
     worth_naming,
 )
@@ -274,7 +275,8 @@ def describe_split(made: Plan, given: argparse.Namespace) -> Iterator[str]:
         f"training devices: {100 * runs.mean('trained'):.0f} % training, {100 * runs.mean('waited'):.0f} % "
         f"waiting; servers: {100 * runs.mean('busy'):.0f} % generating"
     )
-    lending = spread(replace(system, num_lent=max(1, split.num_ranks // made.server_devices)), 2)
+    lent = max(1, split.num_ranks // made.server_devices)
+    lending = spread(made.on(replace(split, num_lent=lent)), 2)
     gain, error = lending.gain(runs)
     yield f"inference.lend = true would change that by {100 * (gain - 1):+.1f} % +- {100 * error:.1f}"
 

@@ -6,18 +6,39 @@
 Unlike in a run, the scheduler is told the true rates of the servers instead of measured ones.
 """
 
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
+from torchtitan.grpo.plan.servers import Completion, SimulatedServer
+from torchtitan.grpo.plan.system import System
 from torchtitan.grpo.rollout.lending.scheduler import Decision, LendScheduler, Lent, Moment
 
-if TYPE_CHECKING:
-    from torchtitan.grpo.plan.simulation import Simulation
+
+class Run(Protocol):
+    """What lending needs of a simulated run (``simulation.py``)."""
+
+    system: System
+    servers: list[SimulatedServer]
+    homeless: list[Completion]
+    pending: list[int]
+    totals: Counter[str]
+    now: float
+    asked_at: float | None
+    version: int
+    mean_tokens: float
+
+    def at(self, time: float, handle: Callable[..., None], *arguments: Any) -> None: ...
+    def start_groups(self) -> None: ...
+    def plan(self, server: SimulatedServer) -> None: ...
+    def train(self) -> None: ...
+    def num_missing(self) -> int: ...
 
 
 class Lender:
     """Looks after each event. What it does takes the times of the simulated system's costs."""
 
-    def __init__(self, run: "Simulation") -> None:
+    def __init__(self, run: Run) -> None:
         self.lent = Lent.NO
         self._run, self._scheduler = run, LendScheduler(run.system.max_late)
         self._since, self._began_at = 0.0, 0.0
@@ -85,7 +106,7 @@ class Lender:
     def _group_tokens(self) -> float:
         return self._run.mean_tokens * self._run.system.grpo.group_size
 
-    def _rate(self, servers: list) -> float:
+    def _rate(self, servers: Sequence[SimulatedServer]) -> float:
         return sum(server.tokens_per_second() for server in servers) / self._group_tokens()
 
     def _moment(self) -> Moment:

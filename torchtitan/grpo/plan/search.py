@@ -207,7 +207,7 @@ def changes(plan: Plan) -> Iterator[Change]:
     yield from _moved(plan)
     if not split.num_lent:
         lent = max(1, split.num_ranks // plan.server_devices)
-        lending = replace(system, num_lent=lent)
+        lending = plan.on(replace(split, num_lent=lent))
         yield Change(
             "inference.lend = true", lending, f"{lent} more server(s) while training waits"
         )

@@ -65,6 +65,7 @@ class _Group:
     version: int = 0
     left: int = 0
     tokens: int = 0
+    missing: int = 0  # tokens that are not generated, because the group was cut
     context: int = 0  # tokens of a resumed group, which are not generated again
 
 
@@ -220,7 +221,7 @@ class Simulation:
     def _score(self, number: int, group: _Group) -> None:
         for length in group.lengths:
             self.mean_tokens += _LENGTH_GAIN * (length - self.mean_tokens)
-        group.tokens = sum(group.lengths)
+        group.tokens = sum(group.lengths) - group.missing
         begin = max(self.now, heapq.heappop(self._reward_places))
         end = begin + self.system.costs.reward
         heapq.heappush(self._reward_places, end)
@@ -270,8 +271,7 @@ class Simulation:
             self.in_flight -= len(rests)
             missing = int(sum(completion.length for completion in rests))
             if way == "cut":
-                group.lengths.append(-missing)
-                group.left = 0
+                group.missing, group.left = missing, 0
                 self._score(number, group)
                 continue
             self.totals["wasted_tokens"] += sum(group.lengths) - missing
