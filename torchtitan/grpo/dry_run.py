@@ -37,6 +37,7 @@ from torchtitan.grpo.models.hf_config import HFModel, ModelError
 from torchtitan.grpo.rollout.child_process import end_process, start_process
 from torchtitan.grpo.rollout.input_check import PROGRESS_FILE, REPORT_FILE, InputReport
 from torchtitan.grpo.rollout.link_messages import CONFIG_FILE
+from torchtitan.grpo.training.lent_memory import describe_lent_memory
 from torchtitan.grpo.training.memory_choice import describe_memory
 from torchtitan.grpo.training.model_spec import (
     build_without_memory,
@@ -138,6 +139,7 @@ def _memory(config: JobConfig, model: HFModel) -> Iterator[str]:
     yield "Memory of a training step, on the rank that holds the most (estimated)"
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     yield from (f"  {line}" for line in describe_memory(config, model, num_ranks))
+    yield from (f"  {line}" for line in describe_lent_memory(config, model, num_ranks))
     if config.has_servers:
         yield from _push_memory(config, model)
 

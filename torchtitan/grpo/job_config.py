@@ -97,6 +97,12 @@ class Optimizer(job_config.Optimizer):
     magnifies rounding errors of the gradients. With ``float32``, they agree as closely as those of
     AdamW, at twice the communication and a longer compute time."""
 
+    offload_while_lent: bool = False
+    """Move the optimizer's states to pinned host memory while the devices are lent
+    (``inference.lend``), so that the servers can use their memory. They are copied back while the
+    forward and backward passes of the next batch run. The host needs as much memory as the states
+    of its ranks. Needs GPUs."""
+
 
 @dataclass
 class LRScheduler(job_config.LRScheduler):

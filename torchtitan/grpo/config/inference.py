@@ -51,6 +51,13 @@ class Inference:
     num_servers: Annotated[int, at_least(1)] = 1
     """Number of servers that ``launch`` starts."""
 
+    lend: bool = False
+    """Lend the devices of the training ranks to the launched servers. The servers sleep while the
+    ranks train, and generate while the ranks wait for rollouts, with the memory that a waiting rank
+    leaves. All launched servers are lent, so there must be no GPU without a training rank. Needs
+    ``grpo.async_weight_update = true`` and no ``rollout.stream``. ``optimizer.offload_while_lent``
+    and ``grpo.ref_model_offload`` leave more memory to the servers."""
+
     python: str | None = None
     """Python interpreter that runs launched servers. With None, it is the interpreter of the
     trainer, which works for the embedded server. vLLM and SGLang need their own environments; see
@@ -77,7 +84,8 @@ class Inference:
     ] = 0.0
     """Fraction of each GPU's memory that a launched vLLM or SGLang server may use
     (``--gpu-memory-utilization``, ``--mem-fraction-static``). With 0, servers that share a GPU with
-    training get 0.4 in total, and servers that share another GPU get 0.9 in total."""
+    training get 0.4 in total, and servers that share another GPU get 0.9 in total. Servers to which
+    GPUs are lent (``lend``) get what a waiting training rank leaves; ``--dry-run`` shows it."""
 
     max_model_len: Annotated[int, at_least(1).or_value(0, "training.seq_len")] = 0
     """Maximum sequence length of launched servers, in tokens. It must be large enough for the

@@ -61,6 +61,9 @@ class RolloutProcessConfig:
     """``observe.samples_per_step``: rank 0 always receives the token ids of these rollouts."""
     servers_beside_training: bool = False
     """Whether training also uses the GPUs in ``server_gpus``."""
+    lent_part: float = 0.0
+    """Part of the memory of each GPU that waiting training ranks leave to launched servers
+    (``inference.lend``); 0 if no GPU is lent."""
     monitor_host: str = ""
     """Address on which ``/healthz`` and ``/metrics`` are served; empty if they are not."""
     monitor_port: int = 0

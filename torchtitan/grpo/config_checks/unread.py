@@ -85,6 +85,7 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
         _is("optimizer.name", "Muon"): (
             *("muon_lr", "muon_momentum", "muon_adjust_lr", "muon_dtype"),
         ),
+        _on("inference.lend"): ("offload_while_lent",),
     },
     "rollout": {
         _on("rollout.dynamic_sampling"): ("dynamic_sampling_limit",),
@@ -115,6 +116,7 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
         _RATED: ("coef", "top_k", "max_divergence"),
     },
     "inference": {
+        _on("inference.launch"): ("lend",),
         _both(_on("inference.launch"), _is("inference.kind", "vllm", "sglang")): (
             *("tensor_parallel_size", "gpu_memory_utilization"),
         ),

@@ -11,6 +11,10 @@ _BESIDE_TRAINING = 0.4
 state of training need several times what a server's weights do."""
 WITHOUT_TRAINING = 0.9
 """Part of a GPU's memory for servers that have the GPU for themselves, as vLLM's own default."""
+ASLEEP_BYTES = 2 * 1024**3
+"""Memory of a GPU that a sleeping server is assumed to keep. vLLM and SGLang free weights and cache,
+but neither the CUDA context with its libraries (vLLM logs about 1.3 GiB outside of torch) nor CUDA
+graphs (0.5 GiB and more)."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,13 @@ def share_gpus(
     tensor_parallel_size: int,
     memory: float,
     num_heads: int | None,
+    lent_part: float = 0.0,
 ) -> list[GpuShare]:
     """``tensor_parallel_size`` and ``memory`` are settings of ``[inference]``.
 
     0 takes as many of a server's GPUs as divide the attention heads, and divides shared GPUs
-    evenly. ``num_heads`` is ``None`` if a server takes one GPU.
+    evenly. ``num_heads`` is ``None`` if a server takes one GPU. ``lent_part`` is the part of the
+    memory that servers may take if GPUs are lent to them, otherwise 0.
     """
     if not gpus:
         return [GpuShare((), max(1, tensor_parallel_size), memory or None)] * num_servers
@@ -50,7 +56,7 @@ def share_gpus(
             )
         shares.append(own[: tensor_parallel_size or _largest_divisor(num_heads or 1, len(own))])
     users = [gpu for own in shares for gpu in own]
-    part = _BESIDE_TRAINING if beside_training else WITHOUT_TRAINING
+    part = lent_part or (_BESIDE_TRAINING if beside_training else WITHOUT_TRAINING)
     found = []
     for own in shares:
         num_users = max(users.count(gpu) for gpu in own)
@@ -61,8 +67,11 @@ def share_gpus(
 
 def part_beside_training(num_servers: int, num_gpus: int, memory: float) -> float:
     """Returns the part of the GPUs' memory that launched servers may take beside training."""
-    servers_per_gpu = -(-num_servers // num_gpus)
-    return memory * servers_per_gpu if memory else _BESIDE_TRAINING
+    return memory * servers_per_gpu(num_servers, num_gpus) if memory else _BESIDE_TRAINING
+
+
+def servers_per_gpu(num_servers: int, num_gpus: int) -> int:
+    return -(-num_servers // num_gpus)
 
 
 def gpus_of(index: int, num_servers: int, gpus: Sequence[str]) -> tuple[str, ...]:

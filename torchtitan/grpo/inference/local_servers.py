@@ -155,6 +155,7 @@ def server_specs(
         tensor_parallel_size=inference.tensor_parallel_size,
         memory=inference.gpu_memory_utilization,
         num_heads=num_heads,
+        lent_part=config.lent_part,
     )
     return [
         ServerSpec(

@@ -82,6 +82,8 @@ class RolloutLink:
         self._failure: str | None = None
         self._has_spoken = False
         self._asked_version: int | None = None
+        self._wanted_for: int | None = None  # the version whose wait the devices are wanted for
+        self._is_within_batch = False
         # The evaluation that was requested and whose result was not taken yet.
         self._awaited: link_messages.Evaluate | None = None
         self._num_requests = 0
@@ -134,6 +136,7 @@ class RolloutLink:
         self._failure, self._asked_version, self._progress = None, None, link_messages.Progress("")
         self._dropped_before, self._dropped = self.dropped, Counter()
         self._unclaimed, self._stuck_since = [], None
+        self._wanted_for, self._is_within_batch = None, False  # the batch begins again
         self._launch()
         with self._notices_lock:
             self._is_restarting = False
@@ -166,19 +169,35 @@ class RolloutLink:
         return ready.servers
 
     def next_batch(
-        self, version: int, timeout_seconds: float, should_stop: Callable[[], bool] | None = None
+        self,
+        version: int,
+        timeout_seconds: float,
+        should_stop: Callable[[], bool] | None = None,
+        lend: Callable[[], None] | None = None,
     ) -> RolloutBatch | None:
-        """Waits for the batch that turns ``version`` into ``version + 1``, or its next part."""
+        """Waits for the batch that turns ``version`` into ``version + 1``, or its next part.
+
+        ``lend`` makes room on the devices and calls :meth:`notify_devices_free`. It is called if the
+        process wants the devices before it has sent anything of the batch.
+        """
         if self._asked_version != version:
             self._send(link_messages.NextBatch(version))
             self._asked_version = version
         what = f"deliver the batch of version {version}"
-        answer = self._wait_for(link_messages.Batch, timeout_seconds, should_stop, what)
+
+        def meanwhile() -> None:
+            wanted, self._wanted_for = self._wanted_for, None
+            if wanted == version:  # an older wish has been overtaken by its batch
+                assert lend is not None, "devices are wanted, but inference.lend is false"
+                lend()
+
+        answer = self._wait_for(link_messages.Batch, timeout_seconds, should_stop, what, meanwhile)
         if answer is None:
             return None
         batch, frames = answer
         assert batch.version == version, f"got the batch of {batch.version}, expected {version}"
         self._asked_version = None
+        self._is_within_batch = not batch.part.ends_batch
         groups = unpack(Packed(batch.groups, frames[0]), list[RolloutGroup])
         return RolloutBatch(groups, batch.progress, batch.closed, batch.metrics, batch.part)
 
@@ -250,6 +269,10 @@ class RolloutLink:
         """Reports that the server at ``url`` must get no more requests. Thread-safe."""
         self._notify(link_messages.ServerLost(url, reason))
 
+    def notify_devices_free(self, version: int) -> None:
+        """Reports that servers may use the training devices until the batch of ``version``."""
+        self._notify(link_messages.DevicesFree(version))
+
     def reread_urls(self) -> None:
         """Requests that ``inference.urls_file`` is read now, if a process runs. Thread-safe."""
         with contextlib.suppress(RolloutFailed):
@@ -312,13 +335,18 @@ class RolloutLink:
         timeout_seconds: float,
         should_stop: Callable[[], bool] | None,
         what: str,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> tuple[_Answer, list[bytes]] | None:
-        """Returns the next answer of ``kind`` with its frames; ``None`` if the wait was stopped."""
+        """Returns the next answer of ``kind`` with its frames; ``None`` if the wait was stopped.
+
+        ``meanwhile`` is called again and again.
+        """
         began = time.monotonic()
         reminders = Reminders()
         while True:
             if (answer := self._claim(kind)) is not None:
                 return answer
+            meanwhile()
             if self._receive():
                 continue
             if should_stop is not None and should_stop():
@@ -363,6 +391,12 @@ class RolloutLink:
             self._progress = answer
             since = time.monotonic() if self._stuck_since is None else self._stuck_since
             self._stuck_since = since if answer.is_stuck else None
+        elif isinstance(answer, link_messages.DevicesWanted):
+            assert not self._is_within_batch, (
+                f"the devices are wanted for version {answer.version} in the middle of a batch, "
+                "whose gradient is incomplete"
+            )
+            self._wanted_for = answer.version
         elif isinstance(answer, link_messages.Announcement):
             self._announce(answer.text)
         elif isinstance(answer, link_messages.Dropped):

@@ -58,6 +58,12 @@ class RereadUrls(msgspec.Struct, tag=True):
     """``inference.urls_file`` must be read now."""
 
 
+class DevicesFree(msgspec.Struct, tag=True):
+    """All ranks have made room on their devices, which are lent until the batch of ``version``."""
+
+    version: int
+
+
 class Ready(msgspec.Struct, tag=True):
     """The servers are up, the prompts are opened, and the reward functions are checked."""
 
@@ -75,6 +81,15 @@ class Progress(msgspec.Struct, tag=True):
 
     message: str
     is_stuck: bool = False
+
+
+class DevicesWanted(msgspec.Struct, tag=True):
+    """Lent servers could serve while rank 0 waits for the batch of ``version``.
+
+    Nothing of that batch has been sent yet. It is answered with :class:`DevicesFree`.
+    """
+
+    version: int
 
 
 class Announcement(msgspec.Struct, tag=True):
@@ -114,8 +129,18 @@ class Batch(msgspec.Struct, tag=True):
 
 
 Command = NextBatch | Evaluate | Save | Stop
-Notice = VersionServed | ServerLost | RereadUrls
-Answer = Ready | Fatal | Progress | Announcement | Dropped | Batch | Saved | EvaluationDone
+Notice = VersionServed | ServerLost | RereadUrls | DevicesFree
+Answer = (
+    Ready
+    | Fatal
+    | Progress
+    | DevicesWanted
+    | Announcement
+    | Dropped
+    | Batch
+    | Saved
+    | EvaluationDone
+)
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode

@@ -30,6 +30,7 @@ from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout import link_messages
 from torchtitan.grpo.rollout.batch_fetch import BatchHolder
 from torchtitan.grpo.rollout.codec import pack, pack_without_arrays
+from torchtitan.grpo.rollout.device_requests import DeviceRequests
 from torchtitan.grpo.rollout.process_monitor import LoopLag, RolloutMonitor
 from torchtitan.grpo.rollout.saved import SavedRollouts, file_of, remove_others, write_saved
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
@@ -86,7 +87,10 @@ class Announcer(logging.Handler):
 
 
 class RolloutProcess:
-    """Answers rank 0's commands with the help of a session, over sockets in ``directory``."""
+    """Answers rank 0's commands with the help of a session, over sockets in ``directory``.
+
+    ``devices`` are the training devices, which rank 0 frees for lent servers on request.
+    """
 
     def __init__(self, config: RolloutProcessConfig, directory: Path) -> None:
         self._config = config
@@ -106,6 +110,7 @@ class RolloutProcess:
         self._saving: asyncio.Task[None] | None = None
         self._evaluating: asyncio.Task[None] | None = None
         self._writing = asyncio.Lock()
+        self.devices = DeviceRequests(self._send, config.start_version)
         self._holder: BatchHolder | None = None
         if not config.prompts.single_rank_load:
             self._holder = BatchHolder(self._context, config.fetch_host, config.fetch_secret)
@@ -238,6 +243,8 @@ class RolloutProcess:
                 session.dispatcher.set_version(notice.url, notice.version)
             elif isinstance(notice, link_messages.ServerLost):
                 session.dispatcher.set_lost(notice.url, notice.reason)
+            elif isinstance(notice, link_messages.DevicesFree):
+                self.devices.free(notice.version)
             else:
                 session.fleet.reread_urls()
 
@@ -264,6 +271,7 @@ class RolloutProcess:
             groups.header,
             batch.part,
         )
+        self.devices.deliver(command.version, batch.part)
         await self._send(answer, [groups.arrays])
 
     async def _send_evaluation(

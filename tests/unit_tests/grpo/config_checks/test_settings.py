@@ -50,6 +50,8 @@ TWO_SERVERS = "--inference.no-launch --inference.urls=http://127.0.0.1:1,http://
         "--rollout.dynamic_sampling --rollout.dynamic_sampling_limit=2 --rollout.overdue=drop "
         "--rollout.drop_truncated --rollout.should_accept=mine.py:keep",
         "--rollout.stream --rollout.stream_parts=2",
+        "--inference.lend --rollout.max_head_offpolicyness=0 --rollout.deterministic",
+        "--inference.lend --grpo.no-async_weight_update --rollout.replay={file}",  # no servers
         "--guards.nonfinite=stop --guards.grad_norm_limit=50",
         "--prompts.path= --prompts.paths={file},owner/two --prompts.weights 0.7 0.3",
         "--prompts.path= --prompts.paths={folder},owner/two",  # may be named like a file
@@ -176,6 +178,26 @@ def test_settings_are_checked_against_the_machine(load, monkeypatch):
     load("--inference.no-launch --inference.urls_file=/not/here.txt")
     judge = "--reward.functions=judge --reward.judge.url=http://a:1 --reward.judge.model=m"
     load(f"{judge} --reward.judge.template=/no/template.txt")
+
+
+def test_devices_are_lent_if_there_are_some_that_servers_share(load, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    lend = "--inference.lend --optimizer.offload_while_lent"
+    load(f"{lend} --inference.device=cpu")  # nothing is known of the ranks yet
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    load(lend)
+    for arguments, message in (
+        ("--inference.device=cpu", "got inference.device = 'cpu', with which servers need none"),
+        ("--optimizer.early_step_in_backward", "cannot be combined: the latter needs the states"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(f"{lend} {arguments}")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(ConfigError, match="GPUs without a rank first, here 2, 3"):
+        load(lend)
 
 
 def test_adapters_that_do_not_fit_the_model_are_refused(make_model, monkeypatch, load):

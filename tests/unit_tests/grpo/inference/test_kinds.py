@@ -91,6 +91,12 @@ def test_servers_share_the_gpus_evenly():
         assert [gpus_of(i, len(expected), gpus) for i in range(len(expected))] == expected
 
 
+def test_servers_to_which_a_gpu_is_lent_divide_what_the_trainer_leaves():
+    lent = {"beside_training": True, "lent_part": 0.6}
+    assert [share.memory for share in shares(2, ["0"], **lent)] == [0.3, 0.3]
+    assert [share.memory for share in shares(2, ["0"], memory=0.2, **lent)] == [0.2, 0.2]
+
+
 def test_a_server_with_gpus_of_its_own_uses_as_many_as_divide_the_heads():
     assert shares(1, ["4", "5", "6"]) == [GpuShare(("4", "5"), 2, None)]
     assert shares(1, ["4", "5", "6"], num_heads=12) == [GpuShare(("4", "5", "6"), 3, None)]
