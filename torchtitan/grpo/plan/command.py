@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.grpo.command_line import ConfigError, refusing
-from torchtitan.grpo.inference.gpu_shares import WITHOUT_TRAINING, part_beside_training
+from torchtitan.grpo.inference.gpu_shares import WITHOUT_TRAINING
 from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hub import locate_models
@@ -32,6 +32,7 @@ from torchtitan.grpo.weight_wire.model_folder import read_json
 
 _MOST_DEVICES = 10_000
 _FEWEST_DEVICES = 2
+_LONGEST_PROMPT = 512  # if prompts.max_prompt_tokens is not set
 _SPREAD = 0.8  # assumed standard deviation of a completion's length, divided by the mean
 
 
@@ -98,7 +99,7 @@ def _number(text: str) -> float:
 
 @dataclass(frozen=True)
 class _Given:
-    """What the plan is made from. ``server_bytes`` are 0 if memory is not of a known device."""
+    """What the plan is made from."""
 
     config: JobConfig
     options: argparse.Namespace
@@ -116,17 +117,17 @@ class _Given:
 
     @property
     def server_bytes(self) -> int:
-        inference, split = self.config.inference, self.split()
-        part = inference.gpu_memory_utilization or WITHOUT_TRAINING
-        if not split.num_servers:
-            part = part_beside_training(split.num_lent, split.num_ranks, part)
+        """What a server may fill, on all of its devices."""
+        part = self.config.inference.gpu_memory_utilization or WITHOUT_TRAINING
         return int(part * self.device.memory * self.server_devices)
 
     def split(self) -> Split:
         inference = self.config.inference
         number = inference.num_servers if inference.launch else len(named_urls(inference))
-        if number == 0:
+        if number == 0:  # they register when they are up
             number = self.measured.num_servers if self.measured else 1
+        if inference.launch and inference.lend:
+            return Split(self.num_ranks, 0, number)
         return Split(self.num_ranks, number)
 
 
@@ -175,22 +176,24 @@ def make_plan(facts: _Given) -> Plan:
     if measured is not None:
         lengths, prompt_tokens = measured.lengths, measured.prompt_tokens
         costs, dropped = measured.costs, measured.dropped
-        old = Split(measured.num_ranks, measured.num_servers)
+        lent = measured.num_servers if measured.config.inference.lend else 0
+        old = Split(measured.num_ranks, measured.num_servers - lent, lent)
     else:
         lengths = Lengths.lognormal(facts.options.mean_length * limit, _SPREAD)
-        prompt_tokens = min(config.prompts.max_prompt_tokens, config.training.seq_len - limit) / 2
+        longest = config.prompts.max_prompt_tokens or _LONGEST_PROMPT
+        prompt_tokens = min(longest, config.training.seq_len - limit) / 2
         dropped, old = 0.0, split
         costs = computed_costs(
             config, facts.model, facts.device,
-            num_ranks=split.num_ranks, num_servers=split.num_servers,
+            num_ranks=split.num_ranks, num_servers=split.num_servers + split.num_lent,
             server_devices=facts.server_devices, context_tokens=prompt_tokens + lengths.mean(limit) / 2,
         )  # fmt: skip
     if rollout.ignore_eos:
         lengths = Lengths.lognormal(limit, 0.0)
     costs = replace(costs, reward=facts.options.reward_seconds)
     system = System(
-        grpo, rollout, costs, lengths, old.num_servers,
-        max_running=-(-rollout.max_concurrent_rollouts // split.num_servers),
+        grpo, rollout, costs, lengths, old.num_servers, old.num_lent,
+        max_running=-(-rollout.max_concurrent_rollouts // (split.num_servers + split.num_lent)),
         prompt_tokens=prompt_tokens,
         reward_places=config.reward.num_workers * (config.reward.concurrency or 1),
         dropped=dropped,
@@ -208,8 +211,9 @@ def make_plan(facts: _Given) -> Plan:
 
 def _describe(split: Split) -> str:
     ranks = "1 training rank" if split.num_ranks == 1 else f"{split.num_ranks:,} training ranks"
-    servers = "1 server" if split.num_servers == 1 else f"{split.num_servers:,} servers"
-    return f"{ranks} and {servers}"
+    number = split.num_servers + split.num_lent
+    servers = "1 server" if number == 1 else f"{number:,} servers"
+    return f"{ranks} and {servers}{' on lent devices' if split.num_lent else ''}"
 
 
 def _costs(facts: _Given, made: Plan) -> Iterator[str]:
@@ -253,7 +257,7 @@ def describe_changes(made: Plan, before: Spread) -> Iterator[str]:
     rows = compare(made, before)
     change, gain, error = rows[0]
     if worth_naming(gain, error):
-        yield f"{change.name} gains most: {100 * (gain - 1):+.0f} % samples a second."
+        yield f"Set {change.name}: {100 * (gain - 1):+.0f} % samples a second, the most of these changes."
     else:
         yield "None of these changes gains more than the simulation's noise."
     for change, gain, error in rows:

@@ -6,10 +6,11 @@
 import math
 from collections.abc import Iterator
 
-from torchtitan.grpo.inference.gpu_shares import part_beside_training
+from torchtitan.grpo.inference.gpu_shares import ASLEEP_BYTES, servers_per_gpu
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.plan.search import Split
+from torchtitan.grpo.training.lent_memory import describe_lent_memory
 from torchtitan.grpo.training.memory_choice import needed_bytes
 from torchtitan.grpo.training.memory_estimate import available_bytes
 from torchtitan.grpo.training.model_spec import build_without_memory, parameter_shapes
@@ -27,15 +28,18 @@ def judge_memory(
     devices. The push takes memory of the host, which is not known, so that it is told and not judged.
     """
     shapes = parameter_shapes(config, model)
-    beside = 0.0
-    if not split.num_servers:  # every server is on the devices of training
-        share = config.inference.gpu_memory_utilization
-        beside = part_beside_training(split.num_lent, split.num_ranks, share)
-    available = available_bytes(device_bytes, beside)
+    asleep = 0.0
+    if config.inference.lend:
+        yield from ((True, line) for line in describe_lent_memory(config, model, split.num_ranks))
+        asleep = ASLEEP_BYTES * servers_per_gpu(split.num_lent, split.num_ranks) / device_bytes
+    available = available_bytes(device_bytes, asleep)
     needed = needed_bytes(config, model, split.num_ranks, available)
     yield _verdict("a training rank", needed, available, "training.local_batch_size")
-    weights = _BFLOAT16 * sum(math.prod(shape) for shape in shapes.values())
-    yield _verdict("a server's weights", weights, server_bytes, "the number of servers on a device")
+    if not config.inference.lend:
+        weights = _BFLOAT16 * sum(math.prod(shape) for shape in shapes.values())
+        yield _verdict(
+            "a server's weights", weights, server_bytes, "the number of servers on a device"
+        )
     _, adapter_of = build_without_memory(config, model)
     push = predict_memory(
         config, shapes, adapter_of(str(model.path)), max(1, split.num_servers + split.num_lent),

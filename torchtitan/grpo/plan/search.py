@@ -15,7 +15,7 @@ from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.plan.simulation import Outcome, simulate
 from torchtitan.grpo.plan.system import System
 
-_COARSE = 12  # splits that are tried first
+_COARSE = 8  # splits that are tried first
 _SEARCH_BATCHES = 8
 _NEARLY = 0.97
 _LEAST_GAIN = 0.01  # what a change must gain to be named
@@ -195,21 +195,21 @@ def changes(plan: Plan) -> Iterator[Change]:
         )
     if rollout.overdue == "wait":
         yield from _cuts(rollout, changed)
-    if not rollout.stream and system.grpo.prompts_per_step > 1:
+    if not rollout.stream and not split.num_lent and system.grpo.prompts_per_step > 1:
         yield Change("rollout.stream = true", changed(stream=True))
     if split.num_servers:
         more = replace(split, num_servers=split.num_servers + 1)
         yield Change(
-            f"{more.num_servers} servers",
+            f"inference.num_servers = {more.num_servers}",
             plan.on(more),
-            f"needs {plan.server_devices} more device(s)",
+            f"needs more devices: {plan.server_devices}",
         )
     yield from _moved(plan)
-    if not split.num_lent:
+    if not split.num_lent and not rollout.stream and system.grpo.async_weight_update:
         lent = max(1, split.num_ranks // plan.server_devices)
         lending = plan.on(replace(split, num_lent=lent))
         yield Change(
-            "inference.lend = true", lending, f"{lent} more server(s) while training waits"
+            "inference.lend = true", lending, f"servers on the devices of training: {lent}"
         )
 
 

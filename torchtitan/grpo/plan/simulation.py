@@ -161,8 +161,10 @@ class Simulation:
 
     def start_groups(self) -> None:
         group_size = self.system.grpo.group_size
-        self._place_homeless()
-        while True:
+        if self.homeless:
+            self._place_homeless()
+        most = self.system.rollout.max_concurrent_rollouts
+        while self.in_flight + group_size <= most:  # admission would refuse, only slower
             allowed: dict[int, bool] = {}
             for server in self.servers:
                 if server.is_awake and server.version not in allowed:

@@ -43,6 +43,16 @@ def test_the_quickstart_is_planned(repository, monkeypatch, capsys) -> None:
     assert "which fit" in out and "NOT" not in out
 
 
+def test_lent_servers_are_planned_on_the_devices_of_training(
+    repository, monkeypatch, capsys
+) -> None:
+    monkeypatch.chdir(repository)
+    out = shown(capsys, "train_configs/quickstart.toml", "--seeds", "2", "--inference.lend=true")
+    assert "with 1 training rank and 1 server on lent devices" in out
+    assert "0 % waiting for rollouts" in out and "0 % lent" not in out
+    assert "each sleeping server is assumed to keep 2.00 GiB" in out
+
+
 def test_memory_that_does_not_suffice_is_told(repository, monkeypatch, capsys) -> None:
     monkeypatch.chdir(repository)
     much = ["--training.local_batch_size", "4000", "--training.seq_len", "8000"]
