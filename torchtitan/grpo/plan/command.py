@@ -4,7 +4,9 @@
 """``torchtitan-grpo plan X.toml [--from RUN] [--devices N] [--table.key value ...]``."""
 
 import argparse
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +32,6 @@ from torchtitan.grpo.plan.system import Lengths, System
 from torchtitan.grpo.start.train import parse, ranks_of_layout, read_settings
 from torchtitan.grpo.weight_wire.model_folder import read_json
 
-_MOST_DEVICES = 10_000
-_FEWEST_DEVICES = 2
 _LONGEST_PROMPT = 512  # if prompts.max_prompt_tokens is not set
 _SPREAD = 0.8  # assumed standard deviation of a completion's length, divided by the mean
 
@@ -44,7 +44,7 @@ def options() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--devices",
-        type=_devices,
+        type=_whole(2, 10_000),
         metavar="N",
         help="find the best split of N devices (2 to 10,000)",
     )
@@ -52,49 +52,42 @@ def options() -> argparse.ArgumentParser:
         "--device-class", choices=DEVICES, default="h100", help="kind of GPU, without --from"
     )
     parser.add_argument(
-        "--mean-length", type=_fraction, default=0.5, metavar="PART",
+        "--mean-length", type=_number(1), default=0.5, metavar="PART",
         help="mean length of completions as a part of rollout.max_new_tokens, without --from",
     )  # fmt: skip
     parser.add_argument(
-        "--reward-seconds", type=_seconds, default=0.0, help="time to score a group (default: 0)"
+        "--reward-seconds",
+        type=_number(86_400),
+        default=0.0,
+        help="time to score a group (default: 0)",
     )
     parser.add_argument(
-        "--seeds", type=_seeds, default=4, help="number of simulated runs (default: 4)"
+        "--seeds", type=_whole(2, 1000), default=4, help="number of simulated runs (default: 4)"
     )
     return parser
 
 
-def _devices(text: str) -> int:
-    if not text.isdecimal() or not _FEWEST_DEVICES <= int(text) <= _MOST_DEVICES:
-        raise argparse.ArgumentTypeError(
-            f"must be {_FEWEST_DEVICES} to {_MOST_DEVICES}, got {text!r}"
-        )
-    return int(text)
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number from {least} to {most}, got {text!r}"
+            )
+        return int(text)
+
+    return read
 
 
-def _seeds(text: str) -> int:
-    if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"must be at least 2, to know the spread, got {text!r}")
-    return int(text)
+def _number(most: float) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        value = math.nan
+        with suppress(ValueError):
+            value = float(text)
+        if not 0 <= value <= most:
+            raise argparse.ArgumentTypeError(f"must be a number from 0 to {most:g}, got {text!r}")
+        return value
 
-
-def _fraction(text: str) -> float:
-    if not 0 < (value := _number(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text!r}")
-    return value
-
-
-def _seconds(text: str) -> float:
-    if not 0 <= (value := _number(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a finite number from 0, got {text!r}")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return float("nan")
+    return read
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
 """Costs and lengths that were measured in an earlier run: ``--from RUN_FOLDER``."""
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
@@ -44,7 +45,7 @@ class Measured:
 
 def read_run(folder: Path) -> Measured:
     """Raises ConfigError if the folder holds no run, or one that is too short."""
-    records = _records(folder / "metrics.jsonl")
+    records = _steps(folder / "metrics.jsonl")
     starts = sorted(
         (folder / STARTS_FOLDER).glob("[0-9]*/config.toml"), key=lambda p: int(p.parent.name)
     )
@@ -57,6 +58,7 @@ def read_run(folder: Path) -> Measured:
     environment = json.loads(starts[-1].with_name("environment.json").read_text())
     used = records[int(_WARM_UP * len(records)) :]
     servers = _servers(used[-1], folder)
+    request, token, beside = (statistics.fmean(costs) for costs in zip(*servers, strict=True))
     lengths = _lengths(folder, config, used)
     samples = config.grpo.prompts_per_step * config.grpo.group_size
     tokens = _mean(used, "time/tokens_per_second", "time/step_seconds") / samples
@@ -64,9 +66,9 @@ def read_run(folder: Path) -> Measured:
     return Measured(
         config=config,
         costs=Costs(
-            request=_mean_of(servers, 0),
-            token=_mean_of(servers, 1),
-            beside=_mean_of(servers, 2),
+            request=request,
+            token=token,
+            beside=beside,
             train=fixed,
             train_token=per_token,
             push=_median(used, "weight_sync/gather_seconds")
@@ -88,35 +90,28 @@ def read_run(folder: Path) -> Measured:
     )
 
 
-def _records(file: Path) -> list[dict[str, Any]]:
+def _steps(file: Path) -> list[dict[str, Any]]:
     """The steps in their order; a step that was taken again counts once."""
-    found = {}
-    with suppress(FileNotFoundError, NotADirectoryError):
-        for line in file.read_bytes().splitlines():
-            with suppress(ValueError):  # the last line of a killed run
-                record = json.loads(line)
-                found[record["step"]] = record
+    found = {record["step"]: record for record in _records(file)}
     return [found[step] for step in sorted(found)]
+
+
+def _records(file: Path) -> list[dict[str, Any]]:
+    found = []
+    for line in file.read_bytes().splitlines() if file.is_file() else ():
+        with suppress(ValueError):  # the last line of a killed run
+            found.append(json.loads(line))
+    return found
 
 
 def _mean(records: Sequence[dict[str, Any]], *keys: str) -> float:
     """Of the product of the metrics."""
-    total = 0.0
-    for record in records:
-        value = 1.0
-        for key in keys:
-            value *= record[key]
-        total += value
-    return total / len(records)
+    return statistics.fmean(math.prod(record[key] for key in keys) for record in records)
 
 
 def _median(records: Sequence[dict[str, Any]], key: str, default: float = 0.0) -> float:
     values = [record[key] for record in records if record.get(key) is not None]
     return statistics.median(values) if values else default
-
-
-def _mean_of(rows: Sequence[Sequence[float]], index: int) -> float:
-    return statistics.fmean(row[index] for row in rows)
 
 
 def _servers(record: dict[str, Any], folder: Path) -> list[list[float]]:
@@ -142,14 +137,15 @@ def _training(records: Sequence[dict[str, Any]]) -> tuple[float, float]:
         step = record["time/step_seconds"]
         tokens = record["time/tokens_per_second"] * step
         fit.add((1.0, tokens), step - record["time/wait_data_seconds"])
-    fixed, per_token = fit.costs(fewest=1) or (0.0, 0.0)
-    return fixed, per_token
+    costs = fit.costs(fewest=1)
+    assert costs is not None, "a run has at least one step"
+    return costs[0], costs[1]
 
 
 def _lengths(folder: Path, config: JobConfig, records: Sequence[dict[str, Any]]) -> Lengths:
     limit, mean = config.rollout.max_new_tokens, _mean(records, "rollout/completion_tokens_mean")
     first, found = records[0]["step"], []
-    for sample in _all_samples(folder / "samples.jsonl"):
+    for sample in _records(folder / "samples.jsonl"):
         if sample["step"] >= first and sample["versions"]:
             found.append(sum(end - start for _, start, end in sample["versions"]))
     if len(found) < 4 * _FEWEST_STEPS:
@@ -157,15 +153,6 @@ def _lengths(folder: Path, config: JobConfig, records: Sequence[dict[str, Any]])
         # Of a hundred completions or so, the longest is about 2.5 standard deviations above the mean.
         return Lengths.lognormal(mean, max(0.0, longest - mean) / (2.5 * mean))
     return Lengths.measured(found, limit)
-
-
-def _all_samples(file: Path) -> list[dict[str, Any]]:
-    found = []
-    with suppress(FileNotFoundError):
-        for line in file.read_bytes().splitlines():
-            with suppress(ValueError):
-                found.append(json.loads(line))
-    return found
 
 
 def _dropped(records: Sequence[dict[str, Any]], groups: int) -> float:

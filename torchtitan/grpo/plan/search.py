@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.plan.simulation import Outcome, simulate
 from torchtitan.grpo.plan.system import System
 
@@ -163,7 +162,7 @@ def _splits(plan: Plan, num_devices: int) -> list[Split]:
 
 @dataclass(frozen=True)
 class Change:
-    """``more_devices`` are needed beside those of the run."""
+    """A change of a setting, the system with it, and what it costs."""
 
     name: str
     system: System
@@ -194,7 +193,11 @@ def changes(plan: Plan) -> Iterator[Change]:
             "if lengths were predicted exactly",
         )
     if rollout.overdue == "wait":
-        yield from _cuts(rollout, changed)
+        part = rollout.segment_tokens or max(1, rollout.max_new_tokens // 8)
+        name = "" if rollout.segment_tokens else f"rollout.segment_tokens = {part}, "
+        for way, note in (("cut", "shorter samples"), ("resume", "groups of two versions")):
+            system_of_way = changed(segment_tokens=part, overdue=way)
+            yield Change(f'{name}rollout.overdue = "{way}"', system_of_way, note)
     if not rollout.stream and not split.num_lent and system.grpo.prompts_per_step > 1:
         yield Change("rollout.stream = true", changed(stream=True))
     if split.num_servers:
@@ -210,16 +213,6 @@ def changes(plan: Plan) -> Iterator[Change]:
         lending = plan.on(replace(split, num_lent=lent))
         yield Change(
             "inference.lend = true", lending, f"servers on the devices of training: {lent}"
-        )
-
-
-def _cuts(rollout: Rollout, changed: object) -> Iterator[Change]:
-    assert callable(changed)
-    part = rollout.segment_tokens or max(1, rollout.max_new_tokens // 8)
-    name = "" if rollout.segment_tokens else f"rollout.segment_tokens = {part}, "
-    for way, note in (("cut", "shorter samples"), ("resume", "groups of two versions")):
-        yield Change(
-            f'{name}rollout.overdue = "{way}"', changed(segment_tokens=part, overdue=way), note
         )
 
 

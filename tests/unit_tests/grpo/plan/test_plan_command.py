@@ -77,7 +77,7 @@ def test_mistakes_have_a_message(repository, monkeypatch, capsys, words, error) 
     assert error in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("word", ["--devices=1", "--devices=10001", "--seeds=1", "--mean-length=0"])
+@pytest.mark.parametrize("word", ["--devices=1", "--devices=10001", "--seeds=1", "--mean-length=2"])
 def test_options_have_bounds(capsys, word) -> None:
     with pytest.raises(SystemExit):
         cli.run(["plan", "train_configs/quickstart.toml", word])
