@@ -24,6 +24,7 @@ from torchtitan.grpo.plan.search import (
     Spread,
     best_split,
     compare,
+    lendings,
     smaller,
     spread,
     worth_naming,
@@ -242,7 +243,11 @@ def describe_run(runs: Spread) -> Iterator[str]:
     parts = f"{percent('trained')} training, {percent('waited')} waiting for rollouts"
     parts += f", {percent('pushed')} waiting for pushes, {percent('lent')} lent"
     yield f"training devices  {parts}"
-    yield f"servers           {percent('busy')} generating, {100 - 100 * runs.mean('busy'):.0f} % idle"
+    if runs.mean("busy"):
+        idle = 100 - 100 * runs.mean("busy")
+        yield f"servers           {percent('busy')} generating, {idle:.0f} % idle"
+    if runs.mean("lent_tokens"):
+        yield f"lent servers      {percent('lent_tokens')} of the tokens"
     yield f"age of a sample   {runs.mean('mean_age'):.2f} batches on average, at most {max(o.max_age for o in runs.outcomes)}"
 
 
@@ -272,10 +277,9 @@ def describe_split(made: Plan, given: argparse.Namespace) -> Iterator[str]:
         f"training devices: {100 * runs.mean('trained'):.0f} % training, {100 * runs.mean('waited'):.0f} % "
         f"waiting; servers: {100 * runs.mean('busy'):.0f} % generating"
     )
-    lent = max(1, split.num_ranks // made.server_devices)
-    lending = spread(made.on(replace(split, num_lent=lent)), 2)
-    gain, error = lending.gain(runs)
-    yield f"inference.lend = true would change that by {100 * (gain - 1):+.1f} % +- {100 * error:.1f}"
+    for change in lendings(made, split):
+        gain, error = spread(change.system, 2).gain(runs)
+        yield f"{change.name} ({change.note}): {100 * (gain - 1):+.1f} % +- {100 * error:.1f}"
 
 
 def _memory(facts: _Given, made: Plan) -> Iterator[str]:

@@ -209,11 +209,20 @@ def changes(plan: Plan) -> Iterator[Change]:
         )
     yield from _moved(plan)
     if not split.num_lent and not rollout.stream and system.grpo.async_weight_update:
-        lent = max(1, split.num_ranks // plan.server_devices)
-        lending = plan.on(replace(split, num_lent=lent))
-        yield Change(
-            "inference.lend = true", lending, f"servers on the devices of training: {lent}"
-        )
+        yield from lendings(plan, split)
+
+
+def lendings(plan: Plan, split: Split) -> Iterator[Change]:
+    """Both ways to lend on the devices of a split without lending."""
+    devices = replace(plan, split=split).num_devices
+    ranks = devices // plan.unit * plan.unit
+    together = Split(ranks, 0, max(1, ranks // plan.server_devices))
+    yield Change(
+        "inference.lend = true", plan.on(together), f"all servers on {ranks:,} training ranks"
+    )
+    lent = max(1, split.num_ranks // plan.server_devices)
+    beside = plan.on(replace(split, num_lent=lent))
+    yield Change('[cluster] tags = ["train", "rollout"]', beside, f"{lent:,} more servers, lent")
 
 
 def _moved(plan: Plan) -> Iterator[Change]:

@@ -49,7 +49,7 @@ def test_lent_servers_are_planned_on_the_devices_of_training(
     monkeypatch.chdir(repository)
     out = shown(capsys, "train_configs/quickstart.toml", "--seeds", "2", "--inference.lend=true")
     assert "with 1 training rank and 1 server on lent devices" in out
-    assert "0 % waiting for rollouts" in out and "0 % lent" not in out
+    assert "0 % waiting for rollouts" in out and "lent servers      100 % of the tokens" in out
     assert "each sleeping server is assumed to keep 2.00 GiB" in out
 
 
