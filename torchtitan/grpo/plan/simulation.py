@@ -125,7 +125,7 @@ class Simulation:
             waited=(totals["wait"] - totals["lent"]) / seconds,
             pushed=totals["push"] / seconds,
             lent=totals["lent"] / seconds,
-            lent_tokens=totals["lent_tokens"] / max(made, 1),
+            lent_tokens=totals["lent_tokens"] / max(totals["all_tokens"], 1),
             busy=min(1.0, totals["busy"] / (seconds * num_servers)),
             mean_age=float(np.mean(self.ages)),
             max_age=max(self.ages),
@@ -151,7 +151,8 @@ class Simulation:
         busy = sum(server.busy_seconds for server in self.servers if not server.is_lent)
         lent_tokens = sum(server.tokens for server in self.servers if server.is_lent)
         found = Counter(self.totals)
-        found.update({"busy": busy, "lent_tokens": lent_tokens})
+        all_tokens = sum(server.tokens for server in self.servers)
+        found.update({"busy": busy, "lent_tokens": lent_tokens, "all_tokens": all_tokens})
         return found
 
     def at(self, time: float, handle: Callable[..., None], *arguments: Any) -> None:
