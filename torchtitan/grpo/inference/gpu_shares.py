@@ -9,7 +9,7 @@ from dataclasses import dataclass
 _BESIDE_TRAINING = 0.4
 """Part of a GPU's memory for servers if training uses the same GPU. Weights, gradients and optimizer
 state of training need several times what a server's weights do."""
-_WITHOUT_TRAINING = 0.9
+WITHOUT_TRAINING = 0.9
 """Part of a GPU's memory for servers that have the GPU for themselves, as vLLM's own default."""
 ASLEEP_BYTES = 2 * 1024**3
 """Memory of a GPU that a sleeping server is assumed to keep. vLLM and SGLang free weights and cache,
@@ -56,7 +56,7 @@ def share_gpus(
             )
         shares.append(own[: tensor_parallel_size or _largest_divisor(num_heads or 1, len(own))])
     users = [gpu for own in shares for gpu in own]
-    part = lent_part or (_BESIDE_TRAINING if beside_training else _WITHOUT_TRAINING)
+    part = lent_part or (_BESIDE_TRAINING if beside_training else WITHOUT_TRAINING)
     found = []
     for own in shares:
         num_users = max(users.count(gpu) for gpu in own)

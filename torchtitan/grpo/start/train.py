@@ -27,7 +27,7 @@ def choose_num_ranks(config: JobConfig, num_gpus: int, asked: int | None) -> int
                 f"--gpus (or --nproc) must be at most the number of visible GPUs, {num_gpus}, got {asked}."
             )
         return asked
-    smallest, is_fixed = _ranks_of_layout(config)
+    smallest, is_fixed = ranks_of_layout(config)
     if num_gpus == 0:
         return smallest
     free = max(1, num_gpus - gpus_of_servers(config))
@@ -39,7 +39,7 @@ def choose_num_ranks(config: JobConfig, num_gpus: int, asked: int | None) -> int
     return smallest if is_fixed else max(smallest, free // smallest * smallest)
 
 
-def _ranks_of_layout(config: JobConfig) -> tuple[int, bool]:
+def ranks_of_layout(config: JobConfig) -> tuple[int, bool]:
     """The layout's smallest number of ranks, and whether it is the only one."""
     settings = config.parallelism
     degrees = (

@@ -9,9 +9,11 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
 
 from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerLoad
 from torchtitan.grpo.rollout.serving.concurrency import ConcurrencyWindow
+from torchtitan.grpo.rollout.serving.speed_fit import SpeedFit
 from torchtitan.grpo.types import Generation
 
 logger = logging.getLogger(__name__)
@@ -21,9 +23,12 @@ _FIRST_BACKOFF_SECONDS = 0.5
 _LONGEST_BACKOFF_SECONDS = 5.0
 # Weight of a new completion's speed in the running mean.
 _RATE_GAIN = 0.1
+# In doubt, a completion's time is its tokens', and neither the request's nor that of those beside it.
+_DOUBTS = (1e-3, 0.0, 1e-3)
 # A completion longer than expected is assumed to need this part of its expected length again.
 _OVERDUE_PART = 0.25
 _LOAD_TIMEOUT_SECONDS = 2.0
+SPEED_METRICS = ("request_seconds", "token_seconds", "beside_seconds")
 
 
 @dataclass(eq=False)
@@ -39,6 +44,7 @@ class Job:
     group_id: int | None = None
     is_evaluation: bool = False
     is_cut: bool = False
+    job_seconds_before: float = 0.0
 
     def remaining_tokens(self, now: float, tokens_per_second: float) -> float:
         written = tokens_per_second * (now - self.started_at)
@@ -57,6 +63,7 @@ class Server:
         attested: The last version that was attested; it stays when the server leaves READY.
         num_tokens: Tokens that it has generated, without those of evaluations.
         tokens_per_second: Average speed of one completion among others. 0 before the first.
+        speed: What a completion's time consists of: request, tokens, tokens of those beside it.
         requests: Without an answer, or cancelled, until the server was notified.
         retry_at: End of the pause after a failure.
     """
@@ -77,6 +84,9 @@ class Server:
     last_failure_at: float = 0.0
     failures_in_a_row: int = 0
     samples_unknown_ids: bool = False
+    speed: SpeedFit = field(default_factory=lambda: SpeedFit(_DOUBTS))
+    _job_seconds: float = 0.0  # of all jobs up to the last change
+    _changed_at: float = 0.0
     _left: asyncio.Future[None] | None = None
     _attested: asyncio.Future[None] | None = None
 
@@ -118,6 +128,8 @@ class Server:
             values["waiting"] = float(self.reported.waiting)
             if self.reported.kv_use is not None:
                 values["kv_use"] = self.reported.kv_use
+        if (costs := self.speed.costs()) is not None:
+            values |= dict(zip(SPEED_METRICS, costs, strict=True))
         return values
 
     # -- its work ---------------------------------------------------------------------
@@ -131,7 +143,9 @@ class Server:
     ) -> Job:
         """The window counts only completions of rollouts."""
         number = None if self.window is None or is_evaluation else self.window.begin()
-        job = Job(expected_tokens, time.monotonic(), number, group_id, is_evaluation)
+        now = time.monotonic()
+        before = self._count_job_seconds(now)
+        job = Job(expected_tokens, now, number, group_id, is_evaluation, before)
         self.jobs.add(job)
         return job
 
@@ -140,10 +154,20 @@ class Server:
         if num_tokens is not None:
             if self.window is not None and job.number is not None:
                 self.window.succeed(job.number, self.load)
-            speed = num_tokens / max(time.monotonic() - job.started_at, 1e-6)
+            now = time.monotonic()
+            seconds = max(now - job.started_at, 1e-6)
+            running = (self._count_job_seconds(now) - job.job_seconds_before) / seconds
+            self.speed.add((1.0, num_tokens, num_tokens * running), seconds)
+            speed = num_tokens / seconds
             gain = _RATE_GAIN if self.tokens_per_second else 1.0
             self.tokens_per_second += gain * (speed - self.tokens_per_second)
+        self._count_job_seconds(time.monotonic())
         self.jobs.discard(job)
+
+    def _count_job_seconds(self, now: float) -> float:
+        self._job_seconds += len(self.jobs) * (now - self._changed_at)
+        self._changed_at = now
+        return self._job_seconds
 
     def start_request(self, request: asyncio.Task[Generation]) -> None:
         self.requests.add(request)
@@ -229,13 +253,27 @@ class Server:
         self.failures_in_a_row += 1
 
 
+class HasLoad(Protocol):
+    """What the choice among servers needs of a server."""
+
+    @property
+    def load(self) -> int: ...
+
+    def free_places(self) -> float: ...
+
+    def remaining_tokens(self) -> float: ...
+
+
+_Server = TypeVar("_Server", bound=HasLoad)
+
+
 def best_server(
-    servers: Iterable[Server],
+    servers: Iterable[_Server],
     *,
     num_completions: int = 1,
-    prefer: Server | None = None,
+    prefer: _Server | None = None,
     has_begun: bool = False,
-) -> Server | None:
+) -> _Server | None:
     """Returns the server that gets the completions, or ``None`` if no server may take them.
 
     Of the servers with room in their window, the one with the least expected remaining work in

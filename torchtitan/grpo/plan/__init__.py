@@ -1,0 +1,14 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Simulates a run before it starts: its speed, its idle times, and what would make it faster.
+
+system.py      what is simulated: settings, numbers of devices, costs, lengths; scaling it down
+servers.py     a simulated server, whose running completions advance together
+simulation.py  the events of a run, under the run's own rules of admission and dispatch
+hardware.py    costs by calculation, for a kind of GPU
+measured.py    costs measured in an earlier run
+search.py      the best split of devices, and what single changes would gain
+memory.py      whether training, servers and the push fit into memory (needs torch)
+command.py     ``torchtitan-grpo plan``
+"""
