@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-from filelock import FileLock
 from forked import ForkedProcess, ForkServer
 from metric_page import undescribed
 from processes import has_words
@@ -324,23 +323,17 @@ def server(
 
 
 @pytest.fixture(scope="session")
-def calculator_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a model that half-knows the calculator and reversals, which is made once for all
-    workers, with ``train.jsonl`` and ``heldout.jsonl`` of the calculator."""
-    base = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        base = base.parent
-    folder = base / "calculator_task"
-    with FileLock(f"{folder}.lock", timeout=PATIENCE_SECONDS):
-        if not (folder / "heldout.jsonl").exists():
-            script = REPOSITORY / "scripts/make_calculator_task.py"
-            reversals = REPOSITORY / "assets/reverse_digits/train.jsonl"
-            options = ["--output", str(folder), "--reversals", str(reversals)]
-            subprocess.run(
-                [sys.executable, str(script), *options],
-                check=True, capture_output=True, timeout=PATIENCE_SECONDS,
-            )  # fmt: skip
-    return folder
+def calculator_task(made_once: Callable[..., Path]) -> Path:
+    """Folder of a model that half-knows the calculator and reversals, with ``train.jsonl`` and
+    ``heldout.jsonl`` of the calculator."""
+
+    def make(folder: Path) -> None:
+        script = REPOSITORY / "scripts/make_calculator_task.py"
+        reversals = REPOSITORY / "assets/reverse_digits/train.jsonl"
+        command = [sys.executable, script, "--output", folder, "--reversals", reversals]
+        subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE_SECONDS)
+
+    return made_once("calculator_task", make)
 
 
 @pytest.fixture(scope="module")
