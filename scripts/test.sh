@@ -101,10 +101,8 @@ beside pyright pyright --pythonpath .venv/bin/python
 if [[ "$MODE" == --long ]]; then
     part "install SkyPilot" bash scripts/install_launcher.sh sky
 fi
-# Three tests run at a time, because most of them wait for some process. Each worker begins with whole modules, whose
-# tests share what is costly to make.
-part "unit tests" python -m pytest tests/unit_tests tests/streams -q -n 3 --dist worksteal --durations=10 \
-    "${LONG[@]}"
+# Three tests run at a time, because most of them wait for some process.
+part "unit tests" python -m pytest tests/unit_tests tests/streams -q -n 3 --durations=10 "${LONG[@]}"
 part "pyright (rest)" await pyright
 if [[ "$MODE" == --fast ]]; then exit 0; fi
 
