@@ -19,7 +19,7 @@ esac
 
 LOGS="$(mktemp -d)"
 TABLE=()
-declare -A BACKGROUND=() # process groups of what runs beside the tests
+declare -A BACKGROUND=() # the process group of each command that runs beside the parts
 
 # part NAME COMMAND...: runs a part and records its time for the table. If the part fails, the script ends.
 part() {
@@ -59,7 +59,7 @@ beside() {
     set +m
 }
 
-# await NAME: waits for what runs beside, and shows its output.
+# await NAME: waits for the command that beside has started under this name, and shows its output.
 await() {
     local status=0
     wait "${BACKGROUND[$1]}" || status=$?
@@ -68,6 +68,7 @@ await() {
     return $status
 }
 
+# install_servers: installs the environments of servers and clients, one after the other.
 install_servers() {
     local kind
     for kind in vllm sglang; do
@@ -82,7 +83,7 @@ lint() {
 
 # The tests are the same on every machine: they do not use a GPU.
 export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
-# Of a package only what is imported is compiled to bytecode, which is a quarter of it.
+# Python compiles the modules that are imported. Without this setting, pip would compile every module of each package.
 export PIP_NO_COMPILE=1
 unset PYTHONDONTWRITEBYTECODE
 
@@ -94,7 +95,7 @@ export PATH="$REPOSITORY/.venv/bin:$PATH"
 LONG=(-m "not long")
 if [[ "$MODE" == --long ]]; then LONG=(); fi
 
-# Once, before several processes do so side by side.
+# One process compiles what several test workers would otherwise compile at the same time.
 part "compile what is imported" python -c "import torchtitan.grpo_train"
 part "ruff" lint
 beside pyright pyright --pythonpath .venv/bin/python

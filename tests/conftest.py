@@ -52,7 +52,10 @@ def repository() -> Path:
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Returns a folder that ``make(folder)`` fills once for all workers of pytest-xdist."""
+    """Returns a function of a name and ``make``, which returns a folder of this name.
+
+    The first worker of pytest-xdist that asks for the folder calls ``make(folder)`` to fill it.
+    """
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent

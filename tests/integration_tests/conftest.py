@@ -52,15 +52,8 @@ _OTHER_SERVERS = ("--inference.kind", "--inference.no-launch", "--inference.pyth
 
 # The slowest modules come first, so that no worker is left with one of them at the end.
 _SLOWEST = (
-    *(
-        "test_real_servers",
-        "test_faults",
-        "test_lora",
-        "test_multinode",
-        "test_scripts",
-        "test_agents",
-    ),
-    *("test_benchmarks", "test_transports", "test_recovery", "test_hostile"),
+    *("test_real_servers", "test_faults", "test_lora", "test_multinode", "test_scripts"),
+    *("test_agents", "test_benchmarks", "test_transports", "test_recovery", "test_hostile"),
 )
 # Their tests share servers: one worker of pytest-xdist runs a whole module, or, where its tests run
 # with each kind of server, all its tests with one kind.

@@ -44,7 +44,7 @@ def model(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(repository, tmp_path_factory.mktemp("agents"))
 
 
-# The others meet a real server below.
+# In the short suite, the other clients only meet the real server of the next test.
 @pytest.mark.parametrize(
     "name",
     [

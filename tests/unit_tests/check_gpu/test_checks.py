@@ -50,7 +50,7 @@ def rows_of(fork_server, rank_environment, tmp_path):
     ("name", "cases", "positive", "zero"),
     [
         ("machine", 3, ["tflops_of_256"], []),
-        pytest.param(
+        pytest.param(  # compiles for half a minute
             *("flex", len(get_args(PackedAttentionKind)), ["first_pass_seconds"], []),
             marks=pytest.mark.long,
         ),
