@@ -19,7 +19,7 @@ esac
 
 LOGS="$(mktemp -d)"
 TABLE=()
-INSTALLER=""
+declare -A BACKGROUND=() # the process group of each command that runs beside the parts
 
 # part NAME COMMAND...: runs a part and records its time for the table. If the part fails, the script ends.
 part() {
@@ -33,10 +33,10 @@ part() {
 }
 
 finish() {
-    local status=$?
-    if [[ -n "$INSTALLER" ]]; then
-        kill -- "-$INSTALLER" 2>/dev/null || true
-    fi
+    local status=$? pid
+    for pid in "${BACKGROUND[@]}"; do
+        kill -- "-$pid" 2>/dev/null || true
+    done
     rm -rf "$LOGS"
     echo
     echo "part                                  time  result"
@@ -49,23 +49,32 @@ trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# install_servers: installs the environments of servers and clients, one after the other, and writes the output of each
-# to a file.
+# beside NAME COMMAND...: runs a command in a process group of its own while the parts below run.
+beside() {
+    local name="$1"
+    shift
+    set -m
+    "$@" >"$LOGS/$name" 2>&1 &
+    BACKGROUND[$name]=$!
+    set +m
+}
+
+# await NAME: waits for the command that beside has started under this name, and shows its output.
+await() {
+    local status=0
+    wait "${BACKGROUND[$1]}" || status=$?
+    unset "BACKGROUND[$1]"
+    cat "$LOGS/$1"
+    return $status
+}
+
+# install_servers: installs the environments of servers and clients, one after the other.
 install_servers() {
     local kind
     for kind in vllm sglang; do
-        bash "scripts/install_$kind.sh" --cpu >"$LOGS/$kind" 2>&1 || return 1
+        bash "scripts/install_$kind.sh" --cpu || return 1
     done
-    bash scripts/install_clients.sh >"$LOGS/clients" 2>&1
-}
-
-# await_servers: waits for the installation in the background, and shows its output.
-await_servers() {
-    local status=0
-    wait "$INSTALLER" || status=$?
-    INSTALLER=""
-    cat "$LOGS"/*
-    return $status
+    bash scripts/install_clients.sh
 }
 
 lint() {
@@ -74,14 +83,11 @@ lint() {
 
 # The tests are the same on every machine: they do not use a GPU.
 export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+# Python compiles the modules that are imported. Without this setting, pip would compile every module of each package.
+export PIP_NO_COMPILE=1
+unset PYTHONDONTWRITEBYTECODE
 
-if [[ "$MODE" != --fast ]]; then
-    # The servers are installed in the background, in a process group of their own, while the parts below run.
-    set -m
-    install_servers &
-    INSTALLER=$!
-    set +m
-fi
+if [[ "$MODE" != --fast ]]; then beside servers install_servers; fi
 
 part "install trainer" bash scripts/install.sh --cpu
 export PATH="$REPOSITORY/.venv/bin:$PATH"
@@ -89,16 +95,19 @@ export PATH="$REPOSITORY/.venv/bin:$PATH"
 LONG=(-m "not long")
 if [[ "$MODE" == --long ]]; then LONG=(); fi
 
+# One process compiles what several test workers would otherwise compile at the same time.
+part "compile what is imported" python -c "import torchtitan.grpo_train"
 part "ruff" lint
-part "pyright" pyright --pythonpath .venv/bin/python
+beside pyright pyright --pythonpath .venv/bin/python
 if [[ "$MODE" == --long ]]; then
     part "install SkyPilot" bash scripts/install_launcher.sh sky
 fi
 # Three tests run at a time, because most of them wait for some process.
 part "unit tests" python -m pytest tests/unit_tests tests/streams -q -n 3 --durations=10 "${LONG[@]}"
+part "pyright (rest)" await pyright
 if [[ "$MODE" == --fast ]]; then exit 0; fi
 
-part "install servers (rest)" await_servers
+part "install servers (rest)" await servers
 if [[ "$MODE" == --long ]]; then
     part "install Ray" bash scripts/install_launcher.sh ray
 fi

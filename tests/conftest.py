@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from hypothesis import settings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -47,6 +48,28 @@ def _logs_are_read() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def repository() -> Path:
     return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Returns a function of a name and ``make``, which returns a folder of this name.
+
+    The first worker of pytest-xdist that asks for the folder calls ``make(folder)`` to fill it.
+    """
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+
+    def find(name: str, make: Callable[[Path], object]) -> Path:
+        folder = base / name
+        with FileLock(f"{folder}.lock", timeout=600):
+            if not (folder / "made").exists():
+                folder.mkdir(exist_ok=True)
+                make(folder)
+                (folder / "made").touch()
+        return folder
+
+    return find
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ _OTHER_SERVERS = ("--inference.kind", "--inference.no-launch", "--inference.pyth
 # The slowest modules come first, so that no worker is left with one of them at the end.
 _SLOWEST = (
     *("test_real_servers", "test_faults", "test_lora", "test_multinode", "test_scripts"),
-    *("test_benchmarks", "test_transports", "test_recovery", "test_hostile"),
+    *("test_agents", "test_benchmarks", "test_transports", "test_recovery", "test_hostile"),
 )
 # Their tests share servers: one worker of pytest-xdist runs a whole module, or, where its tests run
 # with each kind of server, all its tests with one kind.
@@ -313,6 +313,20 @@ def server(
             assert launched.process.poll() is None, launched.describe_log()
         finally:
             launched.stop()
+
+
+@pytest.fixture(scope="session")
+def calculator_task(made_once: Callable[..., Path]) -> Path:
+    """Folder of a model that half-knows the calculator and reversals, with ``train.jsonl`` and
+    ``heldout.jsonl`` of the calculator."""
+
+    def make(folder: Path) -> None:
+        script = REPOSITORY / "scripts/make_calculator_task.py"
+        reversals = REPOSITORY / "assets/reverse_digits/train.jsonl"
+        command = [sys.executable, script, "--output", folder, "--reversals", reversals]
+        subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE_SECONDS)
+
+    return made_once("calculator_task", make)
 
 
 @pytest.fixture(scope="module")

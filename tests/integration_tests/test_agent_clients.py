@@ -44,7 +44,14 @@ def model(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(repository, tmp_path_factory.mktemp("agents"))
 
 
-@pytest.mark.parametrize("name", CLIENTS)
+# In the short suite, the other clients only meet the real server of the next test.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[] if n in ("sync_client", "agents_sdk") else pytest.mark.long)
+        for n in CLIENTS
+    ],
+)
 async def test_an_episode_of_a_client_is_one_row(model: Path, repository: Path, name: str) -> None:
     failed: list[CallFailed] = []
     programs = programs_of(name, repository, failed)

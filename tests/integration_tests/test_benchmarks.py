@@ -62,6 +62,7 @@ def test_servers_hold_what_an_export_holds(choice: str, num_layouts: int) -> Non
             assert sum(row["source_bytes"]) > 0
 
 
+@pytest.mark.long  # it tests what only benchmarks use
 def test_a_stub_server_samples_without_computing(tmp_path: Path, load) -> None:
     async def lengths(server: LaunchedServer) -> list[int]:
         client = make_client(server.kind, server.url)

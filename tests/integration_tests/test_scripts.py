@@ -53,15 +53,15 @@ def make_family(family: str, folder: Path, tokenizer: Path) -> Path:
 def _cases() -> list:
     cases = []
     for server in ("embedded", "vllm", "sglang"):
-        # Other tests of the short suite load a Qwen3 into every kind of server.
         for family in ("shipped", *FAMILIES):
             marks = [] if server == "embedded" else [getattr(pytest.mark, server)]
-            if (server, family) != ("embedded", "qwen2"):
-                marks.append(pytest.mark.long)
             cases.append(pytest.param(server, family, marks=marks, id=f"{server}-{family}"))
     return cases
 
 
+# In the short suite this script verifies adapters in vLLM (`test_lora.py`), and other tests load a Qwen3
+# into every kind of server.
+@pytest.mark.long
 @pytest.mark.parametrize(("server", "family"), _cases())
 def test_after_ten_pushes_a_server_serves_what_the_trainer_has(
     server, family, repository, tmp_path

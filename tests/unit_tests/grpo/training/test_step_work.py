@@ -11,15 +11,14 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def found(repository, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("counted")
-    result = folder / "result.json"
-    command = [sys.executable, str(repository / "tests/programs/counted_steps.py")]
-    done = subprocess.run(
-        [*command, str(folder), str(result)], capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return json.loads(result.read_text())
+def found(repository, made_once):
+    def make(folder):
+        program = repository / "tests/programs/counted_steps.py"
+        command = [sys.executable, program, folder, folder / "result.json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-6000:]
+
+    return json.loads((made_once("counted_steps", make) / "result.json").read_text())
 
 
 def test_an_elementwise_pass_reads_its_operands_and_writes_its_result(found):
