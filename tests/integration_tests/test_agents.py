@@ -6,7 +6,6 @@
 import json
 import random
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -43,17 +42,15 @@ print(json.dumps({"reward": right / len(row["answer"])}))
     ],
 )
 def test_what_an_agent_asked_for_is_read_and_only_answers_are_trained(
-    server: str, bound: float, make_run: Callable, repository: Path, tmp_path: Path
+    server: str, bound: float, make_run: Callable, calculator_task: Path
 ) -> None:
     """Without staleness, the trainer's logprobs equal the server's token by token only if each row
     holds exactly what the server was sent, and only what the model wrote is trained."""
-    script = repository / "scripts/make_calculator_task.py"
-    command = [sys.executable, str(script), "--output", str(tmp_path)]
-    subprocess.run(command, check=True, timeout=800, capture_output=True)
     python = python_of(server) if server != "embedded" else sys.executable
     run = make_run(
-        f"--model.hf_assets_path={tmp_path / 'model'}", f"--prompts.path={tmp_path / 'train.jsonl'}",
-        f"--evaluation.path={tmp_path / 'heldout.jsonl'}", "--evaluation.num_prompts=16",
+        f"--model.hf_assets_path={calculator_task / 'model'}",
+        f"--prompts.path={calculator_task / 'train.jsonl'}",
+        f"--evaluation.path={calculator_task / 'heldout.jsonl'}", "--evaluation.num_prompts=16",
         "--grpo.prompts_per_step=6", "--training.steps=3", "--rollout.max_head_offpolicyness=0",
         f"--inference.kind={server}", f"--inference.python={python}",
         config="calculator_agent", num_ranks=1,

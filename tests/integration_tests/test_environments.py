@@ -3,9 +3,6 @@
 
 """Whole runs with several turns: the embedded server, the calculator, and the trained tokens."""
 
-import subprocess
-import sys
-
 import pytest
 
 from torchtitan.grpo.rollout.environments.calculator import CannotCalculate, calculate
@@ -13,19 +10,15 @@ from torchtitan.grpo.rollout.environments.calculator import CannotCalculate, cal
 
 @pytest.mark.parametrize("segment_tokens", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_what_the_environment_put_in_is_read_and_not_trained(
-    make_run, repository, tmp_path, segment_tokens
+    make_run, calculator_task, tmp_path, segment_tokens
 ):
     """Without staleness, the trainer's logprobs equal the server's token by token only if the
     trainer reads the same context and trains on no token that the environment inserted."""
-    script = repository / "scripts/make_calculator_task.py"
-    # The example's prompts and its model, which uses the calculator correctly about half of the time.
-    command = [sys.executable, str(script), "--output", str(tmp_path)]
-    subprocess.run(command, check=True, timeout=800, capture_output=True)
     record = tmp_path / "rollouts.jsonl.gz"
-    model = f"--model.hf_assets_path={tmp_path / 'model'}"
+    model = f"--model.hf_assets_path={calculator_task / 'model'}"
     task = (
-        model, f"--prompts.path={tmp_path / 'train.jsonl'}",
-        f"--evaluation.path={tmp_path / 'heldout.jsonl'}", "--grpo.prompts_per_step=6",
+        model, f"--prompts.path={calculator_task / 'train.jsonl'}",
+        f"--evaluation.path={calculator_task / 'heldout.jsonl'}", "--grpo.prompts_per_step=6",
         "--evaluation.num_prompts=16", "--observe.samples_per_step=48",
         f"--rollout.segment_tokens={segment_tokens}", "--checkpoint.enable",
         "--checkpoint.interval=2",
@@ -60,17 +53,15 @@ def test_what_the_environment_put_in_is_read_and_not_trained(
 
 
 def test_two_environments_are_mixed_by_weight_each_with_its_turns_and_rewards(
-    make_run, repository, tmp_path
+    make_run, calculator_task
 ):
-    script = repository / "scripts/make_calculator_task.py"
-    reversals = repository / "assets/reverse_digits/train.jsonl"
-    command = [sys.executable, str(script), "--output", str(tmp_path), "--reversals", reversals]
-    subprocess.run(command, check=True, timeout=800, capture_output=True)
     run = make_run(
-        f"--model.hf_assets_path={tmp_path / 'model'}", "--training.steps=3",
-        f"--environments.calculator.prompts.path={tmp_path / 'train.jsonl'}",
-        f"--evaluation.sets.calculator.path={tmp_path / 'heldout.jsonl'}",
+        f"--model.hf_assets_path={calculator_task / 'model'}", "--training.steps=3",
+        f"--environments.calculator.prompts.path={calculator_task / 'train.jsonl'}",
+        f"--evaluation.sets.calculator.path={calculator_task / 'heldout.jsonl'}",
         "--environments.calculator.weight=2", "--grpo.prompts_per_step=6",
+        # How many reversals the model has entirely right at first depends on the machine's rounding.
+        "--evaluation.sets.reversal.function=partial_match",
         "--evaluation.num_prompts=8", "--rollout.max_head_offpolicyness=0",
         "--observe.samples_per_step=48", config="two_environments", num_ranks=1,
     ).succeed()  # fmt: skip

@@ -90,6 +90,7 @@ def test_a_real_server_serves_the_adapters(
         timeout=840,
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    assert result.stdout.count("\nok ") == 6
     assert f"verified: {server} serves the trainer's weights" in result.stdout
     metrics = repository / f"outputs/verify-cpu-{server}-{model.name}/metrics.jsonl"
     last = json.loads(metrics.read_text().splitlines()[-1])
