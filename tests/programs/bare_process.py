@@ -22,9 +22,9 @@ async def for_ever(*arguments):
     await asyncio.Event().wait()
 
 class Session:
-    evaluator = None
+    evaluator = lender = None
 
-    def __init__(self, config, announce):
+    def __init__(self, config, announce, devices):
         self.drops = DropLog(announce)
         self.producer = SimpleNamespace(
             run=for_ever, describe=lambda: "nothing", count_prompts=lambda: None,

@@ -247,13 +247,12 @@ class Lane:
     async def _fall_asleep(self) -> None:
         self._server.lose()
         if self.state not in (LaneState.READY, LaneState.ATTESTING):
-            self._is_joined = False
-            await self._connection.recover()
+            await self._recover()
         try:
             await self._client.sleep()
         except _LOSSES as error:
             self._lose(error, 0.0)
-            await self._connection.recover()
+            await self._recover()
             return
         self._take(LaneEvent.ASLEEP)
         self._listeners.on_asleep(self.url)
@@ -271,7 +270,7 @@ class Lane:
                 pause = self._backoff.seconds_after_failure()
                 self._lose(error, pause)
                 self._count_refusal(error)
-                await self._connection.recover()
+                await self._recover()
                 await asyncio.sleep(pause)
                 self._take(LaneEvent.RETRY_DUE)
 
@@ -322,6 +321,10 @@ class Lane:
             await self._connection.join()
             await self._attestation.observe()
             self._is_joined = True
+
+    async def _recover(self) -> None:
+        self._is_joined = False
+        await self._connection.recover()
 
     async def _prepare(self, version: int) -> bool:
         """On failure, waits and returns False."""
@@ -411,7 +414,6 @@ class Lane:
                 )  # fmt: skip
         self.num_failures += 1
         self.is_blocked, self.last_error = False, reason
-        self._is_joined = False
         self._server.lose()
         self._listeners.on_lost(self.url, reason)
         is_mismatch = isinstance(error, VersionMismatch)

@@ -63,6 +63,7 @@ class _Totals:
     sleep_seconds: float = 0.0
     wakes: int = 0
     kills: int = 0
+    cut_requests: int = 0
 
 
 class Lender:
@@ -190,7 +191,9 @@ class Lender:
             return
         was_awake, self._free_at = self.lent is Lent.AWAKE, None
         self._enter(Lent.SLEEPING)
+        cut_before = self._dispatcher.num_cut
         await asyncio.gather(*(self._dispatcher.cut(s.url) for s in self._lent_servers()))
+        self._totals.cut_requests += self._dispatcher.num_cut - cut_before
         await self._servers.set_wanted(False)
         await self._until_asleep(self._since + self._sleep_seconds)
         seconds = self._clock() - self._since
@@ -260,5 +263,6 @@ def _metrics(totals: _Totals, lent_fraction: float) -> dict[str, float]:
         "lend/sleep_seconds": totals.sleep_seconds,
         "lend/wakes": float(totals.wakes),
         "lend/kills": float(totals.kills),
+        "lend/cut_requests": float(totals.cut_requests),
         "lend/tokens_fraction": lent_fraction,
     }
