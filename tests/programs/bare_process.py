@@ -51,6 +51,7 @@ class Lending(process.RolloutProcess):
         session.producer.batch = batch
         await self.ask(command.version)
         assert await self.devices.until_free(command.version, 60)
+        self.devices.deliver(command.version, BatchPart(command.version % 2))
         await super()._send_batch(session, command)
 
     async def ask(self, version):
