@@ -48,6 +48,10 @@ In the rollout process (`rollout/process.py`), all in one event loop::
     `serving/fleet.py`   produces   restarted servers; the new list for dispatcher and lanes
                          waits for  the next end or change
                          unblocked  by polls of processes, files and registrations
+    lender               consumes   the training devices, which rank 0 frees while it waits
+    `rollout/lending/`   produces   lent servers that serve or sleep (``inference.lend``)
+                         waits for  rank 0's notice; the lanes; servers that fall asleep
+                         unblocked  by them; by inference.sleep_timeout_seconds, then it kills
     evaluations          consumes   rank 0's request, held-out prompts, places that rollouts leave
     `rollout/evaluator`  produces   scores of one version
                          waits for  a server of that version or a newer one
