@@ -92,6 +92,10 @@ class Supervisor:
                 if time.monotonic() - up_since >= _PROVEN_SECONDS:
                     backoff.reset()
 
+    @property
+    def is_lent(self) -> bool:
+        return self._last.spec.is_lent
+
     def set_wanted(self, is_wanted: bool) -> None:
         (self._is_wanted.set if is_wanted else self._is_wanted.clear)()
 
