@@ -49,7 +49,7 @@ def share_gpus(
     of_servers = [group for group in groups for _ in range(group.num_servers)]
     if not gpus:
         return [GpuShare((), max(1, tensor_parallel_size), memory or None)] * len(of_servers)
-    shares = []
+    shares: list[tuple[int, ...]] = []
     places = server_places(groups, len(gpus), num_training)
     for group, own in zip(of_servers, places, strict=True):
         if tensor_parallel_size > len(own):
