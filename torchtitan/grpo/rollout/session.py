@@ -156,6 +156,7 @@ class RolloutSession(_Session):
                 self.dispatcher,
                 self.fleet,
                 self._devices,
+                lambda: self.producer.generating,
                 sleep_seconds=config.inference.sleep_timeout_seconds,
             )
         assert stream is not None and self.inputs.pool is not None, "the inputs are open"
