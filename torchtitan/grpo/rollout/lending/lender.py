@@ -95,7 +95,8 @@ class Lender:
         self._refusing: set[str] = set()
         self._news, self._are_back = asyncio.Event(), asyncio.Event()
         self._totals = _Totals()
-        dispatcher.listeners.append(self._news.set)
+        for source in (dispatcher, devices):
+            source.listeners.append(self._news.set)
 
     # -- news --------------------------------------------------------------------------
 
@@ -175,6 +176,8 @@ class Lender:
         self._free_at = self._clock()
         self._totals.wakes += 1
         self._asleep.clear()
+        for url in self._servers.lent:
+            self._dispatcher.admit(url)
         await self._servers.set_wanted(True)
 
     def _become_awake(self, free_at: float) -> None:
@@ -204,10 +207,10 @@ class Lender:
 
     async def _until_asleep(self, deadline: float) -> None:
         while awake := [s for s in self._lent_servers() if not self._has_freed(s)]:
+            self._news.clear()  # first, so that no news is lost while a server is ended
             for server in awake:
                 if server.url in self._refusing or self._clock() > deadline:
                     await self._end(server.url)
-            self._news.clear()
             await wait_at_most(_LOOK_SECONDS, self._news)
         self._refusing.clear()
 
@@ -223,6 +226,7 @@ class Lender:
         )  # fmt: skip
         await self._servers.end(url)
         self._asleep.add(url)
+        self._news.set()
 
     def _lent_servers(self) -> list[Server]:
         servers = self._dispatcher.servers

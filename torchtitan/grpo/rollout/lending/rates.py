@@ -86,7 +86,8 @@ class Rates:
     def num_elsewhere(self) -> int:
         """Returns the number of groups that servers run which are not lent."""
         others = self._lent_and_others()[1]
-        return len({job.group_id for server in others for job in server.jobs})
+        jobs = (job for server in others for job in server.jobs)
+        return len({job.group_id for job in jobs if not job.is_evaluation})
 
     def _groups(self, tokens: float) -> float:
         return tokens / max(self._tokens_per_group.value, 1.0)

@@ -81,6 +81,7 @@ async def test_requests_of_a_cut_server_are_answered_with_the_tokens_that_they_h
     assert not drops.counts
     assert dispatcher.in_flight == state.load == 0 and not state.is_ready()
     assert await dispatcher.cut(A) == await dispatcher.cut("http://gone") == 0
+    dispatcher.admit(A)
     dispatcher.set_version(A, 1)
     assert state.is_ready()
 
@@ -109,6 +110,7 @@ async def test_what_a_cut_server_does_not_answer_is_generated_again_and_is_no_fa
     dispatcher = attested(server, other, max_consecutive_failures=1)
     tasks = await in_flight(server, dispatcher, 3)
     await dispatcher.cut(A)
+    dispatcher.admit(A)
     dispatcher.set_version(A, 0)  # at once, and it answers now
     server.answer = server.succeed
     assert [len(whole.token_ids) for whole in await asyncio.gather(*tasks)] == [4, 4, 4]
@@ -142,7 +144,7 @@ async def test_a_token_that_ends_the_completion_ends_it_also_if_it_was_aborted()
     assert (await task).finish_reason == "stop"
 
 
-async def test_news_during_a_cut_bring_no_new_requests():
+async def test_news_bring_no_new_requests_from_a_cut_on_until_the_server_is_admitted():
     server = Interrupted(A)
     dispatcher = attested(server)
     (task,) = await in_flight(server, dispatcher)
@@ -154,6 +156,12 @@ async def test_news_during_a_cut_bring_no_new_requests():
     assert dispatcher.choose(lambda version: True) is None
     server.is_cut.set()
     await asyncio.gather(cutting, task)
+    dispatcher.set_version(A, 1)
+    assert dispatcher.choose(lambda version: True) is None
+    dispatcher.admit(A)
+    await dispatcher.cut(A)  # before it is attested
+    dispatcher.set_version(A, 1)
+    assert dispatcher.choose(lambda version: True) is None
 
 
 async def test_an_abort_without_a_cut_is_a_failure_as_before():
