@@ -4,7 +4,7 @@
 """How fast lent and other servers are, as the scheduler is told."""
 
 import pytest
-from local_server import LocalServer, attested, submit
+from local_server import PROMPT, SAMPLING, LocalServer, attested, submit
 
 from torchtitan.grpo.rollout.lending.rates import Rates
 
@@ -35,7 +35,9 @@ def test_groups_per_second_are_measured_only_while_servers_are_held_back_by_noth
     assert rates.take_step(10.0) == (0.0, 0.0)
     lent.num_tokens += 64
     rates.note(33.0 + 1e-9, is_asked=False, are_awake=True)
-    assert rates.lent == pytest.approx((80 * 0.64 + 64) / (13 * 0.64) / 10), "later steps count more"
+    assert rates.lent == pytest.approx((80 * 0.64 + 64) / (13 * 0.64) / 10), (
+        "later steps count more"
+    )
     lent.version = other.version = None
     assert rates.other == 0.0, "lost servers generate nothing"
     assert rates.lent != 0.0, "those that sleep will"
@@ -46,4 +48,6 @@ def test_groups_per_second_are_measured_only_while_servers_are_held_back_by_noth
 async def test_the_tokens_of_rollouts_count_for_the_server_that_generated_them():
     dispatcher = attested(LocalServer(LENT), LocalServer(OTHER))
     await submit(dispatcher, OTHER)
+    server = dispatcher.servers[LENT]
+    await dispatcher.submit(PROMPT, server, SAMPLING, allowed=lambda _: True)  # an evaluation
     assert [server.num_tokens for server in dispatcher.servers.values()] == [0, 4]

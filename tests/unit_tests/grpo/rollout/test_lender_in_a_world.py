@@ -251,9 +251,9 @@ class World:
 def test_a_batch_is_sent_while_no_lent_server_is_awake_and_each_loan_ends(
     seed: int, num_lent: int, num_others: int
 ):
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        with mock.patch.object(time, "monotonic", runner.get_loop().time):
-            runner.run(live(seed, num_lent, num_others))
+    runner = asyncio.Runner(loop_factory=VirtualLoop)
+    with runner, mock.patch.object(time, "monotonic", runner.get_loop().time):
+        runner.run(live(seed, num_lent, num_others))
 
 
 async def live(seed: int, num_lent: int, num_others: int) -> None:

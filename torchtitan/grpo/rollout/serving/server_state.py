@@ -147,9 +147,7 @@ class Server:
         number = None if self.window is None or is_evaluation else self.window.begin()
         now = time.monotonic()
         before = self._count_job_seconds(now)
-        job = Job(
-            expected_tokens, now, number, group_id, is_evaluation, job_seconds_before=before
-        )
+        job = Job(expected_tokens, now, number, group_id, is_evaluation, job_seconds_before=before)
         self.jobs.add(job)
         return job
 
@@ -207,7 +205,6 @@ class Server:
     def cut(self) -> None:
         """Leaves READY. Its requests go on, because they are about to be answered."""
         self.version = None
-        self.is_lost = True
         for job in self.jobs:
             job.is_cut = True
 

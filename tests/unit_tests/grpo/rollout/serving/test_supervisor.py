@@ -143,3 +143,40 @@ async def test_a_server_that_was_up_for_long_has_all_restarts_again(server, monk
     settings = {"max_restarts": 1, "restart_seconds": 0.01}
     found = await pauses_until(5, server, monkeypatch, caplog, **settings)
     assert found == ([0.01] * 5, None)
+
+
+async def test_a_lent_server_that_is_ended_starts_again_only_when_it_is_wanted(server, monkeypatch):
+    def start(spec: ServerSpec, log_file: Path, *, keep_log: bool) -> LaunchedServer:
+        process = start_child([sys.executable, "-c", "import time; time.sleep(600)"])
+        started.append(LaunchedServer(spec, process, log_file))
+        return started[-1]
+
+    async def until(what: str) -> None:
+        async with asyncio.timeout(60):
+            while not done or done.pop(0) != what:
+                await asyncio.sleep(0.01)
+
+    started, done = list[LaunchedServer](), list[str]()
+    monkeypatch.setattr(supervisor, "start_server", start)
+    monkeypatch.setattr(supervisor, "wait_until_up", AsyncMock())
+    dispatcher = dispatcher_of(server, was_attested=True)
+    dispatcher.set_down = lambda url, reason: done.append("down")
+    dispatcher.set_running = lambda url: done.append("running")
+    client = dispatcher.servers[server.url].client
+    one = supervisor.Supervisor(server, client, Inference(restart_seconds=0.01))
+    work = asyncio.create_task(one.run(dispatcher))
+    one.set_wanted(False)
+    await one.end()
+    assert server.process.poll() == -signal.SIGKILL
+    await until("down")
+    await asyncio.sleep(0.1)  # several times the pause before a restart
+    assert not started
+    one.set_wanted(True)
+    await until("running")
+    one.set_wanted(False)
+    await one.end()
+    await until("down")
+    assert one.close() is None
+    one.set_wanted(True)
+    await asyncio.wait_for(work, 60)
+    assert len(started) == 1 and started[0].process.poll() is not None
