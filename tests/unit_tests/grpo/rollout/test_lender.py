@@ -141,6 +141,7 @@ async def test_servers_serve_until_a_batch_is_full_and_again_after_the_last_step
         world.lender.ask(0)
         metrics = await world.deliver(0)
         assert world.lanes.done == ["sleep"] and world.state is Lent.NO
+        assert world.dispatcher.servers[LENT].state == "asleep"
         assert metrics["lend/late_seconds"] >= metrics["lend/sleep_seconds"] > 0
         assert metrics["lend/lent_seconds"] > 0
         await asyncio.sleep(0.2)  # while the trainer trains

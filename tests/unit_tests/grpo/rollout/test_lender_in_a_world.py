@@ -107,7 +107,7 @@ class World:
         self.others = [Server(f"http://other{i}", self.rng) for i in range(num_others)]
         self.lent = [client.url for client in self.clients]
         self.using, self.down, self.refused = set(self.lent), set[str](), dict[str, float]()
-        self.has_room, self.version, self.waits = True, 0, False
+        self.has_room, self.version, self.waits, self.was_lost = True, 0, False, False
         self.freed_at = 0.0
         self.totals = dict.fromkeys(("wakes", "kills", "cut_requests"), 0)
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -158,6 +158,13 @@ class World:
         await self.pause(2)
         client.version = self.version
         self.dispatcher.set_version(client.url, self.version)
+        if self.rng.random() < 0.2:
+            await self.pause(3)
+            self.was_lost = True
+            self.dispatcher.set_lost(client.url, "a lost connection")
+            self.lender.note_lost(client.url)
+            await self.pause(1)
+            self.dispatcher.set_version(client.url, self.version)
 
     async def sleep(self, client: Server) -> None:
         assert not client.running, "put to sleep before it is cut"
@@ -239,7 +246,8 @@ class World:
                 task.result()
         assert training.done()
         assert not any(other.num_aborts for other in self.others)
-        assert self.dispatcher.attempts.num_failed == 0, "cut requests keep their tokens"
+        num_failed = self.dispatcher.attempts.num_failed
+        assert num_failed == 0 or self.was_lost, "cut requests keep their tokens"
         for task in (*beside, *self.tasks.values()):
             task.cancel()
             with suppress(asyncio.CancelledError):

@@ -104,13 +104,10 @@ class Lender:
         """A lane has put its server to sleep."""
         self._asleep.add(url)
         self._dispatcher.set_asleep(url)
-        self._news.set()
 
     def note_lost(self, url: str) -> None:
-        """A lane has lost its server, which perhaps does not fall asleep."""
-        if self.lent is Lent.SLEEPING:
-            self._refusing.add(url)
-        self._news.set()
+        """A lane has lost its server, which perhaps does not fall asleep. The dispatcher is told first."""
+        self._refusing.add(url)
 
     def ask(self, version: int) -> None:
         """Rank 0 waits for the batch of ``version``."""
@@ -197,6 +194,7 @@ class Lender:
         cut_before = self._dispatcher.num_cut
         await asyncio.gather(*(self._dispatcher.cut(s.url) for s in self._lent_servers()))
         self._totals.cut_requests += self._dispatcher.num_cut - cut_before
+        self._refusing.clear()  # what was lost before may fall asleep
         await self._servers.set_wanted(False)
         await self._until_asleep(self._since + self._sleep_seconds)
         seconds = self._clock() - self._since
@@ -212,7 +210,6 @@ class Lender:
                 if server.url in self._refusing or self._clock() > deadline:
                     await self._end(server.url)
             await wait_at_most(_LOOK_SECONDS, self._news)
-        self._refusing.clear()
 
     def _has_freed(self, server: Server) -> bool:
         return server.url in self._asleep or server.is_down
