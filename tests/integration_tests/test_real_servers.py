@@ -184,6 +184,7 @@ async def test_cut_completions_go_on_after_the_server_has_slept(server, client, 
     assert await client.version() == (None if freed == "memory" else old)
     await trainer.push(make_buckets(by_version[new], 2), new)
     await assert_serves(client, by_version[new], new)
+    dispatcher.admit(client.url)
     dispatcher.set_version(client.url, new)
     crossed = 0
     for trajectory in trajectories:

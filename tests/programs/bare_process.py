@@ -50,7 +50,9 @@ class Lending(process.RolloutProcess):
     async def _send_batch(self, session, command):
         session.producer.batch = batch
         await self.ask(command.version)
-        assert await self.devices.until_free(command.version, 60)
+        async with asyncio.timeout(60):
+            while not self.devices.are_free:
+                await asyncio.sleep(0.01)
         self.devices.deliver(command.version, BatchPart(command.version % 2))
         await super()._send_batch(session, command)
 

@@ -1,6 +1,7 @@
 """Trains with Muon and AdamW under FSDP2, and lends the ranks' devices between two steps."""
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -9,7 +10,7 @@ from muon_ranks import Training
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from torchtitan.grpo.data.feed import Feed, RankZeroFailed, Signal
+from torchtitan.grpo.data.feed import Feed, RankZeroFailed, Signal, TrainBatch
 from torchtitan.grpo.models.shards import local_tensor
 from torchtitan.grpo.training.lending import Loan, LoanFailed
 from torchtitan.grpo.training.room import Copies, HostMemory, Room
@@ -113,7 +114,8 @@ def exchanged(training: Training, room: Room, memory: SecondMemory) -> dict[str,
 
 def lent(feed: Feed, training: Training, room: Room) -> dict[str, Any]:
     """Lends the devices of all ranks twice; the second time rank 1 has no host memory left."""
-    loan = Loan(feed, room)
+    calls = room._memory.calls  # pyright: ignore[reportAttributeAccessIssue]
+    loan = Loan(feed, room, lambda: calls.append("staged"))
     training.optimizers.zero_grad()
     training.runner.forward_backward(training.rows, lambda output, _: output.sum())
     own = sum(
@@ -124,14 +126,19 @@ def lent(feed: Feed, training: Training, room: Room) -> dict[str, Any]:
     own += sum(local_tensor(state).nbytes for _, state in states_of(training))
     if feed.rank == 0:
         loan.announce()
+        loan.announce()  # for a rollout process that was started again
         feed.send_signal(Signal.READY)
     else:
         assert loan.receive() is Signal.READY
     total = int(feed.all_reduce_sum(torch.tensor([own])))
-    loan.take()
+    if feed.rank == 0:
+        loan.take()
+    else:
+        with mock.patch.object(feed, "receive", lambda: object.__new__(TrainBatch)):
+            loan.receive()
     loan.finish_taking()
     metrics, later = loan.take_metrics(), loan.take_metrics()
-    result = {"total": total, "metrics": metrics, "later": later, "error": ""}
+    result = {"total": total, "metrics": metrics, "later": later, "error": "", "calls": calls[-6:]}
     if feed.rank == 1:
 
         def refuse() -> int:

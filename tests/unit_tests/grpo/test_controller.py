@@ -51,13 +51,18 @@ def test_a_killed_process_finds_the_devices_free_when_it_starts_again(
     source._planner = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
         plan=lambda *_, **__: PlannedPart(plan, {}), groups=[], advantages={}
     )
-    restart = source.link.restart
+    restart, notify = source.link.restart, source.link.notify_devices_free
+    monkeypatch.setattr(
+        source.link, "notify_devices_free", lambda v: (calls.append(f"free {v}"), notify(v))
+    )
     monkeypatch.setattr(source.link, "restart", lambda c: (calls.append("restart"), restart(c)))
     try:
         source.start()
         for version in (0, 2, 4):  # their batches come whole
             calls.append(version)
             assert source.next_step(version, num_ranks=1) is not None
-        assert calls == [0, 2, "room", "restart", 4, "room"]
+        assert calls == [
+            "free 0", 0, 2, "room", "restart", "free 2", 4, "room", "free 4"
+        ]  # fmt: skip
     finally:
         source.close()

@@ -226,7 +226,8 @@ class Lane:
 
     async def run(self) -> None:
         while True:
-            await self._until_unwanted(self._serve())
+            if self._wanted.is_set():
+                await self._until_unwanted(self._serve())
             await self._fall_asleep()
             await self._wanted.wait()
             was_asleep = self.state is LaneState.ASLEEP
@@ -246,7 +247,7 @@ class Lane:
 
     async def _fall_asleep(self) -> None:
         self._server.lose()
-        if self.state not in (LaneState.READY, LaneState.ATTESTING):
+        if self.state is not LaneState.READY:
             await self._recover()
         try:
             await self._client.sleep()

@@ -300,6 +300,34 @@ async def test_a_server_that_loses_its_weights_in_its_sleep_has_no_version(
         assert "/resume_memory_occupation" not in server.log
 
 
+async def test_what_sglang_has_done_is_known_though_it_has_not_answered():
+    async with connected("sglang") as (client, server):
+        server.answers = {"/server_info": SAVES}
+        for route, method, again in (
+            ("/release_memory_occupation", client.sleep, False),  # would end the server
+            ("/resume_memory_occupation", client.wake, True),
+        ):
+            server.answers[route] = (500, "late")
+            with pytest.raises(ServerError, match="late"):
+                await method()
+            del server.answers[route]
+            server.log.clear()
+            await method()
+            assert (route in server.log) == again
+        for _ in range(2):
+            server.log.clear()
+            await client.sleep()
+            assert server.log[-2:] == [TAKE_OFF, "/release_memory_occupation"]
+            await client.join_weight_group(GROUP)  # it was restarted
+
+
+async def test_a_vllm_of_which_a_worker_frees_nothing_keeps_its_version():
+    async with connected("vllm") as (client, server):
+        server.answers["/collective_rpc"] = (200, {"results": ["memory", "nothing"]})
+        assert await client.sleep() == "nothing"
+        assert TAKE_OFF not in server.log
+
+
 async def test_a_vllm_that_stays_partly_asleep_is_not_awake():
     async with connected("vllm") as (client, server):
         server.answers["/wake_up"] = (200, {"status": "sleeping"})

@@ -60,6 +60,7 @@ async def test_an_answer_goes_on_behind_the_tokens_that_it_had(
         await server.arrived.wait()
         assert await dispatcher.cut(server.url) == 1
         server.served = 1
+        dispatcher.admit(server.url)
         dispatcher.set_version(server.url, 1)
         whole = await trajectory.task
         assert dispatcher.attempts.num_failed == 0

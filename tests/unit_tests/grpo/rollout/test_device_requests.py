@@ -3,15 +3,11 @@
 
 """When the rollout process may use the training devices, as its own side sees it."""
 
-import asyncio
-
 import pytest
 
 from torchtitan.grpo.rollout.device_requests import DeviceRequests
 from torchtitan.grpo.rollout.link_messages import DevicesWanted
 from torchtitan.grpo.types import BatchPart
-
-SECONDS = 60.0
 
 
 def requests(start_version: int = 0) -> tuple[DeviceRequests, list[int]]:
@@ -26,12 +22,13 @@ def requests(start_version: int = 0) -> tuple[DeviceRequests, list[int]]:
 
 async def test_the_devices_are_asked_for_once_and_free_until_the_batch_is_delivered():
     devices, asked = requests()
-    waiting = asyncio.ensure_future(devices.until_free(0, SECONDS))
+    news = list[bool]()
+    devices.listeners.append(lambda: news.append(devices.are_free))
     await devices.want(0)
     await devices.want(0)
     assert asked == [0] and not devices.are_free
     devices.free(0)
-    assert await waiting and await devices.until_free(0, SECONDS) and devices.are_free
+    assert news == [True] and devices.are_free
     await devices.want(0)
     devices.deliver(0, BatchPart.WHOLE)
     assert asked == [0] and not devices.are_free
@@ -42,17 +39,16 @@ async def test_the_devices_are_asked_for_once_and_free_until_the_batch_is_delive
 async def test_they_are_not_taken_for_free_once_the_batch_has_overtaken_the_notice():
     devices, _ = requests()
     await devices.want(0)
-    waiting = asyncio.ensure_future(devices.until_free(0, SECONDS))
-    await asyncio.sleep(0)
     devices.deliver(0, BatchPart.WHOLE)
     devices.free(0)
-    assert not await waiting and not devices.are_free
+    assert not devices.are_free
 
 
 async def test_they_are_free_from_the_start_if_rank_0_says_so_before_it_is_asked():
     devices, asked = requests(start_version=7)
     devices.free(7)
-    assert await devices.until_free(7, SECONDS) and asked == []
+    await devices.want(7)
+    assert devices.are_free and asked == []
 
 
 async def test_they_stay_with_the_trainer_in_the_middle_of_a_batch():
@@ -64,9 +60,3 @@ async def test_they_stay_with_the_trainer_in_the_middle_of_a_batch():
     devices.deliver(0, BatchPart.LAST)
     await devices.want(1)
     assert asked == [1]
-
-
-async def test_a_rank_0_that_does_not_answer_is_reported():
-    devices, _ = requests()
-    with pytest.raises(TimeoutError, match=r"must free .* within 0.01 s .* batch of version 0"):
-        await devices.until_free(0, 0.01)

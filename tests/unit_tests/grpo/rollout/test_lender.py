@@ -5,6 +5,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -21,12 +22,14 @@ from torchtitan.grpo.rollout.link_messages import DevicesWanted
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 
 SECONDS = 30
-LENT, OTHER = "http://lent", "http://other"
+LENT, SECOND, OTHER = "http://lent", "http://second", "http://other"
 
 
 class Idle(StubClient):
     def __init__(self, url: str) -> None:
         self.url = url
+
+    async def abort(self, request_id: str | None) -> None: ...
 
 
 class Lanes:
@@ -61,10 +64,27 @@ class Scripted(LendScheduler):
     def __init__(self) -> None:
         super().__init__(0.05)
         self.next = Decision.STAY
-        self.moments = list[Moment]()
+        self.moment: Moment | None = None
+        self.observed = list[tuple[Any, ...]]()
+
+    def observe_room(self, seconds: float) -> None:
+        self.observed.append(("room", seconds))
+
+    def observe_wake(self, seconds: float) -> None:
+        self.observed.append(("wake", seconds))
+
+    def observe_sleep(self, seconds: float) -> None:
+        self.observed.append(("sleep", seconds))
+
+    def observe_step(self, *observed: float | None) -> None:
+        self.observed.append(("step", *observed))
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, *_ in self.observed]
 
     def decide(self, moment: Moment) -> Decision:
-        self.moments.append(moment)
+        self.moment = moment
         if moment.is_full and moment.lent in (Lent.WAKING, Lent.AWAKE):
             return Decision.TAKE_BACK
         allowed = (Decision.LEND, Lent.NO), (Decision.TAKE_BACK, Lent.AWAKE)
@@ -121,6 +141,7 @@ async def test_servers_serve_until_a_batch_is_full_and_again_after_the_last_step
         world.lender.ask(0)
         metrics = await world.deliver(0)
         assert world.lanes.done == ["sleep"] and world.state is Lent.NO
+        assert world.dispatcher.servers[LENT].state == "asleep"
         assert metrics["lend/late_seconds"] >= metrics["lend/sleep_seconds"] > 0
         assert metrics["lend/lent_seconds"] > 0
         await asyncio.sleep(0.2)  # while the trainer trains
@@ -151,7 +172,12 @@ async def test_rank_zero_is_asked_for_devices_and_servers_are_woken_once_they_ar
         world.scheduler.next = Decision.STAY
         metrics = await world.deliver(1)
         assert (metrics["lend/wakes"], metrics["lend/kills"]) == (1, 0)
+        assert metrics["lend/wake_seconds"] < 0.1 < metrics["lend/late_seconds"] + 0.2
         assert world.lanes.done == ["sleep", "wake", "sleep"]
+        (_, room), *_ = (one for one in world.scheduler.observed if one[0] == "room")
+        assert room >= 0.2 and world.scheduler.names == [
+            "wake", "sleep", "step", "room", "wake", "sleep", "step"
+        ]  # fmt: skip
 
 
 async def test_a_batch_that_is_full_before_the_devices_are_free_wakes_nobody():
@@ -180,6 +206,28 @@ async def test_servers_that_still_wake_are_put_to_sleep_when_the_batch_is_full()
         world.lanes.hang = False
         await world.deliver(1)
         assert world.lanes.done == ["sleep", "wake", "sleep"]
+        assert world.scheduler.names == ["wake", "sleep", "step", "room", "step"]
+
+
+async def test_the_scheduler_is_told_what_is_missing_and_how_long_a_step_took():
+    async with started(num_others=1) as world:
+        lent, other = world.dispatcher.servers.values()
+        lent.begin_job(8.0, 1)
+        for group_id, is_evaluation in ((2, False), (2, False), (None, True)):
+            other.begin_job(8.0, group_id, is_evaluation=is_evaluation)
+        world.lender.ask(0)
+        asked_at = time.monotonic()
+        await world.until(lambda: world.scheduler.moment is not None)
+        moment = world.scheduler.moment
+        assert moment is not None and moment.asked_at == pytest.approx(asked_at, abs=0.05)
+        assert (moment.missing_groups, moment.movable_groups) == (2, 1)
+        await asyncio.sleep(0.3)
+        await world.deliver(0)
+        assert world.scheduler.moment is not None and world.scheduler.moment.is_full
+        world.lender.ask(1)
+        await world.deliver(1)
+        first, second = (one[1:] for one in world.scheduler.observed if one[0] == "step")
+        assert first[0] > 0.3 > second[0] and second[1] <= first[1] < 0.25
 
 
 @pytest.mark.parametrize("refuses", [False, True])
@@ -193,6 +241,27 @@ async def test_a_server_that_does_not_fall_asleep_is_ended_and_the_batch_is_sent
         assert metrics["lend/kills"] == 1
     (line,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
     assert f"inference.sleep_timeout_seconds = {limit:g}" in line and LENT in line
+
+
+async def test_lent_servers_are_awake_once_one_is_ready_and_the_others_have_ended():
+    async with started() as world:
+        world.lanes.lent.append(SECOND)
+        world.dispatcher.add(Idle(SECOND))
+        world.lender.ask(0)
+        world.dispatcher.set_down(SECOND, "killed")
+        await world.deliver(0)
+        world.lanes.hang = True
+        world.devices.free(1)
+        await world.until(lambda: world.state is Lent.WAKING)
+        for url, is_awake in ((None, False), (LENT, True)):
+            if url is not None:
+                world.dispatcher.set_running(SECOND)
+                world.dispatcher.set_version(LENT, 0)
+                await asyncio.sleep(0.2)
+                assert world.state is Lent.WAKING, "the second one may still come"
+                world.dispatcher.set_down(SECOND, "killed again")
+            await asyncio.sleep(0.2)
+            assert (world.state is Lent.AWAKE) == is_awake
 
 
 async def test_a_server_that_has_ended_is_not_waited_for():

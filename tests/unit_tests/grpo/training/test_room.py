@@ -33,6 +33,7 @@ def test_ranks_lend_their_devices_together_and_lose_nothing(make_model, run_rank
         first = ["release", "out", "release", "release", "back"]
         assert result["calls"] == [*first, "out", "release", "back", "out", "release", "back"]
         assert result["learns_the_same"]
+        assert result["lent"]["calls"] == ["staged", "out", "release", "staged", "release", "back"]
         metrics = result["lent"]["metrics"]
         assert metrics["lend/room_bytes"] == result["lent"]["total"] > 0
         assert metrics["lend/room_give_seconds"] > 0 == metrics["lend/room_take_seconds"]

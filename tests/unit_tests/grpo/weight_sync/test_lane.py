@@ -42,7 +42,7 @@ class Server:
         self._logprobs = logprobs
         self.served: int | None = None
         self.num_resumed = 0
-        self.slept = list[str]()
+        self.asked = list[Any]()
         self.sleep_error: Exception | None = None
 
     async def version(self) -> int | None:
@@ -54,10 +54,12 @@ class Server:
     async def sleep(self) -> None:
         if self.sleep_error is not None:
             raise self.sleep_error
-        self.slept.append("sleep")
+        self.asked.append("sleep")
+
+    async def close(self) -> None: ...
 
     async def wake(self) -> None:
-        self.slept.append("wake")
+        self.asked.append("wake")
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         if self._logprobs is None:
@@ -69,7 +71,7 @@ class Way:
     """Notes what it is asked for; a push ends when the test lets it, or as it is told to."""
 
     def __init__(self, server: Server) -> None:
-        self.client, self.asked = server, list[Any]()
+        self.client, self.asked = server, server.asked
         self.may_end, self.begun = asyncio.Event(), asyncio.Event()
         self.error: Exception | None = None
         self.names: tuple[int | None] | None = None
@@ -83,14 +85,22 @@ class Way:
     async def push(self, version: int, base: int | None) -> PushReport:
         self.asked.append((version, base))
         self.begun.set()
-        await self.may_end.wait()
+        try:
+            await self.may_end.wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.02)  # longer than a recovery
+            self.asked.append("broken off")
+            raise
         if self.error is not None:
             raise self.error
         self.client.served = version if self.names is None else self.names[0]
         return PushReport(version, 1, 0.1, 0.1, 0.0)
 
     async def recover(self) -> None:
+        await asyncio.sleep(0.005)  # may be broken off
         self.asked.append("recover")
+
+    async def close(self) -> None: ...
 
 
 class Rig:
@@ -155,7 +165,7 @@ class Rig:
 
     async def end(self) -> None:
         self.running.cancel()
-        await asyncio.gather(self.running, return_exceptions=True)
+        await asyncio.wait_for(asyncio.gather(self.running, return_exceptions=True), PATIENCE)
         await self.versions.close()
 
 
@@ -250,12 +260,18 @@ async def test_a_lent_server_sleeps_and_wakes_in_its_groups_and_gets_all_weights
         await rig.versions.begin(2)
         await rig.versions.begin(3)
         await asyncio.sleep(0.05)  # enough for a lane that would not wait until it is wanted
-        assert rig.way.asked == ["join", (1, None)]
+        assert rig.way.asked == ["wake", "join", (1, None), "sleep"]
+        rig.lane.set_wanted(False)  # for a rollout process that was started again
+        assert await rig.hears() == ("asleep", "http://a")
         rig.lane.set_wanted(True)
         assert await rig.hears() == ("version", 3)
-        assert rig.way.asked == ["join", (1, None), (3, None)]
-        assert rig.server.slept == ["wake", "sleep", "wake"]
+        assert rig.way.asked[4:] == ["wake", (3, None)]
         assert rig.dropped == [1, 2]
+        rig.lane.set_wanted(False)
+        assert await rig.hears("version") == ("asleep", "http://a")
+        await rig.end()
+        await rig.lane.close()
+        assert rig.lane.state is LaneState.CLOSED
 
 
 @pytest.mark.parametrize("state", [LaneState.JOINING, LaneState.SYNCING, LaneState.LOST])
@@ -271,26 +287,37 @@ async def test_what_a_lane_does_is_broken_off_when_its_server_is_to_sleep(state)
             assert await rig.hears() == ("lost", "it is busy")
         rig.lane.set_wanted(False)
         assert await rig.hears("lost") == ("asleep", "http://a")
-        assert rig.way.asked[-1] == "recover"
+        assert rig.way.asked[-2:] == ["recover", "sleep"]
+        if state is LaneState.SYNCING:
+            assert rig.way.asked[2:] == [(1, None), "broken off", "recover", "sleep"]
         rig.way.error = None
         rig.way.may_end.set()
         rig.lane.set_wanted(True)
         await rig.serve(2)
-        assert rig.way.asked[-2:] == ["join", (2, None)]
+        assert rig.way.asked[-3:] == ["wake", "join", (2, None)]
 
 
-async def test_a_server_that_does_not_fall_asleep_is_lost_until_it_is_wanted():
+@pytest.mark.parametrize("error", [ServerError("it hangs"), TimeoutError("it hangs")])
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_server_that_does_not_fall_asleep_is_lost_until_it_is_wanted(is_lost, error):
     async with lane_rig(is_lent=True) as rig:
         await rig.serve(1)
-        rig.server.sleep_error = ServerError("it hangs")
+        rig.server.sleep_error = error
+        if is_lost:
+            rig.way.error = ServerError("it is busy")
+            await rig.versions.begin(2)
+            assert await rig.hears("version") == ("lost", "it is busy")
         rig.lane.set_wanted(False)
-        assert await rig.hears("version") == ("lost", "it hangs")
-        await rig.versions.begin(2)
+        while (heard := await rig.hears("version")) != ("lost", "it hangs"):
+            assert heard == ("lost", "it is busy")
+        rig.way.error = None
+        if not is_lost:
+            await rig.versions.begin(2)
         await asyncio.sleep(0.05)  # several times the pause before it would be tried again
         assert (rig.lane.state, rig.way.asked[-1]) == (LaneState.LOST, "recover")
         rig.lane.set_wanted(True)
         assert await rig.hears() == ("version", 2)
-        assert rig.way.asked[-2:] == ["join", (2, None)]
+        assert rig.way.asked[-3:] == ["wake", "join", (2, None)]
 
 
 @pytest.mark.parametrize("named", [3, 5, None])

@@ -52,6 +52,18 @@ def test_a_server_that_is_there_is_waited_for_as_long_as_its_lane_lets_it():
     assert next(looks, None) is None
 
 
+def test_a_server_that_sleeps_is_not_waited_for_and_serves_no_version():
+    counts = dict.fromkeys(("num_pushes", "num_attested", "num_failures"), 0)
+    asleep = lane(url="http://b", is_asleep=True, version=-1, last_push=None, **counts)
+    publisher = Waiting(lane(last_push=None, **counts), asleep)
+    publisher.slots = SlotTable(2)
+    publisher.snapshots = SimpleNamespace(stalled_seconds=0.0)
+    publisher.wait_for(3, 60.0, lambda: pytest.fail("the version is served"))
+    metrics = publisher.metrics()
+    assert metrics["weight_sync/server_version"] == 3
+    assert metrics["weight_sync/lost_servers"] == 0
+
+
 @pytest.mark.parametrize("behind", [0, 1])
 def test_each_server_that_is_there_is_waited_for(behind: int):
     lanes = [lane(version=4), lane(url="http://b", version=4)]

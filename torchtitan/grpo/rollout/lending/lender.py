@@ -101,7 +101,8 @@ class Lender:
         self._refusing: set[str] = set()
         self._news, self._are_back = asyncio.Event(), asyncio.Event()
         self._totals = _Totals()
-        dispatcher.listeners.append(self._news.set)
+        for source in (dispatcher, devices):
+            source.listeners.append(self._news.set)
 
     # -- news --------------------------------------------------------------------------
 
@@ -109,13 +110,10 @@ class Lender:
         """A lane has put its server to sleep."""
         self._asleep.add(url)
         self._dispatcher.set_asleep(url)
-        self._news.set()
 
     def note_lost(self, url: str) -> None:
-        """A lane has lost its server, which perhaps does not fall asleep."""
-        if self.lent is Lent.SLEEPING:
-            self._refusing.add(url)
-        self._news.set()
+        """A lane has lost its server, which perhaps does not fall asleep. The dispatcher is told first."""
+        self._refusing.add(url)
 
     def ask(self, version: int) -> None:
         """Rank 0 waits for the batch of ``version``."""
@@ -181,6 +179,8 @@ class Lender:
         self._free_at = self._clock()
         self._totals.wakes += 1
         self._asleep.clear()
+        for url in self._servers.lent:
+            self._dispatcher.admit(url)
         await self._servers.set_wanted(True)
 
     def _become_awake(self, free_at: float) -> None:
@@ -203,6 +203,7 @@ class Lender:
         cut_before = self._dispatcher.num_cut
         await asyncio.gather(*(self._dispatcher.cut(s.url) for s in self._lent_servers()))
         self._totals.cut_requests += self._dispatcher.num_cut - cut_before
+        self._refusing.clear()  # what was lost before may fall asleep
         await self._servers.set_wanted(False)
         await self._until_asleep(self._since + self._sleep_seconds)
         seconds = self._clock() - self._since
@@ -213,12 +214,11 @@ class Lender:
 
     async def _until_asleep(self, deadline: float) -> None:
         while awake := [s for s in self._lent_servers() if not self._has_freed(s)]:
+            self._news.clear()  # first, so that no news is lost while a server is ended
             for server in awake:
                 if server.url in self._refusing or self._clock() > deadline:
                     await self._end(server.url)
-            self._news.clear()
             await wait_at_most(_LOOK_SECONDS, self._news)
-        self._refusing.clear()
 
     def _has_freed(self, server: Server) -> bool:
         return server.url in self._asleep or server.is_down
@@ -232,6 +232,7 @@ class Lender:
         )  # fmt: skip
         await self._servers.end(url)
         self._asleep.add(url)
+        self._news.set()
 
     def _lent_servers(self) -> list[Server]:
         servers = self._dispatcher.servers

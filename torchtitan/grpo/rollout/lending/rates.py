@@ -87,7 +87,8 @@ class Rates:
     def elsewhere(self) -> set[int | None]:
         """Returns the groups that servers run which are not lent."""
         others = self._lent_and_others()[1]
-        return {job.group_id for server in others for job in server.jobs}
+        jobs = (job for server in others for job in server.jobs)
+        return {job.group_id for job in jobs if not job.is_evaluation}
 
     def _groups(self, tokens: float) -> float:
         return tokens / max(self._tokens_per_group.value, 1.0)

@@ -5,7 +5,8 @@
 
 A server receives requests only while the weight pusher has attested which version it serves::
 
-    WAITING --version attested--> READY --lost, cut, or found with old weights--> WAITING
+    WAITING --version attested--> READY --lost, or found with old weights--> WAITING
+    WAITING, READY --cut--> CUT --asleep or not, admitted--> WAITING
     WAITING --asleep--> ASLEEP --woken, version attested--> READY
     any state --ended--> DOWN --restarted--> WAITING        any state --removed--> forgotten
     ASLEEP --lost--> WAITING
@@ -105,7 +106,6 @@ class Dispatcher:
         self.attempts = Attempts(config, vocab_size, self.set_lost, drops or DropLog())
         self._mean_tokens: float | None = None
         self._is_closed = False
-        self._being_cut: set[Server] = set()
         # Request IDs must be unique on a server that several runs share.
         self._run_id = uuid.uuid4().hex[:12]
         self._counter = itertools.count()
@@ -131,8 +131,8 @@ class Dispatcher:
 
     def set_version(self, url: str, version: int) -> None:
         server = self.servers.get(url)
-        # Late news must not bring new requests to a server whose requests are just ended.
-        if server is None or server.is_down or server in self._being_cut:
+        # Late news must not bring requests to a server that has ended, or that is about to sleep.
+        if server is None or server.is_down or server.is_cut:
             return
         server.attest(version)
         self._changed()
@@ -163,27 +163,33 @@ class Dispatcher:
             self._leave_ready(server)
 
     async def cut(self, url: str) -> int:
-        """Ends the requests of the server at ``url`` now; it gets no more until it is attested again.
+        """Ends the requests of the server at ``url`` now; it gets no more before :meth:`admit`.
 
         Completions keep the tokens that they have, and go on on other servers, or on this one later.
         This is no failure, also if the server does not answer within five seconds, so that its
         completions are generated again. Returns the number of requests that it had.
         """
         server = self.servers.get(url)
-        if server is None or server.version is None:
+        if server is None:
+            return 0
+        server.is_cut = True
+        if server.version is None:
             return 0
         num_requests = len(server.requests)
         self.num_cut += num_requests
         server.cut()
-        self._being_cut.add(server)
         deadline = time.monotonic() + _CUT_SECONDS
         try:
             while server.requests and (left := deadline - time.monotonic()) > 0:
                 await self._abort_all(server, left)
         finally:
-            self._being_cut.discard(server)
             self._leave_ready(server)
         return num_requests
+
+    def admit(self, url: str) -> None:
+        """Lets a server that was cut become READY again, once a version is attested."""
+        if url in self.servers:
+            self.servers[url].is_cut = False
 
     async def _abort_all(self, server: Server, seconds: float) -> None:
         try:
@@ -232,7 +238,10 @@ class Dispatcher:
 
     def _quota(self) -> int:
         # A server that sleeps keeps its part, because work would otherwise pile up on the others.
-        num_servers = sum(not s.is_lost or s.is_asleep for s in self.servers.values())
+        num_servers = sum(
+            not server.is_lost or (not server.is_down and (server.is_cut or server.is_asleep))
+            for server in self.servers.values()
+        )
         return -(-self._config.max_concurrent_rollouts // max(num_servers, 1))
 
     # -- completions ------------------------------------------------------------------

@@ -60,6 +60,7 @@ class Server:
         is_down: Whether the server's process is known to have ended.
         is_lost: Whether the server has left READY and was not attested since.
         is_asleep: Whether it sleeps, or has woken up and was not attested since.
+        is_cut: Whether it gets no requests, whatever is attested, because its devices are needed.
         attested: The last version that was attested; it stays when the server leaves READY.
         num_tokens: Tokens that it has generated, without those of evaluations.
         tokens_per_second: Average speed of one completion among others. 0 before the first.
@@ -73,6 +74,7 @@ class Server:
     is_down: bool = False
     is_lost: bool = False
     is_asleep: bool = False
+    is_cut: bool = False
     attested: int | None = None
     window: ConcurrencyWindow | None = None
     jobs: set[Job] = field(default_factory=set)
@@ -203,7 +205,6 @@ class Server:
     def cut(self) -> None:
         """Leaves READY. Its requests go on, because they are about to be answered."""
         self.version = None
-        self.is_lost = True
         for job in self.jobs:
             job.is_cut = True
 

@@ -13,7 +13,7 @@ import pytest
 from local_server import PROMPT, SAMPLING, LocalServer, attested, generation, make, submit
 
 from torchtitan.grpo.config import Rollout
-from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.inference.client import ServerError, ServerLoad
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.serving import dispatcher as dispatcher_module
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
@@ -33,7 +33,7 @@ class Interrupted(LocalServer):
         super().__init__(url, self.write)
         self.num_tokens, self.version = num_tokens, version
         self.aborts, self.is_cut = 0, asyncio.Event()
-        self.is_deaf = False
+        self.is_deaf = self.is_stuck = False
 
     async def write(self, request: GenerateRequest) -> Generation:
         await self.is_cut.wait()
@@ -52,8 +52,11 @@ class Interrupted(LocalServer):
     async def abort(self, request_id: str | None) -> None:
         assert request_id is None
         self.aborts += 1
-        if not self.is_deaf:
-            self.is_cut.set()
+        if self.is_stuck:
+            await asyncio.Event().wait()
+        if self.is_deaf:
+            raise ServerError(f"{self.url}: no connection")
+        self.is_cut.set()
 
 
 async def in_flight(server: LocalServer, dispatcher: Dispatcher, number: int = 1) -> list[Any]:
@@ -78,9 +81,11 @@ async def test_requests_of_a_cut_server_are_answered_with_the_tokens_that_they_h
     assert (dispatcher.attempts.num_failed, dispatcher.num_cut) == (0, 4)
     assert dispatcher.attempts.num_tokens == 12 and dispatcher.attempts.last_error == ""
     assert (state.window.size, state.window.num_cuts, state.retry_at) == (size, 0, 0.0)
+    assert state.tokens_per_second == 0.0, "parts are no completions"
     assert not drops.counts
     assert dispatcher.in_flight == state.load == 0 and not state.is_ready()
     assert await dispatcher.cut(A) == await dispatcher.cut("http://gone") == 0
+    dispatcher.admit(A)
     dispatcher.set_version(A, 1)
     assert state.is_ready()
 
@@ -90,15 +95,24 @@ def one_more(server: Interrupted) -> None:
     server.version = 1
 
 
+def older(server: Interrupted) -> None:
+    """The server was restarted, which nobody has noticed yet."""
+    server.version = -1
+
+
 def deaf(server: Interrupted) -> None:
     server.is_deaf = True
+
+
+def stuck(server: Interrupted) -> None:
+    server.is_stuck = True
 
 
 def without_tokens(server: Interrupted) -> None:
     server.num_tokens = 0
 
 
-@pytest.mark.parametrize("change", [one_more, deaf, without_tokens])
+@pytest.mark.parametrize("change", [one_more, older, deaf, stuck, without_tokens])
 async def test_what_a_cut_server_does_not_answer_is_generated_again_and_is_no_failure(
     change: Callable[[Interrupted], None], monkeypatch: pytest.MonkeyPatch
 ):
@@ -106,9 +120,10 @@ async def test_what_a_cut_server_does_not_answer_is_generated_again_and_is_no_fa
     monkeypatch.setattr(dispatcher_module, "_CUT_AGAIN_SECONDS", 0.1)
     server, other = Interrupted(A), LocalServer(B)
     change(server)
-    dispatcher = attested(server, other, max_consecutive_failures=1)
+    dispatcher = attested(server, other, max_consecutive_failures=1, request_timeout_seconds=1000.0)
     tasks = await in_flight(server, dispatcher, 3)
-    await dispatcher.cut(A)
+    await asyncio.wait_for(dispatcher.cut(A), 30)
+    dispatcher.admit(A)
     dispatcher.set_version(A, 0)  # at once, and it answers now
     server.answer = server.succeed
     assert [len(whole.token_ids) for whole in await asyncio.gather(*tasks)] == [4, 4, 4]
@@ -142,7 +157,7 @@ async def test_a_token_that_ends_the_completion_ends_it_also_if_it_was_aborted()
     assert (await task).finish_reason == "stop"
 
 
-async def test_news_during_a_cut_bring_no_new_requests():
+async def test_news_bring_no_new_requests_from_a_cut_on_until_the_server_is_admitted():
     server = Interrupted(A)
     dispatcher = attested(server)
     (task,) = await in_flight(server, dispatcher)
@@ -154,6 +169,12 @@ async def test_news_during_a_cut_bring_no_new_requests():
     assert dispatcher.choose(lambda version: True) is None
     server.is_cut.set()
     await asyncio.gather(cutting, task)
+    dispatcher.set_version(A, 1)
+    assert dispatcher.choose(lambda version: True) is None
+    dispatcher.admit(A)
+    await dispatcher.cut(A)  # before it is attested
+    dispatcher.set_version(A, 1)
+    assert dispatcher.choose(lambda version: True) is None
 
 
 async def test_an_abort_without_a_cut_is_a_failure_as_before():
@@ -225,6 +246,35 @@ def test_patience_counts_the_seconds_in_which_a_server_may_come():
         assert patience.has_ended(servers) == has_ended
 
 
+async def test_a_server_that_falls_asleep_uncut_gives_its_requests_to_others():
+    server, other = Interrupted(A), LocalServer(B)
+    dispatcher = attested(server, other, max_consecutive_failures=1)
+    tasks = await in_flight(server, dispatcher, 2)
+    dispatcher.set_asleep(A)
+    assert [len(whole.token_ids) for whole in await asyncio.gather(*tasks)] == [4, 4]
+    assert len(other.requests) == 2 and dispatcher.attempts.num_failed == 0
+
+
+async def test_a_server_is_asked_for_its_load_while_it_is_awake():
+    class Loaded(LocalServer):
+        async def load(self) -> ServerLoad:
+            asked.append(self.url)
+            return ServerLoad(0, 0)
+
+    asked = list[str]()
+    dispatcher = attested(Loaded(A), Loaded(B))
+    dispatcher.set_asleep(A)
+    for url in (B, A):
+        watching = asyncio.create_task(dispatcher.watch_loads())
+        async with asyncio.timeout(30):
+            while url not in asked:
+                await asyncio.sleep(0)
+        assert asked[0] == B
+        watching.cancel()
+        dispatcher.set_version(A, 1)
+        assert dispatcher.servers[A].state == "ready"
+
+
 async def test_sleeping_servers_keep_their_part_of_the_concurrency_and_lost_ones_do_not():
     servers = [LocalServer(url) for url in (A, B, "http://c")]
     dispatcher = attested(*servers, max_concurrent_rollouts=24)
@@ -232,6 +282,8 @@ async def test_sleeping_servers_keep_their_part_of_the_concurrency_and_lost_ones
     def sizes() -> list[int]:
         return [state.window.size for state in dispatcher.servers.values() if state.window]
 
+    assert sizes() == [8, 8, 8]
+    await dispatcher.cut(A)
     assert sizes() == [8, 8, 8]
     dispatcher.set_asleep(A)
     assert sizes() == [8, 8, 8]

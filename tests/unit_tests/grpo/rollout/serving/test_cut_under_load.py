@@ -65,6 +65,7 @@ async def test_completions_that_were_cut_thrice_are_those_of_an_uncut_server(ser
         num_cut += await dispatcher.cut(client.url)
         info = await observer.get("/server_info")
         assert info["num_running"] == info["num_waiting"] == 0
+        dispatcher.admit(client.url)
         dispatcher.set_version(client.url, -1)
     for trajectory in trajectories:
         whole = await trajectory.task

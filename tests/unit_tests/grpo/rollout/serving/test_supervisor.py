@@ -172,6 +172,14 @@ async def test_a_server_that_is_ended_on_purpose_starts_when_it_is_wanted_and_is
             while len(started) < number:
                 await asyncio.sleep(0.01)
         assert not work.done()
+        one.set_wanted(False)
+        await one.end()
+        while one.server is not None:
+            await asyncio.sleep(0.01)
+        assert one.close() is None
+        one.set_wanted(True)
+        await asyncio.wait_for(work, 60)
+        assert len(started) == 2
     finally:
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
