@@ -248,7 +248,7 @@ class RolloutProcess:
             elif isinstance(notice, link_messages.ServerLost):
                 session.dispatcher.set_lost(notice.url, notice.reason)
                 if session.lender is not None:
-                    session.lender.note_lost(notice.url)
+                    session.lender.note_lost(notice.url, notice.reason)
             elif isinstance(notice, link_messages.ServerAsleep):
                 assert session.lender is not None, "only lent servers sleep"
                 session.lender.note_asleep(notice.url)

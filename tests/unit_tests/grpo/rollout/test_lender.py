@@ -34,7 +34,7 @@ class Lanes:
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.lent, self.done = [LENT], list[str]()
-        self.hang, self.refuse = False, False
+        self.hang, self.refuse, self.was_up = False, False, True
         self.version = 0
         self._dispatcher = dispatcher
         self.lender: Lender
@@ -46,13 +46,14 @@ class Lanes:
             self._dispatcher.set_version(LENT, self.version)
         elif self.refuse:
             self._dispatcher.set_lost(LENT, "it does not sleep")
-            self.lender.note_lost(LENT)
+            self.lender.note_lost(LENT, "it does not sleep.")
         elif not self.hang:
             self.lender.note_asleep(LENT)
 
-    async def end(self, url: str) -> None:
+    async def end(self, url: str) -> bool:
         self.done.append("end")
         self._dispatcher.set_down(url, "it was ended")
+        return self.was_up
 
 
 class Scripted(LendScheduler):
@@ -192,7 +193,17 @@ async def test_a_server_that_does_not_fall_asleep_is_ended_and_the_batch_is_sent
         assert world.lanes.done == ["sleep", "end"]
         assert metrics["lend/kills"] == 1
     (line,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
-    assert f"inference.sleep_timeout_seconds = {limit:g}" in line and LENT in line
+    late = "not within inference.sleep_timeout_seconds = 0.05."
+    assert f"{LENT} was ended, because" in line and ("it does not sleep." if refuses else late) in line
+
+
+async def test_a_server_whose_start_is_broken_off_is_not_counted_as_one_that_did_not_sleep(caplog):
+    async with started() as world:
+        world.lender.ask(0)
+        world.lanes.refuse, world.lanes.was_up = True, False
+        assert (await world.deliver(0))["lend/kills"] == 0
+        assert world.lanes.done == ["sleep", "end"]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_a_server_that_has_ended_is_not_waited_for():

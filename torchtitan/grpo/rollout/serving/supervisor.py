@@ -17,8 +17,9 @@ its restarts count from 0 again. If a server ends before any has taken weights, 
 A server whose engine has died may hang forever while it shuts down; vLLM does so. Such a server
 has already closed its socket, and the supervisor ends it. A frozen or busy server is left alone.
 
-A lent server is only started while its devices are lent. If they are needed before it is up, or if it
-does not fall asleep, it is ended and DOWN.
+A lent server is only started while its devices are lent. If it does not fall asleep, it is ended and
+DOWN. If the devices are needed before it is up, the start is broken off, which is no failure, and
+repeated when they are lent next.
 """
 
 import asyncio
@@ -52,7 +53,7 @@ class Supervisor:
         self.client = client
         self._inference = inference
         self._last = server
-        self._is_closed = False
+        self._is_closed = self._is_starting = self._is_broken_off = False
         self._is_wanted = asyncio.Event()
         self._is_wanted.set()
 
@@ -77,12 +78,9 @@ class Supervisor:
                 backoff.num_failures, max_restarts, self.client.url, seconds, end,
             )  # fmt: skip
             await asyncio.sleep(seconds)
-            await self._is_wanted.wait()
             if self._is_closed:
                 return end
-            self._start()
-            dispatcher.set_running(self.client.url)
-            end = await self._wait_until_up()
+            end = await self._start_when_wanted(dispatcher)
             if end is None:
                 up_since = time.monotonic()
                 end = await self._wait_for_end()
@@ -92,16 +90,38 @@ class Supervisor:
     def set_wanted(self, is_wanted: bool) -> None:
         (self._is_wanted.set if is_wanted else self._is_wanted.clear)()
 
-    async def end(self) -> None:
-        """Ends the server's process, which is started again when it is wanted."""
-        if (server := self.server) is not None:
-            await asyncio.to_thread(server.stop, grace_seconds=0.0)
+    async def end(self) -> bool:
+        """Ends the server's process, which is started again when it is wanted.
+
+        Returns whether the server was up.
+        """
+        server, was_up = self.server, not self._is_starting
+        if server is None or server.process.poll() is not None:
+            return False
+        self._is_broken_off = self._is_starting
+        await asyncio.to_thread(server.stop, grace_seconds=0.0)
+        return was_up
 
     def close(self) -> LaunchedServer | None:
         """Prevents further restarts. The caller must stop the server that is returned, if any."""
         self._is_closed = True
         server, self.server = self.server, None
         return server
+
+    async def _start_when_wanted(self, dispatcher: Dispatcher) -> str | None:
+        """Returns ``None`` once the server is up, or a description of its end."""
+        while True:
+            await self._is_wanted.wait()
+            self._is_broken_off = False
+            self._start()
+            dispatcher.set_running(self.client.url)
+            self._is_starting = True
+            end = await self._wait_until_up()
+            self._is_starting = False
+            if not self._is_broken_off:
+                return end
+            dispatcher.set_down(self.client.url, "its devices were needed before it was up")
+            self.server = None
 
     def _start(self) -> None:
         # A thread must not do this: the kernel ends a child together with the thread that started it.
