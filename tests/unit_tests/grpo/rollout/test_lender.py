@@ -43,7 +43,7 @@ class Lanes:
         self.done.append("wake" if is_wanted else "sleep")
         if is_wanted and not self.hang:
             self._dispatcher.set_running(LENT)
-            self._dispatcher.set_version(LENT, self.version)
+            self.lender.note_version(LENT, self.version)
         elif self.refuse:
             self._dispatcher.set_lost(LENT, "it does not sleep")
             self.lender.note_lost(LENT, "it does not sleep.")
@@ -126,6 +126,8 @@ async def test_servers_serve_until_a_batch_is_full_and_again_after_the_last_step
         assert metrics["lend/lent_seconds"] > 0
         await asyncio.sleep(0.2)  # while the trainer trains
         assert world.lanes.done == ["sleep"]
+        world.lender.note_version(LENT, 0)  # attested just before it was to sleep
+        assert world.dispatcher.servers[LENT].version is None
         world.lanes.version = 1
         world.devices.free(1)  # no batch is wanted
         await world.until(lambda: world.state is Lent.AWAKE)
@@ -194,7 +196,9 @@ async def test_a_server_that_does_not_fall_asleep_is_ended_and_the_batch_is_sent
         assert metrics["lend/kills"] == 1
     (line,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
     late = "not within inference.sleep_timeout_seconds = 0.05."
-    assert f"{LENT} was ended, because" in line and ("it does not sleep." if refuses else late) in line
+    assert (
+        f"{LENT} was ended, because" in line and ("it does not sleep." if refuses else late) in line
+    )
 
 
 async def test_a_server_whose_start_is_broken_off_is_not_counted_as_one_that_did_not_sleep(caplog):

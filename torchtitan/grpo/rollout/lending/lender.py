@@ -102,6 +102,11 @@ class Lender:
 
     # -- news --------------------------------------------------------------------------
 
+    def note_version(self, url: str, version: int) -> None:
+        """A lane has attested a version. The news are late if the server is to sleep by now."""
+        if url not in self._servers.lent or self.lent in (Lent.WAKING, Lent.AWAKE):
+            self._dispatcher.set_version(url, version)
+
     def note_asleep(self, url: str) -> None:
         """A lane has put its server to sleep."""
         self._asleep.add(url)
