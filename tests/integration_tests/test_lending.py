@@ -167,22 +167,32 @@ def test_a_lent_server_that_is_killed_or_stopped_is_replaced_and_training_goes_o
     end(run)
 
 
-RANK_FAULTS = [(s, n, v) for s in STATES for n in (KILL, STOP) for v in ("rank", "both")]
 DIED = r"died in step \d+, phase: .+; the last completed step is \d+\."
 FROZEN = r"gave no sign of life for \d+ s \(its host is gone or the process is frozen; .*"
 
 
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("faults", cases([("ready", KILL, "both")], RANK_FAULTS))
-def test_a_rank_that_is_killed_or_stopped_ends_the_run_which_resumes_exactly(lend, faults):
-    for number, (state, signum, victim) in enumerate(faults):
+@pytest.mark.parametrize(
+    ("signum", "victims", "states"),
+    [
+        (KILL, "both", ["ready"]),
+        *(
+            pytest.param(signum, victims, STATES, marks=pytest.mark.long)
+            for signum in (KILL, STOP)
+            for victims in ("rank", "both")
+        ),
+    ],
+)
+def test_a_rank_that_is_killed_or_stopped_ends_the_run_which_resumes_exactly(
+    lend, signum, victims, states
+):
+    for state in states:
         run = lend(*CHECKPOINT, "--training.steps=10000")
+        begin = len(run.metrics)
         run.start()
-
-        run.wait_for_step(2 * number + 2)
+        run.wait_for_step(begin + 2)
         rank = rank_of(run, 1)
         with held_in(run, state) as url:
-            if victim == "both":
+            if victims == "both":
                 server_at(url).send_signal(signum)
             rank.send_signal(signum)
         run.wait_for(lambda: bool(run.errors()), 60)  # noqa: B023
@@ -193,7 +203,7 @@ def test_a_rank_that_is_killed_or_stopped_ends_the_run_which_resumes_exactly(len
         text = rf"Training rank 1 on \S+ \(process {rank.pid}\) {how}"
         assert re.match(text, message), message
         assert "A new start begins from the newest checkpoint" in message
-        print(state, signum.name, victim, len(run.metrics))
+        print(state, signum.name, victims, len(run.metrics))
     last = len(run.metrics) + 2
     run = lend(*CHECKPOINT, f"--training.steps={last}").succeed()
     assert re.search(r"Resumes after step \d+ from", run.console)
@@ -229,4 +239,29 @@ def test_a_run_that_is_stopped_by_a_signal_during_a_loan_goes_on_where_it_was(le
     assert f"Stopped after step {last}. The checkpoint is " in run.console
     run = lend(*CHECKPOINT, f"--training.steps={last + 2}").succeed()
     assert len(run.metrics) == last + 2
+    check_ledger(run)
+
+
+@pytest.mark.long
+def test_a_lent_server_that_is_stopped_and_the_only_one_is_waited_for_until_the_batch_is_late(lend):
+    run = lend(
+        "--inference.num_servers=1", "--rollout.batch_timeout_seconds=20",
+        "--training.steps=10000",
+    )  # fmt: skip
+    run.start()
+    run.wait_for_step(2)
+    with held_in(run, "ready") as url:
+        server = server_at(url)
+        server.send_signal(STOP)
+    run.wait_for(lambda: f"Lost {url}" in run.console, 60)
+    steps = len(run.metrics)
+    server.resume()
+    run.wait_for_step(steps + 3, 60)
+    with held_in(run, "ready"):
+        server.send_signal(STOP)
+    message = run.fail(120)
+    assert re.match(
+        r"The rollout process did not deliver the batch of version \d+ within 20 s", message
+    )
+    assert url in message
     check_ledger(run)
