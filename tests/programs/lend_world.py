@@ -88,6 +88,7 @@ class World:
             since=self.since,
             other_rate=self._rate(is_lent=False),
             lent_rate=self._rate(is_lent=True),
+            later_groups=max(0, self._lendable() - movable),
         )
 
     def _missing(self) -> tuple[int, int]:
@@ -98,9 +99,11 @@ class World:
             batch = set(range(first, first + plan.groups_per_batch))
             return len(batch - self.finished), len(batch - self.finished - elsewhere)
         missing = max(0, plan.groups_per_batch - len(self.finished))
+        return missing, min(missing, self._lendable())
+
+    def _lendable(self) -> int:
         on_lent = sum(len(s.running) for s in self.servers if s.is_lent)
-        startable = self._limit() - self.num_started + len(self.waiting)
-        return missing, min(missing, startable + on_lent)
+        return self._limit() - self.num_started + len(self.waiting) + on_lent
 
     def _rate(self, is_lent: bool) -> float | None:
         servers = [s for s in self.servers if s.is_lent == is_lent and s.down_until <= self.now]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.grpo.command_line import ConfigError, refusing
+from torchtitan.grpo.config.cluster import count_servers, lent_groups, server_groups
 from torchtitan.grpo.inference.gpu_shares import WITHOUT_TRAINING
 from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
@@ -116,13 +117,12 @@ class _Given:
         return int(part * self.device.memory * self.server_devices)
 
     def split(self) -> Split:
-        inference = self.config.inference
-        number = inference.num_servers if inference.launch else len(named_urls(inference))
+        lent = count_servers(lent_groups(self.config))
+        number = count_servers(server_groups(self.config))
+        number = number or len(named_urls(self.config.inference))
         if number == 0:  # they register when they are up
             number = self.measured.num_servers if self.measured else 1
-        if inference.launch and inference.lend:
-            return Split(self.num_ranks, 0, number)
-        return Split(self.num_ranks, number)
+        return Split(self.num_ranks, number - lent, lent)
 
 
 def plan(arguments: list[str]) -> int:
@@ -170,7 +170,7 @@ def make_plan(facts: _Given) -> Plan:
     if measured is not None:
         lengths, prompt_tokens = measured.lengths, measured.prompt_tokens
         costs, dropped = measured.costs, measured.dropped
-        lent = measured.num_servers if measured.config.inference.lend else 0
+        lent = min(measured.num_servers, count_servers(lent_groups(measured.config)))
         old = Split(measured.num_ranks, measured.num_servers - lent, lent)
     else:
         lengths = Lengths.lognormal(facts.options.mean_length * limit, _SPREAD)

@@ -29,13 +29,13 @@ def judge_memory(
     """
     shapes = parameter_shapes(config, model)
     asleep = 0.0
-    if config.inference.lend:
+    if split.num_lent:
         yield from ((True, line) for line in describe_lent_memory(config, model, split.num_ranks))
         asleep = ASLEEP_BYTES * servers_per_gpu(split.num_lent, split.num_ranks) / device_bytes
     available = available_bytes(device_bytes, asleep)
     needed = needed_bytes(config, model, split.num_ranks, available)
     yield _verdict("a training rank", needed, available, "training.local_batch_size")
-    if not config.inference.lend:
+    if split.num_servers:
         weights = _BFLOAT16 * sum(math.prod(shape) for shape in shapes.values())
         yield _verdict(
             "a server's weights", weights, server_bytes, "the number of servers on a device"

@@ -46,12 +46,13 @@ def check(moment: Moment, decision: Decision) -> None:
     is_alone = moment.other_rate == 0
     if decision is Decision.LEND:
         assert is_wanted and moment.lent is Lent.NO and moment.lent_rate != 0
-        assert is_alone or moment.movable_groups > 0
+        assert is_alone or moment.movable_groups + moment.later_groups > 0
     if decision is Decision.TAKE_BACK:
         assert moment.lent in AWAY
         assert not (is_wanted and is_alone), "nobody else would fill the batch"
     if moment.lent in AWAY:
-        is_useless = not is_alone and (moment.movable_groups == 0 or moment.lent_rate == 0)
+        num_lendable = moment.movable_groups + moment.later_groups
+        is_useless = not is_alone and (num_lendable == 0 or moment.lent_rate == 0)
         if not is_wanted or is_useless:
             assert decision is Decision.TAKE_BACK
     can_lend = moment.lent is Lent.NO and is_wanted and moment.lent_rate != 0
@@ -165,6 +166,19 @@ def test_even_work_reaches_most_of_the_bound_and_never_more(
     assert gained <= possible - 1 + 2 * TICK / step
 
 
+@pytest.mark.parametrize("groups_per_batch", [4, 8])
+def test_lent_servers_begin_later_batches_when_others_run_all_of_this_one(groups_per_batch):
+    """The other server runs as many groups at a time as a batch has, or half of them."""
+    plan = Plan(
+        groups_per_batch=groups_per_batch, other_slots=(4,), lent_slots=4, train_seconds=1.0
+    )
+    plan = replace(plan, staleness=1, group_seconds=6.0, spread=0.3)
+    scheduler = Checked()
+    step, step_without = even_step(World(plan, scheduler)), even_step(World(plan, None))
+    possible = scheduler.bound(1.0, groups_per_batch, 4 / 6, 4 / 6, is_ahead=True)
+    assert step_without / step - 1 >= 0.5 * (possible - 1)
+
+
 def even_step(world: World) -> float:
     """Seconds of a step, without the first ones, which find no groups that were started before."""
     world.run(30)
@@ -219,6 +233,7 @@ moments = st.builds(
     since=st.sampled_from([16.0, 48.0, 63.0]),
     other_rate=st.sampled_from([None, 0.0, 0.25, 1.0, 4.0]),
     lent_rate=st.sampled_from([None, 0.0, 0.25, 1.0, 4.0]),
+    later_groups=st.integers(0, 40),
 )
 seconds = st.sampled_from([0.0, 0.5, 1.0, 4.0, 16.0])
 observed = st.tuples(seconds, seconds, seconds, seconds, seconds)
@@ -302,6 +317,23 @@ def test_no_more_is_saved_than_lent_servers_can_do(moment, times, movable):
     assert scheduler.saving(moment) <= min(at_most_moved, at_most_waited) - room + 1e-9
     unknown, same = replace(moment, lent_rate=None), replace(moment, lent_rate=rate)
     assert scheduler.decide(unknown) is scheduler.decide(same)
+
+
+@settings(max_examples=500, deadline=None)
+@given(moment=wanted, times=observed, movable=st.integers(0, 40), later=st.integers(1, 40))
+def test_later_batches_save_what_lent_servers_have_time_for(moment, times, movable, later):
+    scheduler, rate = taught((*times[:3], 0.0, 0.0)), moment.other_rate
+    moment = replace(moment, movable_groups=min(movable, moment.missing_groups))
+    without = scheduler.saving(moment)
+    seconds = moment.missing_groups / rate - without - times[0]  # until this batch can begin
+    most = moment.lent_rate * max(0.0, seconds - sum(times[:3]))
+    for number in (later - 1, later):
+        gained = scheduler.saving(replace(moment, later_groups=number)) - without
+        assert -1e-9 <= gained <= min(number, most) / rate + 1e-9
+    more = scheduler.saving(replace(moment, later_groups=later))
+    assert more >= scheduler.saving(replace(moment, later_groups=later - 1))
+    if moment.movable_groups == 0 and later >= most + rate * sum(times[:2]):
+        assert more == pytest.approx(without + most / rate)
 
 
 @settings(max_examples=500, deadline=None)

@@ -84,7 +84,7 @@ class World:
         self.scheduler = Scripted()
         admission = Admission(GRPO(prompts_per_step=2), Rollout(), 0)
         self.lender = self.lanes.lender = Lender(
-            self.scheduler, admission, self.dispatcher, self.lanes, self.devices,
+            self.scheduler, admission, self.dispatcher, self.lanes, self.devices, set,
             sleep_seconds=sleep_seconds,
         )  # fmt: skip
 

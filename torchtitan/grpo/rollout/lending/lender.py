@@ -19,7 +19,7 @@ A whole batch is sent to rank 0 only in the state NO.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,7 +70,11 @@ class _Totals:
 
 
 class Lender:
-    """See the module's docstring. ``sleep_seconds`` is the time limit of falling asleep."""
+    """See the module's docstring.
+
+    ``generating`` returns the groups that have completions to be generated. ``sleep_seconds`` is the
+    time limit of falling asleep.
+    """
 
     def __init__(
         self,
@@ -79,12 +83,14 @@ class Lender:
         dispatcher: Dispatcher,
         servers: LentServers,
         devices: DeviceRequests,
+        generating: Callable[[], Set[int]],
         *,
         sleep_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler, self._admission = scheduler, admission
         self._dispatcher, self._servers, self._devices = dispatcher, servers, devices
+        self._generating = generating
         self._sleep_seconds, self._clock = sleep_seconds, clock
         self._rates = Rates(dispatcher, lambda: servers.lent)
         # Servers are launched awake, on devices that are free until the first batch.
@@ -197,7 +203,10 @@ class Lender:
         if self._free_at is None:  # nobody has been woken yet
             self._enter(Lent.NO)
             return
-        was_awake, self._free_at = self.lent is Lent.AWAKE, None
+        was_awake = self.lent is Lent.AWAKE
+        if not was_awake:
+            self._scheduler.observe_wake(self._clock() - self._free_at)
+        self._free_at = None
         self._enter(Lent.SLEEPING)
         cut_before = self._dispatcher.num_cut
         await asyncio.gather(*(self._dispatcher.cut(s.url) for s in self._lent_servers()))
@@ -237,13 +246,15 @@ class Lender:
         return [servers[url] for url in self._servers.lent if url in servers]
 
     def _moment(self) -> Moment:
-        missing = self._admission.num_missing
+        free = self._generating() - self._rates.elsewhere()
+        movable, later = self._admission.lendable(free, self._version, self._dispatcher.in_flight)
         return Moment(
             now=self._clock(),
             asked_at=self._asked_at,
             is_full=self._full_at is not None,
-            missing_groups=missing,
-            movable_groups=max(0, missing - self._rates.num_elsewhere()),
+            missing_groups=self._admission.num_missing,
+            movable_groups=movable,
+            later_groups=later,
             lent=self.lent,
             since=self._since,
             other_rate=self._rates.other,

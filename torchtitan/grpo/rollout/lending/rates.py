@@ -3,8 +3,9 @@
 
 """Measures how fast lent and other servers generate, in groups per second.
 
-A group stands for the mean number of tokens of a trained group. Tokens count when their completion ends or is cut. They are measured only while the trainer waits,
-because the staleness bound holds other servers back while it trains.
+A group stands for the mean number of tokens of a trained group. Tokens count when their completion
+ends or is cut. They are measured only while the trainer waits, because the staleness bound holds
+other servers back while it trains.
 """
 
 from collections.abc import Callable, Collection
@@ -83,10 +84,10 @@ class Rates:
         is_known = speed.per_second is not None and self._tokens_per_group.value > 0
         return self._groups(speed.per_second or 0.0) if is_known else None
 
-    def num_elsewhere(self) -> int:
-        """Returns the number of groups that servers run which are not lent."""
+    def elsewhere(self) -> set[int | None]:
+        """Returns the groups that servers run which are not lent."""
         others = self._lent_and_others()[1]
-        return len({job.group_id for server in others for job in server.jobs})
+        return {job.group_id for server in others for job in server.jobs}
 
     def _groups(self, tokens: float) -> float:
         return tokens / max(self._tokens_per_group.value, 1.0)

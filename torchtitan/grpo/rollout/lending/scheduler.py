@@ -19,7 +19,8 @@ the other and ``l`` of the lent servers, the batch is full in ``m / r`` seconds 
 it, it is full in ``round trip + (m - r * round trip) / (r + l)``, since the other servers never
 stop. A lent server cannot speed up a group that another one runs. Of the groups that none runs, the
 other servers start ``r * (room + wake)`` before the lent ones are awake, and the lent ones can
-take at most what is left.
+take at most what is left. If they can do more than the batch lacks, they begin later batches, and
+each group of these saves ``1 / r`` of a later wait.
 
 The rules:
 
@@ -89,6 +90,7 @@ class Moment:
         missing_groups: Unfinished groups that the batch waits for.
         movable_groups: Of these, the groups that a lent server runs or could run: those that no
             other server runs. 0 if the staleness bound or scoring is all that they wait for.
+        later_groups: Further groups that it could run, within the staleness bound.
         since: When ``lent`` became what it is.
         other_rate: Groups per second that the usable other servers finish if they have enough to
             do; 0 if there are none, ``None`` if they are not measured yet.
@@ -106,6 +108,7 @@ class Moment:
     since: float
     other_rate: float | None
     lent_rate: float | None
+    later_groups: int = 0
 
 
 class LendScheduler:
@@ -173,7 +176,7 @@ class LendScheduler:
             return True
         if moment.other_rate == 0:
             return False
-        if moment.movable_groups == 0 or moment.lent_rate == 0:
+        if moment.movable_groups + moment.later_groups == 0 or moment.lent_rate == 0:
             return True
         if moment.other_rate is None:
             return False
@@ -191,13 +194,22 @@ class LendScheduler:
         return max(0.0, waking + self._sleep.value - self._forgotten)
 
     def saving(self, moment: Moment) -> float:
-        """Seconds by which the step is expected to begin earlier if the devices are lent now."""
+        """Seconds by which this step and later ones begin earlier if the devices are lent now."""
         rate = moment.other_rate
         if not rate:
             return math.inf
         missing, movable = moment.missing_groups, moment.movable_groups
         seconds = self._seconds_with_lending(missing, movable, rate, _lent_rate(moment))
-        return missing / rate - seconds + self._forgotten
+        later = self._later_groups(moment, rate, seconds - self._room.value) / rate
+        return missing / rate - seconds + later + self._forgotten
+
+    def _later_groups(self, moment: Moment, other_rate: float, seconds: float) -> float:
+        """Work of lent servers for later batches, if this one can begin in ``seconds``."""
+        of_batch = max(0.0, moment.missing_groups - other_rate * seconds)
+        done = _lent_rate(moment) * max(0.0, seconds - self._round_trip)
+        left = moment.movable_groups + moment.later_groups
+        left -= other_rate * (self._room.value + self._wake.value)
+        return max(0.0, min(moment.later_groups, done - of_batch, left - of_batch))
 
     def _seconds_with_lending(
         self, missing: float, movable: float, other_rate: float, lent_rate: float

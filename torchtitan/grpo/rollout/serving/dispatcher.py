@@ -231,7 +231,8 @@ class Dispatcher:
         return ConcurrencyWindow(floor=self._group_size, ceiling=ceiling, quota=self._quota())
 
     def _quota(self) -> int:
-        num_servers = sum(not server.is_lost for server in self.servers.values())
+        # A server that sleeps keeps its part, because work would otherwise pile up on the others.
+        num_servers = sum(not s.is_lost or s.is_asleep for s in self.servers.values())
         return -(-self._config.max_concurrent_rollouts // max(num_servers, 1))
 
     # -- completions ------------------------------------------------------------------

@@ -17,9 +17,8 @@ its restarts count from 0 again. If a server ends before any has taken weights, 
 A server whose engine has died may hang forever while it shuts down; vLLM does so. Such a server
 has already closed its socket, and the supervisor ends it. A frozen or busy server is left alone.
 
-A lent server is only started while its devices are lent. If it does not fall asleep, it is ended and
-DOWN. If the devices are needed before it is up, the start is broken off, which is no failure, and
-repeated when they are lent next.
+A lent server is only started while its devices are lent. If they are needed before it is up, or if it
+does not fall asleep, it is ended and DOWN.
 """
 
 import asyncio
@@ -53,7 +52,7 @@ class Supervisor:
         self.client = client
         self._inference = inference
         self._last = server
-        self._is_closed = self._is_starting = self._is_broken_off = False
+        self._is_closed = self._is_ended = self._is_starting = False
         self._is_wanted = asyncio.Event()
         self._is_wanted.set()
 
@@ -70,22 +69,34 @@ class Supervisor:
         while True:
             dispatcher.set_down(self.client.url, "its process has ended")
             self.server = None
-            if backoff.num_failures == max_restarts:
+            if self._is_ended:
+                self._is_ended = False  # on purpose, which is no failure
+            elif backoff.num_failures == max_restarts:
                 return f"It was restarted {max_restarts} times (inference.max_restarts). {end}"
-            seconds = backoff.seconds_after_failure()
-            logger.error(
-                "Restart %d of at most %d (inference.max_restarts) of %s follows in %g s. %s",
-                backoff.num_failures, max_restarts, self.client.url, seconds, end,
-            )  # fmt: skip
-            await asyncio.sleep(seconds)
+            else:
+                seconds = backoff.seconds_after_failure()
+                logger.error(
+                    "Restart %d of at most %d (inference.max_restarts) of %s follows in %g s. %s",
+                    backoff.num_failures, max_restarts, self.client.url, seconds, end,
+                )  # fmt: skip
+                await asyncio.sleep(seconds)
+            await self._is_wanted.wait()
             if self._is_closed:
                 return end
-            end = await self._start_when_wanted(dispatcher)
+            self._start()
+            self._is_starting = True
+            dispatcher.set_running(self.client.url)
+            end = await self._wait_until_up()
+            self._is_starting = False
             if end is None:
                 up_since = time.monotonic()
                 end = await self._wait_for_end()
                 if time.monotonic() - up_since >= _PROVEN_SECONDS:
                     backoff.reset()
+
+    @property
+    def is_lent(self) -> bool:
+        return self._last.spec.is_lent
 
     def set_wanted(self, is_wanted: bool) -> None:
         (self._is_wanted.set if is_wanted else self._is_wanted.clear)()
@@ -98,7 +109,7 @@ class Supervisor:
         server, was_up = self.server, not self._is_starting
         if server is None or server.process.poll() is not None:
             return False
-        self._is_broken_off = self._is_starting
+        self._is_ended = True
         await asyncio.to_thread(server.stop, grace_seconds=0.0)
         return was_up
 
@@ -107,21 +118,6 @@ class Supervisor:
         self._is_closed = True
         server, self.server = self.server, None
         return server
-
-    async def _start_when_wanted(self, dispatcher: Dispatcher) -> str | None:
-        """Returns ``None`` once the server is up, or a description of its end."""
-        while True:
-            await self._is_wanted.wait()
-            self._is_broken_off = False
-            self._start()
-            dispatcher.set_running(self.client.url)
-            self._is_starting = True
-            end = await self._wait_until_up()
-            self._is_starting = False
-            if not self._is_broken_off:
-                return end
-            dispatcher.set_down(self.client.url, "its devices were needed before it was up")
-            self.server = None
 
     def _start(self) -> None:
         # A thread must not do this: the kernel ends a child together with the thread that started it.

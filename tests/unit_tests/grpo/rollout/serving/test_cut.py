@@ -225,15 +225,15 @@ def test_patience_counts_the_seconds_in_which_a_server_may_come():
         assert patience.has_ended(servers) == has_ended
 
 
-async def test_sleeping_servers_have_no_part_of_the_concurrency():
+async def test_sleeping_servers_keep_their_part_of_the_concurrency_and_lost_ones_do_not():
     servers = [LocalServer(url) for url in (A, B, "http://c")]
     dispatcher = attested(*servers, max_concurrent_rollouts=24)
-    sizes = [state.window.size for state in dispatcher.servers.values() if state.window]
-    assert sizes == [8, 8, 8]
-    for url in (A, B):
-        dispatcher.set_asleep(url)
-    sizes = [state.window.size for state in dispatcher.servers.values() if state.window]
-    assert sizes == [8, 12, 24]
-    dispatcher.add(LocalServer("http://d"))
-    window = dispatcher.servers["http://d"].window
-    assert window is not None and window.size == 12
+
+    def sizes() -> list[int]:
+        return [state.window.size for state in dispatcher.servers.values() if state.window]
+
+    assert sizes() == [8, 8, 8]
+    dispatcher.set_asleep(A)
+    assert sizes() == [8, 8, 8]
+    dispatcher.set_down(B, "its process has ended")
+    assert sizes() == [8, 8, 12]
