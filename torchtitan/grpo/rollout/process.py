@@ -241,14 +241,16 @@ class RolloutProcess:
                 self.stop()
 
     async def _hear_notices(self, session: RolloutSession) -> None:
+        dispatcher = session.dispatcher
         while True:
             notice = link_messages.decode_notice(await self._notices.recv())
             if isinstance(notice, link_messages.VersionServed):
-                session.dispatcher.set_version(notice.url, notice.version)
+                told = session.lender.note_version if session.lender else dispatcher.set_version
+                told(notice.url, notice.version)
             elif isinstance(notice, link_messages.ServerLost):
-                session.dispatcher.set_lost(notice.url, notice.reason)
+                dispatcher.set_lost(notice.url, notice.reason)
                 if session.lender is not None:
-                    session.lender.note_lost(notice.url)
+                    session.lender.note_lost(notice.url, notice.reason)
             elif isinstance(notice, link_messages.ServerAsleep):
                 assert session.lender is not None, "only lent servers sleep"
                 session.lender.note_asleep(notice.url)

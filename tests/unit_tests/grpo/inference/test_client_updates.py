@@ -276,7 +276,7 @@ AWAKE = (200, {"status": "awake"})
             "sglang",
             {"/server_info": SAVES},
             ["/pause_generation", "/server_info", TAKE_OFF, "/release_memory_occupation"],
-            ["/resume_memory_occupation", "/continue_generation"],
+            ["/model_info", "/resume_memory_occupation", "/continue_generation"],
         ),
         ("sglang", {}, ["/pause_generation", "/server_info"], ["/continue_generation"]),
     ],
@@ -289,6 +289,7 @@ async def test_a_server_that_loses_its_weights_in_its_sleep_has_no_version(
         server.log.clear()
         freed = await client.sleep()
         assert (freed == "memory") == (TAKE_OFF in sleep) and server.log == sleep
+        server.version = "updating"
         server.log.clear()
         await client.sleep()  # SGLang would die if it released its memory twice
         assert "/release_memory_occupation" not in server.log
@@ -302,7 +303,7 @@ async def test_a_server_that_loses_its_weights_in_its_sleep_has_no_version(
 
 async def test_what_sglang_has_done_is_known_though_it_has_not_answered():
     async with connected("sglang") as (client, server):
-        server.answers = {"/server_info": SAVES}
+        server.answers, server.version = {"/server_info": SAVES}, "updating"
         for route, method, again in (
             ("/release_memory_occupation", client.sleep, False),  # would end the server
             ("/resume_memory_occupation", client.wake, True),
@@ -326,6 +327,18 @@ async def test_a_vllm_of_which_a_worker_frees_nothing_keeps_its_version():
         server.answers["/collective_rpc"] = (200, {"results": ["memory", "nothing"]})
         assert await client.sleep() == "nothing"
         assert TAKE_OFF not in server.log
+
+
+async def test_an_sglang_that_was_restarted_in_its_sleep_is_put_to_sleep_again_and_not_woken():
+    async with connected("sglang") as (client, server):
+        server.answers = {"/server_info": SAVES}
+        await client.sleep()
+        assert server.version == "default", "as after a restart"
+        await client.wake()  # the server would die of it
+        assert "/resume_memory_occupation" not in server.log
+        for _ in range(2):
+            await client.sleep()
+        assert server.log.count("/release_memory_occupation") == 3, "its memory is free each time"
 
 
 async def test_a_vllm_that_stays_partly_asleep_is_not_awake():

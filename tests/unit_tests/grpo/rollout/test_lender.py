@@ -37,7 +37,7 @@ class Lanes:
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.lent, self.done = [LENT], list[str]()
-        self.hang, self.refuse = False, False
+        self.hang, self.refuse, self.was_up = False, False, True
         self.version = 0
         self._dispatcher = dispatcher
         self.lender: Lender
@@ -46,16 +46,17 @@ class Lanes:
         self.done.append("wake" if is_wanted else "sleep")
         if is_wanted and not self.hang:
             self._dispatcher.set_running(LENT)
-            self._dispatcher.set_version(LENT, self.version)
+            self.lender.note_version(LENT, self.version)
         elif self.refuse:
             self._dispatcher.set_lost(LENT, "it does not sleep")
-            self.lender.note_lost(LENT)
+            self.lender.note_lost(LENT, "it does not sleep.")
         elif not self.hang:
             self.lender.note_asleep(LENT)
 
-    async def end(self, url: str) -> None:
+    async def end(self, url: str) -> bool:
         self.done.append("end")
         self._dispatcher.set_down(url, "it was ended")
+        return self.was_up
 
 
 class Scripted(LendScheduler):
@@ -101,9 +102,11 @@ class World:
         self.asked: asyncio.Queue[DevicesWanted] = asyncio.Queue()
         self.devices = DeviceRequests(self.asked.put, 0)
         self.scheduler = Scripted()
-        admission = Admission(GRPO(prompts_per_step=2), Rollout(), 0)
+        self.admission = Admission(GRPO(prompts_per_step=2), Rollout(), 0)
+        self.generating = set[int]()
         self.lender = self.lanes.lender = Lender(
-            self.scheduler, admission, self.dispatcher, self.lanes, self.devices, set,
+            self.scheduler, self.admission, self.dispatcher, self.lanes, self.devices,
+            lambda: self.generating,
             sleep_seconds=sleep_seconds,
         )  # fmt: skip
 
@@ -146,6 +149,8 @@ async def test_servers_serve_until_a_batch_is_full_and_again_after_the_last_step
         assert metrics["lend/lent_seconds"] > 0
         await asyncio.sleep(0.2)  # while the trainer trains
         assert world.lanes.done == ["sleep"]
+        world.lender.note_version(LENT, 0)  # attested just before it was to sleep
+        assert world.dispatcher.servers[LENT].version is None
         world.lanes.version = 1
         world.devices.free(1)  # no batch is wanted
         await world.until(lambda: world.state is Lent.AWAKE)
@@ -206,13 +211,16 @@ async def test_servers_that_still_wake_are_put_to_sleep_when_the_batch_is_full()
         world.lanes.hang = False
         await world.deliver(1)
         assert world.lanes.done == ["sleep", "wake", "sleep"]
-        assert world.scheduler.names == ["wake", "sleep", "step", "room", "step"]
+        assert world.scheduler.names == ["wake", "sleep", "step", "room", "wake", "step"]
 
 
 async def test_the_scheduler_is_told_what_is_missing_and_how_long_a_step_took():
     async with started(num_others=1) as world:
         lent, other = world.dispatcher.servers.values()
         lent.begin_job(8.0, 1)
+        world.generating = {1, 2}
+        for group_id in world.generating:
+            world.admission.start(group_id, -world.admission.max_staleness)  # due now
         for group_id, is_evaluation in ((2, False), (2, False), (None, True)):
             other.begin_job(8.0, group_id, is_evaluation=is_evaluation)
         world.lender.ask(0)
@@ -240,7 +248,19 @@ async def test_a_server_that_does_not_fall_asleep_is_ended_and_the_batch_is_sent
         assert world.lanes.done == ["sleep", "end"]
         assert metrics["lend/kills"] == 1
     (line,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
-    assert f"inference.sleep_timeout_seconds = {limit:g}" in line and LENT in line
+    late = "not within inference.sleep_timeout_seconds = 0.05."
+    assert (
+        f"{LENT} was ended, because" in line and ("it does not sleep." if refuses else late) in line
+    )
+
+
+async def test_a_server_whose_start_is_broken_off_is_not_counted_as_one_that_did_not_sleep(caplog):
+    async with started() as world:
+        world.lender.ask(0)
+        world.lanes.refuse, world.lanes.was_up = True, False
+        assert (await world.deliver(0))["lend/kills"] == 0
+        assert world.lanes.done == ["sleep", "end"]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_lent_servers_are_awake_once_one_is_ready_and_the_others_have_ended():

@@ -117,7 +117,7 @@ class World:
         self.scheduler = Unsteady(self.rng)
         self.lender = Lender(
             self.scheduler, Admission(GRPO(prompts_per_step=2), config, 0), self.dispatcher, self,
-            self.devices, sleep_seconds=SLEEP_SECONDS, clock=self.now,
+            self.devices, set, sleep_seconds=SLEEP_SECONDS, clock=self.now,
         )  # fmt: skip
 
     def now(self) -> float:

@@ -44,14 +44,23 @@ class Server:
         self.num_resumed = 0
         self.asked = list[Any]()
         self.sleep_error: Exception | None = None
+        self.fault = ""
+
+    async def meet_fault(self) -> None:
+        if self.fault == "stopped":
+            await asyncio.sleep(0.02)  # the time limit of a request
+        if self.fault:
+            raise RouteError(f"it is {self.fault}")
 
     async def version(self) -> int | None:
+        await self.meet_fault()
         return self.served
 
     async def resume(self) -> None:
         self.num_resumed += 1
 
     async def sleep(self) -> None:
+        await self.meet_fault()
         if self.sleep_error is not None:
             raise self.sleep_error
         self.asked.append("sleep")
@@ -59,6 +68,7 @@ class Server:
     async def close(self) -> None: ...
 
     async def wake(self) -> None:
+        await self.meet_fault()
         self.asked.append("wake")
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
@@ -91,6 +101,7 @@ class Way:
             await asyncio.sleep(0.02)  # longer than a recovery
             self.asked.append("broken off")
             raise
+        await self.client.meet_fault()
         if self.error is not None:
             raise self.error
         self.client.served = version if self.names is None else self.names[0]
@@ -119,6 +130,7 @@ class Rig:
         attest_every: int = 0,
     ) -> None:
         self.dropped = list[int]()
+        self.fault_in: tuple[LaneState, str] | None = None
         self.server = Server(served)
         self.way = Way(self.server)
         self.versions = Versions(SlotTable(2), max_alive, self._drop)
@@ -139,7 +151,7 @@ class Rig:
             sync,
             Attestation(attest_every, [1, 2, 3], probes, Tolerances(1e-3, 1e-3), 0.05),
             Listeners(
-                on_change=lambda: None,
+                on_change=self._meet_fault,
                 on_version=lambda url, version: self.heard.put_nowait(("version", version)),
                 on_lost=lambda url, reason: self.heard.put_nowait(("lost", reason)),
                 on_asleep=lambda url: self.heard.put_nowait(("asleep", url)),
@@ -151,6 +163,10 @@ class Rig:
 
     async def _drop(self, version: int) -> None:
         self.dropped.append(version)
+
+    def _meet_fault(self) -> None:
+        if self.fault_in is not None and self.lane.state is self.fault_in[0]:
+            self.server.fault, self.fault_in = self.fault_in[1], None
 
     async def hears(self, *but: str) -> tuple[str, Any]:
         """Returns what the listeners hear next, or the next of another kind than ``but``."""
@@ -318,6 +334,40 @@ async def test_a_server_that_does_not_fall_asleep_is_lost_until_it_is_wanted(is_
         rig.lane.set_wanted(True)
         assert await rig.hears() == ("version", 2)
         assert rig.way.asked[-3:] == ["wake", "join", (2, None)]
+
+
+@pytest.mark.parametrize("is_needed", [False, True])
+@pytest.mark.parametrize("fault", ["killed", "stopped"])
+@pytest.mark.parametrize("state", [state for state in LaneState if state is not LaneState.CLOSED])
+async def test_a_fault_in_any_state_is_told_as_a_loss_and_the_server_serves_when_it_is_back(
+    state, fault, is_needed, monkeypatch
+):
+    """If its devices ``are needed`` meanwhile, it is never said to sleep."""
+    monkeypatch.setattr(lane_module, "_CHECK_SECONDS", 0.02)
+    async with lane_rig(is_lent=True) as rig:
+        await rig.serve(1)
+        rig.fault_in = (state, fault)
+        if state in (LaneState.JOINING, LaneState.ASLEEP):
+            rig.lane.set_wanted(False)
+            assert await rig.hears("version") == ("asleep", "http://a")
+            rig.lane.set_wanted(True)
+        rig.way.error = ServerError("a push failed") if state is LaneState.LOST else None
+        await rig.versions.begin(2)
+        while (heard := await rig.hears("version")) != ("lost", f"it is {fault}"):
+            assert heard == ("lost", "a push failed")
+            rig.way.error = None
+        if is_needed:
+            rig.lane.set_wanted(False)
+            while rig.lane.state is not LaneState.LOST or rig.way.asked[-1] != "recover":
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.05)  # the request to sleep has failed
+            while not rig.heard.empty():
+                assert rig.heard.get_nowait()[0] == "lost"
+            assert (rig.lane.state, rig.lane.version) == (LaneState.LOST, -1)
+        rig.server.fault = ""
+        rig.lane.set_wanted(True)
+        assert await rig.hears("lost") == ("version", 2)
+        assert rig.way.asked[-2:] == ["join", (2, None)]
 
 
 @pytest.mark.parametrize("named", [3, 5, None])

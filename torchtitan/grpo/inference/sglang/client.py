@@ -182,7 +182,7 @@ class SGLangClient(HttpClient):
         # Requests in flight are held. A server that is not paused would die of an assertion about them.
         await self.pause()
         frees = await self.sleep_frees()
-        if frees == "memory" and not self._is_asleep:
+        if frees == "memory" and not await self._sleeps():
             self._update_marked = False
             await self._mark_updating()
             self._is_asleep = True  # a second time, either request would end the server
@@ -190,10 +190,17 @@ class SGLangClient(HttpClient):
         return frees
 
     async def wake(self) -> None:
-        if self._is_asleep:
+        if await self._sleeps():
             await self._occupy("/resume_memory_occupation")
             self._is_asleep = False
         await self.resume()
+
+    async def _sleeps(self) -> bool:
+        # A server that was restarted in its sleep is awake, and would die of the request to wake.
+        if self._is_asleep:
+            label = (await self._model_info()).get("weight_version")
+            self._is_asleep = label not in (UNPUSHED_LABEL, None)
+        return self._is_asleep
 
     async def _occupy(self, route: str) -> None:
         # Without tags, for weights, cache and CUDA graphs, in the right order.

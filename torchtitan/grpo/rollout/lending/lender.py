@@ -48,8 +48,11 @@ class LentServers(Protocol):
         """Tells rank 0's lanes whether lent servers are to serve or to sleep."""
         ...
 
-    async def end(self, url: str) -> None:
-        """Ends the process of a lent server. It is started again when it is wanted."""
+    async def end(self, url: str) -> bool:
+        """Ends the process of a lent server. It is started again when it is wanted.
+
+        Returns whether the server was up.
+        """
         ...
 
 
@@ -98,7 +101,7 @@ class Lender:
         self._version = 0
         self._free_at: float | None = clock()  # since then the lent servers are wanted
         self._asleep: set[str] = set()
-        self._refusing: set[str] = set()
+        self._refusing: dict[str, str] = {}  # with their reasons
         self._news, self._are_back = asyncio.Event(), asyncio.Event()
         self._totals = _Totals()
         for source in (dispatcher, devices):
@@ -106,14 +109,19 @@ class Lender:
 
     # -- news --------------------------------------------------------------------------
 
+    def note_version(self, url: str, version: int) -> None:
+        """A lane has attested a version. The news are late if the server is to sleep by now."""
+        if url not in self._servers.lent or self.lent in (Lent.WAKING, Lent.AWAKE):
+            self._dispatcher.set_version(url, version)
+
     def note_asleep(self, url: str) -> None:
         """A lane has put its server to sleep."""
         self._asleep.add(url)
         self._dispatcher.set_asleep(url)
 
-    def note_lost(self, url: str) -> None:
+    def note_lost(self, url: str, reason: str) -> None:
         """A lane has lost its server, which perhaps does not fall asleep. The dispatcher is told first."""
-        self._refusing.add(url)
+        self._refusing[url] = reason
 
     def ask(self, version: int) -> None:
         """Rank 0 waits for the batch of ``version``."""
@@ -213,24 +221,24 @@ class Lender:
         self._enter(Lent.NO)
 
     async def _until_asleep(self, deadline: float) -> None:
+        late = f"not within inference.sleep_timeout_seconds = {self._sleep_seconds:g}."
         while awake := [s for s in self._lent_servers() if not self._has_freed(s)]:
             self._news.clear()  # first, so that no news is lost while a server is ended
             for server in awake:
                 if server.url in self._refusing or self._clock() > deadline:
-                    await self._end(server.url)
+                    await self._end(server.url, self._refusing.get(server.url, late))
             await wait_at_most(_LOOK_SECONDS, self._news)
 
     def _has_freed(self, server: Server) -> bool:
         return server.url in self._asleep or server.is_down
 
-    async def _end(self, url: str) -> None:
-        self._totals.kills += 1
-        logger.error(
-            "The lent server %s is ended, because it did not fall asleep within "
-            "inference.sleep_timeout_seconds = %g. Training goes on. The server is started again when "
-            "devices are lent next.", url, self._sleep_seconds,
-        )  # fmt: skip
-        await self._servers.end(url)
+    async def _end(self, url: str, reason: str) -> None:
+        if await self._servers.end(url):
+            self._totals.kills += 1
+            logger.error(
+                "The lent server %s was ended, because it did not fall asleep: %s Training goes on. The "
+                "server is started again when devices are lent next.", url, reason,
+            )  # fmt: skip
         self._asleep.add(url)
         self._news.set()
 

@@ -99,11 +99,15 @@ class ServerFleet:
                 supervisor.set_wanted(is_wanted)
         await self._tell(self.servers)
 
-    async def end(self, url: str) -> None:
-        """Ends the process of a lent server, which is started again when it is wanted."""
+    async def end(self, url: str) -> bool:
+        """Ends the process of a lent server, which is started again when it is wanted.
+
+        Returns whether the server was up.
+        """
         for supervisor in self._supervisors:
             if supervisor.client.url == url:
-                await supervisor.end()
+                return await supervisor.end()
+        return False
 
     async def start(self) -> None:
         """Launches servers if ``inference.launch`` is set, and waits until all servers are up.

@@ -52,7 +52,7 @@ class Supervisor:
         self.client = client
         self._inference = inference
         self._last = server
-        self._is_closed = self._is_ended = False
+        self._is_closed = self._is_ended = self._is_starting = False
         self._is_wanted = asyncio.Event()
         self._is_wanted.set()
 
@@ -84,8 +84,10 @@ class Supervisor:
             if self._is_closed:
                 return end
             self._start()
+            self._is_starting = True
             dispatcher.set_running(self.client.url)
             end = await self._wait_until_up()
+            self._is_starting = False
             if end is None:
                 up_since = time.monotonic()
                 end = await self._wait_for_end()
@@ -99,11 +101,17 @@ class Supervisor:
     def set_wanted(self, is_wanted: bool) -> None:
         (self._is_wanted.set if is_wanted else self._is_wanted.clear)()
 
-    async def end(self) -> None:
-        """Ends the server's process, which is started again when it is wanted."""
-        if (server := self.server) is not None:
-            self._is_ended = True
-            await asyncio.to_thread(server.stop, grace_seconds=0.0)
+    async def end(self) -> bool:
+        """Ends the server's process, which is started again when it is wanted.
+
+        Returns whether the server was up.
+        """
+        server, was_up = self.server, not self._is_starting
+        if server is None or server.process.poll() is not None:
+            return False
+        self._is_ended = True
+        await asyncio.to_thread(server.stop, grace_seconds=0.0)
+        return was_up
 
     def close(self) -> LaunchedServer | None:
         """Prevents further restarts. The caller must stop the server that is returned, if any."""

@@ -3,7 +3,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import json
 import socket
@@ -11,7 +10,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock
 
 import pytest
 from aiohttp import web
@@ -233,26 +232,3 @@ async def test_servers_that_never_change_are_watched_until_somebody_cancels_it()
             async with asyncio.timeout(0.1):
                 await fleet.watch(Dispatcher(fleet.clients, Rollout(), vocab_size=128), AsyncMock())
         await fleet.close()
-
-
-async def test_lent_servers_alone_are_told_to_sleep_and_are_ended():
-    lent, other = "http://127.0.0.1:1", "http://127.0.0.1:2"
-    fleet = fleet_of(lend=True)
-    for url in (lent, other):
-        fleet._join(url)
-    info, client = fleet._members[other]
-    assert info.is_lent and info.is_wanted
-    fleet._members[other] = dataclasses.replace(info, is_lent=False), client
-    supervisors = [AsyncMock(client=client, set_wanted=Mock()) for client in fleet.clients]
-    fleet._supervisors = supervisors  # pyright: ignore[reportAttributeAccessIssue]
-    fleet._tell = told = AsyncMock()
-    assert fleet.lent == [lent]
-    for is_wanted in (False, True):
-        await fleet.set_wanted(is_wanted)
-        ((servers,), _) = told.await_args_list[-1]
-        assert [server.is_wanted for server in servers] == [is_wanted, True]
-        supervisors[0].set_wanted.assert_called_with(is_wanted)
-    await fleet.end(lent)
-    assert [one.end.await_count for one in supervisors] == [1, 0]
-    fleet._supervisors = []
-    await fleet.close()

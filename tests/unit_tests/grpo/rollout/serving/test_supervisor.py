@@ -145,6 +145,40 @@ async def test_a_server_that_was_up_for_long_has_all_restarts_again(server, monk
     assert found == ([0.01] * 5, None)
 
 
+async def test_a_start_that_is_broken_off_is_not_counted_and_is_repeated(server, monkeypatch):
+    """A lent server is started only while its devices are lent."""
+    starts = asyncio.Queue[LaunchedServer]()
+
+    def start(spec: ServerSpec, log_file: Path, *, keep_log: bool) -> LaunchedServer:
+        process = start_child([sys.executable, "-c", "import time; time.sleep(600)"])
+        starts.put_nowait(LaunchedServer(spec, process, log_file))
+        return LaunchedServer(spec, process, log_file)
+
+    async def wait_until_up(_: Any, launched: list[LaunchedServer], __: float) -> None:
+        while launched[0].process.poll() is None:
+            await asyncio.sleep(0.01)
+        raise RuntimeError("it ended early")
+
+    monkeypatch.setattr(supervisor, "start_server", start)
+    monkeypatch.setattr(supervisor, "wait_until_up", wait_until_up)
+    dispatcher = dispatcher_of(server, was_attested=True)
+    inference = Inference(max_restarts=0)
+    one = supervisor.Supervisor(server, dispatcher.servers[server.url].client, inference)
+    work = asyncio.create_task(one.run(dispatcher))
+    assert await one.end(), "it was up"
+    for _ in range(3):
+        process = (await asyncio.wait_for(starts.get(), 60)).process
+        one.set_wanted(False)
+        assert not await one.end(), "it was not up"
+        assert process.poll() is not None
+        await asyncio.sleep(0.1)
+        assert starts.empty(), "nobody wants it"
+        one.set_wanted(True)
+    (await asyncio.wait_for(starts.get(), 60)).stop(grace_seconds=0.0)
+    end = await asyncio.wait_for(work, 60)
+    assert end.startswith("It was restarted 0 times") and "it ended early" in end
+
+
 async def test_a_server_that_is_ended_on_purpose_starts_when_it_is_wanted_and_is_not_counted(
     server, monkeypatch
 ):
