@@ -162,7 +162,7 @@ class World:
             await self.pause(3)
             self.was_lost = True
             self.dispatcher.set_lost(client.url, "a lost connection")
-            self.lender.note_lost(client.url)
+            self.lender.note_lost(client.url, "a lost connection")
             await self.pause(1)
             self.dispatcher.set_version(client.url, self.version)
 
@@ -178,18 +178,19 @@ class World:
         else:
             self.refused[client.url] = self.now()
             self.dispatcher.set_lost(client.url, "it does not sleep")
-            self.lender.note_lost(client.url)
+            self.lender.note_lost(client.url, "it does not sleep")
 
     def free(self, url: str) -> None:
         self.using.discard(url)
         self.freed_at = self.now()
 
-    async def end(self, url: str) -> None:
+    async def end(self, url: str) -> bool:
         self.totals["kills"] += 1
         assert url in self.using, "ended once, and not a server that sleeps"
         due = self.refused.get(url, self.scheduler.taken_back_at + SLEEP_SECONDS)
         assert 0 <= self.now() - due <= (0 if url in self.refused else 2 * LOOK_SECONDS)
         await self.kill(url)
+        return True
 
     async def kill(self, url: str) -> None:
         self.tasks[url].cancel()
