@@ -3,7 +3,7 @@
 
 """Measures what lending the training devices to servers gains, and what it costs where it gains nothing.
 
-    python benchmarks/lending.py [--json] [--rounds 3] [--steps 24]
+    python benchmarks/lending.py [--json] [--rounds 3] [--steps 16]
 
 One server has devices of its own, and a second one is lent those of the training rank (``[cluster]``).
 Each run is compared with the same run without the second server. In one pair, generating a batch takes
@@ -15,7 +15,7 @@ their pushes, cut requests, and the ranks' room.
 ``bound`` is how many times as many samples a second the scheduler says are possible
 (`LendScheduler.bound`), by the times that the runs of the round took. The exit status is 1 if, over all
 rounds, lending reaches less than 0.8 of the gain that is possible, or makes the balanced run more than
-2 % slower. The benchmark takes about 11 minutes. With ``--json`` the last line is a JSON object.
+2 % slower. The benchmark takes about 10 minutes. With ``--json`` the last line is a JSON object.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from torchtitan.grpo.rollout.lending.scheduler import LendScheduler
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODEL = REPOSITORY / "assets/reverse_digits/model"
-PROMPTS, GROUP_SIZE, MEAN_TOKENS, NEW_TOKENS = 8, 8, 50, 100
+PROMPTS, GROUP_SIZE, MEAN_TOKENS, NEW_TOKENS = 32, 4, 20, 60
 TOKEN_SECONDS = 3e-4  # of training
 WARM_UP_STEPS = 4
 LEAST_PART, MOST_LOSS = 0.8, 0.02
@@ -54,7 +54,7 @@ class Setting:
     decode_seconds: float
 
 
-SETTINGS = (Setting("3:1", 32, 0.024), Setting("balanced", 48, 0.012))
+SETTINGS = (Setting("3:1", 16, 0.02), Setting("balanced", 48, 0.02))
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=24, help="steps of a run")
+    parser.add_argument("--steps", type=int, default=16, help="steps of a run")
     options = parser.parse_args()
     rounds: dict[str, list[dict[str, float]]] = {setting.name: [] for setting in SETTINGS}
     with tempfile.TemporaryDirectory(prefix="lending-") as temporary:
