@@ -56,15 +56,19 @@ async def slow(completions):
 @pytest.fixture
 def lend(make_run, tmp_path: Path):
     def make(*arguments: str):
-        reward = tmp_path / "reward.py"
-        reward.write_text(SLOW_REWARD)
         return make_run(
-            *SMALL, *LIMITS, *RESTARTS, f"--reward.functions={reward}:slow", *arguments,
-            program=HELD_LANE,
-            environment={"HELD_LANE": str(tmp_path), "TORCHTITAN_GRPO_API_KEY": KEY},
+            *SMALL, *LIMITS, *RESTARTS, *arguments, program=HELD_LANE,
+            environment={"HELD_LANE": str(tmp_path), "TORCHTITAN_GRPO_ADMIN_KEY": KEY},
         )  # fmt: skip
 
     return make
+
+
+@pytest.fixture
+def slow_reward(tmp_path: Path) -> str:
+    file = tmp_path / "reward.py"
+    file.write_text(SLOW_REWARD)
+    return f"--reward.functions={file}:slow"
 
 
 @contextlib.contextmanager
@@ -140,16 +144,17 @@ def end(run) -> None:
     check_ledger(run)
 
 
-def cases(short: list, long: list) -> list:
-    return [pytest.param(short, id="some"), pytest.param(long, id="all", marks=pytest.mark.long)]
-
-
 @pytest.mark.parametrize(
     "faults",
-    cases([("syncing", KILL), ("ready", STOP)], [(s, n) for s in STATES for n in (KILL, STOP)]),
+    [
+        [("syncing", KILL), ("ready", STOP)],
+        pytest.param([(s, n) for s in STATES for n in (KILL, STOP)], marks=pytest.mark.long),
+    ],
 )
-def test_a_lent_server_that_is_killed_or_stopped_is_replaced_and_training_goes_on(lend, faults):
-    run = lend("--training.steps=10000")
+def test_a_lent_server_that_is_killed_or_stopped_is_replaced_and_training_goes_on(
+    lend, slow_reward, faults
+):
+    run = lend("--training.steps=10000", slow_reward)
     run.start()
     for state, signum in faults:
         wait_until_all_serve(run, 2)
@@ -162,7 +167,6 @@ def test_a_lent_server_that_is_killed_or_stopped_is_replaced_and_training_goes_o
             told = f"The lent server {url} was ended, because it did not fall asleep"
             run.wait_for(lambda: told in run.console, 60)  # noqa: B023
             run.wait_for(lambda: sum(r["lend/kills"] for r in run.metrics[seen:]) == 1, 60)  # noqa: B023
-        print(state, signum.name, "steps", len(run.metrics) - seen)
     wait_until_all_serve(run, 2)
     end(run)
 
@@ -203,7 +207,6 @@ def test_a_rank_that_is_killed_or_stopped_ends_the_run_which_resumes_exactly(
         text = rf"Training rank 1 on \S+ \(process {rank.pid}\) {how}"
         assert re.match(text, message), message
         assert "A new start begins from the newest checkpoint" in message
-        print(state, signum.name, victims, len(run.metrics))
     last = len(run.metrics) + 2
     run = lend(*CHECKPOINT, f"--training.steps={last}").succeed()
     assert re.search(r"Resumes after step \d+ from", run.console)
@@ -211,11 +214,11 @@ def test_a_rank_that_is_killed_or_stopped_ends_the_run_which_resumes_exactly(
     check_ledger(run)
 
 
-@pytest.mark.parametrize("states", cases(["ready"], [*STATES]))
-def test_a_rollout_process_that_is_killed_is_started_again_on_devices_that_are_free(lend, states):
+@pytest.mark.long
+def test_a_rollout_process_that_is_killed_is_started_again_on_devices_that_are_free(lend):
     run = lend("--training.steps=10000")
     run.start()
-    for state in states:
+    for state in STATES:
         wait_until_all_serve(run, 2)
         with held_in(run, state):
             (process,) = run.processes("grpo.rollout.process")
@@ -225,9 +228,8 @@ def test_a_rollout_process_that_is_killed_is_started_again_on_devices_that_are_f
     end(run)
 
 
-@pytest.mark.parametrize(
-    "state", [pytest.param(s, marks=() if s == "ready" else pytest.mark.long) for s in STATES]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("state", STATES)
 def test_a_run_that_is_stopped_by_a_signal_during_a_loan_goes_on_where_it_was(lend, state):
     run = lend(*CHECKPOINT, "--training.steps=10000")
     run.start()
