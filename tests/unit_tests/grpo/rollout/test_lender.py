@@ -221,12 +221,14 @@ async def test_the_scheduler_is_told_what_is_missing_and_how_long_a_step_took():
         moment = world.scheduler.moment
         assert moment is not None and moment.asked_at == pytest.approx(asked_at, abs=0.05)
         assert (moment.missing_groups, moment.movable_groups) == (2, 1)
-        await asyncio.sleep(0.3)
         lent.num_tokens, other.num_tokens = 8, 24
+        await asyncio.sleep(0.3)
         assert (await world.deliver(0))["lend/tokens_fraction"] == 0.25
         assert world.scheduler.moment is not None and world.scheduler.moment.is_full
         world.lender.ask(1)
         await world.deliver(1)
+        moment = world.scheduler.moment
+        assert moment.lent_rate and moment.other_rate and moment.lent_rate < moment.other_rate
         first, second = (one[1:] for one in world.scheduler.observed if one[0] == "step")
         assert first[0] > 0.3 > second[0] and max(first[1], second[1]) < 0.25
         assert (first[2], second[2]) == (2.0, 0.0), "groups of four tokens"
