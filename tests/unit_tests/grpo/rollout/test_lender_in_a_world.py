@@ -86,7 +86,7 @@ class Unsteady(LendScheduler):
         super().__init__(0.05)
         self._rng = rng
         self.last: Moment | None = None
-        self.taken_back_at = 0.0
+        self.lent_at = self.taken_back_at = 0.0
 
     def decide(self, moment: Moment) -> Decision:
         self.last, is_lent = moment, moment.lent in (Lent.WAKING, Lent.AWAKE)
@@ -95,7 +95,10 @@ class Unsteady(LendScheduler):
             self.taken_back_at = moment.now
             return Decision.TAKE_BACK
         can_lend = moment.lent is Lent.NO and not moment.is_full
-        return Decision.LEND if can_lend and changes else Decision.STAY
+        if not (can_lend and changes):
+            return Decision.STAY
+        self.lent_at = moment.now
+        return Decision.LEND
 
 
 class World:
@@ -108,7 +111,7 @@ class World:
         self.lent = [client.url for client in self.clients]
         self.using, self.down, self.refused = set(self.lent), set[str](), dict[str, float]()
         self.has_room, self.version, self.waits, self.was_lost = True, 0, False, False
-        self.freed_at = 0.0
+        self.freed_at = self.room_at = 0.0
         self.totals = dict.fromkeys(("wakes", "kills", "cut_requests"), 0)
         self.tasks: dict[str, asyncio.Task[None]] = {}
         config = Rollout(max_concurrent_rollouts=8)
@@ -135,10 +138,13 @@ class World:
     async def _make_room(self, version: int) -> None:
         await self.pause(1)
         self.has_room = self.has_room or (self.waits and version == self.version)
+        self.room_at = self.now()
         self.devices.free(version)  # late, if the batch has overtaken it
 
     async def set_wanted(self, is_wanted: bool) -> None:
         self.totals["wakes"] += is_wanted
+        if is_wanted and self.room_at > self.scheduler.lent_at:
+            assert self.now() == self.room_at, "no news is waited for"
         self.refused.clear()
         for client in self.clients:
             self.start(client, self.wake if is_wanted else self.sleep)
@@ -223,11 +229,14 @@ class World:
             assert self.now() - max(full_at, self.freed_at) < 1e-6, "no news is waited for"
             assert metrics["lend/late_seconds"] == self.now() - full_at
             self.waits = self.has_room = False
-            for name in ("wakes", "kills"):
-                assert metrics[f"lend/{name}"] == self.totals[name]
+            self.totals["cut_requests"] += self.dispatcher.num_cut
+            for name, total in self.totals.items():
+                assert metrics[f"lend/{name}"] == total
                 self.totals[name] = 0
+            self.totals["cut_requests"] -= self.dispatcher.num_cut
             await self.pause(3)
         self.has_room = True
+        self.room_at = self.now()
         self.devices.free(NUM_BATCHES)  # after the last step
         while self.lender.lent is not Lent.AWAKE:
             await asyncio.sleep(0.1)

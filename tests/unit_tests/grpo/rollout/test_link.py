@@ -15,6 +15,7 @@ from torchtitan.grpo.types import BatchPart
 
 ASK = "await self.devices.want(version)"
 UNCHECKED = "await self._send(link_messages.DevicesWanted(version))"
+LATE = "await self._send(link_messages.DevicesWanted(version - 1)); self.devices.free(version)"
 
 
 @pytest.fixture
@@ -60,3 +61,8 @@ def test_devices_are_lent_before_a_batch_and_never_in_the_middle_of_one(open_lin
     with pytest.raises(refused_by, match="wanted for version 1 in the middle of a batch"):
         next_part(1)
     assert lent == [0, 1]
+
+
+def test_a_wish_that_its_batch_has_overtaken_makes_no_room(open_link):
+    link = open_link(BARE + LENDING.replace("ASK", LATE))
+    assert link.next_batch(0, 60.0, None, lambda: pytest.fail("nothing is wanted")) is not None
