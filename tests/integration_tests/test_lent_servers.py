@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from torchtitan.grpo.data.record import RecordReader
 from torchtitan.grpo.types import Rollout
 
+MODEL = "assets/reverse_digits/model"
 VOCAB_SIZE = 128
 # Of logprobs. A step of the optimizer changes them by more than ten times as much.
 TOLERANCE = 1e-4
@@ -38,39 +39,40 @@ def test_a_server_that_sleeps_between_batches_loses_and_mixes_nothing(
     make_run, repository, tmp_path, kind, num_wakes
 ):
     python = sys.executable if kind == "embedded" else python_of(kind)
+    # Now and then a batch is full before its step, and needs no wake.
+    num_steps = num_wakes + num_wakes // 10 + 1
     run = make_run(
         f"--inference.kind={kind}", f"--inference.python={python}", "--inference.lend",
-        f"--training.steps={num_wakes + 1}", "--grpo.hf_export_interval=1",
+        f"--training.steps={num_steps}", "--grpo.hf_export_interval=1",
         # At the end of a batch, the server is busy with the next one.
-        "--grpo.prompts_per_step=4", "--grpo.group_size=4", "--rollout.max_concurrent_rollouts=12",
+        "--grpo.prompts_per_step=8", "--grpo.group_size=4", "--rollout.max_concurrent_rollouts=8",
         "--weight_sync.attest_every=1", "--lr_scheduler.warmup_steps=0",
         f"--rollout.record={tmp_path / 'run/rollouts.jsonl'}", "--evaluation.num_prompts=8",
     )  # fmt: skip
     run.start()
-    memory = [_memory_after(run, kind, num_wakes * part // 5) for part in (1, 4)]
+    memory = [_memory_at(run, kind, step) for step in (20, 100) if step < num_steps]
     assert run.finish() == 0, run.console[-6000:]
     run.check_metrics()
-
-    def sum_of(key: str) -> float:
-        return sum(record[key] for record in run.metrics)
-
-    # The server is launched awake.
-    assert sum_of("lend/wakes") == num_wakes
-    assert sum_of("lend/kills") == sum_of("rollout/failed_requests") == 0
-    assert sum_of("lend/cut_requests") >= num_wakes
+    totals = {key: sum(record[key] for record in run.metrics) for key in run.metrics[-1]}
+    assert totals["lend/wakes"] >= num_wakes
+    assert totals["lend/kills"] == totals["rollout/failed_requests"] == 0
+    assert totals["lend/cut_requests"] >= num_wakes
     last = run.metrics[-1]
     assert last["weight_sync/failures"] == 0
-    assert last["weight_sync/attested"] == last["weight_sync/pushes"] >= num_wakes + 1
+    assert last["weight_sync/attested"] == last["weight_sync/pushes"] > num_wakes
     assert run.fates() == {}
-    _assert_each_token_is_of_its_version(run, repository / "assets/reverse_digits/model")
+    _assert_each_token_is_of_its_version(run, repository / MODEL)
     keeps = "keeps its weights and its KV cache in memory while it sleeps" in run.console
     assert keeps == (kind != "embedded")  # on a CPU
-    print(memory)
+    if memory:
+        before, after = memory
+        # A half of what would be lost if each wake kept one more copy of the weights.
+        assert after - before < 40 * (repository / MODEL / "model.safetensors").stat().st_size
 
 
-def _memory_after(run, kind: str, num_wakes: int) -> float:
+def _memory_at(run, kind: str, step: int) -> float:
     """Median of the bytes that the server's processes have for themselves, in the next second."""
-    run.wait_for_step(num_wakes + 1)
+    run.wait_for_step(step)
     (server,) = (p for p in run.processes(SERVERS[kind]) if _is_server(p, SERVERS[kind]))
     found = []
     for _ in range(20):
@@ -105,8 +107,7 @@ def _assert_each_token_is_of_its_version(run, start: Path) -> None:
         recorded = np.concatenate([rollout.logprobs[part] for rollout, part in parts])
         np.testing.assert_allclose(own, recorded, atol=TOLERANCE, err_msg=f"version {version}")
         apart.append(np.abs(next_one - own).max())
-    print(sorted(apart)[:5])
-    assert min(apart) > 10 * TOLERANCE
+    assert np.median(apart) > 10 * TOLERANCE, "versions hardly differ, so this shows nothing"
 
 
 def _logprobs(
