@@ -198,6 +198,28 @@ async def test_cut_completions_go_on_after_the_server_has_slept(server, client, 
 
 
 @with_trainer
+async def test_a_request_that_was_not_cut_does_not_end_a_server_that_sleeps(
+    server, client, trainer
+):
+    if server.kind == "embedded":
+        return  # see the unit tests of its sleep
+    if server.kind == "sglang":
+        # On a CPU its routes free nothing, but an unexpected request in flight ends the server.
+        client._frees = lambda info: "memory"
+    old, new = next(new_versions), next(new_versions)
+    await trainer.push(make_buckets(make_model(29), 2), old)
+    flights = [flight for _, flight in await fly(client, old)]
+    await client.sleep()
+    await client.health()
+    await client.wake()
+    await trainer.push(make_buckets(make_model(30), 2), new)
+    await assert_serves(client, make_model(30), new)
+    ended = await asyncio.gather(*flights, return_exceptions=True)
+    for end in ended:
+        assert isinstance(end, ServerError | Generation), end
+
+
+@with_trainer
 async def test_the_server_says_how_busy_it_is(server, client, trainer):
     await trainer.push(make_buckets(make_model(19), 2), next(new_versions))
     # It was started with room for 16 requests.

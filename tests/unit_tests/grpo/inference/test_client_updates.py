@@ -279,6 +279,12 @@ AWAKE = (200, {"status": "awake"})
             ["/model_info", "/resume_memory_occupation", "/continue_generation"],
         ),
         ("sglang", {}, ["/pause_generation", "/server_info"], ["/continue_generation"]),
+        (
+            "sglang",
+            {"/server_info": (200, SAVES[1] | {"device": "cpu"})},
+            ["/pause_generation", "/server_info"],
+            ["/continue_generation"],
+        ),
     ],
 )
 async def test_a_server_that_loses_its_weights_in_its_sleep_has_no_version(

@@ -176,7 +176,9 @@ class SGLangClient(HttpClient):
         return self._frees(await self._server_info())
 
     def _frees(self, info: dict[str, Any]) -> SleepFrees:
-        return "memory" if info.get("enable_memory_saver") is True else "nothing"
+        # On a CPU, the option is accepted and has no effect.
+        frees = info.get("enable_memory_saver") is True and info.get("device") != "cpu"
+        return "memory" if frees else "nothing"
 
     async def sleep(self) -> SleepFrees:
         # Requests in flight are held. A server that is not paused would die of an assertion about them.
