@@ -111,6 +111,10 @@ class Lender:
             self._refusing.add(url)
         self._news.set()
 
+    def note_free(self) -> None:
+        """Rank 0 has freed the devices."""
+        self._news.set()
+
     def ask(self, version: int) -> None:
         """Rank 0 waits for the batch of ``version``."""
         self._version, self._asked_at = version, self._clock()
