@@ -86,7 +86,6 @@ class Case:
             "inference.max_batched_tokens": IN_FLIGHT * SEQ_LEN,
             "reward.functions": "exact_match",
             "observe.progress": "none",
-            "observe.samples_per_step": 16,
         }
         return [f"--{key}={value}" for key, value in values.items()]
 

@@ -100,11 +100,9 @@ class Admission:
         return completions_in_flight + self._group_size <= self._max_concurrent
 
     def _is_held_back(self, server_version: int) -> bool:
-        if self.num_finished >= self._max_buffered:
-            return True
         consumed = self.next_batch * self.groups_per_batch + self._num_taken
         room = (server_version + self.max_staleness + 1) * self.groups_per_batch
-        return consumed + len(self._open) >= room
+        return consumed + len(self._open) >= room or self.num_finished >= self._max_buffered
 
     def start(self, group_id: int, server_version: int) -> None:
         """Opens a group. :meth:`may_start` must have allowed it."""
