@@ -12,8 +12,7 @@ from light import LIGHT
 
 from torchtitan.grpo import cli
 from torchtitan.grpo.plan.hardware import DEVICES, cache_places, computed_costs
-from torchtitan.grpo.plan.search import Plan, Split, best_split
-from torchtitan.grpo.plan.simulation import simulate
+from torchtitan.grpo.plan.search import Plan, Split, best_split, simulate
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 
 QWEN3_8B = {

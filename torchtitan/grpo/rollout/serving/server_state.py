@@ -145,9 +145,7 @@ class Server:
         number = None if self.window is None or is_evaluation else self.window.begin()
         now = time.monotonic()
         before = self._count_job_seconds(now)
-        job = Job(
-            expected_tokens, now, number, group_id, is_evaluation, job_seconds_before=before
-        )
+        job = Job(expected_tokens, now, number, group_id, is_evaluation, job_seconds_before=before)
         self.jobs.add(job)
         return job
 
