@@ -62,6 +62,7 @@ class LendingSimulation(Simulation):
             return  # the devices were taken back meanwhile
         self._scheduler.observe_wake(self.system.costs.wake)
         self._become(Lent.AWAKE)
+        self.served = self.version
         for server in self._lent:
             server.is_awake, server.version = True, self.version
         self.start_groups()
@@ -91,8 +92,8 @@ class LendingSimulation(Simulation):
         missing, movable = 0, 0
         if self.asked_at is not None and not self.pending:
             missing = max(1, self.admission.num_missing)
-            held = set[int]().union(*(server.groups() for server in self._others))
-            movable = max(0, missing - len(held))
+            elsewhere = sum(g.left > 0 and g.is_elsewhere for g in self.groups.values())
+            movable = max(0, missing - elsewhere)
         return Moment(
             now=self.now,
             asked_at=self.asked_at,

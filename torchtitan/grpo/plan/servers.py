@@ -47,9 +47,6 @@ class SimulatedServer:
         written = len(self._running) * self._clock - self._started
         return max(0.0, len(self._running) * self._mean_tokens - written)
 
-    def groups(self) -> set[int]:
-        return {completion.group_id for _, _, completion in self._running}
-
     def tokens_per_second(self) -> float:
         """With its window full."""
         return self._window / (self._costs.token + self._costs.beside * self._window)

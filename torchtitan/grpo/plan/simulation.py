@@ -57,6 +57,7 @@ class _Group:
     version: int
     left: int
     tokens: int
+    is_elsewhere: bool = False  # on a server that is not lent
 
 
 class Simulation:
@@ -73,7 +74,11 @@ class Simulation:
         ]
         self.groups: dict[int, _Group] = {}
         self.homeless: list[Completion] = []  # begun, and on no server
-        self.in_flight, self.version = 0, 0
+        self.in_flight, self.version, self.served = (
+            0,
+            0,
+            0,
+        )  # served: the newest version on a server
         self.asked_at: float | None = None
         self.pending: list[int] = []  # taken for training, which waits for the devices
         self.totals: dict[str, float] = defaultdict(float)
@@ -150,12 +155,11 @@ class Simulation:
         group_size = self.system.grpo.group_size
         if self.homeless:
             self._place_homeless()
-        most = self.system.rollout.max_concurrent_rollouts
-        while self.in_flight + group_size <= most:  # admission would refuse, only slower
+        while self.admission.may_start(self.served, self.in_flight):
             versions = {server.version for server in self.servers if server.is_awake}
             usable = {v for v in versions if self.admission.may_start(v, self.in_flight)}
             allowed = (s for s in self.servers if s.is_awake and s.version in usable)
-            server = best_server(allowed, num_completions=group_size) if usable else None
+            server = best_server(allowed, num_completions=group_size)
             if server is None:
                 return
             limit = self.system.rollout.max_new_tokens
@@ -179,6 +183,8 @@ class Simulation:
             self._give(server, [self.homeless.pop()], context)
 
     def _give(self, server: SimulatedServer, completions: list[Completion], prefill: float) -> None:
+        for completion in completions:
+            self.groups[completion.group_id].is_elsewhere |= not server.is_lent
         server.advance(self.now)
         server.add(completions, prefill)
         self.plan(server)
@@ -283,7 +289,7 @@ class Simulation:
             self.at(self.now + self.system.costs.push, self._pushed, self.version)
 
     def _pushed(self, version: int) -> None:
-        self._pushing = False
+        self._pushing, self.served = False, version
         for server in self.servers:
             if server.is_awake:
                 server.version = version

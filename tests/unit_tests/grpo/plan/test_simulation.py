@@ -35,10 +35,10 @@ def test_every_batch_is_whole_and_no_sample_too_old(changed, settings) -> None:
     outcome = run.run(10)
     assert outcome.max_age <= system.rollout.max_head_offpolicyness
     assert run.totals["samples"] == run.version * system.batch_completions
-    running = [server.groups() for server in run.servers]
     in_flight = sum(server.load for server in run.servers) + len(run.homeless)
     assert run.in_flight == in_flight <= system.rollout.max_concurrent_rollouts
-    held = set[int]().union(*running, (c.group_id for c in run.homeless))
+    running = itertools.chain(run.homeless, *(server.cut() for server in run.servers))
+    held = {completion.group_id for completion in running}
     assert held <= set(run.groups), "no completion runs for a group that has ended"
     parts = (outcome.trained, outcome.waited, outcome.pushed, outcome.lent)
     assert sum(parts) == pytest.approx(1.0, abs=0.02)
