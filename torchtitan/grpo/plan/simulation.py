@@ -74,11 +74,8 @@ class Simulation:
         ]
         self.groups: dict[int, _Group] = {}
         self.homeless: list[Completion] = []  # begun, and on no server
-        self.in_flight, self.version, self.served = (
-            0,
-            0,
-            0,
-        )  # served: the newest version on a server
+        self.in_flight, self.version = 0, 0
+        self.served = 0  # the newest version that a server has
         self.asked_at: float | None = None
         self.pending: list[int] = []  # taken for training, which waits for the devices
         self.totals: dict[str, float] = defaultdict(float)
