@@ -383,7 +383,7 @@ def config(
         dump_folder=str(tmp_path / "dump"),
         start_version=0,
         progress=PromptProgress(),
-        server_gpus=[],
+        gpus=[],
     )
 
 

@@ -48,6 +48,10 @@ In the rollout process (`rollout/process.py`), all in one event loop::
     `serving/fleet.py`   produces   restarted servers; the new list for dispatcher and lanes
                          waits for  the next end or change
                          unblocked  by polls of processes, files and registrations
+    lender               consumes   the training devices, which rank 0 frees while it waits
+    `rollout/lending/`   produces   lent servers that serve or sleep (``inference.lend``)
+                         waits for  rank 0's notice; the lanes; servers that fall asleep
+                         unblocked  by them; by inference.sleep_timeout_seconds, then it kills
     evaluations          consumes   rank 0's request, held-out prompts, places that rollouts leave
     `rollout/evaluator`  produces   scores of one version
                          waits for  a server of that version or a newer one
@@ -83,7 +87,7 @@ from torchtitan.grpo.rollout.link import RolloutFailed, RolloutKilled, RolloutLi
 from torchtitan.grpo.rollout.results import EvaluationResult, RolloutBatch
 from torchtitan.grpo.rollout.saved import discard_after, file_of
 from torchtitan.grpo.run_folder.contents import steps_in
-from torchtitan.grpo.system.device import are_gpus_shared, gpus_for_servers
+from torchtitan.grpo.system.device import num_training_gpus, visible_gpus
 from torchtitan.grpo.system.groups import leader_address
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.training.lent_memory import lent_part
@@ -141,7 +145,7 @@ class RolloutController(StepSource):
     wait. With ``uses_kept_rollouts`` it goes on with those beside its checkpoint. ``date``, in ISO
     format, is for chat templates. ``servers`` are those at the start; ``link.watch`` has later ones.
 
-    With ``inference.lend`` the devices are free when the source is started. ``make_room`` makes room
+    If devices are lent, they are free when the source is started. ``make_room`` makes room
     on them again, on the training thread, while this waits for a batch of which nothing has arrived.
     """
 
@@ -159,7 +163,7 @@ class RolloutController(StepSource):
     ) -> None:
         self._make_room = make_room
         # The version whose batch ends the loan of the devices, or None while they are not lent.
-        self._lent_until = start_version if config.inference.lend else None
+        self._lent_until = start_version if config.lends_devices else None
         self._unused_version = -1 if uses_kept_rollouts else start_version
         self._recorder: RolloutRecorder | None = None
         if config.rollout.record is not None:
@@ -262,14 +266,14 @@ class RolloutController(StepSource):
                 if self._should_stop():
                     return None
                 logger.error(f"{kill}\nThe rollout process is restarted, from batch {version} on.")
-                if self.config.inference.lend and self._lent_until is None:
+                if self.config.lends_devices and self._lent_until is None:
                     # The new process launches servers. An incomplete batch begins again.
                     self._make_room()
                     self._lent_until = version
                 self.link.restart(self._process_config(version))
 
     def lend(self, version: int) -> None:
-        if self.config.inference.lend:
+        if self.config.lends_devices:
             self._make_room()
             self._lent_until = version
             self.link.notify_devices_free(version)
@@ -370,8 +374,9 @@ def process_config(
         seq_len=config.training.seq_len,
         seed=config.debug.seed or 0,
         dump_folder=config.job.dump_folder,
-        server_gpus=gpus_for_servers(),
-        servers_beside_training=are_gpus_shared(),
+        gpus=visible_gpus(),
+        num_training_gpus=num_training_gpus(),
+        cluster=config.cluster,
         lent_part=lent_part(config, model),
         start_version=start_version,
         progress=progress,

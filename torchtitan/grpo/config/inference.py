@@ -45,16 +45,17 @@ class Inference:
     ``registry``, or to the folder ``registry`` in ``job.dump_folder``."""
 
     launch: bool = False
-    """Start ``num_servers`` servers on this machine, on free ports, and stop them at the end of the
-    run."""
+    """Start ``num_servers`` servers, or those of ``[cluster]``, on this machine, on free ports, and
+    stop them at the end of the run."""
 
     num_servers: Annotated[int, at_least(1)] = 1
-    """Number of servers that ``launch`` starts."""
+    """Number of servers that ``launch`` starts without ``[cluster]``."""
 
     lend: bool = False
     """Lend the devices of the training ranks to the launched servers. The servers sleep while the
     ranks train, and generate while the ranks wait for rollouts, with the memory that a waiting rank
-    leaves. All launched servers are lent, so there must be no GPU without a training rank. Needs
+    leaves. All launched servers are lent, so there must be no GPU without a training rank; with
+    ``[cluster]``, servers on other GPUs generate all the time. Needs ``launch``,
     ``grpo.async_weight_update = true`` and no ``rollout.stream``. ``optimizer.offload_while_lent``
     and ``grpo.ref_model_offload`` leave more memory to the servers."""
 
@@ -101,7 +102,7 @@ class Inference:
 
     max_batched_tokens: Annotated[int, at_least(1).or_value(0, "depends on the kind")] = 0
     """Maximum number of tokens that a launched server computes in one step (chunked prefill), above
-    ``rollout.max_concurrent_rollouts`` divided by ``num_servers``; docs/servers.md describes it.
+    ``rollout.max_concurrent_rollouts`` divided by the number of servers; docs/servers.md describes it.
     For SGLang it must be a multiple of the page size. With 0, vLLM and SGLang get 2,048 on a GPU
     and 256 on a CPU, or twice the number of running requests if that is more. The embedded server
     gets the number of running requests plus 512 on a GPU, or plus half of that number, but at least

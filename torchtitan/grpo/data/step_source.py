@@ -66,7 +66,7 @@ class StepSource(ABC):
         return None
 
     def lend(self, version: int) -> None:  # noqa: B027
-        """Lends the devices of all ranks until the batch of ``version``, with ``inference.lend``.
+        """Lends the devices of all ranks until the batch of ``version``, if they are to be lent.
 
         The other ranks must be waiting for rank 0's next message.
         """

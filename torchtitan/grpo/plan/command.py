@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.grpo.command_line import ConfigError, refusing
+from torchtitan.grpo.config.cluster import count_servers, lent_groups, server_groups
 from torchtitan.grpo.inference.gpu_shares import WITHOUT_TRAINING
 from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
@@ -114,12 +115,11 @@ def plan(arguments: list[str]) -> int:
 
 
 def _split(config: JobConfig, num_ranks: int, measured: Measured | None) -> Split:
-    inference = config.inference
-    number = inference.num_servers if inference.launch else len(named_urls(inference))
+    lent = count_servers(lent_groups(config))
+    number = count_servers(server_groups(config)) or len(named_urls(config.inference))
     if number == 0:  # they register when they are up
         number = measured.num_servers if measured else 1
-    is_lent = inference.launch and inference.lend
-    return Split(num_ranks, 0, number) if is_lent else Split(num_ranks, number)
+    return Split(num_ranks, number - lent, lent)
 
 
 def _lines(facts: _Given) -> Iterator[str]:
@@ -186,7 +186,8 @@ def _make_plan(facts: _Given) -> Plan:
 def _describe(split: Split) -> str:
     ranks = "1 training rank" if split.num_ranks == 1 else f"{split.num_ranks:,} training ranks"
     servers = "1 server" if split.all_servers == 1 else f"{split.all_servers:,} servers"
-    return f"{ranks} and {servers}{' on lent devices' if split.num_lent else ''}"
+    some = f", {split.num_lent:,} of them" if split.num_servers else ""
+    return f"{ranks} and {servers}{f'{some} on lent devices' if split.num_lent else ''}"
 
 
 def _describe_costs(facts: _Given, system: System) -> Iterator[str]:

@@ -30,13 +30,13 @@ def judge_memory(
     model = read_hf_model(config.model.hf_assets_path)
     shapes = parameter_shapes(config, model)
     asleep = 0.0
-    if config.inference.lend:
+    if split.num_lent:
         yield from describe_lent_memory(config, model, split.num_ranks)
         asleep = ASLEEP_BYTES * servers_per_gpu(split.num_lent, split.num_ranks) / device_bytes
     available = available_bytes(device_bytes, asleep)
     needed = needed_bytes(config, model, split.num_ranks, available)
     yield _verdict("a training rank", needed, available, "training.local_batch_size")
-    if not config.inference.lend:
+    if split.num_servers:
         weights = _BFLOAT16 * sum(math.prod(shape) for shape in shapes.values())
         remedy = "the number of servers on a device"
         yield _verdict("a server's weights", weights, server_bytes, remedy)

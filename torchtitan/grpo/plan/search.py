@@ -176,8 +176,9 @@ def changes(plan: Plan) -> Iterator[Change]:
         yield setting("stream", True)
     if split.num_servers:
         more = replace(split, num_servers=split.num_servers + 1)
+        name = "servers that are never lent" if split.num_lent else "inference.num_servers"
         note = f"needs more devices: {plan.server_devices}"
-        yield Change(f"inference.num_servers = {more.num_servers}", plan.on(more), note)
+        yield Change(f"{name} = {more.num_servers}", plan.on(more), note)
     if may_lend and system.grpo.async_weight_update:
         yield from lendings(plan, split)
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Asks rank 0 for the training devices, for servers that are lent them (``inference.lend``)."""
+"""Asks rank 0 for the training devices, for servers that are lent them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -54,7 +54,7 @@ class DeviceRequests:
                     await self._changed.wait()
         except TimeoutError:
             raise TimeoutError(
-                "Rank 0 must free the training devices for lent servers (inference.lend) within "
+                "Rank 0 must free the training devices for lent servers within "
                 f"{timeout_seconds:g} s while it waits for the batch of version {version}, but it has "
                 "not answered. Check whether a training rank hangs."
             ) from None

@@ -188,7 +188,7 @@ class RolloutLink:
         def meanwhile() -> None:
             wanted, self._wanted_for = self._wanted_for, None
             if wanted == version:  # an older wish has been overtaken by its batch
-                assert lend is not None, "devices are wanted, but inference.lend is false"
+                assert lend is not None, "devices are wanted, but none are lent"
                 lend()
 
         answer = self._wait_for(link_messages.Batch, timeout_seconds, should_stop, what, meanwhile)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.config.cluster import lent_groups
 from torchtitan.grpo.config.environments import environments_of, reward_functions
 from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.inference.access import TEACHER_KEY_VARIABLE
@@ -108,7 +109,7 @@ class _Session:
 class RolloutSession(_Session):
     """Also owns the teachers and the producer of one run.
 
-    With ``inference.lend`` there is a ``lender``, which asks for the training ``devices``.
+    If servers are lent, there is a ``lender``, which asks for the training ``devices``.
     """
 
     producer: Producer
@@ -148,7 +149,7 @@ class RolloutSession(_Session):
         config, saved, stream = self._config, self._saved, self.inputs.stream
         rollout, codec = config.rollout, self.inputs.codec
         admission = Admission(config.grpo, rollout, config.start_version)
-        if self._devices is not None and config.inference.lend:
+        if self._devices is not None and lent_groups(config):
             self.lender = Lender(
                 LendScheduler(config.inference.lend_max_late),
                 admission,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.command_line.reading import read_config
+from torchtitan.grpo.config.cluster import server_groups
 from torchtitan.grpo.job_config import JobConfig
 
 
@@ -54,10 +55,13 @@ def ranks_of_layout(config: JobConfig) -> tuple[int, bool]:
 
 
 def gpus_of_servers(config: JobConfig) -> int:
-    """Returns the number of GPUs of servers: at least one for each that the run launches."""
+    """Returns the number of GPUs of servers alone: those of ``[cluster]``, or one for each server."""
     inference = config.inference
-    uses_gpus = inference.launch and inference.device != "cpu" and config.has_servers
-    return inference.num_servers * max(1, inference.tensor_parallel_size) if uses_gpus else 0
+    if inference.device == "cpu" or not config.has_servers:
+        return 0
+    groups = [group for group in server_groups(config) if not group.is_lent]
+    size = max(1, inference.tensor_parallel_size)
+    return sum(len(group.gpus) or group.num_servers * size for group in groups)
 
 
 _COUNTS = ("--gpus", "--nproc", "--nproc_per_node", "--nproc-per-node")

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Lends the devices of all ranks to servers, and takes them back (``inference.lend``).
+"""Lends the devices of all ranks to servers, and takes them back.
 
 Rank 0 announces a loan while it waits for the first part of a batch, so that the other ranks wait
 for that batch in :meth:`Loan.receive`. All ranks make room and meet, and only then are servers
@@ -74,7 +74,7 @@ class Loan:
         if self._feed.rank == 0:
             failed = [f"rank {rank}: {what}" for rank, what in enumerate(problems) if what]
             raise LoanFailed(
-                "All ranks must make room on their devices for lent servers (inference.lend), but "
+                "All ranks must make room on their devices for lent servers, but "
                 f"{len(failed)} of {len(problems)} could not. " + "; ".join(failed)
             ) from error
 
@@ -112,7 +112,7 @@ class Loan:
 
 def build_loan(trainer: Trainer, feed: Feed, scorer: Scorer) -> Loan:
     config: JobConfig = trainer.job_config  # pyright: ignore[reportAssignmentType]
-    if not (config.has_servers and config.inference.lend):
+    if not config.lends_devices:
         return Loan(feed)
     reference = scorer.reference
     room = Room(

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Memory of a GPU that a waiting rank leaves to the servers to which it is lent (``inference.lend``)."""
+"""Memory of a GPU that a waiting rank leaves to the servers to which it is lent."""
 
 import math
 import os
@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from torchtitan.grpo.config.cluster import lent_groups
 from torchtitan.grpo.config_checks.rules import require
-from torchtitan.grpo.inference.gpu_shares import ASLEEP_BYTES, servers_per_gpu
+from torchtitan.grpo.inference.gpu_shares import ASLEEP_BYTES, most_on_a_gpu, server_places
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.system.device import num_training_gpus
 from torchtitan.grpo.training.memory_choice import (
     ASSUMED_BYTES,
     device_bytes,
@@ -74,23 +76,20 @@ def check_lent_memory(config: JobConfig, model: HFModel) -> None:
     )
     require(
         part > 0 or memory.weights <= memory.left,
-        f"Launched servers must fit beside the states of a waiting rank (inference.lend) into {told}. "
+        f"Launched servers must fit beside the states of a waiting rank, which lends its GPU, into {told}. "
         f"Beside the trainer's reserve, {size_text(max(memory.left, 0))} are left, but the weights of "
         f"the servers alone take {size_text(memory.weights)}. {remedy}",
     )
 
 
 def describe_lent_memory(config: JobConfig, model: HFModel, num_ranks: int) -> Iterator[str]:
-    if not (config.has_servers and config.inference.lend):
+    if not config.lends_devices:
         return
-    num_gpus = torch.cuda.device_count()
+    num_gpus = num_training_gpus()
     num_bytes = _least_bytes() if num_gpus else ASSUMED_BYTES
     memory = _lent_memory(config, model, num_ranks, num_gpus or num_ranks, num_bytes)
     each = config.inference.gpu_memory_utilization or memory.part / memory.num_servers
-    yield (
-        f"while its device is lent (inference.lend), the rank keeps {size_text(memory.kept)} "
-        f"({memory.parts})"
-    )
+    yield (f"while its device is lent, the rank keeps {size_text(memory.kept)} ({memory.parts})")
     yield (
         f"then {size_text(max(memory.left, 0))} are left for {memory.num_servers} of the servers on "
         f"each GPU, whose weights take at least {size_text(memory.weights)}; "
@@ -103,34 +102,34 @@ def describe_lent_memory(config: JobConfig, model: HFModel, num_ranks: int) -> I
 
 
 def _lends_gpus(config: JobConfig) -> bool:
-    inference = config.inference
-    is_lent = config.has_servers and inference.launch and inference.lend
-    return is_lent and inference.device != "cpu" and torch.cuda.device_count() > 0
+    has_gpus = config.inference.device != "cpu" and torch.cuda.device_count() > 0
+    return has_gpus and config.lends_devices
 
 
 def _of_this_machine(config: JobConfig, model: HFModel) -> LentMemory:
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    return _lent_memory(config, model, num_ranks, torch.cuda.device_count(), _least_bytes())
+    return _lent_memory(config, model, num_ranks, num_training_gpus(), _least_bytes())
 
 
 def _least_bytes() -> int:
-    return min(device_bytes(torch.device("cuda", i)) for i in range(torch.cuda.device_count()))
+    return min(device_bytes(torch.device("cuda", i)) for i in range(num_training_gpus()))
 
 
 def _lent_memory(
     config: JobConfig, model: HFModel, num_ranks: int, num_gpus: int, num_bytes: int
 ) -> LentMemory:
-    memory, inference = estimate(config, model, num_ranks), config.inference
+    memory = estimate(config, model, num_ranks)
     offloads = config.optimizer.offload_while_lent
     kept = memory.resting(offloads_optimizer=offloads)
     parts = f"parameters {size_text(memory.parameters)}"
     parts += ", optimizer offloaded" if offloads else f", optimizer {size_text(memory.optimizer)}"
     parts += f", reference {size_text(memory.reference)}" if memory.reference else ""
-    num_servers = servers_per_gpu(inference.num_servers, num_gpus)
-    itemsize = 4 if inference.dtype == "float32" else 2
+    places = server_places(lent_groups(config), num_gpus, num_gpus)
+    num_servers = most_on_a_gpu(places)
+    itemsize = 4 if config.inference.dtype == "float32" else 2
     of_model = sum(math.prod(shape) for shape in parameter_shapes(config, model).values())
     # A server shards its weights over at most all of its GPUs.
-    gpus_of_server = max(num_gpus // inference.num_servers, 1)
+    gpus_of_server = max(map(len, places))
     return LentMemory(
         total=num_bytes,
         kept=kept,

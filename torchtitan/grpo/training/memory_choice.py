@@ -9,11 +9,17 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.inference.gpu_shares import ASLEEP_BYTES, part_beside_training, servers_per_gpu
+from torchtitan.grpo.config.cluster import count_servers, lent_groups, server_groups
+from torchtitan.grpo.inference.gpu_shares import (
+    ASLEEP_BYTES,
+    most_on_a_gpu,
+    part_beside_training,
+    server_places,
+)
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.models.parallelize import Kept
-from torchtitan.grpo.system.device import are_gpus_shared
+from torchtitan.grpo.system.device import num_training_gpus
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.training.memory_estimate import (
     CHECKPOINTING,
@@ -130,15 +136,17 @@ def device_bytes(device: torch.device) -> int:
 
 def _servers_share(config: JobConfig, num_bytes: int) -> float:
     """Returns the part of a GPU of ``num_bytes`` that servers take while ranks train."""
-    inference = config.inference
-    if not (config.has_servers and inference.launch and are_gpus_shared()):
+    groups = server_groups(config)
+    num_gpus, num_training = torch.cuda.device_count(), num_training_gpus()
+    if not (config.has_servers and groups and num_gpus):
         return 0.0
-    if inference.lend:
-        num_asleep = servers_per_gpu(inference.num_servers, torch.cuda.device_count())
-        return num_asleep * ASLEEP_BYTES / num_bytes
-    return part_beside_training(
-        inference.num_servers, torch.cuda.device_count(), inference.gpu_memory_utilization
-    )
+    if lent := lent_groups(config):
+        places = server_places(lent, num_gpus, num_training)
+        return most_on_a_gpu(places) * ASLEEP_BYTES / num_bytes
+    if num_training < num_gpus:
+        return 0.0
+    part = config.inference.gpu_memory_utilization
+    return part_beside_training(count_servers(groups), num_gpus, part)
 
 
 def size_text(num_bytes: int) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torchtitan.grpo.config import ClusterRow
 from torchtitan.grpo.config_checks.layout import layout_problems
 from torchtitan.grpo.inference.gpu_shares import ASLEEP_BYTES
 from torchtitan.grpo.job_config import JobConfig
@@ -63,8 +64,12 @@ def test_servers_on_the_training_gpus_take_their_part(case, monkeypatch):
     assert memory_choice._servers_share(config, total) == 0.3
     config.inference.lend = True  # they sleep while ranks train
     assert memory_choice._servers_share(config, total) == 2 * ASLEEP_BYTES / total
+    config.inference.lend, config.inference.num_servers = False, 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert memory_choice._servers_share(config, total) == 0
+    assert memory_choice._servers_share(config, total) == 0, "they have a GPU of their own"
+    lent = ClusterRow(["train", "rollout"], num_servers=3)
+    config.cluster = {"both": lent, "own": ClusterRow(["rollout"], num_servers=5)}
+    assert memory_choice._servers_share(config, total) == 3 * ASLEEP_BYTES / total
 
 
 def test_a_dry_run_shows_what_fits_and_what_it_costs(case):

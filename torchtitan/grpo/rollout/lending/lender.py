@@ -193,7 +193,10 @@ class Lender:
         if self._free_at is None:  # nobody has been woken yet
             self._enter(Lent.NO)
             return
-        was_awake, self._free_at = self.lent is Lent.AWAKE, None
+        was_awake = self.lent is Lent.AWAKE
+        if not was_awake:
+            self._scheduler.observe_wake(self._clock() - self._free_at)
+        self._free_at = None
         self._enter(Lent.SLEEPING)
         cut_before = self._dispatcher.num_cut
         await asyncio.gather(*(self._dispatcher.cut(s.url) for s in self._lent_servers()))

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.config.cluster import count_servers, server_groups
 from torchtitan.grpo.config.environments import environments_of
 from torchtitan.grpo.config.evaluation import longest_answer
 from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE
@@ -94,7 +95,8 @@ class ServerFleet:
             info, client = self._members[url]
             self._members[url] = replace(info, is_wanted=is_wanted), client
         for supervisor in self._supervisors:
-            supervisor.set_wanted(is_wanted)
+            if supervisor.is_lent:
+                supervisor.set_wanted(is_wanted)
         await self._tell(self.servers)
 
     async def end(self, url: str) -> None:
@@ -110,7 +112,7 @@ class ServerFleet:
         """
         inference = self._config.inference
         if inference.launch:
-            self._ports = held = HeldPorts(inference.num_servers)
+            self._ports = held = HeldPorts(count_servers(server_groups(self._config)))
             # A thread must not do this: the kernel ends a child together with the thread that
             # started it.
             self._launched = start_servers(self._config, held.ports)
@@ -122,8 +124,9 @@ class ServerFleet:
             urls = await self._first_registered(self._source)
         else:
             urls = checked_urls(inference.urls, "inference.urls")
+        lent = {server.url for server in self._launched if server.spec.is_lent}
         for url in urls:
-            self._join(url)
+            self._join(url, is_lent=url in lent)
         await wait_until_up(
             self.clients,
             self._launched,
@@ -207,7 +210,8 @@ class ServerFleet:
         return urls
 
     async def _check(self, client: InferenceClient) -> None:
-        facts, warnings = await check_server(client, self._needs)
+        needs = replace(self._needs, is_lent=client.url in self.lent)
+        facts, warnings = await check_server(client, needs)
         for warning in warnings:
             self._announce(warning)
         if client in self.clients:  # the server may have left meanwhile
@@ -266,7 +270,7 @@ class ServerFleet:
             logger.info("Server %s leaves (%s).", url, source)
         return bool(new or gone)
 
-    def _join(self, url: str) -> InferenceClient:
+    def _join(self, url: str, *, is_lent: bool = False) -> InferenceClient:
         inference = self._config.inference
         client = make_client(
             inference.kind,
@@ -281,7 +285,7 @@ class ServerFleet:
         before = self._num_joined.get(client.url, self._config.incarnation * _JOINS_OF_A_PROCESS)
         self._num_joined[client.url] = joined = before + 1
         self._members[client.url] = (
-            ServerInfo(client.url, inference.kind, joined, is_lent=inference.lend),
+            ServerInfo(client.url, inference.kind, joined, is_lent=is_lent),
             client,
         )
         return client
@@ -322,7 +326,6 @@ def server_needs(config: RolloutProcessConfig) -> ServerNeeds:
         length_source=source,
         temperature=config.rollout.temperature,
         is_launched=config.inference.launch,
-        is_lent=config.inference.lend,
     )
 
 

@@ -52,7 +52,7 @@ class Supervisor:
         self.client = client
         self._inference = inference
         self._last = server
-        self._is_closed = False
+        self._is_closed = self._is_ended = False
         self._is_wanted = asyncio.Event()
         self._is_wanted.set()
 
@@ -69,14 +69,17 @@ class Supervisor:
         while True:
             dispatcher.set_down(self.client.url, "its process has ended")
             self.server = None
-            if backoff.num_failures == max_restarts:
+            if self._is_ended:
+                self._is_ended = False  # on purpose, which is no failure
+            elif backoff.num_failures == max_restarts:
                 return f"It was restarted {max_restarts} times (inference.max_restarts). {end}"
-            seconds = backoff.seconds_after_failure()
-            logger.error(
-                "Restart %d of at most %d (inference.max_restarts) of %s follows in %g s. %s",
-                backoff.num_failures, max_restarts, self.client.url, seconds, end,
-            )  # fmt: skip
-            await asyncio.sleep(seconds)
+            else:
+                seconds = backoff.seconds_after_failure()
+                logger.error(
+                    "Restart %d of at most %d (inference.max_restarts) of %s follows in %g s. %s",
+                    backoff.num_failures, max_restarts, self.client.url, seconds, end,
+                )  # fmt: skip
+                await asyncio.sleep(seconds)
             await self._is_wanted.wait()
             if self._is_closed:
                 return end
@@ -89,12 +92,17 @@ class Supervisor:
                 if time.monotonic() - up_since >= _PROVEN_SECONDS:
                     backoff.reset()
 
+    @property
+    def is_lent(self) -> bool:
+        return self._last.spec.is_lent
+
     def set_wanted(self, is_wanted: bool) -> None:
         (self._is_wanted.set if is_wanted else self._is_wanted.clear)()
 
     async def end(self) -> None:
         """Ends the server's process, which is started again when it is wanted."""
         if (server := self.server) is not None:
+            self._is_ended = True
             await asyncio.to_thread(server.stop, grace_seconds=0.0)
 
     def close(self) -> LaunchedServer | None:

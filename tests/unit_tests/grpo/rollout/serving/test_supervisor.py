@@ -143,3 +143,37 @@ async def test_a_server_that_was_up_for_long_has_all_restarts_again(server, monk
     settings = {"max_restarts": 1, "restart_seconds": 0.01}
     found = await pauses_until(5, server, monkeypatch, caplog, **settings)
     assert found == ([0.01] * 5, None)
+
+
+async def test_a_server_that_is_ended_on_purpose_starts_when_it_is_wanted_and_is_not_counted(
+    server, monkeypatch
+):
+    started: list[LaunchedServer] = []
+
+    def start(spec: ServerSpec, log_file: Path, *, keep_log: bool) -> LaunchedServer:
+        command = [sys.executable, "-c", PROGRAM, str(spec.port)]
+        started.append(LaunchedServer(spec, start_child(command, log_file=log_file), log_file))
+        return started[-1]
+
+    monkeypatch.setattr(supervisor, "start_server", start)
+    monkeypatch.setattr(supervisor, "wait_until_up", AsyncMock())
+    dispatcher = dispatcher_of(server, was_attested=True)
+    client = dispatcher.servers[server.url].client
+    one = supervisor.Supervisor(server, client, Inference(max_restarts=0))
+    work = asyncio.create_task(one.run(dispatcher))
+    try:
+        for number in (1, 2):
+            one.set_wanted(False)
+            await one.end()
+            while one.server is not None:
+                await asyncio.sleep(0.01)
+            assert len(started) == number - 1
+            one.set_wanted(True)
+            while len(started) < number:
+                await asyncio.sleep(0.01)
+        assert not work.done()
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        for each in started:
+            each.stop(grace_seconds=0.0)
