@@ -6,7 +6,7 @@
     python benchmarks/planner_accuracy.py [--json] [--keep FOLDER] [--known]
 
 The planner is calibrated (``--from``) with one short run without lending and one with it, and predicts the
-samples a second of five others, which are then run. Servers are timed (`stub_server.py`): a step sleeps for
+samples a second of six others, which are then run. Servers are timed (`stub_server.py`): a step sleeps for
 a fixed time. Training is timed as well (`timed_loss.py`): a trained token takes a fixed time, and half as
 long with twice the devices. They stand for devices that this machine does not have; all else is real. Two
 of the runs, marked `held out`, were not looked at while the planner was written; ``--known`` leaves them out.
@@ -44,12 +44,12 @@ RUN_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Case:
-    """``token_seconds`` are of a trained token on one training device."""
+    """``token_seconds`` is for a trained token on one training device."""
 
     name: str
     num_ranks: int = 2
     num_servers: int = 2
-    is_lent: bool = False
+    num_lent: int = 0  # of the servers
     staleness: int = 1
     prompts: int = 8
     new_tokens: int = 64
@@ -79,8 +79,7 @@ class Case:
             "rollout.max_new_tokens": self.new_tokens,
             "rollout.max_concurrent_rollouts": IN_FLIGHT * self.num_servers,
             "inference.launch": "true",
-            "inference.num_servers": self.num_servers,
-            "inference.lend": str(self.is_lent).lower(),
+            **self._servers,
             "inference.dtype": "float32",
             # Nothing is computed, so one step may take all prompts.
             "inference.max_batched_tokens": IN_FLIGHT * SEQ_LEN,
@@ -89,14 +88,29 @@ class Case:
         }
         return [f"--{key}={value}" for key, value in values.items()]
 
+    @property
+    def _servers(self) -> dict[str, object]:
+        if self.num_lent in (0, self.num_servers):
+            is_lent = str(self.num_lent > 0).lower()
+            return {"inference.num_servers": self.num_servers, "inference.lend": is_lent}
+        return {
+            "cluster.both.tags": '["train", "rollout"]',
+            "cluster.both.num_servers": self.num_lent,
+            "cluster.other.tags": '["rollout"]',
+            "cluster.other.num_servers": self.num_servers - self.num_lent,
+        }
 
-PLAIN, LENT = Case("plain"), Case("lent", is_lent=True, token_seconds=4e-4)
+
+PLAIN, LENT = Case("plain"), Case("lent", num_lent=2, token_seconds=4e-4)
 CASES = (
     replace(PLAIN, name="4 servers", num_servers=4),
     replace(PLAIN, name="synchronous, 12 prompts", prompts=12, staleness=0),
     replace(PLAIN, name="longer, 3 servers", num_servers=3, new_tokens=100, is_held_out=True),
-    replace(LENT, name="lent, 3 servers", num_servers=3, num_ranks=3),
-    replace(LENT, name="lent, synchronous, longer", staleness=0, new_tokens=100, is_held_out=True),
+    replace(LENT, name="3 servers, all lent", num_servers=3, num_lent=3, num_ranks=3),
+    replace(LENT, name="3 servers, 1 lent", num_servers=3, num_lent=1, prompts=12),
+    replace(
+        LENT, name="all lent, synchronous, longer", staleness=0, new_tokens=100, is_held_out=True
+    ),
 )
 NUM_DEVICES = 4
 SPLIT_WEIGHTS = (2.5e-4, PLAIN.token_seconds, 2.4e-3)
@@ -157,18 +171,18 @@ def _output(command: list[str], environment: dict[str, str]) -> str:
 
 def check_cases(runs: Runs, *, with_held_out: bool) -> tuple[dict[str, float], bool]:
     figures, holds = {}, True
-    print(f"{'case':28}{'predicted':>12}{'measured':>12}{'error':>9}   samples a second")
+    print(f"{'case':32}{'predicted':>12}{'measured':>12}{'error':>9}   samples a second")
     for case in CASES:
         if case.is_held_out and not with_held_out:
             continue
-        calibration, _ = runs.measure(LENT if case.is_lent else PLAIN)
+        calibration, _ = runs.measure(LENT if case.num_lent else PLAIN)
         (text,) = re.findall(r"samples a second +(\S+) ", planned(case, calibration))
         _, measured = runs.measure(case)
         error = float(text) / measured - 1
         figures[f"error/{case.name}"] = error
         holds = holds and abs(error) <= MOST_ERROR
         note = "  held out" if case.is_held_out else ""
-        print(f"{case.name:28}{float(text):12.2f}{measured:12.2f}{error:+9.1%}{note}", flush=True)
+        print(f"{case.name:32}{float(text):12.2f}{measured:12.2f}{error:+9.1%}{note}", flush=True)
     return figures, holds
 
 
