@@ -36,7 +36,8 @@ def test_the_quickstart_is_planned(repository, monkeypatch, capsys) -> None:
     ]
     places = [out.index(title) for title in (*titles, "The best split of 16", "Memory, on H100")]
     assert places == sorted(places)
-    shares = [int(n) for n in re.search(r"training devices  (.*)", out)[1].split() if n.isdecimal()]
+    (parts,) = re.findall(r"training devices  (.*)", out)
+    shares = [int(word) for word in parts.split() if word.isdecimal()]
     assert sum(shares) == pytest.approx(100, abs=2)
     assert "rollout.max_head_offpolicyness = 2" in out and "inference.lend = true" in out
     assert "which fit" in out and "NOT" not in out
