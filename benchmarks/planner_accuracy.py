@@ -11,12 +11,13 @@ a fixed time. Training is timed as well (`timed_loss.py`): a trained token takes
 long with twice the devices. They stand for devices that this machine does not have; all else is real. Two
 of the runs, marked `held out`, were not looked at while the planner was written; ``--known`` leaves them out.
 
-Then the best split of four devices is measured for three weights of training, by running all splits, and
-compared with the planner's. For each weight, the planner is calibrated with the split in the middle only.
+Then the best split of four devices is measured in three cases, by running all splits, and compared with the
+planner's. In each case, the planner is calibrated with the split in the middle only.
 
 The exit status is 1 if a prediction is wrong by more than 15 %, or if a split that the planner names is not
-the best of those measured. The benchmark takes about 10 minutes. ``--keep`` keeps the runs, and uses
-those that are there already. With ``--json`` the last line is a JSON object.
+the best of those measured, or if a plan for 10,000 devices takes more than 10 s. The benchmark takes about
+12 minutes. ``--keep`` keeps the runs, and uses those that are there already. With ``--json`` the last line is
+a JSON object.
 """
 
 import argparse
@@ -27,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -36,15 +38,14 @@ MODEL = REPOSITORY / "assets/reverse_digits/model"
 PROGRAM = Path(sys.executable).with_name("torchtitan-grpo")
 GROUP_SIZE, MEAN_TOKENS, SEQ_LEN = 8, 30, 128
 DECODE_SECONDS = 0.02
-IN_FLIGHT = 32  # completions for each server
 STEPS, WARM_UP_STEPS = 20, 5
-MOST_ERROR = 0.15
+MOST_ERROR, MOST_SECONDS = 0.15, 10.0
 RUN_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """``token_seconds`` is for a trained token on one training device."""
+    """``token_seconds`` is for a trained token on one training device, ``in_flight`` for each server."""
 
     name: str
     num_ranks: int = 2
@@ -53,6 +54,7 @@ class Case:
     staleness: int = 1
     prompts: int = 8
     new_tokens: int = 64
+    in_flight: int = 32
     token_seconds: float = 6e-4
     is_held_out: bool = False
 
@@ -77,12 +79,12 @@ class Case:
             "prompts.max_prompt_tokens": 16,
             "rollout.max_head_offpolicyness": self.staleness,
             "rollout.max_new_tokens": self.new_tokens,
-            "rollout.max_concurrent_rollouts": IN_FLIGHT * self.num_servers,
+            "rollout.max_concurrent_rollouts": self.in_flight * self.num_servers,
             "inference.launch": "true",
             **self._servers,
             "inference.dtype": "float32",
             # Nothing is computed, so one step may take all prompts.
-            "inference.max_batched_tokens": IN_FLIGHT * SEQ_LEN,
+            "inference.max_batched_tokens": self.in_flight * SEQ_LEN,
             "reward.functions": "exact_match",
             "observe.progress": "none",
         }
@@ -113,7 +115,11 @@ CASES = (
     ),
 )
 NUM_DEVICES = 4
-SPLIT_WEIGHTS = (2.5e-4, PLAIN.token_seconds, 2.4e-3)
+MIDDLES = (
+    replace(PLAIN, name="16 in flight", in_flight=16, token_seconds=2.5e-4),
+    PLAIN,
+    replace(PLAIN, token_seconds=2.4e-3),
+)
 
 
 class Runs:
@@ -188,27 +194,35 @@ def check_cases(runs: Runs, *, with_held_out: bool) -> tuple[dict[str, float], b
 
 def check_splits(runs: Runs) -> tuple[dict[str, float], bool]:
     figures, holds = {}, True
-    for weight in SPLIT_WEIGHTS:
+    for middle in MIDDLES:
         cases = {
-            ranks: replace(
-                PLAIN, num_ranks=ranks, num_servers=NUM_DEVICES - ranks, token_seconds=weight
-            )
+            ranks: replace(middle, num_ranks=ranks, num_servers=NUM_DEVICES - ranks)
             for ranks in range(1, NUM_DEVICES)
         }
         rates = {ranks: runs.measure(case)[1] for ranks, case in cases.items()}
-        middle = cases[NUM_DEVICES // 2]
         text = planned(middle, runs.measure(middle)[0], f"--devices={NUM_DEVICES}")
         (named,) = re.findall(r"best split of .*\n  (\d+) training rank", text)
         chosen, best = int(named), max(rates, key=rates.__getitem__)
-        figures[f"split/{weight:g}"] = rates[chosen] / rates[best]
+        figures[f"split/{middle.in_flight}/{middle.token_seconds:g}"] = rates[chosen] / rates[best]
         holds = holds and chosen == best
         shown = ", ".join(f"{ranks}: {rate:.1f}" for ranks, rate in rates.items())
         print(
-            f"{NUM_DEVICES} devices, {1e3 * weight:g} ms for a trained token: samples a second by training "
-            f"devices {shown}; best {best}, named {chosen}",
+            f"{1e3 * middle.token_seconds:g} ms for a trained token, {middle.in_flight} completions for a "
+            f"server: samples a second by training devices {shown}; best {best}, named {chosen}",
             flush=True,
         )
     return figures, holds
+
+
+def check_seconds() -> tuple[dict[str, float], bool]:
+    """The whole command for 10,000 devices, with a batch that keeps them busy."""
+    words = [str(PROGRAM), "plan", str(REPOSITORY / "train_configs/quickstart.toml")]
+    words += [f"--model.hf_assets_path={MODEL}", "--devices=10000", "--grpo.prompts_per_step=4096"]
+    begin = time.monotonic()
+    _output(words, dict(os.environ))
+    seconds = time.monotonic() - begin
+    print(f"a plan for 10,000 devices took {seconds:.1f} s, at most {MOST_SECONDS:g} s")
+    return {"seconds/10000 devices": seconds}, seconds <= MOST_SECONDS
 
 
 def main() -> int:
@@ -221,13 +235,14 @@ def main() -> int:
         runs = Runs(options.keep or Path(temporary))
         figures, are_near = check_cases(runs, with_held_out=not options.known)
         splits, are_best = check_splits(runs)
-    holds = are_near and are_best
+    seconds, is_fast = check_seconds()
+    holds = are_near and are_best and is_fast
     print(
         f"{'ok  ' if holds else 'FAIL'} a prediction may be wrong by {MOST_ERROR:.0%}, and the split that "
         "the planner names must be the best"
     )
     if options.json:
-        figures |= splits
+        figures |= splits | seconds
         result = {"benchmark": "planner_accuracy", "ok": holds, "figures": figures}
         print(json.dumps(result, allow_nan=False))
     return 0 if holds else 1
