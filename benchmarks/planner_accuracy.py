@@ -96,9 +96,9 @@ class Case:
             is_lent = str(self.num_lent > 0).lower()
             return {"inference.num_servers": self.num_servers, "inference.lend": is_lent}
         return {
-            "cluster.both.tags": '["train", "rollout"]',
+            "cluster.both.tags": "train,rollout",
             "cluster.both.num_servers": self.num_lent,
-            "cluster.other.tags": '["rollout"]',
+            "cluster.other.tags": "rollout",
             "cluster.other.num_servers": self.num_servers - self.num_lent,
         }
 
