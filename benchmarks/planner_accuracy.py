@@ -38,7 +38,7 @@ MODEL = REPOSITORY / "assets/reverse_digits/model"
 PROGRAM = Path(sys.executable).with_name("torchtitan-grpo")
 GROUP_SIZE, MEAN_TOKENS, SEQ_LEN = 8, 30, 128
 DECODE_SECONDS = 0.02
-STEPS, WARM_UP_STEPS = 20, 5
+STEPS, WARM_UP_STEPS = 16, 4
 MOST_ERROR, MOST_SECONDS = 0.15, 10.0
 RUN_SECONDS = 300.0
 
@@ -63,7 +63,7 @@ class Case:
         values = {
             "model.hf_assets_path": MODEL,
             "training.seq_len": SEQ_LEN,
-            "training.local_batch_size": 8,
+            "training.local_batch_size": 4,
             "training.mixed_precision_param": "float32",
             "training.steps": STEPS,
             "optimizer.implementation": "foreach",
@@ -118,7 +118,7 @@ NUM_DEVICES = 4
 MIDDLES = (
     replace(PLAIN, name="16 in flight", in_flight=16, token_seconds=2.5e-4),
     PLAIN,
-    replace(PLAIN, token_seconds=2.4e-3),
+    replace(PLAIN, token_seconds=3e-3),
 )
 
 
