@@ -190,7 +190,9 @@ def lendings(plan: Plan, split: Split) -> Iterator[Change]:
     yield Change("inference.lend = true", together, f"all servers on {ranks:,} training ranks")
     lent = max(1, split.num_ranks // plan.server_devices)
     beside = plan.on(replace(split, num_lent=lent))
-    yield Change('[cluster] tags = ["train", "rollout"]', beside, f"{lent:,} more servers, lent")
+    yield Change(
+        '[cluster.NAME] tags = ["train", "rollout"]', beside, f"{lent:,} more servers, lent"
+    )
 
 
 def compare(plan: Plan, before: Spread) -> list[tuple[Change, float, float]]:
