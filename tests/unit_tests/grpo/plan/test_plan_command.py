@@ -53,6 +53,14 @@ def test_lent_servers_are_planned_on_the_devices_of_training(
     assert "each sleeping server is assumed to keep 2.00 GiB" in out
 
 
+def test_servers_of_rows_are_planned_as_lent_or_not(repository, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(repository)
+    rows = ["--cluster.both.tags=train,rollout", "--cluster.other.tags=rollout"]
+    out = shown(capsys, "train_configs/quickstart.toml", "--seeds", "2", *rows)
+    assert "with 1 training rank and 2 servers, 1 of them on lent devices" in out
+    assert "servers that are never lent = 2" in out
+
+
 def test_memory_that_does_not_suffice_is_told(repository, monkeypatch, capsys) -> None:
     monkeypatch.chdir(repository)
     much = ["--training.local_batch_size", "4000", "--training.seq_len", "8000"]
