@@ -6,7 +6,7 @@
     python benchmarks/planner_accuracy.py [--json] [--keep FOLDER] [--known]
 
 The planner is calibrated (``--from``) with one short run without lending and one with it, and predicts the
-samples a second of six others, which are then run. Servers are timed (`stub_server.py`): a step sleeps for
+samples a second of seven others, which are then run. Servers are timed (`stub_server.py`): a step sleeps for
 a fixed time. Training is timed as well (`timed_loss.py`): a trained token takes a fixed time, and half as
 long with twice the devices. They stand for devices that this machine does not have; all else is real. Two
 of the runs, marked `held out`, were not looked at while the planner was written; ``--known`` leaves them out.
@@ -107,11 +107,12 @@ PLAIN, LENT = Case("plain"), Case("lent", num_lent=2, token_seconds=4e-4)
 CASES = (
     replace(PLAIN, name="4 servers", num_servers=4),
     replace(PLAIN, name="synchronous, 12 prompts", prompts=12, staleness=0),
-    replace(PLAIN, name="longer, 3 servers", num_servers=3, new_tokens=100, is_held_out=True),
-    replace(LENT, name="3 servers, all lent", num_servers=3, num_lent=3, num_ranks=3),
+    replace(PLAIN, name="longer, 3 servers", num_servers=3, new_tokens=100),
+    replace(LENT, name="all lent, synchronous, longer", staleness=0, new_tokens=100),
     replace(LENT, name="3 servers, 1 lent", num_servers=3, num_lent=1, prompts=12),
+    replace(PLAIN, name="bound 2, 12 prompts", prompts=12, staleness=2, is_held_out=True),
     replace(
-        LENT, name="all lent, synchronous, longer", staleness=0, new_tokens=100, is_held_out=True
+        LENT, name="3 servers, all lent", num_servers=3, num_lent=3, prompts=12, is_held_out=True
     ),
 )
 NUM_DEVICES = 4

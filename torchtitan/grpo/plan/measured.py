@@ -134,17 +134,18 @@ def _training(records: Sequence[Step]) -> tuple[float, float]:
 
 
 def _lengths(folder: Path, config: JobConfig, records: Sequence[Step]) -> Lengths:
-    """Their shape is that of the samples that were written, their mean that of all."""
-    mean = _mean(records, "rollout/completion_tokens_mean")
-    found = [
+    """Their shape is that of the samples that were written; their mean and what is cut, of all."""
+    limit, mean = config.rollout.max_new_tokens, _mean(records, "rollout/completion_tokens_mean")
+    lengths = (
         sum(end - start for _, start, end in sample["versions"])
         for sample in _records(folder / "samples.jsonl")
-        if sample["step"] >= records[0]["step"] and sample["versions"]
-    ]
-    if len(found) >= 4 * _FEWEST_STEPS:
-        scale = mean / statistics.fmean(found)
-        limit = scale * config.rollout.max_new_tokens
-        return Lengths.measured([scale * length for length in found], limit)
+        if sample["step"] >= records[0]["step"]
+    )
+    ended = [length for length in lengths if 0 < length < limit]
+    if len(ended) >= 4 * _FEWEST_STEPS:
+        cut = _mean(records, "rollout/length_fraction")
+        scale = (mean - cut * limit) / (1 - cut) / statistics.fmean(ended)
+        return Lengths.measured([scale * length for length in ended], cut, limit)
     longest = _mean(records, "rollout/completion_tokens_max")
     # Of a hundred completions or so, the longest is about 2.5 standard deviations above the mean.
     return Lengths.lognormal(mean, max(0.0, longest - mean) / (2.5 * mean))

@@ -66,14 +66,16 @@ class Lengths:
         return cls(mean * np.exp(sigma * normal - sigma**2 / 2))
 
     @classmethod
-    def measured(cls, lengths: Sequence[float], limit: float) -> "Lengths":
-        """Continues lengths at the old ``limit`` as if the chance to end were the same for each token."""
-        values = np.sort(np.asarray(lengths, float))
-        is_cut = values >= limit
-        mean = values.sum() / max(1, int((~is_cut).sum()))
-        places = (np.arange(is_cut.sum()) + 0.5) / max(1, int(is_cut.sum()))
-        values[is_cut] += -mean * np.log1p(-places)
-        return cls(values)
+    def measured(cls, ended: Sequence[float], cut: float, limit: int) -> "Lengths":
+        """From lengths that ``ended`` below the old limit, and the part that was cut there.
+
+        Beyond the limit, the chance to end is taken to be the same for each token.
+        """
+        num_cut = min(_GRID - 1, round(cut * _GRID))
+        below = np.quantile(ended, _places(_GRID - num_cut))
+        tokens_per_end = (below.sum() + num_cut * limit) / len(below)
+        beyond = limit - tokens_per_end * np.log1p(-_places(num_cut))
+        return cls(np.concatenate([below, beyond]))
 
     def draw(self, random: np.random.Generator, number: int, limit: int) -> list[int]:
         """Lengths of at least 1 and at most ``limit`` tokens."""
@@ -83,6 +85,11 @@ class Lengths:
 
     def mean(self, limit: int) -> float:
         return float(np.clip(self.quantiles, 1, limit).mean())
+
+
+def _places(number: int) -> np.ndarray:
+    """The middles of as many equal parts of 1."""
+    return (np.arange(number) + 0.5) / max(1, number)
 
 
 @dataclass(frozen=True)
