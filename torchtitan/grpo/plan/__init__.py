@@ -6,6 +6,7 @@
 system.py      what is simulated: settings, numbers of devices, costs, lengths; scaling it down
 servers.py     a simulated server, whose running completions advance together
 simulation.py  the events of a run, under the run's own rules of admission and dispatch
+lending.py     the same with servers on the devices of training, under the run's own scheduler
 hardware.py    costs by calculation, for a kind of GPU
 measured.py    costs measured in an earlier run
 search.py      the best split of devices, and what single changes would gain

@@ -58,14 +58,10 @@ def computed_costs(
     context_tokens: float,
 ) -> Costs:
     """``model`` is a ``config.json``; ``context_tokens`` the mean length of a running sequence."""
-    cost = flops_cost(model)
-    weights = cost.per_token / (2 * _PASSES)
-    num_bytes = weight_bytes(model)
+    cost, num_bytes = flops_cost(model), weight_bytes(model)
     read = server_devices * device.memory_rate * MEMORY_PART
-    compute = server_devices * device.flops * PROMPT_PART
-    prompt_token = 2 * weights / compute
-    grpo = config.grpo
-    passes = _PASSES * grpo.num_epochs + (grpo.kl_coef > 0)
+    prompt_token = cost.per_token / _PASSES / (server_devices * device.flops * PROMPT_PART)
+    passes = _PASSES * config.grpo.num_epochs + (config.grpo.kl_coef > 0)
     flops = passes / _PASSES * (cost.per_token + cost.per_pair * context_tokens / 2)
     transfer = num_bytes / (device.network_rate * NETWORK_PART) * max(1.0, num_servers / num_ranks)
     push = PUSH_SECONDS + transfer
@@ -84,8 +80,12 @@ def computed_costs(
 
 
 def weight_bytes(model: Mapping[str, Any]) -> float:
-    """In bfloat16, with all experts."""
-    return _BFLOAT16 * (flops_cost(model).per_token / (2 * _PASSES) + _idle_experts(model))
+    """In bfloat16, with all experts, also those that a token does not use."""
+    weights = flops_cost(model).per_token / (2 * _PASSES)
+    if experts := model.get("num_local_experts") or model.get("num_experts"):
+        idle = model["num_hidden_layers"] * (experts - model["num_experts_per_tok"])
+        weights += 3 * idle * model["hidden_size"] * model["moe_intermediate_size"]
+    return _BFLOAT16 * weights
 
 
 def kv_bytes(model: Mapping[str, Any]) -> int:
@@ -99,18 +99,3 @@ def kv_bytes(model: Mapping[str, Any]) -> int:
 def cache_places(model: Mapping[str, Any], server_bytes: float, tokens: float) -> int:
     """How many sequences of ``tokens`` fit beside the weights into a server's memory; 0 if none."""
     return max(0, int((server_bytes - weight_bytes(model)) / (tokens * kv_bytes(model))))
-
-
-def _idle_experts(model: Mapping[str, Any]) -> int:
-    """Weights of experts that a token does not use, but the others of its step do."""
-    experts = model.get("num_local_experts") or model.get("num_experts")
-    if not experts:
-        return 0
-    idle = experts - model["num_experts_per_tok"]
-    return (
-        model["num_hidden_layers"]
-        * idle
-        * 3
-        * model["hidden_size"]
-        * model["moe_intermediate_size"]
-    )

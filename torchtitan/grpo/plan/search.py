@@ -10,14 +10,21 @@ them are known better than each of them.
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from torchtitan.grpo.plan.simulation import Outcome, simulate
-from torchtitan.grpo.plan.system import System
+from torchtitan.grpo.plan.lending import LendingSimulation
+from torchtitan.grpo.plan.simulation import Outcome, Simulation
+from torchtitan.grpo.plan.system import System, scaled
 
+_BATCHES, _SEARCH_BATCHES = 12, 8
 _COARSE = 8  # splits that are tried first
-_SEARCH_BATCHES = 8
-_NEARLY = 0.97
-_LEAST_GAIN = 0.01  # what a change must gain to be named
+
+
+def simulate(system: System, seed: int = 0, num_batches: int = _BATCHES) -> Outcome:
+    """Simulates a system, a large one in reduced form. Equal arguments give equal results."""
+    small, factor = scaled(system)
+    kind = LendingSimulation if small.num_lent else Simulation
+    return kind(small, seed).run(num_batches, factor)
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,10 @@ class Split:
     num_ranks: int
     num_servers: int
     num_lent: int = 0
+
+    @property
+    def all_servers(self) -> int:
+        return self.num_servers + self.num_lent
 
 
 @dataclass(frozen=True)
@@ -46,43 +57,41 @@ class Plan:
     def num_devices(self) -> int:
         return self.split.num_ranks + self.split.num_servers * self.server_devices
 
+    @property
+    def fewest_devices(self) -> int:
+        """Of any split without lending."""
+        return self.unit + self.server_devices
+
     def on(self, split: Split) -> System:
         """The system on other devices, with as many completions in flight for each server as before.
 
         Communication is not in it: training on twice the ranks takes half as long for each token, as
         long as each unit of ranks has a row. Weights are sent longer in proportion to the servers of a rank.
         """
-        system, old = self.system, self.split
-        ranks = self._useful(old.num_ranks) / self._useful(split.num_ranks)
-        servers = split.num_servers + split.num_lent
-        more = servers / (old.num_servers + old.num_lent)
-        costs = system.costs
+        system, old, costs = self.system, self.split, self.system.costs
+        more = split.all_servers / old.all_servers
         slower = max(1.0, more * old.num_ranks / split.num_ranks)
-        push = costs.push + costs.transfer * (slower - 1)
         in_flight = round(system.rollout.max_concurrent_rollouts * more)
-        return replace(
-            system,
-            costs=replace(
-                costs,
-                train_token=costs.train_token * ranks,
-                push=push,
-                transfer=costs.transfer * slower,
-            ),
-            rollout=replace(
-                system.rollout, max_concurrent_rollouts=max(system.grpo.group_size, in_flight)
-            ),
-            num_servers=split.num_servers,
-            num_lent=split.num_lent,
+        in_flight = max(system.grpo.group_size, in_flight)
+        costs = replace(
+            costs,
+            train_token=costs.train_token
+            * self._useful(old.num_ranks)
+            / self._useful(split.num_ranks),
+            push=costs.push + costs.transfer * (slower - 1),
+            transfer=costs.transfer * slower,
         )
+        rollout = replace(system.rollout, max_concurrent_rollouts=in_flight)
+        servers = {"num_servers": split.num_servers, "num_lent": split.num_lent}
+        return replace(system, costs=costs, rollout=rollout, **servers)
 
     def _useful(self, num_ranks: int) -> int:
         """Ranks that have a row of a batch to train on."""
         if not self.row_tokens:
             return num_ranks
-        system = self.system
-        length = system.prompt_tokens + system.lengths.mean(system.rollout.max_new_tokens)
-        rows = max(1, -(-int(system.batch_completions * length) // self.row_tokens))
-        return min(num_ranks, self.unit * rows)
+        length = self.system.prompt_tokens + self.system.mean_tokens
+        rows = -(-int(self.system.batch_completions * length) // self.row_tokens)
+        return min(num_ranks, self.unit * max(1, rows))
 
 
 @dataclass(frozen=True)
@@ -108,7 +117,7 @@ def spread(system: System, seeds: int) -> Spread:
     return Spread([simulate(system, seed) for seed in range(seeds)])
 
 
-def best_split(plan: Plan, num_devices: int, *, seed: int = 0) -> tuple[Split, float]:
+def best_split(plan: Plan, num_devices: int) -> tuple[Split, float]:
     """Returns the split of the devices with the most samples a second, and that number.
 
     Few splits are all tried; of many, first some over the whole range, and then finer around the best.
@@ -119,49 +128,31 @@ def best_split(plan: Plan, num_devices: int, *, seed: int = 0) -> tuple[Split, f
     def rate(index: int) -> float:
         if index not in known:
             system = plan.on(splits[index])
-            known[index] = simulate(system, seed, _SEARCH_BATCHES).samples_per_second
+            known[index] = simulate(system, 0, _SEARCH_BATCHES).samples_per_second
         return known[index]
 
-    low, high = 0, len(splits) - 1
-    while True:
-        step = max(1, (high - low) // _COARSE)
+    low, high, step = 0, len(splits) - 1, 0
+    while step != 1:
+        step = max(1, -(-(high - low) // _COARSE))
         best = max(range(low, high + 1, step), key=rate)
-        if step == 1:
-            break
         low, high = max(0, best - step), min(len(splits) - 1, best + step)
-    # Of equally fast splits, the one in the middle of them is the safest.
-    best = max(known, key=lambda index: known[index])
+    best = max(known, key=known.__getitem__)
     return splits[best], known[best]
-
-
-def smaller(plan: Plan, split: Split, rate: float, *, seed: int = 0) -> int:
-    """The fewest devices, halved again and again, that reach nearly the same rate in the same ratio."""
-    fewest = split
-    while fewest.num_ranks >= 2 * plan.unit and fewest.num_servers > 1:
-        ranks = fewest.num_ranks // 2 // plan.unit * plan.unit
-        half = Split(ranks, fewest.num_servers // 2)
-        found = simulate(plan.on(half), seed, _SEARCH_BATCHES).samples_per_second
-        if found < _NEARLY * rate:
-            break
-        fewest = half
-    return replace(plan, split=fewest).num_devices
 
 
 def _splits(plan: Plan, num_devices: int) -> list[Split]:
     """All splits; a thousand of them, evenly spaced by the ranks, stand for more."""
     most = (num_devices - plan.server_devices) // plan.unit
-    if most < 1:
+    if num_devices < plan.fewest_devices:
         raise ValueError(
-            f"--devices must be at least {plan.unit + plan.server_devices}, {plan.unit} for training as "
+            f"--devices must be at least {plan.fewest_devices}, {plan.unit} for training as "
             f"[parallelism] divides the model and {plan.server_devices} for a server, got {num_devices}."
         )
-    stride = max(1, most // 1000)
-    ranks = [plan.unit * number for number in range(1, most + 1, stride)]
+    ranks = [plan.unit * number for number in range(1, most + 1, max(1, most // 1000))]
     return [Split(r, (num_devices - r) // plan.server_devices) for r in ranks]
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """A change of a setting, the system with it, and what it costs."""
 
     name: str
@@ -171,76 +162,37 @@ class Change:
 
 def changes(plan: Plan) -> Iterator[Change]:
     """Single changes of the settings that decide how training and rollouts overlap."""
-    system, split = plan.system, plan.split
-    rollout = system.rollout
+    system, split, rollout = plan.system, plan.split, plan.system.rollout
 
-    def changed(**settings: object) -> System:
-        return replace(system, rollout=replace(rollout, **settings))  # pyright: ignore
+    def setting(key: str, value: Any, note: str = "") -> Change:
+        text = str(value).lower()
+        changed = replace(system, rollout=replace(rollout, **{key: value}))
+        return Change(f"rollout.{key} = {text}", changed, note)
 
-    age, places = rollout.max_head_offpolicyness + 1, 2 * rollout.max_concurrent_rollouts
-    yield Change(
-        f"rollout.max_head_offpolicyness = {age}",
-        changed(max_head_offpolicyness=age),
-        "older samples",
-    )
-    yield Change(
-        f"rollout.max_concurrent_rollouts = {places}", changed(max_concurrent_rollouts=places)
-    )
-    if not rollout.longest_first:
-        yield Change(
-            "rollout.longest_first = true",
-            changed(longest_first=True),
-            "if lengths were predicted exactly",
-        )
-    if rollout.overdue == "wait":
-        part = rollout.segment_tokens or max(1, rollout.max_new_tokens // 8)
-        name = "" if rollout.segment_tokens else f"rollout.segment_tokens = {part}, "
-        for way, note in (("cut", "shorter samples"), ("resume", "groups of two versions")):
-            system_of_way = changed(segment_tokens=part, overdue=way)
-            yield Change(f'{name}rollout.overdue = "{way}"', system_of_way, note)
-    if not rollout.stream and not split.num_lent and system.grpo.prompts_per_step > 1:
-        yield Change("rollout.stream = true", changed(stream=True))
+    yield setting("max_head_offpolicyness", rollout.max_head_offpolicyness + 1, "older samples")
+    yield setting("max_concurrent_rollouts", 2 * rollout.max_concurrent_rollouts)
+    may_lend = not split.num_lent and not rollout.stream
+    if may_lend and system.grpo.prompts_per_step > 1:
+        yield setting("stream", True)
     if split.num_servers:
         more = replace(split, num_servers=split.num_servers + 1)
-        yield Change(
-            f"inference.num_servers = {more.num_servers}",
-            plan.on(more),
-            f"needs more devices: {plan.server_devices}",
-        )
-    yield from _moved(plan)
-    if not split.num_lent and not rollout.stream and system.grpo.async_weight_update:
+        name = "servers that are never lent" if split.num_lent else "inference.num_servers"
+        note = f"needs more devices: {plan.server_devices}"
+        yield Change(f"{name} = {more.num_servers}", plan.on(more), note)
+    if may_lend and system.grpo.async_weight_update:
         yield from lendings(plan, split)
 
 
 def lendings(plan: Plan, split: Split) -> Iterator[Change]:
     """Both ways to lend on the devices of a split without lending."""
-    devices = replace(plan, split=split).num_devices
-    ranks = devices // plan.unit * plan.unit
-    together = Split(ranks, 0, max(1, ranks // plan.server_devices))
-    yield Change(
-        "inference.lend = true", plan.on(together), f"all servers on {ranks:,} training ranks"
-    )
+    ranks = replace(plan, split=split).num_devices // plan.unit * plan.unit
+    together = plan.on(Split(ranks, 0, max(1, ranks // plan.server_devices)))
+    yield Change("inference.lend = true", together, f"all servers on {ranks:,} training ranks")
     lent = max(1, split.num_ranks // plan.server_devices)
     beside = plan.on(replace(split, num_lent=lent))
-    yield Change('[cluster] tags = ["train", "rollout"]', beside, f"{lent:,} more servers, lent")
-
-
-def _moved(plan: Plan) -> Iterator[Change]:
-    """The smallest changes of the split that need no further devices."""
-    split, step = plan.split, max(plan.unit, plan.server_devices)
-    servers = max(1, step // plan.server_devices)
-    for sign in (-1, 1):
-        other = Split(
-            split.num_ranks + sign * step, split.num_servers - sign * servers, split.num_lent
-        )
-        if (
-            other.num_ranks >= plan.unit
-            and other.num_servers >= 1
-            and other.num_ranks % plan.unit == 0
-        ):
-            yield Change(
-                f"{other.num_ranks} training ranks and {other.num_servers} servers", plan.on(other)
-            )
+    yield Change(
+        '[cluster.NAME] tags = ["train", "rollout"]', beside, f"{lent:,} more servers, lent"
+    )
 
 
 def compare(plan: Plan, before: Spread) -> list[tuple[Change, float, float]]:
@@ -248,7 +200,3 @@ def compare(plan: Plan, before: Spread) -> list[tuple[Change, float, float]]:
     seeds = len(before.outcomes)
     found = [(change, *spread(change.system, seeds).gain(before)) for change in changes(plan)]
     return sorted(found, key=lambda row: row[1], reverse=True)
-
-
-def worth_naming(gain: float, error: float) -> bool:
-    return gain - 2 * error > 1 + _LEAST_GAIN

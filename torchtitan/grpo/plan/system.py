@@ -3,22 +3,21 @@
 
 """What a simulation is about: settings, servers, costs and lengths.
 
-A large system is simulated as a smaller one (:func:`scaled`). Its servers are equal, and each takes the
-group that the least busy one should get, so a part of them behaves like all of them. With a part
-``1 / k``, the simulation has ``1 / k`` of the batch, of the completions in flight, and of the servers,
-and a trained token costs ``k`` times as much. If the number of servers cannot be divided, ``c`` times
-too few completions run on each, and each of them slows a server down ``c`` times as much, so that a
-server keeps its speed.
+A large system is simulated as a smaller one (:func:`scaled`), because its servers are equal and share the
+work evenly. With a part ``1 / k``, the simulation has ``1 / k`` of the batch, of the completions in
+flight, and of the servers, and a trained token costs ``k`` times as much. If the number of servers cannot
+be divided, ``c`` times too few completions run on each, and each of them slows a server down ``c`` times
+as much, so that a server keeps its speed.
 
 The error: the last of fewer completions ends earlier, which matters where a batch waits for its longest
 completion. 256 completions that stood for 2,048 gave 1 to 4 % too many samples a second in synchronous
-training, and from 2 % too few to 4 % too many with bounds of 1 and 2 (log-normal lengths, 64 servers). 64
-that stood for 2,048 gave up to 11 % too many.
+training, and from 2 % too few to 4 % too many with bounds of 1 and 2 (log-normal lengths, 64 servers).
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -27,8 +26,6 @@ from torchtitan.grpo.config import GRPO, Rollout
 _MOST_COMPLETIONS = 256  # of a batch; an event of each costs about 10 µs
 _FEWEST_GROUPS = 8
 _GRID = 1024  # quantiles of a distribution
-LIKENESS = 0.5
-"""Correlation of the lengths of a group, as quantiles. It matters to ``rollout.longest_first`` only."""
 
 
 @dataclass(frozen=True)
@@ -69,26 +66,30 @@ class Lengths:
         return cls(mean * np.exp(sigma * normal - sigma**2 / 2))
 
     @classmethod
-    def measured(cls, lengths: Sequence[int], limit: int) -> "Lengths":
-        """Continues lengths at the old ``limit`` as if the chance to end were the same for each token."""
-        values = np.sort(np.asarray(lengths, float))
-        is_cut = values >= limit
-        mean = values.sum() / max(1, int((~is_cut).sum()))
-        places = (np.arange(is_cut.sum()) + 0.5) / max(1, int(is_cut.sum()))
-        values[is_cut] += -mean * np.log1p(-places)
-        return cls(values)
+    def measured(cls, ended: Sequence[float], cut: float, limit: int) -> "Lengths":
+        """From lengths that ``ended`` below the old limit, and the part that was cut there.
 
-    def draw(self, random: np.random.Generator, group_size: int, limit: int) -> list[int]:
-        """Lengths of a group, of at least 1 and at most ``limit`` tokens."""
-        common, own = random.standard_normal(), random.standard_normal(group_size)
-        normal = math.sqrt(LIKENESS) * common + math.sqrt(1 - LIKENESS) * own
-        places = np.array([0.5 * math.erfc(-z / math.sqrt(2)) for z in normal])
+        Beyond the limit, the chance to end is taken to be the same for each token.
+        """
+        num_cut = min(_GRID - 1, round(cut * _GRID))
+        below = np.quantile(ended, _places(_GRID - num_cut))
+        tokens_per_end = (below.sum() + num_cut * limit) / len(below)
+        beyond = limit - tokens_per_end * np.log1p(-_places(num_cut))
+        return cls(np.concatenate([below, beyond]))
+
+    def draw(self, random: np.random.Generator, number: int, limit: int) -> list[int]:
+        """Lengths of at least 1 and at most ``limit`` tokens."""
         last = len(self.quantiles) - 1
-        found = np.interp(places * last, np.arange(last + 1), self.quantiles)
+        found = np.interp(random.random(number) * last, np.arange(last + 1), self.quantiles)
         return np.clip(np.rint(found), 1, limit).astype(int).tolist()
 
     def mean(self, limit: int) -> float:
         return float(np.clip(self.quantiles, 1, limit).mean())
+
+
+def _places(number: int) -> np.ndarray:
+    """The middles of as many equal parts of 1."""
+    return (np.arange(number) + 0.5) / max(1, number)
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,8 @@ class System:
     """A run as it is simulated.
 
     ``num_servers`` are those with hardware of their own, and ``num_lent`` those on the devices of
-    training. ``max_running`` limits a server's running completions, and 0 does not.
-    ``dropped`` is the part of the finished groups that is not trained on, and ``max_late`` the share of
-    the steps' time by which lending may delay them.
+    training. ``max_running`` limits a server's running completions, and 0 does not. ``dropped`` is the
+    part of the finished groups that is not trained on, and ``max_late`` ``inference.lend_max_late``.
     """
 
     grpo: GRPO
@@ -112,6 +112,11 @@ class System:
     reward_places: int = 1
     dropped: float = 0.0
     max_late: float = 0.05
+
+    @cached_property
+    def mean_tokens(self) -> float:
+        """Of a completion."""
+        return self.lengths.mean(self.rollout.max_new_tokens)
 
     @property
     def batch_completions(self) -> int:
@@ -128,42 +133,33 @@ class System:
 
 def scaled(system: System, most: int = _MOST_COMPLETIONS) -> tuple[System, float]:
     """Returns a smaller system that behaves alike, and how many times more samples the real one has."""
-    grpo, rollout = system.grpo, system.rollout
+    grpo, rollout, costs = system.grpo, system.rollout, system.costs
     ages = rollout.max_head_offpolicyness + 1
     groups = max(_FEWEST_GROUPS, min(most // grpo.group_size, most // ages))
     groups = min(grpo.prompts_per_step, groups)
     factor = grpo.prompts_per_step / groups
     # More servers than open groups have nothing to do.
-    own = min(system.num_servers, ages * grpo.prompts_per_step)
-    lent = min(system.num_lent, ages * grpo.prompts_per_step)
-    small_own, small_lent = _part(own, factor), _part(lent, factor)
-    if factor == 1.0 and (own, lent) == (system.num_servers, system.num_lent):
+    busy = [min(n, ages * grpo.prompts_per_step) for n in (system.num_servers, system.num_lent)]
+    own, lent = (max(1, round(number / factor)) if number else 0 for number in busy)
+    if factor == 1.0 and busy == [system.num_servers, system.num_lent]:
         return system, 1.0
-    crowd = factor * (small_own + small_lent) / (own + lent)
-    costs = system.costs
+    crowd = factor * (own + lent) / sum(busy)
     per_server = rollout.max_concurrent_rollouts / (system.num_servers + system.num_lent)
-    concurrent = round(per_server * (own + lent) / factor)
+    in_flight = max(grpo.group_size, round(per_server * sum(busy) / factor))
+    buffered = round(rollout.buffer_size_limit / factor)
     small = replace(
         system,
         grpo=replace(grpo, prompts_per_step=groups),
-        rollout=replace(
-            rollout,
-            max_concurrent_rollouts=max(grpo.group_size, concurrent),
-            buffer_size_limit=round(rollout.buffer_size_limit / factor),
-        ),
+        rollout=replace(rollout, max_concurrent_rollouts=in_flight, buffer_size_limit=buffered),
         costs=replace(
             costs,
             beside=costs.beside * crowd,
             prefill=costs.prefill * crowd,
             train_token=costs.train_token * factor,
         ),
-        num_servers=small_own,
-        num_lent=small_lent,
+        num_servers=own,
+        num_lent=lent,
         max_running=math.ceil(system.max_running / crowd),
         reward_places=max(1, round(system.reward_places / factor)),
     )
     return small, factor
-
-
-def _part(number: int, factor: float) -> int:
-    return max(1, round(number / factor)) if number else 0

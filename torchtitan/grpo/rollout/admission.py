@@ -122,11 +122,10 @@ class Admission:
 
     def _room(self, server_version: int) -> int:
         """The number of groups that may start on a server of this version, or less than 0."""
-        if self.num_finished >= self._max_buffered:
-            return 0
         consumed = self.next_batch * self.groups_per_batch + self._num_taken
         room = (server_version + self.max_staleness + 1) * self.groups_per_batch
-        return room - consumed - len(self._open)
+        room -= consumed + len(self._open)
+        return 0 if room > 0 and self.num_finished >= self._max_buffered else room
 
     def start(self, group_id: int, server_version: int) -> None:
         """Opens a group. :meth:`may_start` must have allowed it."""

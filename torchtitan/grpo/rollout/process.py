@@ -256,6 +256,8 @@ class RolloutProcess:
                 session.lender.note_asleep(notice.url)
             elif isinstance(notice, link_messages.DevicesFree):
                 self.devices.free(notice.version)
+                if session.lender is not None:
+                    session.lender.note_free()
             else:
                 session.fleet.reread_urls()
 

@@ -12,8 +12,7 @@ from light import LIGHT
 
 from torchtitan.grpo import cli
 from torchtitan.grpo.plan.hardware import DEVICES, cache_places, computed_costs
-from torchtitan.grpo.plan.search import Plan, Split, best_split
-from torchtitan.grpo.plan.simulation import simulate
+from torchtitan.grpo.plan.search import Plan, Split, best_split, simulate
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 
 QWEN3_8B = {
@@ -37,7 +36,8 @@ def test_the_quickstart_is_planned(repository, monkeypatch, capsys) -> None:
     ]
     places = [out.index(title) for title in (*titles, "The best split of 16", "Memory, on H100")]
     assert places == sorted(places)
-    shares = [int(n) for n in re.search(r"training devices  (.*)", out)[1].split() if n.isdecimal()]
+    (parts,) = re.findall(r"training devices  (.*)", out)
+    shares = [int(word) for word in parts.split() if word.isdecimal()]
     assert sum(shares) == pytest.approx(100, abs=2)
     assert "rollout.max_head_offpolicyness = 2" in out and "inference.lend = true" in out
     assert "which fit" in out and "NOT" not in out
@@ -51,6 +51,14 @@ def test_lent_servers_are_planned_on_the_devices_of_training(
     assert "with 1 training rank and 1 server on lent devices" in out
     assert "0 % waiting for rollouts" in out and "lent servers      100 % of the tokens" in out
     assert "each sleeping server is assumed to keep 2.00 GiB" in out
+
+
+def test_servers_of_rows_are_planned_as_lent_or_not(repository, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(repository)
+    rows = ["--cluster.both.tags=train,rollout", "--cluster.other.tags=rollout"]
+    out = shown(capsys, "train_configs/quickstart.toml", "--seeds", "2", *rows)
+    assert "with 1 training rank and 2 servers, 1 of them on lent devices" in out
+    assert "servers that are never lent = 2" in out
 
 
 def test_memory_that_does_not_suffice_is_told(repository, monkeypatch, capsys) -> None:

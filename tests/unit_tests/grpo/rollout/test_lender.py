@@ -16,6 +16,7 @@ from stub_clients import StubClient
 from torchtitan.grpo.config import GRPO, Rollout
 from torchtitan.grpo.rollout.admission import Admission
 from torchtitan.grpo.rollout.device_requests import DeviceRequests
+from torchtitan.grpo.rollout.lending import lender
 from torchtitan.grpo.rollout.lending.lender import Lender
 from torchtitan.grpo.rollout.lending.scheduler import Decision, LendScheduler, Lent, Moment
 from torchtitan.grpo.rollout.link_messages import DevicesWanted
@@ -156,6 +157,19 @@ async def test_servers_serve_until_a_batch_is_full_and_again_after_the_last_step
         await world.until(lambda: world.state is Lent.AWAKE)
         assert world.lanes.done == ["sleep", "wake"]
         assert world.dispatcher.servers[LENT].version == 1
+
+
+async def test_servers_are_woken_as_soon_as_the_devices_are_free(monkeypatch):
+    monkeypatch.setattr(lender, "_LOOK_SECONDS", 2.0 * SECONDS)
+    async with started() as world:
+        world.lender.ask(0)
+        await world.deliver(0)
+        world.scheduler.next = Decision.LEND
+        world.lender.ask(1)
+        assert await asyncio.wait_for(world.asked.get(), SECONDS) == DevicesWanted(1)
+        world.devices.free(1)
+        world.lender.note_free()
+        await world.until(lambda: world.state is Lent.AWAKE)
 
 
 async def test_rank_zero_is_asked_for_devices_and_servers_are_woken_once_they_are_free():

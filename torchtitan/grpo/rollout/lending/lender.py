@@ -123,6 +123,10 @@ class Lender:
         """A lane has lost its server, which perhaps does not fall asleep. The dispatcher is told first."""
         self._refusing[url] = reason
 
+    def note_free(self) -> None:
+        """Rank 0 has freed the devices."""
+        self._news.set()
+
     def ask(self, version: int) -> None:
         """Rank 0 waits for the batch of ``version``."""
         self._version, self._asked_at = version, self._clock()
