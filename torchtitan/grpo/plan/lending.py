@@ -89,11 +89,11 @@ class LendingSimulation(Simulation):
         return sum(server.tokens_per_second() for server in servers) / self._group_tokens
 
     def _moment(self) -> Moment:
-        missing, movable = 0, 0
+        missing, movable, later = 0, 0, 0
         if self.asked_at is not None and not self.pending:
             missing = max(1, self.admission.num_missing)
-            elsewhere = sum(g.left > 0 and g.is_elsewhere for g in self.groups.values())
-            movable = max(0, missing - elsewhere)
+            free = {i for i, g in self.groups.items() if g.left > 0 and not g.is_elsewhere}
+            movable, later = self.admission.lendable(free, self.version, self.in_flight)
         return Moment(
             now=self.now,
             asked_at=self.asked_at,
@@ -104,4 +104,5 @@ class LendingSimulation(Simulation):
             since=self._since,
             other_rate=self._other_rate,
             lent_rate=self._lent_rate,
+            later_groups=later,
         )

@@ -67,10 +67,9 @@ class Simulation:
         self.system, self.now = system, 0.0
         self.admission = Admission(system.grpo, system.rollout)
         own, lent = system.num_servers, system.num_lent
-        windows = [system.window(own)] * own + [system.window(own + lent)] * lent
+        window = system.window(own + lent)
         self.servers = [
-            SimulatedServer(system, window, is_lent=index >= own)
-            for index, window in enumerate(windows)
+            SimulatedServer(system, window, is_lent=index >= own) for index in range(own + lent)
         ]
         self.groups: dict[int, _Group] = {}
         self.homeless: list[Completion] = []  # begun, and on no server

@@ -123,7 +123,7 @@ class System:
         return self.grpo.prompts_per_step * self.grpo.group_size
 
     def window(self, num_servers: int) -> int:
-        """The completions that one of so many awake servers is given at once.
+        """The completions that one of so many servers is given at once, awake or not.
 
         The dispatcher divides them evenly, and learns how many a server can run.
         """
