@@ -36,8 +36,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODEL = REPOSITORY / "assets/reverse_digits/model"
 PROGRAM = Path(sys.executable).with_name("torchtitan-grpo")
-GROUP_SIZE, MEAN_TOKENS, SEQ_LEN = 8, 30, 128
-DECODE_SECONDS = 0.02
+GROUP_SIZE, MEAN_TOKENS, SEQ_LEN = 8, 12, 64
+DECODE_SECONDS = 0.05
 STEPS, WARM_UP_STEPS = 16, 4
 MOST_ERROR, MOST_SECONDS = 0.15, 10.0
 RUN_SECONDS = 300.0
@@ -53,9 +53,9 @@ class Case:
     num_lent: int = 0  # of the servers
     staleness: int = 1
     prompts: int = 8
-    new_tokens: int = 64
+    new_tokens: int = 26
     in_flight: int = 32
-    token_seconds: float = 6e-4
+    token_seconds: float = 1.5e-3
     is_held_out: bool = False
 
     @property
@@ -103,12 +103,12 @@ class Case:
         }
 
 
-PLAIN, LENT = Case("plain"), Case("lent", num_lent=2, token_seconds=4e-4)
+PLAIN, LENT = Case("plain"), Case("lent", num_lent=2, token_seconds=1e-3)
 CASES = (
     replace(PLAIN, name="4 servers", num_servers=4),
     replace(PLAIN, name="synchronous, 12 prompts", prompts=12, staleness=0),
-    replace(PLAIN, name="longer, 3 servers", num_servers=3, new_tokens=100),
-    replace(LENT, name="all lent, synchronous, longer", staleness=0, new_tokens=100),
+    replace(PLAIN, name="longer, 3 servers", num_servers=3, new_tokens=40),
+    replace(LENT, name="all lent, synchronous, longer", staleness=0, new_tokens=40),
     replace(LENT, name="3 servers, 1 lent", num_servers=3, num_lent=1, prompts=12),
     replace(PLAIN, name="bound 2, 12 prompts", prompts=12, staleness=2, is_held_out=True),
     replace(
@@ -117,9 +117,9 @@ CASES = (
 )
 NUM_DEVICES = 4
 MIDDLES = (
-    replace(PLAIN, name="16 in flight", in_flight=16, token_seconds=2.5e-4),
+    replace(PLAIN, name="16 in flight", in_flight=16, token_seconds=6e-4),
     PLAIN,
-    replace(PLAIN, token_seconds=3e-3),
+    replace(PLAIN, token_seconds=7.5e-3),
 )
 
 
