@@ -131,7 +131,9 @@ def wait_until_all_serve(run, num_steps: int) -> None:
 def check_ledger(run) -> None:
     steps = list(range(1, len(run.metrics) + 1))
     assert [record["step"] for record in run.metrics] == steps
-    assert [line["step"] for line in run.records("ledger.jsonl")] == steps
+    taken = [line["step"] for line in run.records("ledger.jsonl")]
+    # A stopped run may have taken a batch that it has not trained on; see docs/data_plane.md.
+    assert taken in (steps, [*steps, len(steps) + 1])
     assert run.fates() == {}
     assert all(record["staleness/max_steps"] <= 1 for record in run.metrics)
 
