@@ -191,7 +191,7 @@ async def test_rank_zero_is_asked_for_devices_and_servers_are_woken_once_they_ar
         world.scheduler.next = Decision.STAY
         metrics = await world.deliver(1)
         assert (metrics["lend/wakes"], metrics["lend/kills"]) == (1, 0)
-        assert 0 < metrics["lend/wake_seconds"] < 0.2
+        assert metrics["lend/wake_seconds"] > 0
         assert world.lanes.done == ["sleep", "wake", "sleep"]
         (_, room), *_ = (one for one in world.scheduler.observed if one[0] == "room")
         assert room >= 0.2 and world.scheduler.names == [
@@ -237,22 +237,27 @@ async def test_the_scheduler_is_told_what_is_missing_and_how_long_a_step_took():
             world.admission.start(group_id, -world.admission.max_staleness)  # due now
         for group_id, is_evaluation in ((2, False), (2, False), (None, True)):
             other.begin_job(8.0, group_id, is_evaluation=is_evaluation)
+        before = time.monotonic()
         world.lender.ask(0)
-        asked_at = time.monotonic()
+        after = time.monotonic()
         await world.until(lambda: world.scheduler.moment is not None)
         moment = world.scheduler.moment
-        assert moment is not None and moment.asked_at == pytest.approx(asked_at, abs=0.05)
+        assert moment is not None and moment.asked_at is not None
+        assert before <= moment.asked_at <= after
         assert (moment.missing_groups, moment.movable_groups) == (2, 1)
         lent.num_tokens, other.num_tokens = 8, 24
         await asyncio.sleep(0.3)
+        full_at = time.monotonic()
         assert (await world.deliver(0))["lend/tokens_fraction"] == 0.25
+        delivered_at = time.monotonic()
         assert world.scheduler.moment is not None and world.scheduler.moment.is_full
         world.lender.ask(1)
         await world.deliver(1)
         moment = world.scheduler.moment
         assert moment.lent_rate and moment.other_rate and moment.lent_rate < moment.other_rate
         first, second = (one[1:] for one in world.scheduler.observed if one[0] == "step")
-        assert first[0] > 0.3 > second[0] and max(first[1], second[1]) < 0.25
+        assert first[0] > 0.3 and second[0] < time.monotonic() - full_at
+        assert first[1] <= delivered_at - full_at, "late from when the batch is full"
         assert (first[2], second[2]) == (2.0, 0.0), "groups of four tokens"
 
 
