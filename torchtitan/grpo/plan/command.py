@@ -266,5 +266,5 @@ def _describe_memory(facts: _Given, system: System) -> Iterator[str]:
     yield from judge_memory(facts.config, facts.split, **sizes)
     tokens = system.prompt_tokens + system.mean_tokens
     places = cache_places(facts.model, facts.server_bytes, tokens)
-    wanted = system.window(facts.split.num_servers)
+    wanted = -(-system.rollout.max_concurrent_rollouts // facts.split.all_servers)
     yield f"a server's cache: {places:,} completions at once, of {wanted:,} wanted"

@@ -67,10 +67,7 @@ class Simulation:
         self.system, self.now = system, 0.0
         self.admission = Admission(system.grpo, system.rollout)
         own, lent = system.num_servers, system.num_lent
-        window = system.window(own + lent)
-        self.servers = [
-            SimulatedServer(system, window, is_lent=index >= own) for index in range(own + lent)
-        ]
+        self.servers = [SimulatedServer(system, index >= own) for index in range(own + lent)]
         self.groups: dict[int, _Group] = {}
         self.homeless: list[Completion] = []  # begun, and on no server
         self.in_flight, self.version = 0, 0

@@ -122,12 +122,13 @@ class System:
     def batch_completions(self) -> int:
         return self.grpo.prompts_per_step * self.grpo.group_size
 
-    def window(self, num_servers: int) -> int:
-        """The completions that one of so many servers is given at once, awake or not.
+    @property
+    def window(self) -> int:
+        """The completions that a server is given at once, whether the others are awake or not.
 
         The dispatcher divides them evenly, and learns how many a server can run.
         """
-        quota = -(-self.rollout.max_concurrent_rollouts // max(1, num_servers))
+        quota = -(-self.rollout.max_concurrent_rollouts // (self.num_servers + self.num_lent))
         return max(self.grpo.group_size, min(quota, self.max_running or quota))
 
 
