@@ -21,8 +21,8 @@ from torchtitan.grpo.types import Rollout
 
 MODEL = "assets/reverse_digits/model"
 VOCAB_SIZE = 128
-# Of logprobs. A step of the optimizer changes them by more than ten times as much.
-TOLERANCE = 1e-4
+# Of logprobs; kernels differ by less than 1e-4. Most steps change some by more than ten times as much.
+TOLERANCE = 3e-4
 SERVERS = {
     "embedded": "grpo.inference.embedded",
     "vllm": "vllm.entrypoints.openai.api_server",
