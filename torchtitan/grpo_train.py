@@ -161,10 +161,12 @@ class GRPOTrainer(Trainer):
             self.evaluations = Evaluations(
                 self.config, self.source, self.publisher, self.metrics_processor.log_evaluation
             )
-            with self.rank_zero.releasing_others():
-                self.source.lend(self.step)  # also what the probe has used
-                self._wait_for_push(self.step)
-                self._evaluate()
+            # Without a further step, the others do not wait for rank 0 here, and `_settle` does all of this.
+            if self.should_continue_training():
+                with self.rank_zero.releasing_others():
+                    self.source.lend(self.step)  # also what the probe has used
+                    self._wait_for_push(self.step)
+                    self._evaluate()
         self.held_out: HeldOutLoss | None = None
         if self.config.sft.held_out_path is not None:
             self.held_out = HeldOutLoss(

@@ -3,6 +3,7 @@
 
 """Whole runs whose servers sleep while the ranks train, and wake for each batch."""
 
+import shutil
 import statistics
 import sys
 import time
@@ -13,15 +14,15 @@ import psutil
 import pytest
 import torch
 from server_kinds import REAL, python_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchtitan.grpo.data.record import RecordReader
 from torchtitan.grpo.types import Rollout
 
 MODEL = "assets/reverse_digits/model"
 VOCAB_SIZE = 128
-# Of logprobs. A step of the optimizer changes them by more than ten times as much.
-TOLERANCE = 1e-4
+# Of logprobs; kernels differ by less than 1e-4. Most steps change some by more than ten times as much.
+TOLERANCE = 3e-4
 SERVERS = {
     "embedded": "grpo.inference.embedded",
     "vllm": "vllm.entrypoints.openai.api_server",
@@ -39,11 +40,13 @@ def test_a_server_that_sleeps_between_batches_loses_and_mixes_nothing(
     make_run, repository, tmp_path, kind, num_wakes
 ):
     python = sys.executable if kind == "embedded" else python_of(kind)
+    model = _with_a_token_for_each_id(repository / MODEL, tmp_path / "model")
     # Now and then a batch is full before its step, and needs no wake.
     num_steps = num_wakes + num_wakes // 10 + 1
     run = make_run(
         f"--inference.kind={kind}", f"--inference.python={python}", "--inference.lend",
         f"--training.steps={num_steps}", "--grpo.hf_export_interval=1",
+        f"--model.hf_assets_path={model}",
         # At the end of a batch, the server is busy with the next one.
         "--grpo.prompts_per_step=8", "--grpo.group_size=4", "--rollout.max_concurrent_rollouts=8",
         "--weight_sync.attest_every=1", "--lr_scheduler.warmup_steps=0",
@@ -61,13 +64,22 @@ def test_a_server_that_sleeps_between_batches_loses_and_mixes_nothing(
     assert last["weight_sync/failures"] == 0
     assert last["weight_sync/attested"] == last["weight_sync/pushes"] > num_wakes
     assert run.fates() == {}
-    _assert_each_token_is_of_its_version(run, repository / MODEL)
+    _assert_each_token_is_of_its_version(run, model)
     keeps = "keeps its weights and its KV cache in memory while it sleeps" in run.console
     assert keeps == (kind != "embedded")  # on a CPU
     if memory:
         before, after = memory
         # A half of what would be lost if each wake kept one more copy of the weights.
-        assert after - before < 40 * (repository / MODEL / "model.safetensors").stat().st_size
+        assert after - before < 40 * (model / "model.safetensors").stat().st_size
+
+
+def _with_a_token_for_each_id(source: Path, folder: Path) -> Path:
+    """vLLM's and SGLang's logprobs are those of the whole vocabulary only if no id is excluded."""
+    shutil.copytree(source, folder)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.add_tokens([f"<unused {i}>" for i in range(len(tokenizer), VOCAB_SIZE)])
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def _memory_at(run, kind: str, step: int) -> float:

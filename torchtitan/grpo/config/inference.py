@@ -64,8 +64,9 @@ class Inference:
     have delivered the batches without it."""
 
     sleep_timeout_seconds: Annotated[float, above(0)] = 30.0
-    """Maximum time until a lent server sleeps when the ranks need their devices. A server that takes
-    longer is killed, training goes on, and the server is started again when devices are lent next."""
+    """Maximum time until a lent server sleeps when the ranks need their devices, and in which one that
+    was lost while it generated must serve again. A server that takes longer is killed, training goes
+    on, and the server is started again while devices are lent."""
 
     python: str | None = None
     """Python interpreter that runs launched servers. With None, it is the interpreter of the

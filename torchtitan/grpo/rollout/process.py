@@ -256,8 +256,6 @@ class RolloutProcess:
                 session.lender.note_asleep(notice.url)
             elif isinstance(notice, link_messages.DevicesFree):
                 self.devices.free(notice.version)
-                if session.lender is not None:
-                    session.lender.note_free()
             else:
                 session.fleet.reread_urls()
 
@@ -327,7 +325,9 @@ class RolloutProcess:
         try:
             while not (await asyncio.wait({waiting}, timeout=_PROGRESS_SECONDS))[0]:
                 servers = dispatcher.servers.values()
-                is_stuck = not any(server.is_ready() or server.is_asleep for server in servers)
+                is_stuck = not any(
+                    server.is_ready() or server.waits_for_devices for server in servers
+                )
                 await self._send(link_messages.Progress(describe(), is_stuck))
         except asyncio.CancelledError:
             waiting.cancel()

@@ -54,6 +54,9 @@ class Lanes:
         elif not self.hang:
             self.lender.note_asleep(LENT)
 
+    def is_up(self, url: str) -> bool:
+        return self.was_up
+
     async def end(self, url: str) -> bool:
         self.done.append("end")
         self._dispatcher.set_down(url, "it was ended")
@@ -168,7 +171,6 @@ async def test_servers_are_woken_as_soon_as_the_devices_are_free(monkeypatch):
         world.lender.ask(1)
         assert await asyncio.wait_for(world.asked.get(), SECONDS) == DevicesWanted(1)
         world.devices.free(1)
-        world.lender.note_free()
         await world.until(lambda: world.state is Lent.AWAKE)
 
 

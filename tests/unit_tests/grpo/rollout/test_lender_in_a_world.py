@@ -190,6 +190,9 @@ class World:
         self.using.discard(url)
         self.freed_at = self.now()
 
+    def is_up(self, url: str) -> bool:
+        return url not in self.down
+
     async def end(self, url: str) -> bool:
         self.totals["kills"] += 1
         assert url in self.using, "ended once, and not a server that sleeps"

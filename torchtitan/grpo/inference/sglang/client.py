@@ -206,7 +206,7 @@ class SGLangClient(HttpClient):
 
     async def _occupy(self, route: str) -> None:
         # Without tags, for weights, cache and CUDA graphs, in the right order.
-        await self._http.post(route, {}, timeout_seconds=self._request_timeout_seconds)
+        await self._http.post(route, {})
 
     async def join_weight_group(self, info: WeightGroupInfo) -> None:
         await self._http.post(

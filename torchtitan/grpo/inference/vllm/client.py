@@ -222,12 +222,11 @@ class VLLMClient(HttpClient):
         # Level 2 discards weights, of which level 1 would keep a copy on the host, although they are
         # replaced after training. Level 0 stops generation. Each ends the requests.
         level = 2 if frees == "memory" else 0
-        patience = self._request_timeout_seconds
-        await self._http.post(f"/sleep?level={level}&mode=abort", timeout_seconds=patience)
+        await self._http.post(f"/sleep?level={level}&mode=abort")
         return frees
 
     async def wake(self) -> None:
-        answer = await self._http.post("/wake_up", timeout_seconds=self._request_timeout_seconds)
+        answer = await self._http.post("/wake_up")
         status = _field(answer.body, "status", f"{self.url}/wake_up")
         if status != "awake":
             raise ServerError(f"{self.url}/wake_up must answer 'awake', got {excerpt(status)}")

@@ -48,6 +48,10 @@ class LentServers(Protocol):
         """Tells rank 0's lanes whether lent servers are to serve or to sleep."""
         ...
 
+    def is_up(self, url: str) -> bool:
+        """Whether the process of a lent server runs and has started."""
+        ...
+
     async def end(self, url: str) -> bool:
         """Ends the process of a lent server. It is started again when it is wanted.
 
@@ -102,6 +106,7 @@ class Lender:
         self._free_at: float | None = clock()  # since then the lent servers are wanted
         self._asleep: set[str] = set()
         self._refusing: dict[str, str] = {}  # with their reasons
+        self._failed_at: dict[str, float] = {}  # of servers that are wanted and lost
         self._news, self._are_back = asyncio.Event(), asyncio.Event()
         self._totals = _Totals()
         for source in (dispatcher, devices):
@@ -115,17 +120,14 @@ class Lender:
             self._dispatcher.set_version(url, version)
 
     def note_asleep(self, url: str) -> None:
-        """A lane has put its server to sleep."""
-        self._asleep.add(url)
-        self._dispatcher.set_asleep(url)
+        """A lane has put its server to sleep. The news are late if the server is wanted by now."""
+        if self.lent not in (Lent.WAKING, Lent.AWAKE):
+            self._asleep.add(url)
+            self._dispatcher.set_asleep(url)
 
     def note_lost(self, url: str, reason: str) -> None:
         """A lane has lost its server, which perhaps does not fall asleep. The dispatcher is told first."""
         self._refusing[url] = reason
-
-    def note_free(self) -> None:
-        """Rank 0 has freed the devices."""
-        self._news.set()
 
     def ask(self, version: int) -> None:
         """Rank 0 waits for the batch of ``version``."""
@@ -161,16 +163,14 @@ class Lender:
             await self._act()
 
     async def _act(self) -> None:
-        self._rates.note(
-            self._clock(),
-            is_asked=self._asked_at is not None and self._full_at is None,
-            are_awake=self.lent is Lent.AWAKE,
-        )
+        self._note_tokens(are_awake=self.lent is Lent.AWAKE)
         if self.lent is Lent.NO and self._devices.are_free and self._asked_at is None:
             self._enter(Lent.WAKING)  # rank 0 trains no more
             await self._want_servers()
         elif self.lent is Lent.WAKING:
             await self._continue_waking()
+        if self.lent in (Lent.WAKING, Lent.AWAKE):
+            await self._replace_failed()
         if self._asked_at is None and self._full_at is None:
             return
         decision = self._scheduler.decide(self._moment())
@@ -185,19 +185,20 @@ class Lender:
             self._become_awake(self._free_at)
         elif self._devices.are_free:
             self._scheduler.observe_room(self._clock() - self._since)
-            await self._want_servers()
+            if self._full_at is None:
+                await self._want_servers()
 
     async def _want_servers(self) -> None:
         self._free_at = self._clock()
         self._totals.wakes += 1
-        self._asleep.clear()
         for url in self._servers.lent:
             self._dispatcher.admit(url)
         await self._servers.set_wanted(True)
 
     def _become_awake(self, free_at: float) -> None:
         servers = self._lent_servers()
-        if any(s.is_ready() for s in servers) and all(s.is_ready() or s.is_down for s in servers):
+        waking = (s for s in servers if not (s.is_ready() or s.is_down or s.has_failed))
+        if any(s.is_ready() for s in servers) and not any(waking):
             seconds = self._clock() - free_at
             self._scheduler.observe_wake(seconds)
             self._totals.wake_seconds += seconds
@@ -205,6 +206,8 @@ class Lender:
 
     async def _take_back(self) -> None:
         if self._free_at is None:  # nobody has been woken yet
+            if not self._devices.are_free:  # the ranks make room all the same
+                self._scheduler.observe_room(self._clock() - self._since)
             self._enter(Lent.NO)
             return
         was_awake = self.lent is Lent.AWAKE
@@ -215,9 +218,11 @@ class Lender:
         cut_before = self._dispatcher.num_cut
         await asyncio.gather(*(self._dispatcher.cut(s.url) for s in self._lent_servers()))
         self._totals.cut_requests += self._dispatcher.num_cut - cut_before
+        self._note_tokens(are_awake=was_awake)
+        self._asleep.clear()
         self._refusing.clear()  # what was lost before may fall asleep
         await self._servers.set_wanted(False)
-        await self._until_asleep(self._since + self._sleep_seconds)
+        await self._until_asleep(self._clock() + self._sleep_seconds)
         seconds = self._clock() - self._since
         if was_awake:
             self._scheduler.observe_sleep(seconds)
@@ -230,21 +235,41 @@ class Lender:
             self._news.clear()  # first, so that no news is lost while a server is ended
             for server in awake:
                 if server.url in self._refusing or self._clock() > deadline:
-                    await self._end(server.url, self._refusing.get(server.url, late))
+                    reason = self._refusing.get(server.url, late)
+                    await self._end(server.url, "did not fall asleep", reason)
             await wait_at_most(_LOOK_SECONDS, self._news)
 
     def _has_freed(self, server: Server) -> bool:
         return server.url in self._asleep or server.is_down
 
-    async def _end(self, url: str, reason: str) -> None:
+    async def _replace_failed(self) -> None:
+        """Ends servers that are wanted and do not come back, so that they are started again."""
+        now, failed = self._clock(), {}
+        for server in self._lent_servers():
+            url = server.url
+            if not (server.has_failed and self._servers.is_up(url)):
+                continue
+            failed[url] = self._failed_at.get(url, now)
+            if now - failed[url] > self._sleep_seconds:
+                await self._end(
+                    url, f"has been lost for inference.sleep_timeout_seconds = {self._sleep_seconds:g}",
+                    self._refusing.get(url, ""),
+                )  # fmt: skip
+        self._failed_at = failed
+
+    async def _end(self, url: str, problem: str, reason: str) -> None:
         if await self._servers.end(url):
             self._totals.kills += 1
             logger.error(
-                "The lent server %s was ended, because it did not fall asleep: %s Training goes on. The "
-                "server is started again when devices are lent next.", url, reason,
+                "The lent server %s was ended, because it %s: %s Training goes on. The server is started "
+                "again while devices are lent.", url, problem, reason,
             )  # fmt: skip
         self._asleep.add(url)
         self._news.set()
+
+    def _note_tokens(self, *, are_awake: bool) -> None:
+        is_asked = self._asked_at is not None and self._full_at is None
+        self._rates.note(self._clock(), is_asked=is_asked, are_awake=are_awake)
 
     def _lent_servers(self) -> list[Server]:
         servers = self._dispatcher.servers

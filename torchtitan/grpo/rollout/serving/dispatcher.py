@@ -189,7 +189,8 @@ class Dispatcher:
     def admit(self, url: str) -> None:
         """Lets a server that was cut become READY again, once a version is attested."""
         if url in self.servers:
-            self.servers[url].is_cut = False
+            server = self.servers[url]
+            server.is_cut = server.is_asleep = server.is_lost = False
 
     async def _abort_all(self, server: Server, seconds: float) -> None:
         try:

@@ -99,6 +99,10 @@ class ServerFleet:
                 supervisor.set_wanted(is_wanted)
         await self._tell(self.servers)
 
+    def is_up(self, url: str) -> bool:
+        """Whether a launched server runs and has started."""
+        return any(one.is_up for one in self._supervisors if one.client.url == url)
+
     async def end(self, url: str) -> bool:
         """Ends the process of a lent server, which is started again when it is wanted.
 

@@ -21,8 +21,8 @@ class Patience:
     def has_ended(self, servers: Iterable[Server]) -> bool:
         """Must be asked often: what ``servers`` do now is assumed to hold since the last call."""
         now = self._clock()
-        awaited = [server for server in servers if not server.is_down]
-        if not awaited or any(not server.is_asleep for server in awaited):
+        awaited = [s for s in servers if s.waits_for_devices or not s.is_down]
+        if not awaited or any(not server.waits_for_devices for server in awaited):
             self._left -= now - self._looked_at
         self._looked_at = now
         return self._left < 0

@@ -108,6 +108,16 @@ class Server:
         return self.version is not None and time.monotonic() >= self.retry_at
 
     @property
+    def waits_for_devices(self) -> bool:
+        """Whether it sleeps, or has ended, until the training devices are lent again."""
+        return self.is_asleep or self.is_cut
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it was lost since it was last told to serve."""
+        return self.is_lost and not self.waits_for_devices
+
+    @property
     def state(self) -> str:
         if self.is_ready():
             return "ready"

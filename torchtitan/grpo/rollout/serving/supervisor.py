@@ -64,7 +64,8 @@ class Supervisor:
         max_restarts = self._inference.max_restarts
         backoff = Backoff(self._inference.restart_seconds, self._inference.max_restart_seconds)
         end = await self._wait_for_end()
-        if not any(each.attested is not None for each in dispatcher.servers.values()):
+        was_used = any(each.attested is not None for each in dispatcher.servers.values())
+        if not (was_used or self._is_ended):
             raise RuntimeError(f"A server must stay up, but it ended before the run used it. {end}")
         while True:
             dispatcher.set_down(self.client.url, "its process has ended")
@@ -93,6 +94,10 @@ class Supervisor:
                 end = await self._wait_for_end()
                 if time.monotonic() - up_since >= _PROVEN_SECONDS:
                     backoff.reset()
+
+    @property
+    def is_up(self) -> bool:
+        return self.server is not None and not self._is_starting
 
     @property
     def is_lent(self) -> bool:
