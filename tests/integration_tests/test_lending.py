@@ -247,25 +247,26 @@ def test_a_run_that_is_stopped_by_a_signal_during_a_loan_goes_on_where_it_was(le
 
 
 @pytest.mark.long
-def test_a_lent_server_that_is_stopped_and_the_only_one_is_waited_for_until_the_batch_is_late(lend):
-    run = lend(
-        "--inference.num_servers=1", "--rollout.batch_timeout_seconds=20",
-        "--training.steps=10000",
-    )  # fmt: skip
+@pytest.mark.parametrize("state", ["joining", "ready"])
+def test_the_only_server_is_replaced_if_it_hangs_while_it_wakes_or_serves(lend, state):
+    run = lend("--inference.num_servers=1", "--training.steps=10000")
     run.start()
     run.wait_for_step(2)
-    with held_in(run, "ready") as url:
+    with held_in(run, state) as url:
         server = server_at(url)
         server.send_signal(STOP)
-    run.wait_for(lambda: f"Lost {url}" in run.console, 60)
+    run.wait_for(lambda: has_ended(server), 60)
     steps = len(run.metrics)
-    server.resume()
     run.wait_for_step(steps + 3, 60)
-    with held_in(run, "ready"):
-        server.send_signal(STOP)
-    message = run.fail(120)
-    assert re.match(
-        r"The rollout process did not deliver the batch of version \d+ within 20 s", message
-    )
-    assert url in message
+    assert "has been lost for inference.sleep_timeout_seconds = 2" in run.console
+    end(run)
     check_ledger(run)
+
+
+@pytest.mark.long
+def test_a_run_that_has_all_its_steps_ends_when_it_is_resumed(lend):
+    run = lend(*CHECKPOINT, "--training.steps=2")
+    run.succeed()
+    (run.folder / "summary.json").unlink()
+    again = lend(*CHECKPOINT, "--training.steps=2")
+    again.succeed()

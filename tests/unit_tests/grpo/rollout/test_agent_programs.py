@@ -191,6 +191,6 @@ async def test_what_cannot_be_loaded_is_refused(agent: Agent, message: str) -> N
 async def test_a_command_that_cannot_be_started_fails_its_episodes(
     model: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "agent.py").write_text("")
-    (tmp_path / "agent.py").chmod(0o600)
-    check(await outcome(model, Agent(command=[f"{tmp_path}/agent.py"]), 100.0), "start")
+    (tmp_path / "agent.py").write_bytes(b"\0")
+    (tmp_path / "agent.py").chmod(0o700)
+    check(await outcome(model, Agent(command=[f"{tmp_path}/agent.py"]), 100.0), "exit status 1")

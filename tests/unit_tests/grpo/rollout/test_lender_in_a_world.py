@@ -111,7 +111,7 @@ class World:
         self.lent = [client.url for client in self.clients]
         self.using, self.down, self.refused = set(self.lent), set[str](), dict[str, float]()
         self.has_room, self.version, self.waits, self.was_lost = True, 0, False, False
-        self.freed_at = self.room_at = 0.0
+        self.freed_at = self.room_at = self.told_at = 0.0
         self.totals = dict.fromkeys(("wakes", "kills", "cut_requests"), 0)
         self.tasks: dict[str, asyncio.Task[None]] = {}
         config = Rollout(max_concurrent_rollouts=8)
@@ -146,6 +146,7 @@ class World:
         if is_wanted and self.room_at > self.scheduler.lent_at:
             assert self.now() == self.room_at, "no news is waited for"
         self.refused.clear()
+        self.told_at = self.now()
         for client in self.clients:
             self.start(client, self.wake if is_wanted else self.sleep)
 
@@ -196,7 +197,7 @@ class World:
     async def end(self, url: str) -> bool:
         self.totals["kills"] += 1
         assert url in self.using, "ended once, and not a server that sleeps"
-        due = self.refused.get(url, self.scheduler.taken_back_at + SLEEP_SECONDS)
+        due = self.refused.get(url, self.told_at + SLEEP_SECONDS)
         assert 0 <= self.now() - due <= (0 if url in self.refused else 2 * LOOK_SECONDS)
         await self.kill(url)
         return True

@@ -28,7 +28,7 @@ class Clock:
 class FixedServer:
     """The part of a server that is read."""
 
-    is_asleep, version, load, state = False, 3, 2, "ready"
+    waits_for_devices, version, load, state = False, 3, 2, "ready"
 
     def __init__(self) -> None:
         self.ready = True

@@ -223,6 +223,7 @@ async def test_a_completion_that_waits_outlasts_the_sleep_of_all_servers_but_not
     assert dispatcher.servers[A].state == "asleep"
     _, pending = await asyncio.wait({task}, timeout=1.0)
     assert pending
+    dispatcher.admit(A)
     dispatcher.set_lost(A, "it does not wake up")
     assert dispatcher.servers[A].state == "lost"
     with pytest.raises(ServerError, match=r"request_timeout_seconds = 0\.3"):
@@ -231,13 +232,15 @@ async def test_a_completion_that_waits_outlasts_the_sleep_of_all_servers_but_not
 
 def test_patience_counts_the_seconds_in_which_a_server_may_come():
     now = 0.0
-    asleep, waiting, ended = (Server(LocalServer(A)) for _ in range(3))
+    asleep, waiting, ended, replaced = (Server(LocalServer(A)) for _ in range(4))
     asleep.is_asleep, ended.is_down = True, True
+    replaced.is_cut, replaced.is_down = True, True  # it starts when it gets its devices
     patience = Patience(10.0, lambda: now)
     for seconds, servers, has_ended in [
         (9.0, [waiting], False),
         (50.0, [asleep], False),
         (50.0, [asleep, ended], False),
+        (50.0, [replaced, ended], False),
         (0.5, [asleep, waiting], False),
         (0.4, [], False),
         (0.2, [ended], True),
