@@ -317,3 +317,43 @@ async def test_a_server_that_has_ended_is_not_waited_for():
         world.dispatcher.set_down(LENT, "killed")
         metrics = await world.deliver(0)
         assert (world.lanes.done, metrics["lend/kills"]) == (["sleep"], 0)
+
+
+async def test_late_news_of_sleep_do_not_count_for_a_server_that_was_woken_since():
+    async with started() as world:
+        world.lender.ask(0)
+        await world.deliver(0)
+        world.lender.ask(1)
+        world.scheduler.next = Decision.LEND
+        await asyncio.wait_for(world.asked.get(), SECONDS)
+        world.devices.free(1)
+        await world.until(lambda: world.state is Lent.AWAKE)
+        world.lender.note_asleep(LENT)
+        assert world.dispatcher.servers[LENT].state == "ready"
+        world.lanes.hang = True
+        delivered = asyncio.create_task(world.deliver(1))
+        await asyncio.sleep(0.2)
+        assert not delivered.done(), "the server still has the devices"
+        world.lender.note_asleep(LENT)
+        await asyncio.wait_for(delivered, SECONDS)
+
+
+async def test_a_lost_server_is_replaced_while_it_is_wanted_unless_it_comes_back_or_starts():
+    async with started(sleep_seconds=0.2) as world:
+        await world.until(lambda: world.state is Lent.AWAKE)
+
+        def lose() -> None:
+            world.dispatcher.set_lost(LENT, "it hangs")
+            world.lender.note_lost(LENT, "it hangs")
+
+        lose()
+        await asyncio.sleep(0.05)
+        world.lender.note_version(LENT, 0)
+        await asyncio.sleep(0.4)
+        assert world.lanes.done == []
+        world.lanes.was_up = False  # it starts
+        lose()
+        await asyncio.sleep(0.4)
+        assert world.lanes.done == []
+        world.lanes.was_up = True
+        await world.until(lambda: world.lanes.done == ["end"])

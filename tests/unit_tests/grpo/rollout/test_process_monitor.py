@@ -71,9 +71,9 @@ def test_a_process_without_a_server_is_stuck_until_one_is_ready():
     clock.now = 111.0
     problem = health.health().problem
     assert problem is not None and "No server has been able to take work for 11 s" in problem
-    server.is_asleep = True  # it is lent to the trainer, and comes back
+    server.waits_for_devices = True  # it is lent to the trainer, and comes back
     assert health.health().problem is None
-    server.ready, server.is_asleep = True, False
+    server.ready, server.waits_for_devices = True, False
     assert health.health().problem is None
 
 

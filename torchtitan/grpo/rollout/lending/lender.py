@@ -237,6 +237,8 @@ class Lender:
                 if server.url in self._refusing or self._clock() > deadline:
                     reason = self._refusing.get(server.url, late)
                     await self._end(server.url, "did not fall asleep", reason)
+                    self._asleep.add(server.url)
+                    self._news.set()
             await wait_at_most(_LOOK_SECONDS, self._news)
 
     def _has_freed(self, server: Server) -> bool:
@@ -264,8 +266,6 @@ class Lender:
                 "The lent server %s was ended, because it %s: %s Training goes on. The server is started "
                 "again while devices are lent.", url, problem, reason,
             )  # fmt: skip
-        self._asleep.add(url)
-        self._news.set()
 
     def _note_tokens(self, *, are_awake: bool) -> None:
         is_asked = self._asked_at is not None and self._full_at is None

@@ -97,7 +97,8 @@ class Supervisor:
 
     @property
     def is_up(self) -> bool:
-        return self.server is not None and not self._is_starting
+        server = self.server
+        return server is not None and not self._is_starting and server.process.poll() is None
 
     @property
     def is_lent(self) -> bool:

@@ -219,3 +219,20 @@ async def test_a_server_that_is_ended_on_purpose_starts_when_it_is_wanted_and_is
         await asyncio.gather(work, return_exceptions=True)
         for each in started:
             each.stop(grace_seconds=0.0)
+
+
+async def test_a_server_that_is_ended_on_purpose_before_any_has_weights_does_not_end_the_run(
+    server,
+):
+    dispatcher = dispatcher_of(server, was_attested=False)
+    client = dispatcher.servers[server.url].client
+    one = supervisor.Supervisor(server, client, Inference())
+    one.set_wanted(False)
+    work = asyncio.create_task(one.run(dispatcher))
+    assert await one.end()
+    while one.server is not None:
+        assert not work.done()
+        await asyncio.sleep(0.01)
+    one.close()
+    one.set_wanted(True)
+    await asyncio.wait_for(work, 60)
