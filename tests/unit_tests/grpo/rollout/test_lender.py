@@ -60,7 +60,8 @@ class Lanes:
     async def end(self, url: str) -> bool:
         self.done.append("end")
         self._dispatcher.set_down(url, "it was ended")
-        return self.was_up
+        was_up, self.was_up = self.was_up, False
+        return was_up
 
 
 class Scripted(LendScheduler):
