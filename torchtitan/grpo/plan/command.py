@@ -18,15 +18,17 @@ from torchtitan.grpo.inference.gpu_shares import WITHOUT_TRAINING
 from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hub import locate_models
-from torchtitan.grpo.plan.hardware import DEVICES, cache_places, computed_costs
+from torchtitan.grpo.plan.hardware import DEVICES, LENDING, cache_places, computed_costs
 from torchtitan.grpo.plan.measured import Measured, read_run
 from torchtitan.grpo.plan.search import (
+    TOLERANCE,
     Plan,
     Split,
     Spread,
-    best_split,
     compare,
+    counted,
     lendings,
+    smallest_split,
     spread,
 )
 from torchtitan.grpo.plan.system import Lengths, System
@@ -127,15 +129,17 @@ def _lines(facts: _Given) -> Iterator[str]:
     with refusing():
         made = _make_plan(facts)
     yield from _describe_costs(facts, made.system)
-    before = spread(made.system, facts.options.seeds)
-    yield f"\nThe run, with {_describe(made.split)}"
+    seeds = facts.options.seeds
+    before = spread(made.system, seeds)
+    meaning = f"+- is the spread over {seeds} seeds, not the error of the prediction"
+    yield f"\nThe run, with {_describe(made.split)} ({meaning})"
     yield from (f"  {line}" for line in _describe_run(before))
-    yield "\nWhat to change first"
+    yield f"\nWhat to change first (+- is the standard error over {seeds} seeds)"
     yield from (f"  {line}" for line in _describe_changes(made, before))
     devices = facts.options.devices or max(made.num_devices, made.fewest_devices)
     yield f"\nThe best split of {devices:,} devices"
     with refusing():
-        yield from (f"  {line}" for line in _describe_split(made, devices))
+        yield from (f"  {line}" for line in _describe_split(made, devices, facts.options))
     if facts.measured is None:
         yield f"\nMemory, on {facts.options.device_class.upper()}"
         yield from (f"  {line}" for line in _describe_memory(facts, made.system))
@@ -185,8 +189,7 @@ def _make_plan(facts: _Given) -> Plan:
 
 
 def _describe(split: Split) -> str:
-    ranks = "1 training rank" if split.num_ranks == 1 else f"{split.num_ranks:,} training ranks"
-    servers = "1 server" if split.all_servers == 1 else f"{split.all_servers:,} servers"
+    ranks, servers = counted(split.num_ranks, "training rank"), counted(split.all_servers, "server")
     some = f", {split.num_lent:,} of them" if split.num_servers else ""
     return f"{ranks} and {servers}{f'{some} on lent devices' if split.num_lent else ''}"
 
@@ -209,6 +212,14 @@ def _describe_costs(facts: _Given, system: System) -> Iterator[str]:
         f"  lengths: {system.prompt_tokens:.0f} tokens of a prompt and {system.mean_tokens:.0f} of a "
         f"completion on average, {'measured' if measured else 'assumed (--mean-length)'}"
     )
+    assumed = measured.assumed if measured else LENDING
+    told = {name: "assumed" if name in assumed else "measured" for name in LENDING}
+    yield (
+        f"  lending: {costs.room:.3g} s to make room ({told['room']}), {costs.wake:.3g} s to wake servers "
+        f"({told['wake']}) and {costs.sleep:.3g} s to put them to sleep ({told['sleep']})"
+    )
+    for doubt in measured.doubts if measured else ():
+        yield f"  {doubt}"
 
 
 def _describe_run(runs: Spread) -> Iterator[str]:
@@ -216,7 +227,7 @@ def _describe_run(runs: Spread) -> Iterator[str]:
         return f"{100 * runs.mean(name):.0f} %"
 
     rate, step = "samples_per_second", "step_seconds"
-    yield f"samples a second  {runs.mean(rate):.4g} +- {runs.deviation(rate):.2g} (over {len(runs.outcomes)} seeds)"
+    yield f"samples a second  {runs.mean(rate):.4g} +- {runs.deviation(rate):.2g}"
     yield f"step              {runs.mean(step):.4g} s +- {runs.deviation(step):.2g} s"
     parts = f"{percent('trained')} training, {percent('waited')} waiting for rollouts"
     yield f"training devices  {parts}, {percent('pushed')} waiting for pushes, {percent('lent')} lent"
@@ -241,19 +252,25 @@ def _describe_changes(made: Plan, before: Spread) -> Iterator[str]:
         yield f"  {100 * (gain - 1):+6.1f} % +- {100 * error:.1f}  {change.name}{note}"
 
 
-def _describe_split(made: Plan, num_devices: int) -> Iterator[str]:
-    split, rate = best_split(made, num_devices)
+def _describe_split(made: Plan, num_devices: int, options: argparse.Namespace) -> Iterator[str]:
+    split, rate = smallest_split(made, num_devices)
+    system, used = made.on(split), replace(made, split=split).num_devices
     yield f"{_describe(split)}: {rate:.4g} samples a second"
-    system = made.on(split)
+    if num_devices - used >= min(made.unit, made.server_devices):
+        slow = ", or scoring too slow (raise reward.num_workers)" if options.reward_seconds else ""
+        yield (
+            f"{num_devices:,} devices are no more than {100 * TOLERANCE:g} % faster than {used:,}: a batch of "
+            f"{system.batch_completions:,} samples is too small for more (raise grpo.prompts_per_step){slow}"
+        )
     in_flight = system.rollout.max_concurrent_rollouts
     yield f"with rollout.max_concurrent_rollouts = {in_flight}, as many for each server as now"
-    runs = spread(system, 2)
+    runs = spread(system, options.seeds)
     yield (
         f"training devices: {100 * runs.mean('trained'):.0f} % training, {100 * runs.mean('waited'):.0f} % "
         f"waiting; servers: {100 * runs.mean('busy'):.0f} % generating"
     )
     for change in lendings(made, split):
-        gain, error = spread(change.system, 2).gain(runs)
+        gain, error = spread(change.system, options.seeds).gain(runs)
         yield f"{change.name} ({change.note}): {100 * (gain - 1):+.1f} % +- {100 * error:.1f}"
 
 

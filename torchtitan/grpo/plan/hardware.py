@@ -24,7 +24,13 @@ TRAIN_PART, PROMPT_PART, MEMORY_PART, NETWORK_PART = 0.35, 0.5, 0.6, 0.5
 STEP_SECONDS, BATCH_SECONDS, PUSH_SECONDS = 0.003, 0.1, 0.2
 """Assumed times besides those of the hardware: of a server's step, of a training step, and of a push."""
 ROOM_SECONDS, WAKE_SECONDS, SLEEP_SECONDS = 1.0, 3.0, 1.0
-"""Assumed times of lending, until a run has measured them."""
+"""Assumed times of lending, until a run has measured them. Waking takes a push besides."""
+LENDING = {
+    "room": "lend/room_give_seconds",
+    "wake": "lend/wake_seconds",
+    "sleep": "lend/sleep_seconds",
+}
+"""Costs of lending, with the metrics that measure them."""
 _PASSES = 3  # a forward and a backward pass, in forward passes
 
 

@@ -8,33 +8,43 @@ import math
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.command_line.reading import read_config
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.plan import hardware
 from torchtitan.grpo.plan.system import Costs, Lengths
-from torchtitan.grpo.rollout.serving.server_state import SPEED_METRICS
-from torchtitan.grpo.rollout.serving.speed_fit import SpeedFit
+from torchtitan.grpo.rollout.serving.server_state import COMPLETIONS_METRIC, SPEED_METRICS
 from torchtitan.grpo.run_folder.contents import STARTS_FOLDER
 
 Step = dict[str, Any]
 _PUSH_RATE = "weight_sync/server0/gb_per_second"
+_TOKENS = "rollout/completion_tokens_mean"
 _FEWEST_STEPS = 5
 _WARM_UP = 0.2  # part of the steps
-# A step's own time, apart from its tokens', is believed if tokens vary by some percent.
-_DOUBTS = (1e-3, 0.0)
+# Standard error of a token's training time above which it is not believed, as a part of the time of a
+# token if tokens take all of the time.
+_DOUBT = 0.25
+_PROPORTIONAL = "depends on its tokens: all of it is taken as proportional to them"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """``num_ranks`` and ``num_servers`` are those with which ``costs`` were measured."""
+    """``num_ranks`` and ``num_servers`` are those with which ``costs`` were measured.
+
+    ``assumed`` names the costs of lending that the run does not tell, and ``doubts`` are sentences on
+    what else it does not tell.
+    """
 
     config: JobConfig
     costs: Costs
+    assumed: Sequence[str]
+    doubts: Sequence[str]
     lengths: Lengths
     prompt_tokens: float
     dropped: float
@@ -58,13 +68,17 @@ def read_run(folder: Path) -> Measured:
     environment = json.loads(starts[-1].with_name("environment.json").read_text())
     used = records[int(_WARM_UP * len(records)) :]
     servers = _servers(used[-1], folder)
+    costs, doubts = _costs(used, servers)
+    loans = _loans(used)
     samples = config.grpo.prompts_per_step * config.grpo.group_size
     tokens = _mean(used, "time/tokens_per_second", "time/step_seconds") / samples
     return Measured(
         config=config,
-        costs=_costs(used, servers),
+        costs=replace(costs, **loans),
+        assumed=[name for name in hardware.LENDING if name not in loans],
+        doubts=doubts,
         lengths=_lengths(folder, config, used),
-        prompt_tokens=max(0.0, tokens - _mean(used, "rollout/completion_tokens_mean")),
+        prompt_tokens=max(0.0, tokens - _mean(used, _TOKENS)),
         dropped=_dropped(used, config.grpo.prompts_per_step),
         num_ranks=environment["num_ranks"],
         num_servers=len(servers),
@@ -72,23 +86,48 @@ def read_run(folder: Path) -> Measured:
     )
 
 
-def _costs(records: Sequence[Step], servers: list[list[float]]) -> Costs:
-    request, token, beside = (statistics.fmean(costs) for costs in zip(*servers, strict=True))
-    train, train_token = _training(records)
+def _costs(records: Sequence[Step], servers: np.ndarray) -> tuple[Costs, list[str]]:
+    """Returns also what the run does not tell. Lending has its assumed costs."""
+    doubts = []
+    request, token, beside = servers[:, 1:].T
+    if (is_unknown := (token == 0) & (beside == 0)).any():
+        doubts.append(f"the run does not tell how a completion's time {_PROPORTIONAL}")
+        token = np.where(is_unknown, request / _mean(records, _TOKENS), token)
+        request = np.where(is_unknown, 0.0, request)
+    share = servers[:, 0] / servers[:, 0].sum()
+    train, train_token, is_known = _training(records)
+    if not is_known:
+        doubts.append(f"the run does not tell how training time {_PROPORTIONAL}")
     gather, push = (_median(records, f"weight_sync/{name}_seconds") for name in ("gather", "push"))
     rate = _median(records, _PUSH_RATE, math.inf)
-    return Costs(
-        request=request,
-        token=token,
-        beside=beside,
+    costs = Costs(
+        request=float(share @ request),
+        token=float(share @ token),
+        beside=float(share @ beside),
         train=train,
         train_token=train_token,
         push=gather + push,
         transfer=_median(records, "weight_sync/push_bytes") / 1e9 / rate,
-        room=_median(records, "lend/room_give_seconds", hardware.ROOM_SECONDS),
-        wake=_median(records, "lend/wake_seconds", hardware.WAKE_SECONDS),
-        sleep=_median(records, "lend/sleep_seconds", hardware.SLEEP_SECONDS),
+        room=hardware.ROOM_SECONDS,
+        wake=hardware.WAKE_SECONDS + gather + push,
+        sleep=hardware.SLEEP_SECONDS,
     )
+    return costs, doubts
+
+
+def _loans(records: Sequence[Step]) -> dict[str, float]:
+    """Median seconds of what is done in a loan, each if the run has done it.
+
+    A step without a loan has 0, and one whose servers were not awake before its batch was complete has 0
+    for waking.
+    """
+    found = {}
+    lent = [record for record in records if record.get("lend/wakes")]
+    for name, metric in hardware.LENDING.items():
+        seconds = [record[metric] / record["lend/wakes"] for record in lent if record.get(metric)]
+        if seconds:
+            found[name] = statistics.median(seconds)
+    return found
 
 
 def _records(file: Path) -> list[Step]:
@@ -109,33 +148,44 @@ def _median(records: Sequence[Step], key: str, default: float = 0.0) -> float:
     return statistics.median(values) if values else default
 
 
-def _servers(record: Step, folder: Path) -> list[list[float]]:
-    """The fitted costs of each server that has completed enough."""
-    last = f"/{SPEED_METRICS[0]}"
+def _servers(record: Step, folder: Path) -> np.ndarray:
+    """Completions and fitted costs of each server that has completed enough, [servers, 4]."""
+    last = f"/{COMPLETIONS_METRIC}"
     names = [k.removesuffix(last) for k in record if k.startswith("servers/") and k.endswith(last)]
     if not names:
         raise ConfigError(
             f"--from needs a run whose servers were measured (servers/*{last} in metrics.jsonl), got "
             f"{folder}. Let a run generate for some steps with this version, or leave --from out."
         )
-    return [[record[f"{name}/{metric}"] for metric in SPEED_METRICS] for name in names]
+    metrics = (COMPLETIONS_METRIC, *SPEED_METRICS)
+    return np.array([[record[f"{name}/{metric}"] for metric in metrics] for name in names])
 
 
-def _training(records: Sequence[Step]) -> tuple[float, float]:
-    """Seconds of a step apart from waiting, and of each of its tokens."""
-    fit = SpeedFit(_DOUBTS)
-    for record in records:
-        step = record["time/step_seconds"]
-        tokens = record["time/tokens_per_second"] * step
-        fit.add((1.0, tokens), step - record["time/wait_data_seconds"])
-    costs = fit.costs(fewest=1)
-    assert costs is not None, "a run has at least one step"
-    return costs[0], costs[1]
+def _training(records: Sequence[Step]) -> tuple[float, float, bool]:
+    """Seconds of a step apart from waiting, of each of its tokens, and whether the run tells them apart.
+
+    Batches of nearly the same size do not. Then all of the time is the tokens', as dense training is.
+    """
+    steps = np.array([record["time/step_seconds"] for record in records])
+    tokens = steps * [record["time/tokens_per_second"] for record in records]
+    seconds = steps - [record["time/wait_data_seconds"] for record in records]
+    most = seconds.mean() / tokens.mean()  # for a token
+    deviations = tokens - tokens.mean()
+    slope, error = most, math.inf
+    if squares := deviations @ deviations:
+        slope = deviations @ seconds / squares
+        residuals = seconds - seconds.mean() - slope * deviations
+        error = math.sqrt(residuals @ residuals / (len(records) - 2) / squares)
+    is_known = error <= _DOUBT * most
+    if not is_known or slope >= most:
+        return 0.0, float(most), is_known
+    token = max(0.0, float(slope))
+    return float(seconds.mean() - token * tokens.mean()), token, True
 
 
 def _lengths(folder: Path, config: JobConfig, records: Sequence[Step]) -> Lengths:
     """Their shape is that of the samples that were written; their mean and what is cut, of all."""
-    limit, mean = config.rollout.max_new_tokens, _mean(records, "rollout/completion_tokens_mean")
+    limit, mean = config.rollout.max_new_tokens, _mean(records, _TOKENS)
     lengths = (
         sum(end - start for _, start, end in sample["versions"])
         for sample in _records(folder / "samples.jsonl")

@@ -7,6 +7,8 @@ All runs that are compared have the same seeds, hence the same lengths, so that 
 them are known better than each of them.
 """
 
+import bisect
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +20,12 @@ from torchtitan.grpo.plan.system import System, scaled
 
 _BATCHES, _SEARCH_BATCHES = 12, 8
 _COARSE = 8  # splits that are tried first
+TOLERANCE = 0.01
+"""Part of the best rate that fewer devices may lack."""
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def simulate(system: System, seed: int = 0, num_batches: int = _BATCHES) -> Outcome:
@@ -117,10 +125,11 @@ def spread(system: System, seeds: int) -> Spread:
     return Spread([simulate(system, seed) for seed in range(seeds)])
 
 
-def best_split(plan: Plan, num_devices: int) -> tuple[Split, float]:
+def best_split(plan: Plan, num_devices: int, enough: float = math.inf) -> tuple[Split, float]:
     """Returns the split of the devices with the most samples a second, and that number.
 
-    Few splits are all tried; of many, first some over the whole range, and then finer around the best.
+    Few splits are all tried; of many, first some over the whole range, and then finer around the best,
+    until a rate is ``enough``.
     """
     splits = _splits(plan, num_devices)
     known: dict[int, float] = {}
@@ -132,12 +141,24 @@ def best_split(plan: Plan, num_devices: int) -> tuple[Split, float]:
         return known[index]
 
     low, high, step = 0, len(splits) - 1, 0
-    while step != 1:
+    while step != 1 and max(known.values(), default=0.0) < enough:
         step = max(1, -(-(high - low) // _COARSE))
         best = max(range(low, high + 1, step), key=rate)
         low, high = max(0, best - step), min(len(splits) - 1, best + step)
     best = max(known, key=known.__getitem__)
     return splits[best], known[best]
+
+
+def smallest_split(plan: Plan, num_devices: int) -> tuple[Split, float]:
+    """Like :func:`best_split`, but of the fewest devices that are nearly as fast as all of them."""
+    enough = (1 - TOLERANCE) * best_split(plan, num_devices)[1]
+    fewest = bisect.bisect_left(
+        range(num_devices),
+        enough,
+        plan.fewest_devices,
+        key=lambda number: best_split(plan, number, enough)[1],
+    )
+    return best_split(plan, fewest)
 
 
 def _splits(plan: Plan, num_devices: int) -> list[Split]:
@@ -187,12 +208,13 @@ def lendings(plan: Plan, split: Split) -> Iterator[Change]:
     """Both ways to lend on the devices of a split without lending."""
     ranks = replace(plan, split=split).num_devices // plan.unit * plan.unit
     together = plan.on(Split(ranks, 0, max(1, ranks // plan.server_devices)))
-    yield Change("inference.lend = true", together, f"all servers on {ranks:,} training ranks")
+    yield Change(
+        "inference.lend = true", together, f"all servers on {counted(ranks, 'training rank')}"
+    )
     lent = max(1, split.num_ranks // plan.server_devices)
     beside = plan.on(replace(split, num_lent=lent))
-    yield Change(
-        '[cluster.NAME] tags = ["train", "rollout"]', beside, f"{lent:,} more servers, lent"
-    )
+    note = f"{counted(lent, 'more server')}, lent"
+    yield Change('[cluster.NAME] tags = ["train", "rollout"]', beside, note)
 
 
 def compare(plan: Plan, before: Spread) -> list[tuple[Change, float, float]]:

@@ -4,15 +4,21 @@
 """``torchtitan-grpo plan``: what it prints and what it refuses."""
 
 import json
+import math
 import re
 import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import numpy as np
 import pytest
 from light import LIGHT
 
 from torchtitan.grpo import cli
-from torchtitan.grpo.plan.hardware import DEVICES, cache_places, computed_costs
-from torchtitan.grpo.plan.search import Plan, Split, best_split, simulate
+from torchtitan.grpo.plan.hardware import DEVICES, ROOM_SECONDS, cache_places, computed_costs
+from torchtitan.grpo.plan.measured import read_run
+from torchtitan.grpo.plan.search import Plan, Split, best_split, simulate, smallest_split
+from torchtitan.grpo.rollout.serving.server_state import SPEED_METRICS
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 
 QWEN3_8B = {
@@ -132,17 +138,46 @@ def test_the_best_of_few_splits_is_found(changed, num_devices: int) -> None:
     assert rate == pytest.approx(max(rates), rel=0.03)
 
 
-def test_a_measured_run_gives_its_costs(tmp_path, repository, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("num_devices", [8, 64])
+def test_devices_that_bring_nothing_are_not_named(
+    repository, monkeypatch, capsys, changed, num_devices: int
+) -> None:
+    """Training takes most of the time, and a batch has one row."""
+    system = changed(train_token=0.1, num_servers=1)
+    plan = Plan(system, Split(1, 1), row_tokens=1_000_000)
+    split, rate = smallest_split(plan, num_devices)
+    assert split == Split(1, 1)
+    assert rate >= 0.99 * best_split(plan, num_devices)[1]
+    generating = Plan(changed(train_token=1e-6, num_servers=1), Split(1, 1))
+    assert smallest_split(generating, 4)[0] == Split(1, 3), "each server is needed"
     monkeypatch.chdir(repository)
-    start = tmp_path / "starts" / "1"
-    start.mkdir(parents=True)
-    text = (repository / "train_configs" / "quickstart.toml").read_text()
-    (start / "config.toml").write_text(text)
-    (start / "environment.json").write_text('{"num_ranks": 1}')
-    records = [record_of(step) for step in range(1, 21)]
-    lines = [json.dumps(record, allow_nan=False) for record in records]
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 21, "da']))
-    out = shown(capsys, "train_configs/quickstart.toml", "--seeds=2", "--from", str(tmp_path))
+    words = ["--seeds=2", f"--devices={num_devices}", "--grpo.prompts_per_step=1"]
+    out = shown(capsys, "train_configs/quickstart.toml", *words)
+    assert f"{num_devices} devices are no more than 1 % faster than " in out
+    assert "samples is too small for more (raise grpo.prompts_per_step)" in out
+
+
+@pytest.fixture
+def run_of(tmp_path, repository) -> Callable[[list[dict[str, float]]], Path]:
+    """Writes the folder of a run with these metrics, of which the last line is incomplete."""
+
+    def write(records: list[dict[str, float]]) -> Path:
+        start = tmp_path / "starts" / "1"
+        start.mkdir(parents=True)
+        text = (repository / "train_configs" / "quickstart.toml").read_text()
+        (start / "config.toml").write_text(text)
+        (start / "environment.json").write_text('{"num_ranks": 1}')
+        lines = [json.dumps(record, allow_nan=False) for record in records]
+        (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 21, "da']))
+        return tmp_path
+
+    return write
+
+
+def test_a_measured_run_gives_its_costs(run_of, repository, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(repository)
+    run = run_of([record_of(step) for step in range(1, 21)])
+    out = shown(capsys, "train_configs/quickstart.toml", "--seeds=2", "--from", str(run))
     assert "Costs, measured in 16 steps" in out
     assert "a server: 2 ms for a token, and 0.1 ms for each running completion; 5 ms for a" in out
     training = re.search(
@@ -151,13 +186,76 @@ def test_a_measured_run_gives_its_costs(tmp_path, repository, monkeypatch, capsy
     assert training is not None
     assert [float(text) for text in training.groups()] == pytest.approx([100, 0.2], rel=0.03)
     assert "14 tokens of a prompt and 6 of a completion" in out
+    assert "1 s to make room (assumed), 3.06 s to wake servers (assumed)" in out
+    assert "does not tell" not in out
     assert "Memory" not in out, "the device of the run is not known"
 
 
-def record_of(step: int) -> dict[str, float]:
+def test_the_busiest_server_counts_most(run_of) -> None:
+    records = [record_of(step) | server(2, 3, (0.305, 0.0, 0.0)) for step in range(1, 21)]
+    measured = read_run(run_of(records))
+    assert measured.num_servers == 2
+    expected = (997 * 0.005, 997 * 0.002 + 3 * 0.305 / 6, 997 * 0.0001)
+    costs = measured.costs
+    assert [costs.request, costs.token, costs.beside] == pytest.approx([x / 1000 for x in expected])
+    assert "how a completion's time depends on its tokens" in measured.doubts[0]
+
+
+def test_only_steps_with_loans_tell_what_lending_costs(run_of) -> None:
+    """Devices are lent in every fourth step, and twice in the last, when no server is awake in time."""
+    records = []
+    for step in range(1, 21):
+        loans = 2 * (step == 20) or int(step % 4 == 0)
+        wake = 0.0 if step == 20 else 0.5 * loans
+        records.append(
+            record_of(step)
+            | {"lend/wakes": float(loans), "lend/wake_seconds": wake}
+            | {"lend/sleep_seconds": 0.25 * loans, "lend/room_give_seconds": 0.0}
+        )
+    measured = read_run(run_of(records))
+    assert (measured.costs.wake, measured.costs.sleep) == (0.5, 0.25)
+    assert measured.costs.room == ROOM_SECONDS
+    assert measured.assumed == ["room"], "it was never measured"
+
+
+@pytest.mark.parametrize(
+    ("variation", "noise", "is_known"),
+    [(0.3, 0.02, True), (0.0, 0.02, False), (0.01, 0.1, False), (0.3, 1.0, False)],
+)
+def test_batches_of_equal_size_leave_training_proportional(
+    run_of, variation: float, noise: float, is_known: bool
+) -> None:
+    random = np.random.default_rng(0)
+    records = [record_of(step, variation, noise * random.normal()) for step in range(1, 41)]
+    measured = read_run(run_of(records))
+    costs, doubts = measured.costs, measured.doubts
+    if is_known:
+        assert costs.train_token == pytest.approx(1e-4, rel=0.1) and not doubts
+        return
+    assert costs.train == pytest.approx(0, abs=1e-9)
+    assert costs.train_token == pytest.approx((0.2 + 0.256) / 2560, rel=0.5)
+    assert "how training time depends on its tokens" in doubts[0]
+
+
+def test_training_may_take_the_same_time_for_batches_of_all_sizes(run_of) -> None:
+    records = [record_of(step, token_seconds=0.0) for step in range(1, 21)]
+    measured = read_run(run_of(records))
+    assert (measured.costs.train, measured.costs.train_token) == pytest.approx((0.2, 0.0))
+    assert not measured.doubts
+
+
+def server(port: int, completions: int, costs: Sequence[float]) -> dict[str, float]:
+    """Of a server's metrics."""
+    values = dict(zip(SPEED_METRICS, costs, strict=True)) | {"completions_total": completions}
+    return {f"servers/127.0.0.1:{port}/{key}": value for key, value in values.items()}
+
+
+def record_of(
+    step: int, variation: float = 0.3, late: float = 0.0, token_seconds: float = 1e-4
+) -> dict[str, float]:
     """A step of 128 samples of 20 tokens, and of some tokens more or fewer."""
-    tokens = 128 * 20 * (1 + 0.3 * (-1) ** step)
-    train = 0.2 + 1e-4 * tokens
+    tokens = 128 * 20 * (1 + variation * (-1) ** step)
+    train = (0.2 + token_seconds * tokens) * math.exp(late)
     return {
         "step": step,
         "time/step_seconds": train + 0.1,
@@ -167,7 +265,4 @@ def record_of(step: int) -> dict[str, float]:
         "rollout/completion_tokens_max": 9.0,
         "weight_sync/gather_seconds": 0.02,
         "weight_sync/push_seconds": 0.04,
-        "servers/127.0.0.1:1/request_seconds": 0.005,
-        "servers/127.0.0.1:1/token_seconds": 0.002,
-        "servers/127.0.0.1:1/beside_seconds": 0.0001,
-    }
+    } | server(1, 997, (0.005, 0.002, 0.0001))

@@ -29,6 +29,7 @@ _DOUBTS = (1e-3, 0.0, 1e-3)
 _OVERDUE_PART = 0.25
 _LOAD_TIMEOUT_SECONDS = 2.0
 SPEED_METRICS = ("request_seconds", "token_seconds", "beside_seconds")
+COMPLETIONS_METRIC = "completions_total"
 
 
 @dataclass(eq=False)
@@ -142,6 +143,7 @@ class Server:
                 values["kv_use"] = self.reported.kv_use
         if (costs := self.speed.costs()) is not None:
             values |= dict(zip(SPEED_METRICS, costs, strict=True))
+            values[COMPLETIONS_METRIC] = float(self.speed.number)
         return values
 
     # -- its work ---------------------------------------------------------------------
