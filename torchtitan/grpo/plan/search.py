@@ -7,7 +7,6 @@ All runs that are compared have the same seeds, hence the same lengths, so that 
 them are known better than each of them.
 """
 
-import bisect
 import math
 import statistics
 from collections.abc import Iterator, Sequence
@@ -150,15 +149,15 @@ def best_split(plan: Plan, num_devices: int, enough: float = math.inf) -> tuple[
 
 
 def smallest_split(plan: Plan, num_devices: int) -> tuple[Split, float]:
-    """Like :func:`best_split`, but of the fewest devices that are nearly as fast as all of them."""
-    enough = (1 - TOLERANCE) * best_split(plan, num_devices)[1]
-    fewest = bisect.bisect_left(
-        range(num_devices),
-        enough,
-        plan.fewest_devices,
-        key=lambda number: best_split(plan, number, enough)[1],
-    )
-    return best_split(plan, fewest)
+    """Like :func:`best_split`, but of half the devices, and so on, while that is nearly as fast."""
+    found = best_split(plan, num_devices)
+    enough = (1 - TOLERANCE) * found[1]
+    while (num_devices := num_devices // 2) >= plan.fewest_devices:
+        fewer = best_split(plan, num_devices, enough)
+        if fewer[1] < enough:
+            break
+        found = fewer
+    return found
 
 
 def _splits(plan: Plan, num_devices: int) -> list[Split]:
