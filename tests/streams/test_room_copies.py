@@ -15,8 +15,11 @@ from torchtitan.grpo.training.room import CudaMemory, Room
 CUDA = torch.device("cuda", 0)
 
 
-def take_steps(*, lends: bool) -> list[torch.Tensor]:
-    """Takes three optimizer steps, with a loan before all but the first; returns the states."""
+def take_steps(*, lends: bool) -> tuple[list[torch.Tensor], Room]:
+    """Takes three optimizer steps, with a loan before all but the first; returns the states.
+
+    Nothing waits for the last copies, whose host memory the room holds.
+    """
     weight = torch.arange(32.0, device=CUDA).requires_grad_()
     optimizer = torch.optim.AdamW([weight], lr=0.1, foreach=False)
     room = Room([], [optimizer], CudaMemory(CUDA), offloads=True)
@@ -31,11 +34,11 @@ def take_steps(*, lends: bool) -> list[torch.Tensor]:
         room.finish_taking()
         optimizer.step()
     states = optimizer.state[weight]
-    return [states[name] for name in ("exp_avg", "exp_avg_sq")]
+    return [states[name] for name in ("exp_avg", "exp_avg_sq")], room
 
 
 def test_the_order_is_guaranteed_and_the_values_return(recorder: Recorder):
-    found, expected = take_steps(lends=True), take_steps(lends=False)
+    (found, _room), (expected, _) = take_steps(lends=True), take_steps(lends=False)
     assert recorder.problems == []
     assert [s.cpu().tolist() for s in found] == [s.cpu().tolist() for s in expected]
 

@@ -31,7 +31,7 @@ class _Speed:
 
     @property
     def per_second(self) -> float | None:
-        return self._tokens / self._seconds if self._tokens else None
+        return self._tokens / self._seconds if self._tokens and self._seconds else None
 
 
 class Rates:
