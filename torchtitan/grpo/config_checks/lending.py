@@ -23,7 +23,11 @@ def check_cluster(config: JobConfig) -> None:
         "nothing could end one that does not fall asleep. Set it, or remove cluster.",
     )
     why = "the tables in cluster give the number of servers, and lend with both tags. Remove "
-    forbid("cluster", {"inference.num_servers": inference.num_servers != 1}, f"{why}inference.num_servers.")
+    forbid(
+        "cluster",
+        {"inference.num_servers": inference.num_servers != 1},
+        f"{why}inference.num_servers.",
+    )
     forbid("cluster", {"inference.lend": inference.lend}, f"{why}inference.lend.")
     for name, row in config.cluster.items():
         _check_row(f"cluster.{name}", row, config)
