@@ -38,12 +38,6 @@ WARM_UP_STEPS = 4
 LEAST_PART, MOST_LOSS = 0.8, 0.02
 RUN_SECONDS = 300.0
 
-# Without ``lend``, the training devices carry one tag.
-CLUSTER = {
-    "cluster.own.tags": "rollout",
-    "cluster.own.num_servers": 1,
-}
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -92,8 +86,10 @@ def stub(setting: Setting, folder: Path) -> Path:
 
 def words_of(setting: Setting, folder: Path, steps: int, *, lends: bool) -> list[str]:
     num_servers = 2 if lends else 1
-    settings = CLUSTER | {
-        "cluster.shared.tags": "train,rollout" if lends else "train",
+    rows = {"cluster.own.tags": "rollout"}
+    if lends:
+        rows["cluster.shared.tags"] = "train,rollout"
+    settings = rows | {
         "job.dump_folder": folder / "run",
         "model.hf_assets_path": MODEL,
         "training.seq_len": 256,

@@ -41,10 +41,10 @@ class Session:
 process.RolloutSession = Session
 """
 
-# Lent servers want the devices before each part of a batch. That of version 1 comes in parts.
+# Lent servers want the devices before each batch.
 LENDING = """
 async def batch(version):
-    return RolloutBatch([], PromptProgress(version), {}, {}, BatchPart(version % 2))
+    return RolloutBatch([], PromptProgress(version), {}, {}, BatchPart.WHOLE)
 
 class Lending(process.RolloutProcess):
     async def _send_batch(self, session, command):
@@ -53,7 +53,7 @@ class Lending(process.RolloutProcess):
         async with asyncio.timeout(60):
             while not self.devices.are_free:
                 await asyncio.sleep(0.01)
-        self.devices.deliver(command.version, BatchPart(command.version % 2))
+        self.devices.deliver(command.version)
         await super()._send_batch(session, command)
 
     async def ask(self, version):

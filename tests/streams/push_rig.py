@@ -174,7 +174,7 @@ class Server(InferenceClient):
         raise AssertionError("pushes do not need it")
 
     describe = generate = abort = load = update_from_disk = rate = _never
-    sleep_frees = sleep = wake = _never
+    sleep = wake = _never
 
 
 class PushRig:

@@ -58,7 +58,7 @@ def test_a_killed_process_finds_the_devices_free_when_it_starts_again(
     monkeypatch.setattr(source.link, "restart", lambda c: (calls.append("restart"), restart(c)))
     try:
         source.start()
-        for version in (0, 2, 4):  # their batches come whole
+        for version in (0, 2, 4):
             calls.append(version)
             assert source.next_step(version, num_ranks=1) is not None
         assert calls == [

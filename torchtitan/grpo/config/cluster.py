@@ -5,7 +5,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Protocol
 
 from torchtitan.grpo.config.bounds import at_least
 from torchtitan.grpo.config.inference import Inference
@@ -13,7 +13,7 @@ from torchtitan.grpo.config.inference import Inference
 
 @dataclass
 class ClusterRow:
-    """``[cluster.NAME]``: which GPUs train, have servers, or do both in turn.
+    """``[cluster.NAME]``: servers that the run launches, and the GPUs that they use.
 
     Each table describes a part of rank 0's machine, and together they replace
     ``inference.num_servers`` and ``inference.lend``. They need ``inference.launch``: servers that are
@@ -21,17 +21,17 @@ class ClusterRow:
     asleep. docs/servers.md has an example.
     """
 
-    tags: list[Literal["train", "rollout"]] = field(default_factory=list)
-    """``train``: training ranks use the GPUs. ``rollout``: the run launches servers on them. With
-    both tags, the servers sleep while the ranks train, as with ``inference.lend``. With ``rollout``
-    alone, they never sleep; with ``train`` alone, there are none. Required."""
+    tags: list[str] = field(default_factory=list)
+    """``rollout``: the run launches servers on the GPUs. ``train``: training ranks use them too, and
+    the servers sleep while the ranks train, as with ``inference.lend``. Required, with ``rollout``:
+    ranks need no table."""
 
     num_servers: Annotated[int, at_least(1)] = 1
-    """Number of servers that are launched, with the tag ``rollout``."""
+    """Number of servers that are launched."""
 
     gpus: list[int] = field(default_factory=list)
     """GPUs, counted from 0 among those that ``CUDA_VISIBLE_DEVICES`` shows. The ranks of the machine
-    use the first ones. Empty means all GPUs with a rank or, with the tag ``rollout`` alone, all GPUs
+    use the first ones. Empty means all GPUs with a rank or, without the tag ``train``, all GPUs
     without one."""
 
 
@@ -65,7 +65,6 @@ def server_groups(config: HasServers) -> list[ServerGroup]:
     return [
         ServerGroup(f"cluster.{name}", row.num_servers, "train" in row.tags, tuple(row.gpus))
         for name, row in config.cluster.items()
-        if "rollout" in row.tags
     ]
 
 

@@ -147,10 +147,6 @@ class InferenceClient(ABC):
         """Makes a paused server generate again."""
 
     @abstractmethod
-    async def sleep_frees(self) -> SleepFrees:
-        """Returns what :meth:`sleep` frees, as the server is built and was started."""
-
-    @abstractmethod
     async def sleep(self) -> SleepFrees:
         """Stops generation, and frees memory if the server can; returns what was freed.
 

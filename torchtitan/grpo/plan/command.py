@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.grpo.command_line import ConfigError, refusing
+from torchtitan.grpo.config.bounds import bounded_settings
 from torchtitan.grpo.config.cluster import count_servers, lent_groups, server_groups
 from torchtitan.grpo.inference.gpu_shares import WITHOUT_TRAINING
 from torchtitan.grpo.inference.urls import named_urls
@@ -108,6 +109,9 @@ def plan(arguments: list[str]) -> int:
             "torchtitan-grpo plan simulates rollouts, which a run with rollout.replay or sft.path does not "
             "have. Plan a run that generates."
         )
+    for key, bounds, value in bounded_settings(config):
+        if value is not None and not bounds.allow(value):
+            raise ConfigError(f"{key} must be {bounds}, got {value}.")
     locate_models(config, weights=False)
     model = read_json(Path(config.model.hf_assets_path) / "config.json", "model.hf_assets_path")
     measured = read_run(given.run) if given.run is not None else None

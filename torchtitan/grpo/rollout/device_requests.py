@@ -6,16 +6,13 @@
 from collections.abc import Awaitable, Callable
 
 from torchtitan.grpo.rollout.link_messages import DevicesWanted
-from torchtitan.grpo.types import BatchPart
 
 
 class DeviceRequests:
     """The rollout process's view of the devices; belongs to one event loop.
 
-    They are free for servers from rank 0's notice until the first part of the batch of that version
-    is delivered, before which all lent servers must sleep. They stay with the trainer until the last
-    part is delivered, because the gradient of the batch is incomplete in between. ``listeners`` are
-    called when the devices become free.
+    They are free for servers from rank 0's notice until the batch of that version is delivered, before
+    which all lent servers must sleep. ``listeners`` are called when the devices become free.
     """
 
     def __init__(
@@ -23,8 +20,7 @@ class DeviceRequests:
     ) -> None:
         self.listeners: list[Callable[[], None]] = []
         self._send = send
-        self._begun = start_version - 1  # the newest version of which a part was delivered
-        self._is_within_batch = False
+        self._begun = start_version - 1  # the newest version whose batch was delivered
         self._wanted: int | None = None
         self._free: int | None = None
 
@@ -34,10 +30,6 @@ class DeviceRequests:
 
     async def want(self, version: int) -> None:
         """Asks rank 0, which waits for the batch of ``version``, to free the devices; once each."""
-        assert not self._is_within_batch, (
-            f"the devices are wanted for version {version} in the middle of a batch, whose "
-            "gradient is incomplete"
-        )
         if version not in (self._wanted, self._free):
             self._wanted = version
             await self._send(DevicesWanted(version))
@@ -49,7 +41,6 @@ class DeviceRequests:
             for listener in self.listeners:
                 listener()
 
-    def deliver(self, version: int, part: BatchPart) -> None:
-        """Ends the loan. Called just before a part of a batch is sent."""
-        self._begun, self._is_within_batch = version, not part.ends_batch
-        self._wanted = self._free = None
+    def deliver(self, version: int) -> None:
+        """Ends the loan. Called just before a batch is sent."""
+        self._begun, self._wanted, self._free = version, None, None

@@ -83,7 +83,6 @@ class RolloutLink:
         self._has_spoken = False
         self._asked_version: int | None = None
         self._wanted_for: int | None = None  # the version whose wait the devices are wanted for
-        self._is_within_batch = False
         # The evaluation that was requested and whose result was not taken yet.
         self._awaited: link_messages.Evaluate | None = None
         self._num_requests = 0
@@ -136,7 +135,7 @@ class RolloutLink:
         self._failure, self._asked_version, self._progress = None, None, link_messages.Progress("")
         self._dropped_before, self._dropped = self.dropped, Counter()
         self._unclaimed, self._stuck_since = [], None
-        self._wanted_for, self._is_within_batch = None, False  # the batch begins again
+        self._wanted_for = None
         self._launch()
         with self._notices_lock:
             self._is_restarting = False
@@ -197,7 +196,6 @@ class RolloutLink:
         batch, frames = answer
         assert batch.version == version, f"got the batch of {batch.version}, expected {version}"
         self._asked_version = None
-        self._is_within_batch = not batch.part.ends_batch
         groups = unpack(Packed(batch.groups, frames[0]), list[RolloutGroup])
         return RolloutBatch(groups, batch.progress, batch.closed, batch.metrics, batch.part)
 
@@ -396,10 +394,6 @@ class RolloutLink:
             since = time.monotonic() if self._stuck_since is None else self._stuck_since
             self._stuck_since = since if answer.is_stuck else None
         elif isinstance(answer, link_messages.DevicesWanted):
-            assert not self._is_within_batch, (
-                f"the devices are wanted for version {answer.version} in the middle of a batch, "
-                "whose gradient is incomplete"
-            )
             self._wanted_for = answer.version
         elif isinstance(answer, link_messages.Announcement):
             self._announce(answer.text)

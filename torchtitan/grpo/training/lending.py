@@ -16,9 +16,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from torchtitan.grpo.config.cluster import count_servers, lent_groups, server_groups
 from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
 from torchtitan.grpo.errors import RunError
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.training.reference import Reference
 from torchtitan.grpo.training.room import Room, device_memory
 from torchtitan.grpo.training.step import Scorer
@@ -114,6 +116,11 @@ def build_loan(trainer: Trainer, feed: Feed, scorer: Scorer) -> Loan:
     config: JobConfig = trainer.job_config  # pyright: ignore[reportAssignmentType]
     if not config.lends_devices:
         return Loan(feed)
+    if feed.rank == 0:
+        logger.info(
+            f"While ranks wait for rollouts, {count_servers(lent_groups(config))} of "
+            f"{count_servers(server_groups(config))} servers use their devices, if that is faster"
+        )
     reference = scorer.reference
     room = Room(
         [*trainer.model_parts, *(reference.parts if isinstance(reference, Reference) else [])],

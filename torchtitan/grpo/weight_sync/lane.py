@@ -252,7 +252,7 @@ class Lane:
         try:
             await self._client.sleep()
         except _LOSSES as error:
-            self._lose(error, 0.0)
+            self._lose(error, "It is tried again when the server is wanted.")
             await self._recover()
             return
         self._take(LaneEvent.ASLEEP)
@@ -269,7 +269,7 @@ class Lane:
             except _LOSSES as error:
                 # The loss is reported first, because recovering may take as long as its timeouts.
                 pause = self._backoff.seconds_after_failure()
-                self._lose(error, pause)
+                self._lose(error, f"The trainer tries again in {pause:g} s.")
                 self._count_refusal(error)
                 await self._recover()
                 await asyncio.sleep(pause)
@@ -397,21 +397,20 @@ class Lane:
             report.gb_per_second, 1e3 * report.pause_seconds,
         )  # fmt: skip
 
-    def _lose(self, error: BaseException, pause: float) -> None:
+    def _lose(self, error: BaseException, what_follows: str) -> None:
         reason = str(error) or type(error).__name__
         if self._lost_at is None:
             self._lost_at, self._reminders = time.monotonic(), Reminders()
             logger.warning(
-                "Lost %s while %s: %s The trainer tries again in %g s.",
-                self.url, self.state.value, reason, pause,
+                "Lost %s while %s: %s %s", self.url, self.state.value, reason, what_follows,
             )  # fmt: skip
         else:
             # A server may be gone for days, so the same reason is not logged at each attempt.
             seconds = time.monotonic() - self._lost_at
             if self._reminders.is_due(seconds) or reason != self.last_error:
                 logger.warning(
-                    "%s has not joined again for %.0f s: %s The trainer tries again every %g s.",
-                    self.url, seconds, reason, pause,
+                    "%s has not joined again for %.0f s: %s %s",
+                    self.url, seconds, reason, what_follows,
                 )  # fmt: skip
         self.num_failures += 1
         self.is_blocked, self.last_error = False, reason

@@ -163,7 +163,6 @@ def test_each_row_of_the_cluster_has_its_servers_on_its_gpus(tmp_path: Path) -> 
     process.cluster = {
         "both": config.ClusterRow(["train", "rollout"], num_servers=2),
         "own": config.ClusterRow(["rollout"], num_servers=3),
-        "training": config.ClusterRow(["train"]),
     }
     specs = server_specs(process, {"CUDA_VISIBLE_DEVICES": ""}, [1, 2, 3, 4, 5])
     assert [spec.is_lent for spec in specs] == [True] * 2 + [False] * 3

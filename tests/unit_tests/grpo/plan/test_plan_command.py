@@ -83,6 +83,10 @@ def test_memory_that_does_not_suffice_is_told(repository, monkeypatch, capsys) -
         (["train_configs/quickstart.toml", "--rollout.replay=x"], "simulates rollouts"),
         (["train_configs/quickstart_tensor_parallel.toml", "--devices", "2"], "at least 3"),
         (["train_configs/quickstart.toml", "--grpo.group_sise=4"], "group_sise"),
+        (
+            ["train_configs/quickstart.toml", "--cluster.a.num_servers=0"],
+            "must be at least 1, got 0",
+        ),
     ],
 )
 def test_mistakes_have_a_message(repository, monkeypatch, capsys, words, error) -> None:

@@ -3,11 +3,8 @@
 
 """When the rollout process may use the training devices, as its own side sees it."""
 
-import pytest
-
 from torchtitan.grpo.rollout.device_requests import DeviceRequests
 from torchtitan.grpo.rollout.link_messages import DevicesWanted
-from torchtitan.grpo.types import BatchPart
 
 
 def requests(start_version: int = 0) -> tuple[DeviceRequests, list[int]]:
@@ -30,7 +27,7 @@ async def test_the_devices_are_asked_for_once_and_free_until_the_batch_is_delive
     devices.free(0)
     assert news == [True] and devices.are_free
     await devices.want(0)
-    devices.deliver(0, BatchPart.WHOLE)
+    devices.deliver(0)
     assert asked == [0] and not devices.are_free
     await devices.want(1)
     assert asked == [0, 1]
@@ -39,7 +36,7 @@ async def test_the_devices_are_asked_for_once_and_free_until_the_batch_is_delive
 async def test_they_are_not_taken_for_free_once_the_batch_has_overtaken_the_notice():
     devices, _ = requests()
     await devices.want(0)
-    devices.deliver(0, BatchPart.WHOLE)
+    devices.deliver(0)
     devices.free(0)
     assert not devices.are_free
 
@@ -49,14 +46,3 @@ async def test_they_are_free_from_the_start_if_rank_0_says_so_before_it_is_asked
     devices.free(7)
     await devices.want(7)
     assert devices.are_free and asked == []
-
-
-async def test_they_stay_with_the_trainer_in_the_middle_of_a_batch():
-    devices, asked = requests()
-    for part in (BatchPart.FIRST, BatchPart.MIDDLE):
-        devices.deliver(0, part)
-        with pytest.raises(AssertionError, match="in the middle of a batch"):
-            await devices.want(0)
-    devices.deliver(0, BatchPart.LAST)
-    await devices.want(1)
-    assert asked == [1]

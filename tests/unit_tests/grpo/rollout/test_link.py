@@ -10,11 +10,9 @@ from prompt_files import process_config
 
 from torchtitan.grpo.config import Prompts
 from torchtitan.grpo.rollout import link_messages
-from torchtitan.grpo.rollout.link import RolloutFailed, RolloutLink
-from torchtitan.grpo.types import BatchPart
+from torchtitan.grpo.rollout.link import RolloutLink
 
 ASK = "await self.devices.want(version)"
-UNCHECKED = "await self._send(link_messages.DevicesWanted(version))"
 LATE = "await self._send(link_messages.DevicesWanted(version - 1)); self.devices.free(version)"
 
 
@@ -41,26 +39,21 @@ def test_the_file_with_the_servers_keys_is_gone_once_it_is_read(open_link):
     assert not (folder / link_messages.CONFIG_FILE).exists()
 
 
-@pytest.mark.parametrize(("ask", "refused_by"), [(ASK, RolloutFailed), (UNCHECKED, AssertionError)])
-def test_devices_are_lent_before_a_batch_and_never_in_the_middle_of_one(open_link, ask, refused_by):
-    """Each side of the link refuses it by itself."""
-    link = open_link(BARE + LENDING.replace("ASK", ask))
+def test_devices_are_lent_once_for_each_batch_that_they_are_wanted_for(open_link):
+    link = open_link(BARE + LENDING.replace("ASK", ASK))
     lent: list[int] = []
 
-    def next_part(version: int) -> BatchPart:
+    def take(version: int) -> None:
         def lend() -> None:
             lent.append(version)
             link.notify_devices_free(version)
 
         batch = link.next_batch(version, 60.0, None, lend)
         assert batch is not None and batch.progress.position == version
-        return batch.part
 
-    assert [next_part(0), next_part(1)] == [BatchPart.WHOLE, BatchPart.FIRST]
-    assert lent == [0, 1], "once for each batch, before it arrives"
-    with pytest.raises(refused_by, match="wanted for version 1 in the middle of a batch"):
-        next_part(1)
-    assert lent == [0, 1]
+    take(0)
+    take(1)
+    assert lent == [0, 1], "before it arrives"
 
 
 def test_a_wish_that_its_batch_has_overtaken_makes_no_room(open_link):

@@ -439,7 +439,7 @@ async def test_a_loss_is_told_once_for_each_reason_and_ends_with_a_line_of_its_o
         await rig.hears("lost")
     lost, other, joined = [record.getMessage() for record in caplog.records]
     assert lost == "Lost http://a while syncing: no connection The trainer tries again in 0.01 s."
-    again = r"http://a has not joined again for \d+ s: another model The trainer tries again every"
+    again = r"http://a has not joined again for \d+ s: another model The trainer tries again in"
     assert re.match(again, other)
     assert re.fullmatch(r"http://a has joined again, \d+ s after it was lost\.", joined)
 

@@ -172,9 +172,6 @@ class SGLangClient(HttpClient):
     async def resume(self) -> None:
         await self._http.post("/continue_generation", {})
 
-    async def sleep_frees(self) -> SleepFrees:
-        return self._frees(await self._server_info())
-
     def _frees(self, info: dict[str, Any]) -> SleepFrees:
         # On a CPU, the option is accepted and has no effect.
         frees = info.get("enable_memory_saver") is True and info.get("device") != "cpu"
@@ -183,7 +180,7 @@ class SGLangClient(HttpClient):
     async def sleep(self) -> SleepFrees:
         # Requests in flight are held. A server that is not paused would die of an assertion about them.
         await self.pause()
-        frees = await self.sleep_frees()
+        frees = self._frees(await self._server_info())
         if frees == "memory" and not await self._sleeps():
             self._update_marked = False
             await self._mark_updating()

@@ -162,7 +162,7 @@ class VLLMClient(HttpClient):
             model_path=card.get("root"),
             vocab_size=found.vocab_size,
             max_model_len=smallest(card.get("max_model_len")),
-            sleep_frees="nothing" if found.problems else await self.sleep_frees(),
+            sleep_frees="nothing" if found.problems else await self._sleep_frees(),
             problems=tuple(found.problems),
             warnings=tuple(f"{self.url}: {text}." for text in found.warnings),
         )
@@ -211,12 +211,12 @@ class VLLMClient(HttpClient):
     async def resume(self) -> None:
         await self._http.post("/resume")
 
-    async def sleep_frees(self) -> SleepFrees:
+    async def _sleep_frees(self) -> SleepFrees:
         results = await self._ask_workers(_SLEEP_FREES_METHOD)
         return "memory" if results and set(results) == {"memory"} else "nothing"
 
     async def sleep(self) -> SleepFrees:
-        frees = await self.sleep_frees()
+        frees = await self._sleep_frees()
         if frees == "memory":
             await self._mark_updating()
         # Level 2 discards weights, of which level 1 would keep a copy on the host, although they are

@@ -29,7 +29,7 @@ from torchtitan.grpo.rollout.lending.rates import Rates
 from torchtitan.grpo.rollout.lending.scheduler import Decision, LendScheduler, Lent, Moment
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.system.waits import wait_at_most
-from torchtitan.grpo.types import BatchPart, RolloutGroup
+from torchtitan.grpo.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class Lender:
         totals.late_seconds = now - self._full_at
         step_seconds, self._delivered_at = now - self._delivered_at, now
         self._asked_at = self._full_at = None
-        self._devices.deliver(self._version, BatchPart.WHOLE)
+        self._devices.deliver(self._version)
         lent_groups, lent_fraction = self._rates.take_step(_tokens_per_group(groups))
         self._scheduler.observe_step(
             step_seconds, totals.late_seconds, lent_groups, self._rates.other
