@@ -270,6 +270,7 @@ class GRPOTrainer(Trainer):
 
     def _save(self, is_last: bool) -> None:
         self.enter("saving a checkpoint")
+        self.loan.finish_taking()  # a batch without trained tokens takes no optimizer step
         self.checkpointer.save(self.step, last_step=is_last)
         config = self.config.checkpoint
         is_due = config.enable and (is_last or self._is_due(config.interval))

@@ -176,10 +176,10 @@ class JobConfig(job_config.JobConfig):
     agent: grpo_config.Agent = field(default_factory=grpo_config.Agent)
     inference: grpo_config.Inference = field(default_factory=grpo_config.Inference)
     cluster: dict[str, grpo_config.ClusterRow] = field(default_factory=dict)
-    """Tables ``[cluster.NAME]``, each with ``tags`` (``train``, ``rollout``, or both),
-    ``num_servers`` and ``gpus``. They say which GPUs of rank 0's machine train, have servers, or do
-    both in turn, in place of ``inference.num_servers`` and ``inference.lend``. docs/servers.md has
-    an example."""
+    """Tables ``[cluster.NAME]``, each with ``tags`` (``rollout``, or ``train`` and ``rollout``),
+    ``num_servers`` and ``gpus``. They say which servers the run launches on rank 0's machine, and
+    whether they share the GPUs of training ranks, in place of ``inference.num_servers`` and
+    ``inference.lend``. docs/servers.md has an example."""
 
     weight_sync: grpo_config.WeightSync = field(default_factory=grpo_config.WeightSync)
     reward: grpo_config.Reward = field(default_factory=grpo_config.Reward)

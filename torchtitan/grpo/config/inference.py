@@ -61,12 +61,12 @@ class Inference:
 
     lend_max_late: Annotated[float, at_least(0).at_most(1)] = 0.05
     """Share of the time of training steps by which lending may delay them, where other servers would
-    have delivered the batches without it."""
+    have delivered the batches without it. Without other servers, it has no effect."""
 
     sleep_timeout_seconds: Annotated[float, above(0)] = 30.0
-    """Maximum time until a lent server sleeps when the ranks need their devices, and in which one that
-    was lost while it generated must serve again. A server that takes longer is killed, training goes
-    on, and the server is started again while devices are lent."""
+    """Maximum time until a lent server sleeps when the ranks need their devices, and after which one that
+    was lost while it generated is given up as soon as another attempt to reach it fails. The server is
+    killed, training goes on, and the server is started again while devices are lent."""
 
     python: str | None = None
     """Python interpreter that runs launched servers. With None, it is the interpreter of the

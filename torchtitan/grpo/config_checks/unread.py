@@ -122,6 +122,7 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
     },
     "inference": {
         _on("inference.launch"): ("lend",),
+        _LENDS: ("lend_max_late", "sleep_timeout_seconds"),
         _both(_on("inference.launch"), _is("inference.kind", "vllm", "sglang")): (
             *("tensor_parallel_size", "gpu_memory_utilization"),
         ),

@@ -96,8 +96,8 @@ class InferenceClient(ABC):
     """Access to one inference server.
 
     Every method raises :class:`ServerError` if the server fails or does not answer within the
-    control timeout; those that wait in the server's queue, receive or read weights, or free memory or
-    allocate it, have a longer one. ``capabilities`` are those of the kind until the client finds out more.
+    control timeout; those that wait in the server's queue, or receive or read weights, have a longer
+    one. ``capabilities`` are those of the kind until the client finds out more.
     """
 
     url: str

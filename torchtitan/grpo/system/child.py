@@ -48,10 +48,10 @@ _own_children: set[int] = set()
 _watches_parent = threading.Lock()
 
 
-def die_with_parent(signum: int = signal.SIGTERM) -> None:
-    """Makes the kernel send a signal to this process when the thread that started it ends."""
+def die_with_parent() -> None:
+    """Makes the kernel send SIGTERM to this process when the thread that started it ends."""
     if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signum)
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def end_with_parent() -> None:

@@ -8,6 +8,7 @@ Given up are gradients, parameters that FSDP2 has gathered, and memory that torc
 reference, and the pools of compiled code and CUDA graphs stay.
 """
 
+import mmap
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -99,13 +100,19 @@ class CudaMemory(DeviceMemory):
 
     def host_like(self, state: torch.Tensor) -> torch.Tensor:
         host = torch.empty_like(state, device="cpu")
-        memory = local_tensor(host).untyped_storage()
-        # Not `pin_memory=True`, which rounds each size up to a power of two.
-        pin(
-            [torch.empty(0, dtype=torch.uint8).set_(memory)],
-            purpose="the optimizer's states",
-            remedy="set optimizer.offload_while_lent = false",
-        )
+        local = local_tensor(host)
+        if local.nbytes:
+            # In pages of its own, because a page can be pinned only once. Not `pin_memory=True`, which
+            # rounds each size up to a power of two.
+            pages = torch.frombuffer(
+                mmap.mmap(-1, local.untyped_storage().nbytes()), dtype=torch.uint8
+            )
+            local.set_(pages.untyped_storage(), 0, local.shape, local.stride())
+            pin(
+                [pages],
+                purpose="the optimizer's states",
+                remedy="set optimizer.offload_while_lent = false",
+            )
         return host
 
     def state_like(self, host: torch.Tensor) -> torch.Tensor:

@@ -24,8 +24,8 @@ A lent server sleeps while the training ranks use its devices::
 
     JOINING, SYNCING, ATTESTING, READY, LOST --asleep--> ASLEEP --wanted--> JOINING
 
-What the lane does when its server is no longer wanted is broken off, even a push. A server that
-does not fall asleep is LOST until it is wanted again; the rollout process ends it. JOINING begins
+What the lane does when its server is no longer wanted is broken off, even a push, but not the
+request to wake. A server that does not fall asleep is LOST until it is wanted again; the rollout process ends it. JOINING begins
 with the request to wake. Groups are kept over a sleep that broke off nothing, but weights are not:
 the next push sends everything.
 
@@ -54,7 +54,7 @@ from typing import Any
 from torchtitan.grpo.attestation import Attestation, AttestationFailed, ServerAttestation
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.client import ServerError
-from torchtitan.grpo.system.waits import Backoff, Reminders
+from torchtitan.grpo.system.waits import Backoff, Reminders, in_full
 from torchtitan.grpo.weight_sync.transports.interface import Connection, NotPrepared, PushReport
 from torchtitan.grpo.weight_sync.versions import ServerVersions, Versions
 
@@ -317,7 +317,8 @@ class Lane:
 
     async def _join(self) -> None:
         if self._is_lent:
-            await self._client.wake()
+            # If it were broken off, nobody would know whether the server holds memory.
+            await in_full(self._client.wake())
         if not self._is_joined:
             await self._connection.join()
             await self._attestation.observe()

@@ -164,7 +164,7 @@ class WeightPublisher(Publisher):
         with self._changed:
             while not self._are_served(version) and not should_stop():
                 self.raise_if_failed()
-                if any(not (lane.is_lost or lane.is_blocked) for lane in self.lanes):
+                if any(not (s.is_lost or s.is_blocked or s.is_asleep) for s in self.lanes):
                     deadline = time.monotonic() + timeout_seconds
                 elif time.monotonic() > deadline:
                     raise TimeoutError(
@@ -296,7 +296,7 @@ def lane_metrics(lane: Lane, published: int) -> dict[str, float]:
     return {
         "state": float(list(LaneState).index(lane.state)),
         "version": float(lane.version),
-        "lag": float(published - lane.version),
+        "lag": 0.0 if lane.is_asleep else float(published - lane.version),
         "failures": float(lane.num_failures),
         "push_seconds": report.push_seconds,
         "pause_ms": 1e3 * report.pause_seconds,

@@ -328,6 +328,19 @@ async def test_what_sglang_has_done_is_known_though_it_has_not_answered():
             await client.join_weight_group(GROUP)  # it was restarted
 
 
+async def test_an_sglang_that_may_be_awake_after_an_unanswered_wake_up_is_not_said_to_sleep():
+    async with connected("sglang") as (client, server):
+        server.answers, server.version = {"/server_info": SAVES}, "updating"
+        await client.sleep()
+        server.answers["/resume_memory_occupation"] = (500, "late")
+        with pytest.raises(ServerError, match="late"):
+            await client.wake()
+        with pytest.raises(ServerError, match="Only a restart tells"):
+            await client.sleep()
+        server.version = "default"  # it was restarted
+        assert await client.sleep() == "memory"
+
+
 async def test_a_vllm_of_which_a_worker_frees_nothing_keeps_its_version():
     async with connected("vllm") as (client, server):
         server.answers["/collective_rpc"] = (200, {"results": ["memory", "nothing"]})

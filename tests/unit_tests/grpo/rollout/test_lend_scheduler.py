@@ -370,7 +370,7 @@ def test_only_delays_are_held_against_lending_until_time_has_passed(moment, room
     moment = replace(moment, movable_groups=moment.missing_groups)
 
     def after(*steps: tuple[float, float, float], max_late: float = MAX_LATE) -> Decision:
-        """Each step has its seconds, those that it was late, and those that lending saved."""
+        """Each step has its seconds, those that it was late, and those that 4 groups a second saved."""
         scheduler = LendScheduler(max_late)
         scheduler.observe_wake(wake)
         scheduler.observe_sleep(sleep)

@@ -45,6 +45,8 @@ class Server:
         self.asked = list[Any]()
         self.sleep_error: Exception | None = None
         self.fault = ""
+        self.may_wake = asyncio.Event()
+        self.may_wake.set()
 
     async def meet_fault(self) -> None:
         if self.fault == "stopped":
@@ -69,6 +71,7 @@ class Server:
 
     async def wake(self) -> None:
         await self.meet_fault()
+        await self.may_wake.wait()
         self.asked.append("wake")
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
@@ -311,6 +314,19 @@ async def test_what_a_lane_does_is_broken_off_when_its_server_is_to_sleep(state)
         rig.lane.set_wanted(True)
         await rig.serve(2)
         assert rig.way.asked[-3:] == ["wake", "join", (2, None)]
+
+
+async def test_a_request_to_wake_is_answered_before_the_server_is_put_to_sleep():
+    async with lane_rig(is_lent=True) as rig:
+        rig.server.may_wake.clear()
+        await rig.versions.begin(1)
+        await asyncio.sleep(0.02)
+        rig.lane.set_wanted(False)
+        await asyncio.sleep(0.02)
+        assert rig.way.asked == []
+        rig.server.may_wake.set()
+        assert await rig.hears() == ("asleep", "http://a")
+        assert rig.way.asked == ["wake", "recover", "sleep"]
 
 
 @pytest.mark.parametrize("error", [ServerError("it hangs"), TimeoutError("it hangs")])

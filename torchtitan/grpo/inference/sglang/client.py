@@ -76,7 +76,7 @@ class SGLangClient(HttpClient):
     _adds_adapters = False
     _num_adapter_buckets = 0
     _was_ready = False
-    _is_asleep = False
+    _is_asleep: bool | None = False  # None from the request to wake until its answer
 
     async def generate(self, request: GenerateRequest) -> Generation:
         body = await self._ask_model(
@@ -181,7 +181,13 @@ class SGLangClient(HttpClient):
         # Requests in flight are held. A server that is not paused would die of an assertion about them.
         await self.pause()
         frees = self._frees(await self._server_info())
-        if frees == "memory" and not await self._sleeps():
+        sleeps = frees == "memory" and await self._sleeps()
+        if sleeps and self._is_asleep is None:
+            raise ServerError(
+                f"{self.url} must have its memory or not, but it has not answered the request for it. "
+                "Only a restart tells."
+            )
+        if frees == "memory" and not sleeps:
             self._update_marked = False
             await self._mark_updating()
             self._is_asleep = True  # a second time, either request would end the server
@@ -190,16 +196,18 @@ class SGLangClient(HttpClient):
 
     async def wake(self) -> None:
         if await self._sleeps():
+            self._is_asleep = None
             await self._occupy("/resume_memory_occupation")
             self._is_asleep = False
         await self.resume()
 
     async def _sleeps(self) -> bool:
         # A server that was restarted in its sleep is awake, and would die of the request to wake.
-        if self._is_asleep:
+        if self._is_asleep is not False:
             label = (await self._model_info()).get("weight_version")
-            self._is_asleep = label not in (UNPUSHED_LABEL, None)
-        return self._is_asleep
+            if label in (UNPUSHED_LABEL, None):
+                self._is_asleep = False
+        return self._is_asleep is not False
 
     async def _occupy(self, route: str) -> None:
         # Without tags, for weights, cache and CUDA graphs, in the right order.

@@ -104,8 +104,10 @@ class Lender:
         self._delivered_at = clock()
         self._version = 0
         self._free_at: float | None = clock()  # since then the lent servers are wanted
+        self._has_woken = False
         self._asleep: set[str] = set()
         self._refusing: dict[str, str] = {}  # with their reasons
+        self._lost_at: dict[str, float] = {}  # when a lane has last failed to reach a server
         self._failed_at: dict[str, float] = {}  # of servers that are wanted and lost
         self._news, self._are_back = asyncio.Event(), asyncio.Event()
         self._totals = _Totals()
@@ -127,7 +129,7 @@ class Lender:
 
     def note_lost(self, url: str, reason: str) -> None:
         """A lane has lost its server, which perhaps does not fall asleep. The dispatcher is told first."""
-        self._refusing[url] = reason
+        self._refusing[url], self._lost_at[url] = reason, self._clock()
 
     def ask(self, version: int) -> None:
         """Rank 0 waits for the batch of ``version``."""
@@ -189,7 +191,7 @@ class Lender:
                 await self._want_servers()
 
     async def _want_servers(self) -> None:
-        self._free_at = self._clock()
+        self._free_at, self._has_woken = self._clock(), True
         self._totals.wakes += 1
         for url in self._servers.lent:
             self._dispatcher.admit(url)
@@ -199,10 +201,13 @@ class Lender:
         servers = self._lent_servers()
         waking = (s for s in servers if not (s.is_ready() or s.is_down or s.has_failed))
         if any(s.is_ready() for s in servers) and not any(waking):
-            seconds = self._clock() - free_at
+            self._note_wake(self._clock() - free_at)
+            self._enter(Lent.AWAKE)
+
+    def _note_wake(self, seconds: float) -> None:
+        if self._has_woken:  # what came before is the trainer's start
             self._scheduler.observe_wake(seconds)
             self._totals.wake_seconds += seconds
-            self._enter(Lent.AWAKE)
 
     async def _take_back(self) -> None:
         if self._free_at is None:  # nobody has been woken yet
@@ -212,7 +217,7 @@ class Lender:
             return
         was_awake = self.lent is Lent.AWAKE
         if not was_awake:
-            self._scheduler.observe_wake(self._clock() - self._free_at)
+            self._note_wake(self._clock() - self._free_at)
         self._free_at = None
         self._enter(Lent.SLEEPING)
         cut_before = self._dispatcher.num_cut
@@ -245,14 +250,17 @@ class Lender:
         return server.url in self._asleep or server.is_down
 
     async def _replace_failed(self) -> None:
-        """Ends servers that are wanted and do not come back, so that they are started again."""
+        """Ends servers that are wanted and do not come back, so that they are started again.
+
+        A push may take longer than the time limit, so that only an attempt after it counts that fails.
+        """
         now, failed = self._clock(), {}
         for server in self._lent_servers():
             url = server.url
             if not (server.has_failed and self._servers.is_up(url)):
                 continue
             failed[url] = self._failed_at.get(url, now)
-            if now - failed[url] > self._sleep_seconds:
+            if self._lost_at.get(url, 0.0) - failed[url] > self._sleep_seconds:
                 await self._end(
                     url, f"has been lost for inference.sleep_timeout_seconds = {self._sleep_seconds:g}",
                     self._refusing.get(url, ""),

@@ -66,6 +66,8 @@ class LentServer(FaultyServer):
             self.cut()
             if self._is_received:
                 self._handle(request, version)
+            if request == "wake":  # it is not broken off
+                raise RouteError("wake: no answer in time")
             await asyncio.sleep(60)
         if request in ("sleep", "wake"):  # they exclude each other, so those before are done first
             for late in [late for late in self.late if late[1] in ("sleep", "wake")]:
