@@ -40,6 +40,7 @@ from torchtitan.grpo.rollout.serving.concurrency import ConcurrencyWindow
 from torchtitan.grpo.rollout.serving.patience import Patience
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.serving.server_state import Job, Server, best_server
+from torchtitan.grpo.system.waits import wait_at_most
 from torchtitan.grpo.types import Generation, Prompt
 
 __all__ = ["Dispatcher", "Server", "ServersFailing"]
@@ -57,6 +58,7 @@ _CUT_SECONDS = 5.0
 _CUT_AGAIN_SECONDS = 0.5
 # Poll interval of a completion that waits for a server.
 _LOOK_SECONDS = 0.05
+_RETRY_SECONDS = 0.5
 # Weight of a new completion's length in the running mean of lengths.
 _LENGTH_GAIN = 0.02
 _LOAD_PERIOD_SECONDS = 1.0
@@ -106,6 +108,7 @@ class Dispatcher:
         self.attempts = Attempts(config, vocab_size, self.set_lost, drops or DropLog())
         self._mean_tokens: float | None = None
         self._is_closed = False
+        self._attested = asyncio.Event()  # replaced each time
         # Request IDs must be unique on a server that several runs share.
         self._run_id = uuid.uuid4().hex[:12]
         self._counter = itertools.count()
@@ -135,6 +138,8 @@ class Dispatcher:
         if server is None or server.is_down or server.is_cut:
             return
         server.attest(version)
+        self._attested.set()
+        self._attested = asyncio.Event()
         self._changed()
 
     def set_lost(self, url: str, reason: str) -> None:
@@ -161,6 +166,10 @@ class Dispatcher:
             server.is_asleep = True
             server.cut()
             self._leave_ready(server)
+
+    async def until_attested(self, seconds: float) -> None:
+        """Waits until a version of any server is attested, but not longer than ``seconds``."""
+        await wait_at_most(seconds, self._attested)
 
     async def cut(self, url: str) -> int:
         """Ends the requests of the server at ``url`` now; it gets no more before :meth:`admit`.
@@ -435,4 +444,4 @@ class Dispatcher:
                     f"within rollout.request_timeout_seconds = {seconds:g}. The "
                     f"previous attempt failed: {error}"
                 ) from error
-            await asyncio.sleep(_LOOK_SECONDS)
+            await self.until_attested(_RETRY_SECONDS)

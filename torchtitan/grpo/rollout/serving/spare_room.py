@@ -75,6 +75,9 @@ class SpareRoom:
             prompt, server, sampling, expected_tokens=expected_tokens, allowed=self._is_allowed
         )
 
+    async def until_attested(self, seconds: float) -> None:
+        await self._dispatcher.until_attested(seconds)
+
     def hold(self) -> AbstractContextManager[None]:
         return self._dispatcher.hold(is_evaluation=True)
 

@@ -3,14 +3,12 @@
 
 """Waits for a server to continue on."""
 
-import asyncio
-
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.serving.patience import Patience
 from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
 
-_LOOK_SECONDS = 0.05
+_LOOK_SECONDS = 0.5
 
 
 async def next_server(
@@ -29,4 +27,4 @@ async def next_server(
                 f"segment was generated on {former_url}. Check the servers' logs, or raise "
                 "rollout.request_timeout_seconds."
             )
-        await asyncio.sleep(_LOOK_SECONDS)
+        await places.until_attested(_LOOK_SECONDS)
