@@ -322,13 +322,19 @@ def test_later_batches_save_what_lent_servers_have_time_for(moment, times, movab
     moment = replace(moment, movable_groups=min(movable, moment.missing_groups))
     without = scheduler.saving(moment)
     seconds = moment.missing_groups / rate - without - times[0]  # until this batch can begin
-    most = moment.lent_rate * max(0.0, seconds - sum(times[:3]))
+    trip, started = sum(times[:3]), rate * sum(times[:2])
+    if moment.movable_groups == moment.missing_groups:
+        shared = max(0.0, moment.missing_groups - rate * trip) / (rate + moment.lent_rate)
+        assert seconds == pytest.approx(trip + shared)
+    most = moment.lent_rate * max(0.0, seconds - trip)
+    of_batch = max(0.0, moment.missing_groups - rate * seconds)
     for number in (later - 1, later):
         gained = scheduler.saving(replace(moment, later_groups=number)) - without
-        assert -1e-9 <= gained <= min(number, most) / rate + 1e-9
+        left = max(0.0, moment.movable_groups + number - started - of_batch)
+        assert -1e-9 <= gained <= min(number, most - of_batch, left) / rate + 1e-9
     more = scheduler.saving(replace(moment, later_groups=later))
     assert more >= scheduler.saving(replace(moment, later_groups=later - 1))
-    if moment.movable_groups == 0 and later >= most + rate * sum(times[:2]):
+    if moment.movable_groups == 0 and later >= most + started:
         assert more == pytest.approx(without + most / rate)
 
 
@@ -386,6 +392,7 @@ def test_only_delays_are_held_against_lending_until_time_has_passed(moment, room
         "what is left of the share is not spent"
     )
     assert after((0.0, much, much + room)) is usual, "what is saved is no delay"
+    assert after((0.0, 2 * much, much)) is Decision.STAY, "half of it is saved"
     assert after(late) is after(good, late) is Decision.STAY
     assert after(late, saving) is Decision.STAY, "another step's saving"
     assert after(late, ((much + room) / MAX_LATE, 0.0, 1e6)) is usual, "the share has paid"

@@ -209,7 +209,7 @@ class LendScheduler:
         done = _lent_rate(moment) * max(0.0, seconds - self._round_trip)
         left = moment.movable_groups + moment.later_groups
         left -= other_rate * (self._room.value + self._wake.value)
-        return max(0.0, min(moment.later_groups, done - of_batch, left - of_batch))
+        return max(0.0, min(done, left) - of_batch)
 
     def _seconds_with_lending(
         self, missing: float, movable: float, other_rate: float, lent_rate: float
