@@ -27,6 +27,8 @@ _CHECKS = (
     rollouts.check_lengths, rollouts.check_stream, rollouts.check_determinism,
     servers.check_batched_tokens, lending.check_cluster, lending.check_lending,
 )  # fmt: skip
+_LEAST_GAIN = 0.01
+_Row = tuple["Change", float, float]  # with the gain and its standard error
 
 
 def check(config: JobConfig) -> None:
@@ -152,10 +154,13 @@ def _server_settings(config: JobConfig, split: Split) -> Iterator[tuple[str, Any
         yield "cluster.lent.num_servers", split.num_lent
 
 
-def compare(
-    found: Iterable[tuple[Change, System]], before: Spread
-) -> list[tuple[Change, float, float]]:
-    """Changes with their gains and standard errors, the best first."""
+def compare(found: Iterable[tuple[Change, System]], before: Spread) -> list[_Row]:
+    """The best first."""
     seeds = len(before.outcomes)
     rows = [(change, *spread(system, seeds).gain(before)) for change, system in found]
     return sorted(rows, key=lambda row: row[1], reverse=True)
+
+
+def recommended(rows: Iterable[_Row]) -> _Row | None:
+    """The first that surely gains more than a little."""
+    return next((row for row in rows if row[1] - 2 * row[2] > 1 + _LEAST_GAIN), None)

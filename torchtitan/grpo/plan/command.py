@@ -23,6 +23,7 @@ from torchtitan.grpo.plan.changes import (
     compare,
     lendings,
     moved,
+    recommended,
     split_of,
 )
 from torchtitan.grpo.plan.hardware import DEVICES, LENDING, cache_places, computed_costs
@@ -42,7 +43,6 @@ from torchtitan.grpo.weight_wire.model_folder import read_json
 
 _LONGEST_PROMPT = 512  # if prompts.max_prompt_tokens is not set
 _SPREAD = 0.8  # assumed standard deviation of a completion's length, divided by the mean
-_LEAST_GAIN = 0.01  # what a change must gain to be recommended
 
 
 def options() -> argparse.ArgumentParser:
@@ -262,10 +262,8 @@ def _describe_run(runs: Spread) -> Iterator[str]:
 
 def _describe_changes(facts: _Given, made: Plan, before: Spread) -> Iterator[str]:
     rows = compare(allowed(made, facts.read, changes(made, facts.config)), before)
-    for change, gain, error in rows:
-        if gain - 2 * error > 1 + _LEAST_GAIN:
-            yield f"Recommended: {change.name} ({100 * (gain - 1):+.0f} % samples a second)"
-            break
+    if best := recommended(rows):
+        yield f"Recommended: {best[0].name} ({100 * (best[1] - 1):+.0f} % samples a second)"
     else:
         yield "None of these changes gains more than the simulation's noise."
     for change, gain, error in rows:
