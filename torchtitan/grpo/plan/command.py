@@ -235,11 +235,11 @@ def _describe_costs(facts: _Given, system: System) -> Iterator[str]:
         f"  lending: {costs.room:.3g} s to make room ({told['room']}), {costs.wake:.3g} s to wake servers "
         f"({told['wake']}) and {costs.sleep:.3g} s to put them to sleep ({told['sleep']})"
     )
-    for doubt in measured.doubts if measured else ():
-        yield f"  {doubt}"
-    models = facts.config.model.hf_assets_path, measured and measured.config.model.hf_assets_path
-    if measured and models[0] != models[1]:
-        yield f"  the run has model.hf_assets_path = {models[1]}, not {models[0]}"
+    if measured is not None:
+        yield from (f"  {doubt}" for doubt in measured.doubts)
+        ours, theirs = (c.model.hf_assets_path for c in (facts.config, measured.config))
+        if Path(ours).resolve() != Path(theirs).resolve():
+            yield f"  these are costs of model.hf_assets_path = {theirs}, not {ours}"
 
 
 def _describe_run(runs: Spread) -> Iterator[str]:

@@ -47,7 +47,7 @@ class Split:
 
     @property
     def push_load(self) -> float:
-        """Servers of a rank, each of which takes a push at least once."""
+        """Servers to which a rank sends its weights, at least 1."""
         return max(1.0, self.all_servers / self.num_ranks)
 
 

@@ -6,6 +6,7 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +16,8 @@ import pytest
 from light import LIGHT
 
 from torchtitan.grpo import cli
-from torchtitan.grpo.plan.changes import Change, recommended
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.plan.changes import Change, moved, recommended
 from torchtitan.grpo.plan.hardware import DEVICES, ROOM_SECONDS, cache_places, computed_costs
 from torchtitan.grpo.plan.measured import read_run
 from torchtitan.grpo.plan.search import Plan, Split, best_split, simulate, smallest_split
@@ -190,8 +192,6 @@ def test_the_simulation_needs_no_torch() -> None:
 
 def test_decoding_is_as_fast_as_memory_allows() -> None:
     """Qwen3-8B has 16 GB of weights and 144 KiB of KV cache for each token."""
-    from torchtitan.grpo.job_config import JobConfig
-
     costs = computed_costs(
         JobConfig(), QWEN3_8B, DEVICES["h100"],
         num_ranks=8, server_devices=1, context_tokens=1000,
@@ -280,6 +280,24 @@ def test_the_ranks_of_the_run_are_the_default(run_of, repository, monkeypatch, c
     assert "The run, with 8 training ranks and 1 server" in shown(capsys, *QUICKSTART, *words)
     assert "with 2 training ranks" in shown(capsys, *QUICKSTART, *words, "--nproc=2")
     assert "with 1 training rank " in shown(capsys, *QUICKSTART, *words, FIXED)
+
+
+def test_costs_of_another_model_are_told(run_of, repository, monkeypatch, capsys, tmp_path) -> None:
+    monkeypatch.chdir(repository)
+    words = ["--seeds=2", "--from", str(run_of([record_of(n) for n in range(1, 21)]))]
+    same = repository / "assets/reverse_digits/model"
+    other = shutil.copytree(same, tmp_path / "other")
+    for path, is_told in ((same, False), (other, True)):
+        out = shown(capsys, *QUICKSTART, *words, f"--model.hf_assets_path={path}")
+        assert ("these are costs of model.hf_assets_path" in out) is is_told
+
+
+def test_a_layout_that_fixes_the_ranks_is_changed_with_them() -> None:
+    config, plan = JobConfig(), Plan(None, Split(1, 1))
+    assert moved(plan, config, Split(2, 1)).words == ["--nproc=2"]
+    config.parallelism.data_parallel_shard_degree = 1
+    words = ["--nproc=2", "--parallelism.data_parallel_shard_degree=-1"]
+    assert moved(plan, config, Split(2, 1)).words == words
 
 
 def test_only_the_last_start_counts(run_of) -> None:
