@@ -82,9 +82,13 @@ def allowed(
             check(config)
         except ConfigError:
             continue
-        is_set = split_of(config, change.split.num_ranks) == change.split
-        if is_set or not config.inference.launch:
+        if decides(config, change.split):
             yield change, replace(plan.on(change.split), rollout=config.rollout)
+
+
+def decides(config: JobConfig, split: Split) -> bool:
+    """Whether the configuration gives the split's servers, or leaves them to the user."""
+    return not config.inference.launch or split_of(config, split.num_ranks) == split
 
 
 def changes(plan: Plan, config: JobConfig) -> Iterator[Change]:

@@ -21,6 +21,7 @@ from torchtitan.grpo.plan.changes import (
     changes,
     check,
     compare,
+    decides,
     lendings,
     moved,
     recommended,
@@ -282,8 +283,11 @@ def _describe_split(facts: _Given, made: Plan, num_devices: int) -> Iterator[str
             f"{num_devices:,} devices are no more than {100 * TOLERANCE:g} % faster than {used:,}: a batch of "
             f"{system.batch_completions:,} samples is too small for more (raise grpo.prompts_per_step){slow}"
         )
-    if name := moved(made, facts.config, split).name:
-        yield f"with {name}: as many completions in flight for each server as now"
+    change = moved(made, facts.config, split)
+    if not decides(facts.read(change.words), split):
+        change = replace(change, more="other tables in [cluster]")
+    if change.name:
+        yield f"with {change.name}: as many completions in flight for each server as now"
     runs = spread(system, options.seeds)
     yield (
         f"training devices: {100 * runs.mean('trained'):.0f} % training, {100 * runs.mean('waited'):.0f} % "

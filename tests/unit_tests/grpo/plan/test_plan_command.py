@@ -78,6 +78,7 @@ def test_servers_of_rows_are_planned_as_lent_or_not(repository, monkeypatch, cap
     out = shown(capsys, "train_configs/quickstart.toml", "--seeds", "2", *rows)
     assert "with 1 training rank and 2 servers, 1 of them on lent devices" in out
     assert "cluster.other.num_servers = 2, rollout.max_concurrent_rollouts = 192  (needs" in out
+    assert "with other tables in [cluster], rollout.max_concurrent_rollouts = 64: as many" in out
 
 
 @pytest.mark.parametrize(
