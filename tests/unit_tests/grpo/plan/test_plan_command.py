@@ -92,6 +92,7 @@ def test_servers_of_rows_are_planned_as_lent_or_not(repository, monkeypatch, cap
         (["--rollout.stream_parts=40"], LENDING, ["stream"]),
         (LEND, ["rollout.max_concurrent_rollouts"], ["stream", "num_servers", "cluster"]),
         (["--cluster.a.tags=rollout"], ["cluster.a.num_servers = 2", LENDING[1]], ["inference"]),
+        ([f"--cluster.{name}.tags=rollout" for name in "ab"], LENDING[1:], ["needs more"]),
         (["--inference.max_batched_tokens=200"], ["stream"], ["  rollout.max_concurrent"]),
     ],
 )
