@@ -71,7 +71,6 @@ def check_lending(config: JobConfig) -> None:
         "before the batch ends, so that these servers would never finish its other parts. Set "
         "rollout.stream = false.",
     )
-    _check_offload(config)
 
 
 def _lent_by(config: JobConfig) -> str:
@@ -116,9 +115,9 @@ def _check_gpus(config: JobConfig) -> None:
     )
 
 
-def _check_offload(config: JobConfig) -> None:
+def check_offload(config: JobConfig) -> None:
     optimizer = config.optimizer
-    if not optimizer.offload_while_lent:
+    if not (config.lends_devices and optimizer.offload_while_lent):
         return
     import torch
 

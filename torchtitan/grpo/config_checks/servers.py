@@ -49,18 +49,22 @@ def check_inference(config: JobConfig) -> None:
     )
     if inference.launch:
         _check_launch(inference)
-    num_servers = max(1, count_servers(server_groups(config)))
-    running = -(-config.rollout.max_concurrent_rollouts // num_servers)
-    budget = inference.max_batched_tokens
-    require(
-        not inference.launch or budget == 0 or budget > running,
-        f"inference.max_batched_tokens must be 0 or above {running}, the completions that a server "
-        f"samples at once (rollout.max_concurrent_rollouts, divided by {num_servers} servers), got {budget}.",
-    )
+    check_batched_tokens(config)
     python = inference.python
     require(
         python is None or os.access(python, os.X_OK),
         f"inference.python must be an executable file, got {python}.",
+    )
+
+
+def check_batched_tokens(config: JobConfig) -> None:
+    num_servers = max(1, count_servers(server_groups(config)))
+    running = -(-config.rollout.max_concurrent_rollouts // num_servers)
+    budget = config.inference.max_batched_tokens
+    require(
+        not config.inference.launch or budget == 0 or budget > running,
+        f"inference.max_batched_tokens must be 0 or above {running}, the completions that a server "
+        f"samples at once (rollout.max_concurrent_rollouts, divided by {num_servers} servers), got {budget}.",
     )
 
 

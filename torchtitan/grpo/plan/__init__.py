@@ -9,7 +9,8 @@ simulation.py  the events of a run, under the run's own rules of admission and d
 lending.py     the same with servers on the devices of training, under the run's own scheduler
 hardware.py    costs by calculation, for a kind of GPU
 measured.py    costs measured in an earlier run
-search.py      the best split of devices, and what single changes would gain
+search.py      the best split of devices
+changes.py     what to change, with all settings for it, and what that would gain
 memory.py      whether training, servers and the push fit into memory (needs torch)
 command.py     ``torchtitan-grpo plan``
 """

@@ -5,7 +5,7 @@
 
 import argparse
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,12 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.grpo.command_line import ConfigError, refusing
-from torchtitan.grpo.config.bounds import bounded_settings
-from torchtitan.grpo.config.cluster import count_servers, lent_groups, server_groups
 from torchtitan.grpo.inference.gpu_shares import WITHOUT_TRAINING
-from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hub import locate_models
+from torchtitan.grpo.plan.changes import (
+    allowed,
+    changes,
+    check,
+    compare,
+    decides,
+    lendings,
+    moved,
+    recommended,
+    split_of,
+)
 from torchtitan.grpo.plan.hardware import DEVICES, LENDING, cache_places, computed_costs
 from torchtitan.grpo.plan.measured import Measured, read_run
 from torchtitan.grpo.plan.search import (
@@ -26,9 +34,7 @@ from torchtitan.grpo.plan.search import (
     Plan,
     Split,
     Spread,
-    compare,
     counted,
-    lendings,
     smallest_split,
     spread,
 )
@@ -38,7 +44,6 @@ from torchtitan.grpo.weight_wire.model_folder import read_json
 
 _LONGEST_PROMPT = 512  # if prompts.max_prompt_tokens is not set
 _SPREAD = 0.8  # assumed standard deviation of a completion's length, divided by the mean
-_LEAST_GAIN = 0.01  # what a change must gain to be recommended
 
 
 def options() -> argparse.ArgumentParser:
@@ -75,9 +80,10 @@ def _between(kind: type[int | float], least: float, most: float) -> Callable[[st
 
 @dataclass(frozen=True)
 class _Given:
-    """What the plan is made from. ``model`` is a ``config.json``."""
+    """What the plan is made from. ``read`` adds words to the command line, ``model`` is a ``config.json``."""
 
     config: JobConfig
+    read: Callable[[Sequence[str]], JobConfig]
     options: argparse.Namespace
     split: Split
     measured: Measured | None
@@ -109,24 +115,35 @@ def plan(arguments: list[str]) -> int:
             "torchtitan-grpo plan simulates rollouts, which a run with rollout.replay or sft.path does not "
             "have. Plan a run that generates."
         )
-    for key, bounds, value in bounded_settings(config):
-        if value is not None and not bounds.allow(value):
-            raise ConfigError(f"{key} must be {bounds}, got {value}.")
+    check(config)
+    if given.reward_seconds and not config.reward.concurrency:
+        raise ConfigError(
+            "--reward-seconds needs reward.concurrency above 0, got 0: how many groups each worker scores "
+            "at once depends on the functions then. Set it, to 64 if all are async def, else to 1."
+        )
     locate_models(config, weights=False)
     model = read_json(Path(config.model.hf_assets_path) / "config.json", "model.hf_assets_path")
     measured = read_run(given.run) if given.run is not None else None
-    split = _split(config, parsed.num_ranks or ranks_of_layout(config)[0], measured)
-    for line in _lines(_Given(config, given, split, measured, model)):
+    num_ranks = _num_ranks(config, parsed.num_ranks, measured)
+    split = split_of(config, num_ranks, measured.num_servers if measured else 1)
+
+    def read(words: Sequence[str]) -> JobConfig:
+        return read_settings(parse([*others, *words]))
+
+    for line in _lines(_Given(config, read, given, split, measured, model)):
         print(line, flush=True)
     return 0
 
 
-def _split(config: JobConfig, num_ranks: int, measured: Measured | None) -> Split:
-    lent = count_servers(lent_groups(config))
-    number = count_servers(server_groups(config)) or len(named_urls(config.inference))
-    if number == 0:  # they register when they are up
-        number = measured.num_servers if measured else 1
-    return Split(num_ranks, number - lent, lent)
+def _num_ranks(config: JobConfig, asked: int | None, measured: Measured | None) -> int:
+    smallest, is_fixed = ranks_of_layout(config)
+    number = asked or (measured.num_ranks if measured and not is_fixed else smallest)
+    if number % smallest or (is_fixed and number != smallest):
+        raise ConfigError(
+            f"--nproc (by default the ranks of the run of --from) must be {'' if is_fixed else 'a multiple of '}"
+            f"{smallest} for the degrees in [parallelism], got {number}. Change it, or the degrees."
+        )
+    return number
 
 
 def _lines(facts: _Given) -> Iterator[str]:
@@ -139,11 +156,11 @@ def _lines(facts: _Given) -> Iterator[str]:
     yield f"\nThe run, with {_describe(made.split)} ({meaning})"
     yield from (f"  {line}" for line in _describe_run(before))
     yield f"\nWhat to change first (+- is the standard error over {seeds} seeds)"
-    yield from (f"  {line}" for line in _describe_changes(made, before))
+    yield from (f"  {line}" for line in _describe_changes(facts, made, before))
     devices = facts.options.devices or max(made.num_devices, made.fewest_devices)
     yield f"\nThe best split of {devices:,} devices"
     with refusing():
-        yield from (f"  {line}" for line in _describe_split(made, devices, facts.options))
+        yield from (f"  {line}" for line in _describe_split(facts, made, devices))
     if facts.measured is None:
         yield f"\nMemory, on {facts.options.device_class.upper()}"
         yield from (f"  {line}" for line in _describe_memory(facts, made.system))
@@ -152,27 +169,24 @@ def _lines(facts: _Given) -> Iterator[str]:
 def _make_plan(facts: _Given) -> Plan:
     """Calculates or takes the costs on the devices that they are for, and moves to the run's."""
     config, measured, split = facts.config, facts.measured, facts.split
-    rollout, limit = config.rollout, config.rollout.max_new_tokens
+    rollout, limit, unit = config.rollout, config.rollout.max_new_tokens, ranks_of_layout(config)[0]
     if measured is not None:
         lengths, prompt_tokens = measured.lengths, measured.prompt_tokens
-        old = _split(measured.config, measured.num_ranks, measured)
+        old = split_of(measured.config, measured.num_ranks, measured.num_servers)
     else:
         lengths = Lengths.lognormal(facts.options.mean_length * limit, _SPREAD)
         longest = config.prompts.max_prompt_tokens or _LONGEST_PROMPT
-        prompt_tokens, old = min(longest, config.training.seq_len - limit) / 2, split
+        prompt_tokens, old = min(longest, config.training.seq_len - limit) / 2, Split(unit, 1)
     if rollout.ignore_eos:
         lengths = Lengths.lognormal(limit, 0.0)
     tokens = prompt_tokens + lengths.mean(limit)
-    max_running = -(-rollout.max_concurrent_rollouts // split.all_servers)
     if measured is not None:
-        costs, dropped = measured.costs, measured.dropped
+        costs, dropped, places = measured.costs, measured.dropped, 0
     else:
-        places = cache_places(facts.model, facts.server_bytes, tokens)
-        max_running, dropped = max(1, min(max_running, places)), 0.0
+        dropped, places = 0.0, max(1, cache_places(facts.model, facts.server_bytes, tokens))
         costs = computed_costs(
             config, facts.model, DEVICES[facts.options.device_class],
-            num_ranks=split.num_ranks, num_servers=split.all_servers,
-            server_devices=facts.server_devices, context_tokens=(tokens + prompt_tokens) / 2,
+            num_ranks=unit, server_devices=facts.server_devices, context_tokens=(tokens + prompt_tokens) / 2,
         )  # fmt: skip
     system = System(
         config.grpo,
@@ -181,14 +195,14 @@ def _make_plan(facts: _Given) -> Plan:
         lengths,
         old.num_servers,
         old.num_lent,
-        max_running,
+        places,
         prompt_tokens,
-        reward_places=config.reward.num_workers * (config.reward.concurrency or 1),
+        reward_places=config.reward.num_workers * max(1, config.reward.concurrency),
         dropped=dropped,
         max_late=config.inference.lend_max_late,
     )
     row = config.training.seq_len * config.training.local_batch_size
-    made = Plan(system, old, ranks_of_layout(config)[0], facts.server_devices, row)
+    made = Plan(system, old, unit, facts.server_devices, row)
     return replace(made, system=replace(made.on(split), rollout=rollout), split=split)
 
 
@@ -222,8 +236,11 @@ def _describe_costs(facts: _Given, system: System) -> Iterator[str]:
         f"  lending: {costs.room:.3g} s to make room ({told['room']}), {costs.wake:.3g} s to wake servers "
         f"({told['wake']}) and {costs.sleep:.3g} s to put them to sleep ({told['sleep']})"
     )
-    for doubt in measured.doubts if measured else ():
-        yield f"  {doubt}"
+    if measured is not None:
+        yield from (f"  {doubt}" for doubt in measured.doubts)
+        ours, theirs = (c.model.hf_assets_path for c in (facts.config, measured.config))
+        if Path(ours).resolve() != Path(theirs).resolve():
+            yield f"  these are costs of model.hf_assets_path = {theirs}, not {ours}"
 
 
 def _describe_run(runs: Spread) -> Iterator[str]:
@@ -244,11 +261,10 @@ def _describe_run(runs: Spread) -> Iterator[str]:
     yield f"age of a sample   {runs.mean('mean_age'):.2f} batches on average, at most {oldest}"
 
 
-def _describe_changes(made: Plan, before: Spread) -> Iterator[str]:
-    rows = compare(made, before)
-    change, gain, error = rows[0]
-    if gain - 2 * error > 1 + _LEAST_GAIN:
-        yield f"Set {change.name}: {100 * (gain - 1):+.0f} % samples a second, the most of these changes."
+def _describe_changes(facts: _Given, made: Plan, before: Spread) -> Iterator[str]:
+    rows = compare(allowed(made, facts.read, changes(made, facts.config)), before)
+    if best := recommended(rows):
+        yield f"Recommended: {best[0].name} ({100 * (best[1] - 1):+.0f} % samples a second)"
     else:
         yield "None of these changes gains more than the simulation's noise."
     for change, gain, error in rows:
@@ -256,7 +272,8 @@ def _describe_changes(made: Plan, before: Spread) -> Iterator[str]:
         yield f"  {100 * (gain - 1):+6.1f} % +- {100 * error:.1f}  {change.name}{note}"
 
 
-def _describe_split(made: Plan, num_devices: int, options: argparse.Namespace) -> Iterator[str]:
+def _describe_split(facts: _Given, made: Plan, num_devices: int) -> Iterator[str]:
+    options = facts.options
     split, rate = smallest_split(made, num_devices)
     system, used = made.on(split), replace(made, split=split).num_devices
     yield f"{_describe(split)}: {rate:.4g} samples a second"
@@ -266,15 +283,18 @@ def _describe_split(made: Plan, num_devices: int, options: argparse.Namespace) -
             f"{num_devices:,} devices are no more than {100 * TOLERANCE:g} % faster than {used:,}: a batch of "
             f"{system.batch_completions:,} samples is too small for more (raise grpo.prompts_per_step){slow}"
         )
-    in_flight = system.rollout.max_concurrent_rollouts
-    yield f"with rollout.max_concurrent_rollouts = {in_flight}, as many for each server as now"
+    change = moved(made, facts.config, split)
+    if not decides(facts.read(change.words), split):
+        change = replace(change, more="other tables in [cluster]")
+    if change.name:
+        yield f"with {change.name}: as many completions in flight for each server as now"
     runs = spread(system, options.seeds)
     yield (
         f"training devices: {100 * runs.mean('trained'):.0f} % training, {100 * runs.mean('waited'):.0f} % "
         f"waiting; servers: {100 * runs.mean('busy'):.0f} % generating"
     )
-    for change in lendings(made, split):
-        gain, error = spread(change.system, options.seeds).gain(runs)
+    found = allowed(made, facts.read, lendings(made, facts.config, split))
+    for change, gain, error in compare(found, runs):
         yield f"{change.name} ({change.note}): {100 * (gain - 1):+.1f} % +- {100 * error:.1f}"
 
 
@@ -289,7 +309,8 @@ def _describe_memory(facts: _Given, system: System) -> Iterator[str]:
     init_console("error", is_rank_zero=True)
     sizes = {"device_bytes": facts.device_bytes, "server_bytes": facts.server_bytes}
     yield from judge_memory(facts.config, facts.split, **sizes)
-    tokens = system.prompt_tokens + system.mean_tokens
-    places = cache_places(facts.model, facts.server_bytes, tokens)
-    wanted = -(-system.rollout.max_concurrent_rollouts // facts.split.all_servers)
-    yield f"a server's cache: {places:,} completions at once, of {wanted:,} wanted"
+    if facts.split.num_servers:  # lent ones have what training leaves
+        tokens = system.prompt_tokens + system.mean_tokens
+        places = cache_places(facts.model, facts.server_bytes, tokens)
+        wanted = -(-system.rollout.max_concurrent_rollouts // facts.split.all_servers)
+        yield f"a server's cache: {places:,} completions at once, of {wanted:,} wanted"

@@ -59,17 +59,19 @@ def computed_costs(
     device: Device,
     *,
     num_ranks: int,
-    num_servers: int,
     server_devices: int,
     context_tokens: float,
 ) -> Costs:
-    """``model`` is a ``config.json``; ``context_tokens`` the mean length of a running sequence."""
+    """``model`` is a ``config.json``; ``context_tokens`` the mean length of a running sequence.
+
+    There are at most as many servers as ranks: more are sent weights for longer.
+    """
     cost, num_bytes = flops_cost(model), weight_bytes(model)
     read = server_devices * device.memory_rate * MEMORY_PART
     prompt_token = cost.per_token / _PASSES / (server_devices * device.flops * PROMPT_PART)
     passes = _PASSES * config.grpo.num_epochs + (config.grpo.kl_coef > 0)
     flops = passes / _PASSES * (cost.per_token + cost.per_pair * context_tokens / 2)
-    transfer = num_bytes / (device.network_rate * NETWORK_PART) * max(1.0, num_servers / num_ranks)
+    transfer = num_bytes / (device.network_rate * NETWORK_PART)
     push = PUSH_SECONDS + transfer
     return Costs(
         token=STEP_SECONDS + num_bytes / read,

@@ -79,11 +79,10 @@ class LendingSimulation(Simulation):
     def _asleep(self) -> None:
         self._scheduler.observe_sleep(self.system.costs.sleep)
         self._become(Lent.NO)
-        back = self.now + self.system.costs.room
-        self.totals["lent"] += back - self._began_at
-        if self.pending:
-            self._late_seconds += back - self._full_at
-            self.at(back, self.train)
+        self.totals["lent"] += self.now - self._began_at
+        if self.pending:  # states that are copied back do not delay its forward pass
+            self._late_seconds += self.now - self._full_at
+            self.train()
 
     def _rate(self, servers: Sequence[SimulatedServer]) -> float:
         return sum(server.tokens_per_second() for server in servers) / self._group_tokens

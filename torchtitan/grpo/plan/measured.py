@@ -55,23 +55,31 @@ class Measured:
 
 def read_run(folder: Path) -> Measured:
     """Raises ConfigError if the folder holds no run, or one that is too short."""
-    steps = {record["step"]: record for record in _records(folder / "metrics.jsonl")}
-    records = [steps[step] for step in sorted(steps)]  # one that was taken again counts once
     files = (folder / STARTS_FOLDER).glob("[0-9]*/config.toml")
-    starts = sorted(files, key=lambda file: int(file.parent.name))
-    if len(records) < _FEWEST_STEPS or not starts:
+    start = max(files, key=lambda file: int(file.parent.name), default=None)
+    if start is None:
+        raise ConfigError(f"--from must name the folder of a run (job.dump_folder), got {folder}.")
+    config = read_config(["--job.config_file", str(start)])
+    environment = json.loads(start.with_name("environment.json").read_text())
+    # Earlier starts may have had other settings and devices.
+    found = (
+        r for r in _records(folder / "metrics.jsonl") if r["step"] >= environment["first_step"]
+    )
+    steps = {record["step"]: record for record in found}
+    records = [steps[step] for step in sorted(steps)]
+    if len(records) < _FEWEST_STEPS:
         raise ConfigError(
-            f"--from must name the folder of a run (job.dump_folder) with metrics of at least "
-            f"{_FEWEST_STEPS} steps, got {folder}, which has {len(records)}."
+            f"--from needs metrics of at least {_FEWEST_STEPS} steps of the run's last start, got "
+            f"{len(records)} in {folder}. Let the run continue, or leave --from out."
         )
-    config = read_config(["--job.config_file", str(starts[-1])])
-    environment = json.loads(starts[-1].with_name("environment.json").read_text())
     used = records[int(_WARM_UP * len(records)) :]
     servers = _servers(used[-1], folder)
-    costs, doubts = _costs(used, servers)
+    # A step that waits for its push has it in its time.
+    pushing = () if config.grpo.async_weight_update else ("time/boundary_stall_seconds",)
+    costs, doubts = _costs(used, servers, ("time/wait_data_seconds", *pushing))
     loans = _loans(used)
     samples = config.grpo.prompts_per_step * config.grpo.group_size
-    tokens = _mean(used, "time/tokens_per_second", "time/step_seconds") / samples
+    tokens = statistics.fmean(map(_tokens, used)) / samples
     return Measured(
         config=config,
         costs=replace(costs, **loans),
@@ -86,8 +94,13 @@ def read_run(folder: Path) -> Measured:
     )
 
 
-def _costs(records: Sequence[Step], servers: np.ndarray) -> tuple[Costs, list[str]]:
-    """Returns also what the run does not tell. Lending has its assumed costs."""
+def _costs(
+    records: Sequence[Step], servers: np.ndarray, waiting: Sequence[str]
+) -> tuple[Costs, list[str]]:
+    """Returns also what the run does not tell. Lending has its assumed costs.
+
+    ``waiting`` are the metrics of the times of a step in which nothing is trained.
+    """
     doubts = []
     request, token, beside = servers[:, 1:].T
     if (is_unknown := (token == 0) & (beside == 0)).any():
@@ -95,7 +108,7 @@ def _costs(records: Sequence[Step], servers: np.ndarray) -> tuple[Costs, list[st
         token = np.where(is_unknown, request / _mean(records, _TOKENS), token)
         request = np.where(is_unknown, 0.0, request)
     share = servers[:, 0] / servers[:, 0].sum()
-    train, train_token, is_known = _training(records)
+    train, train_token, is_known = _training(records, waiting)
     if not is_known:
         doubts.append(f"the run does not tell how training time {_PROPORTIONAL}")
     gather, push = (_median(records, f"weight_sync/{name}_seconds") for name in ("gather", "push"))
@@ -138,9 +151,8 @@ def _records(file: Path) -> list[Step]:
     return found
 
 
-def _mean(records: Sequence[Step], *keys: str) -> float:
-    """Of the product of the metrics."""
-    return statistics.fmean(math.prod(record[key] for key in keys) for record in records)
+def _mean(records: Sequence[Step], key: str) -> float:
+    return statistics.fmean(record[key] for record in records)
 
 
 def _median(records: Sequence[Step], key: str, default: float = 0.0) -> float:
@@ -161,14 +173,20 @@ def _servers(record: Step, folder: Path) -> np.ndarray:
     return np.array([[record[f"{name}/{metric}"] for metric in metrics] for name in names])
 
 
-def _training(records: Sequence[Step]) -> tuple[float, float, bool]:
+def _tokens(record: Step) -> float:
+    """Of a batch, with those of the groups that grpo.filter_zero_advantage leaves out."""
+    kept = 1 - record.get("data/filtered_groups_fraction", 0.0)
+    return record["time/tokens_per_second"] * record["time/step_seconds"] / (kept or 1.0)
+
+
+def _training(records: Sequence[Step], waiting: Sequence[str]) -> tuple[float, float, bool]:
     """Seconds of a step apart from waiting, of each of its tokens, and whether the run tells them apart.
 
     Batches of nearly the same size do not. Then all of the time is the tokens', as dense training is.
     """
-    steps = np.array([record["time/step_seconds"] for record in records])
-    tokens = steps * [record["time/tokens_per_second"] for record in records]
-    seconds = steps - [record["time/wait_data_seconds"] for record in records]
+    tokens = np.array([_tokens(record) for record in records])
+    waits = [sum(record[key] for key in waiting) for record in records]
+    seconds = np.array([record["time/step_seconds"] for record in records]) - waits
     most = seconds.mean() / tokens.mean()  # for a token
     deviations = tokens - tokens.mean()
     slope, error = most, math.inf

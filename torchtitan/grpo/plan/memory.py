@@ -31,7 +31,7 @@ def judge_memory(
     shapes = parameter_shapes(config, model)
     asleep = 0.0
     if split.num_lent:
-        yield from describe_lent_memory(config, model, split.num_ranks)
+        yield from describe_lent_memory(config, model, split.num_ranks, gpu_bytes=device_bytes)
         asleep = ASLEEP_BYTES * servers_per_gpu(split.num_lent, split.num_ranks) / device_bytes
     available = available_bytes(device_bytes, asleep)
     needed = needed_bytes(config, model, split.num_ranks, available)

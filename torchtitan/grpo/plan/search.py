@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Compares simulated runs: over seeds, over splits of the devices, and with single settings changed.
+"""Compares simulated runs: over seeds, and over splits of the devices.
 
 All runs that are compared have the same seeds, hence the same lengths, so that differences between
 them are known better than each of them.
@@ -9,9 +9,8 @@ them are known better than each of them.
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
 from torchtitan.grpo.plan.lending import LendingSimulation
 from torchtitan.grpo.plan.simulation import Outcome, Simulation
@@ -46,6 +45,11 @@ class Split:
     def all_servers(self) -> int:
         return self.num_servers + self.num_lent
 
+    @property
+    def push_load(self) -> float:
+        """Servers to which a rank sends its weights, at least 1."""
+        return max(1.0, self.all_servers / self.num_ranks)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -76,8 +80,8 @@ class Plan:
         long as each unit of ranks has a row. Weights are sent longer in proportion to the servers of a rank.
         """
         system, old, costs = self.system, self.split, self.system.costs
+        slower = split.push_load / old.push_load
         more = split.all_servers / old.all_servers
-        slower = max(1.0, more * old.num_ranks / split.num_ranks)
         in_flight = round(system.rollout.max_concurrent_rollouts * more)
         in_flight = max(system.grpo.group_size, in_flight)
         costs = replace(
@@ -170,54 +174,3 @@ def _splits(plan: Plan, num_devices: int) -> list[Split]:
         )
     ranks = [plan.unit * number for number in range(1, most + 1, max(1, most // 1000))]
     return [Split(r, (num_devices - r) // plan.server_devices) for r in ranks]
-
-
-class Change(NamedTuple):
-    """A change of a setting, the system with it, and what it costs."""
-
-    name: str
-    system: System
-    note: str = ""
-
-
-def changes(plan: Plan) -> Iterator[Change]:
-    """Single changes of the settings that decide how training and rollouts overlap."""
-    system, split, rollout = plan.system, plan.split, plan.system.rollout
-
-    def setting(key: str, value: Any, note: str = "") -> Change:
-        text = str(value).lower()
-        changed = replace(system, rollout=replace(rollout, **{key: value}))
-        return Change(f"rollout.{key} = {text}", changed, note)
-
-    yield setting("max_head_offpolicyness", rollout.max_head_offpolicyness + 1, "older samples")
-    yield setting("max_concurrent_rollouts", 2 * rollout.max_concurrent_rollouts)
-    may_lend = not split.num_lent and not rollout.stream
-    if may_lend and system.grpo.prompts_per_step > 1:
-        yield setting("stream", True)
-    if split.num_servers:
-        more = replace(split, num_servers=split.num_servers + 1)
-        name = "servers that are never lent" if split.num_lent else "inference.num_servers"
-        note = f"needs more devices: {plan.server_devices}"
-        yield Change(f"{name} = {more.num_servers}", plan.on(more), note)
-    if may_lend and system.grpo.async_weight_update:
-        yield from lendings(plan, split)
-
-
-def lendings(plan: Plan, split: Split) -> Iterator[Change]:
-    """Both ways to lend on the devices of a split without lending."""
-    ranks = replace(plan, split=split).num_devices // plan.unit * plan.unit
-    together = plan.on(Split(ranks, 0, max(1, ranks // plan.server_devices)))
-    yield Change(
-        "inference.lend = true", together, f"all servers on {counted(ranks, 'training rank')}"
-    )
-    lent = max(1, split.num_ranks // plan.server_devices)
-    beside = plan.on(replace(split, num_lent=lent))
-    note = f"{counted(lent, 'more server')}, lent"
-    yield Change('[cluster.NAME] tags = ["train", "rollout"]', beside, note)
-
-
-def compare(plan: Plan, before: Spread) -> list[tuple[Change, float, float]]:
-    """Changes with their gains and standard errors, the best first."""
-    seeds = len(before.outcomes)
-    found = [(change, *spread(change.system, seeds).gain(before)) for change in changes(plan)]
-    return sorted(found, key=lambda row: row[1], reverse=True)

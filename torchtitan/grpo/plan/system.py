@@ -97,7 +97,8 @@ class System:
     """A run as it is simulated.
 
     ``num_servers`` are those with hardware of their own, and ``num_lent`` those on the devices of
-    training. ``max_running`` limits a server's running completions, and 0 does not. ``dropped`` is the
+    training. ``max_running`` is how many
+    completions fit into a server's cache, and 0 sets no limit. ``dropped`` is the
     part of the finished groups that is not trained on, and ``max_late`` ``inference.lend_max_late``.
     """
 

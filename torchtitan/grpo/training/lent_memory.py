@@ -82,11 +82,14 @@ def check_lent_memory(config: JobConfig, model: HFModel) -> None:
     )
 
 
-def describe_lent_memory(config: JobConfig, model: HFModel, num_ranks: int) -> Iterator[str]:
+def describe_lent_memory(
+    config: JobConfig, model: HFModel, num_ranks: int, *, gpu_bytes: int | None = None
+) -> Iterator[str]:
+    """``gpu_bytes`` are of the GPU of each rank, if these are not GPUs of this machine."""
     if not config.lends_devices:
         return
-    num_gpus = num_training_gpus()
-    num_bytes = _least_bytes() if num_gpus else ASSUMED_BYTES
+    num_gpus = 0 if gpu_bytes else num_training_gpus()
+    num_bytes = _least_bytes() if num_gpus else gpu_bytes or ASSUMED_BYTES
     memory = _lent_memory(config, model, num_ranks, num_gpus or num_ranks, num_bytes)
     each = config.inference.gpu_memory_utilization or memory.part / memory.num_servers
     yield (f"while its device is lent, the rank keeps {size_text(memory.kept)} ({memory.parts})")

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from torchtitan.grpo.plan.lending import LendingSimulation
-from torchtitan.grpo.plan.search import simulate
+from torchtitan.grpo.plan.search import Plan, Split, simulate
 from torchtitan.grpo.plan.simulation import Simulation
 from torchtitan.grpo.plan.system import Lengths, scaled
-from torchtitan.grpo.rollout.lending.scheduler import Lent
+from torchtitan.grpo.rollout.lending.scheduler import LendScheduler, Lent
 
 SETTINGS = [
     {},
@@ -111,6 +111,36 @@ def test_devices_are_back_before_each_training_step(changed, monkeypatch) -> Non
     monkeypatch.setattr(run, "train", watched)
     run.run(5)
     assert set(seen) == {Lent.NO} and seen[Lent.NO] >= 5
+
+
+def test_a_step_of_lent_devices_takes_what_can_be_calculated(changed, monkeypatch) -> None:
+    """Training begins when the servers sleep, which is all that is late."""
+    system = changed(
+        max_head_offpolicyness=0, num_servers=0, num_lent=1, prompt_tokens=10.0, reward=0.0,
+        lengths=Lengths.lognormal(100.0, 0.0), room=0.5, wake=2.0, sleep=0.25,
+    )  # fmt: skip
+    costs, late = system.costs, []
+    observe = LendScheduler.observe_step
+
+    def watched(scheduler, seconds, late_seconds, *others) -> None:
+        late.append(late_seconds)
+        observe(scheduler, seconds, late_seconds, *others)
+
+    monkeypatch.setattr(LendScheduler, "observe_step", watched)
+    generate = 100 * (costs.token + system.batch_completions * costs.beside)
+    train = costs.train + system.batch_completions * 110 * costs.train_token
+    step = simulate(system).step_seconds
+    assert step == pytest.approx(0.5 + 2.0 + generate + 0.25 + train, rel=1e-3)
+    assert late == pytest.approx([0.25] * len(late))
+
+
+def test_a_push_costs_the_same_from_either_side(changed) -> None:
+    system = changed(push=0.5, transfer=0.3, num_servers=4)
+    few, many = Plan(system, Split(4, 4)), Split(1, 4)
+    moved = few.on(many)
+    assert (moved.costs.push, moved.costs.transfer) == pytest.approx((0.5 + 3 * 0.3, 4 * 0.3))
+    back = Plan(moved, many).on(few.split)
+    assert (back.costs.push, back.costs.transfer) == pytest.approx((0.5, 0.3))
 
 
 def test_ten_thousand_devices_take_few_events(changed) -> None:
