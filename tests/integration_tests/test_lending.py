@@ -239,7 +239,9 @@ def test_a_run_that_is_stopped_by_a_signal_during_a_loan_goes_on_where_it_was(le
 @pytest.mark.long
 @pytest.mark.parametrize("state", ["joining", "ready"])
 def test_the_only_server_is_replaced_if_it_hangs_while_it_wakes_or_serves(lend, state):
-    run = lend("--inference.num_servers=1", "--training.steps=10000")
+    # Completions wait until it is lost, replaced, and up again.
+    patience = "--rollout.request_timeout_seconds=30"
+    run = lend("--inference.num_servers=1", "--training.steps=10000", patience)
     run.start()
     run.wait_for_step(2)
     with held_in(run, state) as url:

@@ -97,9 +97,9 @@ class System:
     """A run as it is simulated.
 
     ``num_servers`` are those with hardware of their own, and ``num_lent`` those on the devices of
-    training. ``max_running`` is how many
-    completions fit into a server's cache, and 0 sets no limit. ``dropped`` is the
-    part of the finished groups that is not trained on, and ``max_late`` ``inference.lend_max_late``.
+    training. ``max_running`` is how many completions fit into a server's cache, and 0 sets no limit.
+    ``dropped`` is the part of the finished groups that is not trained on, and ``max_late``
+    ``inference.lend_max_late``.
     """
 
     grpo: GRPO
