@@ -65,17 +65,19 @@ def test_host_memory_is_complete_before_the_device_is_lent(recorder: Recorder):
             host.copy_(state, non_blocking=True)
 
     with mock.patch.object(CudaMemory, "copy_out", copy_without_waiting):
-        room_and_read()
+        _room = room_and_read()  # held with its host memory, which another would get
     assert any("race" in found for found in recorder.problems)
     recorder.problems.clear()
     room_and_read()
     assert recorder.problems == []
 
 
-def room_and_read() -> None:
+def room_and_read() -> Room:
     weight = torch.ones(8, device=CUDA).requires_grad_()
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, foreach=False)
     weight.grad = torch.ones(8, device=CUDA) * 3
     optimizer.step()
-    Room([], [optimizer], CudaMemory(CUDA), offloads=True).give()
+    room = Room([], [optimizer], CudaMemory(CUDA), offloads=True)
+    room.give()
     assert optimizer.state[weight]["momentum_buffer"].add(0).tolist() == [3.0] * 8
+    return room

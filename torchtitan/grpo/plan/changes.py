@@ -60,7 +60,9 @@ class Change:
 
     @property
     def name(self) -> str:
-        words = [f"{key} = {json.dumps(value)}" for key, value in self.settings.items()]
+        words = [
+            f"{key} = {json.dumps(value, allow_nan=False)}" for key, value in self.settings.items()
+        ]
         words = [word.replace("nproc =", "--nproc") for word in words]
         return ", ".join([self.more, *words] if self.more else words)
 
@@ -68,7 +70,7 @@ class Change:
     def words(self) -> list[str]:
         """As on a command line."""
         lists = {k: ",".join(v) for k, v in self.settings.items() if isinstance(v, list)}
-        texts = {k: json.dumps(v) for k, v in self.settings.items()} | lists
+        texts = {k: json.dumps(v, allow_nan=False) for k, v in self.settings.items()} | lists
         return [f"--{key}={text}" for key, text in texts.items()]
 
 

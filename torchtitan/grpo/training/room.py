@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from torchtitan.grpo.models.shards import local_tensor
 from torchtitan.grpo.system.host_memory import pin
@@ -100,7 +101,7 @@ class CudaMemory(DeviceMemory):
 
     def host_like(self, state: torch.Tensor) -> torch.Tensor:
         host = torch.empty_like(state, device="cpu")
-        local = local_tensor(host)
+        local = host._local_tensor if isinstance(host, DTensor) else host
         if local.nbytes:
             # In pages of its own, because a page can be pinned only once. Not `pin_memory=True`, which
             # rounds each size up to a power of two.

@@ -62,6 +62,13 @@ def test_a_server_that_sleeps_is_not_waited_for_and_serves_no_version():
     metrics = publisher.metrics()
     assert metrics["weight_sync/server_version"] == 3
     assert metrics["weight_sync/lost_servers"] == 0
+    assert (metrics["weight_sync/server0/lag"], metrics["weight_sync/server1/lag"]) == (-4, 0)
+
+
+def test_a_server_that_goes_on_sleeping_is_not_waited_for_without_end():
+    publisher = Waiting(lane(is_asleep=True, version=-1))
+    with pytest.raises(TimeoutError, match="no server could take it"):
+        publisher.wait_for(4, 0.3, lambda: False)
 
 
 @pytest.mark.parametrize("behind", [0, 1])
