@@ -28,21 +28,20 @@ SERVERS = {
     "vllm": "vllm.entrypoints.openai.api_server",
     "sglang": "sglang/server_main.py",
 }
-LONG = [
-    pytest.param("embedded", 100, marks=pytest.mark.long),
-    *(pytest.param(k, 100, marks=[getattr(pytest.mark, k), pytest.mark.long]) for k in REAL),
-]
+NUM_WAKES = 100
+KINDS = ["embedded", *(pytest.param(kind, marks=getattr(pytest.mark, kind)) for kind in REAL)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "num_wakes"), [("embedded", 10), *LONG])
+@pytest.mark.long  # test_real_servers.py has one sleep of each kind, and test_lending.py a run
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_server_that_sleeps_between_batches_loses_and_mixes_nothing(
-    make_run, repository, tmp_path, kind, num_wakes
+    make_run, repository, tmp_path, kind
 ):
     python = sys.executable if kind == "embedded" else python_of(kind)
     model = _with_a_token_for_each_id(repository / MODEL, tmp_path / "model")
     # Now and then a batch is full before its step, and needs no wake.
-    num_steps = num_wakes + num_wakes // 10 + 1
+    num_steps = NUM_WAKES + NUM_WAKES // 10 + 1
     run = make_run(
         f"--inference.kind={kind}", f"--inference.python={python}", "--inference.lend",
         f"--training.steps={num_steps}", "--grpo.hf_export_interval=1",
@@ -53,24 +52,22 @@ def test_a_server_that_sleeps_between_batches_loses_and_mixes_nothing(
         f"--rollout.record={tmp_path / 'run/rollouts.jsonl'}", "--evaluation.num_prompts=8",
     )  # fmt: skip
     run.start()
-    memory = [_memory_at(run, kind, step) for step in (20, 100) if step < num_steps]
+    before, after = (_memory_at(run, kind, step) for step in (20, 100))
     assert run.finish() == 0, run.console[-6000:]
     run.check_metrics()
     totals = {key: sum(record[key] for record in run.metrics) for key in run.metrics[-1]}
-    assert totals["lend/wakes"] >= num_wakes
+    assert totals["lend/wakes"] >= NUM_WAKES
     assert totals["lend/kills"] == totals["rollout/failed_requests"] == 0
-    assert totals["lend/cut_requests"] >= num_wakes
+    assert totals["lend/cut_requests"] >= NUM_WAKES
     last = run.metrics[-1]
     assert last["weight_sync/failures"] == 0
-    assert last["weight_sync/attested"] == last["weight_sync/pushes"] > num_wakes
+    assert last["weight_sync/attested"] == last["weight_sync/pushes"] > NUM_WAKES
     assert run.fates() == {}
     _assert_each_token_is_of_its_version(run, model)
     keeps = "keeps its weights and its KV cache in memory while it sleeps" in run.console
     assert keeps == (kind != "embedded")  # on a CPU
-    if memory:
-        before, after = memory
-        # A half of what would be lost if each wake kept one more copy of the weights.
-        assert after - before < 40 * (model / "model.safetensors").stat().st_size
+    # A half of what would be lost if each wake kept one more copy of the weights.
+    assert after - before < 40 * (model / "model.safetensors").stat().st_size
 
 
 def _with_a_token_for_each_id(source: Path, folder: Path) -> Path:
