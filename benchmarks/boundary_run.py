@@ -68,6 +68,9 @@ class RecordingLink:
     def notify_version(self, url: str, version: int) -> None:
         self.confirmed.append((time.monotonic(), url, version))
 
+    def notify_asleep(self, url: str) -> None:
+        raise AssertionError("no server is lent")
+
     def notify_lost(self, url: str, reason: str) -> None:
         self.lost.append((time.monotonic(), url, reason))
 

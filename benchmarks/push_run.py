@@ -131,6 +131,7 @@ class Layout:
         link: Any = SimpleNamespace(
             notify_version=lambda url, version: None,
             notify_lost=lambda url, reason: print(f"{url} was lost: {reason}", flush=True),
+            notify_asleep=lambda url: None,
             watch=SimpleNamespace(poll=lambda: None),
         )
         return build_publisher(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 from torchtitan.grpo import config
+from torchtitan.grpo.command_line.keys import row_type
 from torchtitan.grpo.config.bounds import bounds_of
 from torchtitan.grpo.config.environments import OWN_KEYS
 from torchtitan.grpo.config.field_docs import field_docs
@@ -76,7 +77,8 @@ Torchtitan's defaults are meant for pretraining. The following keys exist only h
 def page() -> str:
     """Returns the whole page."""
     tables: list[Any] = []
-    for table in (f.type for f in fields(JobConfig) if f.type in vars(config).values()):
+    own = (row_type(f.type) or f.type for f in fields(JobConfig))
+    for table in (table for table in own if table in vars(config).values()):
         tables += [table, *(f.type for f in fields(table) if is_dataclass(f.type))]  # pyright: ignore
     return "\n".join([HEAD, changed_tables(), *map(section, tables), environments_section()])
 

@@ -50,6 +50,7 @@ from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.evaluations import Evaluations, HeldOutLoss
 from torchtitan.grpo.training.guards import Guards
 from torchtitan.grpo.training.learner import Learned, build_learner
+from torchtitan.grpo.training.lending import build_loan
 from torchtitan.grpo.training.memory_choice import resolve_kept
 from torchtitan.grpo.training.model_spec import build_policy_runner, register_hf_model
 from torchtitan.grpo.training.policy_probe import build_probe
@@ -98,10 +99,11 @@ class GRPOTrainer(Trainer):
             job_config.rollout.batch_timeout_seconds,
         )
         self.utilization = build_utilization(self, job_config, hf_model)
-        self.rank_zero = RankZeroTurn(self.feed, stop, self._explain_failure)
         self.learner = build_learner(
-            self, self.runner, self.feed, self.role, self.guards, self.enter, self._await_readers
+            self, self.runner, self.feed, self.role, self.guards, self.enter, self._before_step
         )
+        self.loan = build_loan(self, self.feed, self.learner.scorer)
+        self.rank_zero = RankZeroTurn(self.feed, stop, self._explain_failure, self.loan.receive)
 
     def init_distributed(self) -> ParallelDims:
         """Connects the ranks, and finds the checkpoint before the model is built."""
@@ -159,9 +161,12 @@ class GRPOTrainer(Trainer):
             self.evaluations = Evaluations(
                 self.config, self.source, self.publisher, self.metrics_processor.log_evaluation
             )
-            with self.rank_zero.releasing_others():
-                self._wait_for_push(self.step)
-                self._evaluate()
+            # Without a further step, the others do not wait for rank 0 here, and `_settle` does all of this.
+            if self.should_continue_training():
+                with self.rank_zero.releasing_others():
+                    self.source.lend(self.step)  # also what the probe has used
+                    self._wait_for_push(self.step)
+                    self._evaluate()
         self.held_out: HeldOutLoss | None = None
         if self.config.sft.held_out_path is not None:
             self.held_out = HeldOutLoss(
@@ -179,7 +184,7 @@ class GRPOTrainer(Trainer):
         with self.clock.measure("wait_data"):
             if self.source is None:
                 self.publisher.raise_if_failed()
-                received = self.feed.receive()
+                received = self.loan.receive()
                 self.stopped = received in (Signal.STOP, Signal.HALT)
                 if received is Signal.HALT:
                     self.guards.halt()
@@ -194,6 +199,7 @@ class GRPOTrainer(Trainer):
                 stop = Signal.HALT if self.guards.reason else Signal.STOP
                 self.feed.send_signal(stop if self.stopped else Signal.END)
                 return None
+            self.loan.take()
             self.rollout_metrics = step.metrics
             if self.utilization is not None:
                 self.utilization.add(step.plan, begins_batch=step.part.begins_batch)
@@ -230,8 +236,9 @@ class GRPOTrainer(Trainer):
         self.metrics_processor.monitor.phases.complete(self.step)
         return True
 
-    def _await_readers(self) -> None:
-        """Waits until neither a checkpoint nor a push reads the weights on the device."""
+    def _before_step(self) -> None:
+        """Waits until neither a checkpoint nor a push reads the weights, and states are back."""
+        self.loan.finish_taking()
         self.checkpointer.maybe_wait_for_staging()
         with self.clock.measure("boundary_stall"), self.clock.measure("fence"):
             self.publisher.fence()
@@ -263,6 +270,7 @@ class GRPOTrainer(Trainer):
 
     def _save(self, is_last: bool) -> None:
         self.enter("saving a checkpoint")
+        self.loan.finish_taking()  # a batch without trained tokens takes no optimizer step
         self.checkpointer.save(self.step, last_step=is_last)
         config = self.config.checkpoint
         is_due = config.enable and (is_last or self._is_due(config.interval))
@@ -276,6 +284,7 @@ class GRPOTrainer(Trainer):
         Raises GuardStopped, or LastSaveFailed if a finished run was not saved.
         """
         self.enter("ending")
+        self.loan.finish_taking()  # a guard may have ended the run before the optimizer step
         is_halted = self.stopped and self.guards.reason is not None
         if self.stopped:
             checkpoint.save_stopped(self, self.source, self.first_step, self.stop)
@@ -301,6 +310,8 @@ class GRPOTrainer(Trainer):
         self.stopped = self.rank_zero.run(lambda: self._settle(folder))
 
     def _settle(self, hf_checkpoint: Path) -> None:
+        assert self.source is not None
+        self.source.lend(self.step)
         if self.evaluations is not None:
             self.evaluations.finish(self.step)
         self._wait_for_push(self.step)
@@ -308,7 +319,6 @@ class GRPOTrainer(Trainer):
         self.publisher.raise_if_failed()
         if self.stop.requested:
             return
-        assert self.source is not None
         outcome = RunOutcome(
             step=self.step,
             seconds=time.perf_counter() - self.begin,
@@ -320,6 +330,7 @@ class GRPOTrainer(Trainer):
 
     def _start_rollouts(self) -> None:
         self.metrics_processor.monitor.start()
+        self.loan.announce()  # servers that are launched on the devices need their memory at once
         # Assigned before it is started: what has been started by then must be closed.
         self.source = open_step_source(
             self.config,
@@ -328,6 +339,7 @@ class GRPOTrainer(Trainer):
             progress=self.progress,
             date=self.begins.record.date,
             should_stop=self._should_stop,
+            make_room=self.loan.announce,
             on_hangup=self.stop.on_hangup,
             uses_kept_rollouts=not self.begins.unusable_because,
         )
@@ -406,7 +418,7 @@ class GRPOTrainer(Trainer):
         metrics = learned.metrics(times["time/step_seconds"])
         metrics |= {"lr": learning_rate, "policy_version": float(self.step)}
         metrics |= times | self.rollout_metrics | self.publisher.metrics()
-        metrics |= self.guards.metrics() | self.runner.take_metrics()
+        metrics |= self.guards.metrics() | self.runner.take_metrics() | self.loan.take_metrics()
         if self.utilization is not None:
             metrics |= self.utilization.metrics(times["time/step_seconds"])
         self.metrics_processor.log_step(self.step, metrics, self.source.samples.latest)

@@ -182,7 +182,7 @@ def own_step(
         clipper=GradientClipper([model], dims, config.training.max_norm),
         guards=Guards(config, lambda _: None),
         enter=lambda _: None,
-        await_readers=lambda: None,
+        before_step=lambda: None,
     )
     return lambda: learner.learn(batch, 1)
 

@@ -99,7 +99,7 @@ class Run:
 
     ``fork_server`` starts the ranks, and the embedded servers that the run launches. Signals that
     tests send to such a server reach what stands for it; see `forked.py`. With ``torchrun`` the
-    ranks are started as a user starts them.
+    ranks are started as a user starts them. ``program`` is what forked ranks run.
     """
 
     fork_server: ForkServer
@@ -110,6 +110,7 @@ class Run:
     environment: dict[str, str] = field(default_factory=dict)
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     torchrun: bool = False
+    program: str | Path = "torchtitan.grpo_train"
     process: subprocess.Popen | ForkedProcess | None = None
 
     def start(self) -> None:
@@ -132,7 +133,7 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "console.log").open("wb") as console:
             self.process = self.fork_server.start(
-                "torchtitan.grpo_train", arguments, num_ranks=self.num_ranks,
+                self.program, arguments, num_ranks=self.num_ranks,
                 environment=self._variables, folder=REPOSITORY, output=console,
             )  # fmt: skip
 
@@ -383,7 +384,7 @@ def config(
         dump_folder=str(tmp_path / "dump"),
         start_version=0,
         progress=PromptProgress(),
-        server_gpus=[],
+        gpus=[],
     )
 
 

@@ -37,10 +37,14 @@ from lone_trainer import LoneTrainer
 from safetensors.torch import save_file
 from transformers import Qwen3ForCausalLM
 
+from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.inference.join_check import ServerNeeds, WrongServer, check_server
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.types import GenerateRequest, Generation
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
+from torchtitan.grpo.rollout.serving.requests import Sampling
+from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
+from torchtitan.grpo.types import GenerateRequest, Generation, Prompt
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.group_facts import NCCL_SETTINGS, choose_backend
 from torchtitan.grpo.weight_wire.process_group import own_group_facts
@@ -152,6 +156,67 @@ async def test_a_cancelled_request_leaves_the_server(server, client, trainer):
     # With nothing left to do, SGLang can flush, and vLLM is at rest.
     await trainer.push(make_buckets(model, 2), version)
     await assert_serves(client, model, version)
+
+
+@with_trainer
+async def test_cut_completions_go_on_after_the_server_has_slept(server, client, trainer):
+    old, new = next(new_versions), next(new_versions)
+    by_version = {old: make_model(27), new: make_model(28)}
+    await trainer.push(make_buckets(by_version[old], 2), old)
+    config = Rollout(request_timeout_seconds=60.0)
+    dispatcher = Dispatcher([client], config, vocab_size=VOCAB_SIZE)
+    sampling = Sampling(700, 800, TEMPERATURE, 1.0, -1, (), ignore_eos=True)
+    writer = TrajectoryWriter(dispatcher, sampling, config)
+    dispatcher.set_version(client.url, old)
+    trajectories = [
+        writer.start(
+            Prompt(i, "", np.array([20 + i, 4, 5], np.int32), {}), dispatcher.servers[client.url]
+        )
+        for i in range(20)  # four of them wait for one of the 16 places
+    ]
+    await client.generate(sampled(f"pilot-{old}", [3, 2, 4], 8))
+    assert await dispatcher.cut(client.url) == 20
+
+    freed = await client.sleep()
+    assert freed == ("memory" if server.kind == "embedded" else "nothing")  # on a CPU
+    await client.health()
+    await client.wake()
+    assert await client.version() == (None if freed == "memory" else old)
+    await trainer.push(make_buckets(by_version[new], 2), new)
+    await assert_serves(client, by_version[new], new)
+    dispatcher.admit(client.url)
+    dispatcher.set_version(client.url, new)
+    crossed = 0
+    for trajectory in trajectories:
+        whole = await trajectory.task
+        assert (len(whole.token_ids), whole.finish_reason) == (700, "length")
+        prompt = trajectory.prompt.token_ids.tolist()
+        assert_segments_are_of_their_versions(prompt, whole, by_version)
+        crossed += len(whole.segments) > 1
+    assert crossed > 0, "no completion has kept its tokens"
+    assert dispatcher.attempts.num_failed == 0
+
+
+@with_trainer
+async def test_a_request_that_was_not_cut_does_not_end_a_server_that_sleeps(
+    server, client, trainer
+):
+    if server.kind == "embedded":
+        return  # see the unit tests of its sleep
+    if server.kind == "sglang":
+        # On a CPU its routes free nothing, but an unexpected request in flight ends the server.
+        client._frees = lambda info: "memory"
+    old, new = next(new_versions), next(new_versions)
+    await trainer.push(make_buckets(make_model(29), 2), old)
+    flights = [flight for _, flight in await fly(client, old)]
+    await client.sleep()
+    await client.health()
+    await client.wake()
+    await trainer.push(make_buckets(make_model(30), 2), new)
+    await assert_serves(client, make_model(30), new)
+    ended = await asyncio.gather(*flights, return_exceptions=True)
+    for end in ended:
+        assert isinstance(end, ServerError | Generation), end
 
 
 @with_trainer

@@ -170,8 +170,10 @@ def _receive(connection: socket.socket) -> tuple[Job, list[int]]:
 
 
 def _kill_session(leader: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
+    # A process that was just forked leads no session yet.
+    for kill in (os.kill, os.killpg):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(leader, signal.SIGKILL)
 
 
 def _die_with_parent() -> None:

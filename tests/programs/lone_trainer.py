@@ -111,6 +111,7 @@ class LoneTrainer:
         link: Any = SimpleNamespace(
             notify_version=lambda url, version: self.told.append((url, version)),
             notify_lost=lambda url, reason: self.told.append((url, -1)),
+            notify_asleep=lambda url: self.told.append((url, -2)),
             watch=SimpleNamespace(poll=lambda: self.news.pop(0) if self.news else None),
         )
         infos = [ServerInfo(url, "embedded" if i else kind) for i, url in enumerate(urls)]

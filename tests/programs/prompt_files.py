@@ -51,7 +51,7 @@ def process_config(model: Path, prompts: Prompts, **settings: Any) -> RolloutPro
         "seq_len": 64,
         "seed": 7,
         "dump_folder": "",
-        "server_gpus": [],
+        "gpus": [],
         "start_version": 0,
         "progress": PromptProgress(),
     }

@@ -83,6 +83,9 @@ class Link:
         self._listener.tell("version", url=url, version=version)
         self._sampler.set_version(url, version)
 
+    def notify_asleep(self, url: str) -> None:
+        raise AssertionError("no server is lent")
+
     def notify_lost(self, url: str, reason: str) -> None:
         self._listener.tell("lost", url=url, reason=reason)
         self._sampler.set_lost(url, reason)

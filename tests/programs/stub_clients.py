@@ -22,6 +22,7 @@ class StubClient(InferenceClient):
     abort = generate = health = load = version = num_workers = pause = resume = rate = _none
     describe = join_weight_group = leave_weight_groups = begin_update = _none
     receive_bucket = commit_update = update_from_disk = close = _none
+    sleep = wake = _none
 
 
 @asynccontextmanager

@@ -52,6 +52,10 @@ class Devices(TorchFunctionMode):
         if kwargs.pop("pin_memory", False):
             return recorder.put_in_pinned_memory(func(*args, **kwargs))
         device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cpu" and func == torch.empty_like:
+            return torch.empty(
+                args[0].shape, dtype=args[0].dtype
+            )  # it is not like a tensor on CUDA
         if device is None or torch.device(device).type != "cuda":
             return func(*args, **kwargs)
         out = func(*args, **(kwargs | {"device": "cpu"}))

@@ -174,6 +174,7 @@ class Server(InferenceClient):
         raise AssertionError("pushes do not need it")
 
     describe = generate = abort = load = update_from_disk = rate = _never
+    sleep = wake = _never
 
 
 class PushRig:
@@ -246,7 +247,7 @@ class PushRig:
                 [agent], [agent], [sender], [sender, agent], transport,
                 lambda s: self.servers[s.url],
             )  # fmt: skip
-            listeners = Listeners(on_change, lambda *_: None, lambda *_: None)
+            listeners = Listeners(on_change, lambda *_: None, lambda *_: None, print)
             attestation = Attestation(0, [], Probes(), Tolerances(1.0, 1.0), 1.0)
             infos = [ServerInfo(url, "vllm") for url in self.servers]
             return Leader(slots, parts, sync, attestation, listeners, infos, lambda: None)

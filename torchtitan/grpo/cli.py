@@ -29,6 +29,9 @@ usage: torchtitan-grpo COMMAND ...
       training rank is started.
   schedule X.toml [--times F I W] [--picture FILE.png] [--table.key value ...]
       Show what the pipeline's ranks do over time, and compare all schedules.
+  plan X.toml [--from RUN_FOLDER] [--devices N] [--table.key value ...]
+      Simulate a run: samples a second, idle times, the best split of N devices
+      between training and servers, and which setting to change first.
   evaluate X.toml [--model DIR | --checkpoint STEP] [--output F.json] [--table.key value ...]
       Evaluate a model directory or a checkpoint of the run on the held-out
       prompts of [evaluation], without training. Servers as the file says.
@@ -107,6 +110,13 @@ def schedule(arguments: list[str]) -> int:
     return 0
 
 
+def plan(arguments: list[str]) -> int:
+    with without_torch():
+        from torchtitan.grpo.plan.command import plan as simulate_run
+
+    return simulate_run(arguments)
+
+
 def evaluate(arguments: list[str]) -> int:
     from torchtitan.grpo.evaluate import evaluate as run_evaluation
     from torchtitan.grpo.evaluate import options
@@ -171,6 +181,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "sft": sft,
     "check-config": check_config,
     "schedule": schedule,
+    "plan": plan,
     "evaluate": evaluate,
     "serve": serve,
     "verify": verify,

@@ -48,6 +48,10 @@ In the rollout process (`rollout/process.py`), all in one event loop::
     `serving/fleet.py`   produces   restarted servers; the new list for dispatcher and lanes
                          waits for  the next end or change
                          unblocked  by polls of processes, files and registrations
+    lender               consumes   the training devices, which rank 0 frees while it waits
+    `rollout/lending/`   produces   lent servers that serve or sleep (``inference.lend``)
+                         waits for  rank 0's notice; the lanes; servers that fall asleep
+                         unblocked  by them; by inference.sleep_timeout_seconds, then it kills
     evaluations          consumes   rank 0's request, held-out prompts, places that rollouts leave
     `rollout/evaluator`  produces   scores of one version
                          waits for  a server of that version or a newer one
@@ -83,9 +87,10 @@ from torchtitan.grpo.rollout.link import RolloutFailed, RolloutKilled, RolloutLi
 from torchtitan.grpo.rollout.results import EvaluationResult, RolloutBatch
 from torchtitan.grpo.rollout.saved import discard_after, file_of
 from torchtitan.grpo.run_folder.contents import steps_in
-from torchtitan.grpo.system.device import are_gpus_shared, gpus_for_servers
+from torchtitan.grpo.system.device import num_training_gpus, visible_gpus
 from torchtitan.grpo.system.groups import leader_address
 from torchtitan.grpo.system.logs import logger
+from torchtitan.grpo.training.lent_memory import lent_part
 from torchtitan.grpo.types import PromptProgress, RolloutGroup, ServerInfo
 from torchtitan.grpo.weight_sync.build import client_for
 
@@ -103,11 +108,13 @@ def open_step_source(
     date: str,
     should_stop: Callable[[], bool],
     on_hangup: Callable[[Callable[[], None]], None],
+    make_room: Callable[[], None],
     uses_kept_rollouts: bool = True,
 ) -> StepSource:
     """Constructs the source of the run's steps, not started. Raises :class:`DataError`.
 
-    ``on_hangup`` registers what SIGHUP calls: to read ``inference.urls_file`` again.
+    ``on_hangup`` registers what SIGHUP calls: to read ``inference.urls_file`` again. ``make_room``
+    makes room on the devices of all ranks for lent servers; see :class:`RolloutController`.
     """
     arguments: dict[str, Any] = {
         "start_version": start_version,
@@ -119,7 +126,12 @@ def open_step_source(
     if config.rollout.replay is not None:
         return ReplaySource(config, model, **arguments)
     controller = RolloutController(
-        config, model, **arguments, date=date, uses_kept_rollouts=uses_kept_rollouts
+        config,
+        model,
+        **arguments,
+        date=date,
+        make_room=make_room,
+        uses_kept_rollouts=uses_kept_rollouts,
     )
     if config.inference.urls_file:
         on_hangup(controller.link.reread_urls)
@@ -132,6 +144,9 @@ class RolloutController(StepSource):
     The run has been trained on ``start_version`` batches. ``should_stop`` is polled during every
     wait. With ``uses_kept_rollouts`` it goes on with those beside its checkpoint. ``date``, in ISO
     format, is for chat templates. ``servers`` are those at the start; ``link.watch`` has later ones.
+
+    If devices are lent, they are free when the source is started. ``make_room`` makes room
+    on them again, on the training thread, while this waits for a batch of which nothing has arrived.
     """
 
     def __init__(
@@ -143,8 +158,12 @@ class RolloutController(StepSource):
         progress: PromptProgress,
         date: str,
         should_stop: Callable[[], bool],
+        make_room: Callable[[], None] = lambda: None,
         uses_kept_rollouts: bool = True,
     ) -> None:
+        self._make_room = make_room
+        # The version whose batch ends the loan of the devices, or None while they are not lent.
+        self._lent_until = start_version if config.lends_devices else None
         self._unused_version = -1 if uses_kept_rollouts else start_version
         self._recorder: RolloutRecorder | None = None
         if config.rollout.record is not None:
@@ -172,10 +191,14 @@ class RolloutController(StepSource):
         """After a kill of the rollout process, the next part is again the first of its batch."""
         timeout = self.config.rollout.batch_timeout_seconds
         batch = self._despite_kills(
-            version, lambda: self.link.next_batch(version, timeout, self._should_stop)
+            version,
+            lambda: self.link.next_batch(
+                version, timeout, self._should_stop, lambda: self.lend(version)
+            ),
         )
         if batch is None:
             return None
+        self._lent_until = None
         step = self._planner.plan(
             batch.groups, part=batch.part, step=version, version=version, num_ranks=num_ranks
         )
@@ -243,7 +266,17 @@ class RolloutController(StepSource):
                 if self._should_stop():
                     return None
                 logger.error(f"{kill}\nThe rollout process is restarted, from batch {version} on.")
+                if self.config.lends_devices and self._lent_until is None:
+                    # The new process launches servers. An incomplete batch begins again.
+                    self._make_room()
+                    self._lent_until = version
                 self.link.restart(self._process_config(version))
+
+    def lend(self, version: int) -> None:
+        if self.config.lends_devices:
+            self._make_room()
+            self._lent_until = version
+            self.link.notify_devices_free(version)
 
     def _process_config(self, version: int) -> RolloutProcessConfig:
         config = process_config(
@@ -258,6 +291,8 @@ class RolloutController(StepSource):
             logger.warning(warning)
         self._is_ready = True
         if not self._should_stop():
+            if self._lent_until is not None:
+                self.link.notify_devices_free(self._lent_until)
             self.link.renew_evaluation()
 
     def served_version(self) -> int:
@@ -339,8 +374,10 @@ def process_config(
         seq_len=config.training.seq_len,
         seed=config.debug.seed or 0,
         dump_folder=config.job.dump_folder,
-        server_gpus=gpus_for_servers(),
-        servers_beside_training=are_gpus_shared(),
+        gpus=visible_gpus(),
+        num_training_gpus=num_training_gpus(),
+        cluster=config.cluster,
+        lent_part=lent_part(config, model),
         start_version=start_version,
         progress=progress,
         num_steps=config.training.steps,

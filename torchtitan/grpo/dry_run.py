@@ -22,6 +22,7 @@ import msgspec
 import torch
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.config.cluster import count_servers, server_groups
 from torchtitan.grpo.config_checks import ConfigError, unused_server_settings
 from torchtitan.grpo.config_checks.layout import describe_layout
 from torchtitan.grpo.controller import process_config
@@ -37,6 +38,7 @@ from torchtitan.grpo.models.hf_config import HFModel, ModelError
 from torchtitan.grpo.rollout.child_process import end_process, start_process
 from torchtitan.grpo.rollout.input_check import PROGRESS_FILE, REPORT_FILE, InputReport
 from torchtitan.grpo.rollout.link_messages import CONFIG_FILE
+from torchtitan.grpo.training.lent_memory import describe_lent_memory
 from torchtitan.grpo.training.memory_choice import describe_memory
 from torchtitan.grpo.training.model_spec import (
     build_without_memory,
@@ -138,6 +140,7 @@ def _memory(config: JobConfig, model: HFModel) -> Iterator[str]:
     yield "Memory of a training step, on the rank that holds the most (estimated)"
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     yield from (f"  {line}" for line in describe_memory(config, model, num_ranks))
+    yield from (f"  {line}" for line in describe_lent_memory(config, model, num_ranks))
     if config.has_servers:
         yield from _push_memory(config, model)
 
@@ -145,8 +148,7 @@ def _memory(config: JobConfig, model: HFModel) -> Iterator[str]:
 def _push_memory(config: JobConfig, model: HFModel) -> Iterator[str]:
     shapes = parameter_shapes(config, model)
     _, adapter_of = build_without_memory(config, model)
-    inference = config.inference
-    num_servers = inference.num_servers if inference.launch else len(named_urls(inference))
+    num_servers = count_servers(server_groups(config)) or len(named_urls(config.inference))
     on_gpu = torch.cuda.is_available()
     memory = predict_memory(
         config,
@@ -267,8 +269,10 @@ def _describe_servers(config: JobConfig) -> str:
     if config.rollout.replay is not None:
         return f"none, rollouts are replayed from {config.rollout.replay}"
     inference = config.inference
-    if inference.launch:
-        return f"{inference.num_servers} x {inference.kind}, launched on this machine"
+    if groups := server_groups(config):
+        kind = inference.kind
+        each = (f"{g.num_servers} x {kind}{' on lent devices' * g.is_lent}" for g in groups)
+        return f"{' and '.join(each)}, launched on this machine"
     if folder := registry_folder(inference, config.job.dump_folder):
         return f"{inference.kind} servers that register themselves in {folder}"
     source = f" ({inference.urls_file})" if inference.urls_file else ""

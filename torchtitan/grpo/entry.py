@@ -49,6 +49,7 @@ from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.system.rank_channel import RankChannel, RankLost
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.system.store_rounds import separate_rounds
+from torchtitan.grpo.training.lent_memory import check_lent_memory
 from torchtitan.grpo.training.model_spec import check_weights
 from torchtitan.grpo.upstream.trainer import Trainer
 from torchtitan.grpo.weight_wire.process_group import limit_communicators
@@ -102,6 +103,7 @@ def _open(args: list[str], *, weights: bool) -> tuple[JobConfig, HFModel, list[s
     notes = locate_models(config, weights=weights)
     model = read_hf_model(config.model.hf_assets_path)
     check_model(config, model)
+    check_lent_memory(config, model)
     if config.grpo.kl_coef > 0:
         check_reference(config)
     return config, model, notes

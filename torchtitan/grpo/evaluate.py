@@ -22,6 +22,7 @@ from rich.table import Table
 
 from torchtitan.grpo import strict_json
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.config.cluster import count_servers, server_groups
 from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.config_checks import check_model
 from torchtitan.grpo.config_checks.rules import require
@@ -41,7 +42,6 @@ from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.rollout.session import EvaluationSession
 from torchtitan.grpo.run_folder.folder import hold
 from torchtitan.grpo.system.child import end_marked
-from torchtitan.grpo.system.device import gpus_for_servers
 from torchtitan.grpo.system.environment import RUN_VARIABLE
 from torchtitan.grpo.system.folder_lock import HeldFolders
 from torchtitan.grpo.training.model_spec import check_weights
@@ -210,14 +210,16 @@ def _subject(config: JobConfig, given: argparse.Namespace, model: HFModel, folde
 
 
 def _session_config(config: JobConfig, model: HFModel, folder: Path) -> RolloutProcessConfig:
+    # No rank trains here, so servers may have every GPU, and nothing is lent.
+    number = count_servers(server_groups(config)) or config.inference.num_servers
+    inference = replace(config.inference, num_servers=number, lend=False)
+    config = replace(config, inference=inference, cluster={})
     return replace(
         process_config(config, model, 0, PromptProgress(), ""),
         dump_folder=str(folder),
         saved_rollouts=None,
         monitor_host="",
-        # No rank trains here, so servers may have every GPU.
-        server_gpus=gpus_for_servers(num_ranks=0),
-        servers_beside_training=False,
+        num_training_gpus=0,
     )
 
 

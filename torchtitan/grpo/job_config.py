@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from torchtitan.grpo import config as grpo_config
 from torchtitan.grpo.config.bounds import above, at_least
+from torchtitan.grpo.config.cluster import lent_groups
 from torchtitan.grpo.config.environments import reward_functions
 from torchtitan.grpo.upstream.configuration import job_config
 
@@ -97,6 +98,12 @@ class Optimizer(job_config.Optimizer):
     magnifies rounding errors of the gradients. With ``float32``, they agree as closely as those of
     AdamW, at twice the communication and a longer compute time."""
 
+    offload_while_lent: bool = False
+    """Move the optimizer's states to pinned host memory while the devices are lent
+    (``inference.lend``, ``[cluster]``), so that the servers can use their memory. They are copied back while the
+    forward and backward passes of the next batch run. The host needs as much memory as the states
+    of its ranks. Needs GPUs."""
+
 
 @dataclass
 class LRScheduler(job_config.LRScheduler):
@@ -168,6 +175,12 @@ class JobConfig(job_config.JobConfig):
     rollout: grpo_config.Rollout = field(default_factory=grpo_config.Rollout)
     agent: grpo_config.Agent = field(default_factory=grpo_config.Agent)
     inference: grpo_config.Inference = field(default_factory=grpo_config.Inference)
+    cluster: dict[str, grpo_config.ClusterRow] = field(default_factory=dict)
+    """Tables ``[cluster.NAME]``, each with ``tags`` (``rollout``, or ``train`` and ``rollout``),
+    ``num_servers`` and ``gpus``. They say which servers the run launches on rank 0's machine, and
+    whether they share the GPUs of training ranks, in place of ``inference.num_servers`` and
+    ``inference.lend``. docs/servers.md has an example."""
+
     weight_sync: grpo_config.WeightSync = field(default_factory=grpo_config.WeightSync)
     reward: grpo_config.Reward = field(default_factory=grpo_config.Reward)
     teacher: grpo_config.Teacher = field(default_factory=grpo_config.Teacher)
@@ -188,6 +201,11 @@ class JobConfig(job_config.JobConfig):
     def has_servers(self) -> bool:
         """Whether servers generate rollouts: neither in a replay nor in supervised training."""
         return self.rollout.replay is None and self.sft.path is None
+
+    @property
+    def lends_devices(self) -> bool:
+        """Whether servers use the training devices while these wait."""
+        return self.has_servers and bool(lent_groups(self))
 
     @property
     def may_be_taught(self) -> bool:

@@ -31,12 +31,15 @@ class ServerInfo:
 
     ``num_joined``, how often this URL has joined the run, distinguishes a server that left and came
     back, which must be attested again. ``software``, such as ``vLLM 0.32.0``, is empty until known.
+    A server that is lent (:mod:`torchtitan.grpo.rollout.lending`) sleeps unless it ``is_wanted``.
     """
 
     url: str  # without a trailing slash
     kind: ServerKind
     num_joined: int = 1
     software: str = field(default="", compare=False)
+    is_lent: bool = field(default=False, compare=False)
+    is_wanted: bool = field(default=True, compare=False)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ FLOORS: tuple[set[str], ...] = (
     {"training", "weight_sync", "config_checks"},
     {"resume"},
     {"checkpoint", "checkpoint_manager", "config_manager", "controller", "verify", "start"},
-    {"dry_run", "evaluate", "known_failures", "lost_rank"},
+    {"dry_run", "evaluate", "known_failures", "lost_rank", "plan"},
     {"entry"},
     {"init_config"},
     {"cli"},

@@ -7,6 +7,7 @@
 --inference.launch       --inference.no-launch    --inference.launch=false
 --prompts.paths A,B      --prompts.paths A B      --prompts.paths '["A", "B"]'
 --prompts.rename '{question = "prompt"}'          --prompts.rename.question prompt
+--cluster.both.tags train,rollout
 --evaluation.sets.gsm8k.num_samples 8             --environments.math.reward.functions a,b
 --debug.seed none
 """
@@ -26,6 +27,7 @@ from torchtitan.grpo.command_line.keys import (
     answer_to_value,
     check_keys,
     hint_for,
+    row_type,
     settings,
 )
 
@@ -118,6 +120,13 @@ def _in_dict(option: str, keys: dict[str, Any]) -> tuple[tuple[str, ...], Any] |
         annotation = keys.get(".".join(path))
         if get_origin(annotation) is dict:
             inner = get_args(annotation)[1]
+            if (row := row_type(annotation)) and len(within) > 1:
+                entry, of_row = ".".join(within[1:]).replace("-", "_"), settings(row)
+                if entry not in of_row:
+                    key = ".".join((*path, within[0], entry))
+                    hint = hint_for(key, keys, of_row, "--")
+                    raise ConfigError(f"Unknown argument {option}. {hint}")
+                return (*path, within[0], entry), of_row[entry]
             if get_origin(inner) is dict and len(within) > 1:  # a table of tables
                 entry = ".".join(within[1:]).replace("-", "_")
                 # Of an environment, a key of the run.
@@ -169,6 +178,11 @@ def _data(text: str) -> Any:
 
 def _converted(path: tuple[str, ...], annotation: Any, value: Any) -> Iterator[Override]:
     """Yields a value in the type of its setting; of a table, each value that is given."""
+    if (row := row_type(annotation)) and isinstance(value, dict):
+        yield path, {}
+        for name, of_row in value.items():
+            yield from _converted((*path, name), row, of_row)
+        return
     if not is_dataclass(annotation):
         yield path, msgspec.convert(value, type=annotation, strict=False)
         return

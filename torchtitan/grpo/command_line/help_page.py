@@ -35,6 +35,7 @@ HEADINGS = {
     "rollout.record": "Record and replay",
     "environments": "Several environments in one run",
     "inference.kind": "Servers",
+    "cluster": "Which GPUs train, and which have servers",
     "weight_sync.transport": "How weights reach the servers",
     "teacher.urls": "Distillation from a teacher",
     "sft.path": "Supervised training in place of rollouts",

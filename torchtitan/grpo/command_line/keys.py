@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Collection
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from torchtitan.grpo.command_line import ConfigError
 
@@ -45,6 +45,16 @@ def check_keys(cls: type, data: dict[str, Any], prefix: str = "", known: Any = N
         inner = table[key]
         if isinstance(inner, type) and is_dataclass(inner) and isinstance(value, dict):
             check_keys(inner, value, f"{prefix}{key}.", known)
+        elif (row := row_type(inner)) and isinstance(value, dict):
+            for name, of_row in value.items():
+                if isinstance(of_row, dict):
+                    check_keys(row, of_row, f"{prefix}{key}.{name}.", known)
+
+
+def row_type(kind: Any) -> type | None:
+    """Returns the dataclass of the tables in a setting such as ``dict[str, ClusterRow]``."""
+    inner = get_args(kind)[1] if get_origin(kind) is dict else None
+    return inner if isinstance(inner, type) and is_dataclass(inner) else None
 
 
 def _nested_answer(key: str, value: Any, known: Collection[str]) -> tuple[str, str]:

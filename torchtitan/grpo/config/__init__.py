@@ -9,6 +9,7 @@ refuses settings that cannot work.
 """
 
 from torchtitan.grpo.config.agent import Agent
+from torchtitan.grpo.config.cluster import ClusterRow
 from torchtitan.grpo.config.evaluation import Evaluation
 from torchtitan.grpo.config.grpo import GRPO, LoRA
 from torchtitan.grpo.config.inference import Inference
@@ -28,6 +29,7 @@ __all__ = [
     "SECRETS",
     "SFT",
     "Agent",
+    "ClusterRow",
     "Evaluation",
     "Guards",
     "Inference",

@@ -12,6 +12,7 @@ file, and docs/configuration.md shows them. Parsers ignore them: they convert ty
 """
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,3 +73,14 @@ def bounds_of(table: type) -> dict[str, Bounds]:
             if isinstance(part, Bounds):
                 found[field.name] = part
     return found
+
+
+def bounded_settings(table: Any, prefix: str = "") -> Iterator[tuple[str, Bounds, Any]]:
+    """Yields key, bounds and value of each setting that has bounds, also of inner tables."""
+    if dataclasses.is_dataclass(table):
+        for name, bounds in bounds_of(type(table)).items():
+            yield f"{prefix}{name}", bounds, getattr(table, name)
+    inner = vars(table) if dataclasses.is_dataclass(table) else table
+    for name, value in inner.items():
+        if dataclasses.is_dataclass(value) or isinstance(value, dict):
+            yield from bounded_settings(value, f"{prefix}{name}.")

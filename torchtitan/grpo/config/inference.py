@@ -45,11 +45,28 @@ class Inference:
     ``registry``, or to the folder ``registry`` in ``job.dump_folder``."""
 
     launch: bool = False
-    """Start ``num_servers`` servers on this machine, on free ports, and stop them at the end of the
-    run."""
+    """Start ``num_servers`` servers, or those of ``[cluster]``, on this machine, on free ports, and
+    stop them at the end of the run."""
 
     num_servers: Annotated[int, at_least(1)] = 1
-    """Number of servers that ``launch`` starts."""
+    """Number of servers that ``launch`` starts without ``[cluster]``."""
+
+    lend: bool = False
+    """Lend the devices of the training ranks to the launched servers. The servers sleep while the
+    ranks train, and generate while the ranks wait for rollouts, with the memory that a waiting rank
+    leaves. All launched servers are lent, so there must be no GPU without a training rank; with
+    ``[cluster]``, servers on other GPUs generate all the time. Needs ``launch``,
+    ``grpo.async_weight_update = true`` and no ``rollout.stream``. ``optimizer.offload_while_lent``
+    and ``grpo.ref_model_offload`` leave more memory to the servers."""
+
+    lend_max_late: Annotated[float, at_least(0).at_most(1)] = 0.05
+    """Share of the time of training steps by which lending may delay them, where other servers would
+    have delivered the batches without it. Without other servers, it has no effect."""
+
+    sleep_timeout_seconds: Annotated[float, above(0)] = 30.0
+    """Maximum time until a lent server sleeps when the ranks need their devices, and after which one that
+    was lost while it generated is given up as soon as another attempt to reach it fails. The server is
+    killed, training goes on, and the server is started again while devices are lent."""
 
     python: str | None = None
     """Python interpreter that runs launched servers. With None, it is the interpreter of the
@@ -77,7 +94,8 @@ class Inference:
     ] = 0.0
     """Fraction of each GPU's memory that a launched vLLM or SGLang server may use
     (``--gpu-memory-utilization``, ``--mem-fraction-static``). With 0, servers that share a GPU with
-    training get 0.4 in total, and servers that share another GPU get 0.9 in total."""
+    training get 0.4 in total, and servers that share another GPU get 0.9 in total. Servers to which
+    GPUs are lent (``lend``) get what a waiting training rank leaves; ``--dry-run`` shows it."""
 
     max_model_len: Annotated[int, at_least(1).or_value(0, "training.seq_len")] = 0
     """Maximum sequence length of launched servers, in tokens. It must be large enough for the
@@ -85,7 +103,7 @@ class Inference:
 
     max_batched_tokens: Annotated[int, at_least(1).or_value(0, "depends on the kind")] = 0
     """Maximum number of tokens that a launched server computes in one step (chunked prefill), above
-    ``rollout.max_concurrent_rollouts`` divided by ``num_servers``; docs/servers.md describes it.
+    ``rollout.max_concurrent_rollouts`` divided by the number of servers; docs/servers.md describes it.
     For SGLang it must be a multiple of the page size. With 0, vLLM and SGLang get 2,048 on a GPU
     and 256 on a CPU, or twice the number of running requests if that is more. The embedded server
     gets the number of running requests plus 512 on a GPU, or plus half of that number, but at least

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torchtitan.grpo.config.agent import Agent
+from torchtitan.grpo.config.cluster import ClusterRow
 from torchtitan.grpo.config.evaluation import Evaluation
 from torchtitan.grpo.config.grpo import GRPO
 from torchtitan.grpo.config.inference import Inference
@@ -38,8 +39,9 @@ class RolloutProcessConfig:
     """``debug.seed``, or 0 if it is not set."""
     dump_folder: str
     """``job.dump_folder``, where logs and saved rollouts are written."""
-    server_gpus: list[str]
-    """GPUs for launched servers, named as in ``CUDA_VISIBLE_DEVICES``; empty without GPUs."""
+    gpus: list[str]
+    """GPUs of this machine, named as in ``CUDA_VISIBLE_DEVICES``; training ranks use the first
+    ``num_training_gpus``."""
     start_version: int
     """Policy version at the start: above 0 in a resumed run, the number of batches trained on."""
     progress: PromptProgress
@@ -59,8 +61,11 @@ class RolloutProcessConfig:
     """Number of earlier rollout processes of this run."""
     samples_per_step: int = 0
     """``observe.samples_per_step``: rank 0 always receives the token ids of these rollouts."""
-    servers_beside_training: bool = False
-    """Whether training also uses the GPUs in ``server_gpus``."""
+    num_training_gpus: int = 0
+    cluster: dict[str, ClusterRow] = field(default_factory=dict)
+    lent_part: float = 0.0
+    """Part of the memory of each GPU that waiting training ranks leave to launched servers
+    to which it is lent; 0 if no GPU is lent."""
     monitor_host: str = ""
     """Address on which ``/healthz`` and ``/metrics`` are served; empty if they are not."""
     monitor_port: int = 0

@@ -4,11 +4,8 @@
 """Settings that must be set, must not be set, or must lie within their bounds."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
-from typing import Any
 
-from torchtitan.grpo.config.bounds import Bounds, at_least, bounds_of
+from torchtitan.grpo.config.bounds import at_least, bounded_settings
 from torchtitan.grpo.config.field_docs import field_docs, first_sentence
 from torchtitan.grpo.config_checks.rules import get, require
 from torchtitan.grpo.job_config import JobConfig
@@ -79,8 +76,8 @@ _SENT = (
 
 
 def check_ranges(config: JobConfig) -> None:
-    for key, bounds in {**_UPSTREAM_BOUNDS, **dict(_declared_bounds(config))}.items():
-        value = get(config, key)
+    upstream = ((key, bounds, get(config, key)) for key, bounds in _UPSTREAM_BOUNDS.items())
+    for key, bounds, value in (*upstream, *bounded_settings(config)):
         if value is not None and not bounds.allow(value):
             require(False, f"{key} must be {bounds}, got {value}.{_meaning(config, key)}")
     for key in _SENT:
@@ -108,18 +105,9 @@ def check_ranges(config: JobConfig) -> None:
     )
 
 
-def _declared_bounds(config: Any, prefix: str = "") -> Iterator[tuple[str, Bounds]]:
-    for table in fields(config):
-        values: Any = getattr(config, table.name)
-        if is_dataclass(values):
-            key = f"{prefix}{table.name}."
-            for name, bounds in bounds_of(type(values)).items():
-                yield f"{key}{name}", bounds
-            yield from _declared_bounds(values, key)
-
-
 def _meaning(config: JobConfig, key: str) -> str:
     """The first sentence of the field's documentation, to be appended to a message."""
     table, _, name = key.rpartition(".")
-    text = field_docs(type(get(config, table))).get(name)
-    return f" What it sets: {first_sentence(text)}" if text else ""
+    row = config.cluster.get(table.removeprefix("cluster."))
+    text = field_docs(type(row or get(config, table))).get(name)
+    return f" What it sets: {first_sentence(text)}".replace("``", "") if text else ""

@@ -3,6 +3,7 @@
 
 """Checks batches and rollouts."""
 
+from torchtitan.grpo.config.cluster import count_servers, server_groups
 from torchtitan.grpo.config.environments import environments_of
 from torchtitan.grpo.config_checks.rules import check_file, forbid, get, refusing, require
 from torchtitan.grpo.functions import split_path
@@ -216,11 +217,11 @@ def check_dispatch(config: JobConfig) -> None:
         return  # nothing is dispatched
     # The file of inference.urls_file may name more servers later, and more may register.
     may_grow = any((inference.urls_file, inference.registry, inference.registry_address))
-    num_servers = inference.num_servers if inference.launch else len(inference.urls)
+    num_servers = count_servers(server_groups(config)) or len(inference.urls)
     require(
         hedge_seconds == 0 or may_grow or num_servers > 1,
         f"rollout.hedge_seconds = {hedge_seconds:g} needs a second server, got "
-        f"{num_servers}. Raise inference.num_servers, name more inference.urls, or leave "
+        f"{num_servers}. Launch more servers, name more inference.urls, or leave "
         "rollout.hedge_seconds at 0.",
     )
     require(

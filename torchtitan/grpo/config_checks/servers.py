@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from torchtitan.grpo import config as grpo_config
+from torchtitan.grpo.config.cluster import count_servers, server_groups
 from torchtitan.grpo.config_checks.rules import check_file, refusing, require
 from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE
 from torchtitan.grpo.inference.kinds import KINDS, kind_row, refuse_keys
@@ -48,17 +49,22 @@ def check_inference(config: JobConfig) -> None:
     )
     if inference.launch:
         _check_launch(inference)
-    running = -(-config.rollout.max_concurrent_rollouts // inference.num_servers)
-    budget = inference.max_batched_tokens
-    require(
-        not inference.launch or budget == 0 or budget > running,
-        f"inference.max_batched_tokens must be 0 or above {running}, the completions that a server "
-        f"samples at once (rollout.max_concurrent_rollouts / inference.num_servers), got {budget}.",
-    )
+    check_batched_tokens(config)
     python = inference.python
     require(
         python is None or os.access(python, os.X_OK),
         f"inference.python must be an executable file, got {python}.",
+    )
+
+
+def check_batched_tokens(config: JobConfig) -> None:
+    num_servers = max(1, count_servers(server_groups(config)))
+    running = -(-config.rollout.max_concurrent_rollouts // num_servers)
+    budget = config.inference.max_batched_tokens
+    require(
+        not config.inference.launch or budget == 0 or budget > running,
+        f"inference.max_batched_tokens must be 0 or above {running}, the completions that a server "
+        f"samples at once (rollout.max_concurrent_rollouts, divided by {num_servers} servers), got {budget}.",
     )
 
 

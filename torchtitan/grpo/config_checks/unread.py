@@ -6,6 +6,7 @@
 from collections.abc import Callable
 
 from torchtitan.grpo.config import SECRETS
+from torchtitan.grpo.config.cluster import lent_groups
 from torchtitan.grpo.config.environments import environments_of, own_key
 from torchtitan.grpo.config_checks.rules import get, require
 from torchtitan.grpo.job_config import JobConfig
@@ -53,6 +54,10 @@ _RATED: _Condition = (
     lambda config: config.may_be_taught,
     "teacher.urls, or rated rollouts in rollout.replay",
 )
+_LENDS: _Condition = (
+    lambda config: bool(lent_groups(config)),
+    "inference.lend = true, or a table in [cluster] with the tags 'train' and 'rollout'",
+)
 _NORMS = ("group_norm", "leave_one_out_norm", "batch_norm")
 
 _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
@@ -85,6 +90,7 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
         _is("optimizer.name", "Muon"): (
             *("muon_lr", "muon_momentum", "muon_adjust_lr", "muon_dtype"),
         ),
+        _LENDS: ("offload_while_lent",),
     },
     "rollout": {
         _on("rollout.dynamic_sampling"): ("dynamic_sampling_limit",),
@@ -115,6 +121,8 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
         _RATED: ("coef", "top_k", "max_divergence"),
     },
     "inference": {
+        _on("inference.launch"): ("lend",),
+        _LENDS: ("lend_max_late", "sleep_timeout_seconds"),
         _both(_on("inference.launch"), _is("inference.kind", "vllm", "sglang")): (
             *("tensor_parallel_size", "gpu_memory_utilization"),
         ),

@@ -38,6 +38,8 @@ class RankZeroFailed(RuntimeError):
 class Signal(IntEnum):
     READY = 0
     """Servers, prompts and rewards are ready: training begins."""
+    LEND = 1
+    """Rank 0 waits for a batch: make room on the device for lent servers, then wait on."""
     STOP = 2
     """The run was asked to stop: end in order and write a checkpoint."""
     FAIL = 3

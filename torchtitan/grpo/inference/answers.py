@@ -28,10 +28,12 @@ from torchtitan.grpo.types import (
 UNPUSHED_VERSION = -1
 """Version of tokens sampled before the first push, which the staleness bound thus excludes."""
 
-_UNPUSHED_LABEL = "default"
+UNPUSHED_LABEL = "default"
 
 UPDATING_LABEL = "updating"
-"""Version label during a load, when no token is sampled: one that has it shows that it failed."""
+"""Version label during a load, and from a sleep to the next push, when no token is sampled: one that
+has it shows that something failed.
+"""
 
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
@@ -70,7 +72,7 @@ def reading(source: str, body: Any, wanted: str) -> Iterator[None]:
 
 
 def parse_version(label: Any, source: str) -> int:
-    if label == _UNPUSHED_LABEL:
+    if label == UNPUSHED_LABEL:
         return UNPUSHED_VERSION
     # int() would accept 3.7, True and " 3" as well.
     version = version_or_none(label) if type(label) in (str, int) else None

@@ -15,6 +15,9 @@ from torchtitan.grpo.types import GenerateRequest, Generation, TopTokens
 from torchtitan.grpo.weight_wire.group_facts import GroupFacts
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
+SleepFrees = Literal["memory", "nothing"]
+"""What a server frees while it sleeps: the memory of its weights and its cache, or nothing."""
+
 
 class ServerError(RuntimeError):
     """A server failed or did not answer. The message names its route and what was expected."""
@@ -32,7 +35,8 @@ class ServerFacts:
     """Description of a server and its model; ``None`` stands for what the server does not tell.
 
     ``software`` is name and release, ``architecture`` the model's class in config.json.
-    ``problems`` prevent its use by the run; ``warnings`` do not.
+    ``problems`` prevent its use by the run; ``warnings`` do not. ``sleep_frees`` matters only if the
+    server is put to sleep.
     """
 
     software: str
@@ -41,6 +45,7 @@ class ServerFacts:
     architecture: str | None = None
     vocab_size: int | None = None
     max_model_len: int | None = None
+    sleep_frees: SleepFrees = "nothing"
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -91,8 +96,8 @@ class InferenceClient(ABC):
     """Access to one inference server.
 
     Every method raises :class:`ServerError` if the server fails or does not answer within the
-    control timeout; those that wait in the server's queue, or receive or read weights, have a
-    longer one. ``capabilities`` are those of the kind until the client finds out more.
+    control timeout; those that wait in the server's queue, or receive or read weights, have a longer
+    one. ``capabilities`` are those of the kind until the client finds out more.
     """
 
     url: str
@@ -140,6 +145,23 @@ class InferenceClient(ABC):
     @abstractmethod
     async def resume(self) -> None:
         """Makes a paused server generate again."""
+
+    @abstractmethod
+    async def sleep(self) -> SleepFrees:
+        """Stops generation, and frees memory if the server can; returns what was freed.
+
+        If it is ``memory``, the weights are lost with it: :meth:`version` is ``None`` until a push of
+        all weights, not of a delta, after :meth:`wake`. Requests that have not ended do no harm: they
+        are aborted, or held until then. Sleeping twice is the same as once.
+        """
+
+    @abstractmethod
+    async def wake(self) -> None:
+        """Allocates what :meth:`sleep` freed, so that weights can be pushed.
+
+        A server that has lost its weights must get no requests before. It has no effect on a server
+        that does not sleep.
+        """
 
     @abstractmethod
     async def join_weight_group(self, info: WeightGroupInfo) -> None:

@@ -44,6 +44,7 @@ class ServerNeeds:
     length_source: str
     temperature: float
     is_launched: bool = False
+    is_lent: bool = False
 
 
 async def check_server(
@@ -64,7 +65,20 @@ async def check_server(
         raise wrong_server(client.url, needs, [str(error)], found) from error
     if problems:
         raise wrong_server(client.url, needs, [f"{facts.software}: {p}." for p in problems])
-    return facts, [*facts.warnings, *release_warnings(client.url, facts, needs.kind)]
+    warnings = [*facts.warnings, *release_warnings(client.url, facts, needs.kind)]
+    if needs.is_lent and facts.sleep_frees == "nothing":
+        warnings.append(_sleep_warning(client.url, facts, needs.kind))
+    return facts, warnings
+
+
+def _sleep_warning(url: str, facts: ServerFacts, kind: ServerKind) -> str:
+    option = kind_row(kind).sleep_option
+    how = f", and if it is started with {option}" if option else ""
+    return (
+        f"{url} runs {facts.software}, which keeps its weights and its KV cache in memory while it "
+        f"sleeps, so that training must find room beside them. It frees them only on a GPU{how} "
+        "(docs/servers.md)."
+    )
 
 
 def wrong_server(

@@ -39,7 +39,8 @@ class KindRow:
     the virtual environment of `scripts/install_<name>.sh`; ``None`` is the trainer's.
     ``key_options`` with secret keys are refused and hidden. The server sets ``nccl_settings``
     unless its environment has others. ``known_releases`` are beginnings of tested ones; empty for
-    this project's own server.
+    this project's own server. On a GPU, a server with ``sleep_option`` frees its memory while it
+    sleeps; empty if it needs no option.
     """
 
     name: ServerKind
@@ -49,6 +50,7 @@ class KindRow:
     key_options: tuple[str, ...] = ("--api-key",)
     nccl_settings: Mapping[str, str] = field(default_factory=dict)
     known_releases: tuple[str, ...] = ()
+    sleep_option: str = ""
 
     @property
     def install_script(self) -> str | None:
@@ -89,6 +91,7 @@ _ROWS = (
         key_options=("--api-key", "--admin-api-key"),
         nccl_settings={"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"},
         known_releases=("0.5.20", "0.5.21", "0.5.22", "0.5.23"),
+        sleep_option="--enable-memory-saver",
     ),
     KindRow(
         name="vllm",
@@ -103,6 +106,7 @@ _ROWS = (
         ),
         environment=".venv-vllm",
         known_releases=("0.32", "0.33"),
+        sleep_option="--enable-sleep-mode",
     ),
 )
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtitan.grpo.config.cluster import server_groups
 from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from torchtitan.grpo.inference.gpu_shares import share_gpus
 from torchtitan.grpo.inference.kinds import KINDS, kind_row
@@ -143,18 +144,21 @@ def server_specs(
     dtype = inference.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
-    gpus = config.server_gpus if device == "cuda" else []
+    gpus = config.gpus if device == "cuda" else []
     num_heads = None
     if gpus and inference.kind != "embedded":  # that one computes on one GPU
         content = (Path(config.hf_assets_path) / "config.json").read_bytes()
         num_heads = json.loads(content).get("num_attention_heads")
+    groups = server_groups(config)
+    are_lent = [group.is_lent for group in groups for _ in range(group.num_servers)]
     shares = share_gpus(
-        len(ports),
+        groups,
         gpus,
-        beside_training=config.servers_beside_training,
+        config.num_training_gpus,
         tensor_parallel_size=inference.tensor_parallel_size,
         memory=inference.gpu_memory_utilization,
         num_heads=num_heads,
+        lent_part=config.lent_part,
     )
     return [
         ServerSpec(
@@ -180,8 +184,9 @@ def server_specs(
             # Servers with equal seeds would sample equal completions of a prompt.
             seed=config.seed + index,
             max_batched_tokens=inference.max_batched_tokens,
+            is_lent=is_lent,
         )
-        for index, (port, share) in enumerate(zip(ports, shares, strict=True))
+        for index, (port, share, is_lent) in enumerate(zip(ports, shares, are_lent, strict=True))
     ]
 
 

@@ -18,7 +18,8 @@ class ServerSpec:
     ``python`` is the interpreter of the server's environment, ``None`` the current one.
     ``extra_args`` come last and override earlier ones. Without ``gpus``, the server sees those of
     this process. ``gpu_memory_utilization`` is a part of each GPU's memory. ``None`` there, and as
-    ``seed``, leaves the server's default; 0 chooses ``max_batched_tokens``.
+    ``seed``, leaves the server's default; 0 chooses ``max_batched_tokens``. A server that ``is_lent``
+    can free its memory while it sleeps.
     """
 
     kind: ServerKind
@@ -38,6 +39,7 @@ class ServerSpec:
     gpu_memory_utilization: float | None = None
     seed: int | None = None
     max_batched_tokens: int = 0
+    is_lent: bool = False
 
 
 @dataclass(frozen=True)

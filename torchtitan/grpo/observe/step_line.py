@@ -9,7 +9,7 @@ The short form always fits into 80 columns, because each number has a greatest w
 
 ``gen/trn`` are generated and trained tokens per second. ``trn waits`` is the share of the step
 in which the trainer waits for rollouts; ``gen waits``, if it is larger, the share in which
-rollouts wait for the trainer.
+rollouts wait for the trainer. The long form also tells for which share the devices were lent to servers.
 """
 
 import math
@@ -75,6 +75,9 @@ def _fields(step: int, num_steps: int, metrics: Mapping[str, float]) -> Iterator
         f"generated {number(generated, 5)} tok/s  trained {number(speed, 5)} tok/s",
     )
     yield f"{name} waits {min(round(100 * share), 99)}%", f"{waits} {100 * share:.0f}%"
+    if "lend/lent_seconds" in metrics:
+        lent = metrics["lend/lent_seconds"] / metrics["time/step_seconds"]
+        yield "", f"devices lent {100 * lent:.0f}%"
 
 
 def dropped(metrics: Mapping[str, float]) -> str:

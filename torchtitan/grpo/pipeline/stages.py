@@ -8,7 +8,6 @@ import math
 from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES, Schedule, measured_with
 from torchtitan.grpo.pipeline.tables.actions import ranks_of_stages
 from torchtitan.grpo.upstream.configuration import Parallelism
-from torchtitan.grpo.upstream.parallelism import generate_llm_fqn_per_model_part
 
 
 def schedule_of(settings: Parallelism) -> Schedule:
@@ -31,6 +30,10 @@ def stage_modules(settings: Parallelism, num_layers: int) -> list[list[str]]:
     if settings.module_fqns_per_model_part is not None:
         _check_listed_modules(settings, num_layers)
         return settings.module_fqns_per_model_part
+
+    # Imported here, so that a configuration can be checked without torch.
+    from torchtitan.grpo.upstream.parallelism import generate_llm_fqn_per_model_part
+
     return generate_llm_fqn_per_model_part(
         num_stages(settings, num_layers),
         num_layers,

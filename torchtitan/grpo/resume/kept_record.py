@@ -195,7 +195,9 @@ _FIXED = {
 _SCHEDULE_TABLE = "lr_scheduler."
 _RATES = ("optimizer.lr", "optimizer.muon_lr")
 
-_WHERE_AND_HOW = ("job.", "checkpoint.", "metrics.", "observe.", "profiling.", "comm.")
+_WHERE_AND_HOW = (
+    *("job.", "checkpoint.", "metrics.", "observe.", "profiling.", "comm.", "cluster."),
+)
 _KEEPS_ROLLOUTS = {
     *("balance_batch", "balance_cost", "row_bucket", "single_rank_load"),  # [prompts]
     *("path", "paths"),  # a changed one is refused, unless it has only moved

@@ -41,6 +41,7 @@ once. Batch 1 nevertheless waits for group 1 or 2, because batch 2 has room for 
 them.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torchtitan.grpo.config import GRPO, Rollout
@@ -77,6 +78,35 @@ class Admission:
     def num_finished(self) -> int:
         return sum(group.finished for group in self._open.values())
 
+    @property
+    def num_missing(self) -> int:
+        """The number of unfinished groups that the next batch waits for."""
+        wanted = self.groups_per_batch - self._num_taken - self.num_finished
+        return max(wanted, len(self._due()), 0)
+
+    def lendable(
+        self, free: Collection[int], server_version: int, completions_in_flight: int
+    ) -> tuple[int, int]:
+        """Returns how many groups another server of ``server_version`` could generate now.
+
+        ``free`` are open groups that still have to be generated and that no server runs already. The
+        first number is of groups that the next batch waits for, the second of further ones.
+        """
+        due_elsewhere = sum(group_id not in free for group_id in self._due())
+        room = max(0, self._room(server_version))
+        places = max(0, self._max_concurrent - completions_in_flight) // self._group_size
+        num_groups = len(free) + min(room, places)
+        missing = min(num_groups, self.num_missing - due_elsewhere)
+        return missing, num_groups - missing
+
+    def _due(self) -> list[int]:
+        """The unfinished groups that are due in the next batch."""
+        return [
+            group_id
+            for group_id, group in self._open.items()
+            if not group.finished and group.deadline <= self.next_batch
+        ]
+
     def may_start(self, server_version: int, completions_in_flight: int) -> bool:
         return self._has_capacity(completions_in_flight) and not self._is_held_back(server_version)
 
@@ -88,11 +118,14 @@ class Admission:
         return completions_in_flight + self._group_size <= self._max_concurrent
 
     def _is_held_back(self, server_version: int) -> bool:
-        if self.num_finished >= self._max_buffered:
-            return True
+        return self._room(server_version) <= 0
+
+    def _room(self, server_version: int) -> int:
+        """The number of groups that may start on a server of this version, or less than 0."""
         consumed = self.next_batch * self.groups_per_batch + self._num_taken
         room = (server_version + self.max_staleness + 1) * self.groups_per_batch
-        return consumed + len(self._open) >= room
+        room -= consumed + len(self._open)
+        return 0 if room > 0 and self.num_finished >= self._max_buffered else room
 
     def start(self, group_id: int, server_version: int) -> None:
         """Opens a group. :meth:`may_start` must have allowed it."""
@@ -104,12 +137,7 @@ class Admission:
 
     def overdue(self) -> list[int]:
         """The unfinished groups that are due in the next batch, if only they hold it up."""
-        due = [
-            group_id
-            for group_id, group in self._open.items()
-            if not group.finished and group.deadline <= self.next_batch
-        ]
-        return due if self._num_taken + self.num_finished >= self.groups_per_batch else []
+        return self._due() if self._num_taken + self.num_finished >= self.groups_per_batch else []
 
     def finish(self, group_id: int, oldest_version: int) -> bool:
         """Marks a group as ready for training.
@@ -171,12 +199,8 @@ class Admission:
 
     def describe(self) -> str:
         """What the next batch waits for."""
-        due = sum(
-            not group.finished and group.deadline <= self.next_batch
-            for group in self._open.values()
-        )
         return (
             f"batch {self.next_batch}: {self._num_taken + self.num_finished} of "
             f"{self.groups_per_batch} groups finished, {len(self._open) - self.num_finished} running, "
-            f"{due} of them due now"
+            f"{len(self._due())} of them due now"
         )

@@ -54,8 +54,8 @@ class RolloutKilled(RolloutFailed):
 class RolloutLink:
     """Starts the rollout process, exchanges messages with it, and ends it.
 
-    All methods belong to one thread, except :meth:`notify_version`, :meth:`notify_lost` and
-    :meth:`reread_urls`. All but the last and :meth:`close` raise :class:`RolloutFailed` after the
+    All methods belong to one thread, except :meth:`notify_version`, :meth:`notify_lost`,
+    :meth:`notify_asleep` and :meth:`reread_urls`. All but the last and :meth:`close` raise :class:`RolloutFailed` after the
     process has ended. A wait ends with ``None`` if ``should_stop``, which is called at least every
     0.1 s, returns true. ``announce`` is called with sentences that the user should read now.
 
@@ -82,6 +82,7 @@ class RolloutLink:
         self._failure: str | None = None
         self._has_spoken = False
         self._asked_version: int | None = None
+        self._wanted_for: int | None = None  # the version whose wait the devices are wanted for
         # The evaluation that was requested and whose result was not taken yet.
         self._awaited: link_messages.Evaluate | None = None
         self._num_requests = 0
@@ -134,6 +135,7 @@ class RolloutLink:
         self._failure, self._asked_version, self._progress = None, None, link_messages.Progress("")
         self._dropped_before, self._dropped = self.dropped, Counter()
         self._unclaimed, self._stuck_since = [], None
+        self._wanted_for = None
         self._launch()
         with self._notices_lock:
             self._is_restarting = False
@@ -166,14 +168,29 @@ class RolloutLink:
         return ready.servers
 
     def next_batch(
-        self, version: int, timeout_seconds: float, should_stop: Callable[[], bool] | None = None
+        self,
+        version: int,
+        timeout_seconds: float,
+        should_stop: Callable[[], bool] | None = None,
+        lend: Callable[[], None] | None = None,
     ) -> RolloutBatch | None:
-        """Waits for the batch that turns ``version`` into ``version + 1``, or its next part."""
+        """Waits for the batch that turns ``version`` into ``version + 1``, or its next part.
+
+        ``lend`` makes room on the devices and calls :meth:`notify_devices_free`. It is called if the
+        process wants the devices before it has sent anything of the batch.
+        """
         if self._asked_version != version:
             self._send(link_messages.NextBatch(version))
             self._asked_version = version
         what = f"deliver the batch of version {version}"
-        answer = self._wait_for(link_messages.Batch, timeout_seconds, should_stop, what)
+
+        def meanwhile() -> None:
+            wanted, self._wanted_for = self._wanted_for, None
+            if wanted == version:  # an older wish has been overtaken by its batch
+                assert lend is not None, "devices are wanted, but none are lent"
+                lend()
+
+        answer = self._wait_for(link_messages.Batch, timeout_seconds, should_stop, what, meanwhile)
         if answer is None:
             return None
         batch, frames = answer
@@ -250,6 +267,14 @@ class RolloutLink:
         """Reports that the server at ``url`` must get no more requests. Thread-safe."""
         self._notify(link_messages.ServerLost(url, reason))
 
+    def notify_asleep(self, url: str) -> None:
+        """Reports that the lent server at ``url`` sleeps. Thread-safe."""
+        self._notify(link_messages.ServerAsleep(url))
+
+    def notify_devices_free(self, version: int) -> None:
+        """Reports that servers may use the training devices until the batch of ``version``."""
+        self._notify(link_messages.DevicesFree(version))
+
     def reread_urls(self) -> None:
         """Requests that ``inference.urls_file`` is read now, if a process runs. Thread-safe."""
         with contextlib.suppress(RolloutFailed):
@@ -312,13 +337,18 @@ class RolloutLink:
         timeout_seconds: float,
         should_stop: Callable[[], bool] | None,
         what: str,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> tuple[_Answer, list[bytes]] | None:
-        """Returns the next answer of ``kind`` with its frames; ``None`` if the wait was stopped."""
+        """Returns the next answer of ``kind`` with its frames; ``None`` if the wait was stopped.
+
+        ``meanwhile`` is called again and again.
+        """
         began = time.monotonic()
         reminders = Reminders()
         while True:
             if (answer := self._claim(kind)) is not None:
                 return answer
+            meanwhile()
             if self._receive():
                 continue
             if should_stop is not None and should_stop():
@@ -363,6 +393,8 @@ class RolloutLink:
             self._progress = answer
             since = time.monotonic() if self._stuck_since is None else self._stuck_since
             self._stuck_since = since if answer.is_stuck else None
+        elif isinstance(answer, link_messages.DevicesWanted):
+            self._wanted_for = answer.version
         elif isinstance(answer, link_messages.Announcement):
             self._announce(answer.text)
         elif isinstance(answer, link_messages.Dropped):

@@ -54,8 +54,20 @@ class ServerLost(msgspec.Struct, tag=True):
     reason: str
 
 
+class ServerAsleep(msgspec.Struct, tag=True):
+    """The lent server at ``url`` has given its devices back."""
+
+    url: str
+
+
 class RereadUrls(msgspec.Struct, tag=True):
     """``inference.urls_file`` must be read now."""
+
+
+class DevicesFree(msgspec.Struct, tag=True):
+    """All ranks have made room on their devices, which are lent until the batch of ``version``."""
+
+    version: int
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -75,6 +87,15 @@ class Progress(msgspec.Struct, tag=True):
 
     message: str
     is_stuck: bool = False
+
+
+class DevicesWanted(msgspec.Struct, tag=True):
+    """Lent servers could serve while rank 0 waits for the batch of ``version``.
+
+    Nothing of that batch has been sent yet. It is answered with :class:`DevicesFree`.
+    """
+
+    version: int
 
 
 class Announcement(msgspec.Struct, tag=True):
@@ -114,8 +135,18 @@ class Batch(msgspec.Struct, tag=True):
 
 
 Command = NextBatch | Evaluate | Save | Stop
-Notice = VersionServed | ServerLost | RereadUrls
-Answer = Ready | Fatal | Progress | Announcement | Dropped | Batch | Saved | EvaluationDone
+Notice = VersionServed | ServerLost | ServerAsleep | RereadUrls | DevicesFree
+Answer = (
+    Ready
+    | Fatal
+    | Progress
+    | DevicesWanted
+    | Announcement
+    | Dropped
+    | Batch
+    | Saved
+    | EvaluationDone
+)
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from torchtitan.grpo.rollout.fading_mean import FadingMean
 from torchtitan.grpo.types import Prompt
 
 _BUCKETS = 96
@@ -92,14 +93,14 @@ class LengthRanker:
         self._first_guess = first_guess
         self._max_prompts = max_prompts
         self.num_groups = 0
-        self._mean_tokens = _FadingMean(_FADE)
-        self._mean_log = _FadingMean(_FADE)
+        self._mean_tokens = FadingMean(_FADE)
+        self._mean_log = FadingMean(_FADE)
         self._mean_features = np.zeros(_NUM_FEATURES)
         self._moments = np.zeros((_NUM_FEATURES, _NUM_FEATURES))
         self._products = np.zeros(_NUM_FEATURES)
         self._weights = np.zeros(_NUM_FEATURES)
-        self._error = _FadingMean(_SKILL_FADE)
-        self._variance = _FadingMean(_SKILL_FADE)
+        self._error = FadingMean(_SKILL_FADE)
+        self._variance = FadingMean(_SKILL_FADE)
         # Digest of the token ids -> (deviation of the log length, number of groups).
         self._history: dict[bytes, tuple[float, int]] = {}
 
@@ -161,21 +162,6 @@ class LengthRanker:
         self._history[key] = (former + gain * (deviation - former), num_groups + 1)
         if len(self._history) > self._max_prompts:
             del self._history[next(iter(self._history))]
-
-
-class _FadingMean:
-    """A mean in which each value counts ``fade`` times as much as the value after it."""
-
-    def __init__(self, fade: float) -> None:
-        self.value = 0.0
-        self.gain = 1.0
-        self._fade = fade
-        self._weight = 0.0
-
-    def add(self, value: float) -> None:
-        self._weight = self._fade * self._weight + 1.0
-        self.gain = 1.0 / self._weight
-        self.value += self.gain * (value - self.value)
 
 
 def _digest(prompt: Prompt) -> bytes:

@@ -30,6 +30,7 @@ from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout import link_messages
 from torchtitan.grpo.rollout.batch_fetch import BatchHolder
 from torchtitan.grpo.rollout.codec import pack, pack_without_arrays
+from torchtitan.grpo.rollout.device_requests import DeviceRequests
 from torchtitan.grpo.rollout.process_monitor import LoopLag, RolloutMonitor
 from torchtitan.grpo.rollout.saved import SavedRollouts, file_of, remove_others, write_saved
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
@@ -86,7 +87,10 @@ class Announcer(logging.Handler):
 
 
 class RolloutProcess:
-    """Answers rank 0's commands with the help of a session, over sockets in ``directory``."""
+    """Answers rank 0's commands with the help of a session, over sockets in ``directory``.
+
+    ``devices`` are the training devices, which rank 0 frees for lent servers on request.
+    """
 
     def __init__(self, config: RolloutProcessConfig, directory: Path) -> None:
         self._config = config
@@ -106,6 +110,7 @@ class RolloutProcess:
         self._saving: asyncio.Task[None] | None = None
         self._evaluating: asyncio.Task[None] | None = None
         self._writing = asyncio.Lock()
+        self.devices = DeviceRequests(self._send, config.start_version)
         self._holder: BatchHolder | None = None
         if not config.prompts.single_rank_load:
             self._holder = BatchHolder(self._context, config.fetch_host, config.fetch_secret)
@@ -160,7 +165,9 @@ class RolloutProcess:
             tasks.create_task(self._listen(tasks))
             tasks.create_task(self._speak())
             await self._monitor.start()
-            self._session = session = RolloutSession(self._config, self._announcer.announce)
+            self._session = session = RolloutSession(
+                self._config, self._announcer.announce, devices=self.devices
+            )
             await session.open()
             self._monitor.health.begin(session)
             self._monitor.tell_servers(session.fleet.servers)
@@ -177,6 +184,8 @@ class RolloutProcess:
             self._generate(tasks, session.producer.run())
             self._generate(tasks, session.fleet.watch(session.dispatcher, self._tell_servers))
             self._generate(tasks, session.dispatcher.watch_loads())
+            if (lender := session.lender) is not None:
+                self._generate(tasks, lender.run())
 
     def _generate(
         self, tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]
@@ -232,12 +241,21 @@ class RolloutProcess:
                 self.stop()
 
     async def _hear_notices(self, session: RolloutSession) -> None:
+        dispatcher = session.dispatcher
         while True:
             notice = link_messages.decode_notice(await self._notices.recv())
             if isinstance(notice, link_messages.VersionServed):
-                session.dispatcher.set_version(notice.url, notice.version)
+                told = session.lender.note_version if session.lender else dispatcher.set_version
+                told(notice.url, notice.version)
             elif isinstance(notice, link_messages.ServerLost):
-                session.dispatcher.set_lost(notice.url, notice.reason)
+                dispatcher.set_lost(notice.url, notice.reason)
+                if session.lender is not None:
+                    session.lender.note_lost(notice.url, notice.reason)
+            elif isinstance(notice, link_messages.ServerAsleep):
+                assert session.lender is not None, "only lent servers sleep"
+                session.lender.note_asleep(notice.url)
+            elif isinstance(notice, link_messages.DevicesFree):
+                self.devices.free(notice.version)
             else:
                 session.fleet.reread_urls()
 
@@ -246,16 +264,21 @@ class RolloutProcess:
         await self._servers.send(link_messages.encode(servers))
 
     async def _send_batch(self, session: RolloutSession, command: link_messages.NextBatch) -> None:
+        if session.lender is not None:
+            session.lender.ask(command.version)
         waiting = asyncio.ensure_future(session.producer.batch(command.version))
         await self._say_progress(waiting, session.producer.describe, session.dispatcher)
         batch = await waiting
+        lending = {} if session.lender is None else await session.lender.give_back(batch.groups)
         if self._holder is None:
             groups = pack(batch.groups)
         else:
             self._holder.hold(command.version, batch.groups)
             groups = pack_without_arrays(batch.groups, self._config.samples_per_step)
         # The lag since the previous batch is reported once, with the part that ends this one.
-        metrics = batch.metrics | self._lag.take_metrics() if batch.part.ends_batch else {}
+        metrics = (
+            batch.metrics | self._lag.take_metrics() | lending if batch.part.ends_batch else {}
+        )
         answer = link_messages.Batch(
             command.version,
             batch.progress,
@@ -301,7 +324,10 @@ class RolloutProcess:
         """Tells rank 0 what the result still waits for, so that a timeout there can name it."""
         try:
             while not (await asyncio.wait({waiting}, timeout=_PROGRESS_SECONDS))[0]:
-                is_stuck = not any(server.is_ready() for server in dispatcher.servers.values())
+                servers = dispatcher.servers.values()
+                is_stuck = not any(
+                    server.is_ready() or server.waits_for_devices for server in servers
+                )
                 await self._send(link_messages.Progress(describe(), is_stuck))
         except asyncio.CancelledError:
             waiting.cancel()

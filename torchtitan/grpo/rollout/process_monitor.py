@@ -88,7 +88,9 @@ class ProcessHealth:
         if self._session is None:
             return
         dispatcher, now = self._session.dispatcher, self._clock()
-        if any(server.is_ready() for server in dispatcher.servers.values()):
+        if any(
+            server.is_ready() or server.waits_for_devices for server in dispatcher.servers.values()
+        ):
             self._had_server = now
         num_tokens = dispatcher.attempts.num_tokens
         if num_tokens != self._num_tokens or not self._session.producer.is_asked:
@@ -110,7 +112,7 @@ class ProcessHealth:
             problem = f"Rank 0 waits for a batch, and no completion has ended for {waiting:.0f} s."
         servers = {
             url: {
-                "state": "ready" if server.is_ready() else "lost" if server.is_lost else "waiting",
+                "state": server.state,
                 "version": server.version,
                 "inflight_rollouts": server.load,
             }

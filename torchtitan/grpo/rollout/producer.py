@@ -105,6 +105,12 @@ class Producer:
             self._admission.start(unfinished.group_id, unfinished.start_version)
             self._unfinished[unfinished.group_id] = unfinished
 
+    @property
+    def generating(self) -> set[int]:
+        """The open groups that have completions to be generated."""
+        running = (i for i, group in self._running.items() if group.task is not None)
+        return {*running, *self._unfinished}
+
     def save(self, version: int) -> SavedRollouts:
         """Returns everything that is not trained on, for the checkpoint of ``version``.
 

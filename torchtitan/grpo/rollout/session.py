@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.config.cluster import lent_groups
 from torchtitan.grpo.config.environments import environments_of, reward_functions
 from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.inference.access import TEACHER_KEY_VARIABLE
@@ -23,6 +24,7 @@ from torchtitan.grpo.inference.urls import checked_urls
 from torchtitan.grpo.rewards.reward_loading import short_names
 from torchtitan.grpo.rollout.admission import Admission
 from torchtitan.grpo.rollout.agents.writer import AgentWriter
+from torchtitan.grpo.rollout.device_requests import DeviceRequests
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments import Episodes
 from torchtitan.grpo.rollout.evaluator import Evaluator, HeldOut
@@ -34,6 +36,8 @@ from torchtitan.grpo.rollout.inputs import (
 )
 from torchtitan.grpo.rollout.judging import GroupJudge, Rules
 from torchtitan.grpo.rollout.ledger import Ledger
+from torchtitan.grpo.rollout.lending.lender import Lender
+from torchtitan.grpo.rollout.lending.scheduler import LendScheduler
 from torchtitan.grpo.rollout.longest_first import LengthRanker
 from torchtitan.grpo.rollout.producer import Producer
 from torchtitan.grpo.rollout.results import EvaluationResult
@@ -103,16 +107,23 @@ class _Session:
 
 
 class RolloutSession(_Session):
-    """Also owns the teachers and the producer of one run."""
+    """Also owns the teachers and the producer of one run.
+
+    If servers are lent, there is a ``lender``, which asks for the training ``devices``.
+    """
 
     producer: Producer
+    lender: Lender | None = None
 
     def __init__(
         self,
         config: RolloutProcessConfig,
         announce: Callable[[str], None] | None = None,
         say: Callable[[str], object] | None = None,
+        *,
+        devices: DeviceRequests | None = None,
     ) -> None:
+        self._devices = devices
         self._saved = _read_saved(config, announce or logger.warning)
         if self._saved is not None:
             # This progress is newer than the checkpoint's: it also covers work done since then.
@@ -138,6 +149,16 @@ class RolloutSession(_Session):
         config, saved, stream = self._config, self._saved, self.inputs.stream
         rollout, codec = config.rollout, self.inputs.codec
         admission = Admission(config.grpo, rollout, config.start_version)
+        if self._devices is not None and lent_groups(config):
+            self.lender = Lender(
+                LendScheduler(config.inference.lend_max_late),
+                admission,
+                self.dispatcher,
+                self.fleet,
+                self._devices,
+                lambda: self.producer.generating,
+                sleep_seconds=config.inference.sleep_timeout_seconds,
+            )
         assert stream is not None and self.inputs.pool is not None, "the inputs are open"
         self.inputs.pool.next_step = lambda: admission.next_batch
         return Producer(

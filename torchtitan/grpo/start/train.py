@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.command_line.reading import read_config
+from torchtitan.grpo.config.cluster import server_groups
 from torchtitan.grpo.job_config import JobConfig
 
 
@@ -27,7 +28,7 @@ def choose_num_ranks(config: JobConfig, num_gpus: int, asked: int | None) -> int
                 f"--gpus (or --nproc) must be at most the number of visible GPUs, {num_gpus}, got {asked}."
             )
         return asked
-    smallest, is_fixed = _ranks_of_layout(config)
+    smallest, is_fixed = ranks_of_layout(config)
     if num_gpus == 0:
         return smallest
     free = max(1, num_gpus - gpus_of_servers(config))
@@ -39,7 +40,7 @@ def choose_num_ranks(config: JobConfig, num_gpus: int, asked: int | None) -> int
     return smallest if is_fixed else max(smallest, free // smallest * smallest)
 
 
-def _ranks_of_layout(config: JobConfig) -> tuple[int, bool]:
+def ranks_of_layout(config: JobConfig) -> tuple[int, bool]:
     """The layout's smallest number of ranks, and whether it is the only one."""
     settings = config.parallelism
     degrees = (
@@ -54,10 +55,13 @@ def _ranks_of_layout(config: JobConfig) -> tuple[int, bool]:
 
 
 def gpus_of_servers(config: JobConfig) -> int:
-    """Returns the number of GPUs of servers: at least one for each that the run launches."""
+    """Returns the number of GPUs of servers alone: those of ``[cluster]``, or one for each server."""
     inference = config.inference
-    uses_gpus = inference.launch and inference.device != "cpu" and config.has_servers
-    return inference.num_servers * max(1, inference.tensor_parallel_size) if uses_gpus else 0
+    if inference.device == "cpu" or not config.has_servers:
+        return 0
+    groups = [group for group in server_groups(config) if not group.is_lent]
+    size = max(1, inference.tensor_parallel_size)
+    return sum(len(group.gpus) or group.num_servers * size for group in groups)
 
 
 _COUNTS = ("--gpus", "--nproc", "--nproc_per_node", "--nproc-per-node")

@@ -11,13 +11,16 @@ Linux), or, if that was killed, is found by ``RUN_VARIABLE`` in its environment.
 
 import contextlib
 import ctypes
+import errno
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -28,7 +31,7 @@ from torchtitan.grpo.system.log_limit import log_limit
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-# Loaded before any fork, because the hook below should import and allocate as little as possible.
+_BEGIN = str(Path(__file__).with_name("child_begin.py"))
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 # Python starts one such process for each program that shares memory between its processes.
@@ -45,10 +48,10 @@ _own_children: set[int] = set()
 _watches_parent = threading.Lock()
 
 
-def die_with_parent(signum: int = signal.SIGTERM) -> None:
-    """Makes the kernel send a signal to this process when the thread that started it ends."""
+def die_with_parent() -> None:
+    """Makes the kernel send SIGTERM to this process when the thread that started it ends."""
     if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signum)
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def end_with_parent() -> None:
@@ -68,6 +71,25 @@ def _watch_parent(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def child_command(
+    command: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    signum: int = signal.SIGTERM,
+    limits: Mapping[int, tuple[int, int]] | None = None,
+) -> list[str]:
+    """Returns what to run so that the command gets a signal when the thread that starts it ends.
+
+    ``limits`` are the soft and the hard limit of each resource. Raises OSError if there is no such
+    program in the ``PATH`` of ``env``.
+    """
+    path = (os.environ if env is None else env).get("PATH")
+    if shutil.which(command[0], path=path) is None:
+        code = errno.EACCES if os.path.exists(command[0]) else errno.ENOENT
+        raise OSError(code, os.strerror(code), command[0])
+    told = [str(os.getpid()), str(int(signum)), json.dumps(dict(limits or {}), allow_nan=False)]
+    return [sys.executable, "-I", "-S", _BEGIN, *told, *command]
+
+
 def start_child(
     command: Sequence[str],
     *,
@@ -82,14 +104,13 @@ def start_child(
     output = open_log(log_file) if log_file is not None else None
     try:
         child = subprocess.Popen(
-            list(command),
+            child_command(command, env),
             env=env,
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT if output is not None else None,
             start_new_session=True,
-            preexec_fn=die_with_parent,
         )
     finally:
         if output is not None:

@@ -129,19 +129,15 @@ def lower_timeouts(dims: "ParallelDims", timeout_seconds: float) -> None:
         _set_pg_timeout(timedelta(seconds=timeout_seconds), group)
 
 
-def gpus_for_servers(num_ranks: int | None = None) -> list[str]:
-    """Returns this machine's GPUs without training ranks, or all, as in ``CUDA_VISIBLE_DEVICES``."""
+def visible_gpus() -> list[str]:
+    """Returns this machine's GPUs as in ``CUDA_VISIBLE_DEVICES``; its ranks use the first ones."""
     if not torch.cuda.is_available():
         return []
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
-    return gpus[_num_training_gpus() if num_ranks is None else num_ranks :] or gpus
+    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
 
 
-def are_gpus_shared() -> bool:
-    """Whether training uses the GPUs of :func:`gpus_for_servers`."""
-    return 0 < torch.cuda.device_count() <= _num_training_gpus()
-
-
-def _num_training_gpus() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+def num_training_gpus() -> int:
+    # A dry run has no ranks, and knows how many there would be.
+    num_ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1")
+    return min(int(num_ranks), torch.cuda.device_count())

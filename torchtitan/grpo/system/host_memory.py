@@ -41,7 +41,11 @@ def available_bytes(cgroup: Path = _CGROUP) -> int:
     return min(free, max(int(limit) - used + int(stats.get("inactive_file", 0)), 0))
 
 
-def pin(tensors: Sequence[torch.Tensor]) -> None:
+def pin(
+    tensors: Sequence[torch.Tensor],
+    purpose: str = "weight snapshots",
+    remedy: str = "lower weight_sync.num_slots or weight_sync.max_versions",
+) -> None:
     """Pins existing memory, so that a GPU's copy engines reach it without the CPU, for good.
 
     Each process must pin its own mapping. Pinning waits for the device, so it belongs to a run's
@@ -55,10 +59,9 @@ def pin(tensors: Sequence[torch.Tensor]) -> None:
         result = cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, _PINNED_FOR_ALL_CONTEXTS)
         if int(result) != 0:
             raise RuntimeError(
-                f"{tensor.nbytes / 1024**3:.2f} GiB of host memory must be pinned for weight "
-                f"snapshots, but CUDA refused (cudaError {int(result)}). Allow the container to "
-                "lock memory (docker run --ulimit memlock=-1), or lower "
-                "weight_sync.num_slots or weight_sync.max_versions."
+                f"{tensor.nbytes / 1024**3:.2f} GiB of host memory must be pinned for "
+                f"{purpose}, but CUDA refused (cudaError {int(result)}). Allow the container to "
+                f"lock memory (docker run --ulimit memlock=-1), or {remedy}."
             )
 
 

@@ -1,16 +1,30 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Pauses before new attempts, and reminders of what is still waited for."""
+"""Pauses before new attempts, reminders of what is still waited for, and waits that are not broken off."""
 
 import asyncio
+from collections.abc import Coroutine
 from contextlib import suppress
+from typing import Any
 
 
 async def wait_at_most(seconds: float, event: asyncio.Event) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
+
+
+async def in_full(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Waits for the end of ``coroutine``, which must have a time limit, even if this is cancelled."""
+    task = asyncio.create_task(coroutine)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # it is retrieved, and the cancellation goes on
+        raise
 
 
 class Backoff:

@@ -115,6 +115,7 @@ class Evaluations:
         """Evaluates and waits for the result, until the run is asked to stop."""
         if not self._is_on:
             return
+        self._source.lend(step)  # nothing is trained meanwhile
         self.finish(step)
         if not self._source.is_evaluating and self._source.request_evaluation(step):
             self._record(step, self._source.wait_evaluation(step))

@@ -104,7 +104,8 @@ class Learned:
 class Learner:
     """Takes the optimizer steps of a batch on every rank.
 
-    ``await_readers`` returns once nothing reads the weights that the optimizer overwrites.
+    ``before_step`` returns once the optimizer may use its states, and nothing reads the weights
+    that it overwrites.
     """
 
     scorer: Scorer
@@ -112,7 +113,7 @@ class Learner:
     clipper: GradientClipper
     guards: Guards
     enter: Callable[[str], None]
-    await_readers: Callable[[], None]
+    before_step: Callable[[], None]
 
     def learn(self, batch: TrainBatch, step: int) -> Learned | None:
         """Learns from a whole batch. Returns None if a guard ends the run."""
@@ -201,7 +202,7 @@ class Learner:
         """Clips and steps, unless a guard refuses; returns False if it ends the run."""
         self.enter("optimizer step")
         grad_norm = self.clipper.clip()
-        self.await_readers()
+        self.before_step()
         # The one place of a step at which the host waits for the gradient.
         norm = self.scorer.feed.all_reduce_metrics(totals, grad_norm)
         verdict = self.guards.judge(step, norm, totals.values(1))
@@ -218,7 +219,7 @@ def build_learner(
     role: RankRole,
     guards: Guards,
     enter: Callable[[str], None],
-    await_readers: Callable[[], None],
+    before_step: Callable[[], None],
 ) -> Learner:
     """Returns a trainer's learner, whose reference model joins the checkpoints."""
     config: JobConfig = trainer.job_config  # pyright: ignore[reportAssignmentType]
@@ -237,4 +238,4 @@ def build_learner(
     )
     dims, max_norm = trainer.parallel_dims, config.training.max_norm
     clipper = GradientClipper(trainer.model_parts, dims, max_norm)
-    return Learner(scorer, trainer.optimizers, clipper, guards, enter, await_readers)
+    return Learner(scorer, trainer.optimizers, clipper, guards, enter, before_step)

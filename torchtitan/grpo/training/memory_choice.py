@@ -9,11 +9,17 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.inference.gpu_shares import part_beside_training
+from torchtitan.grpo.config.cluster import count_servers, lent_groups, server_groups
+from torchtitan.grpo.inference.gpu_shares import (
+    ASLEEP_BYTES,
+    most_on_a_gpu,
+    part_beside_training,
+    server_places,
+)
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.models.parallelize import Kept
-from torchtitan.grpo.system.device import are_gpus_shared
+from torchtitan.grpo.system.device import num_training_gpus
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.training.memory_estimate import (
     CHECKPOINTING,
@@ -41,39 +47,41 @@ def resolve_kept(config: JobConfig, model: HFModel, device: torch.device) -> Non
         return
     num_bytes = torch.tensor(device_bytes(device), device=device)
     dist.all_reduce(num_bytes, dist.ReduceOp.MIN)
-    memory = _estimate(config, model, dist.get_world_size())
-    available = available_bytes(int(num_bytes), _servers_share(config))
+    memory = estimate(config, model, dist.get_world_size())
+    available = available_bytes(int(num_bytes), _servers_share(config, int(num_bytes)))
     settings.fsdp_between_microbatches = kept = choose_kept(config, memory, available)
     if dist.get_rank() == 0:
         needed = memory.total(checkpoint_mode(config), microbatch_tokens(config), kept)
         logger.info(
             f"Between microbatches: {kept} (parallelism.fsdp_between_microbatches = 'auto'); a "
-            f"training step is estimated to need {_text(needed)} of {_text(available)}"
+            f"training step is estimated to need {size_text(needed)} of {size_text(available)}"
         )
 
 
 def describe_memory(config: JobConfig, model: HFModel, num_ranks: int) -> Iterator[str]:
     has_gpu = torch.cuda.is_available()
     num_bytes = device_bytes(torch.device("cuda", 0)) if has_gpu else ASSUMED_BYTES
-    available = available_bytes(num_bytes, _servers_share(config))
-    memory = _estimate(config, model, num_ranks)
+    available = available_bytes(num_bytes, _servers_share(config, num_bytes))
+    memory = estimate(config, model, num_ranks)
     mode, tokens = checkpoint_mode(config), microbatch_tokens(config)
     asked = config.parallelism.fsdp_between_microbatches
     kept: Kept = choose_kept(config, memory, available) if asked == "auto" else asked
     of_what = (
         "this GPU" if has_gpu else "a GPU of 80 GB, which is assumed because there is none here"
     )
-    yield f"{_text(available)} of {of_what} are available to the step, the rest is reserved"
-    reference = f", reference {_text(memory.reference)}" if memory.reference else ""
-    whole = f", whole parameters {_text(memory.whole_parameters)}" if memory.always_whole else ""
+    yield f"{size_text(available)} of {of_what} are available to the step, the rest is reserved"
+    reference = f", reference {size_text(memory.reference)}" if memory.reference else ""
+    whole = (
+        f", whole parameters {size_text(memory.whole_parameters)}" if memory.always_whole else ""
+    )
     yield (
-        f"parameters {_text(memory.parameters)}, gradients {_text(memory.gradients)}, optimizer "
-        f"{_text(memory.optimizer)}{reference}{whole}, buffers {_text(memory.working)}"
+        f"parameters {size_text(memory.parameters)}, gradients {size_text(memory.gradients)}, optimizer "
+        f"{size_text(memory.optimizer)}{reference}{whole}, buffers {size_text(memory.working)}"
     )
     yield (
         f"between microbatches (parallelism.fsdp_between_microbatches = {asked!r}): {kept}; "
-        f"keep_parameters adds {_text(memory.kept('keep_parameters'))} to the peak, keep_all "
-        f"{_text(memory.kept('keep_all'))}"
+        f"keep_parameters adds {size_text(memory.kept('keep_parameters'))} to the peak, keep_all "
+        f"{size_text(memory.kept('keep_all'))}"
     )
     # The most tokens are those with which `auto` keeps the least.
     least: Kept = choose_kept(config, memory, 0) if asked == "auto" else asked
@@ -95,18 +103,18 @@ def describe_memory(config: JobConfig, model: HFModel, num_ranks: int) -> Iterat
         configured += f" (estimated as {mode!r}, which needs the most)"
     yield (
         f"configured: {tokens:,} tokens in a microbatch (rows of training.seq_len = "
-        f"{config.training.seq_len}) and {configured} need {_text(needed)}, which {fits}"
+        f"{config.training.seq_len}) and {configured} need {size_text(needed)}, which {fits}"
     )
 
 
 def needed_bytes(config: JobConfig, model: HFModel, num_ranks: int, available: int) -> int:
     """Returns what a step that may fill ``available`` bytes is estimated to need on a rank."""
-    memory = _estimate(config, model, num_ranks)
+    memory = estimate(config, model, num_ranks)
     kept = choose_kept(config, memory, available)
     return memory.total(checkpoint_mode(config), microbatch_tokens(config), kept)
 
 
-def _estimate(config: JobConfig, model: HFModel, num_ranks: int) -> TrainingMemory:
+def estimate(config: JobConfig, model: HFModel, num_ranks: int) -> TrainingMemory:
     return estimate_memory(config, parameter_shapes(config, model), model.model_args, num_ranks)
 
 
@@ -126,14 +134,20 @@ def device_bytes(device: torch.device) -> int:
     return host // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _servers_share(config: JobConfig) -> float:
-    inference = config.inference
-    if not (config.has_servers and inference.launch and are_gpus_shared()):
+def _servers_share(config: JobConfig, num_bytes: int) -> float:
+    """Returns the part of a GPU of ``num_bytes`` that servers take while ranks train."""
+    groups = server_groups(config)
+    num_gpus, num_training = torch.cuda.device_count(), num_training_gpus()
+    if not (config.has_servers and groups and num_gpus):
         return 0.0
-    return part_beside_training(
-        inference.num_servers, torch.cuda.device_count(), inference.gpu_memory_utilization
-    )
+    if lent := lent_groups(config):
+        places = server_places(lent, num_gpus, num_training)
+        return most_on_a_gpu(places) * ASLEEP_BYTES / num_bytes
+    if num_training < num_gpus:
+        return 0.0
+    part = config.inference.gpu_memory_utilization
+    return part_beside_training(count_servers(groups), num_gpus, part)
 
 
-def _text(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
     return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB else f"{num_bytes / _MIB:.0f} MiB"

@@ -162,6 +162,11 @@ class TrainingMemory:
         whole = self.whole_parameters if self.always_whole else 0
         return states + whole + self.working + self.kept(kept)
 
+    def resting(self, *, offloads_optimizer: bool) -> int:
+        """Returns what stays while the device is lent: no gradients, and nothing gathered."""
+        states = self.parameters + self.reference
+        return states if offloads_optimizer else states + self.optimizer
+
     def total(self, mode: str, tokens: int, kept: Kept) -> int:
         return self.fixed(kept) + round(tokens * self.per_token[mode])
 

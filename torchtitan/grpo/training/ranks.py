@@ -3,15 +3,15 @@
 
 """Roles of ranks: which rows a rank trains, and what only rank 0 does while the others wait.
 
-Only rank 0 talks to the rollout process and to servers. The others wait in ``Feed.receive`` for its
-signal to continue, to stop, or to leave because rank 0 failed.
+Only rank 0 talks to the rollout process and to servers. The others wait for its signal to continue, to
+stop, or to leave because rank 0 failed, and lend their devices meanwhile if it says so (`Loan.receive`).
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from torchtitan.grpo.data.feed import Feed, Signal
+from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.upstream.parallelism import ParallelDims
@@ -49,18 +49,24 @@ class RankZeroTurn:
     """Runs work on rank 0 and tells the other ranks how it ended.
 
     Only rank 0's ``stop`` decides, because ranks may receive a signal at different moments.
-    ``explain`` is called on rank 0 with an error of the work, and may raise a better one.
+    ``explain`` is called on rank 0 with an error of the work, and may raise a better one. The others
+    wait in ``receive`` for its next message.
     """
 
     def __init__(
-        self, feed: Feed, stop: StopRequest, explain: Callable[[BaseException], None]
+        self,
+        feed: Feed,
+        stop: StopRequest,
+        explain: Callable[[BaseException], None],
+        receive: Callable[[], TrainBatch | Signal],
     ) -> None:
         self._feed, self._stop, self._explain = feed, stop, explain
+        self._receive = receive
 
     def run(self, work: Callable[[], None]) -> bool:
         """Runs ``work`` on rank 0 while the others wait; returns, on all of them, whether to stop."""
         if self._feed.rank != 0:
-            return self._feed.receive() is Signal.STOP
+            return self._receive() is Signal.STOP
         with self.releasing_others():
             work()
         is_stopped = self._stop.requested
@@ -71,7 +77,7 @@ class RankZeroTurn:
     def releasing_others(self) -> Iterator[None]:
         """Lets the waiting ranks leave if the block fails on rank 0.
 
-        Their next call must be ``feed.receive()``: another collective would not match and would
+        Their next call must be ``receive``: another collective would not match and would
         hang.
         """
         try:

@@ -189,7 +189,7 @@ def _make_leader(
     servers: Sequence[ServerInfo],
     on_change: Callable[[], None],
 ) -> Leader:
-    listeners = Listeners(on_change, link.notify_version, link.notify_lost)
+    listeners = Listeners(on_change, link.notify_version, link.notify_lost, link.notify_asleep)
     return Leader(slots, parts, sync, attestation, listeners, servers, link.watch.poll)
 
 

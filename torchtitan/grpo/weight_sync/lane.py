@@ -20,6 +20,15 @@ A failure in JOINING leads to LOST as well, and every state but CLOSED leads to 
 server is removed. A lane joins when it has a version to send. The first push after a join sends
 everything, because the server may be a new process.
 
+A lent server sleeps while the training ranks use its devices::
+
+    JOINING, SYNCING, ATTESTING, READY, LOST --asleep--> ASLEEP --wanted--> JOINING
+
+What the lane does when its server is no longer wanted is broken off, even a push, but not the
+request to wake. A server that does not fall asleep is LOST until it is wanted again; the rollout process ends it. JOINING begins
+with the request to wake. Groups are kept over a sleep that broke off nothing, but weights are not:
+the next push sends everything.
+
 The state determines what the dispatcher may assume:
 
 - It learns of a version at ``attested`` and never before. By then, the server has answered the
@@ -28,6 +37,7 @@ The state determines what the dispatcher may assume:
   server generates until it commits; the server reports the version of every token.
 - It learns of a loss at ``failed`` and ``version_mismatch``, before the lane recovers (leaves
   the groups and ends the pause). The retry is due after the recovery.
+- It learns at ``asleep`` that the server uses its devices no more.
 
 A READY lane asks repeatedly for the server's version, which alone reveals a server that was
 restarted with other weights.
@@ -36,14 +46,15 @@ restarted with other weights.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from torchtitan.grpo.attestation import Attestation, AttestationFailed, ServerAttestation
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.client import ServerError
-from torchtitan.grpo.system.waits import Backoff, Reminders
+from torchtitan.grpo.system.waits import Backoff, Reminders, in_full
 from torchtitan.grpo.weight_sync.transports.interface import Connection, NotPrepared, PushReport
 from torchtitan.grpo.weight_sync.versions import ServerVersions, Versions
 
@@ -72,6 +83,8 @@ class LaneState(Enum):
     LOST = "lost"
     """The lane recovers from a failure, then waits until it is time to join again."""
     CLOSED = "closed"
+    ASLEEP = "asleep"
+    """The server has given its devices back to the training ranks."""
 
 
 class LaneEvent(Enum):
@@ -84,6 +97,8 @@ class LaneEvent(Enum):
     VERSION_MISMATCH = "version_mismatch"
     RETRY_DUE = "retry_due"
     REMOVED = "removed"
+    ASLEEP = "asleep"
+    WANTED = "wanted"
 
 
 _NEXT = {
@@ -98,10 +113,16 @@ _NEXT = {
     (LaneState.READY, LaneEvent.FAILED): LaneState.LOST,
     (LaneState.READY, LaneEvent.VERSION_MISMATCH): LaneState.LOST,
     (LaneState.LOST, LaneEvent.RETRY_DUE): LaneState.JOINING,
+    (LaneState.LOST, LaneEvent.FAILED): LaneState.LOST,  # it does not fall asleep
+    (LaneState.ASLEEP, LaneEvent.WANTED): LaneState.JOINING,
 } | {
-    (state, LaneEvent.REMOVED): LaneState.CLOSED
+    (state, event): following
+    for event, following in (
+        (LaneEvent.REMOVED, LaneState.CLOSED),
+        (LaneEvent.ASLEEP, LaneState.ASLEEP),
+    )
     for state in LaneState
-    if state is not LaneState.CLOSED
+    if state not in (LaneState.CLOSED, following)
 }
 
 
@@ -129,12 +150,13 @@ class Listeners:
     """Callbacks for the changes of a lane; called in the leader's event loop.
 
     ``on_change`` follows each change of a public attribute. ``on_version`` gets URL and confirmed
-    version, ``on_lost`` URL and reason.
+    version, ``on_lost`` URL and reason, ``on_asleep`` the URL.
     """
 
     on_change: Callable[[], None]
     on_version: Callable[[str, int], None]
     on_lost: Callable[[str, str], None]
+    on_asleep: Callable[[str], None]
 
 
 class Lane:
@@ -155,6 +177,7 @@ class Lane:
         listeners: Listeners,
         *,
         is_initial: bool = False,
+        is_lent: bool = False,
     ) -> None:
         self.url = connection.client.url
         self.state = LaneState.JOINING
@@ -173,6 +196,9 @@ class Lane:
         self._num_refusals = 0 if is_initial else None
         self._lost_at: float | None = None
         self._reminders = Reminders()
+        self._is_lent, self._is_joined = is_lent, False
+        self._wanted, self._unwanted = asyncio.Event(), asyncio.Event()
+        self._wanted.set()
 
     @property
     def version(self) -> int:
@@ -182,9 +208,57 @@ class Lane:
     @property
     def is_lost(self) -> bool:
         """Whether the server was lost and has not confirmed the newest weights since."""
-        return self.num_failures > 0 and self.version < 0
+        return self._lost_at is not None
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.state is LaneState.ASLEEP
+
+    def set_wanted(self, is_wanted: bool) -> None:
+        """Says whether a lent server is to serve, or to sleep. One that sleeps already says so again."""
+        if self.is_asleep and not is_wanted:
+            self._listeners.on_asleep(self.url)
+        became, was = (
+            (self._wanted, self._unwanted) if is_wanted else (self._unwanted, self._wanted)
+        )
+        became.set()
+        was.clear()
 
     async def run(self) -> None:
+        while True:
+            if self._wanted.is_set():
+                await self._until_unwanted(self._serve())
+            await self._fall_asleep()
+            await self._wanted.wait()
+            was_asleep = self.state is LaneState.ASLEEP
+            self._take(LaneEvent.WANTED if was_asleep else LaneEvent.RETRY_DUE)
+
+    async def _until_unwanted(self, serving: Coroutine[Any, Any, None]) -> None:
+        """Breaks off what the lane does as soon as its server is to sleep."""
+        tasks = {asyncio.create_task(serving), asyncio.create_task(self._unwanted.wait())}
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            task.result()  # what ends the lane
+
+    async def _fall_asleep(self) -> None:
+        self._server.lose()
+        if self.state is not LaneState.READY:
+            await self._recover()
+        try:
+            await self._client.sleep()
+        except _LOSSES as error:
+            self._lose(error, "It is tried again when the server is wanted.")
+            await self._recover()
+            return
+        self._take(LaneEvent.ASLEEP)
+        self._listeners.on_asleep(self.url)
+
+    async def _serve(self) -> None:
         while True:
             try:
                 newer = await self._next_version()
@@ -195,9 +269,9 @@ class Lane:
             except _LOSSES as error:
                 # The loss is reported first, because recovering may take as long as its timeouts.
                 pause = self._backoff.seconds_after_failure()
-                self._lose(error, pause)
+                self._lose(error, f"The trainer tries again in {pause:g} s.")
                 self._count_refusal(error)
-                await self._connection.recover()
+                await self._recover()
                 await asyncio.sleep(pause)
                 self._take(LaneEvent.RETRY_DUE)
 
@@ -227,8 +301,7 @@ class Lane:
 
     async def _bring(self, version: int) -> None:
         if self.state is LaneState.JOINING:
-            await self._connection.join()
-            await self._attestation.observe()
+            await self._join()
             self._take(LaneEvent.JOINED)
             version = self._versions.newest  # a newer version may have been published meanwhile
         with self._versions.sending(version):
@@ -241,6 +314,19 @@ class Lane:
             await self._attest(version)
             self._keep_as_base(version)
         self._confirm(report)
+
+    async def _join(self) -> None:
+        if self._is_lent:
+            # If it were broken off, nobody would know whether the server holds memory.
+            await in_full(self._client.wake())
+        if not self._is_joined:
+            await self._connection.join()
+            await self._attestation.observe()
+            self._is_joined = True
+
+    async def _recover(self) -> None:
+        self._is_joined = False
+        await self._connection.recover()
 
     async def _prepare(self, version: int) -> bool:
         """On failure, waits and returns False."""
@@ -312,21 +398,20 @@ class Lane:
             report.gb_per_second, 1e3 * report.pause_seconds,
         )  # fmt: skip
 
-    def _lose(self, error: BaseException, pause: float) -> None:
+    def _lose(self, error: BaseException, what_follows: str) -> None:
         reason = str(error) or type(error).__name__
         if self._lost_at is None:
             self._lost_at, self._reminders = time.monotonic(), Reminders()
             logger.warning(
-                "Lost %s while %s: %s The trainer tries again in %g s.",
-                self.url, self.state.value, reason, pause,
+                "Lost %s while %s: %s %s", self.url, self.state.value, reason, what_follows,
             )  # fmt: skip
         else:
             # A server may be gone for days, so the same reason is not logged at each attempt.
             seconds = time.monotonic() - self._lost_at
             if self._reminders.is_due(seconds) or reason != self.last_error:
                 logger.warning(
-                    "%s has not joined again for %.0f s: %s The trainer tries again every %g s.",
-                    self.url, seconds, reason, pause,
+                    "%s has not joined again for %.0f s: %s %s",
+                    self.url, seconds, reason, what_follows,
                 )  # fmt: skip
         self.num_failures += 1
         self.is_blocked, self.last_error = False, reason

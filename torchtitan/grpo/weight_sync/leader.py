@@ -32,9 +32,11 @@ from torchtitan.grpo.weight_sync.versions import Versions
 
 logger = logging.getLogger(__name__)
 
-# Interval at which an idle leader checks whether it should end and whether servers have changed,
-# and at which a pin is checked.
+# Interval at which an idle leader checks whether it should end.
 _POLL_SECONDS = 0.2
+# Interval at which it looks for changed servers, also while a version is gathered: a lent server must
+# not be put to sleep late.
+_LOOK_SECONDS = 0.02
 # Other servers than the pinned one may lag behind for this time or, if it is longer, for this many
 # times the duration of their last push.
 _PATIENCE_SECONDS = 10.0
@@ -84,27 +86,28 @@ class Leader:
 
     async def run(self, should_end: Callable[[], bool]) -> None:
         """Leads the push until ``should_end`` returns True; raises what ends a lane or gathering."""
-        watching = asyncio.create_task(self._watch_pin(), name="pin")
+        watching: asyncio.Task[None] | None = None
         try:
             await self._parts.transport.lead(self._parts.senders)
             self._set_servers(self._servers)
+            watching = asyncio.create_task(self._watch_servers(), name="servers")
             while not should_end():
                 self._raise_what_ended(watching)
-                servers = self._changed_servers()
-                if servers is not None:
-                    self._set_servers(servers)
                 await self._gather_next()
         except BaseException as error:
             self.error = error
             raise
         finally:
-            watching.cancel()
+            if watching is not None:
+                watching.cancel()
             await self._end()
 
-    async def _watch_pin(self) -> None:
+    async def _watch_servers(self) -> None:
         while True:
+            if (servers := self._changed_servers()) is not None:
+                self._set_servers(servers)
             self.pin.yield_if_needed(self.lanes, self._slots.published)
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(_LOOK_SECONDS)
 
     async def _gather_next(self) -> None:
         taken = await self.versions.take_newest(_POLL_SECONDS)
@@ -153,9 +156,11 @@ class Leader:
             )
         known = {lane.url: lane for lane in self.lanes}
         for server in servers:
-            if server.url in known and server not in former:
-                known[server.url].announce()
-            elif server.url not in known:
+            if server.url in known:
+                known[server.url].set_wanted(server.is_wanted)
+                if server not in former:
+                    known[server.url].announce()
+            else:
                 connection = self._parts.transport.connect(self._parts.make_client(server))
                 lane = Lane(
                     connection,
@@ -164,7 +169,9 @@ class Leader:
                     self._attestation,
                     self._listeners,
                     is_initial=is_start,
+                    is_lent=server.is_lent,
                 )
+                lane.set_wanted(server.is_wanted)
                 self.lanes = [*self.lanes, lane]
                 running = _run_after(self._closing.get(lane.url), lane)
                 self._tasks[lane.url] = asyncio.create_task(running, name=lane.url)

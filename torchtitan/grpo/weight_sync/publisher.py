@@ -81,8 +81,8 @@ class Publisher:
     ) -> None:
         """Waits until the servers serve ``version`` or a newer one; called on rank 0.
 
-        Lost servers are not waited for while one is present, and a present one has the timeouts of
-        its lane. Raises TimeoutError if for ``timeout_seconds`` no server could take the version,
+        Lost and sleeping servers are not waited for while one is present, and a present one has the
+        timeouts of its lane. Raises TimeoutError if for ``timeout_seconds`` no server could take the version,
         since each is lost or it cannot be prepared; and as :meth:`raise_if_failed`.
         """
 
@@ -164,7 +164,7 @@ class WeightPublisher(Publisher):
         with self._changed:
             while not self._are_served(version) and not should_stop():
                 self.raise_if_failed()
-                if any(not (lane.is_lost or lane.is_blocked) for lane in self.lanes):
+                if any(not (s.is_lost or s.is_blocked or s.is_asleep) for s in self.lanes):
                     deadline = time.monotonic() + timeout_seconds
                 elif time.monotonic() > deadline:
                     raise TimeoutError(
@@ -194,12 +194,13 @@ class WeightPublisher(Publisher):
     def metrics(self) -> dict[str, float]:
         assert isinstance(self.slots, SlotTable), "only rank 0 has metrics of the push"
         lanes = self.lanes
-        served = [lane.version for lane in lanes if not lane.is_lost]
+        present = [lane for lane in lanes if not lane.is_lost]
+        served = [lane.version for lane in present if not lane.is_asleep]
         reports = [lane.last_push for lane in lanes if lane.last_push is not None]
         totals = {
             "server_version": float(min(served, default=-1)),
             "servers": float(len(lanes)),
-            "lost_servers": float(len(lanes) - len(served)),
+            "lost_servers": float(len(lanes) - len(present)),
             "pushes": float(sum(lane.num_pushes for lane in lanes)),
             "attested": float(sum(lane.num_attested for lane in lanes)),
             "failures": float(self.num_failures),
@@ -251,7 +252,7 @@ class WeightPublisher(Publisher):
             logger.warning("%s The thread will end with the process.", error)
 
     def _are_served(self, version: int) -> bool:
-        present = [lane for lane in self.lanes if not lane.is_lost]
+        present = [lane for lane in self.lanes if not (lane.is_lost or lane.is_asleep)]
         return bool(present) and all(lane.version >= version for lane in present)
 
     def _describe_lag(self, version: int) -> str:
@@ -295,7 +296,7 @@ def lane_metrics(lane: Lane, published: int) -> dict[str, float]:
     return {
         "state": float(list(LaneState).index(lane.state)),
         "version": float(lane.version),
-        "lag": float(published - lane.version),
+        "lag": 0.0 if lane.is_asleep else float(published - lane.version),
         "failures": float(lane.num_failures),
         "push_seconds": report.push_seconds,
         "pause_ms": 1e3 * report.pause_seconds,

@@ -71,6 +71,11 @@ class BufferPool:
         with self._lock:
             self._lent = []
 
+    def release(self) -> None:
+        """Drops all buffers; no update may be open."""
+        with self._lock:
+            self._free, self._lent, self._held = [], [], []
+
     def _reuse(self, buffers: list[torch.Tensor]) -> None:
         # CUDA's caching allocator keeps freed memory itself, and others can use it meanwhile.
         self._free += [buffer for buffer in buffers if buffer.device.type == "cpu"]

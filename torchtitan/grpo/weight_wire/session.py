@@ -172,6 +172,12 @@ class UpdateSession:
         """Refuses deltas until the next update was settled."""
         self._base_version = None
 
+    def release(self) -> None:
+        """Drops an open update and frees all buffers. The next update must send all weights."""
+        self.drop()
+        self.forget_base()
+        self.buffers.release()
+
     def drop(self) -> None:
         staging, self._staging = self._staging, None
         if staging is not None:

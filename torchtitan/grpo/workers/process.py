@@ -9,7 +9,6 @@ no sandbox: a worker runs as the same user, who can read that user's files and p
 
 import asyncio
 import contextlib
-import functools
 import os
 import resource
 import signal
@@ -19,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from torchtitan.grpo.config import Workers
-from torchtitan.grpo.system.child import die_with_parent
+from torchtitan.grpo.system.child import child_command
 from torchtitan.grpo.system.environment import RUN_VARIABLE, is_named
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 from torchtitan.grpo.workers.channel import HEADER, pack_frame
@@ -58,13 +57,6 @@ def limits_of(workers: Workers) -> dict[int, tuple[int, int]]:
         # The kernel sends SIGXCPU at the first limit, and SIGKILL at the second.
         limits[resource.RLIMIT_CPU] = workers.max_cpu_seconds, workers.max_cpu_seconds + 1
     return limits
-
-
-def apply_limits(workers: Workers) -> None:
-    """Called in the child, between fork and exec."""
-    die_with_parent(signal.SIGKILL)
-    for kind, limits in limits_of(workers).items():
-        resource.setrlimit(kind, limits)
 
 
 class WorkerLost(Exception):
@@ -107,13 +99,15 @@ class WorkerProcess(Generic[Reply]):
 
     async def start(self) -> None:
         self._process = await asyncio.create_subprocess_exec(
-            *LIGHT_PYTHON,
-            self._module,
+            *child_command(
+                [*LIGHT_PYTHON, self._module],
+                signum=signal.SIGKILL,
+                limits=limits_of(self._workers),
+            ),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
             env=worker_environment(self._workers.pass_variables),
-            preexec_fn=functools.partial(apply_limits, self._workers),
         )
         if self.is_lost:  # killed while it was being started
             await self._stop_process()

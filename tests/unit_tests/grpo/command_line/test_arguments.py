@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.command_line.arguments import is_flag, members
+from torchtitan.grpo.command_line.keys import row_type
 from torchtitan.grpo.command_line.keys import settings as all_settings
 from torchtitan.grpo.command_line.reading import read_config
+from torchtitan.grpo.config import ClusterRow
 from torchtitan.grpo.job_config import JobConfig
 
 KEYS = all_settings(JobConfig)
@@ -38,6 +40,8 @@ def values(annotation: Any) -> st.SearchStrategy:
         return st.sampled_from(get_args(annotation))
     if get_origin(annotation) is list:
         return st.lists(values(get_args(annotation)[0]), max_size=3)
+    if row_type(annotation):
+        return st.just({})  # rows are read as a table is
     if get_origin(annotation) is dict:
         of_keys = values(get_args(annotation)[1])
         return st.dictionaries(st.text("ab", min_size=1), of_keys, max_size=3)
@@ -107,6 +111,15 @@ def test_a_key_inside_of_a_setting_that_is_a_table_is_set_alone(tmp_path):
     named = ["--environments.a-b.reward.functions", "x", "y", "--environments.a-b.prompts.path=1"]
     read_back = {"a-b": {"reward": {"functions": ["x", "y"]}, "prompts": {"path": "1"}}}
     assert read("environments", *named) == read_back
+    rows = [
+        "--cluster.a-b.tags",
+        "train,rollout",
+        "--cluster.c",
+        "{tags = ['rollout'], gpus = [1]}",
+    ]
+    read_back = {"a-b": ClusterRow(["train", "rollout"]), "c": ClusterRow(["rollout"], 1, [1])}
+    assert read("cluster", *rows) == read_back
+    assert read("cluster", *rows, "--cluster={d = {num_servers = 2}}") == {"d": ClusterRow([], 2)}
     # A table keeps what is not named.
     options = ["--grpo.group_size=3", "--grpo", "{clip_low = 0, policy_loss = 'gspo'}"]
     grpo = read("grpo", *options)

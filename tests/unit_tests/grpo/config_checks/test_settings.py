@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from torchtitan.grpo import cli
-from torchtitan.grpo.config import GRPO
+from torchtitan.grpo.config import GRPO, ClusterRow
 from torchtitan.grpo.config.environments import (
     environment_weights,
     environments_of,
@@ -50,6 +50,10 @@ TWO_SERVERS = "--inference.no-launch --inference.urls=http://127.0.0.1:1,http://
         "--rollout.dynamic_sampling --rollout.dynamic_sampling_limit=2 --rollout.overdue=drop "
         "--rollout.drop_truncated --rollout.should_accept=mine.py:keep",
         "--rollout.stream --rollout.stream_parts=2",
+        "--inference.lend --rollout.max_head_offpolicyness=0 --rollout.deterministic",
+        "--inference.lend --grpo.no-async_weight_update --rollout.replay={file}",  # no servers
+        "--cluster.a.tags=train,rollout --cluster.b.tags=rollout --rollout.hedge_seconds=5",
+        "--cluster.a.tags= --rollout.replay={file}",
         "--guards.nonfinite=stop --guards.grad_norm_limit=50",
         "--prompts.path= --prompts.paths={file},owner/two --prompts.weights 0.7 0.3",
         "--prompts.path= --prompts.paths={folder},owner/two",  # may be named like a file
@@ -176,6 +180,56 @@ def test_settings_are_checked_against_the_machine(load, monkeypatch):
     load("--inference.no-launch --inference.urls_file=/not/here.txt")
     judge = "--reward.functions=judge --reward.judge.url=http://a:1 --reward.judge.model=m"
     load(f"{judge} --reward.judge.template=/no/template.txt")
+
+
+def test_devices_are_lent_if_there_are_some_that_servers_share(load, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    lend = "--inference.lend --optimizer.offload_while_lent"
+    load(f"{lend} --inference.device=cpu")  # nothing is known of the ranks yet
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    load(lend)
+    for arguments, message in (
+        ("--inference.device=cpu", "got inference.device = 'cpu', with which servers need none"),
+        ("--optimizer.early_step_in_backward", "cannot be combined: the latter needs the states"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(f"{lend} {arguments}")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(ConfigError, match="no server is for the GPUs without a rank, here 2, 3"):
+        load(lend)
+    both, own = "--cluster.a.tags=train,rollout", "--cluster.b.tags=rollout"
+    config = load(f"{both} {own} --cluster.b.num_servers=2 --optimizer.offload_while_lent")
+    servers = "servers: 1 x embedded on lent devices and 2 x embedded, launched on this machine"
+    assert servers in describe_plan(config)
+    load(f"{both} --cluster.a.gpus=1 {own} --cluster.b.gpus=3,2")
+    for arguments, message in (
+        (both, "no server is for the GPUs without a rank, here 2, 3"),
+        (f"{both} --cluster.a.gpus=1,2", r"must be GPUs with a training rank, here \[0, 1\]"),
+        (
+            f"{own} --cluster.b.gpus=1",
+            r"must be GPUs without a training rank, here \[2, 3\], got \[1\]",
+        ),
+        (f"{both} {own} --inference.device=cpu", "with which servers need none"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(arguments)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="alone need others, but each of the 2 GPUs has a rank"):
+        load(f"{both} {own}")
+
+
+def test_a_row_of_the_file_is_read_and_an_unknown_key_in_it_is_refused(load):
+    row = "[cluster.big-ones]\ntags = ['rollout']\ngpus = [4, 5]\n"
+    assert load(toml=row).cluster == {"big-ones": ClusterRow(["rollout"], 1, [4, 5])}
+    with pytest.raises(
+        ConfigError, match=r"cluster.big-ones.num_server .* cluster.big-ones.num_servers"
+    ):
+        load(toml=f"{row}num_server = 2")
+    with pytest.raises(ConfigError, match=r"cluster.big-ones.tags must be .* got \['serve'\]"):
+        load(toml=row.replace("rollout", "serve"))
 
 
 def test_adapters_that_do_not_fit_the_model_are_refused(make_model, monkeypatch, load):

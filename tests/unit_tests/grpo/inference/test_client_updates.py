@@ -252,6 +252,121 @@ async def test_sglang_is_asked_once_a_group_whether_it_adds_adapters_and_told_ea
         assert [body["load_format"] for body in server.buckets()].count(PROBE) == 2
 
 
+SAVES = (200, {"enable_memory_saver": True, "version": "0.5.23"})
+SLEEPS = (200, {"results": ["memory", "memory"]})
+AWAKE = (200, {"status": "awake"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "answers", "sleep", "wake"),
+    [
+        (
+            "vllm",
+            {"/collective_rpc": SLEEPS, "/wake_up": AWAKE},
+            ["/collective_rpc", TAKE_OFF, "/sleep?level=2&mode=abort"],
+            ["/wake_up"],
+        ),
+        (
+            "vllm",  # without --enable-sleep-mode, or without the worker extension
+            {"/collective_rpc": (500, "no such method"), "/wake_up": AWAKE},
+            ["/collective_rpc", "/sleep?level=0&mode=abort"],
+            ["/wake_up"],
+        ),
+        (
+            "sglang",
+            {"/server_info": SAVES},
+            ["/pause_generation", "/server_info", TAKE_OFF, "/release_memory_occupation"],
+            ["/model_info", "/resume_memory_occupation", "/continue_generation"],
+        ),
+        ("sglang", {}, ["/pause_generation", "/server_info"], ["/continue_generation"]),
+        (
+            "sglang",
+            {"/server_info": (200, SAVES[1] | {"device": "cpu"})},
+            ["/pause_generation", "/server_info"],
+            ["/continue_generation"],
+        ),
+    ],
+)
+async def test_a_server_that_loses_its_weights_in_its_sleep_has_no_version(
+    kind: str, answers: dict[str, Any], sleep: list[str], wake: list[str]
+):
+    async with connected(kind) as (client, server):
+        server.answers = answers
+        server.log.clear()
+        freed = await client.sleep()
+        assert (freed == "memory") == (TAKE_OFF in sleep) and server.log == sleep
+        server.version = "updating"
+        server.log.clear()
+        await client.sleep()  # SGLang would die if it released its memory twice
+        assert "/release_memory_occupation" not in server.log
+        server.log.clear()
+        await client.wake()
+        assert server.log == wake
+        server.log.clear()
+        await client.wake()
+        assert "/resume_memory_occupation" not in server.log
+
+
+async def test_what_sglang_has_done_is_known_though_it_has_not_answered():
+    async with connected("sglang") as (client, server):
+        server.answers, server.version = {"/server_info": SAVES}, "updating"
+        for route, method, again in (
+            ("/release_memory_occupation", client.sleep, False),  # would end the server
+            ("/resume_memory_occupation", client.wake, True),
+        ):
+            server.answers[route] = (500, "late")
+            with pytest.raises(ServerError, match="late"):
+                await method()
+            del server.answers[route]
+            server.log.clear()
+            await method()
+            assert (route in server.log) == again
+        for _ in range(2):
+            server.log.clear()
+            await client.sleep()
+            assert server.log[-2:] == [TAKE_OFF, "/release_memory_occupation"]
+            await client.join_weight_group(GROUP)  # it was restarted
+
+
+async def test_an_sglang_that_may_be_awake_after_an_unanswered_wake_up_is_not_said_to_sleep():
+    async with connected("sglang") as (client, server):
+        server.answers, server.version = {"/server_info": SAVES}, "updating"
+        await client.sleep()
+        server.answers["/resume_memory_occupation"] = (500, "late")
+        with pytest.raises(ServerError, match="late"):
+            await client.wake()
+        with pytest.raises(ServerError, match="Only a restart tells"):
+            await client.sleep()
+        server.version = "default"  # it was restarted
+        assert await client.sleep() == "memory"
+
+
+async def test_a_vllm_of_which_a_worker_frees_nothing_keeps_its_version():
+    async with connected("vllm") as (client, server):
+        server.answers["/collective_rpc"] = (200, {"results": ["memory", "nothing"]})
+        assert await client.sleep() == "nothing"
+        assert TAKE_OFF not in server.log
+
+
+async def test_an_sglang_that_was_restarted_in_its_sleep_is_put_to_sleep_again_and_not_woken():
+    async with connected("sglang") as (client, server):
+        server.answers = {"/server_info": SAVES}
+        await client.sleep()
+        assert server.version == "default", "as after a restart"
+        await client.wake()  # the server would die of it
+        assert "/resume_memory_occupation" not in server.log
+        for _ in range(2):
+            await client.sleep()
+        assert server.log.count("/release_memory_occupation") == 3, "its memory is free each time"
+
+
+async def test_a_vllm_that_stays_partly_asleep_is_not_awake():
+    async with connected("vllm") as (client, server):
+        server.answers["/wake_up"] = (200, {"status": "sleeping"})
+        with pytest.raises(ServerError, match="must answer 'awake', got sleeping"):
+            await client.wake()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_servers_are_paused_and_resumed_and_a_group_that_was_left_gets_no_bucket(kind: str):
     async with connected(kind, joins=False) as (client, server):

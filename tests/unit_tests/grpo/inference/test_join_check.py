@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from forked import ForkServer
-from stub_clients import serving
+from stub_clients import StubClient, serving
 
 from torchtitan.grpo.inference.client import ServerFacts
 from torchtitan.grpo.inference.http import HttpConnection
@@ -183,6 +183,35 @@ def vllm_without_options(missing: set[str]) -> Callable[[web.Request], Awaitable
 
 def refusal(message: str, status: int) -> web.Response:
     return web.json_response({"error": {"message": message, "code": status}}, status=status)
+
+
+@pytest.mark.parametrize(("kind", "software", "option"), [
+    ("vllm", "vLLM 0.32.0", "--enable-sleep-mode"),
+    ("sglang", "SGLang 0.5.23", "--enable-memory-saver"),
+])  # fmt: skip
+@pytest.mark.parametrize(("is_lent", "frees", "num_warnings"), [
+    (True, "nothing", 1), (True, "memory", 0), (False, "nothing", 0),
+])  # fmt: skip
+async def test_a_lent_server_that_frees_nothing_is_named(
+    needs, is_lent, frees, num_warnings, kind, software, option
+) -> None:
+    class Described(StubClient):
+        url = "http://a"
+
+        async def describe(self, temperature: float) -> ServerFacts:
+            return ServerFacts(software, release=software.split()[1], sleep_frees=frees)
+
+        async def num_workers(self) -> int:
+            return 1
+
+        async def resume(self) -> None: ...
+
+    needs = replace(needs, kind=kind, is_lent=is_lent)
+    _, warnings = await check_server(Described(), needs)
+    assert len(warnings) == num_warnings
+    for warning in warnings:
+        assert f"http://a runs {software}, which keeps its weights and its KV cache" in warning
+        assert option in warning
 
 
 @pytest.mark.parametrize(

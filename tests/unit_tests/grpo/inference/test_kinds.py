@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from light import LIGHT
 
+from torchtitan.grpo.config.cluster import ServerGroup
 from torchtitan.grpo.inference import kinds
 from torchtitan.grpo.inference.gpu_shares import GpuShare, gpus_of, share_gpus
 from torchtitan.grpo.inference.kinds import KINDS, kind_row, refuse_keys, take_nccl_setting_of
@@ -78,17 +79,24 @@ def test_the_trainer_takes_sglangs_setting_where_nccl_is_demanded(
 
 
 def shares(num_servers: int, gpus: list[str], **settings: Any) -> list[GpuShare]:
-    defaults = {"beside_training": False, "tensor_parallel_size": 0, "memory": 0.0, "num_heads": 8}
-    return share_gpus(num_servers, gpus, **(defaults | settings))
+    group = ServerGroup("inference", num_servers, is_lent="lent_part" in settings)
+    defaults = {"num_training": 0, "tensor_parallel_size": 0, "memory": 0.0, "num_heads": 8}
+    return share_gpus([group], gpus, **(defaults | settings))
 
 
 def test_servers_share_the_gpus_evenly():
     for gpus, expected in (
-        (["2", "3"], [("2", "3")]),
-        (["2", "3"], [("2",), ("3",)]),
-        (["0"], [("0",), ("0",), ("0",)]),
+        ([2, 3], [(2, 3)]),
+        ([2, 3], [(2,), (3,)]),
+        ([0], [(0,), (0,), (0,)]),
     ):
         assert [gpus_of(i, len(expected), gpus) for i in range(len(expected))] == expected
+
+
+def test_servers_to_which_a_gpu_is_lent_divide_what_the_trainer_leaves():
+    lent = {"num_training": 1, "lent_part": 0.6}
+    assert [share.memory for share in shares(2, ["0"], **lent)] == [0.3, 0.3]
+    assert [share.memory for share in shares(2, ["0"], memory=0.2, **lent)] == [0.2, 0.2]
 
 
 def test_a_server_with_gpus_of_its_own_uses_as_many_as_divide_the_heads():
@@ -99,13 +107,13 @@ def test_a_server_with_gpus_of_its_own_uses_as_many_as_divide_the_heads():
 
 
 @pytest.mark.parametrize(
-    ("num_servers", "beside_training", "expected"),
-    [(1, False, None), (2, False, 0.45), (1, True, 0.4), (2, True, 0.2)],
+    ("num_servers", "num_training", "expected"),
+    [(1, 0, None), (2, 0, 0.45), (1, 1, 0.4), (2, 1, 0.2)],
 )
-def test_the_memory_of_a_shared_gpu_is_divided(num_servers, beside_training, expected):
-    found = shares(num_servers, ["0"], beside_training=beside_training)
+def test_the_memory_of_a_shared_gpu_is_divided(num_servers, num_training, expected):
+    found = shares(num_servers, ["0"], num_training=num_training)
     assert [share.memory for share in found] == [expected] * num_servers
-    (own, *_) = shares(num_servers, ["0"], beside_training=beside_training, memory=0.7)
+    (own, *_) = shares(num_servers, ["0"], num_training=num_training, memory=0.7)
     assert own.memory == 0.7
 
 

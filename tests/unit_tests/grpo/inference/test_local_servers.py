@@ -4,6 +4,7 @@
 """Tests the command lines of servers, and the handling of servers that do not start."""
 
 import asyncio
+import itertools
 import json
 import re
 import socket
@@ -147,14 +148,34 @@ def test_specs_follow_the_configuration(tmp_path: Path) -> None:
     found = {(s.max_running_requests, s.max_model_len, s.device, s.dtype, s.api_key) for s in specs}
     assert found == {(16, 96, "cpu", "float32", "k")}
     process.inference.kind, process.inference.device = "vllm", "cuda"
-    process.server_gpus, process.servers_beside_training = ["0"], True
+    process.gpus, process.num_training_gpus = ["0"], 1
     (tmp_path / "config.json").write_text('{"num_attention_heads": 8}')
     specs = server_specs(process, {}, [4321, 4322])
     assert [(spec.gpus, spec.gpu_memory_utilization) for spec in specs] == [(("0",), 0.2)] * 2
-    process.server_gpus, process.servers_beside_training = ["4", "5", "6", "7"], False
+    process.gpus, process.num_training_gpus = [str(i) for i in range(8)], 4
     specs = server_specs(process, {}, [4321, 4322])
     assert [spec.gpus for spec in specs] == [("4", "5"), ("6", "7")]
     assert {(s.tensor_parallel_size, s.gpu_memory_utilization) for s in specs} == {(2, None)}
+
+
+def test_each_row_of_the_cluster_has_its_servers_on_its_gpus(tmp_path: Path) -> None:
+    process = make_config(tmp_path, num_servers=1)
+    process.cluster = {
+        "both": config.ClusterRow(["train", "rollout"], num_servers=2),
+        "own": config.ClusterRow(["rollout"], num_servers=3),
+    }
+    specs = server_specs(process, {"CUDA_VISIBLE_DEVICES": ""}, [1, 2, 3, 4, 5])
+    assert [spec.is_lent for spec in specs] == [True] * 2 + [False] * 3
+    assert {(spec.gpus, spec.max_running_requests) for spec in specs} == {((), 52)}
+    process.gpus, process.num_training_gpus = ["a", "b", "c", "d", "e", "f"], 4
+    process.inference.device, process.lent_part = "cuda", 0.6
+    specs = server_specs(process, {}, [1, 2, 3, 4, 5])
+    found = [("a", 0.6), ("c", 0.6), ("e", 0.45), ("f", None), ("e", 0.45)]
+    assert [(*spec.gpus, spec.gpu_memory_utilization) for spec in specs] == found
+    process.cluster["both"].gpus, process.cluster["own"].gpus = [3], [5]
+    specs = server_specs(process, {}, [1, 2, 3, 4, 5])
+    found = [("d", 0.3)] * 2 + [("f", 0.3)] * 3
+    assert [(*spec.gpus, round(spec.gpu_memory_utilization or 0, 9)) for spec in specs] == found
 
 
 def make_config(folder: Path, num_servers: int) -> config.RolloutProcessConfig:
@@ -163,7 +184,7 @@ def make_config(folder: Path, num_servers: int) -> config.RolloutProcessConfig:
         inference=config.Inference(kind="embedded", launch=True, num_servers=num_servers),
         reward=config.Reward(), evaluation=config.Evaluation(), hf_assets_path=str(folder),
         vocab_size=10, eos_token_ids=[1], seq_len=96, seed=0, dump_folder=str(folder),
-        start_version=0, progress=PromptProgress(), server_gpus=[],
+        start_version=0, progress=PromptProgress(), gpus=[],
     )  # fmt: skip
 
 
@@ -317,6 +338,15 @@ def test_a_server_is_told_its_gpus_and_its_part_of_their_memory(kind, parallel, 
     assert option(command, memory) == "0.4"
     assert environ["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert memory not in server_command(spec, {})[0], "it has them for itself"
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"), [("vllm", "--enable-sleep-mode"), ("sglang", "--enable-memory-saver")]
+)
+def test_a_lent_server_is_told_that_it_sleeps_where_its_build_takes_that(kind, option) -> None:
+    for device, is_lent in itertools.product(("cpu", "cuda"), (False, True)):
+        command, _ = server_command(replace(SPEC, kind=kind, device=device, is_lent=is_lent), {})
+        assert (option in command) == (device == "cuda" and is_lent)
 
 
 def test_the_interpreter_is_found_from_another_folder_and_a_link_stays_a_link(

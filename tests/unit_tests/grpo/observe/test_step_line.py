@@ -31,6 +31,8 @@ def test_what_a_line_shows_depends_on_the_run():
     held_back = METRICS | {"rollout/wait_trainer_fraction": 0.8}
     assert short_line(1, 2, held_back).endswith("gen waits 80%")
     assert long_line(1, 2, held_back).endswith("rollouts wait 80%")
+    lent = METRICS | {"lend/lent_seconds": 0.5, "time/step_seconds": 2.0}
+    assert long_line(1, 2, lent).endswith("trainer waits 45%  devices lent 25%")
     replayed = {k: v for k, v in METRICS.items() if not k.startswith("rollout/tok")}
     assert short_line(1, 2, replayed).endswith("trn 9876/s")
     assert "generated" not in long_line(1, 2, replayed)

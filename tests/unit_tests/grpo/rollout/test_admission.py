@@ -185,3 +185,35 @@ def test_starts_wait_while_too_many_finished_groups_do():
     assert not bounded.may_start(0, 0)
     assert bounded.take_batch() == [0]
     assert bounded.may_start(0, 0)
+
+
+def test_what_another_server_could_generate_is_split_by_the_batch_that_waits_for_it():
+    admission = make(groups_per_batch=4, max_staleness=1, max_concurrent=4 * 7)
+    for group_id in range(4):
+        admission.start(group_id, 0)
+    admission.finish(0, oldest_version=0)
+    # Batch 0 lacks 3 groups, of which 1 and 2 run elsewhere but are not due, so new ones may fill it.
+    assert admission.num_missing == 3
+    assert admission.lendable({3}, 0, completions_in_flight=12) == (3, 2)
+    assert admission.lendable({3}, 0, completions_in_flight=24) == (2, 0)
+    assert admission.lendable({3}, 0, completions_in_flight=32) == (1, 0)
+    for group_id in (1, 2, 3):
+        admission.finish(group_id, oldest_version=0)
+    assert admission.take_batch() == [0, 1, 2, 3]
+    for group_id in range(4, 8):
+        admission.start(group_id, 0)
+    # They are due in batch 1, which waits for those that run elsewhere, whatever else is generated.
+    assert admission.lendable({4}, 1, completions_in_flight=0) == (1, 4)
+    assert admission.lendable(set(), 1, completions_in_flight=0) == (0, 4)
+    admission.start(8, 1)
+    assert admission.lendable({4, 5}, 0, completions_in_flight=0) == (2, 0), (
+        "it is too old for more"
+    )
+
+
+def test_finished_groups_leave_nothing_to_generate():
+    admission = make(groups_per_batch=4, max_staleness=0)
+    for group_id in range(2):
+        admission.start(group_id, 0)
+    admission.finish(0, oldest_version=0)
+    assert admission.lendable(set(), 0, completions_in_flight=0) == (2, 0)

@@ -193,4 +193,4 @@ async def test_a_command_that_cannot_be_started_fails_its_episodes(
 ) -> None:
     (tmp_path / "agent.py").write_bytes(b"\0")
     (tmp_path / "agent.py").chmod(0o700)
-    check(await outcome(model, Agent(command=[f"{tmp_path}/agent.py"]), 100.0), "start")
+    check(await outcome(model, Agent(command=[f"{tmp_path}/agent.py"]), 100.0), "exit status 1")

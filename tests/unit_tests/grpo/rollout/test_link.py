@@ -1,63 +1,61 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
+from bare_process import BARE, LENDING, run_instead
 from prompt_files import process_config
 
 from torchtitan.grpo.config import Prompts
-from torchtitan.grpo.rollout import child_process, link_messages
+from torchtitan.grpo.rollout import link_messages
 from torchtitan.grpo.rollout.link import RolloutLink
-from torchtitan.grpo.system.child import start_child
 
-# The real process and its messages, with a session that has no servers, prompts or rewards.
-PROGRAM = """
-import asyncio
-from types import SimpleNamespace
-from torchtitan.grpo.rollout import process
-from torchtitan.grpo.rollout.drops import DropLog
-
-async def for_ever(*arguments):
-    await asyncio.Event().wait()
-
-class Session:
-    evaluator = None
-
-    def __init__(self, config, announce):
-        self.drops = DropLog(announce)
-        self.producer = SimpleNamespace(
-            run=for_ever, describe=lambda: "nothing", count_prompts=lambda: None,
-            is_asked=False,
-        )
-        # The process reads its vital signs about once a second, which a slow host reaches.
-        self.dispatcher = SimpleNamespace(watch_loads=for_ever, servers={}, num_tokens=0)
-        self.fleet = SimpleNamespace(servers=[], watch=for_ever)
-        self.inputs = SimpleNamespace(warnings=[])
-
-    async def open(self): ...
-    async def close(self): ...
-
-process.RolloutSession = Session
-process.main()
-"""
+ASK = "await self.devices.want(version)"
+LATE = "await self._send(link_messages.DevicesWanted(version - 1)); self.devices.free(version)"
 
 
-def test_the_file_with_the_servers_keys_is_gone_once_it_is_read(tmp_path: Path, monkeypatch):
-    (tmp_path / "program.py").write_text(PROGRAM)
-
-    def start_program(command, **options):
-        *python, _, directory = command
-        return start_child([*python, "program", directory], cwd=str(tmp_path), **options)
-
-    monkeypatch.setattr(child_process, "start_child", start_program)
+@pytest.fixture
+def open_link(tmp_path: Path, monkeypatch) -> Iterator[Callable[[str], RolloutLink]]:
+    """Starts a program in place of the rollout process, and closes the link to it."""
     link = RolloutLink(process_config(Path(), Prompts(), dump_folder=str(tmp_path)))
     link._config.inference.api_key = "secret"
-    try:
+
+    def open_link(program: str) -> RolloutLink:
+        run_instead(program, tmp_path, monkeypatch)
         link.start()
         assert link.wait_ready(120.0) == []
-        folder = link._directory
-        assert folder is not None and folder.stat().st_mode & 0o777 == 0o700
-        assert not [f for f in folder.iterdir() if f.is_file() and b"secret" in f.read_bytes()]
-        assert not (folder / link_messages.CONFIG_FILE).exists()
-    finally:
-        link.close()
+        return link
+
+    yield open_link
+    link.close()
+
+
+def test_the_file_with_the_servers_keys_is_gone_once_it_is_read(open_link):
+    folder = open_link(BARE)._directory
+    assert folder is not None and folder.stat().st_mode & 0o777 == 0o700
+    assert not [f for f in folder.iterdir() if f.is_file() and b"secret" in f.read_bytes()]
+    assert not (folder / link_messages.CONFIG_FILE).exists()
+
+
+def test_devices_are_lent_once_for_each_batch_that_they_are_wanted_for(open_link):
+    link = open_link(BARE + LENDING.replace("ASK", ASK))
+    lent: list[int] = []
+
+    def take(version: int) -> None:
+        def lend() -> None:
+            lent.append(version)
+            link.notify_devices_free(version)
+
+        batch = link.next_batch(version, 60.0, None, lend)
+        assert batch is not None and batch.progress.position == version
+
+    take(0)
+    take(1)
+    assert lent == [0, 1], "before it arrives"
+
+
+def test_a_wish_that_its_batch_has_overtaken_makes_no_room(open_link):
+    link = open_link(BARE + LENDING.replace("ASK", LATE))
+    assert link.next_batch(0, 60.0, None, lambda: pytest.fail("nothing is wanted")) is not None

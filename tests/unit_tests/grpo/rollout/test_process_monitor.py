@@ -28,7 +28,7 @@ class Clock:
 class FixedServer:
     """The part of a server that is read."""
 
-    is_lost, version, load = False, 3, 2
+    waits_for_devices, version, load, state = False, 3, 2, "ready"
 
     def __init__(self) -> None:
         self.ready = True
@@ -71,7 +71,9 @@ def test_a_process_without_a_server_is_stuck_until_one_is_ready():
     clock.now = 111.0
     problem = health.health().problem
     assert problem is not None and "No server has been able to take work for 11 s" in problem
-    server.ready = True
+    server.waits_for_devices = True  # it is lent to the trainer, and comes back
+    assert health.health().problem is None
+    server.ready, server.waits_for_devices = True, False
     assert health.health().problem is None
 
 

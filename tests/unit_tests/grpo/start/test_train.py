@@ -9,6 +9,10 @@ from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.command_line.reading import read_config
 from torchtitan.grpo.start.train import choose_num_ranks, parse, plan
 
+ROWS = (
+    *("--cluster.both.tags=train,rollout", "--cluster.both.num_servers=8"),
+    *("--cluster.own.tags=rollout", "--cluster.own.num_servers=3"),
+)
 LAUNCH = ("--inference.launch", "--inference.kind=vllm")
 
 
@@ -61,6 +65,9 @@ def test_a_number_that_is_none_is_refused(value, message):
         # With one GPU, or two servers on two, trainer and servers share them.
         (LAUNCH, 1, 1),
         ((*LAUNCH, "--inference.num_servers=2"), 2, 1),
+        ((*LAUNCH, "--inference.lend"), 8, 8),
+        ((*LAUNCH, *ROWS), 8, 5),
+        ((*LAUNCH, *ROWS, "--cluster.own.gpus=6,7"), 8, 6),
         (("--parallelism.tensor_parallel_degree=2",), 0, 2),
         (("--parallelism.tensor_parallel_degree=2",), 5, 4),
         ((*LAUNCH, "--parallelism.tensor_parallel_degree=2"), 4, 2),

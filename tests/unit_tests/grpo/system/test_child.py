@@ -4,6 +4,7 @@
 """Children end with their owner and with all that they started, and their logs stay small."""
 
 import os
+import resource
 import subprocess
 import sys
 import textwrap
@@ -18,8 +19,9 @@ import pytest
 from light import LIGHT
 
 from torchtitan.grpo.inference.server_log import log_tail
+from torchtitan.grpo.system import child as child_module
 from torchtitan.grpo.system import log_limit
-from torchtitan.grpo.system.child import end_marked, start_child, stop_children
+from torchtitan.grpo.system.child import child_command, end_marked, start_child, stop_children
 from torchtitan.grpo.system.environment import RUN_VARIABLE
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 
@@ -241,3 +243,35 @@ def test_a_log_has_a_size_whatever_is_printed(name, tmp_path, monkeypatch, caplo
     told = [message for message in caplog.messages if "was larger than" in message]
     assert len(told) == 1 and str(log) in told[0]
     wait_until(lambda: "log-limit" not in {thread.name for thread in threading.enumerate()})
+
+
+def test_a_program_that_is_not_there_is_refused_by_its_owner(tmp_path):
+    (tmp_path / "text").write_text("")
+    for name, error in (("absent", FileNotFoundError), ("text", PermissionError)):
+        with pytest.raises(error, match=name):
+            start_child([str(tmp_path / name)])
+
+
+def test_what_a_child_inherits_is_what_its_program_gets():
+    signals = ["grep", "SigIgn", "/proc/self/status"]  # Python would ignore some by itself
+    expected = subprocess.run(signals, capture_output=True, text=True, timeout=SECONDS)
+    program = """
+    set -e
+    grep SigIgn /proc/self/status
+    [ $(cut -d ' ' -f 6 /proc/$$/stat) = $$ ]  # its session
+    ulimit -t
+    echo $KEPT
+    """
+    environment = os.environ | {"KEPT": "yes"}
+    limits = {resource.RLIMIT_CPU: (77, 78)}
+    found = subprocess.run(
+        child_command(["sh", "-c", program], environment, limits=limits),
+        env=environment, start_new_session=True, capture_output=True, text=True, timeout=SECONDS,
+    )  # fmt: skip
+    assert found.stdout == f"{expected.stdout}77\nyes\n", found.stderr
+
+
+def test_no_hook_of_python_runs_between_fork_and_exec():
+    """It may wait forever for a lock that another thread held during the fork."""
+    package = Path(child_module.__file__).resolve().parents[1]
+    assert not [file for file in package.rglob("*.py") if "preexec_fn=" in file.read_text()]

@@ -13,10 +13,10 @@ import torch
 
 import torchtitan.grpo
 from torchtitan.grpo.system.device import (
-    are_gpus_shared,
     choose_interfaces,
-    gpus_for_servers,
+    num_training_gpus,
     settle_device,
+    visible_gpus,
 )
 
 CUDA = [("CUDA_DEVICE_MAX_CONNECTIONS", "32", "1"), ("CUDA_MODULE_LOADING", "EAGER", "LAZY")]
@@ -32,32 +32,23 @@ def test_cuda_is_set_so_that_training_waits_for_no_push(variable, default, other
     assert os.environ[variable] == default
 
 
-@pytest.mark.parametrize(
-    ("visible", "local_ranks", "expected"),
-    [
-        (None, "2", ["2", "3"]),
-        (None, "4", ["0", "1", "2", "3"]),
-        ("5,7,9", "1", ["7", "9"]),
-        ("5", "1", ["5"]),
-    ],
-)
-def test_servers_get_the_gpus_that_the_ranks_leave(visible, local_ranks, expected, monkeypatch):
+def test_gpus_have_the_names_that_a_server_must_be_given(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpus_for_servers() == expected
+    assert visible_gpus() == ["0", "1", "2"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,9")
+    assert visible_gpus() == ["5", "7", "9"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert visible_gpus() == []
 
 
-def test_servers_share_the_gpus_of_training_where_no_other_is_left(monkeypatch):
-    for num_gpus, local_ranks, are_shared in ((2, "1", False), (2, "2", True), (0, "1", False)):
+def test_each_rank_of_this_machine_has_a_gpu_as_far_as_there_are_some(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for num_gpus, local_ranks, expected in ((4, "2", 2), (2, "4", 2), (0, "1", 0), (8, "", 4)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda n=num_gpus: n)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
-        assert are_gpus_shared() is are_shared
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpus_for_servers() == []
+        assert num_training_gpus() == expected
 
 
 @pytest.mark.parametrize(

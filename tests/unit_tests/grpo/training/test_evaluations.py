@@ -34,13 +34,20 @@ def config(*arguments: str) -> JobConfig:
 
 
 class Source:
-    """Has a result once it is given one; counts how often it was waited for."""
+    """Has a result once it is given one; counts how often it was waited for.
+
+    ``lent`` are the versions for which devices were lent, with the number of requests before.
+    """
 
     def __init__(self) -> None:
         self.requests: list[tuple[int, list[str]]] = []
         self.result: EvaluationResult | None = None
         self.is_evaluating = self.is_refusing = False
         self.num_waits = 0
+        self.lent: list[tuple[int, int]] = []
+
+    def lend(self, version: int) -> None:
+        self.lent.append((version, len(self.requests)))
 
     def request_evaluation(self, version: int, pinned: Sequence[str] = ()) -> bool:
         if self.is_refusing:
@@ -113,6 +120,7 @@ def test_at_the_end_the_running_one_is_waited_for_and_its_server_released_before
     evaluations.run(5)
     assert logged[1:] == [(5, 5, 0)]
     assert source.requests[-1] == (5, [])
+    assert source.lent == [(5, 1)], "devices are lent only for the one that the run waits for"
 
 
 def test_a_server_is_not_kept_for_ever(monkeypatch):

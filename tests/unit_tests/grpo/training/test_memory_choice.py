@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torchtitan.grpo.config import ClusterRow
 from torchtitan.grpo.config_checks.layout import layout_problems
+from torchtitan.grpo.inference.gpu_shares import ASLEEP_BYTES
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.training import memory_choice
@@ -56,11 +58,18 @@ def test_servers_on_the_training_gpus_take_their_part(case, monkeypatch):
     config.inference.launch, config.inference.num_servers = True, 4
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert memory_choice._servers_share(config) == 0.4
+    total = 100 * 2**30
+    assert memory_choice._servers_share(config, total) == 0.4
     config.inference.gpu_memory_utilization = 0.15
-    assert memory_choice._servers_share(config) == 0.3
+    assert memory_choice._servers_share(config, total) == 0.3
+    config.inference.lend = True  # they sleep while ranks train
+    assert memory_choice._servers_share(config, total) == 2 * ASLEEP_BYTES / total
+    config.inference.lend, config.inference.num_servers = False, 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert memory_choice._servers_share(config) == 0
+    assert memory_choice._servers_share(config, total) == 0, "they have a GPU of their own"
+    lent = ClusterRow(["train", "rollout"], num_servers=3)
+    config.cluster = {"both": lent, "own": ClusterRow(["rollout"], num_servers=5)}
+    assert memory_choice._servers_share(config, total) == 3 * ASLEEP_BYTES / total
 
 
 def test_a_dry_run_shows_what_fits_and_what_it_costs(case):
@@ -99,9 +108,9 @@ def test_the_most_tokens_that_are_shown_fit_narrowly_and_no_more_do(case, monkey
 def test_a_dense_mask_takes_memory(case):
     config, model = case
     config.training.seq_len, config.training.local_batch_size = 4096, 2
-    fixed = memory_choice._estimate(config, model, 8).fixed("free")
+    fixed = memory_choice.estimate(config, model, 8).fixed("free")
     config.grpo.packed_attention = "sdpa"
-    assert memory_choice._estimate(config, model, 8).fixed("free") - fixed >= 2 * 2 * 4096**2
+    assert memory_choice.estimate(config, model, 8).fixed("free") - fixed >= 2 * 2 * 4096**2
 
 
 def test_settings_that_contradict_are_refused(case, monkeypatch):

@@ -33,7 +33,7 @@ def explain_nothing(error: BaseException) -> None:
 
 def turn(feed: Any, *, stops: bool = False, explain: Any = explain_nothing) -> RankZeroTurn:
     stop: Any = SimpleNamespace(requested=stops)
-    return RankZeroTurn(feed, stop, explain)
+    return RankZeroTurn(feed, stop, explain, feed.receive)
 
 
 @pytest.mark.parametrize(("stops", "signal"), [(False, Signal.READY), (True, Signal.STOP)])

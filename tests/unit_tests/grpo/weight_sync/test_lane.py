@@ -42,12 +42,37 @@ class Server:
         self._logprobs = logprobs
         self.served: int | None = None
         self.num_resumed = 0
+        self.asked = list[Any]()
+        self.sleep_error: Exception | None = None
+        self.fault = ""
+        self.may_wake = asyncio.Event()
+        self.may_wake.set()
+
+    async def meet_fault(self) -> None:
+        if self.fault == "stopped":
+            await asyncio.sleep(0.02)  # the time limit of a request
+        if self.fault:
+            raise RouteError(f"it is {self.fault}")
 
     async def version(self) -> int | None:
+        await self.meet_fault()
         return self.served
 
     async def resume(self) -> None:
         self.num_resumed += 1
+
+    async def sleep(self) -> None:
+        await self.meet_fault()
+        if self.sleep_error is not None:
+            raise self.sleep_error
+        self.asked.append("sleep")
+
+    async def close(self) -> None: ...
+
+    async def wake(self) -> None:
+        await self.meet_fault()
+        await self.may_wake.wait()
+        self.asked.append("wake")
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         if self._logprobs is None:
@@ -59,7 +84,7 @@ class Way:
     """Notes what it is asked for; a push ends when the test lets it, or as it is told to."""
 
     def __init__(self, server: Server) -> None:
-        self.client, self.asked = server, list[Any]()
+        self.client, self.asked = server, server.asked
         self.may_end, self.begun = asyncio.Event(), asyncio.Event()
         self.error: Exception | None = None
         self.names: tuple[int | None] | None = None
@@ -73,14 +98,23 @@ class Way:
     async def push(self, version: int, base: int | None) -> PushReport:
         self.asked.append((version, base))
         self.begun.set()
-        await self.may_end.wait()
+        try:
+            await self.may_end.wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.02)  # longer than a recovery
+            self.asked.append("broken off")
+            raise
+        await self.client.meet_fault()
         if self.error is not None:
             raise self.error
         self.client.served = version if self.names is None else self.names[0]
         return PushReport(version, 1, 0.1, 0.1, 0.0)
 
     async def recover(self) -> None:
+        await asyncio.sleep(0.005)  # may be broken off
         self.asked.append("recover")
+
+    async def close(self) -> None: ...
 
 
 class Rig:
@@ -92,12 +126,14 @@ class Rig:
         delta: bool = False,
         max_alive: int = 4,
         is_initial: bool = False,
+        is_lent: bool = False,
         push_timeout_seconds: float = PATIENCE,
         expected: list[float] | None = None,
         served: list[float] | None = None,
         attest_every: int = 0,
     ) -> None:
         self.dropped = list[int]()
+        self.fault_in: tuple[LaneState, str] | None = None
         self.server = Server(served)
         self.way = Way(self.server)
         self.versions = Versions(SlotTable(2), max_alive, self._drop)
@@ -118,16 +154,22 @@ class Rig:
             sync,
             Attestation(attest_every, [1, 2, 3], probes, Tolerances(1e-3, 1e-3), 0.05),
             Listeners(
-                on_change=lambda: None,
+                on_change=self._meet_fault,
                 on_version=lambda url, version: self.heard.put_nowait(("version", version)),
                 on_lost=lambda url, reason: self.heard.put_nowait(("lost", reason)),
+                on_asleep=lambda url: self.heard.put_nowait(("asleep", url)),
             ),
             is_initial=is_initial,
+            is_lent=is_lent,
         )
         self.running = asyncio.create_task(self.lane.run())
 
     async def _drop(self, version: int) -> None:
         self.dropped.append(version)
+
+    def _meet_fault(self) -> None:
+        if self.fault_in is not None and self.lane.state is self.fault_in[0]:
+            self.server.fault, self.fault_in = self.fault_in[1], None
 
     async def hears(self, *but: str) -> tuple[str, Any]:
         """Returns what the listeners hear next, or the next of another kind than ``but``."""
@@ -142,7 +184,7 @@ class Rig:
 
     async def end(self) -> None:
         self.running.cancel()
-        await asyncio.gather(self.running, return_exceptions=True)
+        await asyncio.wait_for(asyncio.gather(self.running, return_exceptions=True), PATIENCE)
         await self.versions.close()
 
 
@@ -228,6 +270,122 @@ async def test_a_lost_server_has_no_version_until_it_has_confirmed_the_newest():
         assert rig.way.asked[-3:] == ["recover", "join", (2, None)]
 
 
+async def test_a_lent_server_sleeps_and_wakes_in_its_groups_and_gets_all_weights_again():
+    async with lane_rig(is_lent=True, delta=True) as rig:
+        await rig.serve(1)
+        rig.lane.set_wanted(False)
+        assert await rig.hears("version") == ("asleep", "http://a")
+        assert (rig.lane.version, rig.lane.is_asleep, rig.lane.is_lost) == (-1, True, False)
+        await rig.versions.begin(2)
+        await rig.versions.begin(3)
+        await asyncio.sleep(0.05)  # enough for a lane that would not wait until it is wanted
+        assert rig.way.asked == ["wake", "join", (1, None), "sleep"]
+        rig.lane.set_wanted(False)  # for a rollout process that was started again
+        assert await rig.hears() == ("asleep", "http://a")
+        rig.lane.set_wanted(True)
+        assert await rig.hears() == ("version", 3)
+        assert rig.way.asked[4:] == ["wake", (3, None)]
+        assert rig.dropped == [1, 2]
+        rig.lane.set_wanted(False)
+        assert await rig.hears("version") == ("asleep", "http://a")
+        await rig.end()
+        await rig.lane.close()
+        assert rig.lane.state is LaneState.CLOSED
+
+
+@pytest.mark.parametrize("state", [LaneState.JOINING, LaneState.SYNCING, LaneState.LOST])
+async def test_what_a_lane_does_is_broken_off_when_its_server_is_to_sleep(state):
+    async with lane_rig(is_lent=True) as rig:
+        rig.way.may_end.clear()
+        if state is not LaneState.JOINING:
+            await rig.versions.begin(1)
+            await asyncio.wait_for(rig.way.begun.wait(), PATIENCE)
+        if state is LaneState.LOST:
+            rig.way.error = ServerError("it is busy")
+            rig.way.may_end.set()
+            assert await rig.hears() == ("lost", "it is busy")
+        rig.lane.set_wanted(False)
+        assert await rig.hears("lost") == ("asleep", "http://a")
+        assert rig.way.asked[-2:] == ["recover", "sleep"]
+        if state is LaneState.SYNCING:
+            assert rig.way.asked[2:] == [(1, None), "broken off", "recover", "sleep"]
+        rig.way.error = None
+        rig.way.may_end.set()
+        rig.lane.set_wanted(True)
+        await rig.serve(2)
+        assert rig.way.asked[-3:] == ["wake", "join", (2, None)]
+
+
+async def test_a_request_to_wake_is_answered_before_the_server_is_put_to_sleep():
+    async with lane_rig(is_lent=True) as rig:
+        rig.server.may_wake.clear()
+        await rig.versions.begin(1)
+        await asyncio.sleep(0.02)
+        rig.lane.set_wanted(False)
+        await asyncio.sleep(0.02)
+        assert rig.way.asked == []
+        rig.server.may_wake.set()
+        assert await rig.hears() == ("asleep", "http://a")
+        assert rig.way.asked == ["wake", "recover", "sleep"]
+
+
+@pytest.mark.parametrize("error", [ServerError("it hangs"), TimeoutError("it hangs")])
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_server_that_does_not_fall_asleep_is_lost_until_it_is_wanted(is_lost, error):
+    async with lane_rig(is_lent=True) as rig:
+        await rig.serve(1)
+        rig.server.sleep_error = error
+        if is_lost:
+            rig.way.error = ServerError("it is busy")
+            await rig.versions.begin(2)
+            assert await rig.hears("version") == ("lost", "it is busy")
+        rig.lane.set_wanted(False)
+        while (heard := await rig.hears("version")) != ("lost", "it hangs"):
+            assert heard == ("lost", "it is busy")
+        rig.way.error = None
+        if not is_lost:
+            await rig.versions.begin(2)
+        await asyncio.sleep(0.05)  # several times the pause before it would be tried again
+        assert (rig.lane.state, rig.way.asked[-1]) == (LaneState.LOST, "recover")
+        rig.lane.set_wanted(True)
+        assert await rig.hears() == ("version", 2)
+        assert rig.way.asked[-3:] == ["wake", "join", (2, None)]
+
+
+@pytest.mark.parametrize("is_needed", [False, True])
+@pytest.mark.parametrize("fault", ["killed", "stopped"])
+@pytest.mark.parametrize("state", [state for state in LaneState if state is not LaneState.CLOSED])
+async def test_a_fault_in_any_state_is_told_as_a_loss_and_the_server_serves_when_it_is_back(
+    state, fault, is_needed, monkeypatch
+):
+    """If its devices ``are needed`` meanwhile, it is never said to sleep."""
+    monkeypatch.setattr(lane_module, "_CHECK_SECONDS", 0.02)
+    async with lane_rig(is_lent=True) as rig:
+        await rig.serve(1)
+        rig.fault_in = (state, fault)
+        if state in (LaneState.JOINING, LaneState.ASLEEP):
+            rig.lane.set_wanted(False)
+            assert await rig.hears("version") == ("asleep", "http://a")
+            rig.lane.set_wanted(True)
+        rig.way.error = ServerError("a push failed") if state is LaneState.LOST else None
+        await rig.versions.begin(2)
+        while (heard := await rig.hears("version")) != ("lost", f"it is {fault}"):
+            assert heard == ("lost", "a push failed")
+            rig.way.error = None
+        if is_needed:
+            rig.lane.set_wanted(False)
+            while rig.lane.state is not LaneState.LOST or rig.way.asked[-1] != "recover":
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.05)  # the request to sleep has failed
+            while not rig.heard.empty():
+                assert rig.heard.get_nowait()[0] == "lost"
+            assert (rig.lane.state, rig.lane.version) == (LaneState.LOST, -1)
+        rig.server.fault = ""
+        rig.lane.set_wanted(True)
+        assert await rig.hears("lost") == ("version", 2)
+        assert rig.way.asked[-2:] == ["join", (2, None)]
+
+
 @pytest.mark.parametrize("named", [3, 5, None])
 async def test_a_server_that_names_another_version_than_the_pushed_one_is_lost(named):
     async with lane_rig() as rig:
@@ -297,7 +455,7 @@ async def test_a_loss_is_told_once_for_each_reason_and_ends_with_a_line_of_its_o
         await rig.hears("lost")
     lost, other, joined = [record.getMessage() for record in caplog.records]
     assert lost == "Lost http://a while syncing: no connection The trainer tries again in 0.01 s."
-    again = r"http://a has not joined again for \d+ s: another model The trainer tries again every"
+    again = r"http://a has not joined again for \d+ s: another model The trainer tries again in"
     assert re.match(again, other)
     assert re.fullmatch(r"http://a has joined again, \d+ s after it was lost\.", joined)
 
@@ -306,5 +464,7 @@ def test_nothing_leads_to_ready_but_attestation_and_nothing_out_of_closed():
     ready = [way for way, state in lane_module._NEXT.items() if state is LaneState.READY]
     assert ready == [(LaneState.ATTESTING, LaneEvent.ATTESTED)]
     assert not any(state is LaneState.CLOSED for state, _ in lane_module._NEXT)
-    with pytest.raises(ValueError, match=r"syncing can take \['committed', 'failed', 'removed'\]"):
+    with pytest.raises(
+        ValueError, match=r"syncing can take \['asleep', 'committed', 'failed', 'removed'\]"
+    ):
         next_state(LaneState.SYNCING, LaneEvent.ATTESTED)

@@ -5,16 +5,21 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from torchtitan.grpo.attestation import Attestation, Probes, Tolerances
 from torchtitan.grpo.config import WeightSync
+from torchtitan.grpo.inference.client import Capabilities
+from torchtitan.grpo.types import ServerInfo
 from torchtitan.grpo.weight_sync import leader as module
 from torchtitan.grpo.weight_sync.lane import Listeners
 from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts, Pin
 from torchtitan.grpo.weight_sync.slots import SlotTable
+from torchtitan.grpo.weight_sync.transports.interface import PushReport
 
 SECONDS = 30
 
@@ -48,31 +53,77 @@ class NoTransport(Any):
 
     async def forget(self, version: int) -> None: ...
 
+    def connect(self, client: Any) -> Any:
+        return client
+
+
+class Way:
+    """Notes what the server is asked for; see `Connection`."""
+
+    def __init__(self, url: str, calls: asyncio.Queue[tuple[str, str]]) -> None:
+        self.url, self.client, self._calls = url, self, calls
+        self.capabilities = Capabilities(stops_for="nothing", takes_deltas=False)
+        self._version = -1
+
+    async def sleep(self) -> None:
+        self._calls.put_nowait((self.url, "sleep"))
+
+    async def wake(self) -> None:
+        self._calls.put_nowait((self.url, "wake"))
+
+    async def push(self, version: int, base: int | None) -> PushReport:
+        self._version = version
+        return PushReport(version, 1, 0.1, 0.1, 0.0)
+
+    async def version(self) -> int:
+        return self._version
+
+    async def join(self) -> None: ...
+
+    async def prepare(self, version: int) -> None: ...
+
+    async def recover(self) -> None: ...
+
+    async def close(self) -> None: ...
+
 
 class Rig:
-    """A leader without servers, and two ranks; slot 0 holds version 7."""
+    """A leader, without servers at first, and two ranks; slot 0 holds version 7.
+
+    ``told`` are lists of servers, or an error, that the leader is told next.
+    """
 
     def __init__(self, max_held: int = 0, num_sources: int = 0) -> None:
+        self.told: list[list[ServerInfo] | Exception] = []
+        self.asked: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         self.calls: list[tuple[int, str, int]] = []
         self.ranks: list[Any] = [Rank(rank, self.calls) for rank in range(2)]
         self.slots = SlotTable(2, max_held)
         self.slots.filled(self.slots.reserve(), 7)
         self.ending = False
-        parts = LeaderParts(self.ranks, self.ranks[:num_sources], [], [], NoTransport(), _no_server)
-        listeners = Listeners(lambda: None, lambda *_: None, lambda *_: None)
-        attestation: Any = None  # there are no lanes
+        parts = LeaderParts(
+            self.ranks, self.ranks[:num_sources], [], [], NoTransport(),
+            lambda server: Way(server.url, self.asked),  # pyright: ignore[reportArgumentType]
+        )  # fmt: skip
+        listeners = Listeners(lambda: None, lambda *_: None, lambda *_: None, print)
+        attestation = Attestation(0, [], Probes(), Tolerances(1.0, 1.0), 1.0)
         self.leader = Leader(
-            self.slots, parts, WeightSync(), attestation, listeners, [], lambda: None
+            self.slots, parts, WeightSync(), attestation, listeners, [], self.changed
         )
         self.running = asyncio.create_task(self.leader.run(lambda: self.ending))
+
+    def changed(self) -> list[ServerInfo] | None:
+        told = self.told.pop(0) if self.told else None
+        if isinstance(told, Exception):
+            raise told
+        return told
+
+    async def hears(self) -> tuple[str, str]:
+        return await asyncio.wait_for(self.asked.get(), SECONDS)
 
     async def end(self) -> None:
         self.ending = True
         await asyncio.wait_for(self.running, SECONDS)
-
-
-def _no_server(server: object) -> Any:
-    raise AssertionError("there are no servers")
 
 
 async def test_no_rank_gathers_and_no_server_gets_a_version_before_all_ranks_have_copied_it():
@@ -128,6 +179,29 @@ async def test_a_copy_that_fails_ends_the_leader_before_anything_is_gathered():
         await asyncio.wait_for(rig.running, SECONDS)
     assert not rig.calls
     assert rig.leader.versions.num_alive == 0
+
+
+async def test_lent_servers_are_told_at_once_whether_to_serve_or_to_sleep():
+    rig = Rig()
+    for rank in rig.ranks:
+        rank.copied.set()
+    a, b = (ServerInfo(f"http://{name}", "vllm", is_lent=True) for name in "ab")
+    rig.told.append([a])
+    assert await rig.hears() == (a.url, "wake")
+    await wait_until(lambda: rig.leader.lanes[0].version == 7)
+    rig.ranks[1].copied.clear()
+    rig.slots.filled(rig.slots.reserve(), 8)
+    rig.slots.wake()
+    # A rank copies late, and so version 8 is not gathered in what follows.
+    b_asleep = replace(b, is_wanted=False)
+    rig.told.append([replace(a, is_wanted=False)])
+    assert await rig.hears() == (a.url, "sleep")
+    rig.told.append([a, b_asleep])
+    assert {await rig.hears(), await rig.hears()} == {(a.url, "wake"), (b.url, "sleep")}
+    rig.told.append(ValueError("an error of ours"))
+    rig.ranks[1].copied.set()
+    with pytest.raises(ValueError, match="an error of ours"):
+        await asyncio.wait_for(rig.running, SECONDS)
 
 
 def lane(name: str, version: int, **changes: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from torchtitan.grpo.weight_sync.lane import LaneState
-from torchtitan.grpo.weight_sync.publisher import WeightPublisher
+from torchtitan.grpo.weight_sync.publisher import WeightPublisher, lane_metrics
 from torchtitan.grpo.weight_sync.slots import SlotTable, SlotVersions
 
 
@@ -32,7 +32,9 @@ class Waiting(WeightPublisher):
 
 def lane(**changes: Any) -> Any:
     values = {"url": "http://a", "state": LaneState.READY, "version": 3, "last_error": ""}
-    return SimpleNamespace(**values | {"is_lost": False, "is_blocked": False} | changes)
+    return SimpleNamespace(
+        **values | {"is_lost": False, "is_asleep": False, "is_blocked": False} | changes
+    )
 
 
 def test_a_version_that_cannot_be_written_is_not_waited_for_without_end():
@@ -48,6 +50,25 @@ def test_a_server_that_is_there_is_waited_for_as_long_as_its_lane_lets_it():
     looks = iter(range(5))
     publisher.wait_for(4, 0.1, lambda: next(looks, None) is None)
     assert next(looks, None) is None
+
+
+def test_a_server_that_sleeps_is_not_waited_for_and_serves_no_version():
+    counts = dict.fromkeys(("num_pushes", "num_attested", "num_failures"), 0)
+    asleep = lane(url="http://b", is_asleep=True, version=-1, last_push=None, **counts)
+    publisher = Waiting(lane(last_push=None, **counts), asleep)
+    publisher.slots = SlotTable(2)
+    publisher.snapshots = SimpleNamespace(stalled_seconds=0.0)
+    publisher.wait_for(3, 60.0, lambda: pytest.fail("the version is served"))
+    metrics = publisher.metrics()
+    assert metrics["weight_sync/server_version"] == 3
+    assert metrics["weight_sync/lost_servers"] == 0
+    assert lane_metrics(asleep, published=7)["lag"] == 0
+
+
+def test_a_server_that_goes_on_sleeping_is_not_waited_for_without_end():
+    publisher = Waiting(lane(is_asleep=True, version=-1))
+    with pytest.raises(TimeoutError, match="no server could take it"):
+        publisher.wait_for(4, 0.3, lambda: False)
 
 
 @pytest.mark.parametrize("behind", [0, 1])

@@ -132,6 +132,12 @@ class PauseBody(msgspec.Struct):
     mode: Literal["retract"]
 
 
+class MemoryBody(msgspec.Struct):
+    """The body of both routes for sleep. All memory is released at once, so there are no ``tags``."""
+
+    tags: None = None
+
+
 class GroupBody(msgspec.Struct):
     master_address: str
     master_port: Annotated[int, Meta(ge=1, lt=2**16)]

@@ -6,7 +6,7 @@
 from dataclasses import asdict, replace
 from typing import Any
 
-from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.inference.client import ServerError, SleepFrees
 from torchtitan.grpo.inference.http import Answer, excerpt
 from torchtitan.grpo.inference.server_spec import LaunchCommand, ServerSpec, seed_option
 from torchtitan.grpo.inference.sglang.client import SGLangClient
@@ -28,6 +28,16 @@ class EmbeddedClient(SGLangClient):
 
     async def group_facts(self) -> list[GroupFacts]:
         return [facts_from_json((await self._server_info()).get("group_facts"))]
+
+    def _frees(self, info: dict[str, Any]) -> SleepFrees:
+        return "memory"
+
+    async def sleep(self) -> SleepFrees:
+        await self._occupy("/release_memory_occupation")
+        return "memory"
+
+    async def wake(self) -> None:
+        await self._occupy("/resume_memory_occupation")
 
     async def leave_weight_groups(self) -> None:
         self._groups.clear()

@@ -12,8 +12,8 @@ number of rows and a number of positions that attention reads, and replayed afte
 Padding rows compute token 0 at position 0. Rows are dense, so the slots of padding rows are
 free, and whoever gets such a slot overwrites it.
 
-A graph's inputs, the slots and the parameters must keep their addresses. When the slots grow,
-all graphs are dropped. New weights are copied into the parameters (`weights.py`).
+A graph's inputs, the slots and the parameters must keep their addresses. When the slots grow, or
+the server sleeps, all graphs are dropped. New weights are copied into the parameters (`weights.py`).
 
 A step runs without a graph if attention would read many more positions than its rows have, as
 with one long row among many short ones.
@@ -87,6 +87,10 @@ class DecodeGraphs:
             return None
         self._graphs[rows, length] = replay
         return replay()[: len(lengths)]
+
+    def release(self) -> None:
+        """Frees all graphs, and the memory that they share."""
+        self._graphs.clear()
 
     def _captured(self, rows: int, length: int) -> Compute | None:
         assert self._capture is not None, "run has asked for it"

@@ -26,6 +26,7 @@ from typing import TypeVar
 
 import torch
 
+from torchtitan.grpo.inference.answers import UPDATING_LABEL
 from torchtitan.grpo.inference.client import ServerLoad
 from torchtitan.grpo.inference.embedded.model import ModelRunner
 from torchtitan.grpo.inference.embedded.prefill import (
@@ -36,6 +37,7 @@ from torchtitan.grpo.inference.embedded.prefill import (
     padded_batches,
 )
 from torchtitan.grpo.inference.embedded.request import Request
+from torchtitan.grpo.inference.embedded.residence import Residence
 from torchtitan.grpo.inference.embedded.sampling import SamplingBatch, sample
 from torchtitan.grpo.inference.embedded.step_layout import upload
 
@@ -82,6 +84,7 @@ class Engine:
         self._generator.manual_seed(seed)
         self.version = "default"
         self.is_paused = False
+        self.residence = Residence.SERVED
         self.failure: BaseException | None = None
         self.num_tokens = 0
         self.num_steps = 0
@@ -157,11 +160,19 @@ class Engine:
         return self.run(lambda: self._set_version(version))
 
     def swap_weights(self, swap: Callable[[], None], version: str) -> "Future[float]":
-        """Runs ``swap``, which must not fail half-way, between two steps.
+        """Runs ``swap``, which must not fail half-way, between two steps; all weights after a sleep.
 
         The keys and values of the old weights are computed again. Returns the seconds of the stop.
         """
         return self.run(lambda: self._swap_weights(swap, version))
+
+    def sleep(self, release: Callable[[], None]) -> "Future[None]":
+        """Ends all requests and frees keys and values; ``release`` must free the weights."""
+        return self.run(lambda: self._sleep(release))
+
+    def wake(self, allocate: Callable[[], None]) -> "Future[None]":
+        """Lets a sleeping server take weights; ``allocate`` may make room for them."""
+        return self.run(lambda: self._wake_up(allocate))
 
     def run(self, function: Callable[[], _T], *, only_adds: bool = False) -> "Future[_T]":
         """Runs ``function`` on the engine's thread between two steps."""
@@ -244,6 +255,9 @@ class Engine:
     def _enqueue(self, requests: list[Request]) -> None:
         for request in requests:
             request.start_segment(self.version)
+            if (refusal := self.residence.refusal) is not None:
+                self._finish(request, refusal)
+                continue
             if request.logprob_start is not None:
                 self._to_rate.append(request)
             if request.sampling.max_new_tokens == 0:
@@ -308,12 +322,28 @@ class Engine:
             if request is not None:
                 request.start_segment(version)
 
+    def _sleep(self, release: Callable[[], None]) -> None:
+        self._abort(None, "The server was put to sleep.")
+        self._rows, self._holes, self._batch = [], [], None
+        self._runner.release()
+        release()
+        self.residence = Residence.ASLEEP
+        self._set_version(UPDATING_LABEL)
+        if self._runner.device.type == "cuda":
+            torch.cuda.empty_cache()  # for other processes
+
+    def _wake_up(self, allocate: Callable[[], None]) -> None:
+        if self.residence is Residence.ASLEEP:
+            allocate()
+            self.residence = Residence.EMPTY
+
     def _swap_weights(self, swap: Callable[[], None], version: str) -> float:
         started = time.perf_counter()
         swap()
         if self._runner.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # its copies on the GPU count as a stop
         self.num_swaps += 1
+        self.residence = Residence.SERVED
         self._set_version(version)
         running = [r for r in self._rows if r is not None and r.prefilled_to is None]
         self.num_recomputed += self._queue.put_back(running)

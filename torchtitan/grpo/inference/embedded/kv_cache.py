@@ -11,7 +11,8 @@ Invariants:
     - Positions ``[0, length)`` of a slot hold the computed tokens of its request. The rest is
       meaningless and masked, but finite: it is zeroed on allocation, because an attention weight
       of 0 times NaN is NaN.
-    - Storage grows by doubling and never shrinks, so it is allocated a few times in a run.
+    - Storage grows by doubling and shrinks only in :meth:`SlotCache.release`, so it is allocated a
+      few times in a run.
     - Slots are addressed by integers and by tensors of their own device. A list would be uploaded,
       and the host would wait for the upload.
 """
@@ -33,12 +34,17 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self.max_slots = max_slots
         self.max_length = max_length
-        self._num_slots = min(16, max_slots)
-        self._length = min(128, max_length)
         self.generation = 0
+        self.release()
+        self._rows = torch.empty(0, dtype=torch.long)
+
+    def release(self) -> None:
+        """Frees all slots, none of which may be in use; the next step allocates new ones."""
+        self._num_slots = min(16, self.max_slots)
+        self._length = min(128, self.max_length)
         # Keys and values, one tensor a layer: [2, slots, kv_heads, length, head_dim].
         self.slots: list[torch.Tensor] = []
-        self._rows = torch.empty(0, dtype=torch.long)
+        self.generation += 1
 
     def plan(self, step: StepLayout) -> None:
         self.step = step

@@ -106,6 +106,12 @@ class ModelRunner:
             hidden = self._hidden(ids, StepLayout(positions, ranges, whole, chunk))
         return self.model.lm_head(hidden[: len(lengths)])
 
+    def release(self) -> None:
+        """Frees keys, values and graphs; there must be no rows."""
+        self.cache.release()
+        if self._graphs is not None:
+            self._graphs.release()
+
     def _hidden(self, ids: torch.Tensor, step: StepLayout) -> torch.Tensor:
         """Returns [num_tokens, dim]."""
         self.cache.plan(step)

@@ -25,6 +25,7 @@ from torchtitan.grpo.inference.embedded import bodies
 from torchtitan.grpo.inference.embedded.bodies import ModelFacts, error_response, success
 from torchtitan.grpo.inference.embedded.engine import Engine, EngineError
 from torchtitan.grpo.inference.embedded.request import Request
+from torchtitan.grpo.inference.embedded.residence import Residence
 from torchtitan.grpo.inference.embedded.updates import WeightUpdater
 from torchtitan.grpo.monitoring.site import Health, healthz, metrics
 from torchtitan.grpo.system.connections import answering
@@ -78,6 +79,8 @@ class EmbeddedServer:
             ("POST", "/abort_request", self._abort_request, control),
             ("POST", "/pause_generation", self._pause, control),
             ("POST", "/continue_generation", self._continue, control),
+            ("POST", "/release_memory_occupation", self._sleep, control),
+            ("POST", "/resume_memory_occupation", self._wake, control),
             ("POST", "/init_weights_update_group", self._init_group, control),
             ("POST", "/leave_weight_groups", self._leave_groups, control),
             ("POST", "/begin_weight_update", self._begin_update, control),
@@ -111,6 +114,8 @@ class EmbeddedServer:
                 return error_response(400, str(error))
             except EngineError as error:
                 return error_response(500, str(error))
+            except _NoWeights as error:
+                return error_response(503, str(error))
 
         return guarded
 
@@ -125,6 +130,7 @@ class EmbeddedServer:
     async def _generate(self, http: web.Request) -> web.Response:
         body = await _parsed(http, bodies.GenerateBody)
         requests = body.requests(self._facts)
+        self._require_weights()
         await self._finished(requests)
         for request in requests:
             reason = request.finish_reason or {}
@@ -178,6 +184,7 @@ class EmbeddedServer:
     async def _ready(self, http: web.Request) -> web.Response:
         if not self.engine.is_alive or self.engine.is_paused:
             return error_response(503, "The engine is paused or has ended.")
+        self._require_weights()
         return success("Ready.")
 
     async def _model_info(self, http: web.Request) -> web.Response:
@@ -194,6 +201,7 @@ class EmbeddedServer:
                 "dp_size": 1,
                 "weight_version": engine.version,
                 "is_paused": engine.is_paused,
+                "asleep": engine.residence is Residence.ASLEEP,
                 "max_batched_tokens": engine.step_tokens,
                 **{name: getattr(engine, name) for name in _COUNTS},
                 "weight_groups": self.updater.session.group_names,
@@ -217,6 +225,7 @@ class EmbeddedServer:
         return web.json_response({"version": DIALECT_VERSION, "loads": [loads]})
 
     async def _weights_checker(self, http: web.Request) -> web.Response:
+        self._require_weights()
         # On the engine's thread, so that no swap happens between two parameters.
         checksums = await asyncio.wrap_future(self.engine.run(self.updater.table.checksums))
         return success("Success.", ranks=[{"checksums": checksums, "algorithm": "sha256"}])
@@ -231,6 +240,20 @@ class EmbeddedServer:
     async def _continue(self, http: web.Request) -> web.Response:
         await asyncio.wrap_future(self.engine.resume())
         return success("Generation continued.")
+
+    async def _sleep(self, http: web.Request) -> web.Response:
+        await _parsed(http, bodies.MemoryBody)
+        await _on_thread(self.updater.sleep)
+        return success("Asleep: weights and caches are freed.")
+
+    async def _wake(self, http: web.Request) -> web.Response:
+        await _parsed(http, bodies.MemoryBody)
+        await _on_thread(self.updater.wake)
+        return success("Awake. After a sleep, requests are taken when all weights were pushed.")
+
+    def _require_weights(self) -> None:
+        if (refusal := self.engine.residence.refusal) is not None:
+            raise _NoWeights(refusal)
 
     async def _init_group(self, http: web.Request) -> web.Response:
         body = await _parsed(http, bodies.GroupBody)
@@ -277,6 +300,10 @@ class EmbeddedServer:
         self.updater.session.forget_base()  # deltas name the version that it had
         await asyncio.wrap_future(self.engine.set_version(body.new_version))
         return success(f"Weight version updated to {body.new_version}")
+
+
+class _NoWeights(RuntimeError):
+    """The server is asleep, or was, and waits for weights."""
 
 
 async def _parsed(http: web.Request, kind: type[_T]) -> _T:
@@ -330,8 +357,11 @@ class EngineMonitor:
             problem = (
                 f"{engine.num_running} requests run, and no step was taken for {without:.0f} s."
             )
+        phase = "paused" if engine.is_paused else "idle" if is_idle else "generating"
+        if engine.residence is not Residence.SERVED:
+            phase = engine.residence.value
         facts = {
-            "phase": "paused" if engine.is_paused else "idle" if is_idle else "generating",
+            "phase": phase,
             "version": engine.version,
             "running": engine.num_running,
             "waiting": engine.num_waiting,

@@ -14,7 +14,7 @@ status 400.
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
@@ -24,6 +24,7 @@ import torch
 
 from torchtitan.grpo.inference.embedded.bodies import GroupBody
 from torchtitan.grpo.inference.embedded.engine import Engine
+from torchtitan.grpo.inference.embedded.residence import Residence
 from torchtitan.grpo.inference.embedded.weights import WeightTable
 from torchtitan.grpo.system.files import check_folder
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter, served_weight_of
@@ -73,8 +74,21 @@ class WeightUpdater:
         with self._exclusive(_LEAVE_SECONDS):
             self.session.drop()
 
+    def sleep(self) -> None:
+        """Frees the memory of the weights and of the cache. All requests and an open update end."""
+        with self._exclusive(_LEAVE_SECONDS):
+            self.session.release()
+            self._pushed = set(self.table.parameters)  # adapters alone no longer make all weights
+            self._wait(self._engine.sleep(self.table.release))
+
+    def wake(self) -> None:
+        """Lets a sleeping server take weights. It serves again when all of them are committed."""
+        with self._exclusive(_LEAVE_SECONDS):
+            self._wait(self._engine.wake(self.table.allocate))
+
     def begin(self) -> None:
         with self._exclusive():
+            self._refuse_asleep()
             self.session.begin()
             self._version = None
 
@@ -102,6 +116,7 @@ class WeightUpdater:
     def load_from_disk(self, model_path: str, version: str) -> float:
         """Serves the weights of a Hugging Face directory; returns the seconds of the stop."""
         with self._exclusive():
+            self._refuse_asleep()
             self.session.begin()
             with self._dropping():
                 check_folder(model_path)
@@ -157,6 +172,8 @@ class WeightUpdater:
                 )
                 if name in pushed or name in self.table.parameters
             }
+        if self._engine.residence is not Residence.SERVED:
+            self._require_all(tensors)
         self.table.wait_prepared()
         seconds = self._swap(tensors, version)
         self._pushed = pushed
@@ -165,6 +182,25 @@ class WeightUpdater:
         )
         logger.info("Serving %d new tensors as version %s.", len(tensors), version)
         return f"Serving {len(dtypes)} tensors as version {version!r}.", seconds
+
+    def _refuse_asleep(self) -> None:
+        if self._engine.residence is Residence.ASLEEP:
+            raise UpdateError(Residence.ASLEEP.refusal)
+
+    def _require_all(self, names: Collection[str]) -> None:
+        if missing := self.table.missing(names):
+            raise UpdateError(
+                f"{Residence.EMPTY.refusal} {len(missing)} are missing, such as {missing[:3]}."
+            )
+
+    def _wait(self, future: "Future[None]") -> None:
+        try:
+            future.result(self._timeout_seconds)
+        except FutureTimeoutError as error:
+            future.cancel()
+            raise UpdateError(
+                f"no step of the engine ended within {self._timeout_seconds} s."
+            ) from error
 
     def _is_base(self, dtypes: dict[str, str]) -> bool:
         """Returns whether deltas can be applied: all weights were received, and are held exactly."""

@@ -13,7 +13,7 @@ The second copy stays on the GPU and reads and writes every byte once: 10 ms for
 """
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -92,6 +92,22 @@ class WeightTable:
             self.parameters[name].copy_(tensor)
         # The memory of the tensors is the stream's, for the next version to be copied to.
         self.stream.wait_stream(decoding)
+
+    def release(self) -> None:
+        """Frees the memory of the weights. Their names, shapes and dtypes stay."""
+        self._replace(lambda held: held.new_zeros(()).expand(held.shape))
+
+    def allocate(self) -> None:
+        """Makes room for new weights after :meth:`release`; on a CPU these come with their own."""
+        if self.stream is not None:
+            self._replace(lambda held: held.new_empty(held.shape))
+
+    def _replace(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        # Tied weights are one parameter under several names. The engine's thread runs this in inference
+        # mode, whose tensors could not be replaced by others later.
+        with torch.inference_mode(False), torch.no_grad():
+            for held in {id(p): p for p in self.parameters.values()}.values():
+                held.data = make(held.data)
 
     def checksums(self) -> dict[str, str]:
         """Returns the SHA-256 of each parameter's bytes, row by row, in the model's dtype."""

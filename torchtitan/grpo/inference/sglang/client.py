@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.grpo.inference.answers import (
+    UNPUSHED_LABEL,
     UPDATING_LABEL,
     as_object,
     card_of,
@@ -19,7 +20,13 @@ from torchtitan.grpo.inference.answers import (
     smallest,
     version_or_none,
 )
-from torchtitan.grpo.inference.client import PromptRating, ServerError, ServerFacts, ServerLoad
+from torchtitan.grpo.inference.client import (
+    PromptRating,
+    ServerError,
+    ServerFacts,
+    ServerLoad,
+    SleepFrees,
+)
 from torchtitan.grpo.inference.http import HttpClient, excerpt
 from torchtitan.grpo.inference.identify import require_kind
 from torchtitan.grpo.inference.server_spec import (
@@ -69,6 +76,7 @@ class SGLangClient(HttpClient):
     _adds_adapters = False
     _num_adapter_buckets = 0
     _was_ready = False
+    _is_asleep: bool | None = False  # None from the request to wake until its answer
 
     async def generate(self, request: GenerateRequest) -> Generation:
         body = await self._ask_model(
@@ -100,6 +108,7 @@ class SGLangClient(HttpClient):
                 server.get("max_model_len"),
                 server.get("max_total_num_tokens"),
             ),
+            sleep_frees=self._frees(server),
         )
 
     async def _vocab_size(self) -> int | None:
@@ -112,11 +121,12 @@ class SGLangClient(HttpClient):
 
     async def health(self) -> None:
         # `/health` generates a token, which takes a second and fails while the server is paused.
-        # `/ready` answers 503 both while the server starts and while it is paused. A server that
-        # was ready before, or holds pushed weights, has started; then its scheduler must answer.
+        # `/ready` answers 503 while the server starts, is paused or sleeps. A server that was ready
+        # before, or has had pushed weights, has started; then its scheduler must answer.
         answer = await self._http.get("/ready", accept=(503,))
         if answer.status == 503:
-            if not self._was_ready and await self.version() is None:
+            label = None if self._was_ready else (await self._model_info()).get("weight_version")
+            if label in (UNPUSHED_LABEL, None) and not self._was_ready:
                 raise ServerError(f"{self.url}/ready answered 503: the server is starting.")
             await self._server_info()
         self._was_ready = True
@@ -162,6 +172,47 @@ class SGLangClient(HttpClient):
     async def resume(self) -> None:
         await self._http.post("/continue_generation", {})
 
+    def _frees(self, info: dict[str, Any]) -> SleepFrees:
+        # On a CPU, the option is accepted and has no effect.
+        frees = info.get("enable_memory_saver") is True and info.get("device") != "cpu"
+        return "memory" if frees else "nothing"
+
+    async def sleep(self) -> SleepFrees:
+        # Requests in flight are held. A server that is not paused would die of an assertion about them.
+        await self.pause()
+        frees = self._frees(await self._server_info())
+        sleeps = frees == "memory" and await self._sleeps()
+        if sleeps and self._is_asleep is None:
+            raise ServerError(
+                f"{self.url} must have its memory or not, but it has not answered the request for it. "
+                "Only a restart tells."
+            )
+        if frees == "memory" and not sleeps:
+            self._update_marked = False
+            await self._mark_updating()
+            self._is_asleep = True  # a second time, either request would end the server
+            await self._occupy("/release_memory_occupation")
+        return frees
+
+    async def wake(self) -> None:
+        if await self._sleeps():
+            self._is_asleep = None
+            await self._occupy("/resume_memory_occupation")
+            self._is_asleep = False
+        await self.resume()
+
+    async def _sleeps(self) -> bool:
+        # A server that was restarted in its sleep is awake, and would die of the request to wake.
+        if self._is_asleep is not False:
+            label = (await self._model_info()).get("weight_version")
+            if label in (UNPUSHED_LABEL, None):
+                self._is_asleep = False
+        return self._is_asleep is not False
+
+    async def _occupy(self, route: str) -> None:
+        # Without tags, for weights, cache and CUDA graphs, in the right order.
+        await self._http.post(route, {})
+
     async def join_weight_group(self, info: WeightGroupInfo) -> None:
         await self._http.post(
             "/init_weights_update_group",
@@ -169,7 +220,7 @@ class SGLangClient(HttpClient):
             timeout_seconds=info.timeout_seconds,
         )
         self._groups[info.group_name] = info
-        self._adds_adapters = False  # it may have been restarted before
+        self._adds_adapters = self._is_asleep = False  # it may have been restarted before
 
     async def leave_weight_groups(self) -> None:
         # Only the groups of this client have known names. The groups of a trainer that has ended
@@ -343,6 +394,8 @@ def launch_command(spec: ServerSpec) -> LaunchCommand:
     command += ["--chunked-prefill-size", str(batched_tokens(spec))]
     command += ["--prefill-decode-interval", "1"]
     command += ["--tp-size", str(spec.tensor_parallel_size)]
+    if spec.is_lent and spec.device == "cuda":
+        command += ["--enable-memory-saver"]
     if spec.gpu_memory_utilization is not None and spec.device == "cuda":
         command += ["--mem-fraction-static", f"{spec.gpu_memory_utilization:g}"]
     command += seed_option("--random-seed", spec)

@@ -33,6 +33,7 @@ from torchtitan.grpo.inference.client import (
     ServerError,
     ServerFacts,
     ServerLoad,
+    SleepFrees,
 )
 from torchtitan.grpo.inference.http import HttpClient, RouteError, excerpt
 from torchtitan.grpo.inference.identify import require_kind
@@ -58,9 +59,10 @@ logger = logging.getLogger(__name__)
 
 _PROBE_TOKENS = (0, 1)  # in every vocabulary
 _PROBE_TOLERANCE = 1e-3
-# The class whose methods vLLM adds to its workers, and the method that tells the facts for groups.
+# The class whose methods vLLM adds to its workers, and those methods.
 _WORKER_EXTENSION = "torchtitan.grpo.inference.vllm.worker_extension.WorkerExtension"
 _GROUP_FACTS_METHOD = "torchtitan_grpo_group_facts"
+_SLEEP_FREES_METHOD = "torchtitan_grpo_sleep_frees"
 NO_EXTENSION = (
     f"vLLM tells it if it is started with --worker-extension-cls {_WORKER_EXTENSION}, as "
     "scripts/serve_vllm.sh starts it."
@@ -160,6 +162,7 @@ class VLLMClient(HttpClient):
             model_path=card.get("root"),
             vocab_size=found.vocab_size,
             max_model_len=smallest(card.get("max_model_len")),
+            sleep_frees="nothing" if found.problems else await self._sleep_frees(),
             problems=tuple(found.problems),
             warnings=tuple(f"{self.url}: {text}." for text in found.warnings),
         )
@@ -192,19 +195,41 @@ class VLLMClient(HttpClient):
         return sizes[0]
 
     async def group_facts(self) -> list[GroupFacts]:
-        # A server that was started without the extension answers with an error.
-        body = {"method": _GROUP_FACTS_METHOD}
+        results = await self._ask_workers(_GROUP_FACTS_METHOD)
+        return [facts_from_json(result) for result in results] or [GroupFacts(hint=NO_EXTENSION)]
+
+    async def _ask_workers(self, method: str) -> list[Any]:
+        """Returns each worker's answer, or nothing if vLLM was started without the extension."""
+        body = {"method": method}
         answer = await self._http.post("/collective_rpc", body, accept=(400, 404, 500))
         results = answer.body.get("results") if isinstance(answer.body, dict) else None
-        if answer.status != 200 or not results:
-            return [GroupFacts(hint=NO_EXTENSION)]
-        return [facts_from_json(result) for result in results]
+        return results if answer.status == 200 and isinstance(results, list) else []
 
     async def pause(self) -> None:
         await self._http.post("/pause?mode=keep")
 
     async def resume(self) -> None:
         await self._http.post("/resume")
+
+    async def _sleep_frees(self) -> SleepFrees:
+        results = await self._ask_workers(_SLEEP_FREES_METHOD)
+        return "memory" if results and set(results) == {"memory"} else "nothing"
+
+    async def sleep(self) -> SleepFrees:
+        frees = await self._sleep_frees()
+        if frees == "memory":
+            await self._mark_updating()
+        # Level 2 discards weights, of which level 1 would keep a copy on the host, although they are
+        # replaced after training. Level 0 stops generation. Each ends the requests.
+        level = 2 if frees == "memory" else 0
+        await self._http.post(f"/sleep?level={level}&mode=abort")
+        return frees
+
+    async def wake(self) -> None:
+        answer = await self._http.post("/wake_up")
+        status = _field(answer.body, "status", f"{self.url}/wake_up")
+        if status != "awake":
+            raise ServerError(f"{self.url}/wake_up must answer 'awake', got {excerpt(status)}")
 
     async def join_weight_group(self, info: WeightGroupInfo) -> None:
         route, body = "/init_weight_transfer_engine", asdict(info)
@@ -367,6 +392,8 @@ def launch_command(spec: ServerSpec) -> LaunchCommand:
     command += ["--worker-extension-cls", _WORKER_EXTENSION]
     command += ["--middleware", GUARD]
     command += ["--tensor-parallel-size", str(spec.tensor_parallel_size)]
+    if spec.is_lent and spec.device == "cuda":  # the CPU build refuses the option
+        command += ["--enable-sleep-mode"]
     if spec.gpu_memory_utilization is not None and spec.device == "cuda":
         command += ["--gpu-memory-utilization", f"{spec.gpu_memory_utilization:g}"]
     command += seed_option("--seed", spec)

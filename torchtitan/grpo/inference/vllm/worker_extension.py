@@ -16,9 +16,14 @@ from torchtitan.grpo.weight_wire.process_group import own_group_facts
 
 
 class WorkerExtension:
-    """Becomes a base class of vLLM's worker class, which has the attribute ``device``."""
+    """Becomes a base class of vLLM's worker class, whose attributes these are."""
 
     device: torch.device
+    vllm_config: Any
 
     def torchtitan_grpo_group_facts(self) -> dict[str, Any]:
         return asdict(own_group_facts(self.device))
+
+    def torchtitan_grpo_sleep_frees(self) -> str:
+        # Without the option, /sleep and /wake_up answer as usual and free nothing.
+        return "memory" if self.vllm_config.model_config.enable_sleep_mode else "nothing"

@@ -8,7 +8,6 @@ A program ends alone: its process is killed together with everything in its sess
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import json
 import logging
@@ -34,6 +33,7 @@ from torchtitan.grpo.rollout.environments.environment_pool import (
     EnvironmentFailed,
     EnvironmentsFailing,
 )
+from torchtitan.grpo.system.child import child_command
 from torchtitan.grpo.system.waits import wait_at_most
 from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.channel import NotPlainData, Refused, not_passed
@@ -41,7 +41,6 @@ from torchtitan.grpo.workers.owner import OUTPUT_HINT, FailureLimit, WorkerOwner
 from torchtitan.grpo.workers.process import (
     WorkerLost,
     WorkerProcess,
-    apply_limits,
     limits_of,
     worker_environment,
 )
@@ -174,23 +173,21 @@ class Commands:
     async def _start(
         self, access: Access, row: str, output: "_Output"
     ) -> asyncio.subprocess.Process:
+        environment = self._environment() | access.variables()
         try:
             # A file, because a program need not read its row, and a pipe holds only so much.
             with tempfile.TemporaryFile() as file:
                 file.write(row.encode() + b"\n")
                 file.seek(0)
-                # Limits take a preexec_fn, for which the tables of this process's memory are copied: up to
-                # a tenth of a second in which no other episode goes on.
-                has_limits = bool(limits_of(self._workers))
+                command, limits = self._command, limits_of(self._workers)
+                if limits:
+                    command = child_command(command, environment, signal.SIGKILL, limits)
                 return await asyncio.create_subprocess_exec(
-                    *self._command,
+                    *command,
                     stdin=file,
                     stdout=output.descriptor,
                     start_new_session=True,
-                    env=self._environment() | access.variables(),
-                    preexec_fn=functools.partial(apply_limits, self._workers)
-                    if has_limits
-                    else None,
+                    env=environment,
                 )
         except (OSError, subprocess.SubprocessError) as error:
             raise EnvironmentFailed(

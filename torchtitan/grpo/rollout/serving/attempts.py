@@ -17,7 +17,7 @@ from typing import TypeVar
 from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.drops import DropLog
-from torchtitan.grpo.rollout.serving.requests import check_generation, unknown_ids_in
+from torchtitan.grpo.rollout.serving.requests import as_segment, check_generation, unknown_ids_in
 from torchtitan.grpo.rollout.serving.server_state import Job, Server
 from torchtitan.grpo.types import GenerateRequest, Generation
 
@@ -31,7 +31,7 @@ class ServersFailing(RuntimeError):
 
 
 class GivenBack(ServerError):
-    """The server left READY during a request. This does not count as a failed request."""
+    """The server left READY during a request. The completion is generated again as often as needed."""
 
 
 class Attempts:
@@ -49,6 +49,8 @@ class Attempts:
     ) -> None:
         self._vocab_size = vocab_size
         self._request_timeout = config.request_timeout_seconds
+        # A part's end depends on time, so what follows it would not be reproducible.
+        self._keeps_parts = not config.deterministic
         self._max_consecutive_failures = config.max_consecutive_failures
         self._set_lost = set_lost
         self._drops = drops
@@ -66,7 +68,7 @@ class Attempts:
         attested = server.version
         if attested is None:
             raise GivenBack(f"{server.url} was lost before the request was sent")
-        task = asyncio.create_task(self._request(server, request))
+        task = asyncio.create_task(self._request(server, job, request))
         server.start_request(task)
         left = server.left()
         try:
@@ -76,25 +78,33 @@ class Attempts:
             raise
         if left.done() and (not task.done() or task.cancelled() or task.exception() is not None):
             # The caller that reported the loss handles it.
-            self.num_failed += 1
-            raise GivenBack(f"{server.url} was lost while it generated a completion")
+            raise self._given_back(job, f"{server.url} was lost while it generated a completion")
         try:
             generation = task.result()
-            await self._check_versions(server, generation, attested, left)
+            await self._check_versions(server, job, generation, attested, left)
         except GivenBack:
-            self.num_failed += 1
             raise
         except ServerError as error:
+            if job.is_cut:
+                raise GivenBack(f"{server.url} was cut before it had a token: {error}") from error
             self._record_failure(server, job, error)
             raise
         self._consecutive_failures = 0
         server.failures_in_a_row = 0
         if not job.is_evaluation:
             self.num_tokens += len(generation.token_ids)
-        self._count_cut(server, request, generation)
+            server.num_tokens += len(generation.token_ids)
+        if not job.is_cut:
+            self._count_short(server, request, generation)
         return generation
 
-    def _count_cut(self, server: Server, request: GenerateRequest, generation: Generation) -> None:
+    def _given_back(self, job: Job, reason: str) -> GivenBack:
+        self.num_failed += not job.is_cut
+        return GivenBack(reason)
+
+    def _count_short(
+        self, server: Server, request: GenerateRequest, generation: Generation
+    ) -> None:
         num_tokens = len(generation.token_ids)
         if generation.finish_reason == "length" and num_tokens < request.max_new_tokens:
             self._drops.record(
@@ -106,7 +116,7 @@ class Attempts:
                 source=server.url,
             )
 
-    async def _request(self, server: Server, request: GenerateRequest) -> Generation:
+    async def _request(self, server: Server, job: Job, request: GenerateRequest) -> Generation:
         try:
             async with asyncio.timeout(self._request_timeout):
                 generation = await self._generate(server, request)
@@ -115,6 +125,10 @@ class Attempts:
                 f"{server.url} did not finish a completion of at most {request.max_new_tokens} "
                 f"tokens within rollout.request_timeout_seconds = {self._request_timeout:g}."
             ) from error
+        if job.is_cut and generation.finish_reason == "abort":
+            if not self._keeps_parts:
+                raise GivenBack(f"{server.url} was cut while it generated a completion")
+            generation = as_segment(generation, request)
         check_generation(generation, request, self._vocab_size, server.url)
         return generation
 
@@ -133,11 +147,22 @@ class Attempts:
         return await server.client.generate(request)
 
     async def _check_versions(
-        self, server: Server, generation: Generation, attested: int, left: asyncio.Future[None]
+        self,
+        server: Server,
+        job: Job,
+        generation: Generation,
+        attested: int,
+        left: asyncio.Future[None],
     ) -> None:
         versions = [segment.version for segment in generation.segments]
+        if job.is_cut:
+            newest = server.attested
+            assert newest is not None, "only a server that was attested is cut"
+            if min(versions) < attested or max(versions) > newest:
+                raise GivenBack(f"{server.url} was cut before its newest weights were attested")
+            return
         if max(versions) > attested:
-            await self._until_attested(server, max(versions), left)
+            await self._until_attested(server, job, max(versions), left)
         if server.version is not None and min(versions) < attested:
             # The server was restarted. It gets no requests until its weights are attested again.
             self._set_lost(
@@ -146,7 +171,7 @@ class Attempts:
             )
 
     async def _until_attested(
-        self, server: Server, newest: int, left: asyncio.Future[None]
+        self, server: Server, job: Job, newest: int, left: asyncio.Future[None]
     ) -> None:
         deadline = time.monotonic() + self._request_timeout
         while not left.done() and (server.version is None or server.version < newest):
@@ -160,7 +185,8 @@ class Attempts:
                     f"rollout.request_timeout_seconds = {self._request_timeout:g}."
                 )
         if left.done():
-            raise GivenBack(f"{server.url} was lost before version {newest} was attested")
+            reason = f"{server.url} was lost before version {newest} was attested"
+            raise self._given_back(job, reason)
 
     def _record_failure(self, server: Server, job: Job, error: ServerError) -> None:
         """Counts requests that fail together, as when their server ends, as one failure.

@@ -6,13 +6,15 @@
 A server receives requests only while the weight pusher has attested which version it serves::
 
     WAITING --version attested--> READY --lost, or found with old weights--> WAITING
-       |  ^                         |
-       v  +---- restarted ----+     v
-       +----- ended ---------> DOWN          any state --removed--> forgotten
+    WAITING, READY --cut--> CUT --asleep or not, admitted--> WAITING
+    WAITING --asleep--> ASLEEP --woken, version attested--> READY
+    any state --ended--> DOWN --restarted--> WAITING        any state --removed--> forgotten
+    ASLEEP --lost--> WAITING
 
 All rollouts of a group start on one server, which then computes the prompt only once. If a
 server leaves READY, its unfinished completions are generated again from the beginning, by any
-READY server whose weights are not older than those of the first attempt.
+READY server whose weights are not older than those of the first attempt. If it is cut, because its
+devices are needed, they keep the tokens that they have.
 """
 
 import asyncio
@@ -35,8 +37,10 @@ from torchtitan.grpo.rollout.serving.attempts import (
     is_overdue,
 )
 from torchtitan.grpo.rollout.serving.concurrency import ConcurrencyWindow
+from torchtitan.grpo.rollout.serving.patience import Patience
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.serving.server_state import Job, Server, best_server
+from torchtitan.grpo.system.waits import wait_at_most
 from torchtitan.grpo.types import Generation, Prompt
 
 __all__ = ["Dispatcher", "Server", "ServersFailing"]
@@ -48,8 +52,13 @@ _ATTEMPTS = 2
 # that timed out counts in full.
 _FAILED_CONNECTION = 0.25
 _CLOSE_SECONDS = 0.7
+# How long a server that is cut may take to answer its requests with the tokens that they have, and
+# when it is asked again, because a request may have overtaken the first time.
+_CUT_SECONDS = 5.0
+_CUT_AGAIN_SECONDS = 0.5
 # Poll interval of a completion that waits for a server.
 _LOOK_SECONDS = 0.05
+_RETRY_SECONDS = 0.5
 # Weight of a new completion's length in the running mean of lengths.
 _LENGTH_GAIN = 0.02
 _LOAD_PERIOD_SECONDS = 1.0
@@ -94,10 +103,12 @@ class Dispatcher:
         self.listeners: list[Callable[[], None]] = []
         self.num_hedged = 0
         self.num_hedges_won = 0
+        self.num_cut = 0
         self._config, self._group_size = config, group_size
         self.attempts = Attempts(config, vocab_size, self.set_lost, drops or DropLog())
         self._mean_tokens: float | None = None
         self._is_closed = False
+        self._attested = asyncio.Event()  # replaced each time
         # Request IDs must be unique on a server that several runs share.
         self._run_id = uuid.uuid4().hex[:12]
         self._counter = itertools.count()
@@ -123,9 +134,12 @@ class Dispatcher:
 
     def set_version(self, url: str, version: int) -> None:
         server = self.servers.get(url)
-        if server is None or server.is_down:
+        # Late news must not bring requests to a server that has ended, or that is about to sleep.
+        if server is None or server.is_down or server.is_cut:
             return
         server.attest(version)
+        self._attested.set()
+        self._attested = asyncio.Event()
         self._changed()
 
     def set_lost(self, url: str, reason: str) -> None:
@@ -137,12 +151,64 @@ class Dispatcher:
             "Server %s gets no requests until its weights are updated again: %s", url, reason
         )
         self.attempts.last_error = f"{url}: {reason}"
+        server.is_asleep = False
         self._leave_ready(server)
 
     def set_down(self, url: str, reason: str) -> None:
         if url in self.servers:
             self.servers[url].is_down = True
         self.set_lost(url, reason)
+
+    def set_asleep(self, url: str) -> None:
+        """The server frees its devices, until a version is attested again. Cut it before."""
+        server = self.servers.get(url)
+        if server is not None:
+            server.is_asleep = True
+            server.cut()
+            self._leave_ready(server)
+
+    async def until_attested(self, seconds: float) -> None:
+        """Waits until a version of any server is attested, but not longer than ``seconds``."""
+        await wait_at_most(seconds, self._attested)
+
+    async def cut(self, url: str) -> int:
+        """Ends the requests of the server at ``url`` now; it gets no more before :meth:`admit`.
+
+        Completions keep the tokens that they have, and go on on other servers, or on this one later.
+        This is no failure, also if the server does not answer within five seconds, so that its
+        completions are generated again. Returns the number of requests that it had.
+        """
+        server = self.servers.get(url)
+        if server is None:
+            return 0
+        server.is_cut = True
+        if server.version is None:
+            return 0
+        num_requests = len(server.requests)
+        self.num_cut += num_requests
+        server.cut()
+        deadline = time.monotonic() + _CUT_SECONDS
+        try:
+            while server.requests and (left := deadline - time.monotonic()) > 0:
+                await self._abort_all(server, left)
+        finally:
+            self._leave_ready(server)
+        return num_requests
+
+    def admit(self, url: str) -> None:
+        """Lets a server that was cut become READY again, once a version is attested."""
+        if url in self.servers:
+            server = self.servers[url]
+            server.is_cut = server.is_asleep = server.is_lost = False
+
+    async def _abort_all(self, server: Server, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await server.client.abort(None)
+        except (ServerError, TimeoutError) as error:
+            logger.warning("%s did not abort its requests: %r", server.url, error)
+        if server.requests:
+            await asyncio.wait(server.requests, timeout=min(seconds, _CUT_AGAIN_SECONDS))
 
     def set_running(self, url: str) -> None:
         if url in self.servers:
@@ -152,7 +218,7 @@ class Dispatcher:
     async def watch_loads(self) -> None:
         """A server without an answer stays in use."""
         while True:
-            running = [server for server in self.servers.values() if not server.is_down]
+            running = [s for s in self.servers.values() if not (s.is_down or s.is_asleep)]
             await asyncio.gather(*(server.ask_load() for server in running))
             self._changed()
             await asyncio.sleep(_LOAD_PERIOD_SECONDS)
@@ -170,7 +236,7 @@ class Dispatcher:
     def _leave_ready(self, server: Server) -> None:
         server.leave()
         for other in self.servers.values():
-            if other.window is not None:
+            if other.window is not None and not other.is_lost:
                 other.window.offer(self._quota())
         self._changed()
 
@@ -181,7 +247,11 @@ class Dispatcher:
         return ConcurrencyWindow(floor=self._group_size, ceiling=ceiling, quota=self._quota())
 
     def _quota(self) -> int:
-        num_servers = sum(not server.is_lost for server in self.servers.values())
+        # A server that sleeps keeps its part, because work would otherwise pile up on the others.
+        num_servers = sum(
+            not server.is_lost or (not server.is_down and (server.is_cut or server.is_asleep))
+            for server in self.servers.values()
+        )
         return -(-self._config.max_concurrent_rollouts // max(num_servers, 1))
 
     # -- completions ------------------------------------------------------------------
@@ -213,9 +283,10 @@ class Dispatcher:
         """Starts one completion on a ready ``server``. It is in flight immediately.
 
         A failed request is retried once, one whose connection failed a few times, and one whose
-        server was lost as often as necessary. The task raises :class:`ServerError` if these
-        attempts failed, or no server took it within ``rollout.request_timeout_seconds``, and
-        :class:`ServersFailing`.
+        server was lost as often as necessary. If its server is cut, the answer may be a part, which
+        ended with ``length`` before ``max_new_tokens``: the caller must go on. The task raises
+        :class:`ServerError` if these attempts failed, or no server took it within
+        ``rollout.request_timeout_seconds``, and :class:`ServersFailing`.
 
         ``expected_tokens``, by default the mean of the answers so far, includes later segments.
         ``allowed`` marks a completion of an evaluation, and tells the servers that may generate it.
@@ -315,12 +386,16 @@ class Dispatcher:
     async def _attempt(self, completion: _Completion, server: Server) -> Generation:
         request_id = f"{self._run_id}-{completion.prompt.group_id}-{next(self._counter)}-"
         request = completion.sampling.request(request_id, completion.prompt)
+        job = completion.jobs[server]
         try:
-            generation = await self.attempts.run(server, completion.jobs[server], request)
+            generation = await self.attempts.run(server, job, request)
         except BaseException:  # also if it was cancelled
             self._vacate(completion, server)
             raise
         num_tokens = len(generation.token_ids)
+        if job.is_cut:
+            self._vacate(completion, server)
+            return generation  # it may be a part
         self._vacate(completion, server, num_tokens)
         if completion.is_evaluation:
             return generation  # its prompt and settings differ, and so does its length
@@ -352,7 +427,7 @@ class Dispatcher:
     async def _next_server(self, completion: _Completion, error: ServerError) -> Server:
         """Prefers a server with other completions of the group, which has computed the prompt."""
         seconds, floor = self._config.request_timeout_seconds, completion.floor
-        deadline, group_id = time.monotonic() + seconds, completion.prompt.group_id
+        patience, group_id = Patience(seconds), completion.prompt.group_id
         while True:
             ready = self.ready(lambda version: version >= floor)
             if completion.allowed is not None:
@@ -363,10 +438,10 @@ class Dispatcher:
                 return server
             if self._is_closed:
                 raise error
-            if time.monotonic() > deadline:
+            if patience.has_ended(self.servers.values()):
                 raise ServerError(
                     f"No server of policy_version {floor} or newer could retry a completion "
                     f"within rollout.request_timeout_seconds = {seconds:g}. The "
                     f"previous attempt failed: {error}"
                 ) from error
-            await asyncio.sleep(_LOOK_SECONDS)
+            await self.until_attested(_RETRY_SECONDS)

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.config.cluster import count_servers, server_groups
 from torchtitan.grpo.config.environments import environments_of
 from torchtitan.grpo.config.evaluation import longest_answer
 from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE
@@ -83,6 +84,35 @@ class ServerFleet:
     def servers(self) -> list[ServerInfo]:
         return [info for info, _ in self._members.values()]
 
+    @property
+    def lent(self) -> list[str]:
+        """URLs of the servers on the training devices; see :mod:`torchtitan.grpo.rollout.lending`."""
+        return [info.url for info in self.servers if info.is_lent]
+
+    async def set_wanted(self, is_wanted: bool) -> None:
+        """Tells rank 0's lanes whether lent servers are to serve or to sleep."""
+        for url in self.lent:
+            info, client = self._members[url]
+            self._members[url] = replace(info, is_wanted=is_wanted), client
+        for supervisor in self._supervisors:
+            if supervisor.is_lent:
+                supervisor.set_wanted(is_wanted)
+        await self._tell(self.servers)
+
+    def is_up(self, url: str) -> bool:
+        """Whether a launched server runs and has started."""
+        return any(one.is_up for one in self._supervisors if one.client.url == url)
+
+    async def end(self, url: str) -> bool:
+        """Ends the process of a lent server, which is started again when it is wanted.
+
+        Returns whether the server was up.
+        """
+        for supervisor in self._supervisors:
+            if supervisor.client.url == url:
+                return await supervisor.end()
+        return False
+
     async def start(self) -> None:
         """Launches servers if ``inference.launch`` is set, and waits until all servers are up.
 
@@ -90,7 +120,7 @@ class ServerFleet:
         """
         inference = self._config.inference
         if inference.launch:
-            self._ports = held = HeldPorts(inference.num_servers)
+            self._ports = held = HeldPorts(count_servers(server_groups(self._config)))
             # A thread must not do this: the kernel ends a child together with the thread that
             # started it.
             self._launched = start_servers(self._config, held.ports)
@@ -102,8 +132,9 @@ class ServerFleet:
             urls = await self._first_registered(self._source)
         else:
             urls = checked_urls(inference.urls, "inference.urls")
+        lent = {server.url for server in self._launched if server.spec.is_lent}
         for url in urls:
-            self._join(url)
+            self._join(url, is_lent=url in lent)
         await wait_until_up(
             self.clients,
             self._launched,
@@ -187,7 +218,8 @@ class ServerFleet:
         return urls
 
     async def _check(self, client: InferenceClient) -> None:
-        facts, warnings = await check_server(client, self._needs)
+        needs = replace(self._needs, is_lent=client.url in self.lent)
+        facts, warnings = await check_server(client, needs)
         for warning in warnings:
             self._announce(warning)
         if client in self.clients:  # the server may have left meanwhile
@@ -246,7 +278,7 @@ class ServerFleet:
             logger.info("Server %s leaves (%s).", url, source)
         return bool(new or gone)
 
-    def _join(self, url: str) -> InferenceClient:
+    def _join(self, url: str, *, is_lent: bool = False) -> InferenceClient:
         inference = self._config.inference
         client = make_client(
             inference.kind,
@@ -260,7 +292,10 @@ class ServerFleet:
         # The number is higher than any number that an earlier rollout process can have reported.
         before = self._num_joined.get(client.url, self._config.incarnation * _JOINS_OF_A_PROCESS)
         self._num_joined[client.url] = joined = before + 1
-        self._members[client.url] = ServerInfo(client.url, inference.kind, joined), client
+        self._members[client.url] = (
+            ServerInfo(client.url, inference.kind, joined, is_lent=is_lent),
+            client,
+        )
         return client
 
     def _leave(self, url: str) -> None:

@@ -91,6 +91,15 @@ def unknown_ids_in(generation: Generation, request: GenerateRequest) -> np.ndarr
     return generation.token_ids[np.isin(generation.token_ids, request.unknown_ids)]
 
 
+def as_segment(generation: Generation, request: GenerateRequest) -> Generation:
+    """Makes an aborted answer, with the tokens that it has, one after which the completion can go on.
+
+    SGLang computes one more token for a request that is aborted, which may be its last one.
+    """
+    is_last = generation.token_ids[-1] in request.stop_token_ids
+    return replace(generation, finish_reason="stop" if is_last else "length")
+
+
 def check_generation(
     generation: Generation, request: GenerateRequest, vocab_size: int, url: str
 ) -> None:

@@ -9,9 +9,11 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
 
 from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerLoad
 from torchtitan.grpo.rollout.serving.concurrency import ConcurrencyWindow
+from torchtitan.grpo.rollout.serving.speed_fit import SpeedFit
 from torchtitan.grpo.types import Generation
 
 logger = logging.getLogger(__name__)
@@ -21,20 +23,29 @@ _FIRST_BACKOFF_SECONDS = 0.5
 _LONGEST_BACKOFF_SECONDS = 5.0
 # Weight of a new completion's speed in the running mean.
 _RATE_GAIN = 0.1
+# In doubt, a completion's time is its tokens', and neither the request's nor that of those beside it.
+_DOUBTS = (1e-3, 0.0, 1e-3)
 # A completion longer than expected is assumed to need this part of its expected length again.
 _OVERDUE_PART = 0.25
 _LOAD_TIMEOUT_SECONDS = 2.0
+SPEED_METRICS = ("request_seconds", "token_seconds", "beside_seconds")
+COMPLETIONS_METRIC = "completions_total"
 
 
 @dataclass(eq=False)
 class Job:
-    """One completion that a server is generating, with its number in the server's window."""
+    """One completion that a server is generating, with its number in the server's window.
+
+    If it ``is_cut``, its request is ended on purpose, with the tokens that it has.
+    """
 
     expected_tokens: float
     started_at: float
     number: int | None = None
     group_id: int | None = None
     is_evaluation: bool = False
+    is_cut: bool = False
+    job_seconds_before: float = 0.0
 
     def remaining_tokens(self, now: float, tokens_per_second: float) -> float:
         written = tokens_per_second * (now - self.started_at)
@@ -49,7 +60,12 @@ class Server:
         version: Attested policy version. ``None`` while the server is not READY.
         is_down: Whether the server's process is known to have ended.
         is_lost: Whether the server has left READY and was not attested since.
+        is_asleep: Whether it sleeps, or has woken up and was not attested since.
+        is_cut: Whether it gets no requests, whatever is attested, because its devices are needed.
+        attested: The last version that was attested; it stays when the server leaves READY.
+        num_tokens: Tokens that it has generated, without those of evaluations.
         tokens_per_second: Average speed of one completion among others. 0 before the first.
+        speed: What a completion's time consists of: request, tokens, tokens of those beside it.
         requests: Without an answer, or cancelled, until the server was notified.
         retry_at: End of the pause after a failure.
     """
@@ -58,16 +74,22 @@ class Server:
     version: int | None = None
     is_down: bool = False
     is_lost: bool = False
-    was_attested: bool = False
+    is_asleep: bool = False
+    is_cut: bool = False
+    attested: int | None = None
     window: ConcurrencyWindow | None = None
     jobs: set[Job] = field(default_factory=set)
     reported: ServerLoad | None = None
+    num_tokens: int = 0
     tokens_per_second: float = 0.0
     requests: set[asyncio.Task[Generation]] = field(default_factory=set)
     retry_at: float = 0.0
     last_failure_at: float = 0.0
     failures_in_a_row: int = 0
     samples_unknown_ids: bool = False
+    speed: SpeedFit = field(default_factory=lambda: SpeedFit(_DOUBTS))
+    _job_seconds: float = 0.0  # of all jobs up to the last change
+    _changed_at: float = 0.0
     _left: asyncio.Future[None] | None = None
     _attested: asyncio.Future[None] | None = None
 
@@ -86,6 +108,22 @@ class Server:
     def is_ready(self) -> bool:
         return self.version is not None and time.monotonic() >= self.retry_at
 
+    @property
+    def waits_for_devices(self) -> bool:
+        """Whether it sleeps, or has ended, until the training devices are lent again."""
+        return self.is_asleep or self.is_cut
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it was lost since it was last told to serve."""
+        return self.is_lost and not self.waits_for_devices
+
+    @property
+    def state(self) -> str:
+        if self.is_ready():
+            return "ready"
+        return "asleep" if self.is_asleep else "lost" if self.is_lost else "waiting"
+
     def free_places(self) -> float:
         """How many more rollouts fit into the window: 0 or less if it is full."""
         return math.inf if self.window is None else self.window.size - self.load
@@ -103,6 +141,9 @@ class Server:
             values["waiting"] = float(self.reported.waiting)
             if self.reported.kv_use is not None:
                 values["kv_use"] = self.reported.kv_use
+        if (costs := self.speed.costs()) is not None:
+            values |= dict(zip(SPEED_METRICS, costs, strict=True))
+            values[COMPLETIONS_METRIC] = float(self.speed.number)
         return values
 
     # -- its work ---------------------------------------------------------------------
@@ -116,7 +157,9 @@ class Server:
     ) -> Job:
         """The window counts only completions of rollouts."""
         number = None if self.window is None or is_evaluation else self.window.begin()
-        job = Job(expected_tokens, time.monotonic(), number, group_id, is_evaluation)
+        now = time.monotonic()
+        before = self._count_job_seconds(now)
+        job = Job(expected_tokens, now, number, group_id, is_evaluation, job_seconds_before=before)
         self.jobs.add(job)
         return job
 
@@ -125,10 +168,20 @@ class Server:
         if num_tokens is not None:
             if self.window is not None and job.number is not None:
                 self.window.succeed(job.number, self.load)
-            speed = num_tokens / max(time.monotonic() - job.started_at, 1e-6)
+            now = time.monotonic()
+            seconds = max(now - job.started_at, 1e-6)
+            running = (self._count_job_seconds(now) - job.job_seconds_before) / seconds
+            self.speed.add((1.0, num_tokens, num_tokens * running), seconds)
+            speed = num_tokens / seconds
             gain = _RATE_GAIN if self.tokens_per_second else 1.0
             self.tokens_per_second += gain * (speed - self.tokens_per_second)
+        self._count_job_seconds(time.monotonic())
         self.jobs.discard(job)
+
+    def _count_job_seconds(self, now: float) -> float:
+        self._job_seconds += len(self.jobs) * (now - self._changed_at)
+        self._changed_at = now
+        return self._job_seconds
 
     def start_request(self, request: asyncio.Task[Generation]) -> None:
         self.requests.add(request)
@@ -148,8 +201,8 @@ class Server:
         return self._left
 
     def attest(self, version: int) -> None:
-        self.version = version
-        self.is_lost, self.was_attested = False, True
+        self.version = self.attested = version
+        self.is_lost = self.is_asleep = False
         self.retry_at = 0.0
         former, self._attested = self._attested, None
         if former is not None:
@@ -160,6 +213,12 @@ class Server:
         if self._attested is None:
             self._attested = asyncio.get_running_loop().create_future()
         return self._attested
+
+    def cut(self) -> None:
+        """Leaves READY. Its requests go on, because they are about to be answered."""
+        self.version = None
+        for job in self.jobs:
+            job.is_cut = True
 
     def leave(self) -> None:
         """Cancels its requests, and tells at once who waits for one.
@@ -207,13 +266,27 @@ class Server:
         self.failures_in_a_row += 1
 
 
+class HasLoad(Protocol):
+    """What the choice among servers needs of a server."""
+
+    @property
+    def load(self) -> int: ...
+
+    def free_places(self) -> float: ...
+
+    def remaining_tokens(self) -> float: ...
+
+
+_Server = TypeVar("_Server", bound=HasLoad)
+
+
 def best_server(
-    servers: Iterable[Server],
+    servers: Iterable[_Server],
     *,
     num_completions: int = 1,
-    prefer: Server | None = None,
+    prefer: _Server | None = None,
     has_begun: bool = False,
-) -> Server | None:
+) -> _Server | None:
     """Returns the server that gets the completions, or ``None`` if no server may take them.
 
     Of the servers with room in their window, the one with the least expected remaining work in

@@ -10,7 +10,7 @@ servers would otherwise keep an evaluation from ever ending.
 """
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
@@ -34,6 +34,10 @@ class SpareRoom:
         self._max_concurrent = max_concurrent or max_rollouts
         self._max_rollouts = max_rollouts
         self._pinned: frozenset[str] = frozenset()
+
+    @property
+    def servers(self) -> Mapping[str, Server]:
+        return self._dispatcher.servers
 
     def pin(self, urls: Collection[str]) -> None:
         """Has only these servers generate from now on, while one of them is there; none means any."""
@@ -70,6 +74,9 @@ class SpareRoom:
         return self._dispatcher.submit(
             prompt, server, sampling, expected_tokens=expected_tokens, allowed=self._is_allowed
         )
+
+    async def until_attested(self, seconds: float) -> None:
+        await self._dispatcher.until_attested(seconds)
 
     def hold(self) -> AbstractContextManager[None]:
         return self._dispatcher.hold(is_evaluation=True)

@@ -16,6 +16,9 @@ its restarts count from 0 again. If a server ends before any has taken weights, 
 
 A server whose engine has died may hang forever while it shuts down; vLLM does so. Such a server
 has already closed its socket, and the supervisor ends it. A frozen or busy server is left alone.
+
+A lent server is only started while its devices are lent. If they are needed before it is up, or if it
+does not fall asleep, it is ended and DOWN.
 """
 
 import asyncio
@@ -49,7 +52,9 @@ class Supervisor:
         self.client = client
         self._inference = inference
         self._last = server
-        self._is_closed = False
+        self._is_closed = self._is_ended = self._is_starting = False
+        self._is_wanted = asyncio.Event()
+        self._is_wanted.set()
 
     async def run(self, dispatcher: Dispatcher) -> str:
         """Keeps the server running. Returns a description of its end once it is GONE.
@@ -59,29 +64,60 @@ class Supervisor:
         max_restarts = self._inference.max_restarts
         backoff = Backoff(self._inference.restart_seconds, self._inference.max_restart_seconds)
         end = await self._wait_for_end()
-        if not any(each.was_attested for each in dispatcher.servers.values()):
+        was_used = any(each.attested is not None for each in dispatcher.servers.values())
+        if not (was_used or self._is_ended):
             raise RuntimeError(f"A server must stay up, but it ended before the run used it. {end}")
         while True:
             dispatcher.set_down(self.client.url, "its process has ended")
             self.server = None
-            if backoff.num_failures == max_restarts:
+            if self._is_ended:
+                self._is_ended = False  # on purpose, which is no failure
+            elif backoff.num_failures == max_restarts:
                 return f"It was restarted {max_restarts} times (inference.max_restarts). {end}"
-            seconds = backoff.seconds_after_failure()
-            logger.error(
-                "Restart %d of at most %d (inference.max_restarts) of %s follows in %g s. %s",
-                backoff.num_failures, max_restarts, self.client.url, seconds, end,
-            )  # fmt: skip
-            await asyncio.sleep(seconds)
+            else:
+                seconds = backoff.seconds_after_failure()
+                logger.error(
+                    "Restart %d of at most %d (inference.max_restarts) of %s follows in %g s. %s",
+                    backoff.num_failures, max_restarts, self.client.url, seconds, end,
+                )  # fmt: skip
+                await asyncio.sleep(seconds)
+            await self._is_wanted.wait()
             if self._is_closed:
                 return end
             self._start()
+            self._is_starting = True
             dispatcher.set_running(self.client.url)
             end = await self._wait_until_up()
+            self._is_starting = False
             if end is None:
                 up_since = time.monotonic()
                 end = await self._wait_for_end()
                 if time.monotonic() - up_since >= _PROVEN_SECONDS:
                     backoff.reset()
+
+    @property
+    def is_up(self) -> bool:
+        server = self.server
+        return server is not None and not self._is_starting and server.process.poll() is None
+
+    @property
+    def is_lent(self) -> bool:
+        return self._last.spec.is_lent
+
+    def set_wanted(self, is_wanted: bool) -> None:
+        (self._is_wanted.set if is_wanted else self._is_wanted.clear)()
+
+    async def end(self) -> bool:
+        """Ends the server's process, which is started again when it is wanted.
+
+        Returns whether the server was up.
+        """
+        server, was_up = self.server, not self._is_starting
+        if server is None or server.process.poll() is not None:
+            return False
+        self._is_ended = True
+        await asyncio.to_thread(server.stop, grace_seconds=0.0)
+        return was_up
 
     def close(self) -> LaunchedServer | None:
         """Prevents further restarts. The caller must stop the server that is returned, if any."""

@@ -13,6 +13,7 @@ import torch
 from torchtitan.grpo.inference.client import MAX_TOP_TOKENS
 from torchtitan.grpo.inference.embedded.bodies import MAX_PROMPTS, GenerateBody, ModelFacts, parse
 from torchtitan.grpo.inference.embedded.request import Request
+from torchtitan.grpo.inference.embedded.residence import Residence
 from torchtitan.grpo.inference.embedded.sampling import SamplingBatch, SamplingParams, sample
 from torchtitan.grpo.inference.embedded.server import EngineMonitor
 from torchtitan.grpo.inference.embedded.step_layout import upload
@@ -219,7 +220,7 @@ def test_a_version_that_wrote_no_token_has_no_segment() -> None:
 def test_an_engine_is_stuck_if_it_takes_no_step_between_two_questions():
     engine: Any = SimpleNamespace(
         num_running=1, num_waiting=0, num_steps=5, is_paused=False, is_alive=True, version="3",
-        failure=None,
+        failure=None, residence=Residence.SERVED,
     )  # fmt: skip
     now = 0.0
     monitor = EngineMonitor(engine, lambda: now)

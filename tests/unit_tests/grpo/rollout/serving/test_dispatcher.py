@@ -46,6 +46,16 @@ def test_server_gets_work_only_after_it_was_attested():
     assert dispatcher.choose(lambda version: True) is None
 
 
+async def test_who_waits_for_a_server_hears_at_once_when_one_is_attested():
+    dispatcher = make(*servers_named("ab"))
+    for version, name in enumerate("ab"):
+        waiting = asyncio.create_task(dispatcher.until_attested(60.0))
+        await asyncio.sleep(0.01)
+        assert not waiting.done(), "an earlier version is no news"
+        dispatcher.set_version(f"http://{name}", version)
+        await asyncio.wait_for(waiting, 10.0)
+
+
 async def test_requests_fit_the_row_and_no_id_is_the_beginning_of_another():
     (server,) = servers_named("a")
     dispatcher = attested(server)

@@ -4,7 +4,9 @@
 import asyncio
 import contextlib
 import functools
+import json
 import socket
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,14 @@ from aiohttp import web
 from prompt_files import process_config
 from stub_clients import serving
 
-from torchtitan.grpo.config import Inference, Prompts, Rollout
+from torchtitan.grpo.config import ClusterRow, Inference, Prompts, Rollout
 from torchtitan.grpo.inference.registry import Registration, RegistryFolder
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.fleet import ServerFleet
 
 
 def fleet_of(
-    *urls: str, file: Path | None = None, announce=None, seconds: float = 120.0, **settings: str
+    *urls: str, file: Path | None = None, announce=None, seconds: float = 120.0, **settings: Any
 ) -> ServerFleet:
     """A fleet of servers that the configuration, or a file, names, or that register themselves."""
     inference = Inference(
@@ -97,6 +99,59 @@ async def test_a_run_starts_once_all_servers_are_up_and_a_client_keeps_its_conne
             assert len(told["peers"]) > 5
             assert len(set(told["peers"])) == 1
             await alone.close()
+
+
+# Answers every request as an embedded server does that tells of itself.
+PROGRAM = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(sys.argv[2].encode())
+    do_POST = do_GET
+
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Answers).serve_forever()
+"""
+
+
+async def test_servers_of_a_lent_row_alone_sleep_and_stay_down_until_they_are_wanted(
+    tmp_path: Path, monkeypatch
+):
+    def command(spec, environ) -> tuple[list[str], dict[str, str]]:
+        told = json.dumps(embedded())
+        return [sys.executable, "-c", PROGRAM, str(spec.port), told], dict(environ)
+
+    monkeypatch.setattr("torchtitan.grpo.inference.local_servers.server_command", command)
+    inference = Inference(launch=True, device="cpu", restart_seconds=0.01)
+    rows = {"both": ClusterRow(["train", "rollout"]), "own": ClusterRow(["rollout"], 2)}
+    settings = {"vocab_size": 128, "eos_token_ids": [1], "seq_len": 32, "dump_folder": tmp_path}
+    config = process_config(tmp_path, Prompts(), inference=inference, cluster=rows, **settings)
+    fleet = ServerFleet(config)
+    try:
+        await fleet.start()
+        assert [server.is_lent for server in fleet.servers] == [True, False, False]
+        async with watched(fleet) as (dispatcher, _), asyncio.timeout(60):
+            await asyncio.sleep(0)  # until it is watched
+            await fleet.set_wanted(False)
+            assert [s.url for s in fleet.servers if not s.is_wanted] == fleet.lent
+            lent, *others = fleet._supervisors
+            first = [supervisor.server for supervisor in others]
+            for url in dispatcher.servers:
+                dispatcher.set_version(url, 0)
+                await fleet.end(url)
+            while lent.server or any(one.server in (None, *first) for one in others):
+                await asyncio.sleep(0.01)
+            await fleet.set_wanted(True)
+            while lent.server is None:
+                await asyncio.sleep(0.01)
+            assert lent.is_lent and fleet.lent == [lent.client.url]
+    finally:
+        await fleet.close()
 
 
 async def test_a_server_that_joins_later_and_cannot_be_used_leaves_again_by_name(tmp_path: Path):

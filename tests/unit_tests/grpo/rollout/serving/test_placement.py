@@ -155,3 +155,12 @@ async def test_loads_are_asked_for_and_those_that_are_not_told_are_not_known(cap
         "rollout/hedged_completions": 0.0, "rollout/hedges_won": 0.0,
     }  # fmt: skip
     assert dispatcher.metrics() == expected
+
+
+def test_a_servers_times_come_with_the_number_of_completions_that_tell_them():
+    (server,) = attested(LocalServer("http://a")).servers.values()
+    for number in range(1, 21):
+        job = server.begin_job(10)
+        assert server.metrics().get("completions_total", 0) == (number - 1 if number > 16 else 0)
+        server.end_job(job, num_tokens=number)
+    assert {"request_seconds", "token_seconds", "beside_seconds"} < server.metrics().keys()

@@ -55,7 +55,7 @@ def dispatcher_of(server: LaunchedServer, *, was_attested: bool) -> Any:
     return SimpleNamespace(
         set_down=lambda url, reason: None,
         set_running=lambda url: None,
-        servers={server.url: Server(client, was_attested=was_attested)},
+        servers={server.url: Server(client, attested=0 if was_attested else None)},
     )
 
 
@@ -143,3 +143,96 @@ async def test_a_server_that_was_up_for_long_has_all_restarts_again(server, monk
     settings = {"max_restarts": 1, "restart_seconds": 0.01}
     found = await pauses_until(5, server, monkeypatch, caplog, **settings)
     assert found == ([0.01] * 5, None)
+
+
+async def test_a_start_that_is_broken_off_is_not_counted_and_is_repeated(server, monkeypatch):
+    """A lent server is started only while its devices are lent."""
+    starts = asyncio.Queue[LaunchedServer]()
+
+    def start(spec: ServerSpec, log_file: Path, *, keep_log: bool) -> LaunchedServer:
+        process = start_child([sys.executable, "-c", "import time; time.sleep(600)"])
+        starts.put_nowait(LaunchedServer(spec, process, log_file))
+        return LaunchedServer(spec, process, log_file)
+
+    async def wait_until_up(_: Any, launched: list[LaunchedServer], __: float) -> None:
+        while launched[0].process.poll() is None:
+            await asyncio.sleep(0.01)
+        raise RuntimeError("it ended early")
+
+    monkeypatch.setattr(supervisor, "start_server", start)
+    monkeypatch.setattr(supervisor, "wait_until_up", wait_until_up)
+    dispatcher = dispatcher_of(server, was_attested=True)
+    inference = Inference(max_restarts=0)
+    one = supervisor.Supervisor(server, dispatcher.servers[server.url].client, inference)
+    work = asyncio.create_task(one.run(dispatcher))
+    assert await one.end(), "it was up"
+    for _ in range(3):
+        process = (await asyncio.wait_for(starts.get(), 60)).process
+        one.set_wanted(False)
+        assert not await one.end(), "it was not up"
+        assert process.poll() is not None
+        await asyncio.sleep(0.1)
+        assert starts.empty(), "nobody wants it"
+        one.set_wanted(True)
+    (await asyncio.wait_for(starts.get(), 60)).stop(grace_seconds=0.0)
+    end = await asyncio.wait_for(work, 60)
+    assert end.startswith("It was restarted 0 times") and "it ended early" in end
+
+
+async def test_a_server_that_is_ended_on_purpose_starts_when_it_is_wanted_and_is_not_counted(
+    server, monkeypatch
+):
+    started: list[LaunchedServer] = []
+
+    def start(spec: ServerSpec, log_file: Path, *, keep_log: bool) -> LaunchedServer:
+        command = [sys.executable, "-c", PROGRAM, str(spec.port)]
+        started.append(LaunchedServer(spec, start_child(command, log_file=log_file), log_file))
+        return started[-1]
+
+    monkeypatch.setattr(supervisor, "start_server", start)
+    monkeypatch.setattr(supervisor, "wait_until_up", AsyncMock())
+    dispatcher = dispatcher_of(server, was_attested=True)
+    client = dispatcher.servers[server.url].client
+    one = supervisor.Supervisor(server, client, Inference(max_restarts=0))
+    work = asyncio.create_task(one.run(dispatcher))
+    try:
+        for number in (1, 2):
+            one.set_wanted(False)
+            await one.end()
+            while one.server is not None:
+                await asyncio.sleep(0.01)
+            assert len(started) == number - 1
+            one.set_wanted(True)
+            while len(started) < number:
+                await asyncio.sleep(0.01)
+        assert not work.done()
+        one.set_wanted(False)
+        await one.end()
+        while one.server is not None:
+            await asyncio.sleep(0.01)
+        assert one.close() is None
+        one.set_wanted(True)
+        await asyncio.wait_for(work, 60)
+        assert len(started) == 2
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        for each in started:
+            each.stop(grace_seconds=0.0)
+
+
+async def test_a_server_that_is_ended_on_purpose_before_any_has_weights_does_not_end_the_run(
+    server,
+):
+    dispatcher = dispatcher_of(server, was_attested=False)
+    client = dispatcher.servers[server.url].client
+    one = supervisor.Supervisor(server, client, Inference())
+    one.set_wanted(False)
+    work = asyncio.create_task(one.run(dispatcher))
+    assert await one.end()
+    while one.server is not None:
+        assert not work.done()
+        await asyncio.sleep(0.01)
+    one.close()
+    one.set_wanted(True)
+    await asyncio.wait_for(work, 60)

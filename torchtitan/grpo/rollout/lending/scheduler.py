@@ -1,0 +1,253 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Decides when the trainer's devices are lent to servers, and when they are taken back.
+
+This module only computes, without asyncio and without a clock. *Lent* servers share the devices of
+the training ranks, and *other* servers have their own. A lending takes this course::
+
+    NO --LEND--> WAKING ------> AWAKE --TAKE_BACK--> SLEEPING --> NO
+                    room, wake                         sleep
+
+``room`` is the time in which the ranks free memory, and later as long again in which they take it
+back. ``wake`` ends when the lent servers serve the newest weights. In ``sleep`` their running
+requests are cut, to go on elsewhere or later, and they free their memory. A *round trip* is room +
+wake + sleep. It is *late* from the moment at which the batch is full until the devices are back.
+
+What is saved: with ``m`` missing groups of the next batch, and finished groups per second ``r`` of
+the other and ``l`` of the lent servers, the batch is full in ``m / r`` seconds without lending. With
+it, it is full in ``round trip + (m - r * round trip) / (r + l)``, since the other servers never
+stop. A lent server cannot speed up a group that another one runs. Of the groups that none runs, the
+other servers start ``r * (room + wake)`` before the lent ones are awake, and the lent ones can
+take at most what is left. If they can do more than the batch lacks, they begin later batches, and
+each group of these saves ``1 / r`` of a later wait.
+
+The rules:
+
+- LEND if the trainer waits for a batch that is not full, and if lending saves more than the *debt*,
+  after its own costs. Without other servers, always.
+- TAKE_BACK if the batch is full, or if the lent servers can no longer help: nothing is left for them,
+  they are lost, or the other servers alone fill the batch before the devices could be back. Without
+  other servers, only if the batch is full.
+- After TAKE_BACK, a second LEND for the same batch waits for a round trip, so that at most half of
+  a wait is spent on switching.
+- The debt is how long lending has delayed steps, less the share ``max_late`` of the time of steps. A
+  step is delayed while it is late and while the ranks take back memory. What the lent servers' work
+  has saved is no delay: ``n`` groups save ``n / r`` seconds. What is not used of the share adds up to
+  one round trip at most.
+- What was never measured counts as free (a time) or as even (the lent servers are as fast as the
+  others). Nothing is known in the first batch, so it is lent for and measures everything.
+- Measured times may have changed. For each second of steps without lending, 0.005 s of its costs are
+  forgotten. A try that turns out to cost as much as before has then cost 0.5 % of that time.
+
+These invariants follow:
+
+- Devices are never lent while the trainer trains or has a full batch, never lent twice, and never
+  lent only to be taken back at once.
+- The first decision on a full batch with lent devices is TAKE_BACK.
+- Without other servers every batch becomes full: each wait begins with LEND, and it ends full.
+- A decision depends on the moment and on what was observed, not on how often it was asked for, and
+  not on the unit of time: there is no fixed threshold in seconds.
+- More missing work that lent servers could take, or lower costs, never speak against lending.
+- In any span of steps, the delays are at most ``max_late`` of its time, plus a round trip, the most
+  that was ever expected to be saved, and the longest delay of one lending.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from torchtitan.grpo.rollout.fading_mean import FadingMean
+
+# The last five lendings count for two thirds.
+_FADE = 0.8
+_FORGOTTEN_SHARE = 0.005
+
+
+class Lent(Enum):
+    """Where the trainer's devices are."""
+
+    NO = "no"
+    WAKING = "waking"
+    AWAKE = "awake"
+    SLEEPING = "sleeping"
+
+
+class Decision(Enum):
+    STAY = "stay"
+    LEND = "lend"
+    TAKE_BACK = "take back"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What the scheduler is told, in seconds on one clock and in groups.
+
+    Attributes:
+        asked_at: When the trainer asked for the batch, or part, that it waits for; ``None`` while
+            it trains.
+        is_full: The batch could be taken now, if the devices were back.
+        missing_groups: Unfinished groups that the batch waits for.
+        movable_groups: Of these, the groups that a lent server runs or could run: those that no
+            other server runs. 0 if the staleness bound or scoring is all that they wait for.
+        later_groups: Further groups that it could run, within the staleness bound.
+        since: When ``lent`` became what it is.
+        other_rate: Groups per second that the usable other servers finish if they have enough to
+            do; 0 if there are none, ``None`` if they are not measured yet.
+        lent_rate: The same for the lent servers while they are awake, in tokens over the mean of
+            a group's tokens, because few groups begin and end in one lending. 0 if none of them
+            could serve even with the devices.
+    """
+
+    now: float
+    asked_at: float | None
+    is_full: bool
+    missing_groups: int
+    movable_groups: int
+    lent: Lent
+    since: float
+    other_rate: float | None
+    lent_rate: float | None
+    later_groups: int = 0
+
+
+class LendScheduler:
+    """Decides from measured times. ``max_late`` is a share of the time of steps."""
+
+    def __init__(self, max_late: float) -> None:
+        self._max_late = max_late
+        self._room, self._wake, self._sleep = (FadingMean(_FADE) for _ in range(3))
+        self._debt = 0.0  # negative: of the share is so much left
+        self._forgotten = 0.0
+        self._given_up: float | None = None  # seconds for room in this step
+
+    def observe_room(self, seconds: float) -> None:
+        """From LEND until the devices are free, also if they are taken back at once."""
+        self._room.add(seconds)
+        self._given_up = (self._given_up or 0.0) + seconds
+
+    def observe_wake(self, seconds: float) -> None:
+        """From free devices until all lent servers serve, or until they were told to stop waking."""
+        self._wake.add(seconds)
+
+    def observe_sleep(self, seconds: float) -> None:
+        """From TAKE_BACK, of servers that are awake, until none of them holds the devices."""
+        self._sleep.add(seconds)
+
+    def observe_step(
+        self, step_seconds: float, late_seconds: float, lent_groups: float, other_rate: float | None
+    ) -> None:
+        """A batch, or part, was delivered, ``step_seconds`` after the one before.
+
+        ``lent_groups`` is the work of the lent servers since then, in tokens over the mean of a
+        group's tokens.
+        """
+        if self._given_up is None:
+            delay = 0.0
+            self._forgotten += _FORGOTTEN_SHARE * step_seconds
+        else:
+            saved = lent_groups / other_rate if other_rate else math.inf
+            delay = max(0.0, late_seconds + self._given_up - saved)
+            self._forgotten, self._given_up = 0.0, None
+        self._debt = max(self._debt + delay - self._max_late * step_seconds, -self._round_trip)
+
+    @property
+    def _round_trip(self) -> float:
+        return self._room.value + self._wake.value + self._sleep.value
+
+    def decide(self, moment: Moment) -> Decision:
+        if moment.lent is Lent.NO:
+            return Decision.LEND if self._should_begin(moment) else Decision.STAY
+        if moment.lent is Lent.SLEEPING or not self._should_end(moment):
+            return Decision.STAY
+        return Decision.TAKE_BACK
+
+    def _should_begin(self, moment: Moment) -> bool:
+        waking = replace(moment, lent=Lent.WAKING, since=moment.now)
+        if moment.lent_rate == 0 or self._should_end(waking):
+            return False
+        was_lent = moment.asked_at is not None and moment.since >= moment.asked_at
+        if was_lent and moment.now - moment.since < self._round_trip:
+            return False
+        return self.saving(moment) > max(0.0, self._debt)
+
+    def _should_end(self, moment: Moment) -> bool:
+        if moment.asked_at is None or moment.is_full:
+            return True
+        if moment.other_rate == 0:
+            return False
+        if moment.movable_groups + moment.later_groups == 0 or moment.lent_rate == 0:
+            return True
+        if moment.other_rate is None:
+            return False
+        # Nothing changes before the next group is finished, by which half a group may be decided
+        # too late.
+        seconds = self._seconds_back(moment) + 1 / (moment.other_rate + _lent_rate(moment))
+        return moment.missing_groups <= moment.other_rate * seconds
+
+    def _seconds_back(self, moment: Moment) -> float:
+        """How long the devices still have to stay away. A server that wakes cannot help before."""
+        waking = 0.0
+        if moment.lent is Lent.WAKING:
+            elapsed = moment.now - moment.since
+            waking = max(0.0, self._room.value + self._wake.value - elapsed)
+        return max(0.0, waking + self._sleep.value - self._forgotten)
+
+    def saving(self, moment: Moment) -> float:
+        """Seconds by which this step and later ones begin earlier if the devices are lent now."""
+        rate = moment.other_rate
+        if not rate:
+            return math.inf
+        missing, movable = moment.missing_groups, moment.movable_groups
+        seconds = self._seconds_with_lending(missing, movable, rate, _lent_rate(moment))
+        later = self._later_groups(moment, rate, seconds - self._room.value) / rate
+        return missing / rate - seconds + later + self._forgotten
+
+    def _later_groups(self, moment: Moment, other_rate: float, seconds: float) -> float:
+        """Work of lent servers for later batches, if this one can begin in ``seconds``."""
+        of_batch = max(0.0, moment.missing_groups - other_rate * seconds)
+        done = _lent_rate(moment) * max(0.0, seconds - self._round_trip)
+        left = moment.movable_groups + moment.later_groups
+        left -= other_rate * (self._room.value + self._wake.value)
+        return max(0.0, min(done, left) - of_batch)
+
+    def _seconds_with_lending(
+        self, missing: float, movable: float, other_rate: float, lent_rate: float
+    ) -> float:
+        """Until the step can begin, if the devices are lent now."""
+        shared = (missing - other_rate * self._round_trip) / (other_rate + lent_rate)
+        left = max(0.0, movable - other_rate * (self._room.value + self._wake.value))
+        others = (missing - min(left, missing)) / other_rate
+        return max(self._round_trip + max(0.0, shared), others) + self._room.value
+
+    def bound(
+        self,
+        train_seconds: float,
+        groups_per_batch: int,
+        other_rate: float,
+        lent_rate: float,
+        *,
+        is_ahead: bool,
+    ) -> float:
+        """How many times as many samples per second lending allows, if work flows evenly.
+
+        ``is_ahead``: the other servers also generate while the trainer trains
+        (``rollout.max_head_offpolicyness`` above 0).
+        """
+        if other_rate == 0:
+            return math.inf
+
+        def missing(busy_seconds: float) -> float:
+            done = other_rate * busy_seconds if is_ahead else 0.0
+            return max(0.0, groups_per_batch - done)
+
+        without = missing(train_seconds) / other_rate
+        left = missing(train_seconds + self._room.value)
+        lending = self._seconds_with_lending(left, left, other_rate, lent_rate)
+        return (train_seconds + without) / (train_seconds + min(without, lending))
+
+
+def _lent_rate(moment: Moment) -> float:
+    rate = moment.lent_rate if moment.lent_rate is not None else moment.other_rate
+    assert rate is not None, "the rates are known"
+    return rate
