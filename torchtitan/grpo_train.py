@@ -218,6 +218,7 @@ class GRPOTrainer(Trainer):
             learned = self.learner.learn_in_parts(batch, self.step + 1, self._next_batch)
         else:
             learned = self.learner.learn(batch, self.step + 1)
+        self.loan.finish_taking()  # without an optimizer step, nothing has waited for it
         if learned is None:
             self.stopped = self.stopped or self.guards.reason is not None
             return False
@@ -270,7 +271,6 @@ class GRPOTrainer(Trainer):
 
     def _save(self, is_last: bool) -> None:
         self.enter("saving a checkpoint")
-        self.loan.finish_taking()  # a batch without trained tokens takes no optimizer step
         self.checkpointer.save(self.step, last_step=is_last)
         config = self.config.checkpoint
         is_due = config.enable and (is_last or self._is_due(config.interval))
@@ -284,7 +284,6 @@ class GRPOTrainer(Trainer):
         Raises GuardStopped, or LastSaveFailed if a finished run was not saved.
         """
         self.enter("ending")
-        self.loan.finish_taking()  # a guard may have ended the run before the optimizer step
         is_halted = self.stopped and self.guards.reason is not None
         if self.stopped:
             checkpoint.save_stopped(self, self.source, self.first_step, self.stop)

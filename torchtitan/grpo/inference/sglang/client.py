@@ -184,8 +184,8 @@ class SGLangClient(HttpClient):
         sleeps = frees == "memory" and await self._sleeps()
         if sleeps and self._is_asleep is None:
             raise ServerError(
-                f"{self.url} must have its memory or not, but it has not answered the request for it. "
-                "Only a restart tells."
+                f"{self.url} must be known to be asleep or awake, but it has not answered the request to "
+                "wake. Only a restart tells."
             )
         if frees == "memory" and not sleeps:
             self._update_marked = False

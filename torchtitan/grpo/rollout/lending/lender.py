@@ -252,7 +252,7 @@ class Lender:
     async def _replace_failed(self) -> None:
         """Ends servers that are wanted and do not come back, so that they are started again.
 
-        A push may take longer than the time limit, so that only an attempt after it counts that fails.
+        A push may take longer than the time limit, so only an attempt that fails after it counts.
         """
         now, failed = self._clock(), {}
         for server in self._lent_servers():

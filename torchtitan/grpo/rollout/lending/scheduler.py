@@ -36,7 +36,7 @@ The rules:
   has saved is no delay: ``n`` groups save ``n / r`` seconds. What is not used of the share adds up to
   one round trip at most.
 - What was never measured counts as free (a time) or as even (the lent servers are as fast as the
-  others). Nothing is known in the first batch, so it is lent for and measures everything.
+  others). Nothing is known at first, so the first wait is lent for and measures everything.
 - Measured times may have changed. For each second of steps without lending, 0.005 s of its costs are
   forgotten. A try that turns out to cost as much as before has then cost 0.5 % of that time.
 
