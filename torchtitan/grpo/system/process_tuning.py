@@ -53,6 +53,14 @@ def map_large_blocks() -> None:
         logger.info("The C library refuses M_MMAP_THRESHOLD; memory may grow slowly.")
 
 
+def return_free_memory() -> None:
+    """Gives the pages of glibc's heap that hold nothing back to the system, as far as it can."""
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(AttributeError):  # another C library, such as musl
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def spare_collections() -> None:
     """Makes the garbage collector block the event loop more rarely and for a shorter time.
 

@@ -40,6 +40,7 @@ from torchtitan.grpo.inference.embedded.request import Request
 from torchtitan.grpo.inference.embedded.residence import Residence
 from torchtitan.grpo.inference.embedded.sampling import SamplingBatch, sample
 from torchtitan.grpo.inference.embedded.step_layout import upload
+from torchtitan.grpo.system.process_tuning import return_free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -331,6 +332,7 @@ class Engine:
         self._set_version(UPDATING_LABEL)
         if self._runner.device.type == "cuda":
             torch.cuda.empty_cache()  # for other processes
+        return_free_memory()
 
     def _wake_up(self, allocate: Callable[[], None]) -> None:
         if self.residence is Residence.ASLEEP:
