@@ -22,14 +22,13 @@ import pytest
 from forked import ForkedProcess, ForkServer
 from metric_page import undescribed
 from processes import has_words
-from server_kinds import REAL, python_of
+from server_kinds import REAL, held_port, python_of
 
 from torchtitan.grpo import config as tables
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.inference.local_servers import (
     HeldPorts,
     LaunchedServer,
-    free_ports,
     start_server,
 )
 from torchtitan.grpo.inference.server_spec import ServerSpec
@@ -434,7 +433,7 @@ def serve(repository, tmp_path, fork_server):
 
     def start(port: int | None = None, max_model_len: int = 256) -> LaunchedServer:
         model = str(repository / "assets/reverse_digits/model")
-        port = port or free_ports(1)[0]
+        port = port or held_port()
         spec = ServerSpec("embedded", model, port, "cpu", "float32", max_model_len, 64)
         log = tmp_path / f"server-{len(servers)}.log"
         servers.append(fork_server.start_server(spec, log))

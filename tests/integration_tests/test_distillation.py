@@ -8,9 +8,9 @@ import os
 import signal
 
 import pytest
-from server_kinds import LONG, python_of
+from server_kinds import LONG, held_port, python_of
 
-from torchtitan.grpo.inference.local_servers import free_ports, start_server
+from torchtitan.grpo.inference.local_servers import start_server
 from torchtitan.grpo.inference.server_spec import ServerSpec
 
 TAUGHT = (
@@ -68,9 +68,7 @@ def test_a_teacher_killed_and_restarted_in_mid_run_loses_nothing(make_run, serve
 @pytest.mark.parametrize("kind", LONG)
 def test_a_run_is_taught_by_a_real_server(make_run, repository, tmp_path, kind, top_k):
     model = str(repository / "assets/reverse_digits/model")
-    spec = ServerSpec(
-        kind, model, free_ports(1)[0], "cpu", "float32", 257, 32, python=python_of(kind)
-    )
+    spec = ServerSpec(kind, model, held_port(), "cpu", "float32", 257, 32, python=python_of(kind))
     teacher = start_server(spec, tmp_path / f"{kind}.log")
     try:
         run = make_run(

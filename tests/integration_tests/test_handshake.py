@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from forked import ForkedProcess
 from lone_trainer import MODEL, PATIENCE, LoneTrainer, ask, wait_until
+from server_kinds import held_port
 
-from torchtitan.grpo.inference.local_servers import free_ports
 from torchtitan.grpo.weight_sync.lane import WeightsRefused
 from torchtitan.grpo.weight_sync.transports import group_transport
 from torchtitan.grpo.weight_wire.group_facts import NCCL_SETTINGS, GroupFacts
@@ -31,7 +31,7 @@ SERVER = replace(TRAINER, torch="2.14.1+cu130", nccl="2.30.7", gpu="GPU-b")
 
 @pytest.fixture(scope="module")
 def url(fork_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder, (port,) = tmp_path_factory.mktemp("server"), free_ports(1)
+    folder, port = tmp_path_factory.mktemp("server"), held_port()
     program = Path(__file__).parents[1] / "programs/claiming_server.py"
     arguments = [
         *(json.dumps(asdict(SERVER)), "--model-path", str(MODEL), "--device", "cpu"),

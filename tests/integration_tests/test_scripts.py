@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from listening import check_sockets, run_watched
+from server_kinds import held_port
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from torchtitan.grpo.inference.local_servers import free_ports
 from torchtitan.grpo.inference.server_spec import ServerSpec
 
 pytestmark = pytest.mark.slow
@@ -84,7 +84,7 @@ def test_verification_fails_where_the_server_has_other_weights(make_run, reposit
     run = make_run("--training.steps=2", "--grpo.prompts_per_step=2", "--optimizer.lr=3e-3")
     run.succeed()
     model = str(repository / "assets/reverse_digits/model")
-    spec = ServerSpec("embedded", model, free_ports(1)[0], "cpu", "float32", 256, 8)
+    spec = ServerSpec("embedded", model, held_port(), "cpu", "float32", 256, 8)
     server = fork_server.start_server(spec, run.folder / "other.log")
     try:
         command = [

@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 from forked import ForkServer
 from lone_trainer import MODEL, PATIENCE, LoneTrainer, ask, checksums, wait_until
-from server_kinds import LONG, python_of
+from server_kinds import LONG, held_port, python_of
 
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.local_servers import LaunchedServer, free_ports
+from torchtitan.grpo.inference.local_servers import LaunchedServer
 from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.types import ServerInfo
@@ -39,7 +39,7 @@ ONE = ("group", *(pytest.param(name, marks=pytest.mark.long) for name in ("delta
 class Servers:
     def __init__(self, folder: Path, fork_server: ForkServer) -> None:
         self._folder, self._fork_server = folder, fork_server
-        self._ports = free_ports(2)
+        self._ports = [held_port() for _ in range(2)]
         self._servers: dict[int, LaunchedServer] = {}
 
     @property

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.grpo.inference.local_servers import HeldPorts
+
 REAL = ("vllm", "sglang")
 LONG = [pytest.param(k, marks=[getattr(pytest.mark, k), pytest.mark.long]) for k in REAL]
 
@@ -19,3 +21,12 @@ def python_of(kind: str) -> str:
     if not Path(python).exists():
         pytest.fail(f"{python} is not there: run scripts/install_{kind}.sh first.")
     return python
+
+
+_held: list[HeldPorts] = []
+
+
+def held_port() -> int:
+    """Returns a port for a server, which no other connection is given while this process lives."""
+    _held.append(HeldPorts(1))
+    return _held[-1].ports[0]

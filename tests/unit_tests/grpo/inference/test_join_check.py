@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from forked import ForkServer
+from server_kinds import held_port
 from stub_clients import StubClient, serving
 
 from torchtitan.grpo.inference.client import ServerFacts
@@ -27,7 +28,6 @@ from torchtitan.grpo.inference.join_check import (
     serve_command,
 )
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.local_servers import free_ports
 from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.inference.vllm.examine import NO_GUARD, examine
 from torchtitan.grpo.inference.waiting import wait_until_up
@@ -49,7 +49,7 @@ def needs(model: str) -> ServerNeeds:
 @pytest.fixture(scope="module")
 def url(model: str, fork_server: ForkServer, tmp_path_factory) -> Iterator[str]:
     """A real embedded server that takes sequences of 128 tokens, and one key."""
-    port = free_ports(1)[0]
+    port = held_port()
     spec = ServerSpec("embedded", model, port, "cpu", "float32", LENGTH, 8, api_key=KEY)
     server = fork_server.start_server(spec, tmp_path_factory.mktemp("server") / "server.log")
     yield server.url

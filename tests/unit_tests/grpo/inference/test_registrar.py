@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from server_kinds import held_port
 
-from torchtitan.grpo.inference.local_servers import free_ports
 from torchtitan.grpo.inference.registry import RegistryFolder
 
 REPOSITORY = Path(__file__).resolve().parents[4]
@@ -43,7 +43,7 @@ def serve(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, str(LIGHT), "torchtitan.grpo.inference.serve"]
     command += ["embedded", str(MODEL)]
     command += ["--device", "cpu", "--python", str(python), "--register", "registry"]
-    command += ["--host", "127.0.0.1", "--port", str(free_ports(1)[0])]
+    command += ["--host", "127.0.0.1", "--port", str(held_port())]
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=folder)
     try:
         yield process
