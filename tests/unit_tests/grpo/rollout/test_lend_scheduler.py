@@ -130,7 +130,7 @@ TAKEN_BACK_BEFORE_IT_WOKE = Plan(
 )  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     plan=plans,
     loss_seconds=st.sampled_from([0.0, 10.0, 100.0]),
@@ -146,7 +146,7 @@ def test_every_run_goes_on_and_delays_are_bounded(plan, loss_seconds, lent_speed
     check_switching(world, scheduler)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(plan=plans, loss_seconds=st.sampled_from([0.0, 30.0]))
 def test_a_run_without_other_servers_lends_once_for_each_batch(plan, loss_seconds):
     scheduler = Checked()
@@ -157,7 +157,7 @@ def test_a_run_without_other_servers_lends_once_for_each_batch(plan, loss_second
     assert sum(world.delays) == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(plan=plans)
 def test_lending_never_slows_a_run_down_by_more_than_its_share(plan):
     world, without = World(plan, Checked()), World(plan, None)
