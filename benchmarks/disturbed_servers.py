@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.local_servers import LaunchedServer, free_ports, start_server
+from torchtitan.grpo.inference.local_servers import HeldPorts, LaunchedServer, start_server
 from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.system.child import stop_children
 
@@ -66,8 +66,9 @@ def signal_process(pid: int, signum: int) -> bool:
 def running_servers(count: int, model: Path, folder: Path) -> Iterator[list[LaunchedServer]]:
     """Yields embedded servers that are up, and ends all of them, including stopped ones."""
     servers = []
+    held = HeldPorts(count)
     try:
-        for index, port in enumerate(free_ports(count)):
+        for index, port in enumerate(held.ports):
             spec = ServerSpec("embedded", str(model), port, "cpu", "float32", 128, 4)
             servers.append(start_server(spec, folder / f"server-{index}.log"))
             give_way(servers[-1].process.pid)
@@ -76,6 +77,7 @@ def running_servers(count: int, model: Path, folder: Path) -> Iterator[list[Laun
         yield servers
     finally:
         stop_children([server.process for server in servers])
+        held.close()
 
 
 def give_way(pid: int) -> None:

@@ -43,8 +43,8 @@ from safetensors.torch import load_file, save_file
 
 from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.local_servers import (
+    HeldPorts,
     LaunchedServer,
-    free_ports,
     start_server,
 )
 from torchtitan.grpo.inference.server_spec import ServerSpec
@@ -109,9 +109,10 @@ def scatter_vectors(path: Path) -> None:
 def running_servers(models: dict[str, Path], folder: Path) -> Iterator[dict[str, str]]:
     """Starts a float32 server for each model; yields their URLs by the name of the model."""
     servers: list[LaunchedServer] = []
+    held = HeldPorts(len(models))
     try:
-        for model, path in models.items():
-            spec = ServerSpec("embedded", str(path), free_ports(1)[0], "cpu", "float32", 128, 4)
+        for (model, path), port in zip(models.items(), held.ports, strict=True):
+            spec = ServerSpec("embedded", str(path), port, "cpu", "float32", 128, 4)
             start = start_receiver if model == "qwen3_moe" else start_server
             servers.append(start(spec, folder / f"{model}.log"))
         asyncio.run(_wait_until_up(servers))
@@ -119,6 +120,7 @@ def running_servers(models: dict[str, Path], folder: Path) -> Iterator[dict[str,
     finally:
         for server in servers:
             server.stop()
+        held.close()
 
 
 def start_receiver(spec: ServerSpec, log_file: Path) -> LaunchedServer:

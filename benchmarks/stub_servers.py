@@ -11,7 +11,7 @@ from pathlib import Path
 
 from disturbed_servers import STARTUP_SECONDS, wait_for_server
 
-from torchtitan.grpo.inference.local_servers import LaunchedServer, free_ports
+from torchtitan.grpo.inference.local_servers import HeldPorts, LaunchedServer
 from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.system.child import start_child, stop_children
 
@@ -41,8 +41,9 @@ def running_stubs(
         attend: Called with the id of each process when it has started, and again when it is up.
     """
     servers: list[LaunchedServer] = []
+    held = HeldPorts(count)
     try:
-        for port in free_ports(count):
+        for port in held.ports:
             spec = ServerSpec(
                 "embedded", str(model), port, "cpu", "float32", max_model_len, max_running_requests
             )
@@ -66,3 +67,4 @@ def running_stubs(
         yield servers
     finally:
         stop_children([server.process for server in servers])
+        held.close()

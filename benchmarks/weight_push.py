@@ -42,7 +42,7 @@ from random_models import SIZES, VOCAB_SIZE, make_model
 
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.local_servers import LaunchedServer, free_ports, start_server
+from torchtitan.grpo.inference.local_servers import HeldPorts, LaunchedServer, start_server
 from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.system.child import start_child, stop_children
 from torchtitan.grpo.types import GenerateRequest, ServerKind
@@ -73,15 +73,15 @@ def running_server(
     kind: ServerKind, python: str, model: Path, folder: Path
 ) -> Iterator[LaunchedServer]:
     """Yields one server that is up, and ends it."""
-    spec = ServerSpec(
-        kind, str(model), free_ports(1)[0], "cpu", "float32", MAX_MODEL_LEN, 4, python=python
-    )
-    server = start_server(spec, folder / f"{kind}.log")
-    try:
-        wait_for_server(server, STARTUP_SECONDS)
-        yield server
-    finally:
-        stop_children([server.process])
+    with HeldPorts(1) as held:
+        (port,) = held.ports
+        spec = ServerSpec(kind, str(model), port, "cpu", "float32", MAX_MODEL_LEN, 4, python=python)
+        server = start_server(spec, folder / f"{kind}.log")
+        try:
+            wait_for_server(server, STARTUP_SECONDS)
+            yield server
+        finally:
+            stop_children([server.process])
 
 
 class Generating:

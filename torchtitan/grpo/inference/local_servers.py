@@ -264,11 +264,6 @@ def stop_servers(servers: Sequence[LaunchedServer], grace_seconds: float = 3.0) 
             remove_private_folder(server.folder)
 
 
-def free_ports(count: int) -> list[int]:
-    with HeldPorts(count) as held:
-        return held.ports
-
-
 class HeldPorts:
     """Distinct free ports, which the kernel (of Linux) gives to no other connection while held.
 

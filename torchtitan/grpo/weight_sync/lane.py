@@ -25,9 +25,9 @@ A lent server sleeps while the training ranks use its devices::
     JOINING, SYNCING, ATTESTING, READY, LOST --asleep--> ASLEEP --wanted--> JOINING
 
 What the lane does when its server is no longer wanted is broken off, even a push, but not the
-request to wake. A server that does not fall asleep is LOST until it is wanted again; the rollout process ends it. JOINING begins
-with the request to wake. Groups are kept over a sleep that broke off nothing, but weights are not:
-the next push sends everything.
+request to wake. A server that does not fall asleep is LOST until it is wanted again; the rollout
+process ends it. JOINING begins with the request to wake. Groups are kept over a sleep that broke off
+nothing, but weights are not: the next push sends everything.
 
 The state determines what the dispatcher may assume:
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from server_kinds import held_port
 
 from torchtitan.grpo import config
 from torchtitan.grpo.inference.kinds import KINDS, make_client
@@ -21,7 +22,6 @@ from torchtitan.grpo.inference.local_servers import (
     HeldPorts,
     LaunchedServer,
     default_device,
-    free_ports,
     mask_keys,
     server_command,
     server_specs,
@@ -238,7 +238,7 @@ def start_script(tmp_path: Path, script: str) -> LaunchedServer:
     tmp_path.mkdir(exist_ok=True)
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
-    spec = replace(SPEC, python=str(python), port=free_ports(1)[0])
+    spec = replace(SPEC, python=str(python), port=held_port())
     return start_server(spec, tmp_path / "servers" / "vllm-0.log")
 
 

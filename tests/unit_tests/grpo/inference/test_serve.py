@@ -8,8 +8,9 @@ import socket
 from pathlib import Path
 
 import pytest
+from server_kinds import held_port
 
-from torchtitan.grpo.inference.local_servers import free_ports, server_command
+from torchtitan.grpo.inference.local_servers import server_command
 from torchtitan.grpo.inference.serve import parse_arguments
 from torchtitan.grpo.inference.server_spec import ServerSpec
 
@@ -28,7 +29,7 @@ def model(tmp_path: Path) -> str:
 
 
 def spec_of(kind: str, model: str, *arguments: str) -> ServerSpec:
-    port = str(free_ports(1)[0])
+    port = str(held_port())
     return parse_arguments([kind, model, "--python", "/env/python", "--port", port, *arguments])[0]
 
 
@@ -79,7 +80,7 @@ def test_a_missing_model_or_environment_and_a_key_on_the_command_line_are_named(
     line = error_of(capsys, "vllm", "no/such/model")
     assert "no directory no/such/model" in line and "hf download" in line
     assert "config.json failed" in error_of(capsys, "vllm", str(tmp_path))
-    port = ("--port", str(free_ports(1)[0]))
+    port = ("--port", str(held_port()))
     line = error_of(capsys, "vllm", model, *port, "--api-key", "secret")
     assert "--api-key" in line and "environment" in line and "secret" not in line
     monkeypatch.setenv("TORCHTITAN_GRPO_VLLM_PYTHON", "/no/such/python")
@@ -122,7 +123,7 @@ def test_a_registration_that_cannot_work_is_refused(
 
 
 def test_a_gpu_that_is_not_there_is_not_replaced_in_silence(model: str, capsys) -> None:
-    port = str(free_ports(1)[0])
+    port = str(held_port())
     line = error_of(capsys, "embedded", model, "--device", "cuda", "--port", port)
     assert "none is visible" in line and "--device cpu" in line
     parse_arguments(["embedded", model, "--port", port])

@@ -72,7 +72,7 @@ def test_each_kernel_moves_the_bytes_that_it_must(interpreted):
 
 
 def test_the_kernels_work_with_a_vocabulary_sharded_over_ranks(interpret):
-    for result in interpret(2):
+    for result in interpret(3):  # of four tokens, the last rank holds none
         for case in result["cases"]:
             assert max(case["errors"].values()) < 1e-5, result
 

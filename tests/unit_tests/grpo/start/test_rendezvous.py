@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from light import LIGHT
+from server_kinds import held_port
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from torchtitan.grpo.inference.local_servers import free_ports
 from torchtitan.grpo.start.local_rendezvous import BACKEND, LocalRendezvous
 
 # Joins the process group, and prints the sockets of the agent and of this rank that listen.
@@ -127,7 +127,7 @@ rendezvous.shutdown()
 
 def test_the_holder_is_first_and_a_replaced_node_finds_the_new_store(fork_server, tmp_path):
     (program := tmp_path / "node.py").write_text(NODE)
-    port = str(free_ports(1)[0])
+    port = str(held_port())
 
     def member(address: str, num_ranks: int):
         with Listener() as listener:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from server_kinds import held_port
 
-from torchtitan.grpo.inference.local_servers import free_ports
 from torchtitan.grpo.inference.registrar import Registrar
 from torchtitan.grpo.inference.registry import Registration, RegistryFolder
 from torchtitan.grpo.rollout.serving.registry_server import RegistryServer
@@ -21,7 +21,7 @@ ONE = Registration("http://10.0.0.1:8000", "embedded", "alpha", 12, 100.0)
 @contextlib.asynccontextmanager
 async def registry_in(folder: Path, address: str = "") -> AsyncIterator[str]:
     """A registry with the key ``secret``."""
-    address = address or f"127.0.0.1:{free_ports(1)[0]}"
+    address = address or f"127.0.0.1:{held_port()}"
     server = RegistryServer(address, "secret", RegistryFolder(folder))
     try:
         await server.start()
@@ -65,7 +65,7 @@ async def test_a_request_without_key_or_sense_registers_nothing(
 
 
 async def test_a_registry_that_is_down_is_told_once_and_tried_again(tmp_path: Path, capsys):
-    address = f"127.0.0.1:{free_ports(1)[0]}"
+    address = f"127.0.0.1:{held_port()}"
     registrar = Registrar(f"http://{address}", ONE, "secret")
     for _ in range(3):
         await asyncio.to_thread(registrar.beat)

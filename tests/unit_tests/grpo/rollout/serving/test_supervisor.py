@@ -16,9 +16,10 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
+from server_kinds import held_port
 
 from torchtitan.grpo.config import Inference
-from torchtitan.grpo.inference.local_servers import LaunchedServer, free_ports
+from torchtitan.grpo.inference.local_servers import LaunchedServer
 from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.rollout.serving import supervisor
 from torchtitan.grpo.rollout.serving.server_state import Server
@@ -40,7 +41,7 @@ while True:
 def server(tmp_path: Path, monkeypatch) -> Iterator[LaunchedServer]:
     monkeypatch.setattr(supervisor, "_LISTEN_SECONDS", 0.1)
     monkeypatch.setattr(supervisor, "_DEAF_SECONDS", 0.5)
-    (port,) = free_ports(1)
+    port = held_port()
     log = tmp_path / "server.log"
     process = start_child([sys.executable, "-c", PROGRAM, str(port)], log_file=log)
     launched = LaunchedServer(ServerSpec("vllm", "m", port, "cpu", "float32", 64, 1), process, log)
