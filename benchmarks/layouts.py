@@ -51,6 +51,7 @@ class Layout:
             "importance": "grpo.kl_importance",
             "optimizer": "optimizer.name",
             "muon_dtype": "optimizer.muon_dtype",
+            "separate": "prompts.no-share-contexts",
         }
         arguments = []
         for key, value in ({"shard": 1} | self.settings).items():
@@ -62,6 +63,8 @@ ONE = "one process, 4 updates a batch"
 MIXED = "PP x2, Interleaved1F1B, bfloat16"
 UPDATES = {"minibatches": 2, "epochs": 2, "kl_in": "reward", "ema": 0.5}
 STREAMED = {"stream": True, "parts": 3}
+# In all other layouts the completions of a group share their prompt.
+SEPARATE = {"separate": True}
 WITH_MUON = "one process, Muon"
 MUON = {"optimizer": "Muon", "muon_dtype": "float32"}  # takes the place of AdamW in the last column
 REJECTION = "one process, rejection"
@@ -77,6 +80,12 @@ SCHEDULES = (
 )  # fmt: skip
 LAYOUTS = [
     Layout("one process", 1, {}, True),
+    Layout("one process, separate prompts", 1, SEPARATE, True),
+    Layout("FSDP2 x2, separate prompts", 2, {"shard": 2} | SEPARATE),
+    Layout("TP x2, separate prompts", 2, {"tp": 2} | SEPARATE),
+    Layout("CP x2, separate prompts", 2, {"cp": 2} | SEPARATE),
+    Layout("PP x2, ZBVZeroBubble, separate prompts", 2, {"pp": 2, "schedule": "ZBVZeroBubble"} | SEPARATE),
+    Layout("FSDP2 x2, TP x2, separate prompts", 4, {"shard": 2, "tp": 2} | SEPARATE),
     Layout("one process, full AC", 1, {"ac": "full"}),
     Layout("one process, selective AC", 1, {"ac": "selective"}),
     Layout("FSDP2 x2 (ZeRO-3)", 2, {"shard": 2, "reshard": "always"}, True),
@@ -158,6 +167,7 @@ MOE_LAYOUTS = [
     Layout("PP x2, 1F1B", 2, {"pp": 2, "schedule": "1F1B"}),
     Layout("PP x2, ZBVZeroBubble", 2, {"pp": 2, "schedule": "ZBVZeroBubble"}),
     Layout("FSDP2 x2 lent to EP x2", 2, {"shard": 2, "ep": 2}, True),
+    Layout("FSDP2 x2 lent to EP x2, separate prompts", 2, {"shard": 2, "ep": 2} | SEPARATE),
     Layout("FSDP2 x2 lent to EP x2, selective AC", 2, {"shard": 2, "ep": 2, "ac": "selective"}),
     Layout("FSDP2 x2 lent to EP x2, compiled", 2, {"shard": 2, "ep": 2, "compile": True}),
     Layout("PP x2, ZBVZeroBubble, compiled", 2, {"pp": 2, "schedule": "ZBVZeroBubble", "compile": True}),
@@ -177,13 +187,14 @@ MOE_LAYOUTS = [
 # By default a model is also run under these layouts, so that each kind of layout is run once.
 ALSO_BY_DEFAULT = {
     "llama3": (
-        MIXED, "PP x2, ZBVZeroBubble, bfloat16",
+        MIXED, "PP x2, ZBVZeroBubble, bfloat16", "FSDP2 x2, separate prompts", "TP x2, separate prompts",
         "replicate x2", "FSDP2 x2, TP x2", "one process, full AC", "TP x2, selective AC", "FSDP2 x2 (ZeRO-2)", "PP x2, GPipe",
         "PP x2, Interleaved1F1B", "PP x4, InterleavedZeroBubble", "replicate x2, TP x2",
         "FSDP2 x2, TP x2, PP x2, 1F1B", "HSDP 2x2, TP x2", ONE, "CP x2, 4 updates a batch", REJECTION,
         "FSDP2 x2, PP x2, ZBVZeroBubble, rejection",
     ),
     "qwen3": (
+        "CP x2, separate prompts", "PP x2, ZBVZeroBubble, separate prompts",
         "replicate x2", "FSDP2 x2, TP x2", "PP x2, 1F1B", "FSDP2 x2, CP x2, TP x2", "CP x2, PP x2, ZBVZeroBubble", ONE,
         "PP x2, ZBVZeroBubble, 4 updates a batch", "one process, compiled", "PP x2, VHalf, full AC, offload",
         "FSDP2 x2, full AC, compiled", "PP x2, ZBVZeroBubble, full AC, compiled",
@@ -193,7 +204,7 @@ ALSO_BY_DEFAULT = {
         "TP x2, PP x2, Interleaved1F1B", "PP x2, ZBVZeroBubble, 4 updates a batch", ONE,
     ),
     "qwen3_moe": (
-        "PP x2, ZBVZeroBubble", "FSDP2 x4, EP x2", "FSDP2 x2 lent to EP x2, TP x2",
+        "FSDP2 x2 lent to EP x2, separate prompts", "PP x2, ZBVZeroBubble", "FSDP2 x4, EP x2", "FSDP2 x2 lent to EP x2, TP x2",
         "PP x2, ZBVZeroBubble, FSDP2 x2, EP x2",
     ),
 }  # fmt: skip

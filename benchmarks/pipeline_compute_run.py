@@ -51,7 +51,7 @@ def run_pass(schedule: TableSchedule, job: dict[str, Any]) -> float:
     has_last = any(stage.is_last for stage in schedule.stages)
     named = [
         {
-            "sequence_ids": torch.zeros(shape, dtype=torch.int64),
+            "reach": torch.full(shape, shape[1]),
             "positions": torch.arange(shape[1]).expand(shape),
             "labels": row,
         }

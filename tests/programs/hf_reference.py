@@ -4,16 +4,28 @@ from typing import Any
 
 import torch
 
-SEQUENCES = [[5, 6, 7, 8, 9], [1, 2, 3], [4, 3, 2, 1, 0, 11, 12], [9, 8, 7, 6]]
-ROWS = [[0, 1], [2, 3], [], []]
+SEQUENCES = [
+    [5, 6, 7, 8, 9], [5, 6, 7, 1], [1, 2, 3],
+    [4, 3, 2, 1, 0, 11, 12], [4, 3, 2, 1, 7], [4, 3, 9, 8, 7, 6],
+]  # fmt: skip
+PROMPTS = [3, 3, 2, 4, 4, 3]
+"""Number of tokens of each sequence that are its prompt."""
+ROWS = [[0, 1, 2], [3, 4, 5], [], []]
+GROUPS = [0, 0, -1, 1, 1, 1]
+"""The first two sequences share a context, and the last three one of which two share more."""
+SEQ_LEN = 20
+ARGUMENTS = {
+    "sequences": SEQUENCES, "prompts": PROMPTS, "rows": ROWS, "groups": GROUPS, "seq_len": SEQ_LEN,
+}  # fmt: skip
+"""For programs that make rows of them."""
 
 
 def reference(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     logprobs = []
-    for ids in SEQUENCES:
+    for ids, num_prompt in zip(SEQUENCES, PROMPTS, strict=True):
         logits = model(torch.tensor([ids])).logits[0, :-1]
         picked = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-        logprobs.append(picked[1:])  # the first two tokens are the prompt
+        logprobs.append(picked[num_prompt - 1 :])
     torch.cat(logprobs).sum().backward()
     gradients = {}
     for name, parameter in model.named_parameters():

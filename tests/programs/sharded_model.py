@@ -8,19 +8,25 @@ from build_model import Built, build
 from torch.distributed.tensor import DTensor
 
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
+from torchtitan.grpo.data.shared_context import NO_GROUP
 from torchtitan.grpo.pipeline.build import build_schedule
 from torchtitan.grpo.training.runner import WholeModelRunner
 from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
 
 
 def rows_of(arguments: dict) -> TrainRows:
+    """Rows of ``sequences``, of which ``prompts`` tokens (2) are the prompt; ``groups`` share theirs."""
+    sequences = arguments["sequences"]
+    prompts = arguments.get("prompts", [2] * len(sequences))
+    groups = arguments.get("groups", [NO_GROUP] * len(sequences))
     samples = [
         Sample(
-            torch.tensor(ids[:2], dtype=torch.int32).numpy(),
-            torch.tensor(ids[2:], dtype=torch.int32).numpy(),
-            torch.zeros(len(ids) - 2).numpy(),
+            torch.tensor(ids[:num_prompt], dtype=torch.int32).numpy(),
+            torch.tensor(ids[num_prompt:], dtype=torch.int32).numpy(),
+            torch.zeros(len(ids) - num_prompt).numpy(),
+            group=group,
         )
-        for ids in arguments["sequences"]
+        for ids, num_prompt, group in zip(sequences, prompts, groups, strict=True)
     ]
     return build_rows(samples, arguments["rows"], arguments["seq_len"])
 

@@ -84,6 +84,12 @@ class Prompts:
     operations of the loaded model, whose attention cost grows with the square of the sequence
     length."""
 
+    share_contexts: bool = True
+    """Compute a prompt once for all completions of its group that stand in the same row, and the
+    context with which rows of an episode begin. The numbers stay the same but for rounding. Rows of
+    ``training.seq_len`` tokens must have room for a prompt and several completions; the metric
+    ``time/shared_tokens_fraction`` shows what is saved. With False, each sequence has its own."""
+
     row_bucket: Annotated[int, at_least(1)] = 1
     """The number of rows on each rank is rounded up to a multiple of this many microbatches, so
     that pipelines run with few different shapes. The metric ``data/padding_fraction`` shows the

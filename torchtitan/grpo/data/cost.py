@@ -4,23 +4,30 @@
 """Computes the cost of training on a sequence: its tokens, or the operations of the model.
 
 In packed rows attention stays inside each sequence, so the cost of a row is the sum over its
-sequences. Norms, softmax, rotary embeddings and recomputed activations are left out, and so is the
-fact that the output layer computes trained tokens only: they change little of one sequence's cost
-relative to another's.
+spans (`shared_context.py`). Norms, softmax, rotary embeddings and recomputed activations are
+left out, and so is the fact that the output layer computes trained tokens only: they change little
+of one sequence's cost relative to another's.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-SequenceCost = Callable[[int], float]
-"""Returns the cost of a sequence with this number of tokens; each function has its own unit."""
+
+class SequenceCost(Protocol):
+    def __call__(self, num_tokens: int, num_before: int = 0) -> float:
+        """Returns the cost of tokens of a sequence that follow ``num_before`` others.
+
+        Each function has its own unit.
+        """
+        ...
+
 
 _TRAINING = 3
 """Products in forward and backward pass: the backward pass computes two for each forward one."""
 
 
-def token_cost(num_tokens: int) -> float:
+def token_cost(num_tokens: int, num_before: int = 0) -> float:
     return float(num_tokens)
 
 
@@ -34,8 +41,8 @@ class FlopsCost:
     per_token: float
     per_pair: float
 
-    def __call__(self, num_tokens: int) -> float:
-        pairs = num_tokens * (num_tokens + 1) / 2
+    def __call__(self, num_tokens: int, num_before: int = 0) -> float:
+        pairs = num_tokens * (num_tokens + 1) / 2 + num_tokens * num_before
         return self.per_token * num_tokens + self.per_pair * pairs
 
 

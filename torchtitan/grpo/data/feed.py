@@ -27,7 +27,9 @@ from torchtitan.grpo.system.groups import new_group
 from torchtitan.grpo.types import BatchPart, PromptProgress, Rollout
 
 # Advantages do not travel: each rank computes them from the table of samples.
-_INT_FIELDS = ("tokens", "positions", "sequence_ids", "labels", "loss_mask", "sample_ids")
+_INT_FIELDS = (
+    "tokens", "positions", "reach", "sequence_ids", "labels", "loss_mask", "sample_ids",
+)  # fmt: skip
 _FLOAT_FIELDS = ("generator_logprobs", "loss_weights", "ptx_weights")
 
 
@@ -99,6 +101,7 @@ class _Fetched(msgspec.Struct):
     source: int
     sample_id: int
     part: int
+    group: int
     loss_weight: float
 
 
@@ -304,7 +307,10 @@ def _packing_lists(plan: StepPlan) -> list[list[_Fetched]]:
             "supervised sequences cannot be fetched: the rollout process does not hold them"
         )
         lists.append(
-            [_Fetched(row, s.source, s.sample_id, s.part, s.loss_weight) for row, s in entries]
+            [
+                _Fetched(row, s.source, s.sample_id, s.part, s.group, s.loss_weight)
+                for row, s in entries
+            ]
         )
     return lists
 
@@ -317,6 +323,11 @@ def _rows_from(
     samples = []
     for i, (entry, rollout) in enumerate(zip(entries, fetched, strict=True)):
         rows[entry.row].append(i)
-        sequences = sequences_of(rollout, sample_id=entry.sample_id, loss_weight=entry.loss_weight)
+        sequences = sequences_of(
+            rollout,
+            sample_id=entry.sample_id,
+            loss_weight=entry.loss_weight,
+            group=entry.group,
+        )
         samples.append(sequences[entry.part])
     return build_rows(samples, rows, row_len)

@@ -111,6 +111,8 @@ class StepPlanner:
             cost=self._cost,
             row_bucket=config.prompts.row_bucket,
             ptx=ptx,
+            shares_contexts=config.prompts.share_contexts,
+            knows_tokens=config.prompts.single_rank_load,
         )
 
 
@@ -121,6 +123,7 @@ def batch_metrics(
     plans = [plan for _, plan in parts]
     rollouts = [r for groups, _ in parts for g in groups for r in g.rollouts]
     num_tokens = sum(plan.num_tokens for plan in plans)
+    num_computed = sum(plan.num_computed for plan in plans)
 
     def mean(name: str, weights: Sequence[int]) -> float:
         values = [plan.metrics[name] for plan in plans]
@@ -136,7 +139,8 @@ def batch_metrics(
         ),
         "data/max_over_mean_cost": mean("data/max_over_mean_cost", [p.num_tokens for p in plans]),
         "data/rows_per_rank": sum(plan.metrics["data/rows_per_rank"] for plan in plans),
-        "data/padding_fraction": 1 - num_tokens / sum(plan.capacity for plan in plans),
+        "data/padding_fraction": 1 - num_computed / sum(plan.capacity for plan in plans),
+        "time/shared_tokens_fraction": 1 - num_computed / num_tokens if num_tokens else 0.0,
     }
 
 

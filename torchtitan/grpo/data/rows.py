@@ -5,13 +5,16 @@
 
 A row is aligned to the *predicted* token: at position ``t`` it holds the input token ``t``, and
 the label, mask, logprob, weight and advantage of token ``t + 1``. Only the sample id stands on
-all tokens of its sample.
+all tokens of its sample. A row consists of spans (`shared_context.py`): sequences, or contexts
+that sequences share and the rests of these sequences. A token sees the tokens before it whose
+``reach``, a place in the row, is behind it.
 
 Example: prompt ``[5, 6]``, completion ``[7, 8]``, both the step's sample 3, row length 6::
 
     tokens        5 6 7 8 0 0
     positions     0 1 2 3 0 1
-    sequence_ids  0 0 0 0 1 1      (padding is a separate sequence)
+    reach         4 4 4 4 6 6      (padding is a separate span)
+    sequence_ids  0 0 0 0 1 1
     labels        6 7 8 0 0 0
     loss_mask     0 1 1 0 0 0
     sample_ids    3 3 3 3 -1 -1
@@ -23,6 +26,7 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 import torch
 
+from torchtitan.grpo.data.shared_context import NO_GROUP, Span, spans_of
 from torchtitan.grpo.types import Rollout, columns_of
 
 NO_SAMPLE = -1
@@ -47,6 +51,8 @@ class Sample:
             if all are. The other tokens, which an environment inserted, are only context.
         source: Position of a rollout among all rollouts of its batch.
         part: Position of the sequence among those of its rollout.
+        group: Sequences of a group in one row share the contexts with which they begin;
+            :data:`NO_GROUP` for one that shares nothing.
         columns: Those of :data:`COLUMNS` that the rollout has.
     """
 
@@ -59,6 +65,7 @@ class Sample:
     sampled: np.ndarray | None = None
     source: int = -1
     part: int = 0
+    group: int = NO_GROUP
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
@@ -84,8 +91,10 @@ class TrainRows:
 
     Attributes:
         tokens: int64.
-        positions: int64, restarting at 0 with each sequence.
-        sequence_ids: int64, one id for each sequence of a row, padding included.
+        positions: int64, those of the tokens in their sequence.
+        reach: int64, the place in the row behind the last token that sees this token.
+        sequence_ids: int64, one id for each span of a row, padding included. All tokens of a
+            sequence with a loss are in one span.
         labels: int64, the next token of the same sequence, 0 at its end.
         loss_mask: bool, True where the label is a sampled token of a rollout.
         generator_logprobs: float32, of the label, 0 where not trained.
@@ -96,16 +105,17 @@ class TrainRows:
             microbatches and ranks need no further division.
         ptx_weights: float32, weight of supervised completion tokens, ``grpo.ptx_coef``
             included; 0 elsewhere.
-        sample_ids: int64, index in the step's table of samples, on all tokens of a rollout;
-            :data:`NO_SAMPLE` elsewhere.
+        sample_ids: int64, index in the step's table of samples, on all tokens of a rollout but
+            those that it shares; :data:`NO_SAMPLE` elsewhere.
         columns: Those of :data:`COLUMNS` that any rollout has, of the label: [rows, seq] or
             [rows, seq, k], with the column's ``fill`` where not trained.
         host_mask: bool, :attr:`scored` in host memory, wherever the other tensors are, so that
-            the host need not wait for a device. This and ``host_sequence_ids`` are computed.
+            the host need not wait for a device. This and ``host_reach`` are computed.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
+    reach: torch.Tensor
     sequence_ids: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
@@ -116,13 +126,13 @@ class TrainRows:
     sample_ids: torch.Tensor
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     host_mask: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
-    host_sequence_ids: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
+    host_reach: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
 
     def __post_init__(self) -> None:
         if self.host_mask is None:
             object.__setattr__(self, "host_mask", self.scored.cpu())
-        if self.host_sequence_ids is None:
-            object.__setattr__(self, "host_sequence_ids", self.sequence_ids.cpu())
+        if self.host_reach is None:
+            object.__setattr__(self, "host_reach", self.reach.cpu())
 
     @property
     def scored(self) -> torch.Tensor:
@@ -214,6 +224,7 @@ def build_rows(samples: Sequence[Sample], rows: Sequence[Sequence[int]], row_len
     arrays: dict[str, np.ndarray] = {
         "tokens": np.zeros(shape, np.int64),
         "positions": np.zeros(shape, np.int64),
+        "reach": np.full(shape, row_len, np.int64),
         "sequence_ids": np.zeros(shape, np.int64),
         "labels": np.zeros(shape, np.int64),
         "loss_mask": np.zeros(shape, np.bool_),
@@ -229,24 +240,30 @@ def build_rows(samples: Sequence[Sample], rows: Sequence[Sequence[int]], row_len
     }
     arrays |= columns
     for r, members in enumerate(rows):
-        start = 0
-        for sequence_id, index in enumerate(members):
-            arrays["sequence_ids"][r, start:] = sequence_id
-            start = _lay_out({k: a[r] for k, a in arrays.items()}, start, samples[index])
+        start, sequences = 0, [samples[index] for index in members]
+        spans = spans_of(sequences)
+        for number, span in enumerate(spans):
+            arrays["sequence_ids"][r, start:] = number
+            row = {k: a[r] for k, a in arrays.items()}
+            start = _lay_out(row, start, sequences[span.sequence], span)
         arrays["positions"][r, start:] = np.arange(row_len - start)
-        arrays["sequence_ids"][r, start:] = len(members)
+        arrays["sequence_ids"][r, start:] = len(spans)
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     of_columns = {name: tensors.pop(name) for name in columns}
     return TrainRows(**tensors, columns=of_columns)
 
 
-def _lay_out(row: dict[str, np.ndarray], start: int, sample: Sample) -> int:
-    """Writes one sample into a row from ``start`` on; returns where it ends."""
-    tokens = np.concatenate([sample.prompt_ids, sample.completion_ids])
+def _lay_out(row: dict[str, np.ndarray], start: int, sample: Sample, span: Span) -> int:
+    """Writes a span of a sample into a row from ``start`` on; returns where it ends."""
+    whole = np.concatenate([sample.prompt_ids, sample.completion_ids])
+    tokens = whole[span.begin : span.end]
     end = start + len(tokens)
     row["tokens"][start:end] = tokens
-    row["positions"][start:end] = np.arange(len(tokens))
+    row["positions"][start:end] = np.arange(span.begin, span.end)
+    row["reach"][start:end] = start + span.reach
     row["labels"][start : end - 1] = tokens[1:]
+    if span.is_context:
+        return end
     row["sample_ids"][start:end] = sample.sample_id
     predicted = slice(end - 1 - sample.num_predicted, end - 1)
     row["ptx_weights"][predicted] = sample.ptx_weight

@@ -17,15 +17,10 @@ import numpy as np
 
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.data.cost import SequenceCost
+from torchtitan.grpo.data.layout import Layout, lay_out
 from torchtitan.grpo.data.packing import split_evenly
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows, column_shapes, sequences_of
-from torchtitan.grpo.data.spread import (
-    Spread,
-    group_rows,
-    rank_costs,
-    spread_by_cost,
-    spread_by_rows,
-)
+from torchtitan.grpo.data.shared_context import NO_GROUP, Span, num_computed, spans_of
 from torchtitan.grpo.losses.advantages import informative_samples, num_equal_groups, shape_rewards
 from torchtitan.grpo.losses.aggregation import token_weights, weight_mass
 from torchtitan.grpo.types import Rollout, RolloutGroup
@@ -69,7 +64,8 @@ class StepPlan:
         samples: The table that ``sample_ids`` index.
         mass: Total mass of the weights of rollouts; see :func:`aggregation.weight_mass`.
         num_trained_tokens: Completion tokens of rollouts.
-        num_tokens: Prompt and completion tokens, with supervised ones and without padding.
+        num_tokens: Prompt and completion tokens of all sequences, with supervised ones and
+            without padding. Each sequence counts the context that it shares.
         metrics: ``data/max_over_mean_cost``, among others, is the cost of the costliest rank
             relative to the mean; minibatches are weighted by cost.
     """
@@ -91,6 +87,23 @@ class StepPlan:
     @functools.cached_property
     def column_shapes(self) -> dict[str, tuple[int, ...]]:
         return column_shapes(self.sequences)
+
+    @functools.cached_property
+    def spans(self) -> list[list[list[Span]]]:
+        """The spans of each row of each rank, as in ``layout``."""
+        return [
+            [spans_of([self.sequences[i] for i in row]) for row in rows] for rows in self.layout
+        ]
+
+    @functools.cached_property
+    def num_computed(self) -> int:
+        """Tokens that the model computes: of ``num_tokens``, shared ones count once."""
+        return sum(num_computed(row) for rows in self.spans for row in rows)
+
+    @property
+    def shared_fraction(self) -> float:
+        """Part of the tokens that are not computed, because another sequence has them."""
+        return 1 - self.num_computed / self.num_tokens if self.num_tokens else 0.0
 
     @property
     def num_minibatches(self) -> int:
@@ -114,13 +127,17 @@ def plan_step(
     cost: SequenceCost,
     row_bucket: int,
     ptx: Sequence[Sample] = (),
+    shares_contexts: bool = False,
+    knows_tokens: bool = True,
 ) -> StepPlan:
     """Plans a batch: shaped rewards, minibatches, loss weights, ranks and rows.
 
     Rollouts without a reward are left out. If every group is left out
     (``grpo.filter_zero_advantage``), the rows are padding and no token is trained. The ages of
     samples count from ``version``. The plan sets the weights of ``ptx``, supervised sequences to
-    mix in.
+    mix in. With ``shares_contexts`` sequences of a group share their contexts. Without
+    ``knows_tokens``, when arrays are zeros, only those do that have the group's prompt, which is
+    one array.
     """
     everything = [(g.group_id, r) for g in groups for r in g.rollouts]
     sources = [i for i, (_, r) in enumerate(everything) if r.reward is not None]
@@ -133,9 +150,11 @@ def plan_step(
     metrics |= _metrics_of_groups(table, kept, len(groups))
     table = table.take(kept)
     learned = _weighted_minibatches(rollouts, sources, table, config, max_new_tokens)
+    if shares_contexts:
+        learned = [_in_groups(samples, table, knows_tokens) for samples in learned]
     minibatches = [a + b for a, b in zip(learned, _ptx_of_minibatches(ptx, config), strict=True)]
-    shape = _Layout(num_ranks, row_len, local_batch_size, row_bucket, balance, cost)
-    layout, layout_metrics = _lay_out(minibatches, shape)
+    shape = Layout(num_ranks, row_len, local_batch_size, row_bucket, balance, cost)
+    layout, layout_metrics = lay_out(minibatches, shape)
     plan = StepPlan(
         sequences=[sample for samples in minibatches for sample in samples],
         layout=layout,
@@ -147,8 +166,20 @@ def plan_step(
         num_tokens=sum(s.num_tokens for samples in minibatches for s in samples),
         metrics=metrics | layout_metrics,
     )
-    plan.metrics["data/padding_fraction"] = 1 - plan.num_tokens / plan.capacity
+    plan.metrics["data/padding_fraction"] = 1 - plan.num_computed / plan.capacity
+    plan.metrics["time/shared_tokens_fraction"] = plan.shared_fraction
     return plan
+
+
+def _in_groups(samples: Sequence[Sample], table: SampleTable, knows_tokens: bool) -> list[Sample]:
+    prompts: dict[int, np.ndarray] = {}
+    grouped = []
+    for sample in samples:
+        group = int(table.group_ids[sample.sample_id])
+        prompt = prompts.setdefault(group, sample.prompt_ids)
+        shares = knows_tokens or sample.prompt_ids is prompt
+        grouped.append(replace(sample, group=group if shares else NO_GROUP))
+    return grouped
 
 
 def _metrics_of_groups(table: SampleTable, kept: np.ndarray, num_groups: int) -> dict[str, float]:
@@ -234,57 +265,6 @@ def _minibatches_of(
 def _num_learned(samples: Sequence[Sample]) -> int:
     """Counts the tokens with a loss; supervised ones have none with ``grpo.ptx_coef = 0``."""
     return sum(s.num_trained for s in samples if s.loss_weight > 0 or s.ptx_weight > 0)
-
-
-@dataclass(frozen=True)
-class _Layout:
-    num_ranks: int
-    row_len: int
-    local_batch_size: int
-    row_bucket: int
-    balance: bool
-    cost: SequenceCost
-
-    def spread(self, lengths: Sequence[int], min_rows: int) -> Spread:
-        shape = {
-            "num_ranks": self.num_ranks,
-            "row_len": self.row_len,
-            "multiple": self.local_batch_size * self.row_bucket,
-            "min_rows": min_rows,
-        }
-        if not self.balance:
-            return spread_by_rows(lengths, **shape)
-        costs = [self.cost(length) for length in lengths]
-        spread = spread_by_cost(lengths, costs, **shape)
-        return [group_rows(rows, costs, self.local_batch_size) for rows in spread]
-
-
-def _lay_out(
-    minibatches: Sequence[Sequence[Sample]], layout: _Layout
-) -> tuple[list[list[list[int]]], dict[str, float]]:
-    """Lays out each minibatch in separate rows, the same number on each rank and in each."""
-    lengths = [[s.num_tokens for s in samples] for samples in minibatches]
-    spreads = [layout.spread(of_minibatch, min_rows=0) for of_minibatch in lengths]
-    per_rank = max(len(spread[0]) for spread in spreads)
-    # Minibatches that need fewer rows are spread again: more rows allow a better balance.
-    spreads = [
-        spread if len(spread[0]) == per_rank else layout.spread(of_minibatch, min_rows=per_rank)
-        for spread, of_minibatch in zip(spreads, lengths, strict=True)
-    ]
-    heaviest = mean = 0.0
-    rows_of_rank: list[list[list[int]]] = [[] for _ in range(layout.num_ranks)]
-    offset = 0
-    for spread, of_minibatch in zip(spreads, lengths, strict=True):
-        costs = rank_costs(spread, [layout.cost(length) for length in of_minibatch])
-        heaviest, mean = heaviest + max(costs), mean + sum(costs) / len(costs)
-        for of_rank, rows in zip(rows_of_rank, spread, strict=True):
-            of_rank += [[offset + i for i in row] for row in rows]
-        offset += len(of_minibatch)
-    metrics = {
-        "data/max_over_mean_cost": heaviest / mean if mean > 0 else 1.0,
-        "data/rows_per_rank": float(per_rank * len(minibatches)),
-    }
-    return rows_of_rank, metrics
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:

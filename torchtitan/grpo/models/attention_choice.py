@@ -26,7 +26,8 @@ _VARLEN_MAX_HEAD_DIM, _VARLEN_HEAD_DIM_MULTIPLE = 256, 8
 
 # Far above what 16 bits lose, and far below what one token of another sequence adds.
 _TOLERANCE = 0.05
-_TRIED_LENGTHS = ((100, 28, 128), (1, 255))
+# Number of tokens of each span, and its reach. In the second row two sequences share a context.
+_TRIED = (((100, 100), (28, 128), (128, 256)), ((1, 1), (55, 256), (100, 156), (100, 256)))
 _TRIED_HEADS = (4, 2, 2)
 
 _failed: dict[PackedAttentionKind, str] = {}
@@ -118,7 +119,7 @@ def failure_of(
 
     Returns None if the numbers are right. Of ``sdpa`` only the memory-efficient kernel counts.
     """
-    seq_len, generator = sum(_TRIED_LENGTHS[0]), torch.Generator().manual_seed(0)
+    seq_len, generator = _TRIED[0][-1][1], torch.Generator().manual_seed(0)
     inputs = [
         torch.randn(2, heads, seq_len, head_dim, generator=generator) for heads in _TRIED_HEADS
     ]
@@ -146,10 +147,10 @@ def failure_of(
 def _with_gradients(
     kind: PackedAttentionKind, inputs: list[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    lengths = torch.tensor(_TRIED_LENGTHS[0] + _TRIED_LENGTHS[1])
-    ids = torch.arange(len(lengths)).repeat_interleave(lengths).view(2, -1)
+    lengths, reaches = torch.tensor(_TRIED[0] + _TRIED[1]).unbind(1)
+    reach = reaches.repeat_interleave(lengths).view(2, -1)
     # As for compiled blocks: a fixed number of borders, most of them empty, and a greater length.
-    mask = packed_mask(ids.to(inputs[0].device), kind, compiled=kind == "varlen")
+    mask = packed_mask(reach.to(inputs[0].device), kind, compiled=kind == "varlen")
     # Upstream's order of dimensions, whose strides the kernels get.
     q, k, v = (t.transpose(1, 2).contiguous().requires_grad_() for t in inputs)
     heads = (t.transpose(1, 2) for t in (q, k, v))

@@ -1,10 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Attention that stays inside each sequence of a packed row.
+"""Attention that stays inside each sequence of a packed row, and the context that it shares.
 
-Upstream's document masks find borders by the EOS token, which truncated rollouts lack; here
-they come from sequence ids. Upstream's models pass any mask on to
+Each token has a ``reach``, the place in its row behind the last token that sees it: a query at q
+sees the key at k if ``k <= q < reach[k]`` (`data/shared_context.py`). Upstream's document masks find
+borders by the EOS token, which truncated rollouts lack. Upstream's models pass any mask on to
 ``attention.inner_attention``, so it suffices to replace that module.
 
 Context parallelism exchanges heads by all-to-all (DeepSpeed Ulysses,
@@ -13,7 +14,6 @@ the whole sequence of some heads inside. Both gloo and NCCL support the exchange
 """
 
 import functools
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -26,6 +26,8 @@ import torch.nn.functional as F
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from torchtitan.grpo.models.tree_attention import GROUPED_HEADS, Levels, attend_to_tree, levels_of
 
 PackedAttentionKind = Literal["varlen", "flex", "sdpa"]
 
@@ -46,30 +48,34 @@ class DenseMask(BlockMask):
         self.dense = dense
 
 
-class SequenceBorders(BlockMask):
-    """The borders of sequences, in a class that passes upstream's check.
+class SpanBorders(BlockMask):
+    """The borders of spans, in a class that passes upstream's check.
 
-    ``borders`` [n] int32 are the begins of the sequences of all rows, laid end to end, and then
-    the number of tokens, once or more. ``longest`` is at least the length of each sequence.
+    ``borders`` [n] int32 are the begins of the spans of all rows, laid end to end, and then the
+    number of tokens, once or more. ``longest`` is at least the length of each span. ``shared``
+    are the contexts that several sequences see; None without any.
     """
 
-    def __init__(self, borders: torch.Tensor, longest: int) -> None:
-        self.borders, self.longest = borders, longest
+    def __init__(self, borders: torch.Tensor, longest: int, shared: Levels | None) -> None:
+        self.borders, self.longest, self.shared = borders, longest, shared
 
 
-class HostSequences:
-    """The sequence ids of packed rows, [rows, seq] int, on the host, which need not wait.
+class HostReach:
+    """The reach of the tokens of packed rows, [rows, seq] int, on the host, which need not wait.
 
     FSDP would move a tensor, or one in a container that it knows, to the device.
     """
 
-    def __init__(self, sequence_ids: torch.Tensor) -> None:
-        self._ids = sequence_ids.numpy()
+    def __init__(self, reach: torch.Tensor) -> None:
+        self._reach = reach.numpy()
 
-    def count_and_longest(self) -> tuple[int, int]:
-        """Counts the sequences of all rows, and the tokens of the longest."""
-        begins = np.flatnonzero(np.diff(self._ids, axis=1, prepend=self._ids[:, :1] - 1))
-        return len(begins), int(np.diff(begins, append=self._ids.size).max())
+    def spans(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Begin, end and reach of all spans, [spans] int64 in rows laid end to end."""
+        # Two spans that follow each other never have the same reach.
+        begins = np.flatnonzero(np.diff(self._reach, axis=1, prepend=-1))
+        ends = np.append(begins[1:], self._reach.size)
+        row_begins = begins - begins % self._reach.shape[1]
+        return begins, ends, row_begins + self._reach.reshape(-1)[begins]
 
 
 class PackedAttention(nn.Module):
@@ -184,12 +190,16 @@ def _attend_by_length(
     mask: BlockMask,
     scale: float | None,
 ) -> torch.Tensor:
-    assert isinstance(mask, SequenceBorders)
+    assert isinstance(mask, SpanBorders)
     rows, _, seq, _ = q.shape
     # Views of upstream's tensors, which it has made in this order.
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
-    borders, longest = mask.borders, mask.longest
-    out = varlen(q, k, v, borders, borders, longest, longest, scale=scale)
+    borders, longest, shared = mask.borders, mask.longest, mask.shared
+    if shared is None:
+        out = varlen(q, k, v, borders, borders, longest, longest, scale=scale)
+    else:
+        tensors = [tensor for level in shared.levels for tensor in level]
+        out, _ = attend_to_tree(q, k, v, borders, longest, tensors, shared.sizes, scale)
     return out.unflatten(0, (rows, seq)).transpose(1, 2)
 
 
@@ -197,10 +207,7 @@ def _attend_by_length(
 def _causal_varlen_attn() -> Callable[..., torch.Tensor]:
     from torch.nn.attention.varlen import varlen_attn
 
-    arguments: dict[str, Any] = {"window_size": (-1, 0)}
-    # Without the argument, as in torch 2.11, groups of query heads are always allowed.
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        arguments["enable_gqa"] = True
+    arguments: dict[str, Any] = {"window_size": (-1, 0)} | GROUPED_HEADS
     return functools.partial(varlen_attn, **arguments)  # pyright: ignore[reportReturnType]
 
 
@@ -210,44 +217,55 @@ def flex_pays(seq_len: int) -> bool:
 
 
 def packed_mask(
-    sequence_ids: torch.Tensor,
+    reach: torch.Tensor,
     kind: PackedAttentionKind,
-    host: HostSequences | None = None,
+    host: HostReach | None = None,
     *,
     compiled: bool = False,
 ) -> BlockMask:
-    """Returns the mask of packed rows, which is causal and limited to one sequence.
+    """Returns the mask of packed rows, in which a query sees its sequence up to itself.
 
-    Padding has its own id in ``sequence_ids``, [rows, seq] int: each query needs a key. ``host``
-    holds the same ids, without which the host waits for the device. ``compiled`` keeps sizes fixed,
-    because other ones would compile blocks anew.
+    Args:
+        reach: [rows, seq] int, as in ``TrainRows``. Padding is a span: each query needs a key.
+        kind: The kernel that takes the mask.
+        host: The same numbers, without which the host waits for the device.
+        compiled: Whether to keep sizes fixed, because others would compile blocks anew.
     """
-    rows, seq = sequence_ids.shape
+    rows, seq = reach.shape
     if kind == "varlen":
-        count, longest = (host or HostSequences(sequence_ids.cpu())).count_and_longest()
-        if compiled:
-            fixed = max(_COMPILED_MIN_BORDERS, rows * seq // _COMPILED_SEQUENCE_TOKENS)
-            count, longest = max(count, fixed - 1), seq
-        return _sequence_borders(sequence_ids, count, longest)
+        return _span_borders(reach, host or HostReach(reach.cpu()), compiled)
     if kind == "sdpa":
-        same = sequence_ids[:, None, :, None] == sequence_ids[:, None, None, :]
-        causal = torch.ones(seq, seq, dtype=torch.bool, device=sequence_ids.device).tril()
-        return DenseMask(same & causal)
+        places = torch.arange(seq, device=reach.device)
+        sees = (places[None, :] <= places[:, None]) & (places[:, None] < reach[:, None, None, :])
+        return DenseMask(sees)
 
-    def same_sequence(b, h, q_idx, kv_idx):
-        return (q_idx >= kv_idx) & (sequence_ids[b, q_idx] == sequence_ids[b, kv_idx])
+    def sees(b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & (q_idx < reach[b, kv_idx])
 
-    return _compiled_create_block_mask()(
-        same_sequence, rows, None, seq, seq, device=sequence_ids.device
-    )
+    return _compiled_create_block_mask()(sees, rows, None, seq, seq, device=reach.device)
 
 
-def _sequence_borders(sequence_ids: torch.Tensor, count: int, longest: int) -> SequenceBorders:
-    """Pads to one of few sizes."""
-    is_first = sequence_ids.diff(dim=1, prepend=sequence_ids[:, :1] - 1) != 0
-    size, total = _round_up(count + 1, _BORDERS_MULTIPLE), sequence_ids.numel()
+def _span_borders(reach: torch.Tensor, host: HostReach, compiled: bool) -> SpanBorders:
+    """Pads to one of few sizes, or with ``compiled`` to one."""
+    begins, ends, reaches = host.spans()
+    count, longest, total = len(begins), int((ends - begins).max()), reach.numel()
+    sizes = None
+    if compiled:
+        fixed = max(_COMPILED_MIN_BORDERS, total // _COMPILED_SEQUENCE_TOKENS)
+        count, longest = max(count, fixed - 1), reach.shape[1]
+    size = _round_up(count + 1, _BORDERS_MULTIPLE)
+    if compiled:
+        sizes = (total, size)
+    # Computed where it is needed, because the host would have to send the borders.
+    is_first = reach.diff(dim=1, prepend=reach[:, :1] - 1) != 0
     borders = torch.nonzero_static(is_first.flatten(), size=size, fill_value=total).squeeze(1)
-    return SequenceBorders(borders.to(torch.int32), _round_up(longest, _LONGEST_MULTIPLE))
+    is_shared = reaches > ends
+    shared = None
+    if compiled or is_shared.any():
+        contexts = (of[is_shared] for of in (begins, ends, reaches))
+        shared = levels_of(*contexts, reach.device, sizes)
+    longest = _round_up(longest, _LONGEST_MULTIPLE)
+    return SpanBorders(borders.to(torch.int32), longest, shared)
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -18,7 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torchtitan.grpo.losses.linear_logprobs import packed_linear_logprobs
 from torchtitan.grpo.models.decoder import Decoder, embeds_tokens
 from torchtitan.grpo.models.packed_attention import (
-    HostSequences,
+    HostReach,
     PackedAttention,
     PackedAttentionKind,
     context_part,
@@ -204,27 +204,25 @@ class PackedModel(nn.Module):
         self,
         tokens: torch.Tensor,
         *,
-        sequence_ids: torch.Tensor,
+        reach: torch.Tensor,
         positions: torch.Tensor,
         labels: torch.Tensor,
-        host_sequences: HostSequences | None = None,
+        host_reach: HostReach | None = None,
         scored: ScoredTokens | None = None,
         other_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Runs packed rows through the model, or through one pipeline stage of it.
 
-        All are [rows, seq] int: ``tokens`` (hidden states on later stages), ``sequence_ids``
-        (also as ``host_sequences``), ``positions`` that start at 0 in each sequence, and
-        ``labels``; ``other_ids`` is [rows, seq, k]. Returns what :class:`LogprobHead` does, or
-        this rank's hidden states.
+        All are [rows, seq] int, as in ``TrainRows``: ``tokens`` (hidden states on later stages),
+        ``reach`` (also as ``host_reach``), ``positions`` in each sequence, and ``labels``;
+        ``other_ids`` is [rows, seq, k]. Returns what :class:`LogprobHead` does, or this rank's
+        hidden states.
         """
         group = self.context_group
         if embeds_tokens(self):
             tokens = context_part(tokens, group)
         settings = self.settings
-        mask = packed_mask(
-            sequence_ids, settings.attention, host_sequences, compiled=settings.compiled
-        )
+        mask = packed_mask(reach, settings.attention, host_reach, compiled=settings.compiled)
         inputs = {"attention_masks": mask, "positions": context_part(positions, group)}
         head: Any = self.output
         if not isinstance(head, LogprobHead):

@@ -68,7 +68,7 @@ def parallelize(
             model,
             config.activation_checkpoint,
             model_compile_enabled=compiled,
-            op_sac_save_list=op_sac_save_list,  # pyright: ignore[reportArgumentType]
+            op_sac_save_list=op_sac_save_list | {torch.ops.torchtitan_grpo.attend_to_tree.default},  # pyright: ignore
             base_folder=config.job.dump_folder,
         )
     if compiled:

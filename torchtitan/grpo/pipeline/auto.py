@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.models.packed_attention import HostSequences
+from torchtitan.grpo.models.packed_attention import HostReach
 from torchtitan.grpo.pipeline.build import split_model
 from torchtitan.grpo.pipeline.choice import assumed_costs, costs_for, describe, finalists, predict
 from torchtitan.grpo.pipeline.draw import draw_picture, draw_text
@@ -170,10 +170,10 @@ class Trial:
         shape = (config.parallelism.pipeline_parallel_microbatch_size, config.training.seq_len)
         vocab_size: int = self.model.model_args.vocab_size  # pyright: ignore
         tokens = torch.randint(vocab_size, shape, device=self.device)
-        whole_rows = torch.zeros(shape, dtype=torch.int64)
+        whole_rows = torch.full(shape, shape[1], dtype=torch.int64)
         named = {
-            "sequence_ids": whole_rows.to(self.device),
-            "host_sequences": HostSequences(whole_rows),
+            "reach": whole_rows.to(self.device),
+            "host_reach": HostReach(whole_rows),
             "positions": torch.arange(shape[1], device=self.device).expand(shape),
             "labels": tokens,
         }

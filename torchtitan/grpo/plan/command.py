@@ -197,6 +197,7 @@ def _make_plan(facts: _Given) -> Plan:
         old.num_lent,
         places,
         prompt_tokens,
+        config.training.seq_len if config.prompts.share_contexts else 0,
         reward_places=config.reward.num_workers * max(1, config.reward.concurrency),
         dropped=dropped,
         max_late=config.inference.lend_max_late,

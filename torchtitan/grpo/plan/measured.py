@@ -25,6 +25,7 @@ from torchtitan.grpo.run_folder.contents import STARTS_FOLDER
 Step = dict[str, Any]
 _PUSH_RATE = "weight_sync/server0/gb_per_second"
 _TOKENS = "rollout/completion_tokens_mean"
+_SHARED = "time/shared_tokens_fraction"
 _FEWEST_STEPS = 5
 _WARM_UP = 0.2  # part of the steps
 # Standard error of a token's training time above which it is not believed, as a part of the time of a
@@ -180,11 +181,12 @@ def _tokens(record: Step) -> float:
 
 
 def _training(records: Sequence[Step], waiting: Sequence[str]) -> tuple[float, float, bool]:
-    """Seconds of a step apart from waiting, of each of its tokens, and whether the run tells them apart.
+    """Seconds of a step apart from waiting, of each token that it computes, and whether the run tells
+    them apart.
 
     Batches of nearly the same size do not. Then all of the time is the tokens', as dense training is.
     """
-    tokens = np.array([_tokens(record) for record in records])
+    tokens = np.array([_tokens(r) * (1 - r.get(_SHARED, 0.0)) for r in records])
     waits = [sum(record[key] for key in waiting) for record in records]
     seconds = np.array([record["time/step_seconds"] for record in records]) - waits
     most = seconds.mean() / tokens.mean()  # for a token

@@ -235,8 +235,7 @@ class Simulation:
         assert self.asked_at is not None, "the trainer has asked for what was taken"
         self.totals["wait"] += self.now - self.asked_at
         groups = [self.groups.pop(number) for number in self.pending]
-        prompts = self.system.prompt_tokens * self.system.grpo.group_size * len(groups)
-        tokens = prompts + sum(group.tokens for group in groups)
+        tokens = self.system.trained_tokens(len(groups), sum(group.tokens for group in groups))
         costs, is_first = self.system.costs, not self._batch
         seconds = tokens * costs.train_token + costs.train * is_first
         self.asked_at, self.pending = None, []

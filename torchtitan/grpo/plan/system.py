@@ -99,7 +99,8 @@ class System:
     ``num_servers`` are those with hardware of their own, and ``num_lent`` those on the devices of
     training. ``max_running`` is how many completions fit into a server's cache, and 0 sets no limit.
     ``dropped`` is the part of the finished groups that is not trained on, and ``max_late``
-    ``inference.lend_max_late``.
+    ``inference.lend_max_late``. ``shared_row`` is the number of tokens of a row in which completions
+    share their prompt; 0 if they do not.
     """
 
     grpo: GRPO
@@ -110,6 +111,7 @@ class System:
     num_lent: int = 0
     max_running: int = 0
     prompt_tokens: float = 0.0
+    shared_row: int = 0
     reward_places: int = 1
     dropped: float = 0.0
     max_late: float = 0.05
@@ -118,6 +120,13 @@ class System:
     def mean_tokens(self) -> float:
         """Of a completion."""
         return self.lengths.mean(self.rollout.max_new_tokens)
+
+    def trained_tokens(self, num_groups: int, completion_tokens: int) -> float:
+        """Tokens that are computed for groups whose completions have so many tokens together."""
+        size = self.grpo.group_size
+        fitting = (self.shared_row - self.prompt_tokens) // max(self.mean_tokens, 1.0)
+        prompts = size / min(max(fitting, 1.0), size)
+        return num_groups * prompts * self.prompt_tokens + completion_tokens
 
     @property
     def batch_completions(self) -> int:

@@ -199,7 +199,13 @@ _WHERE_AND_HOW = (
     *("job.", "checkpoint.", "metrics.", "observe.", "profiling.", "comm.", "cluster."),
 )
 _KEEPS_ROLLOUTS = {
-    *("balance_batch", "balance_cost", "row_bucket", "single_rank_load"),  # [prompts]
+    *(
+        "balance_batch",
+        "balance_cost",
+        "row_bucket",
+        "share_contexts",
+        "single_rank_load",
+    ),  # [prompts]
     *("path", "paths"),  # a changed one is refused, unless it has only moved
     *("num_workers", "timeout_seconds", "max_consecutive_failures"),  # [reward]
 }

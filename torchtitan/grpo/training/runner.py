@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 
 from torchtitan.grpo.data.rows import TrainRows
-from torchtitan.grpo.models.packed_attention import HostSequences
+from torchtitan.grpo.models.packed_attention import HostReach
 from torchtitan.grpo.models.packed_model import ScoredTokens
 from torchtitan.grpo.models.parallelize import BetweenMicrobatches, Kept
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
@@ -133,8 +133,8 @@ def model_inputs(rows: TrainRows, *, trains: bool = False) -> dict[str, Any]:
     top = {"other_ids": rows.columns["teacher_top_ids"]} if has_top else {}
     return top | {
         "scored": ScoredTokens(rows.scored, rows.host_mask),
-        "sequence_ids": rows.sequence_ids,
-        "host_sequences": HostSequences(rows.host_sequence_ids),
+        "reach": rows.reach,
+        "host_reach": HostReach(rows.host_reach),
         "positions": rows.positions,
         "labels": rows.labels,
     }

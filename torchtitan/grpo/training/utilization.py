@@ -5,11 +5,12 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch.distributed as dist
 
 from torchtitan.grpo.data.cost import flops_cost
-from torchtitan.grpo.data.rows import Sample
+from torchtitan.grpo.data.shared_context import Span, cost_of, num_computed
 from torchtitan.grpo.data.step_plan import StepPlan
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
@@ -30,7 +31,8 @@ class Utilization:
 
         forward = 2 N T + 2 vocabulary dim S + 4 L H pairs
 
-    ``pairs`` counts a query and a key, causal and within each sequence. A training epoch is three
+    ``pairs`` counts a query and a key, causal and within each sequence. A context that several
+    sequences share is computed once. A training epoch is three
     forward passes (the backward pass of frozen weights counts once), the passes of old policy and
     reference one each. Padding and recomputation are no work of the model. ``peak_flops`` are in
     bfloat16, per rank.
@@ -54,19 +56,21 @@ class Utilization:
         """Adds a plan of all ranks; ``begins_batch`` drops those of an untrained batch."""
         if begins_batch:
             self._flops = 0.0
-        num_scored, trained = sum(plan.minibatch_tokens), _trained_sequences(plan)
-        weights, attention = self._forward(plan.sequences, num_scored)
+        num_scored = sum(plan.minibatch_tokens)
+        everything = [s for rows in plan.spans for row in rows for s in row]
+        weights, attention = self._forward(everything, num_scored)
         self._flops += self._num_forward * (weights + attention)
-        weights, attention = self._forward(trained, num_scored)
+        weights, attention = self._forward(_trained_spans(plan), num_scored)
         step = self._weight_passes * weights + _TRAINING * attention
         self._flops += self._num_epochs * step
 
-    def _forward(self, sequences: Sequence[Sample], num_scored: int) -> tuple[float, float]:
-        lengths = [sequence.num_tokens for sequence in sequences]
+    def _forward(self, spans: Sequence[Span], num_scored: int) -> tuple[float, float]:
+        """FLOPs of products with weights, and of attention."""
+        num_tokens = num_computed(spans)
         per_token = self._cost.per_token / _TRAINING
-        weights = per_token * sum(lengths) - self._head * (sum(lengths) - num_scored)
-        pairs = sum(length * (length + 1) / 2 for length in lengths)
-        return weights, self._cost.per_pair / _TRAINING * pairs
+        attention = replace(self._cost, per_token=0.0)
+        weights = per_token * num_tokens - self._head * (num_tokens - num_scored)
+        return weights, cost_of(spans, attention) / _TRAINING
 
     def metrics(self, step_seconds: float) -> dict[str, float]:
         return {"time/mfu": self._flops / (step_seconds * self._peak)}
@@ -80,13 +84,12 @@ def build_utilization(trainer: Trainer, config: JobConfig, model: HFModel) -> Ut
     return Utilization(config, model, dist.get_world_size(), peak)
 
 
-def _trained_sequences(plan: StepPlan) -> list[Sample]:
+def _trained_spans(plan: StepPlan) -> list[Span]:
     found = []
-    for rows in plan.layout:
+    for rows in plan.spans:
         per_minibatch = len(rows) // plan.num_minibatches
         for index, num_tokens in enumerate(plan.minibatch_tokens):
             if num_tokens:
                 begin = index * per_minibatch
-                members = rows[begin : begin + per_minibatch]
-                found += [plan.sequences[member] for row in members for member in row]
+                found += [s for row in rows[begin : begin + per_minibatch] for s in row]
     return found

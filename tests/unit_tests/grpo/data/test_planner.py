@@ -32,6 +32,7 @@ def test_the_model_s_operations_are_balanced_unless_tokens_are(planner):
     groups = [group(0, *(rollout(n - 2) for n in (60, *[10] * 6)))]
 
     def plan(**settings):
+        settings |= {"share_contexts": False}
         return planner(64, 1, **settings).plan(groups, step=0, version=0, num_ranks=2).plan
 
     by_tokens, by_flops = plan(balance_cost="tokens"), plan()
@@ -97,14 +98,21 @@ def test_metrics_of_parts_are_the_whole_steps(planner):
     assert [part.metrics for part in parts[:-1]] == [{}, {}]
     metrics = parts[-1].metrics
     # Each part is packed and balanced by itself.
-    own = {"data/rows_per_rank", "data/padding_fraction", "data/max_over_mean_cost"}
+    own = {
+        "data/rows_per_rank", "data/padding_fraction", "data/max_over_mean_cost",
+        "time/shared_tokens_fraction",
+    }  # fmt: skip
     assert {k: v for k, v in metrics.items() if k not in own} == pytest.approx(
         {k: v for k, v in whole.metrics.items() if k not in own}
     )
     rows = sum(part.plan.metrics["data/rows_per_rank"] for part in parts)
     assert metrics["data/rows_per_rank"] == rows >= whole.metrics["data/rows_per_rank"]
-    tokens = sum(part.plan.num_tokens for part in parts)
-    assert metrics["data/padding_fraction"] == pytest.approx(1 - tokens / (rows * 2 * 48))
+    computed, tokens = (
+        sum(of(part.plan) for part in parts)
+        for of in (lambda plan: plan.num_computed, lambda plan: plan.num_tokens)
+    )
+    assert metrics["data/padding_fraction"] == pytest.approx(1 - computed / (rows * 2 * 48))
+    assert 0 < metrics["time/shared_tokens_fraction"] == pytest.approx(1 - computed / tokens)
 
 
 def test_a_step_that_starts_again_forgets_the_parts_that_had_arrived(planner):

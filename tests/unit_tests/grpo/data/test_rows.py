@@ -30,6 +30,7 @@ def test_rows_are_aligned_to_the_predicted_token():
     expected = {
         "tokens": [5, 6, 7, 8, 3, 4, 0, 0],
         "positions": [0, 1, 2, 3, 0, 1, 0, 1],
+        "reach": [4, 4, 4, 4, 6, 6, 8, 8],
         "sequence_ids": [0, 0, 0, 0, 1, 1, 2, 2],
         "labels": [6, 7, 8, 0, 4, 0, 0, 0],
         "loss_mask": [0, 1, 1, 0, 1, 0, 0, 0],
@@ -45,6 +46,30 @@ def test_rows_are_aligned_to_the_predicted_token():
     assert not rows.loss_mask[1:].any() and not rows.loss_weights[1:].any()
     assert (rows.sample_ids[1:] == NO_SAMPLE).all() and not rows.sequence_ids[2].any()
     assert rows.positions[2].tolist() == list(range(8))
+
+
+def test_sequences_of_a_group_share_their_contexts_in_a_row():
+    """Two share their prompt, of which a third shares the first token; a fourth is of another group."""
+    of = {"sample_id": 0, "loss_weight": 0.5, "group": 7}
+    samples = [
+        sample([5, 6, 9], [7, 8], [-1, -2], **of),
+        sample([5, 6, 9], [1], [-3], **(of | {"sample_id": 1})),
+        sample([5, 4], [2], [-4], **(of | {"sample_id": 2})),
+        sample([5, 6, 9], [3], [-5], sample_id=3, loss_weight=0.5, group=8),
+    ]
+    rows = build_rows(samples, [[0, 3, 1, 2]], 16)
+    no = NO_SAMPLE
+    expected = {
+        "tokens":        [5,  6,  9, 7, 8, 9, 1, 4, 2, 5, 6, 9, 3, 0, 0, 0],
+        "positions":     [0,  1,  2, 3, 4, 2, 3, 1, 2, 0, 1, 2, 3, 0, 1, 2],
+        "reach":         [9,  7,  5, 5, 5, 7, 7, 9, 9, 13, 13, 13, 13, 16, 16, 16],
+        "sequence_ids":  [0,  1,  2, 2, 2, 3, 3, 4, 4, 5, 5, 5, 5, 6, 6, 6],
+        "labels":        [0,  0,  7, 8, 0, 1, 0, 2, 0, 6, 9, 3, 0, 0, 0, 0],
+        "loss_mask":     [0,  0,  1, 1, 0, 1, 0, 1, 0, 0, 0, 1, 0, 0, 0, 0],
+        "generator_logprobs": [0, 0, -1, -2, 0, -3, 0, -4, 0, 0, 0, -5, 0, 0, 0, 0],
+        "sample_ids":    [no, no, 0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 3, no, no, no],
+    }  # fmt: skip
+    assert {name: getattr(rows, name)[0].tolist() for name in expected} == expected
 
 
 def rated_rows() -> TrainRows:
@@ -95,12 +120,12 @@ def test_rows_take_the_number_of_tokens_that_the_run_asks_for():
         with_top_k(rows, 3)
 
 
-def test_the_host_keeps_the_sequences_of_rows_on_a_device():
+def test_the_host_keeps_the_reach_of_rows_on_a_device():
     rows = packed()
     on_device = rows.to(torch.device("meta"))
-    assert on_device.sequence_ids.is_meta and on_device.tokens.is_meta
+    assert on_device.reach.is_meta and on_device.tokens.is_meta
     for part in (on_device.select(slice(0, 2)), on_device.microbatches(2)[0]):
-        assert torch.equal(part.host_sequence_ids, rows.sequence_ids[:2])
+        assert torch.equal(part.host_reach, rows.reach[:2])
         assert torch.equal(part.host_mask, rows.host_mask[:2])
 
 

@@ -193,6 +193,7 @@ def batches(draw):
 
 
 layouts = st.fixed_dictionaries({
+    "shares_contexts": st.booleans(),
     "num_ranks": st.integers(1, 3), "local_batch_size": st.integers(1, 2),
     "row_bucket": st.integers(1, 3), "balance": st.booleans(),
     "cost": st.sampled_from([token_cost, FlopsCost(1.0, 5.0)]),

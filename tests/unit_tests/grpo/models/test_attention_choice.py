@@ -1,14 +1,15 @@
 """The kernel of packed rows' attention is one that this GPU runs, and that computes what it should."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from varlen_kernel import dense_varlen, dense_varlen_backward
 
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.models import attention_choice, packed_attention
+from torchtitan.grpo.models import attention_choice, packed_attention, tree_attention
 from torchtitan.grpo.models.attention_choice import (
     choose_packed_attention,
     failure_of,
@@ -142,25 +143,16 @@ def test_a_slow_kernel_is_not_used_in_silence_and_a_setting_that_fails_is_an_err
 
 
 @pytest.fixture
-def kernel(monkeypatch) -> Iterator[Callable[[Callable[..., torch.Tensor]], None]]:
-    """Replaces torch's varlen function, which needs a GPU."""
+def kernel(monkeypatch) -> Iterator[Callable[..., None]]:
+    """Replaces torch's varlen functions, which need a GPU."""
 
-    def use(function: Callable[..., torch.Tensor]) -> None:
+    def use(function: Callable[..., Any], backward: Callable[..., Any] = dense_varlen_backward):
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
+        monkeypatch.setattr(tree_attention, "_backward_kernel", lambda: backward)
         packed_attention._causal_varlen_attn.cache_clear()
 
     yield use
     packed_attention._causal_varlen_attn.cache_clear()
-
-
-def varlen(q, k, v, cu_seq_q, *_, scale=None, window_size=None, enable_gqa=True, mends=lambda m: m):
-    """Attention under the mask that the borders describe, after ``mends`` has changed it."""
-    ids = torch.searchsorted(cu_seq_q, torch.arange(len(q), dtype=torch.int32), right=True)
-    causal = torch.ones(len(q), len(q), dtype=torch.bool).tril()
-    mask = mends((ids[:, None] == ids[None]) & causal)
-    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-    return out[0].transpose(0, 1)
 
 
 def see_one_more(mask: torch.Tensor) -> torch.Tensor:
@@ -168,26 +160,45 @@ def see_one_more(mask: torch.Tensor) -> torch.Tensor:
     return mask
 
 
-def detached_keys(q, k, v, *args, **kwargs):
-    return varlen(q, k.detach() + 0 * k, v, *args, **kwargs)
+def changed(change: Callable[..., tuple], **settings: Any) -> Callable[..., tuple]:
+    """The right kernel, of whose output and log-sum-exp ``change`` makes others."""
+
+    def kernel(*args, **kwargs):
+        is_context = kwargs["window_size"] == (-1, -1)
+        return change(*dense_varlen(*args, **(kwargs | settings)), is_context)
+
+    return kernel
+
+
+def kept(out, lse, _):
+    return out, lse
 
 
 @pytest.mark.parametrize(
     ("wrong", "failure"),
     [
-        (lambda *a, **kw: varlen(*a, **kw, mends=see_one_more), "output differs by"),
-        (lambda *a, **kw: varlen(*a, **kw, mends=torch.ones_like), "output differs by"),
-        (lambda *a, **kw: varlen(*a, **(kw | {"scale": 0.2})), "output differs by"),
-        (lambda *a, **kw: varlen(*a, **kw) * float("nan"), "output differs by nan"),
-        (detached_keys, "dk differs by 1 of"),
+        (changed(kept, mend=see_one_more), "output differs by"),
+        (changed(kept, mend=torch.ones_like), "output differs by"),
+        (changed(kept, scale=0.2), "output differs by"),
+        (changed(lambda out, lse, _: (out * float("nan"), lse)), "output differs by nan"),
+        (changed(lambda out, lse, shared: (out, lse - 9 * shared)), "output differs by"),
     ],
 )
 def test_wrong_numbers_are_a_failure(kernel, wrong, failure):
-    kernel(varlen)
+    kernel(dense_varlen)
     assert failure_of("varlen", CPU, torch.bfloat16, 64) is None
     packed_attention._causal_varlen_attn.cache_clear()
     kernel(wrong)
     assert failure in str(failure_of("varlen", CPU, torch.bfloat16, 64))
+
+
+def test_wrong_gradients_are_a_failure(kernel):
+    def without_keys(*args):
+        dq, dk, dv = dense_varlen_backward(*args)
+        return dq, 0 * dk, dv
+
+    kernel(dense_varlen, without_keys)
+    assert "dk differs by 1 of" in str(failure_of("varlen", CPU, torch.bfloat16, 64))
 
 
 def test_a_kernel_that_raises_fails_with_the_reason():

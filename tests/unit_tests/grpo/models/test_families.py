@@ -1,10 +1,13 @@
-"""Every family is its Hugging Face model, in one process and in every kind of layout and kernel."""
+"""Every family is its Hugging Face model, in one process and in every kind of layout and kernel.
+
+Most sequences share contexts.
+"""
 
 from typing import Any
 
 import pytest
 import torch
-from hf_reference import ROWS, SEQUENCES, reference
+from hf_reference import ARGUMENTS, reference
 from safetensors.torch import save_file
 
 FAMILIES = ["llama", "llama_tied", "mistral", "qwen2", "qwen2_tied", "qwen3_tied", "qwen3_mixed"]
@@ -71,7 +74,7 @@ def test_logprobs_gradients_and_norm_are_hugging_faces(
     if kind == "qwen3_mixed":
         layouts = layouts | EXPERT_LAYOUTS[num_ranks]
     results = run_ranks(
-        "family_layouts", num_ranks, model=folder, seq_len=12, sequences=SEQUENCES, rows=ROWS,
+        "family_layouts", num_ranks, model=folder, **ARGUMENTS,
         gradients=str(tmp_path / "gradients.safetensors"), layouts=layouts,
     )  # fmt: skip
     for name in layouts:
@@ -90,7 +93,7 @@ def test_logprobs_gradients_and_norm_are_hugging_faces(
 
 def test_the_output_layer_multiplies_in_the_dtype_of_mixed_precision(make_model, run_ranks):
     _, folder = make_model("qwen3", intermediate_size=78)
-    common = {"model": folder, "seq_len": 12, "sequences": SEQUENCES, "rows": ROWS}
+    common = {"model": folder} | ARGUMENTS
 
     def scored(num_ranks: int, *layouts: dict[str, Any]) -> list[list[list[float]]]:
         mixed = [layout | {"precision": "bfloat16"} for layout in layouts]

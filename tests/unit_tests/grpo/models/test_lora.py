@@ -7,7 +7,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from hf_reference import ROWS, SEQUENCES, reference
+from hf_reference import ARGUMENTS, reference
 from peft_reference import peft_model
 from safetensors.torch import load_file, save_file
 
@@ -94,7 +94,7 @@ def test_logprobs_gradients_and_merged_weights_are_pefts(
     degrees = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
     num_ranks = max(math.prod(of.get(d, 1) for d in degrees) for of in layouts.values())
     results = run_ranks(
-        "lora_layouts", num_ranks, model=folder, seq_len=12, sequences=SEQUENCES, rows=ROWS,
+        "lora_layouts", num_ranks, model=folder, **ARGUMENTS,
         lora=lora, adapters=str(tmp_path / "adapters" / "adapter_model.safetensors"),
         gradients=str(tmp_path / "gradients.safetensors"), folder=str(tmp_path),
         merged=str(tmp_path / "merged.safetensors"), layouts=layouts,

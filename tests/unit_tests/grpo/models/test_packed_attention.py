@@ -10,18 +10,26 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_mask, flex_attention
-from varlen_kernel import dense_varlen
+from varlen_kernel import dense_varlen, dense_varlen_backward
 
-from torchtitan.grpo.models import packed_attention
+from torchtitan.grpo.models import packed_attention, tree_attention
 from torchtitan.grpo.models.packed_attention import (
     DenseMask,
-    HostSequences,
+    HostReach,
     PackedAttention,
     packed_mask,
 )
 
-# Two rows, each with padding at its end, which has an id of its own.
-SEQUENCE_IDS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 2, 2]])
+# Two rows. A context of two tokens is seen by three sequences, two of which share one more token;
+# another row begins with a sequence that shares nothing. Each row has padding at its end.
+REACH = torch.tensor([[8, 8, 4, 4, 8, 6, 8, 8, 10, 10], [3, 3, 3, 8, 5, 8, 8, 8, 10, 10]])
+SEEN_BY = {
+    (0, 0): range(8),
+    (0, 4): (4, 5, 6, 7),
+    (1, 3): range(3, 8),
+    (1, 4): (4,),
+    (1, 5): (5, 6, 7),
+}
 
 
 @pytest.fixture
@@ -33,47 +41,40 @@ def _eager() -> Iterator[None]:
 
 @pytest.fixture
 def varlen(monkeypatch) -> Iterator[None]:
-    """Lets :func:`exact_varlen` stand for torch's function, which needs a GPU."""
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", exact_varlen)
+    """Lets :func:`dense_varlen` stand for torch's function, which needs a GPU."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", dense_varlen)
+    monkeypatch.setattr(tree_attention, "_backward_kernel", lambda: dense_varlen_backward)
     packed_attention._causal_varlen_attn.cache_clear()
     yield
     packed_attention._causal_varlen_attn.cache_clear()
 
 
-def exact_varlen(
-    q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
-):
-    """Computes what torch's function documents, each sequence by itself, in float64.
-
-    Beyond ``max_q`` the kernel computes nothing, so that a bound which is too small leaves NaN.
-    """
-    assert window_size == (-1, 0)
-    assert enable_gqa or q.shape[1] == k.shape[1]
-    for cu_seq in (cu_seq_q, cu_seq_k):
-        assert cu_seq.dtype == torch.int32
-        assert cu_seq[0] == 0 and cu_seq[-1] == len(q)
-    outputs = [q.new_zeros(0, *q.shape[1:])]
-    for begin, end in zip(cu_seq_q.tolist()[:-1], cu_seq_q.tolist()[1:], strict=True):
-        one = [t[begin:end].transpose(0, 1).double() for t in (q, k, v)]
-        out = F.scaled_dot_product_attention(*one, is_causal=True, scale=scale, enable_gqa=True)
-        out = out.transpose(0, 1).to(q.dtype)
-        computed = torch.arange(end - begin) < min(max_q, max_k)
-        outputs.append(torch.where(computed[:, None, None], out, torch.nan))
-    return torch.cat(outputs)
+def visible(reach: torch.Tensor) -> torch.Tensor:
+    """[rows, seq, seq] bool, spelled out: which keys each query sees."""
+    rows, seq = reach.tolist(), range(reach.shape[1])
+    return torch.tensor([[[k <= q < row[k] for k in seq] for q in seq] for row in rows])
 
 
-def visible(ids: torch.Tensor) -> torch.Tensor:
-    """[rows, seq, seq] bool, spelled out: a query sees itself and what came before of its own."""
-    rows, seq = ids.tolist(), range(ids.shape[1])
-    return torch.tensor([[[k <= q and row[k] == row[q] for k in seq] for q in seq] for row in rows])
-
-
-def some_ids(seed: int, rows: int, seq: int) -> torch.Tensor:
-    """Returns sequence ids of rows that are packed at random."""
+def some_reach(seed: int, rows: int, seq: int, *, shared: bool = True) -> torch.Tensor:
+    """Returns the reach of rows that are packed at random, with trees of several levels."""
     chooser = random.Random(seed)
-    share = chooser.choice((0.0, 0.05, 0.3, 1.0))
-    begins = [[chooser.random() < share for _ in range(seq)] for _ in range(rows)]
-    return torch.tensor(begins).cumsum(1)
+    share = chooser.choice((0.01, 0.05, 0.3, 0.9))
+
+    def fill(begin: int, end: int, depth: int) -> list[int]:
+        """The reach of tokens [begin, end), which are the subtrees of one context or of none."""
+        found = []
+        while begin < end:
+            length = min(end - begin, 1 + int(chooser.expovariate(share)))
+            branches = shared and depth < 3 and length > 2 and chooser.random() < 0.7
+            own = chooser.randrange(1, length - 1) if branches else length
+            found += [begin + length] * own
+            if branches:  # two or more below, of which the first does not fill all of it
+                first = begin + own + chooser.randrange(1, length - own)
+                found += [first] * (first - begin - own) + fill(first, begin + length, depth + 1)
+            begin += length
+        return found
+
+    return torch.tensor([fill(0, seq, 0) for _ in range(rows)])
 
 
 def heads(rows: int, seq: int, q_heads: int, kv_heads: int, dtype=torch.float64) -> list:
@@ -83,39 +84,52 @@ def heads(rows: int, seq: int, q_heads: int, kv_heads: int, dtype=torch.float64)
     return [tensor.requires_grad_() for tensor in made]
 
 
-def attend(kind, ids, inputs, scale=None):
+def attend(kind, reach, inputs, scale=None):
     """Returns the output, and the gradients of a sum that weighs each of its numbers."""
     grouped = inputs[0].shape[1] != inputs[1].shape[1]
-    mask = packed_mask(ids, kind, HostSequences(ids))
+    mask = packed_mask(reach, kind, HostReach(reach))
     out = PackedAttention(kind)(*inputs, block_mask=mask, scale=scale, enable_gqa=grouped)
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
     return out.detach(), *torch.autograd.grad((out * weights).sum(), inputs)
 
 
 @pytest.mark.usefixtures("_eager")
-def test_every_kind_of_mask_lets_a_token_see_its_own_past_alone():
-    rows, seq = SEQUENCE_IDS.shape
-    dense = packed_mask(SEQUENCE_IDS, "sdpa")
+def test_every_kind_of_mask_lets_a_token_see_its_own_past_and_shared_contexts():
+    rows, seq = REACH.shape
+    expected = visible(REACH)
+    for (row, key), queries in SEEN_BY.items():
+        assert expected[row, :, key].nonzero().flatten().tolist() == list(queries)
+    dense = packed_mask(REACH, "sdpa")
     assert isinstance(dense, DenseMask)
-    assert torch.equal(dense.dense[:, 0], visible(SEQUENCE_IDS))
-    flex = packed_mask(SEQUENCE_IDS, "flex")
+    assert torch.equal(dense.dense[:, 0], expected)
+    flex = packed_mask(REACH, "flex")
     found = create_mask(flex.mask_mod, rows, 1, seq, seq, device="cpu")
-    assert torch.equal(found[:, 0], visible(SEQUENCE_IDS))
+    assert torch.equal(found[:, 0], expected)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_borders_are_those_of_the_ids_however_rows_are_packed(seed):
+def test_borders_are_those_of_the_spans_however_rows_are_packed(seed):
     rows, seq = 1 + seed % 3, 1 + 37 * seed % 300
-    ids = some_ids(seed, rows, seq)
-    mask = packed_mask(ids, "varlen", HostSequences(ids))
-    lengths = [length for row in ids for length in row.unique_consecutive(return_counts=True)[1]]
+    reach = some_reach(seed, rows, seq)
+    mask = packed_mask(reach, "varlen", HostReach(reach))
+    lengths = [length for row in reach for length in row.unique_consecutive(return_counts=True)[1]]
     begins = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     found = mask.borders.tolist()
     assert found[: len(begins)] == begins
-    assert set(found[len(begins) :]) <= {ids.numel()}
+    assert set(found[len(begins) :]) <= {reach.numel()}
     assert len(found) % 8 == 0 and len(found) < len(begins) + 8
     assert max(lengths) <= mask.longest < max(lengths) + 128 and mask.longest % 128 == 0
-    assert HostSequences(ids).count_and_longest() == (len(lengths), max(lengths))
+
+
+def test_levels_hold_each_context_with_the_tokens_that_see_it():
+    shared = packed_mask(REACH, "varlen").shared
+    first, second = shared.levels
+    assert first.keys.tolist() == [0, 1, 13]
+    assert first.queries.tolist() == [*range(2, 8), *range(14, 18)]
+    assert (first.key_borders.tolist(), first.query_borders.tolist()) == ([0, 2, 3], [0, 6, 10])
+    assert (second.keys.tolist(), second.queries.tolist()) == ([4], [5, 6, 7])
+    assert shared.sizes.tolist() == [[10, 3, 6, 2], [3, 1, 3, 1]]
+    assert packed_mask(some_reach(0, 2, 50, shared=False), "varlen").shared is None
 
 
 @pytest.mark.usefixtures("varlen")
@@ -123,9 +137,10 @@ def test_borders_are_those_of_the_ids_however_rows_are_packed(seed):
 def test_varlen_and_the_dense_mask_are_the_same_attention(seed):
     torch.manual_seed(seed)
     rows, seq, scale = 1 + seed % 3, 2 + 29 * seed % 150, (None, 0.3)[seed % 2]
-    ids, inputs = some_ids(seed, rows, seq), heads(rows, seq, 4, (4, 2, 1)[seed % 3])
-    dense = attend("sdpa", ids, inputs, scale)
-    for found, expected in zip(attend("varlen", ids, inputs, scale), dense, strict=True):
+    reach = some_reach(seed, rows, seq, shared=seed != 5)
+    inputs = heads(rows, seq, 4, (4, 2, 1)[seed % 3])
+    dense = attend("sdpa", reach, inputs, scale)
+    for found, expected in zip(attend("varlen", reach, inputs, scale), dense, strict=True):
         assert found.shape == expected.shape
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
@@ -135,21 +150,24 @@ def test_varlen_and_the_dense_mask_are_the_same_attention(seed):
 @pytest.mark.usefixtures("_eager")
 def test_the_flex_kernel_computes_what_the_dense_mask_computes():
     torch.manual_seed(0)
-    q = torch.randn(2, 4, 8, 16)
-    k, v = torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
+    q, k, v = (torch.randn(2, number, 10, 16) for number in (4, 2, 2))
     attention = PackedAttention("sdpa")
-    dense = attention(q, k, v, block_mask=packed_mask(SEQUENCE_IDS, "sdpa"), enable_gqa=True)
-    mask = packed_mask(SEQUENCE_IDS, "flex")
+    dense = attention(q, k, v, block_mask=packed_mask(REACH, "sdpa"), enable_gqa=True)
+    mask = packed_mask(REACH, "flex")
     flex = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
     torch.testing.assert_close(flex, dense)
 
 
-def test_torch_s_own_varlen_function_is_traced_with_its_gradients():
-    """Whatever this version of torch calls its arguments; its kernel itself runs on GPUs alone."""
-    attention, host = PackedAttention("varlen"), HostSequences(SEQUENCE_IDS)
-    with FakeTensorMode() as mode:
-        mask = packed_mask(mode.from_tensor(SEQUENCE_IDS), "varlen", host)
-        inputs = heads(2, 8, 4, 2, torch.bfloat16)
+ALONE = torch.tensor([[3, 3, 3, 5, 5, 10, 10, 10, 10, 10], [1, 6, 6, 6, 6, 6, 10, 10, 10, 10]])
+
+
+@pytest.mark.parametrize("reach", [REACH, ALONE], ids=["shared", "alone"])
+def test_torch_s_own_varlen_functions_are_traced_with_their_gradients(reach):
+    """Whatever this version of torch calls its arguments; its kernels themselves run on GPUs alone."""
+    attention, host = PackedAttention("varlen"), HostReach(reach)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        mask = packed_mask(mode.from_tensor(reach), "varlen", host)
+        inputs = heads(2, 10, 4, 2, torch.bfloat16)
         out = attention(*inputs, block_mask=mask, enable_gqa=True)
         # What follows in upstream's model: no copy is made.
         assert out.transpose(1, 2).is_contiguous()
@@ -158,23 +176,28 @@ def test_torch_s_own_varlen_function_is_traced_with_its_gradients():
     assert all(t.grad is not None and t.grad.shape == t.shape for t in inputs)
 
 
-def test_torch_s_own_varlen_function_is_part_of_a_compiled_block():
+@pytest.mark.parametrize(
+    ("reach", "operator"),
+    [(REACH, "torchtitan_grpo.attend_to_tree"), (ALONE, "torch_attn._varlen_attn")],
+    ids=["shared", "alone"],
+)
+def test_the_varlen_operators_are_part_of_a_compiled_block(reach, operator):
     graphs = []
     backend = aot_autograd(fw_compiler=lambda graph, _: graphs.append(graph) or graph)
     compiled = torch.compile(PackedAttention("varlen"), backend=backend, fullgraph=True)
-    mask = packed_mask(SEQUENCE_IDS, "varlen")
+    mask = packed_mask(reach, "varlen")
     with pytest.raises(NotImplementedError, match=r"_flash_attention_forward.*'CPU'"):
-        compiled(*heads(2, 8, 4, 2, torch.bfloat16), block_mask=mask, enable_gqa=True)
+        compiled(*heads(2, 10, 4, 2, torch.bfloat16), block_mask=mask, enable_gqa=True)
     torch._dynamo.reset()
     (forward,) = graphs
     called = {str(node.target) for node in forward.graph.nodes if node.op == "call_function"}
-    assert "torch_attn._varlen_attn.default" in called
+    assert f"{operator}.default" in called
     copies = {"aten.clone.default", "aten.copy.default", "aten._to_copy.default"}
     assert not called & copies
 
 
 @pytest.mark.usefixtures("varlen")
-def test_other_borders_do_not_compile_a_block_again_and_again(monkeypatch):
+def test_other_spans_do_not_compile_a_block_again_and_again(monkeypatch):
     torch._dynamo.reset()
     counter = CompileCounter()
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", dense_varlen)
@@ -182,16 +205,24 @@ def test_other_borders_do_not_compile_a_block_again_and_again(monkeypatch):
     torch.manual_seed(0)
     q, k, v = heads(2, 300, 4, 2)
 
-    def check(ids: torch.Tensor) -> None:
-        found = compiled(q, k, v, block_mask=packed_mask(ids, "varlen", compiled=True))
-        expected = PackedAttention("sdpa")(q, k, v, block_mask=packed_mask(ids, "sdpa"))
+    def check(reach: torch.Tensor) -> None:
+        found = compiled(q, k, v, block_mask=packed_mask(reach, "varlen", compiled=True))
+        expected = PackedAttention("sdpa")(q, k, v, block_mask=packed_mask(reach, "sdpa"))
         torch.testing.assert_close(found, expected)
 
-    for tokens in (300, 299, 150, 128, 64, 17, 10):  # of a sequence, and the rest of a row
-        check((torch.arange(300) // tokens).expand(2, 300))
+    def rows_of(tokens: int) -> torch.Tensor:  # of a sequence, and the rest of a row
+        return ((torch.arange(300) // tokens + 1) * tokens).clamp(max=300).expand(2, 300)
+
+    def shared(tokens: int) -> torch.Tensor:  # of a context, which two sequences see
+        reach = torch.full((300,), 300)
+        reach[tokens : tokens + 20] = tokens + 20
+        return reach.expand(2, 300)
+
+    for reach in (*map(rows_of, (300, 299, 150, 128, 64, 17, 10)), *map(shared, (1, 5, 200))):
+        check(reach)
     assert counter.frame_count == 1
     for tokens in (9, 3, 1):
-        check((torch.arange(300) // tokens).expand(2, 300))
+        check(rows_of(tokens))
     assert counter.frame_count == 2
     torch._dynamo.reset()
 

@@ -1,0 +1,255 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Attention over shared contexts with a kernel for sequences of several lengths.
+
+The spans of a row form a tree (`data/shared_context.py`). A query sees its own span causally,
+and the whole of each context above it, which the kernel computes in one call for each level of the
+tree. The parts of one query are then merged by their log-sum-exp (https://arxiv.org/abs/2402.05099)::
+
+    lse = log sum_i exp(lse_i)        out = sum_i exp(lse_i - lse) out_i
+
+The backward pass of the kernel recomputes probabilities as ``exp(score - lse)``. Given the merged
+``lse`` and ``out`` it yields each part's summand of the gradients.
+
+This is an operator of its own, which torch.compile does not look into, because how many queries have
+a context differs between microbatches.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.attention import varlen as kernels
+
+_CAUSAL, _WHOLE = (-1, 0), (-1, -1)
+GROUPED_HEADS: dict[str, Any] = (
+    {"enable_gqa": True}
+    if "enable_gqa" in inspect.signature(kernels.varlen_attn).parameters
+    else {}
+)
+"""Allows groups of query heads, which torch 2.11 allows without the argument."""
+
+
+class Level(NamedTuple):
+    """The contexts of one level of the trees of all rows, laid end to end.
+
+    Attributes:
+        queries: [n] int64, places of the tokens below the contexts, which see them.
+        keys: [m] int64, places of the tokens of the contexts.
+        query_borders: [contexts + 1 or more] int32, where those of a context begin in ``queries``.
+        key_borders: The same for ``keys``.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    query_borders: torch.Tensor
+    key_borders: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Levels:
+    """``sizes`` [levels, 4] int64, on the host: queries, keys, and the most of either for a context.
+
+    The tensors of levels may be longer: what lies behind these numbers is not read.
+    """
+
+    levels: list[Level]
+    sizes: torch.Tensor
+
+
+def levels_of(
+    begins: np.ndarray,
+    ends: np.ndarray,
+    reaches: np.ndarray,
+    device: torch.device,
+    sizes: tuple[int, int] | None = None,
+) -> Levels:
+    """Returns the levels of contexts; arrays are [contexts] int64, places in rows laid end to end.
+
+    A context's tokens are [begin, end), and those that see them, besides themselves, [end, reach).
+    Contexts stand in ascending order of their begins. With ``sizes`` there is at least one level,
+    and all have tensors of these numbers of places and of borders, or more if needed.
+    """
+    depths = _depths(begins, reaches)
+    levels, numbers = [], []
+    for depth in range(max(int(depths.max(initial=-1)) + 1, int(sizes is not None))):
+        begin, end, reach = (of[depths == depth] for of in (begins, ends, reaches))
+        places = [_places(end, reach), _places(begin, end)]
+        numbers.append([*map(len, places), *(_longest(*r) for r in ((end, reach), (begin, end)))])
+        borders = [_borders(end, reach), _borders(begin, end)]
+        if sizes is not None:
+            places = [np.pad(of, (0, max(sizes[0] - len(of), 0))) for of in places]
+            borders = [np.pad(of, (0, max(sizes[1] - len(of), 0)), "edge") for of in borders]
+        levels.append(Level(*(_to(array, device) for array in (*places, *borders))))
+    return Levels(levels, torch.tensor(numbers, dtype=torch.int64).view(-1, 4))
+
+
+def _depths(begins: np.ndarray, reaches: np.ndarray) -> np.ndarray:
+    """[contexts] int64, in how many others each lies."""
+    depths, above = np.zeros(len(begins), np.int64), list[int]()
+    for index, (begin, reach) in enumerate(zip(begins.tolist(), reaches.tolist(), strict=True)):
+        while above and above[-1] <= begin:
+            above.pop()
+        depths[index] = len(above)
+        above.append(reach)
+    return depths
+
+
+def _longest(begins: np.ndarray, ends: np.ndarray) -> int:
+    return int((ends - begins).max(initial=0))
+
+
+def _places(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """[sum of ends - begins] int64, all places from each begin to its end."""
+    lengths = ends - begins
+    return np.arange(lengths.sum()) + np.repeat(ends - np.cumsum(lengths), lengths)
+
+
+def _borders(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(ends - begins)]).astype(np.int32)
+
+
+def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    # From memory that is not pinned, a copy would wait for the device.
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+@torch.library.custom_op("torchtitan_grpo::attend_to_tree", mutates_args=())
+def attend_to_tree(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    borders: torch.Tensor,
+    longest: int,
+    levels: list[torch.Tensor],
+    sizes: torch.Tensor,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attends to a token's own span and to the contexts above it.
+
+    Args:
+        q: [tokens, heads, head_dim].
+        k: [tokens, kv_heads, head_dim], as ``v``.
+        borders: [spans + 1 or more] int32, where spans begin in the rows laid end to end.
+        longest: At least the number of tokens of each span.
+        levels: The tensors of :class:`Level`, one level after the other.
+        sizes: As in :class:`Levels`.
+
+    Returns the output [tokens, heads, head_dim], and its log-sum-exp [heads, tokens] float32.
+    """
+    out, lse = _attend((q, k, v), (borders, borders), (longest, longest), scale, _CAUSAL)
+    for level, (most_queries, most_keys) in _used(levels, sizes):
+        where, keys, query_borders, key_borders = level
+        parts = (q.index_select(0, where), k.index_select(0, keys), v.index_select(0, keys))
+        most = (most_queries, most_keys)
+        part, part_lse = _attend(parts, (query_borders, key_borders), most, scale, _WHOLE)
+        own, own_lse = out.index_select(0, where), lse.index_select(1, where)
+        merged_lse = torch.logaddexp(own_lse, part_lse)
+        weights = [(of - merged_lse).exp().t().unsqueeze(2) for of in (own_lse, part_lse)]
+        out.index_copy_(0, where, (weights[0] * own + weights[1] * part).to(out.dtype))
+        lse.index_copy_(1, where, merged_lse)
+    return out, lse
+
+
+@attend_to_tree.register_fake
+def _(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("torchtitan_grpo::attend_to_tree_backward", mutates_args=())
+def _attend_to_tree_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    borders: torch.Tensor,
+    longest: int,
+    levels: list[torch.Tensor],
+    sizes: torch.Tensor,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    bounds, most = (borders, borders), (longest, longest)
+    dq, dk, dv = _gradients((grad, q, k, v, out, lse), bounds, most, scale, _CAUSAL)
+    for level, most in _used(levels, sizes):
+        where, keys, query_borders, key_borders = level
+        of_queries = [tensor.index_select(0, where) for tensor in (grad, q, out)]
+        of_keys = [tensor.index_select(0, keys) for tensor in (k, v)]
+        parts = (
+            of_queries[0], of_queries[1], *of_keys, of_queries[2], lse.index_select(1, where),
+        )  # fmt: skip
+        found = _gradients(parts, (query_borders, key_borders), most, scale, _WHOLE)
+        for whole, places, part in zip((dq, dk, dv), (where, keys, keys), found, strict=True):
+            whole.index_add_(0, places, part)  # each place once
+    return dq, dk, dv
+
+
+@_attend_to_tree_backward.register_fake
+def _(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    q, k, v, borders, ctx.longest, levels, sizes, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output, borders, sizes, *levels)
+
+
+def _backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+    q, k, v, out, lse, borders, sizes, *levels = ctx.saved_tensors
+    found = torch.ops.torchtitan_grpo.attend_to_tree_backward(
+        grad, q, k, v, out, lse, borders, ctx.longest, levels, sizes, ctx.scale
+    )
+    return (*found, None, None, [None] * len(levels), None, None)
+
+
+attend_to_tree.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _used(
+    levels: Sequence[torch.Tensor], sizes: torch.Tensor
+) -> Iterator[tuple[list[torch.Tensor], tuple[int, int]]]:
+    """Yields the tensors of each level that has contexts, and the most queries and keys of one."""
+    for index, (num_queries, num_keys, *most) in enumerate(sizes.tolist()):
+        if num_queries:
+            queries, keys, *borders = levels[4 * index : 4 * index + 4]
+            yield [queries[:num_queries], keys[:num_keys], *borders], (most[0], most[1])
+
+
+def _attend(
+    inputs: tuple[torch.Tensor, ...],
+    borders: tuple[torch.Tensor, torch.Tensor],
+    most: tuple[int, int],
+    scale: float | None,
+    window: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return kernels.varlen_attn(  # pyright: ignore[reportReturnType]
+        *inputs, *borders, *most,
+        return_aux=kernels.AuxRequest(lse=True), scale=scale, window_size=window, **GROUPED_HEADS,
+    )  # fmt: skip
+
+
+def _gradients(
+    inputs: tuple[torch.Tensor, ...],
+    borders: tuple[torch.Tensor, torch.Tensor],
+    most: tuple[int, int],
+    scale: float | None,
+    window: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # It reads no random numbers without dropout.
+    unused = torch.zeros(2, dtype=torch.uint64, device=inputs[0].device)
+    return _backward_kernel()(
+        *inputs, *borders, *most, window == _CAUSAL, unused, scale, list(window)
+    )
+
+
+def _backward_kernel() -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Torch has no public function for it."""
+    return torch.ops.torch_attn._varlen_attn_backward
