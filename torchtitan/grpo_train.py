@@ -431,10 +431,9 @@ class GRPOTrainer(Trainer):
 
     def close(self) -> None:
         """Ends threads and children, some of which may never have been started."""
-        if hasattr(self, "publisher"):
-            self.publisher.close()
-        if hasattr(self, "feed"):
-            self.feed.close()
+        for name in ("publisher", "runner", "feed"):
+            if hasattr(self, name):
+                getattr(self, name).close()
         if self.source is not None:
             self.source.close()
         if self.removal is not None:

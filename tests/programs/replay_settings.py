@@ -108,3 +108,37 @@ def events_of_steps(versions: range, updates: int = 1, saved=(), skipped=()) -> 
 
 
 PIPELINE = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}
+
+JOBS = """
+import torch
+
+def writes(context):
+    torch.manual_seed(context.step)
+    with open(context.dump_folder / f"rank-{context.rank}.txt", "a") as file, torch.no_grad():
+        for _ in range(50):
+            print(context.step, context.pipeline_rank, context.num_pipeline_ranks, file=file)
+            yield
+
+def fails(context):
+    yield
+    raise RuntimeError("nothing to score")
+
+def has_no_work(context):
+    yield from ()
+"""
+
+
+def assert_jobs_were_run(dump: Path, num_steps: int) -> None:
+    """Checks a run on two ranks with all three of ``JOBS``, in 16 training passes."""
+    metrics = records(dump)
+    lines = [(dump / f"rank-{rank}.txt").read_text().split() for rank in (0, 1)]
+    for rank, words in enumerate(lines):
+        assert set(words[1::3]) == {str(rank)} and set(words[2::3]) == {"2"}
+        assert set(words[::3]) <= {str(step + 1) for step in range(num_steps)}
+    total = {key: sum(record[key] for record in metrics) for key in metrics[0] if "fill_" in key}
+    # Each rank may also run units before the passes 1, 2, 4, 8 and 16.
+    num_tries = sum(len(words) // 3 for words in lines) - total["pipeline/fill_units"]
+    assert total["pipeline/fill_units"] > 0 and 2 * (2 + 4) <= num_tries <= 2 * (2 + 4 + 3)
+    assert 0 < total["pipeline/fill_seconds"] < total["pipeline/fill_usable_seconds"]
+    assert total["pipeline/fill_late_seconds"] > 0
+    assert [record["pipeline/fill_lost_jobs"] for record in metrics] == [2.0] * num_steps

@@ -45,10 +45,10 @@ def split_path(path: str, what: str, builtin: Iterable[str]) -> tuple[str, str]:
     if not mark:
         module_name, mark, name = path.rpartition(".")
     if not module_name or not name.isidentifier():
-        raise ValueError(
-            f"{what} {path!r} must be package.module:function, path/to/file.py:function or one of "
-            f"the built-in {', '.join(sorted(builtin))}."
-        )
+        ways = ["package.module:function", "path/to/file.py:function"]
+        if names := ", ".join(sorted(builtin)):
+            ways = [", ".join(ways), f"one of the built-in {names}"]
+        raise ValueError(f"{what} {path!r} must be {' or '.join(ways)}.")
     return module_name, name
 
 

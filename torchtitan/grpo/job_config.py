@@ -147,6 +147,14 @@ class Parallelism(job_config.Parallelism):
     (``rollout.stream``) does all of this once for each of its parts. Pipelines always keep both;
     ``fsdp_reshard_after_forward = "always"`` keeps no parameters."""
 
+    pipeline_fill_jobs: list[str] = field(default_factory=list)
+    """Functions that run in the idle time of a pipeline's training passes, each named
+    ``package.module:function`` or ``path/to/file.py:function``. A function is called as
+    ``job(context)`` on every training rank and is a generator: what it does up to the next
+    ``yield`` is a unit, which should take 1 to 20 ms. Units of the first function that fit are run
+    first. They do not change what is learned; docs/how-to/fill-the-gaps.md describes what a job may
+    do. Used with ``pipeline_parallel_degree`` above 1."""
+
 
 @dataclass
 class Metrics(job_config.Metrics):

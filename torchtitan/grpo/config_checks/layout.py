@@ -154,6 +154,23 @@ def _pipeline_problems(config: JobConfig) -> Iterator[str]:
         )
 
 
+def check_fill_jobs(config: JobConfig) -> None:
+    """Loads the functions of ``parallelism.pipeline_fill_jobs``; ValueError if one is no job."""
+    paths: list[str] = config.parallelism.pipeline_fill_jobs  # pyright: ignore[reportAttributeAccessIssue]
+    if not paths:
+        return
+    # Imported here, because torch takes seconds.
+    from torchtitan.grpo.pipeline.fill_jobs import load_job
+
+    for path in paths:
+        if paths.count(path) > 1:
+            raise ValueError(
+                f"parallelism.pipeline_fill_jobs must name each function once, got {path!r} "
+                f"{paths.count(path)} times."
+            )
+        load_job(path)
+
+
 def _checkpoint_problems(config: JobConfig) -> Iterator[str]:
     checkpoint = config.activation_checkpoint
     option = checkpoint.selective_ac_option

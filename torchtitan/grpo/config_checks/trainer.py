@@ -6,10 +6,14 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.grpo.config_checks.layout import layout_problems, model_layout_problems
+from torchtitan.grpo.config_checks.layout import (
+    check_fill_jobs,
+    layout_problems,
+    model_layout_problems,
+)
 from torchtitan.grpo.config_checks.lora import model_lora_problems
 from torchtitan.grpo.config_checks.rollouts import longest_sequence
-from torchtitan.grpo.config_checks.rules import ConfigError, require
+from torchtitan.grpo.config_checks.rules import ConfigError, refusing, require
 from torchtitan.grpo.job_config import JobConfig, Optimizer
 from torchtitan.grpo.models.hub import is_hub_name
 
@@ -83,6 +87,8 @@ def _check_varlen(config: JobConfig, model: "HFModel | None" = None) -> None:
 def check_layout(config: JobConfig) -> None:
     for problem in layout_problems(config):
         raise ConfigError(problem)
+    with refusing():
+        check_fill_jobs(config)
 
 
 def check_model(config: JobConfig, model: "HFModel") -> None:

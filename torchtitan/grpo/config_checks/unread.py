@@ -30,6 +30,10 @@ def _above_zero(key: str, why: str = "") -> _Condition:
     return lambda config: get(config, key) > 0, f"{key} above 0{why}"
 
 
+def _above_one(key: str) -> _Condition:
+    return lambda config: get(config, key) > 1, f"{key} above 1"
+
+
 def _given(key: str) -> _Condition:
     return lambda config: get(config, key) not in (None, []), key
 
@@ -85,6 +89,9 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
             *("importance_cap", "importance_floor", "mismatch_normalize"),
         ),
         _given("grpo.ptx_path"): ("ptx_coef", "ptx_per_step"),
+    },
+    "parallelism": {
+        _above_one("parallelism.pipeline_parallel_degree"): ("pipeline_fill_jobs",),
     },
     "optimizer": {
         _is("optimizer.name", "Muon"): (

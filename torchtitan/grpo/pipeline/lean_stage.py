@@ -31,6 +31,7 @@ from torch.utils.checkpoint import GraphExecGroup
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.weight_grads import WeightGradients
+from torchtitan.grpo.pipeline.fill import GapFiller
 from torchtitan.grpo.pipeline.offload import OffloadPlan
 from torchtitan.grpo.pipeline.pass_timer import Part, PassTimer
 
@@ -119,9 +120,11 @@ class LeanStage(PipelineStage):
         self.surrounding = nullcontext
         self._leaving: list[dist.Work] = []
         self._arriving: dict[int, list[dist.Work]] = {}
+        self._arriving_inputs: dict[int, list[dist.Work]] = {}
         self.timer: PassTimer | None = None
         self.early: EarlyRecompute | None = None
         self.offload: OffloadPlan | None = None
+        self.filler: GapFiller | None = None
 
     @classmethod
     def like(cls, stage: PipelineStage) -> "LeanStage":
@@ -158,6 +161,8 @@ class LeanStage(PipelineStage):
         if not self.has_backward:
             # Torch keeps outputs for a backward pass. Without one, they are not needed after sending.
             getattr(self, OUTPUTS).clear()
+        self._fill_gap()
+        self._wait_for(self._arriving_inputs.pop(fwd_chunk_id, []))
         marking = self.early.marking(fwd_chunk_id) if self.early is not None else nullcontext()
         offloading = self._offloading(fwd_chunk_id, args, kwargs)
         with self._timed("F"), marking, offloading, self.surrounding():
@@ -168,6 +173,7 @@ class LeanStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if self.offload is not None:
             self.offload.before_backward((self.stage_index, bwd_chunk_id))
+        self._fill_gap()
         group = self._await_gradient(bwd_chunk_id)
         with self._timed("B" if kwargs.get("full_backward", True) else "I"), group:
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
@@ -176,6 +182,7 @@ class LeanStage(PipelineStage):
             self.offload.after_backward((self.stage_index, bwd_chunk_id))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._fill_gap()
         with self._timed("W"):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
@@ -185,12 +192,15 @@ class LeanStage(PipelineStage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         return self._send(super().get_bwd_send_ops(bwd_chunk_id))
 
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Starts to receive. The stage itself waits for the tensors, so the result is empty."""
-        self._arriving[bwd_chunk_id] = [
-            self._begun(dist.irecv(op.tensor, group=op.group, group_src=op.group_peer))
-            for op in super().get_bwd_recv_ops(bwd_chunk_id)
-        ]
+        operations = super().get_fwd_recv_ops(fwd_chunk_id)
+        self._arriving_inputs[fwd_chunk_id] = self._receive(operations)
+        return []
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Starts to receive, as :meth:`get_fwd_recv_ops` does."""
+        self._arriving[bwd_chunk_id] = self._receive(super().get_bwd_recv_ops(bwd_chunk_id))
         return []
 
     def clear_runtime_states(self) -> None:
@@ -207,16 +217,24 @@ class LeanStage(PipelineStage):
         arriving = self._arriving.pop(microbatch, [])
         if self.timer is not None:
             # When passes are timed, waiting and recomputing must not overlap.
-            for work in arriving:
-                work.wait()
+            self._wait_for(arriving)
         group = nullcontext()
         if self.early is not None and (arriving or self.timer is not None):
             with self._timed("R"):
                 group = self.recompute(microbatch)
         if self.timer is None:
+            self._wait_for(arriving)
+        return group
+
+    def _fill_gap(self) -> None:
+        """Runs other work before a pass, if the rank is idle; the exchanges are queued already."""
+        if self.filler is not None:
+            self.filler.fill()
+
+    def _wait_for(self, arriving: list[dist.Work]) -> None:
+        with nullcontext() if self.filler is None else self.filler.waiting():
             for work in arriving:
                 work.wait()
-        return group
 
     def finish_sending(self) -> None:
         for work in self._leaving:
@@ -242,6 +260,12 @@ class LeanStage(PipelineStage):
             sent = dist.isend(op.tensor, group=op.group, group_dst=op.group_peer)
             self._leaving.append(self._begun(sent))
         return []
+
+    def _receive(self, operations: list[dist.P2POp]) -> list[dist.Work]:
+        return [
+            self._begun(dist.irecv(op.tensor, group=op.group, group_src=op.group_peer))
+            for op in operations
+        ]
 
     @staticmethod
     def _begun(work: dist.Work | None) -> dist.Work:

@@ -14,11 +14,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan.grpo.pipeline.pass_timer import PassTimer, average_costs
 from torchtitan.grpo.pipeline.simulate import Simulation, simulate
 from torchtitan.grpo.pipeline.tables.actions import Action, Costs, Table
 from torchtitan.grpo.system.logs import logger
@@ -237,9 +235,9 @@ _MEASURED_PASS = 2
 
 
 class OffloadPlan:
-    def __init__(self, device: torch.device, share: float, group: dist.ProcessGroup) -> None:
+    def __init__(self, device: torch.device, share: float) -> None:
         self.memory = ActivationOffload(device)
-        self._device, self._share, self._group = device, share, group
+        self._device, self._share = device, share
         self._away: set[Key] = set()
         self._next: dict[Key, Key] = {}
         self._num_passes = 0
@@ -266,9 +264,9 @@ class OffloadPlan:
                 kept_for(actions, exact), self.memory.saved_bytes, self._bandwidth, exact.makespan
             )
 
-    def end(self, table: Table, timer: PassTimer) -> None:
-        """Derives costs from a timed step; collective over the ranks of the pipeline."""
-        self._costs = average_costs(timer, table.num_stages, 1.0, self._group)
+    def learn(self, costs: Costs) -> None:
+        """Takes the costs of a timed step, and measures the bandwidth."""
+        self._costs = costs
         self._bandwidth = measured_bandwidth(self.memory, self._device)
         logger.info(
             "Activations of a microbatch that can be moved to host memory: "

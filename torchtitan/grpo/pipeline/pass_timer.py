@@ -21,11 +21,36 @@ Part = Kind | Literal["R", "H"]
 in place of the stage, the way of a tensor to the next rank and back."""
 
 
+class DeviceClock:
+    """Marks moments of a device: on a GPU events on the current stream, which the host runs ahead of."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+
+    def mark(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def is_past(self, mark: Any) -> bool:
+        """Returns whether the device has reached a mark. Never waits."""
+        return not self._is_cuda or mark.query()
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Returns the time between two marks; the host waits until the device has reached them."""
+        if not self._is_cuda:
+            return end - begin
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
+
+
 class PassTimer:
     """Collects times by stage and part; on a GPU by events, for which only results wait."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._clock = DeviceClock(device)
         self._marks: dict[tuple[int, Part], list[tuple[Any, Any]]] = defaultdict(list)
 
     @contextmanager
@@ -37,22 +62,12 @@ class PassTimer:
     def medians(self) -> dict[tuple[int, Part], float]:
         """Returns seconds by stage and part. I and B do not include R."""
         return {
-            key: statistics.median(self._seconds(*marks) for marks in every)
+            key: statistics.median(self._clock.seconds(*marks) for marks in every)
             for key, every in self._marks.items()
         }
 
     def _mark(self) -> Any:
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _seconds(self, begin: Any, end: Any) -> float:
-        if not self._is_cuda:
-            return end - begin
-        end.synchronize()
-        return begin.elapsed_time(end) / 1000
+        return self._clock.mark()
 
 
 def average_costs(

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Runs the passes of pipeline stages in the order of a table, and others in its gaps."""
+"""Runs the passes of pipeline stages in the order of a table, and other work in its gaps."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,10 +12,11 @@ from typing import Any, cast
 import torch
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
+from torchtitan.grpo.pipeline.fill import FillJob, GapFiller
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.lowering import GapNumbers, lower
 from torchtitan.grpo.pipeline.offload import OffloadPlan
-from torchtitan.grpo.pipeline.pass_timer import PassTimer
+from torchtitan.grpo.pipeline.pass_timer import PassTimer, average_costs
 from torchtitan.grpo.pipeline.simulate import Simulation, simulate
 from torchtitan.grpo.pipeline.tables.actions import Costs, Table
 from torchtitan.grpo.pipeline.tables.gaps import fill_gaps
@@ -121,6 +122,7 @@ class TableSchedule(_PipelineScheduleRuntime):
         self._gap_models: list[GapModel] = []
         self._number_stages()
         self._offload: OffloadPlan | None = None
+        self.filler: GapFiller | None = None
         self._num_gap_microbatches: int | None = None
         self._moved_bytes = 0
 
@@ -130,11 +132,13 @@ class TableSchedule(_PipelineScheduleRuntime):
 
     def offload(self, share: float) -> None:
         """Keeps a share of activations in host memory until their backward pass."""
-        stage = self.stages[0]
-        assert stage.group is not None, "the stages have no process group"
-        self._offload = OffloadPlan(stage.device, share, stage.group)
+        self._offload = OffloadPlan(self.stages[0].device, share)
         for stage in self.stages:
             stage.offload = self._offload
+
+    def fill(self, jobs: Sequence[FillJob]) -> None:
+        """Runs units of other work where this rank is idle."""
+        self.filler = GapFiller(jobs, self.stages[0].device)
 
     def add_gap_model(self, stages: list[LeanStage]) -> GapModel:
         """Registers a model for forward passes in gaps, on all ranks in the same order.
@@ -168,7 +172,7 @@ class TableSchedule(_PipelineScheduleRuntime):
             stage.has_backward = self._has_backward and not isinstance(stage, GapStage)
             stage.clear_runtime_states()
         num_waiting = sum(len(rows.named_inputs) for rows in waiting)
-        with self._offloading(*self._plan(num_waiting)):
+        with self._observed(*self._plan(num_waiting)):
             self._step_microbatches(
                 [*inputs, *(args for rows in in_gaps for args in rows.inputs[: rows.num_done])],
                 [
@@ -226,22 +230,28 @@ class TableSchedule(_PipelineScheduleRuntime):
         return self._plans[key]
 
     @contextmanager
-    def _offloading(self, table: Table, simulation: Simulation) -> Iterator[None]:
-        if self._offload is None:
-            yield
-            return
-        self._offload.begin(table, simulation, self.rank)
-        timer = PassTimer(self.stages[0].device) if self._offload.measures else None
+    def _observed(self, table: Table, simulation: Simulation) -> Iterator[None]:
+        """Offloads activations and fills gaps; times the passes when one of them asks for it."""
+        observers = [o for o in (self._offload, self.filler) if o is not None]
+        for observer in observers:
+            observer.begin(table, simulation, self.rank)
+        asking = [observer for observer in observers if observer.measures]
+        timer = PassTimer(self.stages[0].device) if asking else None
         for stage in self.stages:
             stage.timer = timer
+        for stage in cast(list[LeanStage], self._stages):
+            stage.filler = self.filler
         try:
             yield
         finally:
             for stage in self.stages:
                 stage.timer = None
-        self._offload.finish()
+        for observer in observers:
+            observer.finish()
         if timer is not None:
-            self._offload.end(table, timer)
+            costs = average_costs(timer, table.num_stages, 1.0, self.stages[0].group)
+            for observer in asking:
+                observer.learn(costs)
 
     def _number_stages(self) -> None:
         offsets = [0, *(model.numbers.offset for model in self._gap_models)]

@@ -118,6 +118,7 @@ class Learner:
     def learn(self, batch: TrainBatch, step: int) -> Learned | None:
         """Learns from a whole batch. Returns None if a guard ends the run."""
         learned = Learned(batch, self._new_totals(), [])
+        self.scorer.policy.begin_step(step)
         if self._are_rewards_refused(step, batch.samples.are_rewards_equal):
             return None
         minibatches = self._score(batch)
@@ -129,6 +130,7 @@ class Learner:
                     continue
                 if not self._update(minibatches, index, step, learned):
                     return None
+        self.scorer.policy.end_step(self.scorer.feed)
         return learned
 
     def learn_in_parts(
@@ -139,6 +141,7 @@ class Learner:
         ``next_part`` returns None if the run is to end, and so does this, or if a guard ends it.
         """
         gradient = GradientParts(self._new_totals())
+        self.scorer.policy.begin_step(step)
         while batch is not None:
             if batch.part.begins_batch:  # again if the rollout process was killed meanwhile
                 self.optimizers.zero_grad()
@@ -159,9 +162,10 @@ class Learner:
         learned = Learned(gradient.whole(), self._new_totals(), [])
         if self._are_rewards_refused(step, gradient.are_rewards_equal):
             return None
-        if gradient.is_empty or self._apply_gradient(step, learned, gradient.totals):
-            return learned
-        return None
+        if not gradient.is_empty and not self._apply_gradient(step, learned, gradient.totals):
+            return None
+        self.scorer.policy.end_step(self.scorer.feed)
+        return learned
 
     def _new_totals(self) -> MetricTotals:
         return MetricTotals(metric_reductions(self.scorer.config, self.scorer.teacher))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from torchtitan.grpo.data.feed import Feed
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.models.packed_attention import HostReach
 from torchtitan.grpo.models.packed_model import ScoredTokens
@@ -90,9 +91,18 @@ class ModelRunner(ForwardRunner):
         Pipelines run ``waiting`` passes of other rows in idle time, the most urgent ones first.
         """
 
+    def begin_step(self, step: int) -> None:
+        """Called before the passes of a step."""
+
+    def end_step(self, feed: Feed) -> None:
+        """Called after a step's passes and updates; collective over all ranks."""
+
     def take_metrics(self) -> dict[str, float]:
         """Returns a pipeline's metrics since the last call."""
         return {}
+
+    def close(self) -> None:
+        """Called when the training has ended."""
 
 
 class WholeModelRunner(ModelRunner):

@@ -4,12 +4,16 @@
 """Runs forward and backward passes over rows through pipeline stages."""
 
 from collections.abc import Sequence
+from dataclasses import astuple
 
 import torch
 
+from torchtitan.grpo.data.feed import Feed
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.pipeline.build import build_forward_schedule
+from torchtitan.grpo.pipeline.fill import GapFiller
+from torchtitan.grpo.pipeline.fill_jobs import load_jobs
 from torchtitan.grpo.pipeline.lean_stage import DeferredStage, LeanStage
 from torchtitan.grpo.pipeline.table_schedule import GapModel, GapRows, TableSchedule
 from torchtitan.grpo.training.runner import (
@@ -67,6 +71,11 @@ class PipelineRunner(ModelRunner):
         self.forwards = PipelineForwardRunner(schedule.stages, config)
         self.has_output, self.stages = self.forwards.has_output, self.forwards.stages
         self._gap_models: dict[LeanStage, GapModel] = {}
+        self._fill_metrics: dict[str, float] = {}
+        settings = config.parallelism
+        if settings.pipeline_fill_jobs:
+            first, folder = schedule.stages[0], config.job.dump_folder
+            schedule.fill(load_jobs(settings.pipeline_fill_jobs, first, folder))
 
     def forward(self, rows: TrainRows) -> torch.Tensor | None:
         return self.forwards.forward(rows)
@@ -93,8 +102,21 @@ class PipelineRunner(ModelRunner):
                 stage.store.check_empty()
         self.stage_loss.loss = None
 
+    def begin_step(self, step: int) -> None:
+        if self.schedule.filler is not None:
+            self.schedule.filler.begin_step(step)
+
+    def end_step(self, feed: Feed) -> None:
+        if self.schedule.filler is not None:
+            self._fill_metrics = fill_metrics(self.schedule.filler, feed)
+
     def take_metrics(self) -> dict[str, float]:
-        return self.schedule.take_metrics()
+        metrics, self._fill_metrics = self._fill_metrics, {}
+        return self.schedule.take_metrics() | metrics
+
+    def close(self) -> None:
+        if self.schedule.filler is not None:
+            self.schedule.filler.close()
 
     def _gap_rows(self, job: ForwardJob) -> GapRows:
         first = job.runner.stages[0]
@@ -106,6 +128,22 @@ class PipelineRunner(ModelRunner):
             self.forwards.inputs_of(parts),
             [model_inputs(part) for part in parts],
         )
+
+
+def fill_metrics(filler: GapFiller, feed: Feed) -> dict[str, float]:
+    """Returns what all ranks have filled since the last call. Collective over all ranks."""
+    figures = filler.take_figures()
+    of_ranks = torch.zeros(len(feed.batch_rank_of), 5, dtype=torch.float64)
+    of_ranks[feed.rank] = torch.tensor([*astuple(figures), sum(job.is_lost for job in filler.jobs)])
+    of_ranks = feed.all_reduce_sum(of_ranks)
+    units, seconds, usable, _, lost = of_ranks.sum(0).tolist()
+    return {
+        "pipeline/fill_units": units,
+        "pipeline/fill_seconds": seconds,
+        "pipeline/fill_usable_seconds": usable,
+        "pipeline/fill_late_seconds": float(of_ranks[:, 3].max()),
+        "pipeline/fill_lost_jobs": lost,
+    }
 
 
 def _has_run(job: ForwardJob) -> bool:

@@ -102,7 +102,7 @@ def test_the_longest_kept_go_first_as_far_as_the_link_carries_them():
 def test_what_a_step_leaves_behind_is_noticed_and_given_up():
     table, costs = one_forward_one_backward(4, 6), Costs.uniform(4, 1, (1, 1, 1))
     found = simulate(table, costs)
-    plan = OffloadPlan(torch.device("cpu"), 1.0, None)  # pyright: ignore[reportArgumentType]
+    plan = OffloadPlan(torch.device("cpu"), 1.0)
     plan.memory = memory = ActivationOffload(torch.device("cpu"), least_bytes=0)
     plan.begin(table, found, 0)
     net, x = Net(), torch.randn(5, 4, 6)

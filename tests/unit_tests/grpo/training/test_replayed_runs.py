@@ -15,7 +15,15 @@ import numpy as np
 import pytest
 import replay_settings
 import torch
-from replay_settings import PIPELINE, VOCAB_SIZE, assert_same_weights, events_of_steps, layout_case
+from replay_settings import (
+    JOBS,
+    PIPELINE,
+    VOCAB_SIZE,
+    assert_jobs_were_run,
+    assert_same_weights,
+    events_of_steps,
+    layout_case,
+)
 from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
@@ -402,25 +410,36 @@ def test_two_ranks_take_the_steps_of_plain_torch_in_every_kind_of_layout(world, 
 
 
 def test_a_pipeline_that_fills_its_gaps_takes_the_same_steps(world, run_ranks):
-    """While it trains on a minibatch, it rates the next one under both other policies."""
+    """While it trains on a minibatch, it rates the next one under both other policies, or works on
+    jobs of the user's, one of which fails.
+    """
     settings: dict[str, Any] = {
         "algorithm": UNTIED,
         "grpo__num_minibatches": 2,
+        "grpo__num_epochs": 2,
         "grpo__kl_coef": KL_COEF,
         "grpo__kl_in": "loss",
         "grpo__ref_model_path": world.reference_of(tied=False),
     }
-    cases = [
-        layout_case(world, name, PIPELINE, **settings, grpo__pipeline_fill_gaps=name == "filled")
-        for name in ("filled", "apart")
-    ]
+    (file := world.folder / "jobs.py").write_text(JOBS)
+    jobs = ",".join(f"{file}:{name}" for name in ("has_no_work", "fails", "writes"))
+    more = {
+        "filled": {},
+        "apart": {"grpo__pipeline_fill_gaps": False},
+        "jobs": {"parallelism__pipeline_fill_jobs": jobs, "grpo__pipeline_offload": 0.5},
+    }
+    cases = [layout_case(world, name, PIPELINE, **settings, **own) for name, own in more.items()]
     for result in run_ranks("replayed_runs", 2, folder=str(world.folder), cases=cases):
-        assert result["filled"]["num_in_gaps"] >= NUM_STEPS
+        for name in ("filled", "jobs"):
+            assert result[name]["num_in_gaps"] >= NUM_STEPS
+            assert result[name]["events"] == result["apart"]["events"]
         assert result["apart"]["num_in_gaps"] == 0
-        assert result["filled"]["events"] == result["apart"]["events"]
     key = "pipeline/gap_microbatches"
     assert sum(record.get(key, 0) for record in world.metrics("filled")) >= NUM_STEPS
     assert not any(key in record for record in world.metrics("apart"))
-    filled, apart = (world.exported(name) for name in ("filled", "apart"))
-    assert all(torch.equal(filled[name], apart[name]) for name in apart)
-    assert filled.keys() == apart.keys()
+    apart = world.exported("apart")
+    for name in ("filled", "jobs"):
+        weights = world.exported(name)
+        assert weights.keys() == apart.keys()
+        assert all(torch.equal(weights[key], apart[key]) for key in apart), name
+    assert_jobs_were_run(world.folder / "dump" / "jobs", NUM_STEPS)

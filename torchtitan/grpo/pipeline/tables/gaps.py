@@ -36,6 +36,18 @@ def fill_gaps(table: Table, costs: Costs, limit: int) -> Table:
     return replace(table, actions=actions, num_gap_microbatches=added)
 
 
+def idle_before(table: Table, simulation: Simulation, rank: int) -> list[float]:
+    """Returns for how long a rank waits before each of its passes. After the last one it is not
+    counted as idle: what follows is the optimizer step.
+    """
+    actions = table.actions[rank]
+    free_at = [0.0, *(simulation.ends[action] for action in actions)]
+    return [
+        max(0.0, simulation.starts[action] - free)
+        for action, free in zip(actions, free_at, strict=False)
+    ]
+
+
 def _gaps_of(table: Table, simulation: Simulation) -> Gaps:
     """The step ends when the last rank has ended."""
     gaps: Gaps = []

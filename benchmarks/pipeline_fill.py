@@ -1,0 +1,150 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Measures how much of a pipeline's idle time a job fills, and what it costs the training passes.
+
+    python benchmarks/pipeline_fill.py [--json] [--rounds 16]
+
+First, all schedules are simulated for 2, 4 and 8 ranks. The table shows which share of the ranks'
+time is idle before their passes, where units of `parallelism.pipeline_fill_jobs` may run, and the
+idle share of the whole makespan, of which the rest follows a rank's last pass.
+
+Then four processes run some schedules with the runtime that trains models. Their stages sleep
+instead of computing, and so do the units of a job, for random times from 1 to 20 ms. Each round
+runs a pass without the job and a pass with it, so that other load on the machine meets both.
+
+The benchmark takes about three minutes. It exits with status 1 if the job fills less than 0.6 of
+the idle time of 1F1B that the simulator calls usable, or if the passes with the job are more than
+2 % longer than those without it, in medians or on average. With ``--json`` the last line is a JSON
+object.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ranks import run_ranks
+
+from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES
+from torchtitan.grpo.pipeline.simulate import simulate
+from torchtitan.grpo.pipeline.tables.actions import Costs
+from torchtitan.grpo.pipeline.tables.gaps import idle_before
+
+RATIOS = ((1.0, 1.0, 1.0), (1.0, 2.0, 0.8))
+DEGREES = (2, 4, 8)
+MICROBATCHES_A_RANK = 4
+NUM_RANKS = 4
+JOB = {
+    "schedules": ["1F1B", "VHalf", "ZBVZeroBubble"],
+    "times": [0.03, 0.06, 0.024],
+    "microbatches": 2 * NUM_RANKS,
+    "unit_seconds": [0.001, 0.02],
+    "seed": 0,
+}
+"""Times are those of F, I and W on a rank, in seconds, as with activation checkpointing."""
+MUST_FILL = {"1F1B": 0.6}
+MOST_DELAY = 1.02
+
+
+def simulated() -> dict[str, float]:
+    """Simulates all schedules, prints the table, and returns its figures."""
+    figures = {}
+    for times in RATIOS:
+        print(
+            f"\nF, I and W take {', '.join(f'{t:g}' for t in times)}, {MICROBATCHES_A_RANK} "
+            "microbatches per rank: share of the time that is idle before a pass, and in all"
+        )
+        print(f"{'':22}" + "".join(f"{f'p = {p}':>16}" for p in DEGREES))
+        for name in SCHEDULES:
+            if name == AUTO:
+                continue
+            cells = []
+            for p in DEGREES:
+                usable, idle = idle_shares(name, p, times)
+                cells.append(f"{usable:8.1%} {idle:6.1%}".rjust(16))
+                figures[f"{name}_p{p}_{'_'.join(f'{t:g}' for t in times)}_usable"] = usable
+            print(f"{name:22}" + "".join(cells))
+    return figures
+
+
+def idle_shares(name: str, num_ranks: int, times: tuple[float, ...]) -> tuple[float, float]:
+    """Returns which share of the ranks' time is idle before their passes, and at any time."""
+    row = SCHEDULES[name]
+    costs = Costs.uniform(num_ranks, row.stages_per_rank, times)
+    table = row.make_table(num_ranks, MICROBATCHES_A_RANK * num_ranks, costs)
+    found = simulate(table, costs)
+    usable = sum(sum(idle_before(table, found, rank)) for rank in range(num_ranks))
+    return usable / (num_ranks * found.makespan), found.bubble
+
+
+def measured(rounds: int) -> tuple[dict[str, float], list[str]]:
+    """Runs sleeping stages; returns figures, and a text for each bound that is exceeded."""
+    shortest, longest = JOB["unit_seconds"]
+    print(
+        f"\nSleeping stages, p = {NUM_RANKS}, {JOB['microbatches']} microbatches; F, I and W take "
+        f"{', '.join(f'{1000 * t:g}' for t in JOB['times'])} ms, units {1000 * shortest:g} to "
+        f"{1000 * longest:g} ms; {rounds} rounds"
+    )
+    print(f"{'':16}{'pass':>8} {'units':>6} {'filled':>7} {'median':>7} {'mean':>7} {'late':>7}")
+    figures, missed = {}, []
+    for name, found in _run(JOB | {"rounds": rounds}).items():
+        figures |= _figures(name, found, missed)
+    return figures, missed
+
+
+def _figures(name: str, rounds: list[dict[str, Any]], missed: list[str]) -> dict[str, float]:
+    alone, filled = ([one[way] for one in rounds] for way in ("alone", "filled"))
+    total = {
+        key: sum(rank[key] for one in rounds for rank in one["ranks"])
+        for key in rounds[0]["ranks"][0]
+    }
+    late = sum(max(rank["late_seconds"] for rank in one["ranks"]) for one in rounds)
+    share = total["seconds"] / total["usable_seconds"]
+    delays = {
+        "median": statistics.median(filled) / statistics.median(alone),
+        "mean": statistics.fmean(filled) / statistics.fmean(alone),
+    }
+    print(
+        f"{name:16}{1000 * statistics.median(alone):6.0f}ms {total['units'] / len(rounds):6.1f} "
+        f"{share:7.1%} {delays['median']:7.3f} {delays['mean']:7.3f} {late / sum(filled):7.2%}"
+    )
+    if share < MUST_FILL.get(name, 0.0):
+        missed.append(f"{name}: {share:.1%} of the usable idle time is filled")
+    missed += [
+        f"{name}: passes with the job take {delay:.3f} of the time without it ({way})"
+        for way, delay in delays.items()
+        if delay > MOST_DELAY
+    ]
+    of_name = {"filled": share, **{f"{way}_delay": delay for way, delay in delays.items()}}
+    return {f"{name}_{key}": figure for key, figure in of_name.items()}
+
+
+def _run(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    with tempfile.TemporaryDirectory() as folder:
+        job_file, result = Path(folder, "job.json"), Path(folder, "result.json")
+        job_file.write_text(json.dumps(job))
+        run_ranks(NUM_RANKS, "pipeline_fill_run.py", job_file, result, timeout_seconds=800)
+        return json.loads(result.read_text())
+
+
+def main() -> int:
+    """Runs the benchmark and returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser.add_argument("--rounds", type=int, default=16, help="number of rounds")
+    given = parser.parse_args()
+    paper = simulated()
+    figures, missed = measured(given.rounds)
+    print("\n" + ("All bounds hold." if not missed else "EXCEEDED: " + "; ".join(missed)))
+    if given.json:
+        figures = paper | figures
+        print(json.dumps({"benchmark": "pipeline_fill", "ok": not missed, "figures": figures}))
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,363 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Runs units of other work where a pipeline rank is idle (PipeFill, https://arxiv.org/abs/2410.07192).
+
+A rank waits for another rank's tensor before some of its passes. How long, a simulation of the
+table with measured times of the passes tells. While a unit's usual time fits, units run there, on
+the stream of the passes. The host decides by this plan, because it runs ahead of a GPU and cannot
+see what arrives. How long a pass has still waited after its units shows how long the idle time was
+in truth; it counts if it is shorter than the simulated one.
+"""
+
+import math
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from torchtitan.grpo.pipeline.pass_timer import DeviceClock
+from torchtitan.grpo.pipeline.simulate import Simulation, simulate
+from torchtitan.grpo.pipeline.tables.actions import Costs, Table
+from torchtitan.grpo.pipeline.tables.gaps import idle_before
+
+_LATEST_UNITS = 32
+"""Number of units over which a job's times are averaged."""
+
+
+@dataclass(frozen=True)
+class UnitTimes:
+    """What one unit or several together usually take, in seconds.
+
+    Attributes:
+        mean: Mean of the time.
+        variance: Its variance from unit to unit.
+        error: Standard error of the mean, which is the same for all units of a job and adds up.
+    """
+
+    mean: float = 0.0
+    variance: float = 0.0
+    error: float = 0.0
+
+    @property
+    def usually_at_most(self) -> float:
+        """Mean plus standard deviation."""
+        return self.mean + math.sqrt(self.variance + self.error**2)
+
+    def __add__(self, other: "UnitTimes") -> "UnitTimes":
+        return UnitTimes(
+            self.mean + other.mean, self.variance + other.variance, self.error + other.error
+        )
+
+
+class FillJob(ABC):
+    """Work that is cut into units, which run on one rank between two passes of its training.
+
+    A unit must not exchange anything with training ranks, because these do not run it at the same
+    time. A job that ``is_lost`` is not run again.
+
+    Attributes:
+        usual: Time of a unit, from the latest ones; None before one was measured.
+        num_bytes: Device memory that a unit has needed while it ran; 0 on CPU.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_lost = False
+        self.num_bytes = 0
+        self.usual: UnitTimes | None = None
+        self._latest: deque[float] = deque(maxlen=_LATEST_UNITS)
+
+    def add_time(self, seconds: float) -> None:
+        """Adds the measured time of a unit.
+
+        One that is twice as long as the others does not count: a unit that was disturbed must not
+        keep others from running, and so from being measured again.
+        """
+        self._latest.append(seconds)
+        *others, longest = sorted(self._latest)
+        times = others if others and longest > 2 * others[-1] else [*others, longest]
+        mean = statistics.fmean(times)
+        # A single time tells nothing of how far others differ.
+        variance = statistics.pvariance(times, mean) + (mean / len(times)) ** 2
+        self.usual = UnitTimes(mean, variance, math.sqrt(variance / len(times)))
+
+    def begin_step(self, step: int) -> None:  # noqa: B027  (few jobs need it)
+        """Called before the passes of a step."""
+
+    @abstractmethod
+    def run(self) -> bool:
+        """Runs a unit on the current stream; False if there is none in this step, or if it is lost."""
+
+    def close(self) -> None:  # noqa: B027  (few jobs need it)
+        """Called when the training has ended."""
+
+
+_WARM_UP, _TRIES = 2, 4
+"""Number of a job's first units that are not measured, and of those that are, both before passes."""
+_MARGIN = 0.05
+"""Share of each idle time that stays free."""
+_LEAST_SECONDS = 1e-4
+"""Shorter idle times are not looked at."""
+_WAITED_SECONDS = 2e-4
+"""A pass that has waited for less did not wait: its input had arrived."""
+_SHRINKS = 0.8
+"""What is taken for the length of an idle time that was filled too far, relative to before."""
+
+
+@dataclass
+class Gap:
+    """An idle time of this rank in a table, in seconds: simulated, and as passes have shown it."""
+
+    simulated: float = 0.0
+    shown: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.simulated if self.shown is None else min(self.simulated, self.shown)
+
+    def learn(self, filled: float, waited: float) -> float:
+        """Takes the time of the units in the gap, and for how long the pass then waited.
+
+        Returns by how much the units delayed the pass. One that did not wait does not show when its
+        input arrived: either as expected, before the units ended, or earlier than expected, and then
+        the gap is taken for somewhat shorter than its units.
+        """
+        if waited > _WAITED_SECONDS:
+            found, late = filled + waited, 0.0
+        else:
+            found = _SHRINKS * min(filled, self.seconds)
+            late = filled - (self.seconds if filled > self.seconds else found)
+        self.shown = found if self.shown is None else (self.shown + found) / 2
+        return late
+
+
+@dataclass
+class FillFigures:
+    """What one rank has filled. ``late_seconds`` include units that ran before a pass to be measured."""
+
+    units: float = 0.0
+    seconds: float = 0.0
+    usable_seconds: float = 0.0
+    late_seconds: float = 0.0
+
+
+class GapFiller:
+    """Runs the units of ``jobs``, the first ones first, in the passes of one rank.
+
+    A few units of each job run before its first passes: the first ones may load or compile something,
+    and the others show how long a unit takes. So does one before each pass that is timed.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[FillJob],
+        device: torch.device,
+        clock: DeviceClock | None = None,
+        memory: "DeviceMemory | None" = None,
+    ) -> None:
+        self.jobs = jobs
+        self.figures = FillFigures()
+        self._clock = clock or DeviceClock(device)
+        self._memory = memory or DeviceMemory(device)
+        self._ready = list(jobs)
+        self._warm: set[FillJob] = set()
+        self._num_passes = 0
+        self._costs: Costs | None = None
+        self._gaps: dict[int, list[Gap]] = {}
+        self._simulated: set[int] = set()
+        self._running: Iterator[Gap] | None = None
+        self._filled: tuple[Gap, Any, Any] | None = None
+        self._unsettled: deque[tuple[Any, Callable[[], None]]] = deque()
+
+    @property
+    def measures(self) -> bool:
+        """Whether the passes of the pipeline are timed in this training pass: rarely later on."""
+        count = self._num_passes
+        return count > 1 and (count % 64 == 0 if count > 64 else count & (count - 1) == 0)
+
+    def begin_step(self, step: int) -> None:
+        self._ready = [job for job in self.jobs if not job.is_lost]
+        for job in self._ready:
+            job.begin_step(step)
+
+    def begin(self, table: Table, _: Simulation, rank: int) -> None:
+        """Begins a training pass with this table, which must be the same object each time."""
+        self._num_passes += 1
+        self._memory.begin_pass()
+        self._settle()
+        for job in list(self._ready):
+            number = int(self.measures) if job.usual is not None else _TRIES
+            if not (is_warm := job in self._warm):
+                number = _WARM_UP
+            for _ in range(number):
+                if not self._try(job, is_measured=is_warm):
+                    break
+                self._warm.add(job)
+        self._running = None
+        if self._costs is not None and not self.measures:
+            self._running = iter(self._planned(table, rank, self._costs))
+
+    def learn(self, costs: Costs) -> None:
+        """Takes the costs of a timed pass."""
+        self._costs = costs
+        self._simulated.clear()
+
+    def fill(self) -> None:
+        """Runs units before a pass. Called before each pass of the table, in its order."""
+        gap = None if self._running is None else next(self._running)
+        if gap is None or gap.simulated < _LEAST_SECONDS:
+            return
+        self.figures.usable_seconds += gap.simulated
+        begin = self._clock.mark()
+        self._run_units(begin, (1 - _MARGIN) * gap.seconds)
+        self._filled = gap, begin, self._clock.mark()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The pass waits in the context for its input, after :meth:`fill`."""
+        filled, self._filled = self._filled, None
+        if filled is None:
+            yield
+            return
+        begin = self._clock.mark()
+        yield
+        end = self._clock.mark()
+        self._unsettled.append((end, partial(self._learn_gap, *filled, begin, end)))
+
+    def finish(self) -> None:
+        """Ends a training pass."""
+        assert self._running is None or next(self._running, None) is None, (
+            "a pass of the table was not announced to the gap filler"
+        )
+        self._running = None
+
+    def take_figures(self) -> FillFigures:
+        """Returns what was filled since the last call, as far as the device has come."""
+        self._settle()
+        figures, self.figures = self.figures, FillFigures()
+        return figures
+
+    def close(self) -> None:
+        for job in self.jobs:
+            job.close()
+
+    def _planned(self, table: Table, rank: int, costs: Costs) -> list[Gap]:
+        gaps = self._gaps.setdefault(id(table), [Gap() for _ in table.actions[rank]])
+        if id(table) not in self._simulated:
+            self._simulated.add(id(table))
+            idle = idle_before(table, simulate(table, costs), rank)
+            for gap, seconds in zip(gaps, idle, strict=True):
+                gap.simulated = seconds
+        return gaps
+
+    def _try(self, job: FillJob, *, is_measured: bool) -> bool:
+        """Runs a unit outside of any gap, alone on the device. Returns False if there was none."""
+        begin = self._clock.mark()
+        with record_function(f"fill {job.name}"), self._memory.measured(job, is_alone=True):
+            has_run = job.run()
+        if not has_run:
+            self._ready.remove(job)
+            return False
+        end = self._clock.mark()
+        self._unsettled.append((end, partial(self._add_try, job, begin, end, is_measured)))
+        self._settle()
+        return True
+
+    def _run_units(self, begin: Any, budget: float) -> None:
+        host_begin = time.perf_counter()
+        used = UnitTimes()
+        while (job := self._fitting(budget, used)) is not None:
+            unit_begin = self._clock.mark()
+            usual = job.usual or UnitTimes()
+            with record_function(f"fill {job.name}"), self._memory.measured(job):
+                has_run = job.run()
+            if has_run:
+                end = self._clock.mark()
+                self._unsettled.append((end, partial(self._add_unit, job, unit_begin, end)))
+                if self._clock.is_past(end):
+                    used = UnitTimes(self._clock.seconds(begin, end))
+                else:
+                    used += usual
+            else:
+                self._ready.remove(job)
+            used = replace(used, mean=max(used.mean, time.perf_counter() - host_begin))
+            self._settle()
+
+    def _fitting(self, budget: float, used: UnitTimes) -> FillJob | None:
+        """Returns a job of which a unit fits into ``budget`` seconds after those that were run."""
+        for job in self._ready:
+            fits = job.usual is not None and (used + job.usual).usually_at_most <= budget
+            if fits and self._memory.fits(job):
+                return job
+        return None
+
+    def _settle(self) -> None:
+        """Reads the times of what the device has reached."""
+        while self._unsettled and self._clock.is_past(self._unsettled[0][0]):
+            self._unsettled.popleft()[1]()
+
+    def _add_try(self, job: FillJob, begin: Any, end: Any, is_measured: bool) -> None:
+        seconds = self._clock.seconds(begin, end)
+        self.figures.late_seconds += seconds
+        if is_measured:
+            job.add_time(seconds)
+
+    def _add_unit(self, job: FillJob, begin: Any, end: Any) -> None:
+        seconds = self._clock.seconds(begin, end)
+        self.figures.units += 1
+        self.figures.seconds += seconds
+        job.add_time(seconds)
+
+    def _learn_gap(self, gap: Gap, begin: Any, filled: Any, waits: Any, arrived: Any) -> None:
+        late = gap.learn(self._clock.seconds(begin, filled), self._clock.seconds(waits, arrived))
+        self.figures.late_seconds += late
+
+
+_KEPT_FREE = 0.05
+"""Share of the device's memory that units leave free, since memory is cut into pieces."""
+
+
+class DeviceMemory:
+    """Measures what units need of a GPU's memory, and what is left. On CPU everything fits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._is_cuda = device, device.type == "cuda"
+        self._limit = 0.0
+
+    def begin_pass(self) -> None:
+        if self._is_cuda:
+            free, _ = torch.cuda.mem_get_info(self._device)
+            self._limit = (1 - _KEPT_FREE) * (free + torch.cuda.memory_reserved(self._device))
+
+    def fits(self, job: FillJob) -> bool:
+        if not self._is_cuda:
+            return True
+        return torch.cuda.memory_allocated(self._device) + job.num_bytes <= self._limit
+
+    @contextmanager
+    def measured(self, job: FillJob, *, is_alone: bool = False) -> Iterator[None]:
+        """Raises a job's ``num_bytes`` to what the unit in the context needs.
+
+        A unit that reaches no new peak has needed at most what the passes need. Between passes,
+        whose peak must not be forgotten, no more is known; ``is_alone`` starts a new peak.
+        """
+        if not self._is_cuda:
+            yield
+            return
+        if is_alone:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_stats(self._device)
+        yield
+        peak = torch.cuda.max_memory_allocated(self._device)
+        if is_alone or peak > before["allocated_bytes.all.peak"]:
+            needed = peak - before["allocated_bytes.all.current"]
+            job.num_bytes = max(job.num_bytes, needed)
