@@ -12,7 +12,7 @@ The benchmark compares the loss and the gradient norm of each SGD step, every gr
 the first step (norm of the difference over norm), every parameter after the third step, the
 copies of a parameter that several ranks hold, and the loss of the third AdamW step. Some layouts
 take four optimizer steps for each batch, with the KL penalty in the reward and a moving
-reference model.
+reference model. Others train a critic, whose gradients and parameters are compared as well.
 
 By default each kind of layout is run for at least one model, which takes about ten minutes on
 two cores. ``--quick`` leaves out the layouts of 8 ranks, compiled models, activation
@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from layouts import ALSO_BY_DEFAULT, Layout, layouts_of
 from ranks import run_ranks
+from safetensors.torch import load_file, save_file
 
 from torchtitan.grpo.data.record import RolloutRecorder
 from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, VersionSegment
@@ -101,7 +102,17 @@ def make_models(folder: Path) -> dict[str, Path]:
             for parameter in model.parameters():
                 parameter += 0.01 * torch.randn_like(parameter)
         model.save_pretrained(folder / f"{name}-reference")
+        # A critic is this model with a head. With a head of 0, its blocks would have no gradient.
+        model.save_pretrained(folder / f"{name}-critic")
+        add_score(folder / f"{name}-critic", shape["hidden_size"])
     return {name: folder / name for name in models}
+
+
+def add_score(folder: Path, dim: int) -> None:
+    """Adds the head of a reward model to the only file of a model's weights."""
+    file = folder / "model.safetensors"
+    head = {"score.weight": 0.1 * torch.randn(1, dim)}
+    save_file(load_file(file) | head, file, {"format": "pt"})
 
 
 def record_batch(file: Path, steps: int) -> None:
@@ -189,6 +200,8 @@ def _arguments(layout: Layout, model: Path, batch: Path, folder: Path) -> list[s
         "observe.samples_per_step": 0,
         "debug.seed": 0,
     }
+    if layout.settings.get("advantage") == "gae":
+        settings |= {"critic.path": f"{model}-critic", "critic.lr": 1e-3, "critic.gamma": 0.97}
     plain = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
     return plain + layout.arguments
 

@@ -13,6 +13,7 @@ because torchtitan does not offer it.
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,17 +56,27 @@ class WatchedTrainer(GRPOTrainer):
                 self.model_parts, torch.optim.SGD, {"lr": SGD_LEARNING_RATE}
             )
             self.learner = replace(self.learner, optimizers=self.optimizers)
+            if (critic := self.learner.critic) is not None:
+                critic.optimizers = OptimizersContainer(
+                    critic.parts, torch.optim.SGD, {"lr": SGD_LEARNING_RATE}
+                )
         step, self.optimizers.step = self.optimizers.step, self._watched_step
         self._optimizer_step = step
 
     def _watched_step(self) -> None:
         if self.use_sgd and not self.gradients:
             gradients = {}
-            for name, parameter in named_parameters(self.model_parts):
+            for name, parameter in self._trained():
                 assert parameter.grad is not None, name
                 gradients[name] = whole(parameter.grad)
             self.gradients, self.spread = merged(gradients)
         self._optimizer_step()
+
+    def _trained(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from named_parameters(self.model_parts)
+        if self.learner.critic is not None:
+            for name, parameter in named_parameters(self.learner.critic.parts):
+                yield f"critic.{name}", parameter
 
     def _log_step(self, learned, learning_rate) -> None:
         super()._log_step(learned, learning_rate)
@@ -78,7 +89,7 @@ class WatchedTrainer(GRPOTrainer):
         """Does nothing: no model is exported."""
 
     def result(self) -> dict[str, Any]:
-        named = {n: whole(p.detach()) for n, p in named_parameters(self.model_parts)}
+        named = {name: whole(parameter.detach()) for name, parameter in self._trained()}
         parameters, spread = merged(named)
         return {
             "losses": self.losses,

@@ -73,6 +73,15 @@ REJECTED = {
     "minibatches": 2, "advantage": "leave_one_out_norm", "max_k3": 0.9, "normalize": True, "off_policy": 0.3,
     "estimator": "k3_straight", "importance": True,
 }  # fmt: skip
+PPO = "one process, critic"
+# The critic is another model with a head, and learns in four updates a batch, as the policy does.
+WITH_CRITIC = {
+    "minibatches": 2,
+    "epochs": 2,
+    "kl_in": "reward",
+    "estimator": "k1",
+    "advantage": "gae",
+}
 # Smaller microbatches have no tensors that are large enough to be moved to the host.
 OFFLOAD = {"offload": 1, "microbatch": 4}
 SCHEDULES = (
@@ -141,6 +150,19 @@ LAYOUTS = [
     Layout("TP x2, Muon", 2, {"tp": 2} | MUON, False, WITH_MUON),
     Layout("HSDP 2x2, Muon", 4, {"replicate": 2, "shard": 2} | MUON, False, WITH_MUON),
     Layout("FSDP2 x2, PP x2, ZBVZeroBubble, Muon", 4, {"shard": 2, "pp": 2, "schedule": "ZBVZeroBubble"} | MUON, False, WITH_MUON),
+    Layout(PPO, 1, WITH_CRITIC, True, PPO),
+    Layout("FSDP2 x2, critic", 2, {"shard": 2} | WITH_CRITIC, False, PPO),
+    Layout("replicate x2, critic", 2, {"replicate": 2} | WITH_CRITIC, False, PPO),
+    Layout("TP x2, critic", 2, {"tp": 2} | WITH_CRITIC, True, PPO),
+    Layout("CP x2, full AC, critic", 2, {"cp": 2, "ac": "full"} | WITH_CRITIC, False, PPO),
+    Layout("PP x2, 1F1B, critic", 2, {"pp": 2, "schedule": "1F1B"} | WITH_CRITIC, False, PPO),
+    Layout("PP x2, ZBVZeroBubble, critic", 2, {"pp": 2, "schedule": "ZBVZeroBubble"} | WITH_CRITIC, True, PPO),
+    Layout("HSDP 2x2, critic", 4, {"replicate": 2, "shard": 2} | WITH_CRITIC, False, PPO),
+    Layout("FSDP2 x2, TP x2, critic", 4, {"shard": 2, "tp": 2} | WITH_CRITIC, False, PPO),
+    Layout("FSDP2 x2, PP x2, ZBVZeroBubble, critic", 4, {"shard": 2, "pp": 2, "schedule": "ZBVZeroBubble"} | WITH_CRITIC, False, PPO),
+    Layout("FSDP2 x2, TP x2, PP x2, 1F1B, critic", 8, {"shard": 2, "tp": 2, "pp": 2, "schedule": "1F1B"} | WITH_CRITIC, False, PPO),
+    Layout("FSDP2 x2, critic, compiled", 2, {"shard": 2, "compile": True} | WITH_CRITIC, False, PPO),
+    Layout("PP x2, ZBVZeroBubble, critic, compiled", 2, {"pp": 2, "schedule": "ZBVZeroBubble", "compile": True} | WITH_CRITIC, False, PPO),
     Layout("one process, in 3 parts", 1, STREAMED, True),
     Layout("FSDP2 x2, in 3 parts", 2, {"shard": 2} | STREAMED),
     Layout("TP x2, in 3 parts", 2, {"tp": 2} | STREAMED),
@@ -175,6 +197,9 @@ MOE_LAYOUTS = [
     Layout("TP x2 lent to EP x2", 2, {"tp": 2, "ep": 2}),
     Layout(WITH_MUON, 1, MUON, False, WITH_MUON),
     Layout("FSDP2 x4, EP x2, Muon", 4, {"shard": 4, "ep": 2} | MUON, False, WITH_MUON),
+    Layout(PPO, 1, WITH_CRITIC, False, PPO),
+    Layout("FSDP2 x2 lent to EP x2, critic", 2, {"shard": 2, "ep": 2} | WITH_CRITIC, False, PPO),
+    Layout("FSDP2 x2, TP x2 lent to EP x2, critic", 4, {"shard": 2, "tp": 2, "ep": 2} | WITH_CRITIC, False, PPO),
     Layout("FSDP2 x4, EP x2", 4, {"shard": 4, "ep": 2}),
     Layout("HSDP 2x2, EP x2", 4, {"replicate": 2, "shard": 2, "ep": 2}),
     Layout("replicate x2, TP x2 lent to EP x2", 4, {"replicate": 2, "tp": 2, "ep": 2}),

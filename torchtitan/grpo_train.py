@@ -142,7 +142,7 @@ class GRPOTrainer(Trainer):
         is_adapted = self.config.lora.rank > 0
         if is_adapted:  # its checkpoints hold only adapters
             checkpoint.load_weights(self, self.sd_adapter, self.hf_model)
-        if not checkpoint.load(self, self.begins) and not is_adapted:
+        if not checkpoint.load(self, self.begins, self.learner.critic) and not is_adapted:
             checkpoint.load_weights(self, self.sd_adapter, self.hf_model)
         self.channel.board.complete(self.step)
 
@@ -224,8 +224,7 @@ class GRPOTrainer(Trainer):
             return False
         self.step += 1
         self.lr_schedulers.step()
-        if self.learner.scorer.reference is not None:
-            self.learner.scorer.reference.follow(self.model_parts)
+        self.learner.end_step(self.model_parts)
         with self.clock.measure("boundary_stall"):
             self._publish(learned.batch.publish_slot)
             if not self.config.grpo.async_weight_update:

@@ -27,9 +27,14 @@ def reference(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         picked = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
         logprobs.append(picked[num_prompt - 1 :])
     torch.cat(logprobs).sum().backward()
+    return torch.cat(logprobs).detach(), gradients_of(model)
+
+
+def gradients_of(model: Any) -> dict[str, torch.Tensor]:
+    """Returns the gradients of all parameters that have one, by names of a directory's tensors."""
     gradients = {}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad or parameter.grad is None:
             continue
         stem, _, kind = name.rpartition(".experts.")
         if not stem:
@@ -42,4 +47,4 @@ def reference(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         for part, gradient in parts.items():
             for i, of_expert in enumerate(gradient):
                 gradients[f"{stem}.experts.{i}.{part}.weight"] = of_expert.contiguous()
-    return torch.cat(logprobs).detach(), gradients
+    return gradients

@@ -30,6 +30,7 @@ from torchtitan.grpo.run_folder.start_record import without_keys
 from torchtitan.grpo.system.files import damaged_files
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.system.stop import StopRequest
+from torchtitan.grpo.training.critic import Critic
 from torchtitan.grpo.training.lr_schedule import renew_settings, settings_of
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.upstream.checkpoint import MODEL, CheckpointManager, ModelWrapper
@@ -94,11 +95,12 @@ def load_weights(trainer: Trainer, adapter: BaseStateDictAdapter, model: HFModel
     begin_adapters(trainer.model_parts, trainer.job_config.debug.seed)
 
 
-def load(trainer: Trainer, start: Start) -> bool:
+def load(trainer: Trainer, start: Start, critic: Critic | None = None) -> bool:
     """Returns False without a checkpoint. The settings of this start win over those in it."""
     checkpointer, config = trainer.checkpointer, trainer.job_config
     assert isinstance(config, JobConfig)
     settings = settings_of(trainer.optimizers)
+    of_critic = [] if critic is None else settings_of(critic.optimizers)
     if checkpointer.enable and config.lora.rank:
         checkpointer.states[MODEL] = AdapterState(trainer.model_parts)
     if checkpointer.enable:
@@ -112,6 +114,8 @@ def load(trainer: Trainer, start: Start) -> bool:
     is_loaded = checkpointer.load(step=step)
     if is_loaded and start.folder is not None:
         rate, brought = renew_settings(trainer.optimizers, trainer.lr_schedulers, settings)
+        if critic is not None:
+            renew_settings(critic.optimizers, critic.schedulers, of_critic)
         if dist.get_rank() == 0:
             _log_start(config, start, rate, brought)
     return is_loaded

@@ -32,7 +32,12 @@ from torchtitan.grpo.inference.kinds import take_nccl_setting_of
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.known_failures import known_failure
 from torchtitan.grpo.lost_rank import LostRankHandler
-from torchtitan.grpo.models.hf_config import HFModel, check_reference, read_hf_model
+from torchtitan.grpo.models.hf_config import (
+    HFModel,
+    check_critic_model,
+    check_reference,
+    read_hf_model,
+)
 from torchtitan.grpo.models.hub import locate_models
 from torchtitan.grpo.observe.console import init_console
 from torchtitan.grpo.resume.resumption import (
@@ -106,6 +111,8 @@ def _open(args: list[str], *, weights: bool) -> tuple[JobConfig, HFModel, list[s
     check_lent_memory(config, model)
     if config.grpo.kl_coef > 0:
         check_reference(config)
+    if config.has_critic:
+        check_critic_model(config)
     return config, model, notes
 
 

@@ -178,6 +178,7 @@ class JobConfig(job_config.JobConfig):
     metrics: Metrics = field(default_factory=Metrics)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     grpo: grpo_config.GRPO = field(default_factory=grpo_config.GRPO)
+    critic: grpo_config.Critic = field(default_factory=grpo_config.Critic)
     lora: grpo_config.LoRA = field(default_factory=grpo_config.LoRA)
     prompts: grpo_config.Prompts = field(default_factory=grpo_config.Prompts)
     rollout: grpo_config.Rollout = field(default_factory=grpo_config.Rollout)
@@ -204,6 +205,11 @@ class JobConfig(job_config.JobConfig):
 
     guards: grpo_config.Guards = field(default_factory=grpo_config.Guards)
     observe: grpo_config.Observe = field(default_factory=grpo_config.Observe)
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether advantages come from a second trained model, which estimates values."""
+        return self.grpo.advantage == "gae"
 
     @property
     def has_servers(self) -> bool:

@@ -28,6 +28,7 @@ HEADINGS = {
     "grpo.kl_coef": "KL penalty and reference model",
     "grpo.entropy_coef": "Entropy bonus and supervised examples",
     "grpo.logprob_chunk_tokens": "Memory, speed, export and the end of a run",
+    "critic.path": "A critic, for advantages by GAE",
     "rollout.max_head_offpolicyness": "Staleness and sampling",
     "rollout.segment_tokens": "Environments and long completions",
     "rollout.buffer_size_limit": "Batches and filters",

@@ -10,6 +10,7 @@ refuses settings that cannot work.
 
 from torchtitan.grpo.config.agent import Agent
 from torchtitan.grpo.config.cluster import ClusterRow
+from torchtitan.grpo.config.critic import Critic
 from torchtitan.grpo.config.evaluation import Evaluation
 from torchtitan.grpo.config.grpo import GRPO, LoRA
 from torchtitan.grpo.config.inference import Inference
@@ -30,6 +31,7 @@ __all__ = [
     "SFT",
     "Agent",
     "ClusterRow",
+    "Critic",
     "Evaluation",
     "Guards",
     "Inference",

@@ -21,7 +21,7 @@ class GRPO:
 
     group_size: Annotated[int, at_least(1)] = 8
     """Number of rollouts for each prompt. Advantages that compare the rollouts of a group need at
-    least 2; ``advantage = "batch_norm"`` also works with 1."""
+    least 2; ``advantage = "batch_norm"`` and ``"gae"`` also work with 1."""
 
     prompts_per_step: Annotated[int, at_least(1)] = 16
     """Number of prompt groups in one step. The global batch holds ``prompts_per_step *
@@ -40,11 +40,13 @@ class GRPO:
     step."""
 
     advantage: Literal[
-        "group_norm", "group_mean", "leave_one_out", "leave_one_out_norm", "batch_norm", "max_rl"
-    ] = "group_norm"
+        "group_norm", "group_mean", "leave_one_out", "leave_one_out_norm", "batch_norm", "max_rl",
+        "gae",
+    ] = "group_norm"  # fmt: skip
     """How advantages are computed from rewards: ``group_norm`` (GRPO), ``group_mean`` (Dr.GRPO),
-    ``leave_one_out`` (RLOO), ``leave_one_out_norm``, ``batch_norm`` (REINFORCE++-baseline), or
-    ``max_rl`` (MaxRL), which needs rewards of at least 0. docs/losses.md has the formulas."""
+    ``leave_one_out`` (RLOO), ``leave_one_out_norm``, ``batch_norm`` (REINFORCE++-baseline),
+    ``max_rl`` (MaxRL), which needs rewards of at least 0, or ``gae`` (PPO), for each token with the
+    values of a critic, ``[critic]``. docs/losses.md has the formulas."""
 
     advantage_std: Literal["sample", "population"] = "sample"
     """Whether the variance of N rewards is divided by N - 1 (``sample``) or by N
@@ -202,7 +204,7 @@ class GRPO:
 
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL penalty is applied: as a term of the loss, or subtracted from the reward of each
-    sequence before advantages are computed."""
+    sequence before advantages are computed; with ``advantage = "gae"``, from that of each token."""
 
     ref_model_path: str | None = None
     """Hugging Face directory of the reference model, or its name on the Hub. With None, it is

@@ -77,7 +77,8 @@ class Guards:
 
     grad_norm: Action = "warn"
     """What happens if the gradient explodes: its norm is above ``grad_norm_limit``, or above both
-    ``training.max_norm`` and ``grad_norm_factor`` times its running median."""
+    ``training.max_norm`` and ``grad_norm_factor`` times its running median. The norm of a critic's
+    gradient is compared with a running median of its own, and not with the limit."""
 
     grad_norm_limit: Annotated[float, above(0).or_value(0, "off")] = 0.0
     """Gradient norm, before clipping, above which ``grad_norm`` acts."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torchtitan.grpo.config.environments import environments_of
 from torchtitan.grpo.config_checks import (
+    critic,
     environments,
     judge,
     learning,
@@ -33,7 +34,7 @@ _CHECKS = (
     unread.check_unread, learning.check_comparisons, learning.check_policy_loss,
     learning.check_mismatch, trainer.check_optimizer, rollouts.check_lengths,
     rollouts.check_data, rollouts.check_filters, rollouts.check_stream, learning.check_supervised,
-    learning.check_teacher, rollouts.check_determinism, trainer.check_checkpoints,
+    learning.check_teacher, critic.check_critic, rollouts.check_determinism, trainer.check_checkpoints,
     rollouts.check_environments, rollouts.check_agent, prompts.check_evaluation, judge.check_judge,
     trainer.check_machine,
     servers.check_inference, lending.check_cluster, lending.check_lending, lending.check_offload,

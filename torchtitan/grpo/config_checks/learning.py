@@ -21,9 +21,9 @@ from torchtitan.grpo.job_config import JobConfig
 def check_comparisons(config: JobConfig) -> None:
     grpo, longest = config.grpo, config.rollout.max_new_tokens
     require(
-        grpo.group_size > 1 or grpo.advantage == "batch_norm" or not config.has_rewards,
+        grpo.group_size > 1 or grpo.advantage in ("batch_norm", "gae") or not config.has_rewards,
         "grpo.group_size must be at least 2 for advantages relative to the group, got 1. Raise it, "
-        f"or set grpo.advantage = 'batch_norm' (it is {grpo.advantage!r}).",
+        f"or set grpo.advantage = 'batch_norm' or 'gae' (it is {grpo.advantage!r}).",
     )
     require(
         grpo.group_size > 1 or not grpo.filter_zero_advantage,

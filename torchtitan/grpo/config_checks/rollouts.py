@@ -145,6 +145,7 @@ def check_stream(config: JobConfig) -> None:
         ),
         "grpo.ptx_path": grpo.ptx_path is not None,
         "grpo.mismatch_normalize = true": grpo.mismatch_normalize,
+        "critic.whiten = true": config.has_critic and config.critic.whiten,
         "prompts.single_rank_load = false": not config.prompts.single_rank_load,
     }
     forbid(

@@ -63,6 +63,7 @@ _LENDS: _Condition = (
     "inference.lend = true, or a table in [cluster] with the tags 'train' and 'rollout'",
 )
 _NORMS = ("group_norm", "leave_one_out_norm", "batch_norm")
+_OF_SAMPLES = (*_NORMS, "group_mean", "leave_one_out", "max_rl")
 
 _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
     "grpo": {
@@ -74,6 +75,9 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
         ),
         _is("grpo.advantage", *_NORMS, "max_rl", why=", which divide by a number"): (
             "advantage_eps",
+        ),
+        _is("grpo.advantage", *_OF_SAMPLES, why=", which are those of whole rollouts"): (
+            "advantage_length_power",
         ),
         _both(_above_zero("grpo.kl_coef"), _is("grpo.kl_in", "loss")): ("kl_importance",),
         _is("grpo.policy_loss", "sapo"): ("sapo_temperature", "sapo_temperature_negative"),
@@ -92,6 +96,13 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
     },
     "parallelism": {
         _above_one("parallelism.pipeline_parallel_degree"): ("pipeline_fill_jobs",),
+    },
+    "critic": {
+        _is("grpo.advantage", "gae"): (
+            *("path", "lr", "gamma", "gae_lambda", "length_adaptive_alpha", "target_lambda"),
+            *("whiten", "value_clip", "warmup_steps", "level"),
+        ),
+        _is("critic.length_adaptive_alpha", 0.0): ("gae_lambda",),
     },
     "optimizer": {
         _is("optimizer.name", "Muon"): (

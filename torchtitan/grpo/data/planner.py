@@ -163,11 +163,13 @@ def _advantages_of(
 ) -> dict[int, list[float | None]]:
     """Advantages by ``group_id``, as every rank computes them; None if a rollout is not trained.
 
-    All are None with the KL penalty in the reward, which is known only after the reference's pass.
+    All are None with the KL penalty in the reward, which is known only after the reference's pass,
+    and with a critic, by whose values each token has its own.
     """
     sizes = [len(group.rollouts) for group in groups]
     values: list[float | None] = [None] * sum(sizes)
-    if config.kl_coef == 0 or config.kl_in != "reward":
+    is_known = config.kl_coef == 0 or config.kl_in != "reward"
+    if is_known and config.advantage != "gae":
         advantages = compute_advantages(
             plan.samples.rewards,
             plan.samples.group_ids,

@@ -205,6 +205,11 @@ def _problems(group: RolloutGroup, config: JobConfig) -> Iterator[str]:
             "cannot be used with grpo.off_policy_mask_threshold, which leaves out sequences by the sign "
             f"of their advantage, got {grpo.off_policy_mask_threshold:g}. Set it to 0"
         )
+    if config.has_critic and not top_k:
+        yield (
+            "cannot be used with grpo.advantage = 'gae', whose advantages are not relative to a group's "
+            "mean as the teacher's part is. Choose another grpo.advantage"
+        )
     if top_k and num_top != top_k:
         yield (
             f"must hold as many of its most likely tokens as teacher.top_k ({top_k}), got "

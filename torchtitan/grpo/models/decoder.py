@@ -157,6 +157,15 @@ class DecoderAdapter(Qwen3StateDictAdapter):
             self.from_hf_map[hf_name] = f"layers.{{}}.attention.{native}.bias"
 
 
+class ValueAdapter(DecoderAdapter):
+    """For a critic, whose head has the name of a reward model's."""
+
+    def __init__(self, model_args: DecoderArgs, hf_assets_path: str | None) -> None:
+        super().__init__(model_args, hf_assets_path)
+        del self.from_hf_map["lm_head.weight"]
+        self.from_hf_map["score.weight"] = "output.weight"
+
+
 class OutputEmbedding(nn.Embedding):
     """Holds the weight of the last stage's output layer under the embedding's name."""
 

@@ -44,15 +44,24 @@ class HFModel:
 
 
 def read_hf_model(
-    path: str | Path, *, setting: str = "model.hf_assets_path", may_be_quantised: bool = False
+    path: str | Path,
+    *,
+    setting: str = "model.hf_assets_path",
+    may_be_quantised: bool = False,
+    may_score: bool = False,
 ) -> HFModel:
-    """Reads the directory that the key ``setting`` names; only servers read quantised weights."""
+    """Reads the directory that the key ``setting`` names; only servers read quantised weights.
+
+    With ``may_score``, the model may have a score in place of logits, as reward models do.
+    """
     path = Path(path)
     require_undamaged(path, setting, weights=False)
     config = read_json(path / "config.json", setting)
     if not may_be_quantised:
         refuse_quantised(config, path / "config.json", setting)
     architecture = _architecture(config)
+    if may_score:
+        architecture = architecture.replace("ForSequenceClassification", "ForCausalLM")
     if architecture not in FAMILIES:
         raise ModelError(
             f"The architecture {architecture} of {setting} ({path}) is not supported. "
@@ -192,6 +201,23 @@ def check_reference(config: JobConfig) -> None:
             f"grpo.ref_model_path ({path}) must hold the model of model.hf_assets_path "
             f"({policy.path}) with other weights, but their config.json files differ: "
             f"{'; '.join(found)}. Choose a reference of the same architecture."
+        )
+
+
+def check_critic_model(config: JobConfig) -> None:
+    """Refuses a critic that is not the policy's model with other weights, and a score as its head."""
+    path = config.critic.path
+    if path is None:
+        return
+    policy = read_hf_model(config.model.hf_assets_path)
+    critic = read_hf_model(path, setting="critic.path", may_score=True)
+    critic.model_args.enable_weight_tying = policy.model_args.enable_weight_tying  # has no logits
+    found = list(_differences(policy, critic))
+    if found:
+        raise ModelError(
+            f"critic.path ({path}) must hold the model of model.hf_assets_path ({policy.path}) with "
+            f"other weights, but their config.json files differ: {'; '.join(found)}. Choose a critic "
+            "of the same architecture."
         )
 
 

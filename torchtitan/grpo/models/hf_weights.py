@@ -8,7 +8,7 @@ The family's state-dict adapter converts one whole parameter at a time, in every
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -74,8 +74,12 @@ def load_hf_weights(
     path: str | Path,
     *,
     setting: str = "model.hf_assets_path",
+    new: Collection[str] = (),
 ) -> None:
-    """Fills sharded parameters; ModelError if files do not fit, or were exported and have changed."""
+    """Fills sharded parameters; ModelError if files do not fit, or were exported and have changed.
+
+    Of ``new`` parameters, those that the files lack keep their values.
+    """
     is_group = dist.is_initialized()
     share = (dist.get_rank(), dist.get_world_size()) if is_group else (0, 1)
     require_undamaged(Path(path), setting, *share, weights=True)
@@ -84,10 +88,10 @@ def load_hf_weights(
         for name, parameter in named_parameters(model_parts):
             if is_adapter(name):
                 continue  # the directory holds the base model
-            hf = {
-                key: files.read(key, meta.shape)
-                for key, meta in hf_meta(adapter, name, parameter.shape).items()
-            }
+            metas = hf_meta(adapter, name, parameter.shape)
+            if name in new and not files.headers().keys() & metas.keys():
+                continue
+            hf = {key: files.read(key, meta.shape) for key, meta in metas.items()}
             for key, tensor in hf.items():
                 _refuse_values(key, tensor, f"{files.stored(key).file} ({setting})")
             # Each rank reads the whole tensor, so that nothing needs to be sent.
@@ -114,17 +118,24 @@ def _refuse_values(name: str, tensor: torch.Tensor, place: str) -> None:
 
 
 def check_hf_weights(
-    model: nn.Module, adapter: BaseStateDictAdapter, path: Path, *, setting: str
+    model: nn.Module,
+    adapter: BaseStateDictAdapter,
+    path: Path,
+    *,
+    setting: str,
+    new: Collection[str] = (),
 ) -> tuple[int, list[str]]:
     """Compares a directory's tensors with the needs of a model, which may be on the meta device.
 
-    Returns the number of needed tensors, and remarks about others. Raises ModelError.
+    ``new`` parameters may be missing. Returns the number of needed tensors, and remarks about others.
+    Raises ModelError.
     """
+    files = WeightFiles(path, setting)
     needed: dict[str, tuple[int, ...]] = {}
     for name, parameter in named_parameters([model]):
-        meta = hf_meta(adapter, name, parameter.shape)
-        needed |= {key: tuple(tensor.shape) for key, tensor in meta.items()}
-    files = WeightFiles(path, setting)
+        metas = hf_meta(adapter, name, parameter.shape)
+        if name not in new or files.headers().keys() & metas.keys():
+            needed |= {key: tuple(tensor.shape) for key, tensor in metas.items()}
     return len(needed), files.check(needed, is_tied=is_tied(model))
 
 

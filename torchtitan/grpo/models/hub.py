@@ -62,6 +62,8 @@ def locate_models(config: JobConfig, *, weights: bool = True) -> list[str]:
     named: list[tuple[Any, str, str, bool]] = [(config.model, "model", "hf_assets_path", weights)]
     if config.grpo.kl_coef > 0 and config.grpo.ref_model_path is not None:
         named.append((config.grpo, "grpo", "ref_model_path", weights))
+    if config.has_critic and config.critic.path is not None:
+        named.append((config.critic, "critic", "path", weights))
     if config.teacher.urls and config.teacher.model_path is not None:
         named.append((config.teacher, "teacher", "model_path", False))
     notes = []

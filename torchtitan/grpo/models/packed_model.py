@@ -1,17 +1,18 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The model for packed rows; it returns log-probabilities of labels instead of logits."""
+"""The model for packed rows; it returns log-probabilities of labels, or values, instead of logits."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -33,7 +34,8 @@ class ScoringSettings:
 
     ``keep_logits`` stores logits in the memory of the output weight's gradient, which is allocated
     in the forward pass. Logits of ``chunk_tokens`` tokens exist at the same time. Without ``with_entropy`` the entropy
-    is 0. ``compiled`` blocks need masks of fixed sizes.
+    is 0. ``compiled`` blocks need masks of fixed sizes. With the ``head`` of values, a critic's, the
+    model computes no log-probabilities.
     """
 
     attention: PackedAttentionKind
@@ -43,6 +45,7 @@ class ScoringSettings:
     with_entropy: bool
     trains_entropy: bool
     keep_logits: bool
+    head: Literal["logprobs", "values"] = "logprobs"
 
 
 class ScoredTokens:
@@ -64,25 +67,17 @@ class ScoredTokens:
         return torch.nonzero_static(part(self._mask).flatten(), size=count).squeeze(1)
 
 
-class LogprobHead(nn.Linear):
-    """Maps hidden states to (log-probability, entropy), as the last layer of a model.
+class TokenHead(nn.Linear):
+    """The last layer of a model, which computes numbers of the scored tokens of its rows.
 
-    Its ``weight`` [vocab, dim] is named as in an ``nn.Linear``, for state dicts and upstream's
-    parallelism. Labels are set around the model's ``forward``::
+    The tokens are set around the model's ``forward``::
 
         with model.output.labeled(labels):
             packed = model(tokens)  # [rows, seq, 2]
-
-    Under tensor parallelism the weight is sharded by vocabulary, and hidden states and result
-    are replicated. No logits are sent between ranks.
     """
 
-    def __init__(self, output: nn.Linear, settings: ScoringSettings) -> None:
-        super().__init__(output.in_features, output.out_features, bias=False, device="meta")
-        # The parameter object is kept, and with it weight tying, device and dtype.
-        self.weight = output.weight
-        self.settings = settings
-        self.temperature = settings.temperature
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        super().__init__(num_inputs, num_outputs, bias=False, device="meta")
         self._labels: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
         self._other_ids: torch.Tensor | None = None
@@ -105,6 +100,55 @@ class LogprobHead(nn.Linear):
             yield
         finally:
             self._labels, self._positions, self._other_ids = outer
+
+    def _in_rows(self, numbers: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Puts numbers of scored tokens, [tokens, k], into rows: [rows, seq, k], 0 elsewhere."""
+        positions = self._positions
+        if positions is None:
+            return numbers
+        # Not a view: FSDP2 cannot hook the outputs of a module that are views.
+        where = (positions // shape[1], positions % shape[1])
+        return numbers.new_zeros(*shape, numbers.shape[-1]).index_put(where, numbers)
+
+
+class ValueHead(TokenHead):
+    """Maps hidden states to values, as the last layer of a critic.
+
+    Its ``weight`` [1, dim] and its arithmetic are float32. Under tensor parallelism, weight, hidden
+    states and result are replicated, and every rank computes the same.
+    """
+
+    def __init__(self, output: nn.Linear) -> None:
+        super().__init__(output.in_features, 1)
+        weight = torch.empty(
+            1, output.in_features, dtype=torch.float32, device=output.weight.device
+        )
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Maps [rows, seq, dim] to [rows, seq, 1] float32, 0 where nothing is scored."""
+        weight, shape = self.weight, hidden.shape[:2]
+        if isinstance(weight, DTensor):
+            weight = weight.to_local()
+        if self._positions is not None:
+            hidden = hidden.flatten(0, 1).index_select(0, self._positions)
+        return self._in_rows(F.linear(hidden.float(), weight), shape)
+
+
+class LogprobHead(TokenHead):
+    """Maps hidden states to (log-probability, entropy), as the last layer of a model.
+
+    Its ``weight`` [vocab, dim] is named as in an ``nn.Linear``, for state dicts and upstream's
+    parallelism. Under tensor parallelism the weight is sharded by vocabulary, and hidden states and
+    result are replicated. No logits are sent between ranks.
+    """
+
+    def __init__(self, output: nn.Linear, settings: ScoringSettings) -> None:
+        super().__init__(output.in_features, output.out_features)
+        # The parameter object is kept, and with it weight tying, device and dtype.
+        self.weight = output.weight
+        self.settings = settings
+        self.temperature = settings.temperature
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Maps [rows, seq, dim] to [rows, seq, 2 + k] float32, 0 where nothing is scored."""
@@ -167,11 +211,7 @@ class LogprobHead(nn.Linear):
             vocab_start=vocab_start,
             other_ids=other_ids,
         )
-        if positions is None:
-            return packed
-        # Not a view: FSDP2 cannot hook the outputs of a module that are views.
-        where = (positions // shape[1], positions % shape[1])
-        return packed.new_zeros(*shape, packed.shape[-1]).index_put(where, packed)
+        return self._in_rows(packed, shape)
 
 
 def replace_output(model: nn.Module, settings: ScoringSettings) -> None:
@@ -181,7 +221,8 @@ def replace_output(model: nn.Module, settings: ScoringSettings) -> None:
         return
     if type(output) is not nn.Linear or output.bias is not None:
         raise ValueError(f"model.output must be an nn.Linear without bias, got {output}.")
-    model.output = LogprobHead(output, settings)
+    has_values = settings.head == "values"
+    model.output = ValueHead(output) if has_values else LogprobHead(output, settings)
 
 
 class PackedModel(nn.Module):
@@ -215,8 +256,8 @@ class PackedModel(nn.Module):
 
         All are [rows, seq] int, as in ``TrainRows``: ``tokens`` (hidden states on later stages),
         ``reach`` (also as ``host_reach``), ``positions`` in each sequence, and ``labels``;
-        ``other_ids`` is [rows, seq, k]. Returns what :class:`LogprobHead` does, or this rank's
-        hidden states.
+        ``other_ids`` is [rows, seq, k]. Returns what its :class:`TokenHead` does, or this
+        rank's hidden states.
         """
         group = self.context_group
         if embeds_tokens(self):
@@ -225,7 +266,7 @@ class PackedModel(nn.Module):
         mask = packed_mask(reach, settings.attention, host_reach, compiled=settings.compiled)
         inputs = {"attention_masks": mask, "positions": context_part(positions, group)}
         head: Any = self.output
-        if not isinstance(head, LogprobHead):
+        if not isinstance(head, TokenHead):
             return super().forward(tokens, **inputs)  # pyright: ignore
         where = scored.positions(lambda mask: context_part(mask, group)) if scored else None
         if other_ids is not None:

@@ -19,7 +19,9 @@ import torch.utils.checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import PrepareModuleInput, parallelize_module
 
 from torchtitan.grpo.config import LoRA
 from torchtitan.grpo.models.decoder import (
@@ -30,7 +32,7 @@ from torchtitan.grpo.models.decoder import (
 )
 from torchtitan.grpo.models.lora import add_adapters
 from torchtitan.grpo.models.moe import sum_moe_gradients
-from torchtitan.grpo.models.packed_model import PackedModel
+from torchtitan.grpo.models.packed_model import PackedModel, ValueHead
 from torchtitan.grpo.system.device import disable_fsdp_gradient_division, prepare_fsdp_for_gloo
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.upstream.configuration import JobConfig
@@ -113,13 +115,15 @@ def _wait_for_embeddings(model: PackedModel) -> None:
 
 def _apply_tensor_and_expert(model: PackedModel, dims: ParallelDims, config: JobConfig) -> None:
     if dims.tp_enabled:
-        embeddings = model.tok_embeddings
+        embeddings, head = model.tok_embeddings, model.output
         if not embeds_tokens(model):
             # A stage that takes hidden states has nothing to shard here.
             model.tok_embeddings = None  # pyright: ignore[reportArgumentType]
+        if isinstance(head, ValueHead):
+            model.output = None  # pyright: ignore[reportArgumentType]  (its single row stays whole)
         with warnings.catch_warnings():
             # Upstream's plan shards the norms of queries and keys, which only some families have.
-            warnings.filterwarnings("ignore", "Parallelize plan key '[qk]_norm'")
+            warnings.filterwarnings("ignore", "Parallelize plan key '([qk]_norm|output)'")
             apply_tp(
                 model,
                 dims.get_mesh("tp"),
@@ -129,7 +133,9 @@ def _apply_tensor_and_expert(model: PackedModel, dims: ParallelDims, config: Job
                 enable_async_tp=config.parallelism.enable_async_tensor_parallel,
                 cp_enabled=True,  # upstream accepts positions only so
             )
-        model.tok_embeddings = embeddings
+        model.tok_embeddings, model.output = embeddings, head
+        if isinstance(head, ValueHead):
+            _replicate_head(head, dims.get_mesh("tp"))
         tie_again(model)
     apply_moe_ep_tp(
         model,
@@ -144,6 +150,15 @@ def _apply_tensor_and_expert(model: PackedModel, dims: ParallelDims, config: Job
         )
 
 
+def _replicate_head(head: ValueHead, mesh: DeviceMesh) -> None:
+    """Gives every rank the whole weight and all hidden states, which the last norm leaves sharded."""
+    distribute_module(head, mesh)
+    whole = PrepareModuleInput(
+        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
+    )
+    parallelize_module(head, mesh, whole)
+
+
 def _apply_data_parallel(model: PackedModel, dims: ParallelDims, config: JobConfig) -> None:
     dtypes = {
         "param_dtype": TORCH_DTYPE_MAP[config.training.mixed_precision_param],
@@ -156,10 +171,22 @@ def _apply_data_parallel(model: PackedModel, dims: ParallelDims, config: JobConf
             "pp_enabled": dims.pp_enabled,
             "reshard_after_forward_policy": _reshard_policy(config),
         }
+        edp_mesh = dims.get_optional_mesh([*replicas, "efsdp"])
         if is_tied(model):
             apply_fsdp_tied(model, **dtypes, **sharing)
+        elif isinstance(head := model.output, ValueHead):
+            fully_shard(
+                head,
+                mesh=sharing["dp_mesh"],
+                mp_policy=_in_float32(),
+                reshard_after_forward=False,
+            )
+            # Upstream would add the head to a group that is cast. The last norm is the root's then.
+            model.output = None  # pyright: ignore[reportArgumentType]
+            apply_fsdp(model, **dtypes, **sharing, ep_degree=dims.ep, edp_mesh=edp_mesh)
+            model.output = head
+            disable_fsdp_gradient_division(model)
         else:
-            edp_mesh = dims.get_optional_mesh([*replicas, "efsdp"])
             apply_fsdp(model, **dtypes, **sharing, ep_degree=dims.ep, edp_mesh=edp_mesh)
     elif dims.dp_replicate_enabled or _is_mixed(config):
         # Even on one rank, FSDP2 casts for mixed precision. Upstream's autocast would leave the
@@ -168,6 +195,13 @@ def _apply_data_parallel(model: PackedModel, dims: ParallelDims, config: JobConf
         _apply_replication(model, mesh, **dtypes)
     if utils.device_type == "cpu":
         prepare_fsdp_for_gloo(model)
+
+
+def _in_float32() -> MixedPrecisionPolicy:
+    """For a value head, which casts the hidden states of scored tokens itself."""
+    return MixedPrecisionPolicy(
+        param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
 
 
 def _reshard_policy(config: JobConfig) -> str:
@@ -191,6 +225,8 @@ def _apply_replication(
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     for block in cast(nn.ModuleDict, model.layers).values():
         replicate(block, mesh=mesh, mp_policy=policy)
+    if isinstance(model.output, ValueHead):
+        replicate(model.output, mesh=mesh, mp_policy=_in_float32())
     replicate(model, mesh=mesh, mp_policy=policy)
     if (
         mesh.size() > 1

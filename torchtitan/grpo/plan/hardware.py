@@ -70,6 +70,8 @@ def computed_costs(
     read = server_devices * device.memory_rate * MEMORY_PART
     prompt_token = cost.per_token / _PASSES / (server_devices * device.flops * PROMPT_PART)
     passes = _PASSES * config.grpo.num_epochs + (config.grpo.kl_coef > 0)
+    if config.has_critic:  # whose values need a pass before the first update
+        passes += _PASSES * config.grpo.num_epochs + 1
     flops = passes / _PASSES * (cost.per_token + cost.per_pair * context_tokens / 2)
     transfer = num_bytes / (device.network_rate * NETWORK_PART)
     push = PUSH_SECONDS + transfer

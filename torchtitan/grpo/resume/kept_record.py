@@ -258,6 +258,8 @@ def refusal(change: Change, record: RunRecord, config: JobConfig) -> str | None:
         return None
     if change.key == "grpo.ref_model_path" and config.grpo.kl_coef and config.grpo.ref_model_ema:
         reason = "the checkpoint holds the moving reference model (grpo.ref_model_ema)"
+    if change.key == "critic.path" and config.has_critic:
+        reason = "the checkpoint holds the critic"
     if key in ("prompts.path", "prompts.paths") and _has_moved(change, record):
         return None
     if reason is None:

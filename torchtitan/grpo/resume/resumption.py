@@ -87,7 +87,7 @@ def _start_from(folder: Path, config: JobConfig, model: HFModel, damaged: dict[i
         raise CheckpointDamaged(folder, problem)
     states = states_in(folder)
     needs_reference = config.grpo.kl_coef > 0 and config.grpo.ref_model_ema > 0
-    check_whole(folder, states, needs_reference=needs_reference)
+    check_whole(folder, states, needs_reference=needs_reference, needs_critic=config.has_critic)
     step, kept = read_kept(folder, states)
     record = _own_record(config, model)
     newer = [n for n in whole_steps(folder.parent) if n > step and n not in damaged]
@@ -151,8 +151,10 @@ def _listed(steps: list[int]) -> str:
     return ", ".join(f"step {step}" for step in steps) or "none"
 
 
-def check_whole(folder: Path, states: set[str], *, needs_reference: bool) -> None:
-    """Refuses a checkpoint that lacks the progress of its run, or the reference model that moves."""
+def check_whole(
+    folder: Path, states: set[str], *, needs_reference: bool, needs_critic: bool = False
+) -> None:
+    """Refuses a checkpoint that lacks the progress of its run, a moving reference, or the critic."""
     if "train_state" not in states:
         raise CheckpointError(
             f"A run must resume from a whole checkpoint, got {folder}, which holds the model "
@@ -165,6 +167,12 @@ def check_whole(folder: Path, states: set[str], *, needs_reference: bool) -> Non
             "A run with grpo.ref_model_ema above 0 must resume from a checkpoint that holds its "
             f"reference model, got {folder}, which was written without one. Set "
             "grpo.ref_model_ema = 0, or choose another job.dump_folder to start a new run."
+        )
+    if needs_critic and "critic" not in states:
+        raise CheckpointError(
+            'A run with grpo.advantage = "gae" must resume from a checkpoint that holds its critic, got '
+            f"{folder}, which was written without one. Choose another grpo.advantage, or another "
+            "job.dump_folder to start a new run from an export (--model.hf_assets_path)."
         )
 
 

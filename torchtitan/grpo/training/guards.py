@@ -51,6 +51,7 @@ class Guards:
         self._guards, self._say = config.guards, say
         self._max_norm = config.training.max_norm
         self._norms: deque[float] = deque(maxlen=config.guards.grad_norm_window)
+        self._critic_norms: deque[float] = deque(maxlen=config.guards.grad_norm_window)
         # A replay that names no reward may have been taught only by a teacher.
         has_rewards = config.has_rewards and (reward_functions(config) or config.has_servers)
         self._equal_limit = config.observe.equal_rewards_steps if has_rewards else 0
@@ -79,8 +80,12 @@ class Guards:
         self._of_rewards = self._find("equal_rewards", step, found, is_told=action == "warn")
         return self._of_rewards
 
-    def judge(self, step: int, grad_norm: float, metrics: Mapping[str, float]) -> Verdict:
-        """Judges an optimizer step by its loss metrics, and by the norm before clipping."""
+    def judge(self, step: int, grad_norm: float | None, metrics: Mapping[str, float]) -> Verdict:
+        """Judges an optimizer step by its loss metrics, and by the norm before clipping.
+
+        ``grad_norm`` is None if only a critic learns. A critic's metrics and norm, if it has one, are
+        among the ``metrics``.
+        """
         found = self._findings(grad_norm, metrics)
         for guard in list(self._in_a_row):
             if guard not in found and guard not in ("equal_rewards", "skipped"):
@@ -99,12 +104,12 @@ class Guards:
             "as many as guards.max_skipped_steps allows, so the run ends. The lines above say why."
         )
 
-    def _findings(self, grad_norm: float, metrics: Mapping[str, float]) -> dict[str, str]:
-        found = {"nonfinite": _not_finite(grad_norm, metrics)}
+    def _findings(self, grad_norm: float | None, metrics: Mapping[str, float]) -> dict[str, str]:
+        found = {"nonfinite": _not_finite(grad_norm or 0.0, metrics)}
         # Other numbers of a broken step mean nothing, and do not enter the median.
         if found["nonfinite"] is None:
             found = {
-                "grad_norm": self._grad_norm(grad_norm),
+                "grad_norm": self._grad_norms(grad_norm, metrics.get("critic/grad_norm")),
                 "entropy": self._entropy(metrics["policy/entropy"]),
                 "mismatch_kl": self._above("mismatch/kl", metrics, "mismatch_kl"),
                 "reference_kl": self._above("loss/reference_kl", metrics, "reference_kl"),
@@ -115,19 +120,30 @@ class Guards:
             if text is not None and getattr(self._guards, guard) != "off"
         }
 
-    def _grad_norm(self, norm: float) -> str | None:
-        guards = self._guards
-        median = statistics.median(self._norms) if self._norms else 0.0
-        is_full = len(self._norms) == self._norms.maxlen
+    def _grad_norms(self, norm: float | None, of_critic: float | None) -> str | None:
+        found: list[str | None] = []
+        if norm is not None:
+            limit, found = (
+                self._guards.grad_norm_limit,
+                [self._spike("grad_norm", norm, self._norms)],
+            )
+            if limit and norm > limit:
+                found = [f"grad_norm is {norm:.4g}, above guards.grad_norm_limit = {limit:g}"]
+        if of_critic is not None:
+            # The limit is one of the policy's: a value loss has another scale.
+            found.append(self._spike("critic/grad_norm", of_critic, self._critic_norms))
+        return " and ".join(text for text in found if text) or None
+
+    def _spike(self, name: str, norm: float, norms: deque[float]) -> str | None:
+        median = statistics.median(norms) if norms else 0.0
+        is_full = len(norms) == norms.maxlen
         # Outliers enter as well: the median follows a norm that has risen for good.
-        self._norms.append(norm)
-        if guards.grad_norm_limit and norm > guards.grad_norm_limit:
-            return f"grad_norm is {norm:.4g}, above guards.grad_norm_limit = {guards.grad_norm_limit:g}"
-        factor = guards.grad_norm_factor
+        norms.append(norm)
+        factor = self._guards.grad_norm_factor
         if factor and is_full and norm > self._max_norm and norm > factor * median:
             return (
-                f"grad_norm is {norm:.4g}, above guards.grad_norm_factor = {factor:g} times the median "
-                f"of the last {len(self._norms)} optimizer steps, {median:.4g}"
+                f"{name} is {norm:.4g}, above guards.grad_norm_factor = {factor:g} times the median "
+                f"of the last {len(norms)} optimizer steps, {median:.4g}"
             )
         return None
 

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn as nn
 
 from torchtitan.grpo.data.feed import Feed, TrainBatch
 from torchtitan.grpo.data.step_plan import epoch_order
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.losses.loss_metrics import MetricTotals
 from torchtitan.grpo.losses.objective import batch_loss_metrics, metric_reductions
+from torchtitan.grpo.training.critic import CRITIC_NORM, Critic, CriticMetrics, build_critic
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.guards import Guards, Verdict
 from torchtitan.grpo.training.model_spec import choose_reference
@@ -32,11 +34,11 @@ class GradientParts:
 
     The total is known only with the last part. Until then a part is scaled by its mass relative to
     the first part's, which keeps gradients in their usual range; :meth:`finish` divides by the
-    total. This rank's metrics are added to ``totals``.
+    total. This rank's metrics are added to ``totals``, and a critic's to ``of_critic``.
     """
 
-    def __init__(self, totals: MetricTotals) -> None:
-        self.totals = totals
+    def __init__(self, totals: MetricTotals, of_critic: CriticMetrics | None = None) -> None:
+        self.totals, self.of_critic = totals, of_critic
         self._parts: list[TrainBatch] = []
         self._unit = self._mass = 0
 
@@ -60,6 +62,8 @@ class GradientParts:
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
         self.totals.scale_losses(scale)
+        if self.of_critic is not None:
+            self.of_critic.totals.scale_losses(scale)
 
     @property
     def are_rewards_equal(self) -> bool:
@@ -79,11 +83,13 @@ class Learned:
     """Result of a batch's optimizer steps on one rank, with ``totals`` of all ranks.
 
     ``batch`` may be the last part, with the counts of all. ``grad_norms`` are before clipping.
+    ``of_critic`` are a critic's metrics.
     """
 
     batch: TrainBatch
     totals: MetricTotals
     grad_norms: list[float]
+    of_critic: CriticMetrics | None = None
 
     def add(self, totals: MetricTotals, grad_norm: float) -> None:
         """Adds metrics of all ranks and the gradient norm of a step, taken or skipped."""
@@ -92,12 +98,16 @@ class Learned:
 
     def metrics(self, step_seconds: float) -> dict[str, float]:
         num_updates = max(len(self.grad_norms), 1)
-        return batch_loss_metrics(self.totals, num_updates) | {
-            "grad_norm": sum(self.grad_norms) / num_updates,
-            "data/trained_tokens": float(self.batch.num_trained_tokens),
-            "time/tokens_per_second": self.batch.num_tokens / step_seconds,
-            "time/trained_tokens_per_second": self.batch.num_trained_tokens / step_seconds,
-        }
+        return (
+            batch_loss_metrics(self.totals, num_updates)
+            | {
+                "grad_norm": sum(self.grad_norms) / num_updates,
+                "data/trained_tokens": float(self.batch.num_trained_tokens),
+                "time/tokens_per_second": self.batch.num_tokens / step_seconds,
+                "time/trained_tokens_per_second": self.batch.num_trained_tokens / step_seconds,
+            }
+            | ({} if self.of_critic is None else self.of_critic.values())
+        )
 
 
 @dataclass
@@ -105,7 +115,8 @@ class Learner:
     """Takes the optimizer steps of a batch on every rank.
 
     ``before_step`` returns once the optimizer may use its states, and nothing reads the weights
-    that it overwrites.
+    that it overwrites. A critic, the scorer's, learns from the same minibatches, and its optimizer
+    steps when the policy's does.
     """
 
     scorer: Scorer
@@ -115,13 +126,17 @@ class Learner:
     enter: Callable[[str], None]
     before_step: Callable[[], None]
 
+    @property
+    def critic(self) -> Critic | None:
+        return self.scorer.critic
+
     def learn(self, batch: TrainBatch, step: int) -> Learned | None:
         """Learns from a whole batch. Returns None if a guard ends the run."""
-        learned = Learned(batch, self._new_totals(), [])
+        learned = Learned(batch, self._new_totals(), [], self._new_critic_metrics())
         self.scorer.policy.begin_step(step)
         if self._are_rewards_refused(step, batch.samples.are_rewards_equal):
             return None
-        minibatches = self._score(batch)
+        minibatches = self._score(batch, step, learned.of_critic)
         config = self.scorer.config
         for epoch in range(config.num_epochs):
             for index in epoch_order(config.num_minibatches, epoch):
@@ -140,29 +155,41 @@ class Learner:
 
         ``next_part`` returns None if the run is to end, and so does this, or if a guard ends it.
         """
-        gradient = GradientParts(self._new_totals())
+        gradient = GradientParts(self._new_totals(), self._new_critic_metrics())
         self.scorer.policy.begin_step(step)
         while batch is not None:
             if batch.part.begins_batch:  # again if the rollout process was killed meanwhile
-                self.optimizers.zero_grad()
-                gradient = GradientParts(self._new_totals())
+                self._zero_grad()
+                gradient = GradientParts(self._new_totals(), self._new_critic_metrics())
             scale = gradient.scale_of(batch)
             if scale:
-                (minibatch,) = self._score(batch)
-                self._add_gradient(minibatch.scored(), gradient.totals, scale)
+                (minibatch,) = self._score(batch, step, gradient.of_critic)
+                if not self._is_critic_alone(step):
+                    self._add_gradient(minibatch.scored(), gradient.totals, scale)
+                self._add_critic_gradient(minibatch, gradient.of_critic, scale)
             if batch.part.ends_batch:
                 return self._finish_parts(gradient, step)
             batch = next_part()
         # A checkpoint that is written now must not depend on an incomplete gradient.
-        self.optimizers.zero_grad()
+        self._zero_grad()
         return None
 
+    def end_step(self, policy_parts: Sequence[nn.Module]) -> None:
+        """Moves the reference and the critic's learning rate on, after the steps of a batch."""
+        if self.scorer.reference is not None:
+            self.scorer.reference.follow(policy_parts)
+        if self.critic is not None:
+            self.critic.schedulers.step()
+
     def _finish_parts(self, gradient: GradientParts, step: int) -> Learned | None:
-        gradient.finish(self.clipper.parameters())
-        learned = Learned(gradient.whole(), self._new_totals(), [])
+        of_critic = [] if self.critic is None else self.critic.clipper.parameters()
+        gradient.finish([*self.clipper.parameters(), *of_critic])
+        metrics = None if gradient.of_critic is None else gradient.of_critic.without_losses()
+        learned = Learned(gradient.whole(), self._new_totals(), [], metrics)
         if self._are_rewards_refused(step, gradient.are_rewards_equal):
             return None
-        if not gradient.is_empty and not self._apply_gradient(step, learned, gradient.totals):
+        totals, of_critic = gradient.totals, gradient.of_critic
+        if not gradient.is_empty and not self._apply_gradient(step, learned, totals, of_critic):
             return None
         self.scorer.policy.end_step(self.scorer.feed)
         return learned
@@ -170,9 +197,23 @@ class Learner:
     def _new_totals(self) -> MetricTotals:
         return MetricTotals(metric_reductions(self.scorer.config, self.scorer.teacher))
 
-    def _score(self, batch: TrainBatch) -> list[Minibatch]:
+    def _new_critic_metrics(self) -> CriticMetrics | None:
+        return None if self.critic is None else self.critic.new_metrics()
+
+    def _is_critic_alone(self, step: int) -> bool:
+        return self.critic is not None and self.critic.is_alone(step)
+
+    def _zero_grad(self) -> None:
+        self.optimizers.zero_grad()
+        if self.critic is not None:
+            self.critic.optimizers.zero_grad()
+
+    def _score(
+        self, batch: TrainBatch, step: int, of_critic: CriticMetrics | None
+    ) -> list[Minibatch]:
         self.enter("forward and backward")
-        return self.scorer.score(batch)
+        is_alone = self._is_critic_alone(step)
+        return self.scorer.score(batch, of_critic, is_critic_alone=is_alone)
 
     def _are_rewards_refused(self, step: int, are_equal: bool) -> bool:
         return self.guards.judge_rewards(step, are_equal=are_equal) is Verdict.STOP
@@ -182,13 +223,15 @@ class Learner:
     ) -> bool:
         old = [minibatch.old for minibatch in minibatches if minibatch.old is not None]
         ref = [minibatch.ref for minibatch in minibatches if minibatch.ref is not None]
-        totals = self._new_totals()
-        scored = minibatches[index].scored()
-        self.optimizers.zero_grad()
-        self._add_gradient(scored, totals, waiting=[*old, *ref])
-        for job in old:
-            job.finish()  # with the current weights
-        return self._apply_gradient(step, learned, totals)
+        totals, of_critic = self._new_totals(), self._new_critic_metrics()
+        self._zero_grad()
+        if not self._is_critic_alone(step):
+            scored = minibatches[index].scored()
+            self._add_gradient(scored, totals, waiting=[*old, *ref])
+            for job in old:
+                job.finish()  # with the current weights
+        self._add_critic_gradient(minibatches[index], of_critic)
+        return self._apply_gradient(step, learned, totals, of_critic)
 
     def _add_gradient(
         self,
@@ -202,18 +245,48 @@ class Learner:
         if self.scorer.is_counted:
             loss.add_metrics(totals)
 
-    def _apply_gradient(self, step: int, learned: Learned, totals: MetricTotals) -> bool:
+    def _add_critic_gradient(
+        self, minibatch: Minibatch, metrics: CriticMetrics | None, scale: float = 1.0
+    ) -> None:
+        if self.critic is not None and metrics is not None:
+            totals = metrics.totals if self.scorer.is_counted else None
+            self.critic.add_gradient(minibatch.rows, minibatch.values, totals, scale)
+
+    def _apply_gradient(
+        self,
+        step: int,
+        learned: Learned,
+        totals: MetricTotals,
+        of_critic: CriticMetrics | None = None,
+    ) -> bool:
         """Clips and steps, unless a guard refuses; returns False if it ends the run."""
         self.enter("optimizer step")
-        grad_norm = self.clipper.clip()
+        is_alone = self._is_critic_alone(step)
+        grad_norm = None if is_alone else self.clipper.clip()
+        critic_norm = None if self.critic is None else self.critic.clipper.clip()
         self.before_step()
         # The one place of a step at which the host waits for the gradient.
         norm = self.scorer.feed.all_reduce_metrics(totals, grad_norm)
-        verdict = self.guards.judge(step, norm, totals.values(1))
+        critic = self._reduce_critic(of_critic, critic_norm, learned)
+        metrics = totals.values(1) | critic
+        verdict = self.guards.judge(step, None if is_alone else norm, metrics)
         if verdict is Verdict.TAKE:
-            self.optimizers.step()
+            if not is_alone:
+                self.optimizers.step()
+            if self.critic is not None:
+                self.critic.optimizers.step()
         learned.add(totals, norm)
         return verdict is not Verdict.STOP
+
+    def _reduce_critic(
+        self, metrics: CriticMetrics | None, grad_norm: torch.Tensor | None, learned: Learned
+    ) -> dict[str, float]:
+        """Combines a critic's metrics of an optimizer step over all ranks, for guards and logs."""
+        if metrics is None or learned.of_critic is None:
+            return {}
+        norm = self.scorer.feed.all_reduce_metrics(metrics.totals, grad_norm)
+        learned.of_critic.add(metrics.totals, norm)
+        return metrics.totals.values(1) | {CRITIC_NORM: norm}
 
 
 def build_learner(
@@ -225,12 +298,16 @@ def build_learner(
     enter: Callable[[str], None],
     before_step: Callable[[], None],
 ) -> Learner:
-    """Returns a trainer's learner, whose reference model joins the checkpoints."""
+    """Returns a trainer's learner, whose reference model and critic join the checkpoints."""
     config: JobConfig = trainer.job_config  # pyright: ignore[reportAssignmentType]
     reference = None
     if config.grpo.kl_coef > 0:
         reference = choose_reference(trainer, runner)
         trainer.checkpointer.states.update(reference.checkpoint_state())
+    critic = None
+    if config.has_critic:
+        critic = build_critic(trainer)
+        trainer.checkpointer.states.update(critic.checkpoint_state())
     scorer = Scorer(
         config=config.grpo,
         policy=runner,
@@ -239,6 +316,7 @@ def build_learner(
         device=trainer.device,
         is_counted=role.is_counted,
         teacher=config.teacher if config.may_be_taught else None,
+        critic=critic,
     )
     dims, max_norm = trainer.parallel_dims, config.training.max_norm
     clipper = GradientClipper(trainer.model_parts, dims, max_norm)

@@ -121,10 +121,15 @@ def build_loan(trainer: Trainer, feed: Feed, scorer: Scorer) -> Loan:
             f"While ranks wait for rollouts, {count_servers(lent_groups(config))} of "
             f"{count_servers(server_groups(config))} servers use their devices, if that is faster"
         )
-    reference = scorer.reference
+    reference, critic = scorer.reference, scorer.critic
+    parts, optimizers = list(trainer.model_parts), list(trainer.optimizers.optimizers)
+    parts += reference.parts if isinstance(reference, Reference) else []
+    if critic is not None:
+        parts += critic.parts
+        optimizers += critic.optimizers.optimizers
     room = Room(
-        [*trainer.model_parts, *(reference.parts if isinstance(reference, Reference) else [])],
-        trainer.optimizers.optimizers,
+        parts,
+        optimizers,
         device_memory(trainer.device),
         offloads=config.optimizer.offload_while_lent,
     )

@@ -127,6 +127,9 @@ def _lent_memory(
     parts = f"parameters {size_text(memory.parameters)}"
     parts += ", optimizer offloaded" if offloads else f", optimizer {size_text(memory.optimizer)}"
     parts += f", reference {size_text(memory.reference)}" if memory.reference else ""
+    if memory.critic:
+        states = memory.critic // 2 + (0 if offloads else memory.critic_optimizer)
+        parts += f", critic {size_text(states)}"
     places = server_places(lent_groups(config), num_gpus, num_gpus)
     num_servers = most_on_a_gpu(places)
     itemsize = 4 if config.inference.dtype == "float32" else 2

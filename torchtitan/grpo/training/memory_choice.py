@@ -71,6 +71,8 @@ def describe_memory(config: JobConfig, model: HFModel, num_ranks: int) -> Iterat
     )
     yield f"{size_text(available)} of {of_what} are available to the step, the rest is reserved"
     reference = f", reference {size_text(memory.reference)}" if memory.reference else ""
+    if memory.critic:
+        reference += f", critic {size_text(memory.critic + memory.critic_optimizer)}"
     whole = (
         f", whole parameters {size_text(memory.whole_parameters)}" if memory.always_whole else ""
     )

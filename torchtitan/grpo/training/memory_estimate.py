@@ -132,6 +132,8 @@ class TrainingMemory:
         adds_to_shards: Whether reduced gradients exist beside those that are kept.
         per_token: Activations of a token for each mode of activation checkpointing.
         recomputed: FLOPs that each mode adds to a step, as a fraction.
+        critic: The critic's parameters and gradients, if there is one.
+        critic_optimizer: The states of its optimizer.
     """
 
     parameters: int
@@ -145,6 +147,8 @@ class TrainingMemory:
     adds_to_shards: bool
     per_token: Mapping[str, float]
     recomputed: Mapping[str, float]
+    critic: int = 0
+    critic_optimizer: int = 0
 
     def kept(self, kept: Kept) -> int:
         """Returns what keeping adds to a step's peak, see ``fsdp_between_microbatches``."""
@@ -159,13 +163,14 @@ class TrainingMemory:
 
     def fixed(self, kept: Kept) -> int:
         states = self.parameters + self.gradients + self.optimizer + self.reference
+        states += self.critic + self.critic_optimizer
         whole = self.whole_parameters if self.always_whole else 0
         return states + whole + self.working + self.kept(kept)
 
     def resting(self, *, offloads_optimizer: bool) -> int:
         """Returns what stays while the device is lent: no gradients, and nothing gathered."""
-        states = self.parameters + self.reference
-        return states if offloads_optimizer else states + self.optimizer
+        states = self.parameters + self.reference + self.critic // 2
+        return states if offloads_optimizer else states + self.optimizer + self.critic_optimizer
 
     def total(self, mode: str, tokens: int, kept: Kept) -> int:
         return self.fixed(kept) + round(tokens * self.per_token[mode])
@@ -218,7 +223,9 @@ def estimate_memory(
     stays = has_reference and not config.grpo.ref_model_offload
     is_wrapped = layout.shards > 1 or layout.replicas > 1 or stored != computed
     groups = [_largest_group(layout, stage)] * 2  # one is prefetched
-    forward_only = whole * computed if has_reference and layout.shards > 1 else 0
+    others = has_reference + config.has_critic  # models that are gathered beside the policy
+    forward_only = others * whole * computed if layout.shards > 1 else 0
+    of_critic = _critic_shards(layout, stage) if config.has_critic else {}
     return TrainingMemory(
         parameters=trained * stored + (shards - trained) * base,
         gradients=trained * stored,
@@ -236,7 +243,19 @@ def estimate_memory(
         adds_to_shards=config.rollout.stream,
         per_token=_per_token(config, BlockSizes.of(args), stage, layout),
         recomputed=_recomputed(config, BlockSizes.of(args), args),
+        critic=2 * sum(of_critic.values()) * stored,
+        critic_optimizer=sum(n * _num_states(config, name) for name, n in of_critic.items())
+        * stored,
     )
+
+
+def _critic_shards(layout: "_Layout", stage: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Returns the size of this rank's shard of each parameter; values need no output layer."""
+    return {
+        name: layout.shard(name, shape)
+        for name, shape in stage.items()
+        if module_of(name) != "output"
+    }
 
 
 def _keeps_whole(config: JobConfig, layout: "_Layout") -> bool:

@@ -16,7 +16,7 @@ import torch.nn as nn
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.losses.policy_terms import BUILTIN
 from torchtitan.grpo.models.attention_choice import choose_packed_attention, try_packed_attention
-from torchtitan.grpo.models.decoder import DecoderAdapter
+from torchtitan.grpo.models.decoder import DecoderAdapter, DecoderArgs, ValueAdapter
 from torchtitan.grpo.models.hf_config import HFModel, check_reference
 from torchtitan.grpo.models.hf_weights import check_hf_weights, load_hf_weights
 from torchtitan.grpo.models.lora import add_adapters
@@ -27,6 +27,7 @@ from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.observe.metrics_processor import build_grpo_metrics_processor
 from torchtitan.grpo.pipeline.auto import resolve_schedule
 from torchtitan.grpo.pipeline.build import build_schedule, split_model
+from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.stages import ends_one_at_a_time
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.training.lr_schedule import build_lr_schedulers
@@ -140,17 +141,8 @@ def build_reference(trainer: Trainer) -> Reference:
     check_reference(config)
     dims, spec = trainer.parallel_dims, trainer.train_spec
     assert spec.state_dict_adapter is not None
-    with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
-        whole = spec.model_cls(trainer.model_args)
-    stages = []
-    if dims.pp_enabled:
-        stages, parts = split_model(whole, dims, config, trainer.device)
-    else:
-        parts = [parallelize(whole, dims, config)]
+    stages, parts = build_beside(trainer, lambda: spec.model_cls(trainer.model_args))
     for part in parts:
-        part.to_empty(device=trainer.device)
-        with torch.no_grad():
-            part.init_weights()  # pyright: ignore[reportCallIssue]  (rotary tables)
         part.eval().requires_grad_(False)
     path = settings.ref_model_path or config.model.hf_assets_path
     key = "grpo.ref_model_path" if settings.ref_model_path else "model.hf_assets_path"
@@ -169,8 +161,28 @@ def build_reference(trainer: Trainer) -> Reference:
     )
 
 
+def build_beside(
+    trainer: Trainer, make: Callable[[], nn.Module]
+) -> tuple[list[LeanStage], list[nn.Module]]:
+    """Builds a model in the policy's layout, with random weights: its stages, if any, and parts."""
+    config: Any = trainer.job_config
+    dims = trainer.parallel_dims
+    with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
+        whole = make()
+    stages: list[LeanStage] = []
+    if dims.pp_enabled:
+        stages, parts = split_model(whole, dims, config, trainer.device)
+    else:
+        parts = [parallelize(whole, dims, config)]
+    for part in parts:
+        part.to_empty(device=trainer.device)
+        with torch.no_grad():
+            part.init_weights()  # pyright: ignore[reportCallIssue]  (rotary tables)
+    return stages, parts
+
+
 def check_weights(config: JobConfig, model: HFModel) -> tuple[int, list[str]]:
-    """Compares the weights of model and reference with the model, without loading any.
+    """Compares the weights of model, reference and critic with the model, without loading any.
 
     Returns the number of tensors, and warnings of unread ones. Raises ModelError if a tensor is
     missing, quantized, in an unclear file or of another shape, or if a tied model has another
@@ -181,9 +193,33 @@ def check_weights(config: JobConfig, model: HFModel) -> tuple[int, list[str]]:
     if config.grpo.kl_coef > 0 and reference is not None:
         adapter = adapter_of(reference)
         _, notes = check_hf_weights(built, adapter, Path(reference), setting="grpo.ref_model_path")
+    if config.has_critic and config.critic.path is not None:
+        notes += check_critic_weights(config, copy.deepcopy(model), config.critic.path)
     adapter = adapter_of(str(model.path))
     number, own = check_hf_weights(built, adapter, model.path, setting="model.hf_assets_path")
     return number, own + notes
+
+
+def check_critic_weights(config: JobConfig, model: HFModel, path: str) -> list[str]:
+    model.model_args.update_from_config(config)
+    args = critic_args(model.model_args)
+    with torch.device("meta"):
+        built = PackedDecoder(args, critic_settings(config, args))
+    adapter = ValueAdapter(args, path)
+    return check_hf_weights(built, adapter, Path(path), setting="critic.path", new=VALUE_HEAD)[1]
+
+
+VALUE_HEAD = ("output.weight",)
+"""The parameters of a critic that a directory may lack."""
+
+
+def critic_args(model_args: Any) -> DecoderArgs:
+    """Returns the arguments of the policy's model for a critic, which has no output to be tied."""
+    return replace(model_args, enable_weight_tying=False)
+
+
+def critic_settings(config: JobConfig, args: DecoderArgs) -> ScoringSettings:
+    return replace(scoring_settings(config, args.head_dim), head="values")
 
 
 def parameter_shapes(config: JobConfig, model: HFModel) -> dict[str, tuple[int, ...]]:

@@ -22,7 +22,8 @@ from torchtitan.grpo.models.parallelize import BetweenMicrobatches, Kept
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
 
 LossFunction = Callable[[torch.Tensor, slice], torch.Tensor]
-"""Scalar loss of a slice of the minibatch's rows, from the model's output [rows, seq, 2 + k].
+"""Scalar loss of a slice of the minibatch's rows, from the model's output [rows, seq, 2 + k], or
+[rows, seq, 1] of a critic.
 
 Losses are summed over microbatches and ranks.
 """
@@ -37,14 +38,15 @@ class ForwardRunner(ABC):
 
     @abstractmethod
     def forward(self, rows: TrainRows) -> torch.Tensor | None:
-        """Returns logprobs and entropies, [rows, seq, 2] float32, without gradients.
+        """Returns logprobs and entropies, [rows, seq, 2] float32, or a critic's values, [rows, seq, 1],
+        without gradients.
 
         They are 0 where ``rows.scored`` is False. None on ranks that do not see the output.
         """
 
 
 class ForwardJob:
-    """Rows whose logprobs under a model are needed by a later training pass.
+    """Rows whose logprobs or values under a model are needed by a later training pass.
 
     A pipeline runs those that fit in gaps of earlier training passes, and the rest when asked for.
     """
@@ -79,6 +81,10 @@ class ForwardJob:
         """Returns [rows, seq] float32 after :meth:`finish`; None on ranks without the output."""
         self.finish()
         return torch.cat(self._outputs)[..., 0] if self.runner.has_output else None
+
+    def values(self) -> torch.Tensor | None:
+        """Returns those of a critic, which stand where a policy's logprobs do."""
+        return self.logprobs()
 
 
 class ModelRunner(ForwardRunner):

@@ -3,7 +3,7 @@
 
 """Scoring, advantages and losses of a batch.
 
-    minibatches, samples -> score (reference, proximal policy) -> advantages -> losses
+    minibatches, samples -> score (reference, proximal policy, critic) -> advantages -> losses
 
 Nothing here depends on the layout: runners return whole rows on the ranks that see the output.
 """
@@ -29,6 +29,13 @@ from torchtitan.grpo.losses.distillation import (
 from torchtitan.grpo.losses.kl import sample_kl_sums
 from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
 from torchtitan.grpo.losses.objective import LossInputs, objective, weight_sums
+from torchtitan.grpo.training.critic import (
+    NUM_MOMENTS,
+    Critic,
+    CriticMetrics,
+    ValueTargets,
+    estimate,
+)
 from torchtitan.grpo.training.reference import BaseReference, Reference
 from torchtitan.grpo.training.runner import ForwardJob, ForwardRunner, ModelRunner
 from torchtitan.grpo.types import NO_TOKEN
@@ -56,13 +63,15 @@ class Minibatch:
     """Rows of one minibatch, and the forward passes that must precede its optimizer step.
 
     ``old`` is that of the policy before the batch's first optimizer step, which must wait for it;
-    None if that is the current policy. ``ref`` is None without a reference.
+    None if that is the current policy. ``ref`` is None without a reference. ``values`` is what a
+    critic learns; None without one, or if this rank does not see its output.
     """
 
     rows: TrainRows
     old: ForwardJob | None
     ref: ForwardJob | None
     scorer: "Scorer"
+    values: ValueTargets | None = None
 
     def scored(self) -> ScoredRows:
         """Finishes both passes. Collective."""
@@ -156,7 +165,8 @@ class Scorer:
 
     Pipelines may delay passes that can wait. With one optimizer step the current policy is the
     proximal one, and needs no pass unless ``grpo.mismatch_normalize`` needs all weights before the
-    first gradient. ``teacher`` is None if none may have rated rollouts.
+    first gradient. ``teacher`` is None if none may have rated rollouts. With a ``critic``, advantages
+    are those of its values.
     """
 
     config: GRPO
@@ -166,23 +176,82 @@ class Scorer:
     device: torch.device
     is_counted: bool
     teacher: Teacher | None = None
+    critic: Critic | None = None
 
-    def score(self, batch: TrainBatch) -> list[Minibatch]:
+    def score(
+        self,
+        batch: TrainBatch,
+        of_critic: CriticMetrics | None = None,
+        *,
+        is_critic_alone: bool = False,
+    ) -> list[Minibatch]:
+        """Scores a batch, or a part of one. Collective.
+
+        A critic adds to ``of_critic``. While it learns alone, what only the policy needs is left out.
+        """
         top_k = 0 if self.teacher is None else self.teacher.top_k
         minibatches = [with_top_k(rows, top_k).to(self.device) for rows in batch.minibatches]
-        ref = [self._job(self.reference, rows) for rows in minibatches]
-        policy = self.policy if scores_old_policy(self.config) else None
-        old = [self._job(policy, rows) for rows in minibatches]
-        advantages = self._advantages(batch.samples, minibatches, ref)
+        needs_ref = not is_critic_alone or self._penalizes_rewards
+        ref = [self._job(self.reference if needs_ref else None, rows) for rows in minibatches]
+        needs_old = not is_critic_alone and scores_old_policy(self.config)
+        old = [self._job(self.policy if needs_old else None, rows) for rows in minibatches]
+        targets: list[ValueTargets | None] = [None] * len(minibatches)
+        if self.critic is not None:
+            assert of_critic is not None, "a critic's metrics are asked for"
+            minibatches, targets = self._valued(
+                self.critic, minibatches, ref, batch.samples, of_critic
+            )
+        else:
+            minibatches = self._compared(minibatches, ref, batch.samples, top_k)
+        return [
+            Minibatch(rows, old_job, ref_job, self, of_values)
+            for rows, old_job, ref_job, of_values in zip(
+                minibatches, old, ref, targets, strict=True
+            )
+        ]
+
+    def _compared(
+        self,
+        minibatches: list[TrainRows],
+        ref: Sequence[ForwardJob | None],
+        samples: SampleTable,
+        top_k: int,
+    ) -> list[TrainRows]:
+        """Fills in the advantages that come from comparing samples."""
+        advantages = self._advantages(samples, minibatches, ref)
         # With top_k its part is a term of the loss, and none of the advantage.
         if self.teacher is None or top_k:
-            minibatches = [rows.with_advantages(advantages) for rows in minibatches]
-        else:
-            minibatches = self._taught(minibatches, batch.samples, advantages, self.teacher)
-        return [
-            Minibatch(rows, old_job, ref_job, self)
-            for rows, old_job, ref_job in zip(minibatches, old, ref, strict=True)
-        ]
+            return [rows.with_advantages(advantages) for rows in minibatches]
+        return self._taught(minibatches, samples, advantages, self.teacher)
+
+    def _valued(
+        self,
+        critic: Critic,
+        minibatches: list[TrainRows],
+        ref: Sequence[ForwardJob | None],
+        samples: SampleTable,
+        metrics: CriticMetrics,
+    ) -> tuple[list[TrainRows], list[ValueTargets | None]]:
+        """Fills in the advantages of a critic's values, with what the critic learns from them."""
+        rewards, found = torch.from_numpy(samples.rewards), []
+        for rows, job in zip(minibatches, ref, strict=True):
+            values = critic.values(rows).values()
+            of_ref = _logprobs(job) if self._penalizes_rewards else None
+            if values is not None:
+                settings = critic.settings
+                found.append(estimate(rows, values, rewards, of_ref, settings, self.config))
+        totals = torch.from_numpy(self._sum(NUM_MOMENTS, (each.moments for each in found)))
+        metrics.moments.add_(totals)
+        if not found:  # another rank sees the output
+            return minibatches, [None] * len(minibatches)
+        whitening = totals if critic.settings.whiten else None
+        pairs = list(zip(found, minibatches, strict=True))
+        valued = [each.advantages_on_tokens(rows, whitening) for each, rows in pairs]
+        return valued, [each.targets(rows) for each, rows in pairs]
+
+    @property
+    def _penalizes_rewards(self) -> bool:
+        return self.config.kl_coef > 0 and self.config.kl_in == "reward"
 
     def mean_weight(
         self, rows: TrainRows, old_logprobs: torch.Tensor | None
@@ -211,7 +280,7 @@ class Scorer:
     ) -> np.ndarray:
         """Advantage of each sample, without a teacher's part."""
         config, rewards = self.config, samples.rewards
-        if config.kl_coef > 0 and config.kl_in == "reward":
+        if self._penalizes_rewards:
             ref_logprobs = [_logprobs(job) for job in ref]
             sums = (
                 sample_kl_sums(
@@ -226,6 +295,7 @@ class Scorer:
                 if of_ref is not None
             )
             rewards = rewards - config.kl_coef * self._sum(len(samples), sums)
+        assert config.advantage != "gae", "the critic's advantages are not those of samples"
         return compute_advantages(
             rewards,
             samples.group_ids,

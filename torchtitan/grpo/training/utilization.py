@@ -34,7 +34,8 @@ class Utilization:
     ``pairs`` counts a query and a key, causal and within each sequence. A context that several
     sequences share is computed once. A training epoch is three
     forward passes (the backward pass of frozen weights counts once), the passes of old policy and
-    reference one each. Padding and recomputation are no work of the model. ``peak_flops`` are in
+    reference one each. A critic's values take one forward pass and its epochs as many as the policy's,
+    all without an output layer. Padding and recomputation are no work of the model. ``peak_flops`` are in
     bfloat16, per rank.
     """
 
@@ -50,6 +51,7 @@ class Utilization:
         trained = _TRAINING_FROZEN if config.lora.rank else _TRAINING
         self._num_epochs, self._num_forward = grpo.num_epochs, further * _FORWARD
         self._weight_passes = trained
+        self._has_critic = config.has_critic
         self._flops = 0.0
 
     def add(self, plan: StepPlan, *, begins_batch: bool) -> None:
@@ -60,9 +62,13 @@ class Utilization:
         everything = [s for rows in plan.spans for row in rows for s in row]
         weights, attention = self._forward(everything, num_scored)
         self._flops += self._num_forward * (weights + attention)
-        weights, attention = self._forward(_trained_spans(plan), num_scored)
+        trained = _trained_spans(plan)
+        weights, attention = self._forward(trained, num_scored)
         step = self._weight_passes * weights + _TRAINING * attention
         self._flops += self._num_epochs * step
+        if self._has_critic:
+            self._flops += sum(self._forward(everything, 0))
+            self._flops += self._num_epochs * _TRAINING * sum(self._forward(trained, 0))
 
     def _forward(self, spans: Sequence[Span], num_scored: int) -> tuple[float, float]:
         """FLOPs of products with weights, and of attention."""

@@ -50,6 +50,8 @@ TWO_SERVERS = "--inference.no-launch --inference.urls=http://127.0.0.1:1,http://
         "--rollout.dynamic_sampling --rollout.dynamic_sampling_limit=2 --rollout.overdue=drop "
         "--rollout.drop_truncated --rollout.should_accept=mine.py:keep",
         "--rollout.stream --rollout.stream_parts=2",
+        "--grpo.advantage=gae --grpo.group_size=1",
+        "--grpo.advantage=gae --critic.no-whiten --rollout.stream --rollout.stream_parts=2",
         "--inference.lend --rollout.max_head_offpolicyness=0 --rollout.deterministic",
         "--inference.lend --grpo.no-async_weight_update --rollout.replay={file}",  # no servers
         "--cluster.a.tags=train,rollout --cluster.b.tags=rollout --rollout.hedge_seconds=5",

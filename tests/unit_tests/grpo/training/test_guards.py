@@ -100,6 +100,26 @@ def test_each_metric_of_the_loss_must_be_finite(name, action):
         assert f"{name} is {value}. With guards.nonfinite" in found[0]
 
 
+def test_a_critics_norm_has_a_median_of_its_own_and_its_loss_must_be_finite():
+    judge = Judge(grad_norm="skip", grad_norm_limit=3.0)
+    for _ in range(20):
+        assert judge(**{"critic/grad_norm": 50.0}) is Verdict.TAKE, "the limit is the policy's"
+    assert judge(**{"critic/grad_norm": 999.0}) is Verdict.TAKE
+    assert judge(**{"critic/grad_norm": 1001.0}) is Verdict.SKIP
+    assert "critic/grad_norm is 1001, above guards.grad_norm_factor = 20" in judge.lines[0]
+    assert judge(**{"critic/loss": math.nan}) is Verdict.SKIP
+    assert "critic/loss is nan" in judge.lines[1]
+    assert judge(**{"critic/grad_norm": math.inf}) is Verdict.SKIP
+
+
+def test_steps_of_a_critic_alone_do_not_count_as_gradients_of_0():
+    judge = Judge(grad_norm="skip")
+    nothing = METRICS | {"policy/entropy": 0.0, "critic/grad_norm": 5.0}
+    for step in range(1, 21):
+        assert judge.guards.judge(step, None, nothing) is Verdict.TAKE
+    assert judge(grad_norm=30.0) is Verdict.TAKE
+
+
 def test_metrics_that_say_nothing_bad_or_too_much():
     judge = Judge()
     judge.guards.judge(1, math.nan, dict.fromkeys(METRICS, math.nan))

@@ -164,6 +164,14 @@ def test_states_are_counted_by_hand(make_model):
     assert tensor.parameters == 4 * (matrices // 2 + number - matrices)
     frozen = estimate(folder, grpo__kl_coef=0.1)
     assert frozen.reference == 4 * number
+    valued = estimate(folder, grpo__advantage="gae")
+    backbone = sum(p.numel() for n, p in model.named_parameters() if not n.startswith("lm_head"))
+    assert (valued.critic, valued.critic_optimizer) == (8 * backbone, 8 * backbone)
+    assert valued.fixed("free") == one.fixed("free") + 16 * backbone
+    waiting = [
+        each.resting(offloads_optimizer=offloads) for each in (valued, one) for offloads in (0, 1)
+    ]
+    assert waiting[0] - waiting[2] == 12 * backbone and waiting[1] - waiting[3] == 4 * backbone
 
 
 def test_parameters_are_kept_before_gradients_and_both_only_where_they_fit(make_model):

@@ -76,6 +76,9 @@ def test_forward_passes_epochs_and_frozen_weights_count_as_they_are(measured):
     assert measured(grpo__num_epochs=2) == 7 * forward  # and the old policy's forward pass
     assert measured(grpo__num_epochs=2, grpo__old_policy="sampling") == 6 * forward
     assert measured(lora__rank=4) == 2 * WEIGHT_FLOPS + 3 * ATTENTION_FLOPS
+    # A critic's values, and two epochs; none of them has an output layer.
+    of_values = 7 * (forward - 2 * 61 * 48 * sum(LENGTHS))
+    assert measured(grpo__num_epochs=2, grpo__advantage="gae") == 7 * forward + of_values
 
 
 def test_a_minibatch_that_is_skipped_counts_for_the_forward_passes_alone(make_model):

@@ -1,0 +1,63 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Checks ``[critic]``: that values of tokens fit the other settings."""
+
+from pathlib import Path
+
+from torchtitan.grpo.config_checks.rules import forbid, require
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.hub import is_hub_name
+
+
+def check_critic(config: JobConfig) -> None:
+    if not config.has_critic:
+        return
+    grpo, path, setting = config.grpo, config.critic.path, 'grpo.advantage = "gae"'
+    require(
+        config.sft.path is None and config.has_rewards,
+        f"{setting} needs rewards to estimate, and "
+        f"{'sft.path' if config.sft.path else 'teacher.urls without reward.functions'} gives none. "
+        "Choose another grpo.advantage.",
+    )
+    forbid(
+        setting,
+        {"lora.rank above 0": config.lora.rank > 0},
+        "adapters save the memory of a model's optimizer states, and the critic, all of whose weights are "
+        "trained, would need that memory again. Set lora.rank = 0, or choose another grpo.advantage.",
+    )
+    forbid(
+        setting,
+        {"optimizer.early_step_in_backward": config.optimizer.early_step_in_backward},
+        "the policy takes no step during critic.warmup_steps. Leave it at false.",
+    )
+    forbid(
+        setting,
+        {"grpo.filter_zero_advantage": grpo.filter_zero_advantage},
+        "groups with equal rewards have advantages other than 0, and the critic learns from them. Set "
+        "grpo.filter_zero_advantage = false.",
+    )
+    forbid(
+        setting,
+        {"grpo.off_policy_mask_threshold": grpo.off_policy_mask_threshold > 0},
+        "it leaves out sequences by the sign of their advantage, and each token has its own. Set it to 0.",
+    )
+    forbid(
+        setting,
+        {"grpo.policy_loss = 'gmpo'": grpo.policy_loss == "gmpo"},
+        "it bounds the mean of a sequence's ratios on the side that the sign of its advantage says, and "
+        "each token has its own. Choose another loss.",
+    )
+    forbid(
+        setting,
+        {
+            "teacher.urls without teacher.top_k": bool(config.teacher.urls)
+            and not config.teacher.top_k
+        },
+        "the teacher's part of advantages is relative to the group's mean, and those of the critic are "
+        "not. Set teacher.top_k, which makes it a term of the loss.",
+    )
+    require(
+        path is None or Path(path).is_dir() or is_hub_name(path),
+        f"critic.path must be a Hugging Face model directory, or a name on the Hub, got {path}.",
+    )

@@ -1,0 +1,206 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Generalized advantage estimation over packed rows, and the loss of the critic.
+
+A sequence of a row is an episode. Its decisions are its trained tokens or, at turn level, its turns:
+maximal runs of trained tokens. Context between turns is skipped, so that the value after a decision
+is that of the next decision. With rewards ``r``, values ``V`` and the decisions of one episode
+counted from 0 (https://arxiv.org/abs/1506.02438)::
+
+    delta_t = r_t + gamma * V_{t+1} - V_t           V is 0 after the last decision
+    A_t     = delta_t + gamma * lambda * A_{t+1}
+    R_t     = A_t + V_t                             the target of the critic
+
+Example: two trained tokens with ``V = 0.5, 0.25``, a reward of 1 at the second one, ``gamma = 1`` and
+``lambda = 0.5``: ``delta = -0.25, 0.75``, so that ``A = 0.125, 0.75`` and ``R = 0.625, 1``.
+
+A value is read where the first token of its decision is predicted. It then knows the context of the
+decision and none of its tokens, as a baseline must.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+DecisionLevel = Literal["token", "turn"]
+
+WHITENING_EPS = 1e-8
+"""Number that is added to the variance by which advantages are whitened."""
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """The decisions of packed rows, row by row; indices are into flattened rows, all int64.
+
+    Attributes:
+        tokens: [tokens], the trained tokens.
+        of_token: [tokens], the decision of each of them.
+        begins: [decisions], the first token of each decision.
+        continues: [decisions] bool, whether the next decision belongs to the same sequence.
+    """
+
+    tokens: torch.Tensor
+    of_token: torch.Tensor
+    begins: torch.Tensor
+    continues: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.begins)
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums values [rows, seq] over the tokens of each decision, [decisions] float64."""
+        sums = torch.zeros(len(self), dtype=torch.float64, device=values.device)
+        return sums.index_add_(0, self.of_token, values.flatten()[self.tokens].double())
+
+    def at_begins(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns values [rows, seq] at the first token of each decision, [decisions] float64."""
+        return values.flatten()[self.begins].double()
+
+    def on_tokens(self, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Spreads numbers of decisions over their tokens: [decisions] to [rows, seq] float32."""
+        flat = torch.zeros(shape.numel(), device=values.device)
+        return flat.index_copy_(0, self.tokens, values[self.of_token].float()).view(shape)
+
+    def on_begins(self, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Puts numbers of decisions on their first tokens: [decisions] to [rows, seq] float32."""
+        flat = torch.zeros(shape.numel(), device=values.device)
+        return flat.index_copy_(0, self.begins, values.float()).view(shape)
+
+    def lengths(self) -> torch.Tensor:
+        """Returns the number of decisions in the sequence of each one, [decisions] float64."""
+        is_first = F.pad(~self.continues, (1, 0), value=True)[: len(self)]
+        sequence = is_first.long().cumsum(0) - 1
+        counts = torch.zeros(len(self), dtype=torch.float64, device=sequence.device)
+        counts.index_add_(0, sequence, torch.ones_like(counts))
+        return counts[sequence]
+
+
+def find_decisions(
+    loss_mask: torch.Tensor, sequence_ids: torch.Tensor, level: DecisionLevel
+) -> Decisions:
+    """Finds the decisions of rows, both [rows, seq], whose sequences have their tokens in order.
+
+    Waits for the device, because their number is the size of the result.
+    """
+    seq_len = loss_mask.shape[1]
+    tokens = loss_mask.flatten().nonzero().squeeze(1)
+    # Sequence ids are below the number of tokens of a row.
+    sequences = tokens // seq_len * seq_len + sequence_ids.flatten()[tokens]
+    is_same = sequences[1:] == sequences[:-1]  # each token but the first, and the one before it
+    begins = torch.ones_like(is_same) if level == "token" else ~(is_same & (tokens.diff() == 1))
+    begins = F.pad(begins, (1, 0), value=True)[: len(tokens)]
+    of_token = begins.long().cumsum(0) - 1
+    firsts = begins.nonzero().squeeze(1)
+    owners = sequences[firsts]
+    continues = F.pad(owners[1:] == owners[:-1], (0, 1), value=False)[: len(firsts)]
+    return Decisions(tokens, of_token, tokens[firsts], continues)
+
+
+def token_rewards(
+    rewards: torch.Tensor, sample_ids: torch.Tensor, decisions: Decisions
+) -> torch.Tensor:
+    """Puts the reward of its sample on the last decision of each sequence, [decisions] float64.
+
+    ``rewards`` [samples] float64 are indexed by ``sample_ids`` [rows, seq]. Each of several sequences
+    of one sample is an episode of its own, with the whole reward.
+    """
+    of_decision = rewards[sample_ids.flatten()[decisions.begins]]
+    return torch.where(decisions.continues, 0.0, of_decision)
+
+
+def estimate_advantages(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    decisions: Decisions,
+    *,
+    gamma: float,
+    lam: float | torch.Tensor,
+) -> torch.Tensor:
+    """Returns the advantages of decisions; all are [decisions] float64, ``lam`` may be as well.
+
+    The recurrence is evaluated by doubling: after k rounds each sum spans 2^k decisions.
+    """
+    following = torch.where(decisions.continues, _shifted(values, 1), 0.0)
+    sums = rewards + gamma * following - values
+    decays = decisions.continues.double() * gamma * lam
+    span = 1
+    while span < len(decisions):
+        sums = sums + decays * _shifted(sums, span)
+        decays = decays * _shifted(decays, span)
+        span *= 2
+    return sums
+
+
+def _shifted(values: torch.Tensor, by: int) -> torch.Tensor:
+    return F.pad(values[by:], (0, min(by, len(values))))
+
+
+def length_adaptive_lambda(decisions: Decisions, alpha: float) -> torch.Tensor:
+    """Returns ``1 - 1 / (alpha * length)`` of each decision's sequence, [decisions] float64.
+
+    VAPO (https://arxiv.org/abs/2504.05118): the weights of the deltas, ``lambda ** t``, then sum to
+    about ``alpha * length``, a fixed part of the episode. Where that is below 1, lambda is 0.
+    """
+    return (1 - 1 / (alpha * decisions.lengths())).clamp(min=0.0)
+
+
+def moments(values: torch.Tensor) -> torch.Tensor:
+    """Returns [3] float64: the number of values [n], their sum, and the sum of their squares."""
+    values = values.double()
+    count = torch.tensor(float(len(values)), dtype=torch.float64, device=values.device)
+    return torch.stack([count, values.sum(), values.square().sum()])
+
+
+def mean_and_variance(totals: torch.Tensor) -> tuple[float, float]:
+    """Returns mean and variance (divided by n - 1) from :func:`moments`; 0 without two values."""
+    count, total, squares = totals.tolist()
+    mean = total / max(count, 1.0)
+    spread = squares - total * mean
+    # Of equal numbers, only rounding errors would be left.
+    return mean, spread / max(count - 1, 1.0) if spread > 1e-12 * squares else 0.0
+
+
+def whitened(advantages: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
+    """Shifts and scales advantages to the mean 0 and the variance 1 of what ``totals`` counts.
+
+    As in TRL and verl, ``(A - mean) / sqrt(variance + 1e-8)``, with the variance divided by n - 1.
+    """
+    mean, variance = mean_and_variance(totals)
+    return (advantages - mean) * (variance + WHITENING_EPS) ** -0.5
+
+
+def explained_variance(of_errors: torch.Tensor, of_returns: torch.Tensor) -> float:
+    """Returns ``1 - var(R - V) / var(R)`` from moments; 0 if all returns are equal.
+
+    1 is a perfect critic; 0 is one that is no better than a constant, and it may be below.
+    """
+    variance = mean_and_variance(of_returns)[1]
+    return 1 - mean_and_variance(of_errors)[1] / variance if variance > 0 else 0.0
+
+
+def value_loss(
+    values: torch.Tensor,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    weights: torch.Tensor,
+    clip: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the weighted sum of clipped squared errors [], and where the clip holds [rows, seq].
+
+    ``0.5 * max((V - R)^2, (V_old + clamp(V - V_old, -clip, clip) - R)^2)``, as in the code of PPO
+    (https://arxiv.org/abs/1707.06347). A ``clip`` of 0 clips nothing. All inputs are [rows, seq];
+    where the weight is 0, they may hold anything.
+    """
+    counts = weights > 0
+    values = torch.where(counts, values, 0.0)
+    old_values, returns = torch.where(counts, old_values, 0.0), torch.where(counts, returns, 0.0)
+    squares = (values - returns).square()
+    is_clipped = torch.zeros_like(counts)
+    if clip > 0:
+        held = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+        is_clipped = held > squares
+        squares = torch.maximum(squares, held)
+    return 0.5 * (torch.where(counts, weights, 0.0) * squares).sum(), is_clipped

@@ -1,0 +1,285 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The critic: a second trained model, laid out like the policy, that estimates the reward to come.
+
+    rows -> values (before the first update) -> advantages and targets -> value loss -> its own step
+
+`losses/gae.py` has the formulas.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torchtitan.grpo.config import GRPO
+from torchtitan.grpo.config import Critic as Settings
+from torchtitan.grpo.data.rows import TrainRows
+from torchtitan.grpo.losses.gae import (
+    Decisions,
+    estimate_advantages,
+    explained_variance,
+    find_decisions,
+    length_adaptive_lambda,
+    mean_and_variance,
+    moments,
+    token_rewards,
+    value_loss,
+    whitened,
+)
+from torchtitan.grpo.losses.kl import kl_estimate
+from torchtitan.grpo.losses.loss_metrics import (
+    Metric,
+    MetricTotals,
+    Reduction,
+    loss_metric,
+    mean_metric,
+)
+from torchtitan.grpo.models.decoder import ValueAdapter
+from torchtitan.grpo.models.hf_weights import load_hf_weights
+from torchtitan.grpo.models.packed_model import PackedDecoder
+from torchtitan.grpo.pipeline.build import build_schedule
+from torchtitan.grpo.training.gradient_norm import GradientClipper
+from torchtitan.grpo.training.model_spec import (
+    VALUE_HEAD,
+    build_beside,
+    critic_args,
+    critic_settings,
+    whole_model_runner,
+)
+from torchtitan.grpo.training.reference import PartsState
+from torchtitan.grpo.training.runner import ForwardJob, ModelRunner
+from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
+from torchtitan.grpo.upstream.trainer import LRSchedulersContainer, OptimizersContainer, Trainer
+
+NUM_MOMENTS = 9
+"""Length of :attr:`Estimates.moments`."""
+
+
+@dataclass(frozen=True)
+class ValueTargets:
+    """What the critic learns of some rows; [rows, seq] float32, 0 but where a decision begins.
+
+    ``old_values`` are those before the batch's first optimizer step. The weight of a decision is the
+    sum of its tokens' weights in the policy's loss.
+    """
+
+    old_values: torch.Tensor
+    returns: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Advantages and targets of the decisions of some rows, [decisions] float64.
+
+    ``moments``, [9] float64, are those of the advantages of tokens, of the returns, and of the
+    returns minus the values: parts of a batch can be added.
+    """
+
+    decisions: Decisions
+    advantages: torch.Tensor
+    values: torch.Tensor
+    returns: torch.Tensor
+
+    @property
+    def moments(self) -> torch.Tensor:
+        of_tokens = self.advantages[self.decisions.of_token]
+        errors = self.returns - self.values
+        return torch.cat([moments(of_tokens), moments(self.returns), moments(errors)])
+
+    def advantages_on_tokens(self, rows: TrainRows, totals: torch.Tensor | None) -> TrainRows:
+        """Returns the rows with advantages, whitened by the ``totals`` of a batch's moments."""
+        advantages = self.advantages if totals is None else whitened(self.advantages, totals[:3])
+        on_tokens = self.decisions.on_tokens(advantages, rows.loss_mask.shape)
+        return replace(rows, advantages=on_tokens)
+
+    def targets(self, rows: TrainRows) -> ValueTargets:
+        shape, decisions = rows.loss_mask.shape, self.decisions
+        return ValueTargets(
+            old_values=decisions.on_begins(self.values, shape),
+            returns=decisions.on_begins(self.returns, shape),
+            weights=decisions.on_begins(decisions.sums(rows.loss_weights), shape),
+        )
+
+
+def estimate(
+    rows: TrainRows,
+    values: torch.Tensor,
+    rewards: torch.Tensor,
+    ref_logprobs: torch.Tensor | None,
+    critic: Settings,
+    grpo: GRPO,
+) -> Estimates:
+    """Computes advantages and targets of rows from values [rows, seq] and rewards [samples].
+
+    ``ref_logprobs``, [rows, seq], subtract a KL penalty from the reward of each token; None does not.
+    """
+    decisions = find_decisions(rows.loss_mask, rows.sequence_ids, critic.level)
+    of_decisions = token_rewards(rewards.to(values.device), rows.sample_ids, decisions)
+    if ref_logprobs is not None:
+        kl = kl_estimate(rows.generator_logprobs, ref_logprobs, grpo.kl_estimator)
+        of_decisions = of_decisions - grpo.kl_coef * decisions.sums(kl)
+    at_begins = decisions.at_begins(values)
+    lam = critic.gae_lambda
+    if critic.length_adaptive_alpha > 0:
+        lam = length_adaptive_lambda(decisions, critic.length_adaptive_alpha)
+
+    def advantages(lam: float | torch.Tensor) -> torch.Tensor:
+        return estimate_advantages(of_decisions, at_begins, decisions, gamma=critic.gamma, lam=lam)
+
+    returns = advantages(critic.target_lambda) + at_begins
+    return Estimates(decisions, advantages(lam), at_begins, returns)
+
+
+CRITIC_NORM = "critic/grad_norm"
+CRITIC_REDUCTIONS: dict[str, Reduction] = {"critic/loss": "loss", "critic/clip_fraction": "mean"}
+
+
+class CriticLoss:
+    """Computes the critic's loss of one minibatch, microbatch by microbatch, and keeps metrics.
+
+    ``targets`` are None on ranks that do not see the output, and never compute a loss.
+    """
+
+    def __init__(self, targets: ValueTargets | None, clip: float, scale: float = 1.0) -> None:
+        self.targets, self.clip, self.scale = targets, clip, scale
+        self._metrics: dict[int, dict[str, Metric]] = {}
+
+    def __call__(self, output: torch.Tensor, which: slice) -> torch.Tensor:
+        """Returns the loss of the rows ``which``, from values [rows, seq, 1]."""
+        targets = self.targets
+        assert targets is not None, "the rank that sees the output has computed the targets"
+        weights = targets.weights[which]
+        loss, is_clipped = value_loss(
+            output[..., 0], targets.old_values[which], targets.returns[which], weights, self.clip
+        )
+        self._metrics[which.start] = {
+            "critic/loss": loss_metric(loss),
+            "critic/clip_fraction": mean_metric(is_clipped.sum(), (weights > 0).sum()),
+        }
+        return self.scale * loss
+
+    def add_metrics(self, totals: MetricTotals) -> None:
+        totals.add(list(self._metrics.values()), self.scale)
+
+
+class Critic:
+    """The model with its optimizer and learning-rate schedule, which join the checkpoints."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        parts: list[nn.Module],
+        optimizers: OptimizersContainer,
+        schedulers: LRSchedulersContainer,
+        clipper: GradientClipper,
+        settings: Settings,
+    ) -> None:
+        self.runner, self.parts, self.optimizers = runner, parts, optimizers
+        self.schedulers, self.clipper, self.settings = schedulers, clipper, settings
+
+    def is_alone(self, step: int) -> bool:
+        """Whether only the critic learns in this step (``critic.warmup_steps``)."""
+        return step <= self.settings.warmup_steps
+
+    def values(self, rows: TrainRows) -> ForwardJob:
+        return ForwardJob(self.runner, rows)
+
+    def add_gradient(
+        self,
+        rows: TrainRows,
+        targets: ValueTargets | None,
+        totals: MetricTotals | None,
+        scale: float = 1.0,
+    ) -> None:
+        """Adds the gradient of a minibatch, and its metrics to ``totals`` of a rank that counts."""
+        loss = CriticLoss(targets, self.settings.value_clip, scale)
+        self.runner.forward_backward(rows, loss)
+        if totals is not None:
+            loss.add_metrics(totals)
+
+    def new_metrics(self) -> "CriticMetrics":
+        return CriticMetrics(float(self.schedulers.schedulers[0].get_last_lr()[0]))
+
+    def checkpoint_state(self) -> dict[str, Stateful]:
+        return {
+            "critic": PartsState(self.parts),
+            "critic_optimizer": self.optimizers,
+            "critic_lr_scheduler": self.schedulers,
+        }
+
+
+@dataclass(frozen=True)
+class CriticMetrics:
+    """Metrics of the critic in one batch, or in one of its optimizer steps.
+
+    ``totals`` are of its losses, and ``moments`` of its values, of all ranks. ``grad_norms`` are
+    before clipping.
+    """
+
+    learning_rate: float
+    totals: MetricTotals = field(default_factory=lambda: MetricTotals(CRITIC_REDUCTIONS))
+    moments: torch.Tensor = field(
+        default_factory=lambda: torch.zeros(NUM_MOMENTS, dtype=torch.float64)
+    )
+    grad_norms: list[float] = field(default_factory=list)
+
+    def without_losses(self) -> "CriticMetrics":
+        return CriticMetrics(self.learning_rate, moments=self.moments)
+
+    def add(self, totals: MetricTotals, grad_norm: float) -> None:
+        """Adds metrics of all ranks and the gradient norm of a step, taken or skipped."""
+        self.totals.merge(totals)
+        self.grad_norms.append(grad_norm)
+
+    def values(self) -> dict[str, float]:
+        num_updates = max(len(self.grad_norms), 1)
+        returns, errors = self.moments[3:6], self.moments[6:9]
+        mean_return = mean_and_variance(returns)[0]
+        return self.totals.values(num_updates) | {
+            CRITIC_NORM: sum(self.grad_norms) / num_updates,
+            "critic/explained_variance": explained_variance(errors, returns),
+            "critic/mean_return": mean_return,
+            "critic/mean_value": mean_return - mean_and_variance(errors)[0],
+            "critic/lr": self.learning_rate,
+        }
+
+
+def build_critic(trainer: Trainer) -> Critic:
+    """Builds the critic in the policy's layout, from ``critic.path`` if that is set.
+
+    Raises ModelError if the directory holds unreadable weights.
+    """
+    config: Any = trainer.job_config
+    dims, settings = trainer.parallel_dims, config.critic
+    args = critic_args(trainer.model_args)
+    scoring = critic_settings(config, args)
+    stages, parts = build_beside(trainer, lambda: PackedDecoder(args, scoring))
+    _load(parts, ValueAdapter(args, settings.path or config.model.hf_assets_path), config)
+    if dims.pp_enabled:
+        loss = StageLoss()
+        runner = PipelineRunner(build_schedule(config, stages, loss), loss, config)
+    else:
+        runner = whole_model_runner(parts[0], config)
+    spec = trainer.train_spec
+    optimizer = replace(config.optimizer, lr=settings.lr, muon_lr=0.0)
+    optimizers = spec.build_optimizers_fn(parts, optimizer, dims)
+    schedulers = spec.build_lr_schedulers_fn(optimizers, config.lr_scheduler, config.training.steps)
+    clipper = GradientClipper(parts, dims, config.training.max_norm)
+    return Critic(runner, parts, optimizers, schedulers, clipper, settings)
+
+
+def _load(parts: Sequence[nn.Module], adapter: ValueAdapter, config: Any) -> None:
+    key = "model.hf_assets_path" if config.critic.path is None else "critic.path"
+    for part in parts:
+        part.train()
+        if part.output is not None:
+            nn.init.zeros_(part.output.weight)  # pyright: ignore
+    path = adapter.hf_assets_path
+    assert path is not None
+    load_hf_weights(list(parts), adapter, path, setting=key, new=VALUE_HEAD)
